@@ -1,4 +1,4 @@
-"""States of cells, and the only function that changes them. A job's state is derived from its cells, never stored."""
+"""States of cells, and the functions that change them. A job's state is derived from its cells and never stored."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ TRANSITIONS: Final[dict[int, frozenset[int]]] = {
 
 
 class IllegalTransition(FarmError):
-    """A state does not follow the cell's state: a bug in the caller, never a user's fault."""
+    """A state that does not follow the cell's state: a bug in the caller, never a user's fault."""
 
     reason = "ILLEGAL_TRANSITION"
 
 
 def advance(cell: Cell, to: CellState.ValueType, *, at: datetime) -> Cell:
-    """Return the cell in its next state, with the next version; `cell` is not changed.
+    """Return the cell in its next state with the next version. `cell` is not changed.
 
     Raises:
         IllegalTransition: `to` does not follow `cell.state`.
@@ -54,7 +54,7 @@ def advance(cell: Cell, to: CellState.ValueType, *, at: datetime) -> Cell:
 
 
 def amend(cell: Cell, *, at: datetime) -> Cell:
-    """Return a new version of the cell in the same state; `cell` is not changed."""
+    """Return a new version of the cell in the same state. `cell` is not changed."""
     after = Cell()
     after.CopyFrom(cell)
     after.version += 1
@@ -63,7 +63,7 @@ def amend(cell: Cell, *, at: datetime) -> Cell:
 
 
 def job_state(cells: Iterable[Cell]) -> JobState.ValueType:
-    """Return a job's state: live while a cell is, else FAILED if any failed, CANCELLED if any was cancelled, else SUCCEEDED."""
+    """Return a job's state: live while a cell is, else FAILED if any cell failed, else CANCELLED if any was, else SUCCEEDED."""
     states = {cell.state for cell in cells}
     if states <= TERMINAL:
         if FAILED in states:
@@ -78,5 +78,5 @@ def is_terminal(state: JobState.ValueType) -> bool:
 
 
 def candidate_of(job: job_pb2.Job, cell: Cell) -> job_pb2.Candidate:
-    """Return the candidate that the cell is made from."""
+    """Return the candidate that the cell was created from."""
     return job.spec.candidates[cell.candidate_index]

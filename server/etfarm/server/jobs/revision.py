@@ -1,4 +1,4 @@
-"""Revision of a finished job's reports: they are analyzed again, from the stored files, by today's code."""
+"""Revision of a finished job's reports: a new analysis of the stored files by the current code."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import Kind, UserError
 
 _PARTS = ("latency", "interleaved", "verdict", "profile", "operators", "numerics", "numeric_gap")
-"""Parts of a report that an analysis computes. A part that can no longer be computed stays; accuracy does by its references."""
+"""Report parts that an analysis computes. Parts that can no longer be computed stay; accuracy is kept per reference."""
 
 _ROWS = {"operators": "profile", "numeric_gap": "numerics"}
-"""Lists of rows, with the part that describes them: neither means anything without the other."""
+"""Lists of rows, with the part that describes them: neither is meaningful without the other."""
 
 
 class JobLive(UserError):
-    """The job has live cells, whose reports do not exist yet."""
+    """A job with live cells, whose reports do not exist yet."""
 
     reason = "JOB_LIVE"
     kind = Kind.FAILED_PRECONDITION
 
 
 class Revision:
-    """Analyzes results again: one job of a project at a time, since the workers serve others too."""
+    """Repetition of analyses, for one job of a project at a time, since the workers serve others, too."""
 
     def __init__(self, journal: Journal, joblog: JobLog, compiler: Compiler, dispatch: Dispatch, analysis: CellAnalysis) -> None:
         self._journal = journal
@@ -49,15 +49,15 @@ class Revision:
         self._dispatch = dispatch
         self._analysis = analysis
         self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)
-        """Locks by project, so that no project waits for another's thousand reports."""
+        """Locks by project, so that no project waits for another one's thousand reports."""
 
     async def revise(self, job: Job) -> Sequence[report_pb2.Report]:
         """Replace the job's reports, all at once, by new ones with the same ids; return them in the order of the cells.
 
-        A report that was not measured to its end stays as it is, and so does each part whose files are not stored any more.
+        Reports of incomplete measurements stay unchanged, as do parts whose files are no longer stored.
 
         Raises:
-            JobLive: the job is not over.
+            JobLive: the job has live cells.
             ReportNotFound: the job has no reports.
             EtfarmError: no analysis is possible; nothing is changed.
         """
@@ -89,12 +89,12 @@ class Revision:
         await self._numerics.recover(run)
         run.analysis = await self._analysis.analyze(run, results)
         report = self._analysis.report(run, cell, before.id, at=before.created_at.ToDatetime(UTC))
-        report.created_at.CopyFrom(before.created_at)  # to the nanosecond
+        report.created_at.CopyFrom(before.created_at)  # exact to the nanosecond
         keep(before, report)
         return report
 
     def _device(self, cell: Cell, before: report_pb2.Report) -> Device:
-        """Return the device as it was measured; what the report does not state is as it is known now."""
+        """Return the device as it was when measured. Facts that the report does not contain are as currently known."""
         device = Device()
         try:
             device.CopyFrom(self._dispatch.device_of(cell))
@@ -106,7 +106,7 @@ class Revision:
 
 
 def keep(before: report_pb2.Report, revised: report_pb2.Report) -> None:
-    """Copy to `revised` what it lacks and `before` has, with the warnings of that analysis."""
+    """Copy the parts that `revised` lacks from `before`, with the warnings of their analysis."""
     there = {field.name for field, _ in revised.ListFields()}
     lost = {field.name for field, _ in before.ListFields() if field.name in _PARTS and field.name not in there}
     if _is_placed(before) and not _is_placed(revised):
@@ -127,7 +127,7 @@ def keep(before: report_pb2.Report, revised: report_pb2.Report) -> None:
 
 
 def _keep_accuracy(before: report_pb2.Report, revised: report_pb2.Report) -> bool:
-    """Copy the rows of references that `revised` lacks, in the former order; return whether there were any."""
+    """Copy the rows of references that `revised` lacks, keeping their order; return whether there were any."""
     known = {row.reference for row in revised.accuracy}
     kept = [row for row in before.accuracy if row.reference not in known]
     if kept:
@@ -144,7 +144,7 @@ def _is_placed(report: report_pb2.Report) -> bool:
 
 
 def _unchanged(before: report_pb2.Report) -> report_pb2.Report:
-    """Return the former report, with a warning that it was not revised."""
+    """Return the former report with a warning that it was not revised."""
     message = "The job's compilation is no longer stored: this report stays as it was. Submit the job again for a new one."
     report = report_pb2.Report()
     report.CopyFrom(before)

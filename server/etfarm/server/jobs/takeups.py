@@ -1,8 +1,9 @@
-"""Recovery of jobs that a server was handling when it died: count them, resume them one at a time, set them aside the third time.
+"""Recovery of jobs after a crash: jobs are counted, resumed one at a time, and set aside after the third crash.
 
-A job may be what kills the server. So after an unclean end, a new server counts each job that was being handled, on disk, right
-before it resumes the job. When the job comes to rest, its count is taken back, so that the count of the guilty job remains. A
-server that survives for a while clears all counts, since its predecessors died of something else.
+A job itself may crash the server. Therefore, after an unclean end, a new server durably increments the count of each job that was
+being handled, right before it resumes the job. Once the job waits or is finished, the count is decremented, so that only the job
+that causes the crash keeps its count. A server that survives for a while clears all counts, since its predecessors crashed for
+another reason.
 """
 
 from __future__ import annotations
@@ -20,23 +21,23 @@ from etfarm.v1.job_pb2 import Job
 from etfarm.wire.errors import FarmError
 
 MOST: Final = 3
-"""Number of deaths of the server after which a job is set aside."""
+"""Number of crashes of the server after which a job is set aside."""
 
 CARE_S: Final = 10.0
-"""Maximum time for which a resumed job is alone, before the next one is resumed."""
+"""Maximum time for which a resumed job runs alone before the next one is resumed, in seconds."""
 
 STABLE_S: Final = 600.0
-"""Time after which a surviving server clears the counts."""
+"""Time after which a surviving server clears the counts, in seconds."""
 
 IN_SERVER: Final = frozenset({model.QUEUED, model.COMPILING, model.ANALYZING})
 """States in which the server itself works on a cell."""
 
 HANDLED: Final = IN_SERVER | {model.RUNNING}
-"""States in which a cell may have killed a server: the result of a run may arrive at any moment."""
+"""States in which a cell may have crashed the server: the result of a run may arrive at any time."""
 
 
 class SetAside(FarmError):
-    """The server died three times while it was handling the job."""
+    """A job during whose handling the server crashed three times."""
 
     reason = "SET_ASIDE"
 
@@ -49,29 +50,29 @@ class SetAside(FarmError):
 
 
 def is_handled(job: Job) -> bool:
-    """Return whether a server was working on a job, or was about to take a result of it."""
+    """Return whether a server was working on a job or could receive one of its results."""
     return any(cell.state in HANDLED for cell in job.cells)
 
 
 class Takeups:
-    """The counts of live jobs."""
+    """Numbers of recoveries of live jobs, in the database."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
 
     async def counts(self) -> Mapping[str, int]:
-        """Return how often each live job was taken up before."""
+        """Return the number of recoveries of each live job by job id."""
         jobs = schema.jobs.c
         query = select(jobs.id, jobs.takeups).where(jobs.finished_at.is_(None))
         rows = await self._database.read(lambda connection: connection.execute(query).all())
         return {row.id: row.takeups for row in rows}
 
     async def count(self, job_id: str) -> None:
-        """Count one more take-up; on disk when this returns."""
+        """Increment a job's count durably."""
         await self._add(job_id, 1)
 
     async def uncount(self, job_id: str) -> None:
-        """Take the last take-up back: the job came to rest."""
+        """Decrement a job's count, after the job came to rest."""
         await self._add(job_id, -1)
 
     async def _add(self, job_id: str, number: int) -> None:
@@ -80,7 +81,7 @@ class Takeups:
         await self._database.write(lambda connection: connection.execute(change) and None, durable=number > 0)
 
     async def clear(self) -> None:
-        """Forget all counts."""
+        """Reset all counts."""
         change = update(schema.jobs).where(schema.jobs.c.takeups > 0).values(takeups=0)
         await self._database.write(lambda connection: connection.execute(change) and None)
 
@@ -93,13 +94,13 @@ class CleanEnd:
         self._has_begun = False
 
     def begin(self) -> bool:
-        """Note that a server runs; return whether the one before ended cleanly."""
+        """Record that a server runs; return whether the previous one ended cleanly."""
         was_clean = not self._file.exists()
         self._file.touch(mode=0o600)
         self._has_begun = True
         return was_clean
 
     def end(self) -> None:
-        """Note that the server ends cleanly. A server that could not start says nothing about the one before."""
+        """Record that the server ends cleanly. A server that could not start leaves the marker of the previous one."""
         if self._has_begun:
             self._file.unlink(missing_ok=True)

@@ -1,1 +1,1 @@
-"""What the database keeps of jobs, written before it is announced: journal, reports, logs, tags and quotas."""
+"""Database records of jobs, written before they are announced: journal, reports, logs, tags and quotas."""

@@ -1,4 +1,4 @@
-"""History: the reports of all jobs, searched by model, device, recipe, method and threads."""
+"""History: a search over the reports of all jobs by model, device, recipe, method and threads."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from etfarm.wire import selectors
 from etfarm.wire.errors import Kind, UserError
 
 LEAST_DIGEST = 4
-"""Minimum number of characters of a model's digest that stand for it."""
+"""Minimum number of leading characters of a digest that select a model."""
 
 _KNOWN = 20
 """Maximum number of models that an error lists."""
@@ -32,7 +32,7 @@ _MICROSECOND = timedelta(microseconds=1)
 
 
 class NoHistory(UserError):
-    """The farm has no report of the model."""
+    """A model without reports."""
 
     reason = "NO_HISTORY"
     kind = Kind.NOT_FOUND
@@ -40,7 +40,7 @@ class NoHistory(UserError):
 
 @dataclass(frozen=True)
 class Wanted:
-    """The selection of reports; None and the empty selector stand for all."""
+    """A selection of reports; None and the empty selector match all."""
 
     model: str
     """A model's name, or the first characters of its digest."""
@@ -55,7 +55,7 @@ class History:
 
     Args:
         devices: returns the devices that a scope knows, offline ones included.
-        page_bytes: maximum size of the slim reports of a page together, which one alone may exceed.
+        page_bytes: maximum total size of the slim reports of a page; a single report may exceed it.
     """
 
     def __init__(self, database: Database, devices: Callable[[Scope], Sequence[Device]], *, page_bytes: int = PAGE_BYTES) -> None:
@@ -64,14 +64,15 @@ class History:
         self._devices = devices
 
     async def page(self, wanted: Wanted, size: int, token: str, scope: Scope) -> report_pb2.ListHistoryResponse:
-        """Return a page of slim reports, newest first: without samples, operators, numeric gap and series of telemetry.
+        """Return a page of slim reports, newest first.
 
-        A device is selected by its current description; a device that the farm no longer knows by that of its reports, which
-        has neither labels, features nor backends. Reports outside of the scope do not exist for the caller.
+        Slim reports have no samples, operators, numeric gap and telemetry series. Devices are matched by their current
+        description; devices that the farm no longer knows by the description in their reports, which has neither labels, features
+        nor backends. Reports outside the scope are invisible.
 
         Raises:
             NoHistory: the model has no report, regardless of device, recipe, method and threads.
-            BadPageToken: `token` is neither empty nor that of the page before.
+            BadPageToken: `token` is neither empty nor the token of the previous page.
         """
         before = _position(token) if token else None
         known = {device.id: device for device in self._devices(scope)}
@@ -109,7 +110,7 @@ class History:
 
 
 def _in_scope(scope: Scope) -> ColumnElement[bool]:
-    """Return the condition that a report's job is in the scope."""
+    """Return the SQL condition that a report's job is in the scope."""
     jobs = schema.jobs.c
     return (
         exists().where(jobs.id == schema.reports.c.job_id, scope.clause(jobs.project)) if scope.projects is not None else true()
@@ -166,7 +167,7 @@ def _position(token: str) -> tuple[datetime, str]:
         raise BadPageToken.of(token)
     try:
         return _EPOCH + int(match[1]) * _MICROSECOND, match[2]
-    except OverflowError:  # after the year 9999
+    except OverflowError:  # a date after the year 9999
         raise BadPageToken.of(token) from None
 
 

@@ -1,4 +1,4 @@
-"""The journal: every job, every change of a cell and every attempt is written here before it is announced."""
+"""The journal: jobs, changes of cells and attempts, each written here before it is announced."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from etfarm.wire.errors import FarmError, Kind, UserError
 
 
 class SequenceUnknown(UserError):
-    """A watcher asks for events after one that has not happened."""
+    """A sequence number in a watch request that no event has yet."""
 
     reason = "SEQUENCE_UNKNOWN"
     kind = Kind.OUT_OF_RANGE
 
 
 class StaleVersion(FarmError):
-    """The cell was changed meanwhile; this change was not made."""
+    """A change that was not written because the cell has changed in the meantime."""
 
     reason = "STALE_VERSION"
     kind = Kind.ABORTED
 
 
 class Journal:
-    """Reads and writes jobs. Each change is announced right after its transaction."""
+    """Database access to jobs. Each change is announced right after its transaction."""
 
     def __init__(
         self, database: Database, announcer: Announcer, now: Callable[[], datetime], quotas: Quotas | None = None
@@ -49,13 +49,13 @@ class Journal:
         self.reports = ReportRecords(database)
 
     async def submit(self, job: Job, request_id: str) -> tuple[Job, bool]:
-        """Write a new job, or return the job that this owner submitted with the same request_id.
+        """Write a new job, or return the job that the owner already submitted with this request_id.
 
         Returns:
-            The job and whether it is new.
+            The job, and whether it is new.
 
         Raises:
-            QuotaExceeded: its owner or project exceeds a quota of live jobs.
+            QuotaExceeded: the owner or the project exceeds a quota of live jobs.
         """
 
         def write(connection: Connection) -> tuple[Job, JobEvent | None]:
@@ -92,7 +92,7 @@ class Journal:
                     for cell in job.cells
                 ],
             )
-            # As it would be read, without reading it: its spec may have megabytes.
+            # Fill in what reading the job would, without reading it: its spec may have megabytes.
             job.state, job.project = model.job_state(job.cells), job.project or DEFAULT_PROJECT
             job.labels.update(job.spec.labels)
             job.spec.SetInParent()
@@ -104,7 +104,7 @@ class Journal:
         return written, event is not None
 
     async def submitted(self, owner: str, request_id: str) -> Job | None:
-        """Return the job that this owner submitted with the request_id; None if there is none."""
+        """Return the job that the owner submitted with this request_id; None if there is none."""
         query = select(schema.jobs.c.id).where(schema.jobs.c.owner == owner, schema.jobs.c.request_id == request_id)
 
         def read(connection: Connection) -> Job | None:
@@ -116,21 +116,21 @@ class Journal:
     async def change(
         self, after: Cell, *, report: report_pb2.Report | None = None, result: agent_pb2.CandidateResult | None = None
     ) -> Cell:
-        """Write a cell's new version with its report or result, and announce it.
+        """Write a cell's new version with its report or result, and announce the change.
 
         Args:
             report: the cell's report, if this is its last change.
-            result: the result of its last attempt, if that has ended.
+            result: the result of the cell's last attempt, if that has ended.
 
         Raises:
-            StaleVersion: the journal does not have the version before it.
+            StaleVersion: the journal does not have the previous version of the cell.
         """
         final = after.state in model.TERMINAL
         await self._write(after.job_id, lambda c: self._change(c, after, report, result), durable=final or result is not None)
         return after
 
     async def change_together(self, changes: Sequence[tuple[Cell, agent_pb2.CandidateResult | None]]) -> None:
-        """Write new versions of several live cells of one job, with the results of their last attempts: all or none.
+        """Write new versions of several live cells of a job with the results of their last attempts, all or none.
 
         Raises:
             StaleVersion: see `change`; nothing was written.
@@ -179,7 +179,7 @@ class Journal:
         return event
 
     async def get(self, key: str, scope: Scope) -> Job:
-        """Return the job of an id, else of a tag, else of a unique prefix of an id (4 characters or more); or "latest".
+        """Return the job with an id, else tag, else unique prefix of an id (at least 4 characters); or "latest".
 
         Args:
             scope: the projects that the caller sees; "latest" is the newest job of the active project.
@@ -190,7 +190,7 @@ class Journal:
         return await self._database.read(lambda connection: job_row(connection, resolve_job(connection, key, scope)))
 
     async def list(self, size: int, before: int | None, scope: Scope) -> tuple[Sequence[Job], int | None]:
-        """Return a scope's jobs without specs, newest first, and where the next page begins; large jobs make a page shorter."""
+        """Return a page of a scope's jobs without specs, newest first, and the start of the next page. Large jobs shorten it."""
 
         def read(connection: Connection) -> tuple[Sequence[Job], int | None]:
             query = select(schema.jobs.c.id, schema.jobs.c.number).where(scope.clause(schema.jobs.c.project))
@@ -211,7 +211,7 @@ class Journal:
         return await self._database.read(read)
 
     async def live(self) -> Sequence[Job]:
-        """Return the jobs that are not terminal, oldest first: a server resumes them after its start."""
+        """Return the jobs that are not terminal, oldest first; a server resumes them at its start."""
 
         def read(connection: Connection) -> Sequence[Job]:
             query = select(schema.jobs.c.id).where(schema.jobs.c.finished_at.is_(None)).order_by(schema.jobs.c.number)
@@ -220,10 +220,10 @@ class Journal:
         return await self._database.read(read)
 
     async def watch(self, job_id: str, after: int) -> AsyncIterator[JobEvent]:
-        """Yield the events after a sequence, then new ones, until the job is terminal.
+        """Yield the events after a sequence number, then new ones until the job is terminal.
 
         Raises:
-            SequenceUnknown: `after` has not happened yet.
+            SequenceUnknown: no event has the number `after` yet.
         """
         with self._announcer.subscribe(job_id) as subscription:
             job, last = await self._database.read(partial(_job_and_last, job_id=job_id))
@@ -231,7 +231,7 @@ class Journal:
                 raise SequenceUnknown(f"The job has {last} events, {after} is none of them.", "Watch from 0.", last=last)
             seen = after
             while seen < last:
-                # A page may hold more than `last`: events that happened meanwhile, the end of the job included.
+                # A page may contain events after `last`, which happened in the meantime, including the end of the job.
                 for event in await self._database.read(partial(listed_events, job_id=job_id, after=seen)):
                     seen = event.sequence
                     job.state = _state_after(event, job.state)
@@ -241,7 +241,7 @@ class Journal:
                     if not event.HasField("sequence"):
                         yield event
                         continue
-                    # Events that a slow watcher's subscription dropped are read again.
+                    # Read the events again that the subscription of a slow watcher dropped.
                     while seen < event.sequence - 1:
                         for missed in await self._database.read(partial(listed_events, job_id=job_id, after=seen)):
                             seen = missed.sequence
@@ -253,7 +253,7 @@ class Journal:
                         yield event
 
     async def results_of(self, attempt_id: str) -> dict[str, agent_pb2.CandidateResult]:
-        """Return an attempt's results by cell, in the order of the job's cells; an empty message stands for a missing result."""
+        """Return an attempt's results by cell id, in the order of the job's cells. A missing result is an empty message."""
         query = (
             select(schema.attempts.c.cell_id, schema.attempts.c.result)
             .join(schema.cells, schema.cells.c.id == schema.attempts.c.cell_id)
@@ -265,7 +265,7 @@ class Journal:
 
 
 def _state_after(event: JobEvent, before: job_pb2.JobState.ValueType) -> job_pb2.JobState.ValueType:
-    """Return the job's state as a watcher knows it: a job's own event is the last one, not its last cell's."""
+    """Return the job's state for a watcher: the job's own event ends the job, not that of its last cell."""
     return event.job_state if event.WhichOneof("event") == "job" else before
 
 
@@ -275,7 +275,7 @@ def _job_and_last(connection: Connection, job_id: str) -> tuple[Job, int]:
 
 
 def _brief(job: Job) -> Job:
-    """Return the job without its spec and cells, which may be too large to be copied first."""
+    """Return the job without its spec and cells, which may be too large to copy first."""
     brief = Job()
     for field, value in job.ListFields():
         if field.name in ("spec", "cells"):

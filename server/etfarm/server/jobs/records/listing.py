@@ -1,4 +1,4 @@
-"""Jobs for lists and watchers, cut so that they never exceed the size of a message."""
+"""Jobs for lists and watchers, shortened so that they always fit into a message."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from etfarm.v1 import job_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent
 
 LIST_BYTES: Final = 4 << 20
-"""Maximum size of a page of jobs, unless a single one is larger: nothing else happens while a page is serialized."""
+"""Maximum size of a page of jobs, unless a single job is larger: serializing a page blocks the event loop."""
 
 JOB_BYTES: Final = 32 << 20
-"""Maximum size of one job with its spec: half of a message's."""
+"""Maximum size of one job with its spec: half of a message's maximum."""
 
 _CELLS_BYTES: Final = 4 << 20
-"""Maximum size of a job's cells in a list."""
+"""Maximum total size of a job's cells in a list."""
 
 _EVENT_BYTES: Final = 1 << 20
 _EVENTS_BYTES: Final = 8 << 20
@@ -30,11 +30,11 @@ _EVENTS: Final = 500
 
 _NAME: Final = 1_000
 _LABELS_BYTES: Final = 64 << 10
-"""Size of the beginning of a spec, which has its labels."""
+"""Size of the beginning of a spec, which contains its labels."""
 
 
 def listed_job(connection: Connection, job_id: str) -> Job | None:
-    """Return a job without its spec, long texts cut; None where there is no such job."""
+    """Return a job without its spec and with long texts shortened; None if the job does not exist."""
     jobs = schema.jobs.c
     columns = [jobs.id, jobs.owner, jobs.project, jobs.submitted_at, jobs.finished_at]
     beginnings = [func.substr(jobs.name, 1, _NAME + 1).label("name"), func.substr(jobs.spec, 1, _LABELS_BYTES).label("spec")]
@@ -67,14 +67,14 @@ def _listed_cells(connection: Connection, job_id: str) -> Sequence[Cell]:
 
 
 def labels_of(spec: bytes) -> dict[str, str]:
-    """Return the labels of a serialized JobSpec, whose end may be cut off, without decoding what follows them."""
+    """Return the labels of a serialized JobSpec, possibly truncated, without decoding the fields after them."""
     number = job_pb2.JobSpec.DESCRIPTOR.fields_by_name["labels"].number
     labels: dict[str, str] = {}
     at, end = 0, len(spec)
     while at < end:
         tag, at = read_varint(spec, at, end)
         if tag & 7 != 2:
-            break  # only texts and messages come before the labels
+            break  # only texts and messages precede the labels
         size, at = read_varint(spec, at, end)
         if tag >> 3 > number or at == end or at + size > end:
             break
@@ -86,7 +86,7 @@ def labels_of(spec: bytes) -> dict[str, str]:
 
 
 def listed_events(connection: Connection, job_id: str, after: int) -> Sequence[JobEvent]:
-    """Return the next of a job's events, as many as one answer should hold in memory; empty where there are no more."""
+    """Return the next events of a job, limited to what one response should hold in memory; empty if there are no more."""
     table = schema.events
     query = select(table.c.body).where(table.c.job_id == job_id, table.c.sequence > after).order_by(table.c.sequence)
     events: list[JobEvent] = []

@@ -1,4 +1,4 @@
-"""Logs of jobs: what their compilers and runners printed."""
+"""Logs of jobs: the output of their compilers and runners."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ _PAGE = 500
 
 MAX_LINES: Final = 100_000
 MAX_CHARACTERS: Final = 32 << 20
-"""Maximum size of one job's log; its last line says that it is full."""
+"""Maximum size of one job's log; its last line then states that the log is full."""
 
 _LINE: Final = 8000
-"""Maximum number of characters of one line."""
+"""Maximum number of characters of a line."""
 
 
 class JobLog:
-    """The lines that compilers and runners printed, numbered within the job. Lines are written in batches."""
+    """The lines that compilers and runners printed, numbered per job and written in batches."""
 
     def __init__(self, database: Database, announcer: Announcer, now: Callable[[], datetime]) -> None:
         self._database = database
@@ -45,7 +45,7 @@ class JobLog:
         self._flushing: asyncio.Task[None] | None = None
 
     def add(self, job_id: str, cell_id: str, source: str, text: str) -> None:
-        """Add a line; watchers receive it at once, the database soon."""
+        """Add a line. Watchers receive it at once; it is written to the database soon."""
         number, characters = self._numbers.get(job_id, 0) + 1, self._characters.get(job_id, 0)
         if number > MAX_LINES or characters > MAX_CHARACTERS:
             return
@@ -62,14 +62,14 @@ class JobLog:
         self._begin()
 
     async def resume(self, job_id: str) -> None:
-        """Continue the numbering where an earlier server stopped."""
+        """Continue the numbering of an earlier server."""
         table = schema.log_lines.c
         query = select(func.max(table.number), func.sum(func.length(table.text))).where(table.job_id == job_id)
         last, characters = await self._database.read(lambda connection: connection.execute(query).one())
         self._numbers[job_id], self._characters[job_id] = int(last or 0), int(characters or 0)
 
     async def flush(self) -> None:
-        """Write all lines so far. The write continues if the caller is cancelled meanwhile."""
+        """Write all lines so far. The write continues if the caller is cancelled in the meantime."""
         while self._waiting or (self._flushing is not None and not self._flushing.done()):
             await asyncio.shield(self._begin())
 
@@ -84,11 +84,11 @@ class JobLog:
             try:
                 await self._database.write(partial(_insert, rows=batch))
             except (EtfarmError, SQLAlchemyError):
-                # A job does not fail for lost log lines.
+                # Lost log lines must not fail a job.
                 log.exception("log lines are lost", lines=len(batch))
 
     async def tail(self, job_id: str, cell_id: str, *, follow: bool) -> AsyncIterator[LogLine]:
-        """Yield the lines so far, with `follow` also later ones until the job is terminal; `cell_id`, if set, selects a cell."""
+        """Yield the lines of a cell (of all cells if `cell_id` is empty); with `follow`, also new ones until the job is terminal."""
         with self._announcer.subscribe(job_id) as subscription:
             await self.flush()
             job = await self._database.read(partial(job_row, job_id=job_id, with_spec=False))

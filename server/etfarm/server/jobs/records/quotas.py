@@ -17,7 +17,7 @@ from etfarm.wire.errors import Kind, UserError
 
 
 class QuotaExceeded(UserError):
-    """A user or a project has as much under way as it may."""
+    """A user or project that would exceed a quota."""
 
     reason = "QUOTA_EXCEEDED"
     kind = Kind.RESOURCE_EXHAUSTED
@@ -29,14 +29,14 @@ class QuotaExceeded(UserError):
 
 
 class UnknownQuota(UserError):
-    """A setting does not have the form NAME=N with the name of a quota."""
+    """A setting without the form NAME=N, or with an unknown quota name."""
 
     reason = "UNKNOWN_QUOTA"
 
 
 @dataclass(frozen=True)
 class Quotas:
-    """The limits of work under way."""
+    """Limits of the work under way."""
 
     live_jobs_per_user: int = 1_000
     live_jobs_per_project: int = 5_000
@@ -44,18 +44,18 @@ class Quotas:
     live_cells_per_project: int = 50_000
     live_spec_bytes_per_user: int = 512 << 20
     live_spec_bytes_per_project: int = 900 << 20
-    """Size of live jobs' specs, which are in memory. A job with 10,000 calibration samples has 700 kB."""
+    """Total size of live jobs' specs, which are in memory. The spec of a job with 10,000 calibration samples has 700 kB."""
     sessions_per_user: int = 1_000
-    """Sessions that are open or wait for a device; a data set over all phones uses one for each."""
+    """Number of sessions that are open or wait for a device; a data set over all phones uses one for each."""
     streams_per_user: int = 1_000
-    """Watched jobs and followed logs."""
+    """Number of watched jobs and followed logs."""
 
     @classmethod
     def of(cls, settings: list[str]) -> Quotas:
-        """Return the defaults with what settings of the form NAME=N change.
+        """Return the default quotas, changed by settings of the form NAME=N.
 
         Raises:
-            UnknownQuota: a setting names no quota, or its number is not 0 to 999,999,999.
+            UnknownQuota: a setting names no quota, or its number is not in 0 to 999,999,999.
         """
         names = [field.name for field in fields(cls)]
         quotas = cls()
@@ -67,10 +67,10 @@ class Quotas:
         return quotas
 
     def check_job(self, connection: Connection, job: Job) -> None:
-        """Refuse a job that is one too many; call it in the transaction that writes the job.
+        """Raise an error if a job would exceed a quota. Call it in the transaction that writes the job.
 
         Raises:
-            QuotaExceeded: its owner or its project has too many live jobs or cells.
+            QuotaExceeded: the owner or the project would exceed a quota.
         """
         project = job.project or DEFAULT_PROJECT
         jobs, cells = schema.jobs.c, schema.cells.c
@@ -100,7 +100,7 @@ class Quotas:
 
 
 class Counted:
-    """Open resources of principals, counted against one quota."""
+    """Number of open resources by principal, limited by one quota."""
 
     def __init__(self, quota: str, what: str, limit: int) -> None:
         self._quota = quota
@@ -110,10 +110,10 @@ class Counted:
 
     @contextmanager
     def hold(self, principal: str) -> Iterator[None]:
-        """Count one more while the context lasts.
+        """Count one more resource while the context is active.
 
         Raises:
-            QuotaExceeded: the principal holds as many as it may.
+            QuotaExceeded: the principal already holds the maximum number.
         """
         got = self._open[principal] + 1
         if got > self._limit:

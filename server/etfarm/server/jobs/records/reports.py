@@ -1,4 +1,4 @@
-"""Reports of jobs, as the journal keeps them: whole, and slim for lists."""
+"""Reports of jobs in the database: complete, and slim for lists."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import Kind, UserError
 
 PAGE_BYTES: Final = 16 << 20
-"""Maximum size of the reports of a page: a quarter of a message's limit; one report has a few MiB at most."""
+"""Maximum total size of the reports of a page: a quarter of a message's limit; one report has a few MiB at most."""
 
 
 class ReportNotFound(UserError):
-    """No report has the id."""
+    """A report id that does not exist."""
 
     reason = "REPORT_NOT_FOUND"
     kind = Kind.NOT_FOUND
 
 
 class ReportRecords:
-    """Reads and replaces reports."""
+    """Database access to reports."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -48,11 +48,11 @@ class ReportRecords:
     async def page(
         self, job_id: str, *, start: int, most_bytes: int = PAGE_BYTES, cell_id: str = ""
     ) -> tuple[Sequence[report_pb2.Report], int | None]:
-        """Return reports of a job from the cell of index `start` on, and where the next page begins.
+        """Return a page of a job's reports, beginning with the cell of index `start`, and the start of the next page.
 
         Args:
-            most_bytes: maximum size of their serialized bodies together, which one alone may exceed.
-            cell_id: the only cell whose report is returned; all if empty.
+            most_bytes: maximum total size of the serialized reports; a single report may exceed it.
+            cell_id: id of the only cell to return the report of; empty for all cells.
         """
         cells, reports = schema.cells.c, schema.reports.c
         terms = [reports.job_id == job_id, cells.index >= start, *([reports.cell_id == cell_id] if cell_id else [])]
@@ -77,7 +77,7 @@ class ReportRecords:
         """Return a report of a job that the caller sees.
 
         Raises:
-            ReportNotFound: the scope has no report of this id.
+            ReportNotFound: the scope has no report with this id.
         """
         jobs = schema.jobs.c
         of_scope = select(schema.reports.c.body).join(schema.jobs, jobs.id == schema.reports.c.job_id)
@@ -88,7 +88,7 @@ class ReportRecords:
         return await asyncio.to_thread(report_pb2.Report.FromString, body)
 
     async def replace(self, job: Job, reports: Sequence[report_pb2.Report]) -> None:
-        """Replace a terminal job's reports by newer versions with the same ids: all or none."""
+        """Replace a terminal job's reports by newer versions with the same ids, all or none."""
         cells = {cell.id: cell for cell in job.cells}
 
         def write(connection: Connection) -> None:
@@ -100,7 +100,7 @@ class ReportRecords:
 
 
 def report_row(cell: Cell, report: report_pb2.Report) -> dict[str, object]:
-    """Return the columns of a report."""
+    """Return the database row of a report."""
     body = report.SerializeToString()
     return {
         "id": report.id,

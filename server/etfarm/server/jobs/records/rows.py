@@ -1,4 +1,4 @@
-"""Rows of jobs, cells and attempts: how they are read from and written to the database."""
+"""Database rows of jobs, cells and attempts: reading and writing."""
 
 from __future__ import annotations
 
@@ -19,22 +19,22 @@ from etfarm.wire.errors import Kind, UserError
 
 
 class JobNotFound(UserError):
-    """No job has the id, and not exactly one has the prefix."""
+    """A job id, prefix or tag that matches no job, or several."""
 
     reason = "JOB_NOT_FOUND"
     kind = Kind.NOT_FOUND
 
 
 def job_not_found(key: str, what: str = "There is no job") -> JobNotFound:
-    """Return the error for a job that does not exist or that the caller may not see, which must look the same."""
+    """Return the error for a job that does not exist or that the caller may not see, which must be indistinguishable."""
     return JobNotFound(f"{what} {key!r}.", "See `etfarm jobs list`.", job=key)
 
 
 def job_row(connection: Connection, job_id: str, *, with_spec: bool = True) -> Job:
-    """Return the job as the database has it; without the spec, long texts are cut as well.
+    """Return the job from the database. Without the spec, long texts are shortened as well.
 
     Raises:
-        JobNotFound: no job has this id.
+        JobNotFound: no job has the id.
     """
     job = _whole_job(connection, job_id) if with_spec else listed_job(connection, job_id)
     if job is None:
@@ -59,7 +59,7 @@ def _whole_job(connection: Connection, job_id: str) -> Job | None:
 
 
 def resolve_job(connection: Connection, key: str, scope: Scope) -> str:
-    """Return the id of the job that a key stands for; see `Journal.get`.
+    """Return the id of the job that a key refers to; see `Journal.get`.
 
     Raises:
         JobNotFound: the scope has no such job, or several.
@@ -97,10 +97,10 @@ def write_attempt(connection: Connection, cell: Cell, result: agent_pb2.Candidat
 
 
 def state_name(cell: Cell) -> str:
-    """Return the name of the cell's state, as its column has it."""
+    """Return the name of the cell's state as stored in the database."""
     return job_pb2.CellState.Name(cell.state).removeprefix("CELL_STATE_")
 
 
 def to_utc(stamp: object) -> datetime:
-    """Return the instant of a protobuf timestamp."""
+    """Return a protobuf timestamp as a datetime in UTC."""
     return stamp.ToDatetime(UTC)  # type: ignore[attr-defined,no-any-return]

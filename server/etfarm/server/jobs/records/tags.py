@@ -1,4 +1,4 @@
-"""Tags: names of jobs, such as baselines. A tag is unique in its project and may stand for its job wherever an id may."""
+"""Tags: names for jobs, such as baselines. A tag is unique in its project and can be used wherever a job id can."""
 
 from __future__ import annotations
 
@@ -18,36 +18,36 @@ from etfarm.server.state.engine import Database
 from etfarm.wire.errors import Kind, UserError
 
 LATEST = "latest"
-"""What stands for the newest job; no tag."""
+"""Reserved name of the newest job; not a tag."""
 
 MAX_TAGS: Final = 100
-"""Of one job."""
+"""Maximum number of tags of one job."""
 
 _TAG = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}\Z")
 _JOB_ID = re.compile(r"[0-9a-f]{16}\Z")
 
 
 class BadTag(UserError):
-    """A tag has other characters than tags have, or would be taken for a job's id."""
+    """A tag with invalid characters, or one that would be mistaken for a job id."""
 
     reason = "BAD_TAG"
 
 
 class TooManyTags(BadTag):
-    """A job has as many tags as a job may have."""
+    """A job with the maximum number of tags."""
 
     reason = "TOO_MANY_TAGS"
 
 
 class TagNotFound(UserError):
-    """No job has the tag, or another one than was named."""
+    """A tag that no job has, or that another job has than the named one."""
 
     reason = "TAG_NOT_FOUND"
     kind = Kind.NOT_FOUND
 
 
 class TagAmbiguous(UserError):
-    """Several of the caller's projects have the tag, and none of them is the active one."""
+    """A tag that several of the caller's projects have, none of which is the active one."""
 
     reason = "TAG_AMBIGUOUS"
     kind = Kind.FAILED_PRECONDITION
@@ -63,25 +63,25 @@ class Tag:
 
 
 class Tags:
-    """Gives jobs tags of their projects and takes them away. Who gave a tag first owns it, whichever job it moves to."""
+    """The tags of jobs. The first user of a tag owns it, whichever job it is moved to."""
 
     def __init__(self, database: Database, now: Callable[[], datetime]) -> None:
         self._database = database
         self._now = now
 
     async def put(self, tag: str, job_id: str, *, project: str, caller: str, is_admin: bool) -> str:
-        """The tag names this job from now on.
+        """Assign a tag to a job, moving it if another job has it.
 
         Args:
-            project: the job's.
+            project: the job's project.
 
         Returns:
-            The id of the job that had it before; empty where none had.
+            The id of the job that had the tag before; empty if no job had it.
 
         Raises:
-            BadTag: it is no name for a job.
-            TooManyTags: the job has too many others.
-            NotYours: it is another caller's.
+            BadTag: the tag is not a valid name.
+            TooManyTags: the job already has the maximum number of tags.
+            NotYours: the tag belongs to another user.
         """
         _check(tag)
 
@@ -106,19 +106,19 @@ class Tags:
         return await self._database.write(write, durable=True)
 
     async def remove(self, tag: str, job_id: str, *, scope: Scope, caller: str, is_admin: bool) -> str:
-        """The tag names no job any more.
+        """Remove a tag.
 
         Args:
-            job_id: of the job that has it; whichever one has it where empty.
-            scope: what the caller sees: the tag is one of the active project, else of the only project that has it.
+            job_id: id of the job that must have the tag; empty for any job.
+            scope: the caller's scope: the tag is the active project's, else that of the only project that has it.
 
         Returns:
-            The id of the job that had it.
+            The id of the job that had the tag.
 
         Raises:
-            TagNotFound: no job has it, or another one than `job_id`.
-            NotYours: it is another caller's.
-            TagAmbiguous: several projects have it.
+            TagNotFound: no job has the tag, or another job than `job_id` has it.
+            NotYours: the tag belongs to another user.
+            TagAmbiguous: several projects have the tag.
         """
 
         def write(connection: Connection) -> str:
@@ -134,10 +134,10 @@ class Tags:
 
 
 def find_tag(connection: Connection, name: str, scope: Scope) -> Tag | None:
-    """Return the tag of this name that the caller means: the active project's, else the only one of the scope.
+    """Return the tag with this name: the active project's, else that of the only project in the scope that has it.
 
     Raises:
-        TagAmbiguous: several projects of the scope have it.
+        TagAmbiguous: several projects of the scope have the tag.
     """
     tags = schema.tags.c
     query = select(tags.project, tags.job_id, tags.owner).where(tags.name == name, scope.clause(tags.project))
@@ -150,7 +150,7 @@ def find_tag(connection: Connection, name: str, scope: Scope) -> Tag | None:
 
 
 def tags_of(connection: Connection, job_id: str) -> Sequence[str]:
-    """A job's tags, by name; no more than a job may have now."""
+    """Return a job's tags sorted by name, at most MAX_TAGS."""
     query = select(schema.tags.c.name).where(schema.tags.c.job_id == job_id).order_by(schema.tags.c.name).limit(MAX_TAGS)
     return connection.execute(query).scalars().all()
 
@@ -167,10 +167,10 @@ def _check(tag: str) -> None:
 
 
 def _validate_owner(name: str, tag: Tag | None, caller: str, is_admin: bool) -> None:
-    """Refuse to change another's tag.
+    """Raise an error if the tag belongs to another user.
 
     Raises:
-        NotYours: it is another caller's.
+        NotYours: the tag belongs to another user.
     """
     if tag is not None:
         remedy = "Ask them or an admin, or choose another."

@@ -1,4 +1,4 @@
-"""Subscriptions to jobs: they receive the newest journaled events, and the latest of all others."""
+"""Subscriptions to jobs: each receives journaled events in order, and the latest of all other events."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from contextlib import contextmanager
 from etfarm.v1.job_pb2 import JobEvent, Progress
 
 _MAX_LOG_LINES = 1000
-"""Maximum number of log lines that wait for a slow watcher; older ones are dropped and remain available from TailLog."""
+"""Maximum number of log lines queued for a slow watcher; older ones are dropped, but remain available from TailLog."""
 
 _MAX_JOURNALED = 1000
-"""Maximum number of changes that wait for a slow watcher; older ones are dropped, and `Journal.watch` reads them again."""
+"""Maximum number of changes queued for a slow watcher; older ones are dropped, and `Journal.watch` reads them again."""
 
 _MAX_PROGRESS = 5000
-"""Maximum number of phases that wait for a slow watcher: agents choose the names of phases."""
+"""Maximum number of phases queued for a slow watcher, since agents choose the names of phases."""
 
 
 class Subscription:
-    """Events of one watcher: the newest journaled ones in order, progress by cell, the newest log lines."""
+    """Queued events of one watcher: the newest journaled ones in order, progress by cell and phase, the newest log lines."""
 
     def __init__(self) -> None:
         self._journaled: deque[JobEvent] = deque(maxlen=_MAX_JOURNALED)
@@ -29,11 +29,11 @@ class Subscription:
         self._something = asyncio.Event()
 
     def put(self, event: JobEvent) -> None:
-        """Add an event; never waits."""
+        """Add an event without waiting."""
         if event.HasField("sequence"):
             self._journaled.append(event)
         elif event.WhichOneof("event") == "progress":
-            # Phases that ended are kept apart from running ones, since they have durations.
+            # Keep phases that ended apart from running ones, since they have durations.
             key = f"{event.progress.cell_id} {event.progress.phase} {event.progress.HasField('duration_ms')}"
             self._progress.pop(key, None)
             self._progress[key] = event
@@ -44,7 +44,7 @@ class Subscription:
         self._something.set()
 
     async def take(self) -> list[JobEvent]:
-        """Wait for events and return all of them, progress before the change that follows it."""
+        """Wait for events and return all of them, with progress before the change that follows it."""
         await self._something.wait()
         self._something.clear()
         taken = [*self._log, *self._progress.values(), *self._journaled]
@@ -55,14 +55,14 @@ class Subscription:
 
 
 class Announcer:
-    """Passes events to the subscriptions of their job, and keeps the latest progress of each live cell for new subscriptions."""
+    """Delivery of events to the subscriptions of their job. New subscriptions get the latest progress of each live cell."""
 
     def __init__(self) -> None:
         self._subscriptions: dict[str, set[Subscription]] = {}
         self._latest: dict[str, dict[str, JobEvent]] = {}
 
     def announce(self, job_id: str, event: JobEvent) -> None:
-        """Pass an event to the subscriptions of the job. Call it after the journal has written, never before."""
+        """Deliver an event to the subscriptions of the job. Call it only after the journal has written the event."""
         kind = event.WhichOneof("event")
         if kind == "progress":
             self._latest.setdefault(job_id, {})[event.progress.cell_id] = event
@@ -80,7 +80,7 @@ class Announcer:
 
     @contextmanager
     def subscribe(self, job_id: str) -> Iterator[Subscription]:
-        """Subscribe to all events from now on, the latest progress first."""
+        """Subscribe to all events from now on, preceded by the latest progress."""
         subscription = Subscription()
         for event in self._latest.get(job_id, {}).values():
             subscription.put(event)
