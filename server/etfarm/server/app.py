@@ -1,4 +1,4 @@
-"""The composition root of a server: its parts are built, started in order, and ended in reverse."""
+"""The composition root of the server: builds its parts, starts them in order and stops them in reverse."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from etfarm.wire.errors import FarmError
 log = structlog.get_logger()
 
 _GRACE_S = 1.0
-"""Time in which open calls may end at a shutdown."""
+"""Time that open calls have to finish at shutdown."""
 
 
 @asynccontextmanager
@@ -52,14 +52,14 @@ async def running(config: Config, on_damaged: Callable[[FarmError], None] = lamb
     """Run a server; yield the address that it listens on.
 
     Args:
-        on_damaged: called with the error with which the server should end, when its database turns out to be damaged.
+        on_damaged: called if the database turns out to be damaged, with the error that the server should exit with.
 
     Raises:
         CannotListen: the address cannot be used.
         EtfarmError: a part cannot start.
     """
     if config.tokens is not None:
-        Tokens.read(config.tokens)  # refuses an unusable file before anything is created
+        Tokens.read(config.tokens)  # reject an unusable file before anything is created
     open_files = raise_file_limit()
     config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     (config.data / "work").mkdir(exist_ok=True)
@@ -67,7 +67,7 @@ async def running(config: Config, on_damaged: Callable[[FarmError], None] = lamb
     storage, quiet, clean_end = Storage.create(config, on_damaged), MeasurementLock(), CleanEnd(config.data)
     workers = start_workers(config, quiet)
     screening, background = Screening(storage.store.path, config.operators), Background()
-    async with AsyncExitStack() as closing:  # which calls these in reverse
+    async with AsyncExitStack() as closing:  # calls these in reverse order
         closing.callback(clean_end.end)
         closing.callback(storage.close)
         closing.push_async_callback(workers.stop)
@@ -95,7 +95,7 @@ async def running(config: Config, on_damaged: Callable[[FarmError], None] = lamb
             background.start(connections.watch(port), "connections")
         host.start(background)
 
-        # In this order: jobs that run on devices are awaited before their agents can connect.
+        # Order matters: jobs that run on devices must be awaited before their agents can connect.
         was_clean = clean_end.begin()
         await jobs.conductor.resume(None if was_clean else Takeups(storage.database))
         await server.start()
@@ -117,7 +117,7 @@ async def running(config: Config, on_damaged: Callable[[FarmError], None] = lamb
 
 
 def _servicers(config: Config, storage: Storage, access: Access, fleet: Fleet, jobs: Jobs, host: _Host) -> Servicers:
-    """Return the servicers of the contract, which serve from the parts."""
+    """Return the servicers of the contract, connected to the parts."""
     own_version = version("etfarm")
     enrolment = Enrolment(access.tokens, fleet.registry.is_agent_known)
     history, tags = History(storage.database, fleet.registry.devices), Tags(storage.database, now)
@@ -155,7 +155,7 @@ def _servicers(config: Config, storage: Storage, access: Access, fleet: Fleet, j
 
 
 class _Host:
-    """The readiness of the server's own machine: warm child processes, their jail, and the runner for its own architecture."""
+    """Preparation of the server's machine: warm child processes, their jail, and the runner for its own architecture."""
 
     def __init__(self, config: Config, fleet: Fleet, workers: Workers, quiet: MeasurementLock, jail: JailReport | None) -> None:
         self._config = config
@@ -163,12 +163,12 @@ class _Host:
         self._workers = workers
         self._quiet = quiet
         self.jail = jail
-        """The measures of the child processes' jail; None until they are known."""
+        """Report on the child processes' jail; None until it is known."""
         self.ready = Event()
         """Set once the child processes are warm."""
 
     def start(self, background: Background) -> None:
-        """Start to warm the child processes, to examine their jail, and to build the runner if the configuration says so."""
+        """Start warming the child processes, examining their jail, and building the runner if configured."""
         background.start(self._warm(), "workers-ready")
         background.start(self._examine_jail(), "jail")
         if self._config.build_bundle:

@@ -1,4 +1,4 @@
-"""`etfarm tokens init`: create the first admin's token, in the server's own database."""
+"""The command `etfarm tokens init`, which creates the first admin's token in the server's database."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ async def _create(folder: Path, name: str) -> str:
         await audit.flush(durable=True)
     finally:
         database.close()
-    # Makes a running server read the tokens again.
+    # Signals a running server to read the tokens again.
     (folder / TOKENS_CHANGED).touch()
     return secret
 

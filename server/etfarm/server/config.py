@@ -1,4 +1,4 @@
-"""What a server is told at its start."""
+"""Configuration of a server."""
 
 from __future__ import annotations
 
@@ -15,85 +15,85 @@ from etfarm.wire.errors import UserError
 from etfarm.wire.tls import read_certificates, read_identity
 
 DATABASE = "farm.sqlite"
-"""The database's file within the data folder."""
+"""File name of the database within the data folder."""
 
 
 class Exposed(UserError):
-    """Others could reach the server without TLS and a token."""
+    """A configuration in which others could reach the server without TLS and tokens."""
 
     reason = "EXPOSED"
 
 
 @dataclass(frozen=True)
 class Config:
-    """One server's configuration."""
+    """The configuration of one server."""
 
     listen: Address
-    """Where it listens; port 0 lets the system choose."""
+    """Address to listen on; port 0 lets the system choose."""
     data: Path
-    """Its folder: database, artifacts, children's folders. One server at a time uses it."""
+    """Data folder: database, artifacts, and the child processes' folders. Only one server at a time uses it."""
     tokens: Path | None = None
-    """Token file; without one everybody who reaches the server is an admin."""
+    """Token file. Without tokens, everyone who reaches the server is an admin."""
     tls_cert: Path | None = None
-    """PEM certificate chain; no TLS when None."""
+    """PEM certificate chain; None disables TLS."""
     tls_key: Path | None = None
-    """The certificate's PEM key."""
+    """PEM key of the certificate."""
     tls_client_ca: Path | None = None
-    """PEM certificates that clients' must be signed by; clients need none when None."""
+    """PEM certificates of the CAs that must have signed client certificates; None to require no client certificate."""
     insecure: bool = False
-    """Allow an address that others reach without TLS and tokens."""
+    """Allow an address that others can reach without TLS and tokens."""
     workers: int = 1
-    """Compilations and analyses at a time."""
+    """Maximum number of concurrent compilations and analyses."""
     threads: int = 2
-    """Threads of each compilation."""
+    """Number of threads of each compilation."""
     memory_bytes: int = 8 << 30
-    """What one compilation may allocate on top of the prewarmed worker."""
+    """Memory that one compilation may allocate in addition to the prewarmed worker."""
     cpu_s: int = 3600
-    """CPU time over all threads that one process of a compilation may use; one that spins ends by it."""
+    """CPU time, over all threads, of one process of a compilation; ends processes that spin."""
     compile_deadline_s: float = 1800.0
-    """How long one process of a compilation may take: quantizing is one, lowering another. The largest that were measured
-    take minutes."""
+    """Time limit of one process of a compilation: quantization is one, lowering another. The largest measured take minutes."""
     stage_deadline_s: float = 900.0
-    """How long one stage of a compilation may take, so that one that hangs ends before all of the time is gone."""
+    """Time limit of one stage of a compilation, so that a stage that hangs ends before the compilation's time limit."""
     analysis_deadline_s: float = 600.0
-    """How long one analysis may take."""
+    """Time limit of one analysis."""
     patience_s: float = 60.0
-    """How long a run waits for its agent to come back before the cell is placed again."""
+    """Time for which a run waits for its agent to reconnect before the cell is placed again."""
     address_file: Path | None = None
-    """Where to write the address once the server listens, mode 0600."""
+    """File to write the address to once the server listens, mode 0600."""
     exit_with_stdin: bool = False
-    """End when stdin does: whoever started the server holds the other end."""
+    """End when stdin closes: the process that started the server holds the other end."""
     build_bundle: bool = True
-    """Build the runner bundle for this machine's architecture where it is missing."""
+    """Build the runner bundle for this machine's architecture if it is missing."""
     project_storage_bytes: int | None = None
-    """What the artifacts of a project may take, where it has no limit of its own; 0 for no bound. Where None, 20 GiB on a server
-    that asks for tokens, else no bound."""
+    """Storage limit of a project without a limit of its own; 0 for no limit. None selects 20 GiB on a server that requires
+    tokens, else no limit."""
     max_artifact_bytes: int = 16 << 30
-    """Size of one artifact."""
+    """Maximum size of one artifact."""
     require_jail: bool | None = None
-    """Whether to refuse to start where a measure of the children's jail is missing; None: where other machines reach it."""
+    """Whether a missing jail measure prevents the start; None requires the jail only if other machines can reach the server."""
     jail_readable: tuple[Path, ...] = ()
-    """Files and folders besides the system and the installed code that the children may read."""
+    """Files and folders that child processes may read, in addition to the system and the installed code."""
     jail_user: int | None = None
-    """First of the users that children run as, one for each at a time, where the server is root; None to choose."""
+    """First of the user ids that child processes run as, one for each concurrent process, if the server is root; None to choose
+    one."""
     operators: Operators = field(default_factory=Operators)
-    """That uploaded programs may use."""
+    """Operators that uploaded programs may use."""
     keep_free_bytes: int = 256 << 20
-    """Disk that uploads leave free, so that the journal can always write."""
+    """Disk space that uploads leave free, so that the journal can always be written."""
     thresholds: Thresholds = field(default_factory=Thresholds)
-    """When a measurement is called invalid."""
+    """Thresholds beyond which a measurement is invalid."""
 
     quotas: Quotas = field(default_factory=Quotas)
-    """How much work one user or project may have under way."""
+    """Limits of the work that one user or project may have under way."""
 
     @property
     def asks_for_tokens(self) -> bool:
-        """Whether callers need a token: there is a token file, or the database has tokens."""
+        """Whether callers need a token, because there is a token file or the database has tokens."""
         return self.tokens is not None or has_tokens(self.data / DATABASE)
 
     @property
     def store_limits(self) -> StoreLimits:
-        """The bounds of the artifact store."""
+        """The limits of the artifact store."""
         project_bytes = self.project_storage_bytes
         if project_bytes is None:
             project_bytes = 20 << 30 if self.asks_for_tokens else 0
@@ -102,12 +102,12 @@ class Config:
         )
 
     def check(self) -> None:
-        """Refuses what would expose the farm.
+        """Refuse a configuration that would expose the farm.
 
         Raises:
-            Exposed: others reach the address, and TLS or tokens are missing.
-            BadTlsFile: a TLS file cannot be read, or holds something else.
-            UserError: a certificate without its key, or the other way round.
+            Exposed: others can reach the address, and TLS or tokens are missing.
+            BadTlsFile: a TLS file cannot be read, or has other content.
+            UserError: a certificate has no key, or a key no certificate.
         """
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UserError("TLS needs a certificate and its key.", "Give both --tls-cert and --tls-key.")
@@ -130,21 +130,21 @@ class Config:
 
     @property
     def is_jail_required(self) -> bool:
-        """Whether a missing measure of the children's jail is fatal."""
+        """Whether a missing measure of the child processes' jail is fatal."""
         return not self.listen.is_local if self.require_jail is None else self.require_jail
 
     def identity(self) -> tuple[bytes, bytes] | None:
-        """The certificate chain and its key; None without TLS.
+        """Return the certificate chain and its key; None without TLS.
 
         Raises:
-            BadTlsFile: they cannot be read, or are something else.
+            BadTlsFile: a file cannot be read, or has other content.
         """
         return read_identity(self.tls_cert, self.tls_key) if self.tls_cert and self.tls_key else None
 
     def client_ca(self) -> bytes | None:
-        """What clients' certificates must be signed by; None where they need none.
+        """Return the certificates that must have signed client certificates; None if clients need none.
 
         Raises:
-            BadTlsFile: it cannot be read, or is something else.
+            BadTlsFile: the file cannot be read, or has other content.
         """
         return read_certificates(self.tls_client_ca, "--tls-client-ca") if self.tls_client_ca else None

@@ -1,4 +1,4 @@
-"""`etfarm serve`: the server daemon."""
+"""The command `etfarm serve`, the server daemon."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ from etfarm.wire.owner import at_end_of_stdin
 
 
 class FolderInUse(UserError):
-    """Another server uses the data folder."""
+    """A data folder that another server uses."""
 
     reason = "DATA_FOLDER_IN_USE"
 
 
 def default_folder() -> Path:
-    """Where a server that is told nothing keeps its files."""
+    """Return the default data folder."""
     return data_folder() / "server"
 
 
 def parser() -> argparse.ArgumentParser:
-    """The command line of `etfarm serve`."""
+    """Return the argument parser of `etfarm serve`."""
     made = argparse.ArgumentParser(
         prog="etfarm serve",
         description="Run the compile server: it lowers models, sends programs to the devices whose agents connect to it, and "
@@ -146,7 +146,7 @@ def _seconds(text: str) -> float:
 
 
 def main(argv: list[str]) -> int:
-    """Serves until SIGTERM, SIGINT or, with --exit-with-stdin, the end of stdin."""
+    """Serve until SIGTERM, SIGINT or, with --exit-with-stdin, the end of stdin."""
     arguments = parser().parse_args(argv)
     config = config_of(arguments)
     if arguments.check:
@@ -160,8 +160,8 @@ def main(argv: list[str]) -> int:
 
 
 def config_of(arguments: argparse.Namespace) -> Config:
-    """What the command line says, not yet checked."""
-    # Absolute: the children work in folders of their own.
+    """Return the configuration that the command line specifies, not yet checked."""
+    # Absolute, since child processes have other working folders.
     folder = (arguments.data or default_folder()).absolute()
     return Config(
         listen=parse_address(arguments.listen), data=folder, tokens=arguments.tokens,
@@ -200,21 +200,21 @@ async def _serve(config: Config) -> None:
                     "etfarm serve: INSECURE: anybody who reaches this address can run programs on the farm's devices", flush=True
                 )
             print(f"etfarm serve: listening on {address}", flush=True)
-            # What is loaded stays: a full collection that walked it all would hold up every call.
+            # Loaded modules live as long as the process: a full garbage collection that visits them would delay every call.
             gc.freeze()
             await stop.wait()
     finally:
         if damage:
-            # What else fails on the way out is a consequence of the damage.
+            # Any other error during shutdown is a consequence of the damage.
             raise damage[0] from None
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    """Holds the data folder for this process alone.
+    """Lock the data folder for this process.
 
     Raises:
-        FolderInUse: another server has it.
+        FolderInUse: another server uses it.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -236,7 +236,7 @@ def _locked(folder: Path) -> Iterator[None]:
 
 
 def _without_steering(_: object, __: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
-    """Replace control characters, which would steer the terminal that shows the log; a traceback keeps its lines."""
+    """Replace control characters, which would control the terminal that shows the log; a traceback keeps its line breaks."""
     return {
         key: value if not isinstance(value, str) else printable(value) if key == "exception" else in_a_line(value)
         for key, value in event.items()
@@ -249,7 +249,7 @@ def _configure_logging() -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             structlog.processors.format_exc_info,
-            # Only the console's renderer shows texts as they are.
+            # Only the console renderer prints text unescaped.
             *(
                 [_without_steering, structlog.dev.ConsoleRenderer()]
                 if sys.stderr.isatty()

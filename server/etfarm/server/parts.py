@@ -1,4 +1,4 @@
-"""The parts of a server, built from its configuration room by room: storage, access, devices, jobs."""
+"""The parts of a server, built from its configuration: storage, access, devices and jobs."""
 
 from __future__ import annotations
 
@@ -52,21 +52,21 @@ from etfarm.wire.errors import FarmError
 log = structlog.get_logger()
 
 PRELOAD = (*COMPILE_PRELOAD, "etfarm.server.reports.analyze:prewarm")
-"""What the forkserver loads before it serves: all that a compilation or an analysis would otherwise import."""
+"""Modules that the forkserver loads before the server accepts calls: everything that a compilation or analysis imports."""
 
 
 def now() -> datetime:
-    """Return the current instant, in UTC."""
+    """Return the current time in UTC."""
     return datetime.now(UTC)
 
 
 def new_id() -> str:
-    """Return a unique id: 16 hex characters."""
+    """Return a unique id of 16 hex characters."""
     return uuid.uuid4().hex[:16]
 
 
 def start_workers(config: Config, quiet: MeasurementLock) -> Workers:
-    """Return the pool of child processes, its forkserver started. Call it before gRPC starts a thread, since it forks."""
+    """Return the pool of child processes with its forkserver started. Call it before gRPC starts threads, since it forks."""
     workers = Workers(
         preload=PRELOAD,
         limits=preflight.limits(config),
@@ -80,7 +80,7 @@ def start_workers(config: Config, quiet: MeasurementLock) -> Workers:
 
 
 class Background:
-    """The tasks that run as long as the server."""
+    """The tasks that run for the lifetime of the server."""
 
     def __init__(self) -> None:
         self._tasks: list[asyncio.Task[None]] = []
@@ -100,7 +100,7 @@ class Background:
 
 @dataclass(frozen=True)
 class Storage:
-    """The database, the artifacts, and the threads that read them."""
+    """The database, the artifact store, and the threads that read them."""
 
     database: Database
     store: Store
@@ -111,7 +111,7 @@ class Storage:
         """Create the parts without opening the database.
 
         Args:
-            on_damaged: called with the error when the database turns out to be damaged.
+            on_damaged: called with the error if the database turns out to be damaged.
         """
         database = Database(config.data / DATABASE)
         database.on_damaged = on_damaged
@@ -126,7 +126,7 @@ class Storage:
 
 @dataclass(frozen=True)
 class Access:
-    """The parts that know who may call, and that record who did."""
+    """The parts that authorize callers and record their calls."""
 
     tokens: TokenTable
     authentication: Authentication
@@ -174,7 +174,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class Jobs:
-    """The parts that lead jobs and sessions from their submission to their reports."""
+    """The parts that lead jobs and sessions from submission to report."""
 
     announcer: Announcer
     journal: Journal
@@ -189,7 +189,7 @@ class Jobs:
     def create(
         cls, config: Config, storage: Storage, fleet: Fleet, workers: Workers, quiet: MeasurementLock, screening: Screening
     ) -> Jobs:
-        """Create the parts; nothing runs before the conductor resumes jobs."""
+        """Create the parts; nothing runs until the conductor resumes jobs."""
         database, store, readers, registry, runs = storage.database, storage.store, storage.readers, fleet.registry, fleet.runs
         announcer = Announcer()
         journal = Journal(database, announcer, now, config.quotas)
@@ -240,7 +240,7 @@ class Jobs:
 
 
 def _record_damage(audit: AuditLog) -> Callable[[str, int], None]:
-    """Return a function that records a quarantined artifact; the store calls it in a verifying thread."""
+    """Return a function that records a quarantined artifact. The store calls it in a verifying thread."""
     loop = asyncio.get_running_loop()
 
     def record(digest: str, size_bytes: int) -> None:

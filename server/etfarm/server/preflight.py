@@ -1,4 +1,4 @@
-"""Checks before a server serves: the measures of the jail that this host allows. Also `etfarm serve --check`."""
+"""Checks before the server starts: the jail measures that this host allows. Also implements `etfarm serve --check`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from etfarm.wire.errors import EtfarmError
 
 
 def jail_options(config: Config) -> JailOptions:
-    """Return the settings of the children's jail in a configuration."""
+    """Return the settings of the child processes' jail."""
     secrets = (config.data, config.tokens, config.tls_key, config.tls_cert, config.tls_client_ca)
     return JailOptions(
         hidden=tuple(path.absolute() for path in secrets if path is not None),
@@ -27,14 +27,14 @@ def jail_options(config: Config) -> JailOptions:
 
 
 def limits(config: Config) -> Limits:
-    """Return the limits of each child."""
-    # Several thread pools (OpenMP, ATen, XNNPACK) of a compilation and of the runs that try its program.
+    """Return the resource limits of each child process."""
+    # A compilation, and the runs that try its program, use several thread pools (OpenMP, ATen, XNNPACK).
     processes = max(512, 16 * config.threads)
     return Limits(memory_bytes=config.memory_bytes, cpu_s=config.cpu_s, threads=config.threads, processes=processes)
 
 
 async def find_jail(config: Config) -> JailReport:
-    """Return the measures that isolate a real child on this host. Takes less than a second; does not load torch."""
+    """Return the measures that isolate a real child process on this host. Takes less than a second without loading torch."""
     options = jail_options(config)
     folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="etfarm-jail-")
     workers = Workers(
@@ -45,7 +45,7 @@ async def find_jail(config: Config) -> JailReport:
     try:
         return await workers.describe_jail()
     except EtfarmError as error:
-        if error.reason != NetworkNotRemoved.reason:  # it comes from the child, so its class is only its fault
+        if error.reason != NetworkNotRemoved.reason:  # the error comes from the child, so its class shows only its fault
             raise
         return JailReport.of_nothing(NETWORK, error.message)
     finally:
@@ -53,10 +53,10 @@ async def find_jail(config: Config) -> JailReport:
 
 
 async def require_jail(config: Config) -> JailReport:
-    """Return `find_jail`'s report.
+    """Return `find_jail`'s report if it meets the configuration.
 
     Raises:
-        JailIncomplete: a measure is missing and the configuration requires all.
+        JailIncomplete: a measure is missing and the configuration requires all of them.
     """
     report = await find_jail(config)
     if config.is_jail_required and report.missing:
@@ -91,7 +91,7 @@ def check(config: Config) -> int:
 
 
 def _tokens(config: Config) -> str:
-    """Describe where the server's tokens are stored."""
+    """Return where the server's tokens are stored."""
     places = [
         *([str(config.tokens)] if config.tokens else []),
         *(["the data folder"] if has_tokens(config.data / DATABASE) else []),
