@@ -1,4 +1,4 @@
-"""The tasks of live cells: one task leads each `CellRun`. A new server resumes live cells in the states that the journal has."""
+"""The tasks of live cells: one task leads each `CellRun`. A new server resumes live cells in their journaled states."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = structlog.get_logger()
 
 
 class Conductor:
-    """Owns the tasks of all live cells."""
+    """The owner of the tasks of all live cells."""
 
     def __init__(self, journal: Journal, announcer: Announcer, stages: CellStages) -> None:
         self._journal = journal
@@ -32,19 +32,19 @@ class Conductor:
         self._jobs: dict[str, Job] = {}
         """Jobs with live cells, by id."""
         self._live: Counter[str] = Counter()
-        """The number of live cells of each job."""
+        """Number of live cells by job id."""
         self._cancelled: set[str] = set()
         self._held: dict[str, Job] = {}
-        """Live jobs that wait to be resumed with care."""
+        """Live jobs that are resumed one at a time."""
         self._careful: asyncio.Task[None] | None = None
 
     @property
     def live(self) -> int:
-        """The number of jobs with live cells."""
+        """Number of jobs with live cells."""
         return self.count_live(EVERYTHING)
 
     def count_live(self, scope: Scope) -> int:
-        """Return how many jobs of a scope have live cells, or wait to be resumed."""
+        """Return the number of jobs in a scope that have live cells or wait to be resumed."""
         jobs = (*self._jobs.values(), *self._held.values())
         return len({job.id for job in jobs if scope.allows(job.project)})
 
@@ -66,12 +66,14 @@ class Conductor:
             del self._live[job_id], self._jobs[job_id]
 
     async def resume(self, takeups: Takeups | None = None) -> None:
-        """Resume the jobs of an earlier server. Call it before agents can connect: an agent that connects earlier would have to
-        stop its attempts, which no cell awaits yet.
+        """Resume the jobs of an earlier server.
+
+        Call it before agents can connect: an agent that connects earlier would have to stop its attempts, which no cell awaits
+        yet.
 
         Args:
-            takeups: counts jobs, after a server that did not end cleanly. Jobs that it was handling are resumed one after the
-                other, in the background; those that were being handled for the third time are set aside.
+            takeups: counts of recoveries, after a server that did not end cleanly. Jobs that it was handling are resumed one
+                after the other in the background; jobs that were being handled for the third time are set aside.
         """
         counts = await takeups.counts() if takeups is not None else {}
         for job in await self._journal.live():
@@ -92,7 +94,7 @@ class Conductor:
             job = self._held[next(iter(self._held))]
             await takeups.count(job.id)
             if self._held.pop(job.id, None) is None:
-                continue  # it was cancelled meanwhile
+                continue  # cancelled in the meantime
             log.info("taking up a job with care", job=job.id)
             if await self._comes_to_rest(job):
                 await takeups.uncount(job.id)
@@ -100,7 +102,7 @@ class Conductor:
         await takeups.clear()
 
     async def _comes_to_rest(self, job: Job) -> bool:
-        """Start a job, alone for a while; return whether the server has nothing more to do for it until a device is free."""
+        """Start a job and let it run alone for a while; return whether the server is done with it until a device is free."""
         states = {cell.id: cell.state for cell in job.cells}
         with self._announcer.subscribe(job.id) as subscription:
             self.start(job)
@@ -115,7 +117,7 @@ class Conductor:
         return not any(state in HANDLED for state in states.values())
 
     async def _set_aside(self, job: Job) -> None:
-        """End a job's live cells without reading anything that belongs to it."""
+        """End a job's live cells without reading any of its data."""
         error = SetAside(job.id)
         log.error("a job is set aside", job=job.id, why=error.message)
         for cell in job.cells:
@@ -123,10 +125,10 @@ class Conductor:
                 await self._stages.finish(CellRun(job, cell), model.FAILED, error)
 
     async def cancel(self, job: Job) -> None:
-        """End the job's live cells; return when they are terminal."""
+        """End the job's live cells; return once they are terminal."""
         if (held := self._held.pop(job.id, None)) is not None:
             self.start(held)
-        # A task that was created just now has to take its first step before it is cancelled, otherwise it would not run at all.
+        # A newly created task must take its first step before it is cancelled; otherwise it would not run at all.
         await asyncio.sleep(0)
         tasks = [(cell.id, task) for cell in job.cells if (task := self._tasks.get(cell.id)) is not None]
         for cell_id, task in tasks:
@@ -137,7 +139,7 @@ class Conductor:
         self._cancelled.difference_update(cell_id for cell_id, _ in tasks)
 
     async def stop(self) -> None:
-        """Release all cells; they stay in the journal as they are, and a new server resumes them."""
+        """Release all cells. They stay in the journal unchanged, and a new server resumes them."""
         tasks = [*self._tasks.values(), *([self._careful] if self._careful is not None else [])]
         for task in tasks:
             task.cancel()
@@ -145,7 +147,7 @@ class Conductor:
             await asyncio.wait(tasks)
 
     async def _lead(self, run: CellRun) -> None:
-        """Lead a cell to its end. Whatever happens, the end is written to the journal, unless the server itself ends."""
+        """Lead a cell to its end. The end is always written to the journal, unless the server itself ends."""
         to, failure = model.FAILED, None
         try:
             await run.lead(self._stages)

@@ -1,4 +1,4 @@
-"""What a job must be to be accepted: checked whole at Submit, so that what cannot work is refused before anything costs."""
+"""Validation of submitted jobs: a spec is checked completely at Submit, so invalid jobs are refused at no cost."""
 
 from __future__ import annotations
 
@@ -26,17 +26,17 @@ from etfarm.wire.errors import UserError
 from etfarm.wire.recipes import Recipe
 
 MAX_CELLS = 1000
-"""Cells of one job; a larger matrix is better sent as several jobs."""
+"""Maximum number of cells of a job; a larger matrix is better submitted as several jobs."""
 
 
 MAX_SAMPLES = 10_000
+"""Maximum number of calibration samples of one method: all of ImageNet would calibrate no better, and take a day."""
 _MAX_TIMED = 1_000_000
-"""What agents take Measurement.max_samples for where it is absent."""
-"""Calibration samples of one method: a full ImageNet validation would calibrate no better, and take a day."""
+"""Number of timed iterations that agents assume if Measurement.max_samples is absent."""
 
 _LARGE_SPEC = 64 << 10
 _LARGE_AT_ONCE = 1
-"""Number of specs above that size, in bytes, that are checked at a time: more would only delay everybody else."""
+"""Number of specs above that size, in bytes, that are checked at a time: more would only delay other callers."""
 
 _METHOD_BYTES = 100
 _SMALL_RECIPE = 4096
@@ -47,31 +47,30 @@ _CLIENT_STAGES = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT")
 
 
 class BadJob(UserError):
-    """The spec contradicts itself or lacks something."""
+    """A spec that contradicts itself or is incomplete."""
 
     reason = "BAD_JOB"
 
 
 class NoCandidate(BadJob):
-    """There is nothing to do."""
+    """A job without a candidate, or a candidate without a source."""
 
     reason = "NO_CANDIDATE"
 
 
 class TooManyCells(BadJob):
-    """The matrix is too large for one job."""
+    """A matrix that is too large for one job."""
 
     reason = "TOO_MANY_CELLS"
 
 
 class Submission:
-    """Checks specs and makes their cells.
+    """Validation of specs, and creation of their jobs.
 
     Args:
-        check_recipe: gives a recipe with what is known of its plug-ins; raises for one that this server is known to lack
-            something for.
-        new_id: gives ids that nobody has.
-        screening: looks into the uploads; one with the committed list of operators when None.
+        check_recipe: returns a recipe completed with what is known of its plug-ins; raises if this server cannot use it.
+        new_id: returns a unique id.
+        screening: inspects the uploads; None for the default list of operators.
     """
 
     def __init__(
@@ -92,21 +91,22 @@ class Submission:
         self._large = FairSlots(_LARGE_AT_ONCE)
 
     async def require_quota(self, project: str) -> None:
-        """Refuse jobs of a project whose artifacts take all that they may: their results would take more.
+        """Refuse jobs of a project that has reached its storage limit, since their results would take more.
 
         Raises:
-            QuotaExceeded: with the limit and what is used.
+            QuotaExceeded: the limit is reached; the error has the limit and the use.
         """
         await self._store.require_quota(project)
 
     async def make(self, spec: job_pb2.JobSpec, *, owner: str, project: str, at: datetime) -> job_pb2.Job:
-        """The job of a spec, all of its cells queued.
+        """Return the job of a spec with all of its cells queued.
 
         Args:
-            project: whose job it is: what it does not hold is not stored, and devices that are kept from it do not exist.
+            project: project of the job. Artifacts that it does not hold count as missing, and devices that are restricted to
+                others do not exist.
 
         Raises:
-            UserError: as JobService.Submit says; the reason names what is wrong.
+            UserError: the spec is invalid; see JobService.Submit for the reasons.
         """
         if not spec.candidates:
             raise NoCandidate("The job has no candidate.", "Name at least one model.")
@@ -120,7 +120,7 @@ class Submission:
             names, pace = [], Pace()
             for candidate in spec.candidates:
                 names.append(await self._check_candidate(candidate, spec))
-                await pace.pause()  # of 1,000 small ones, none waits for anything: others get their turn
+                await pace.pause()  # with 1,000 small candidates nothing else yields to the event loop
             devices = schedule.open_to(project, self._devices()) if spec.devices else ()
             choices = await self._readers.run(self._choices, spec, devices)
         for candidate in spec.candidates:
@@ -133,7 +133,7 @@ class Submission:
     def _fill(
         self, job: job_pb2.Job, spec: job_pb2.JobSpec, names: Sequence[str], choices: Sequence[tuple[int | None, str]]
     ) -> job_pb2.Job:
-        """Give a job its spec and its cells."""
+        """Fill in a job's spec and cells, and return the job."""
         job.name = spec.name
         job.labels.update(spec.labels)
         job.spec.CopyFrom(spec)
@@ -149,7 +149,7 @@ class Submission:
         return job
 
     def _check_stored(self, spec: job_pb2.JobSpec) -> None:
-        """Puts their sizes to all artifacts."""
+        """Set the sizes of all artifacts of a spec, and check those that it states."""
         known: dict[str, int | None] = {}
         for artifact in _artifacts(spec):
             digest = artifact.digest
@@ -178,7 +178,7 @@ class Submission:
             raise BadJob(what, f"Give at most {most:,}.", field="iterations")
 
     async def _check_candidate(self, candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> str:
-        """Its recipe's name for people."""
+        """Validate a candidate; return its recipe's name for people, empty for a program."""
         source = candidate.WhichOneof("source")
         if source == "program":
             _check_program(candidate, spec)
@@ -203,11 +203,11 @@ class Submission:
         return recipe.text
 
     async def _recipe(self, text: str) -> Recipe:
-        """The recipe of a JSON text; large ones are parsed in a thread."""
+        """Return the recipe of a JSON text; large ones are parsed in a thread."""
         return parse_recipe(text) if len(text) < _SMALL_RECIPE else await self._readers.run(parse_recipe, text)
 
     def _choices(self, spec: job_pb2.JobSpec, devices: Sequence[Device]) -> list[tuple[int | None, str]]:
-        """(index of the choice, selector of the cell) for each cell on the device axis."""
+        """Return (index of the device choice, selector of the cell) for each cell on the device axis."""
         if spec.stop_after not in ("", "TO_EXECUTORCH") and (spec.devices or spec.HasField("measurement")):
             raise BadJob(
                 f"A compilation that stops after {spec.stop_after} gives no program, so nothing can run or be measured.",
@@ -238,7 +238,7 @@ class Submission:
             await self._screening.screen_pte(program.pte.digest)
             return
         for method in candidate.model.methods.values():
-            await pace.pause()  # of 10,000 methods whose files are known, none waits for anything
+            await pace.pause()  # with 10,000 methods whose files are known nothing else yields to the event loop
             references = [method.reference.digest] if method.HasField("reference") else []
             await self._store.require_whole([method.exported_program.digest, *references])
             await self._screening.screen_pt2(method.exported_program.digest)
@@ -251,7 +251,7 @@ def _too_many_cells() -> TooManyCells:
 
 
 def _check_together(job: job_pb2.Job) -> None:
-    """Whether there is something to interleave."""
+    """Raise an error if a job is interleaved and a cell has no other, or too many others, to be interleaved with."""
     if not job.spec.measurement.interleave:
         return
     if len(job.spec.candidates) < 2:
@@ -287,7 +287,7 @@ def _check_program(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> None:
 def _check_methods(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> None:
     model = candidate.model
     for name in (*model.methods, *model.constant_methods):
-        # In bytes, since children name files after methods.
+        # In bytes, since child processes name files after methods.
         if not name.isidentifier() or len(name.encode()) > _METHOD_BYTES:
             remedy = f"Use a Python identifier of at most {_METHOD_BYTES} bytes."
             raise BadJob(f"{name[:200]!r} of {candidate.name} is no name of a method.", remedy, method=name[:200])
@@ -308,7 +308,7 @@ def _check_methods(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> None:
 
 
 def _check_done(candidate: job_pb2.Candidate) -> list[str]:
-    """The stages that the client has done; from now on they say that they ran there."""
+    """Validate the stages that the client has done, mark them as done there, and return their names."""
     done = [stage.stage for stage in candidate.stages_done]
     if not done:
         return done
@@ -347,7 +347,7 @@ def _artifacts(spec: job_pb2.JobSpec) -> Iterator[common_pb2.Artifact]:
 
 
 def _digests(spec: job_pb2.JobSpec) -> list[str]:
-    """Return the digests of a spec, each once; there may be a hundred thousand."""
+    """Return the distinct digests of a spec; there may be a hundred thousand."""
     return list(dict.fromkeys(artifact.digest for artifact in _artifacts(spec)))
 
 
@@ -358,7 +358,7 @@ def _cells(
         methods = list(spec.methods) or _own_methods(candidate.model)
         for device_index, selector in choices:
             compiles_only = device_index is None
-            # A compilation has all methods, and no threads.
+            # A compilation includes all methods, and has no threads.
             for method in methods[:1] if compiles_only else methods:
                 for threads in [None] if compiles_only else spec.threads or [None]:
                     yield job_pb2.Cell(
@@ -368,5 +368,5 @@ def _cells(
 
 
 def _own_methods(model: job_pb2.Model) -> list[str]:
-    """What runs where a job names no methods; of a ready program that is known after its inspection."""
+    """Return the methods to run if a job names none; those of a ready program are known after its inspection."""
     return ["forward"] if "forward" in model.methods or not model.methods else sorted(model.methods)

@@ -1,1 +1,1 @@
-"""Cells on their way: one run of a cell, its requirements, its placement on a device, its dispatch and its results."""
+"""Runs of cells: the stages of a run, its requirements, its placement on a device, its dispatch and its results."""

@@ -1,4 +1,4 @@
-"""Analysis of a cell's result, and the report that is assembled from its run."""
+"""Analysis of a cell's result, and assembly of its report."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from etfarm.v1.job_pb2 import Cell
 
 
 class CellAnalysis:
-    """Analyzes the results of cells and assembles their reports."""
+    """Analysis of cell results and assembly of cell reports."""
 
     def __init__(self, analyst: Analyst, joblog: JobLog, thresholds: Thresholds) -> None:
         self._analyst = analyst
@@ -25,10 +25,10 @@ class CellAnalysis:
         self._thresholds = thresholds
 
     async def analyze(self, run: CellRun, results: Mapping[str, agent_pb2.CandidateResult]) -> report_pb2.Report:
-        """Return what the artifacts of the cell's result say.
+        """Return the analysis of the artifacts of a cell's result.
 
         Args:
-            results: of all cells that shared the attempt, in the order of the job's cells.
+            results: results of all cells that shared the attempt, in the order of the job's cells.
         """
         assert run.compilation is not None and run.result is not None
         return await self._analyst.analyze(

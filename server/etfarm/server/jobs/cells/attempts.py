@@ -1,4 +1,4 @@
-"""Attempts: one placement of a cell, or of several that are measured in turns, until the device has given its results."""
+"""Attempts: the placement of one cell, or of several interleaved ones, up to the device's results."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ MAX_ATTEMPTS: Final = 3
 
 
 class Attempts:
-    """Leads cells through attempts: place, send, receive, conclude."""
+    """The sequence of steps of an attempt: place, send, receive, conclude."""
 
     def __init__(
         self,
@@ -55,12 +55,12 @@ class Attempts:
         self._now = now
 
     async def run(self, cell_runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
-        """Lead cells through one attempt. All of them are WAITING, or RUNNING in it since before this server started.
+        """Lead cells through one attempt. All are WAITING, or RUNNING in an attempt of an earlier server.
 
-        Those that ran are ANALYZING afterwards; all of them are WAITING again after a fault of the device.
+        Cells that ran are ANALYZING afterwards; after a device fault, all are WAITING again.
 
         Returns:
-            By cell, why the others are over.
+            The errors, by cell id, of the cells that failed.
         """
         is_new = cell_runs[0].cell.state == model.WAITING
         over: dict[str, EtfarmError] = {}
@@ -76,7 +76,7 @@ class Attempts:
             self._results.release_room(cell_runs)
 
     async def _attempt(self, cell_runs: Sequence[CellRun], *, is_new: bool) -> dict[str, EtfarmError]:
-        """Place, send and receive; return, by cell, why those are over that do not continue."""
+        """Place, send and receive; return the errors, by cell id, of the cells that do not continue."""
         if is_new:
             await self._place(cell_runs)
         else:
@@ -94,10 +94,10 @@ class Attempts:
         return await self._conclude(cell_runs, errors)
 
     async def _conclude(self, cell_runs: Sequence[CellRun], errors: dict[str, EtfarmError]) -> dict[str, EtfarmError]:
-        """Advance the cells that ran; after a device fault, return all cells to the queue except those with their own fault.
+        """Advance the cells that ran; after a device fault, requeue all cells except those with a fault of their own.
 
         Returns:
-            By cell, why those are over that do not continue.
+            The errors, by cell id, of the cells that do not continue.
         """
         for run in cell_runs:
             attempt = run.cell.attempts[-1]
@@ -120,7 +120,7 @@ class Attempts:
     async def _place(self, cell_runs: Sequence[CellRun]) -> None:
         phase = self._timer.start(cell_runs[0].job)
         for run in cell_runs:
-            # The results of an earlier attempt are not this one's.
+            # Discard the results of an earlier attempt.
             run.result, run.sent_ms = None, 0.0
             run.cell.ClearField("outputs")
         device, attempt = await self._dispatch.place(cell_runs, self._progress.announce, self._joblog.add)
@@ -133,8 +133,10 @@ class Attempts:
 
     @asynccontextmanager
     async def _quiet_for(self, cell_runs: Sequence[CellRun]) -> AsyncIterator[None]:
-        """Keep the server quiet while a device on this machine measures. An emulated device counts as work: its times are
-        not meaningful."""
+        """Keep the server quiet while a device on this machine measures.
+
+        An emulated device counts as work, since its times are not meaningful.
+        """
         job, device = cell_runs[0].job, cell_runs[0].device
         assert device is not None
         if not (job.spec.HasField("measurement") and self._dispatch.is_on_this_machine(device)):
@@ -156,7 +158,7 @@ class Attempts:
         return errors
 
     async def _receive(self, cell_runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
-        """Set the results of cells; return the errors that the device reports of cells."""
+        """Set the results of cells; return the errors that the device reports for cells."""
         if not cell_runs:
             return {}
         results, errors = await self._results.receive(cell_runs), {}
@@ -166,7 +168,7 @@ class Attempts:
                 errors[cell.id] = result
                 continue
             run.result = result
-            # For an attempt that an earlier server sent, the nearest known time is that of its placement.
+            # If an earlier server sent the attempt, the best known time is that of its placement.
             sent_ms = run.sent_ms or since(run.job, cell.attempts[-1].started_at.ToDatetime(UTC))
             for phase in result.phases:
                 start_ms = sent_ms + phase.start_ms

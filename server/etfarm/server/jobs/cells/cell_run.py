@@ -1,4 +1,4 @@
-"""The run of one cell: what it has gathered so far, and the order of its stages."""
+"""The run of one cell: the results of its stages so far, and the order of the stages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from etfarm.v1.job_pb2 import Cell, Job
 
 @dataclass
 class CellRun:
-    """A live cell with what its stages have produced, from which its report is assembled."""
+    """A live cell with the results of its stages, from which its report is assembled."""
 
     job: Job
     cell: Cell
@@ -29,11 +29,11 @@ class CellRun:
     warnings: list[compile_pb2.Warning] = field(default_factory=list)
     """Warnings for the report, in addition to those of the compilation and of the analysis."""
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Lock that is held while a change of the cell is decided and written. Cells that share an attempt are led through it by
-    the task of one of them, so several tasks may change a cell."""
+    """Lock that is held while a change of the cell is decided and written. The task of one cell leads all cells that share an
+    attempt, so several tasks may change a cell."""
 
     async def lead(self, stages: Stages) -> None:
-        """Lead the cell through its stages in order (compile, place and run, analyze) from the state that the journal has.
+        """Lead the cell through its stages in order (compile, place and run, analyze) from the journaled state.
 
         Raises:
             EtfarmError: the reason why the cell failed; its end is not written yet.
@@ -57,7 +57,7 @@ class CellRun:
 
     @property
     def candidate(self) -> job_pb2.Candidate:
-        """The candidate that the cell is made from."""
+        """The candidate that the cell was created from."""
         return model.candidate_of(self.job, self.cell)
 
     @property
@@ -68,7 +68,7 @@ class CellRun:
 
     @property
     def inputs(self) -> common_pb2.Artifact | None:
-        """The inputs of the program: the job's, else the model's own; None where the runner makes them."""
+        """The inputs of the program: the job's, else the model's own; None if the runner generates them."""
         if self.compilation is None:
             return None
         return self.job.spec.inputs.get(self.cell.method) or self.compilation.example_inputs.get(self.cell.method)
@@ -84,7 +84,7 @@ class Stages(Protocol):
         """Load the compilation of a cell that an earlier server compiled."""
 
     async def place_and_run(self, run: CellRun) -> None:
-        """Place the cell on a device and run it there once; after a device fault the cell waits for a device again."""
+        """Place the cell on a device and run it there once. After a device fault, the cell waits for a device again."""
 
     def leave(self, run: CellRun) -> None:
         """Release the cells that wait for this one before their next attempt."""

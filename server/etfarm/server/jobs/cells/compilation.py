@@ -1,4 +1,4 @@
-"""The stage that compiles a cell, with the second program of jobs with --numerics."""
+"""The stage that compiles a cell, including the second program of jobs with --numerics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from etfarm.v1.job_pb2 import Progress
 
 
 class CellCompilation:
-    """Compiles cells, or loads what an earlier server compiled."""
+    """Compilation of cells, or loading of an earlier server's compilations."""
 
     def __init__(self, compiler: Compiler, joblog: JobLog, progress: CellProgress, timer: PhaseTimer) -> None:
         self._compiler = compiler
@@ -22,7 +22,7 @@ class CellCompilation:
         self._timer = timer
 
     async def compile(self, run: CellRun) -> None:
-        """Compile the cell's candidate; sets `run.compilation`.
+        """Compile the cell's candidate and set `run.compilation`.
 
         Raises:
             EtfarmError: the candidate cannot be compiled.
@@ -50,7 +50,7 @@ class CellCompilation:
             cell.etrecord.CopyFrom(compilation.etrecord)
 
     async def compile_numerics(self, run: CellRun) -> None:
-        """Compile the program of the numerics pass, if the job has one and the program is not the cell's own."""
+        """Compile the program of the numerics pass, if the job has one and the program differs from the cell's."""
         if not run.job.spec.measurement.numerics:
             return
         phase = self._timer.start(run.job)
@@ -64,7 +64,7 @@ class CellCompilation:
         await self._numerics.recover(run)
 
     def _listener(self, run: CellRun, prefix: str = "") -> Listener:
-        """Return a listener that announces the stages, their names prefixed, and logs what is printed."""
+        """Return a listener that announces the stages with a prefix, and logs printed lines."""
         job, cell_id = run.job, run.cell.id
 
         def on_stage(stage: str, duration_ms: float | None, *, cached: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""Dispatch of attempts: a device is occupied, receives the attempt, and is free again when no cell shares it any more."""
+"""Dispatch of attempts: occupies a device, sends it the attempt, and frees the device once no cell shares the attempt."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Dispatch:
         self._requirements = requirements
         self._new_id = new_id
         self._sharing: dict[str, set[str]] = {}
-        """Cells that are not done with an attempt, by the attempt's id."""
+        """Ids of the cells that still use an attempt, by attempt id."""
 
     async def place(self, cell_runs: Sequence[CellRun], on_progress: OnProgress, on_line: OnLine) -> tuple[Device, Attempt]:
         """Wait for a device that can run the programs of all cells, and occupy it with a new attempt.
@@ -82,7 +82,7 @@ class Dispatch:
                 continue
             attempt = cell.attempts[-1]
             if self._runs.knows(attempt.id):
-                continue  # an earlier cell shares the attempt
+                continue  # an earlier cell of the loop shares the attempt
             sharing = [each.id for each in job.cells if each.state == model.RUNNING and each.attempts[-1].id == attempt.id]
             self._sharing[attempt.id] = set(sharing)
             listener = self._listener(job, sharing, on_progress, on_line)
@@ -98,7 +98,7 @@ class Dispatch:
         return self._registry.get(cell.attempts[-1].device_id)
 
     def cells_of(self, attempt_id: str) -> set[str]:
-        """Return the cells that are not done with an attempt."""
+        """Return the ids of the cells that still use an attempt."""
         return self._sharing.get(attempt_id, set())
 
     def _listener(self, job: Job, cells: Sequence[str], on_progress: OnProgress, on_line: OnLine) -> Progressed:
@@ -117,18 +117,18 @@ class Dispatch:
 
     @property
     def starting(self) -> str:
-        """What the farm has to finish before anything can run, as a sentence; empty if nothing."""
+        """Description of what the farm has to finish before anything can run; empty if nothing."""
         return self._bundles.starting
 
     async def send(self, cell_runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
         """Send the last attempt, which the cells share, to its device.
 
         Returns:
-            By cell, why the device's runner cannot run its program (DeviceLacks); these were not sent.
+            The errors (DeviceLacks), by cell id, of programs that the device's runner cannot run; these were not sent.
 
         Raises:
             BundleMissing: the farm has no runner for the device.
-            DeviceOffline: the device disconnected meanwhile.
+            DeviceOffline: the device has disconnected in the meantime.
         """
         job, device = cell_runs[0].job, cell_runs[0].device
         assert device is not None
@@ -157,7 +157,7 @@ class Dispatch:
                 numerics_program=run.numerics.program if run.numerics is not None else None,
             )
             if runner.bundle is not None:
-                # The agent reads them from the bundle itself.
+                # The agent reads the operators from the bundle itself.
                 del candidate.bundle.operators[:]
         if start.candidates:
             start.deadline_s = deadline_s(job, len(start.candidates))
@@ -168,10 +168,10 @@ class Dispatch:
         return errors
 
     def permit(self, cell_runs: Sequence[CellRun], *, bundle: agent_pb2.RunnerBundle | None = None) -> None:
-        """Permit the agent of the last attempt to read what the programs of the cells need.
+        """Permit the agent of the last attempt to read the artifacts that the programs of the cells need.
 
         Args:
-            bundle: the runner that the agent is sent; None if it has the runner, or is known not to need one.
+            bundle: the runner bundle that the agent receives; None if it has the runner or needs none.
         """
         needed = [] if bundle is None else [bundle.artifact]
         for run in cell_runs:
@@ -182,10 +182,10 @@ class Dispatch:
         self._runs.permit(cell_runs[0].cell.attempts[-1].id, [artifact.digest for artifact in needed])
 
     def end(self, cell: Cell) -> None:
-        """End the cell's part in its last attempt, whose result is written down.
+        """End the cell's part in its last attempt after its result was written.
 
-        Once that is so for all cells that share the attempt, its agent may forget it, or has to stop it if it never
-        answered. The device is free then.
+        Once all cells that share the attempt have ended their parts, the agent may delete it, or must stop it if it never
+        answered. The device is then free.
         """
         if not cell.attempts:
             return
@@ -212,7 +212,7 @@ class Dispatch:
             self._placement.free(attempt.id)
 
     def _is_last(self, attempt_id: str, cell: Cell) -> bool:
-        """Remove the cell from those that share the attempt; return whether none is left."""
+        """Remove the cell from those that share the attempt; return whether no cell is left."""
         sharing = self._sharing.get(attempt_id, set())
         sharing.discard(cell.id)
         if not sharing:
@@ -221,5 +221,5 @@ class Dispatch:
 
 
 def deadline_s(job: Job, candidates: int) -> float:
-    """Return the time limit of an attempt with a number of candidates."""
+    """Return the time limit in seconds of an attempt with a number of candidates."""
     return job.spec.timeout_s if job.spec.HasField("timeout_s") else DEADLINE_S * max(1, candidates)

@@ -1,4 +1,4 @@
-"""Groups of cells that are measured in turns and share attempts: they wait for each other, and one leads the others through."""
+"""Groups of interleaved cells that share attempts: they wait for each other, and one cell leads the others through."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ _BEFORE_RESULT: Final = frozenset({model.QUEUED, model.COMPILING, model.WAITING,
 def together(job: Job, cells: Iterable[Cell]) -> list[list[Cell]]:
     """Return the cells grouped by shared attempts.
 
-    Cells of one device choice, method and thread count share attempts if the job interleaves its candidates; otherwise each
-    is alone.
+    If the job interleaves its candidates, cells with the same device choice, method and thread count share attempts; otherwise
+    each cell has its own.
     """
     groups: dict[object, list[Cell]] = {}
     for cell in cells:
@@ -34,13 +34,13 @@ def together(job: Job, cells: Iterable[Cell]) -> list[list[Cell]]:
 
 
 def base_of(cell_id: str, results: Mapping[str, agent_pb2.CandidateResult]) -> Base | None:
-    """Return what a cell of an attempt is compared with: the first cell that was measured in blocks, if both were."""
+    """Return the cell to compare a cell of an attempt with: the first one measured in blocks, if both were."""
     first = next((each for each, result in results.items() if _is_comparable(result)), None)
     return Base(first, results[first]) if first not in (None, cell_id) and _is_comparable(results[cell_id]) else None
 
 
 def _is_comparable(result: agent_pb2.CandidateResult) -> bool:
-    """Return whether the candidate was measured in blocks, to the end."""
+    """Return whether the candidate was measured in blocks to the end."""
     return bool(result.blocks) and result.HasField("samples") and not result.HasField("error")
 
 
@@ -52,14 +52,14 @@ def _key(job: Job, cell: Cell) -> object:
     if not job.spec.measurement.interleave:
         return cell.id
     is_program = model.candidate_of(job, cell).WhichOneof("source") == "program"
-    # The method of a ready program may be known only after its inspection.
+    # The method of a precompiled program may only be known after its inspection.
     method = "" if is_program and not job.spec.methods else cell.method
     return cell.device_index, cell.selector, method, cell.threads
 
 
 Turn = list[tuple[CellRun, asyncio.Future["Turn"]]]
 """Cells that go through an attempt together, each with the future that it awaits. The leader receives the turn; the others
-receive an empty one when the attempt is over."""
+receive an empty one at the end of the attempt."""
 
 
 @dataclass
@@ -67,19 +67,19 @@ class _Group:
     """Cells that share attempts."""
 
     expected: set[str] = field(default_factory=set)
-    """Ids of the cells that have an attempt before them."""
+    """Ids of the cells that still have an attempt to run."""
     arrived: Turn = field(default_factory=list)
     """Cells that wait for the others."""
     is_running: bool = False
 
     def start_turn(self) -> None:
-        """Let one cell lead the attempt, once all have arrived."""
+        """Let one cell lead the attempt once all cells have arrived."""
         if self.is_running or not self.arrived or self.expected != {run.cell.id for run, _ in self.arrived}:
             return
         if any(waiting.done() for _, waiting in self.arrived):
-            return  # they are being cancelled
+            return  # the cells are being cancelled
         self.arrived.sort(key=lambda each: each[0].cell.index)
-        # Attempts that an earlier server sent come first; they may lead back to waiting.
+        # Attempts that an earlier server sent come first; they may return cells to WAITING.
         turn = [each for each in self.arrived if each[0].cell.state == model.RUNNING] or self.arrived
         self.arrived = [each for each in self.arrived if each not in turn]
         self.is_running = True
@@ -90,8 +90,8 @@ class Groups:
     """The live cells by the attempts that they share.
 
     Args:
-        run: leads cells through one attempt; returns, by cell, why those are over that are.
-        on_wait: called with a cell and a sentence that names the others that it waits for, whenever that changes.
+        run: leads cells through one attempt; returns the errors, by cell id, of those that failed.
+        on_wait: called with a cell and a sentence that names the cells it waits for, whenever that changes.
     """
 
     def __init__(
@@ -104,28 +104,28 @@ class Groups:
         self._groups: dict[str, _Group] = {}
 
     def __len__(self) -> int:
-        """Return how many cells have an attempt before them."""
+        """Return the number of cells that still have an attempt to run."""
         return len(self._groups)
 
     def expect(self, job: Job) -> None:
-        """Expect the job's cells; each of them calls `attempt` or `leave`."""
+        """Expect the job's cells. Each of them calls `attempt` or `leave`."""
         live = [cell for cell in job.cells if cell.state in _BEFORE_RESULT and cell.id not in self._groups]
         for cells in together(job, live):
             group = _Group({cell.id for cell in cells})
             self._groups |= dict.fromkeys(group.expected, group)
 
     def leave(self, cell_id: str) -> None:
-        """Remove a cell that has no attempt before it any more; the others continue without it."""
+        """Remove a cell that has no further attempt; the others continue without it."""
         group = self._groups.pop(cell_id, None)
         if group is not None:
             group.expected.discard(cell_id)
             self._advance(group)
 
     async def attempt(self, run: CellRun) -> None:
-        """Take a cell through one attempt with all that share it, once they have arrived.
+        """Lead a cell through one attempt with all cells that share it, once they have arrived.
 
         Raises:
-            EtfarmError: why the cell is over.
+            EtfarmError: the reason why the cell failed.
         """
         group = self._groups[run.cell.id]
         waiting: asyncio.Future[Turn] = asyncio.get_running_loop().create_future()
@@ -142,7 +142,7 @@ class Groups:
                 group.is_running = False
 
     def _advance(self, group: _Group) -> None:
-        """Start a turn if all have arrived; otherwise report for whom the cells wait."""
+        """Start a turn if all cells have arrived; otherwise report which cells are missing."""
         group.start_turn()
         missing = group.expected - {run.cell.id for run, _ in group.arrived}
         if group.is_running or not missing:
@@ -157,7 +157,7 @@ class Groups:
         over: Mapping[str, EtfarmError] = {}
         try:
             over = await self._run([run for run, _ in turn])
-        except Exception as error:  # noqa: BLE001 - the followers' failure too; raised below
+        except Exception as error:  # noqa: BLE001 - also the followers' failure; raised below
             failure = error
         for run, waiting in turn[1:]:
             error_of_run = failure or over.get(run.cell.id)

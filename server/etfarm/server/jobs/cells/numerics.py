@@ -1,6 +1,6 @@
-"""Programs of the numerics pass: their operators can be told apart, unlike those of the program that is timed.
+"""Programs of the numerics pass: their operators can be distinguished, unlike those of the timed program.
 
-No error here fails a cell: its measurements stand, and a warning of the report says why there is no numeric gap.
+No error here fails a cell: its measurements remain valid, and a warning in the report says why there is no numeric gap.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_proto
 
 NOT_COMPILED: Final = "NUMERICS_NOT_COMPILED"
-"""The warning's code."""
+"""Code of the warning that there is no numerics program."""
 
 
 def candidate_of(candidate: job_pb2.Candidate) -> job_pb2.Candidate | None:
-    """Return what the numerics program is compiled from: the candidate with `Recipe.per_operator`.
+    """Return the candidate of the numerics program: the given one with `Recipe.per_operator`.
 
-    None stands for the candidate's own program, if that is already its recipe.
+    None if that is already the candidate's recipe, so that its own program serves.
     """
     recipe = parse_recipe(candidate.recipe)
     separate = recipe.per_operator()
@@ -36,13 +36,13 @@ def candidate_of(candidate: job_pb2.Candidate) -> job_pb2.Candidate | None:
 
 
 class NumericsPrograms:
-    """The programs of cells of jobs with --numerics: sets `CellRun.numerics`, or adds to `CellRun.warnings`."""
+    """The numerics programs of cells: sets `CellRun.numerics`, or adds to `CellRun.warnings`."""
 
     def __init__(self, compiler: Compiler) -> None:
         self._compiler = compiler
 
     async def compile(self, run: CellRun, listener: Listener) -> None:
-        """Compile the program if it is not the cell's own. The cell's key of it is set, even that of a failure."""
+        """Compile the program if it differs from the cell's own. The cell's `numerics_compilation_key` is set even on failure."""
         job, cell = run.job, run.cell
         if not self._is_wanted(run):
             return
@@ -51,7 +51,7 @@ class NumericsPrograms:
             self._take(run, run.compilation)
             return
         try:
-            # With --no-cache, too, it is lowered from what QUANTIZE gave the timed program: other scales would be another model.
+            # Even with --no-cache, lower the QUANTIZE result of the timed program: other scales would make another model.
             outcome = await self._compiler.compile(
                 separate, owner=job.owner, project=job.project, fresh=job.spec.no_cache, quantize_again=False, listener=listener
             )

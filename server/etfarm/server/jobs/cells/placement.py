@@ -1,4 +1,4 @@
-"""Placement of waiting cells on idle devices, at every change of either."""
+"""Placement of waiting cells on idle devices, whenever either changes."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _MANY: Final = 100
 """Number of cells and devices from which on placements are spaced."""
 
 _PAUSE: Final = 9
-"""Pause between two of them, in units of how long the first took. Each of 1,000 cells that are cancelled frees its place; the
-others need no new look each time."""
+"""Pause between two placements, as a multiple of the duration of the first. When 1,000 cells are cancelled, each frees its
+device; the others need not be considered anew each time."""
 
 
 @dataclass
@@ -50,7 +50,7 @@ class Placement:
         """Wait until a device is free for the cell, occupy it with the attempt, and return it.
 
         Args:
-            on_wait: called with the reason to wait whenever that changes; empty if the cell only waits for its turn.
+            on_wait: called with the reason for waiting whenever that changes; empty if the cell only waits for its turn.
         """
         chosen: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._requests[waiting.cell_id] = _Request(waiting, attempt_id, on_progress, on_wait, chosen)
@@ -64,12 +64,12 @@ class Placement:
             self._requests.pop(waiting.cell_id, None)
 
     def free(self, attempt_id: str) -> None:
-        """Free the attempt's device for the next cell; an attempt without a device changes nothing."""
+        """Free the attempt's device for the next cell. Has no effect for an attempt without a device."""
         self._runs.end(attempt_id)
         self.place()
 
     def place(self) -> None:
-        """Assign what can be assigned now; soon, where many cells or devices have just been looked at."""
+        """Assign all cells that can be assigned, or schedule that for soon if a large placement has just run."""
         if self._due is not None:
             return
         loop = asyncio.get_running_loop()

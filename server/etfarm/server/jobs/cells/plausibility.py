@@ -20,27 +20,28 @@ from etfarm.wire.errors import DeviceError
 MAX_SAMPLES: Final = 1_000_000
 """Maximum number of timed iterations of a run, unless the job sets one."""
 LEAST_MEDIAN_NS: Final = 20
-"""No processor executes a method of a program in less: two readings of its clock take longer."""
+"""Minimum plausible median in ns: no processor executes a method faster, since reading its clock twice takes longer."""
 CLOCK_TOLERANCE: Final = 0.05
-"""Part by which the clock of a device may run faster than the server's: an emulated board's is off by some percent."""
+"""Fraction by which a device's clock may run faster than the server's: that of an emulated board is off by some percent."""
 CLOCK_SLACK_S: Final = 5.0
-"""Added to the server's time: the agent's phases are rounded, and begin before the message reached it."""
+"""Tolerance added to the server's time: the agent's phases are rounded, and begin before the message has arrived."""
 _SAMPLE_BYTES: Final = 8
 _PIECE_BYTES: Final = _SAMPLE_BYTES << 14
 _GAP_NS: Final = 20_000
-"""Between two timed iterations, for reading clocks and handing over inputs; the slowest clock source takes some microseconds."""
+"""Maximum time between two timed iterations, for reading clocks and passing inputs; the slowest clock source takes some
+microseconds."""
 _PYTHON_GAP_NS: Final = 2_000_000
-"""The same for the runner in Python."""
+"""Maximum time between two timed iterations for the runner in Python."""
 _COPY_NS_PER_BYTE: Final = 10
-"""For inputs that are copied into planned memory between two iterations: 100 MB/s, slower than any board's memory."""
+"""Maximum time for copying inputs into planned memory between two iterations: 100 MB/s, slower than any board's memory."""
 _STALL: Final = 4.0
-"""Time between iterations per time within them, for a machine that stops the runner at any point."""
+"""Maximum ratio of time between iterations to time within them, for a machine that may stop the runner at any point."""
 _STALL_NS: Final = 1_000_000_000
 _STOP_REASONS: Final = frozenset({"ENOUGH", "MAX_TIME", "MAX_SAMPLES", "SETTLED", "DRIFTING"})
 
 
 class ImplausibleResult(DeviceError):
-    """A result contradicts the server's clock, the plan or itself."""
+    """A result that contradicts the server's clock, the plan or itself."""
 
     reason = "RESULT_IMPLAUSIBLE"
 
@@ -55,20 +56,20 @@ class ImplausibleResult(DeviceError):
 
 @dataclass(frozen=True)
 class Plan:
-    """What the server requested of an attempt, and how long the answer took."""
+    """The server's request to an attempt, and the time until the result."""
 
     cells: frozenset[str]
     """The ids of the attempt's cells."""
     elapsed_s: float
-    """From the moment in which the attempt was sent to the arrival of its result, by the server's clock."""
+    """Seconds from sending the attempt to the arrival of its result, by the server's clock."""
     measurement: job_pb2.Measurement | None = None
-    """None for a run without one."""
+    """The requested measurement; None for a run without one."""
     planned_bytes: int = 0
-    """The largest planned memory of the programs, an upper bound of what inputs are copied into."""
+    """Largest planned memory of the programs: an upper bound of the copied inputs."""
 
     @property
     def longest_ns(self) -> float:
-        """The longest time that anything in the result may have taken, in ns."""
+        """Maximum plausible duration of anything in the result, in ns."""
         return (self.elapsed_s * (1 + CLOCK_TOLERANCE) + CLOCK_SLACK_S) * 1e9
 
 
@@ -76,7 +77,7 @@ def check_attempt(result: agent_pb2.RunResult, plan: Plan) -> None:
     """Check the candidates of an attempt together.
 
     Raises:
-        ImplausibleResult: a cell is not the attempt's or comes twice, or the candidates took longer than the attempt.
+        ImplausibleResult: a cell does not belong to the attempt or appears twice, or the candidates took longer than the attempt.
     """
     ids = [candidate.cell_id for candidate in result.candidates]
     if strangers := sorted(set(ids) - plan.cells):
@@ -89,10 +90,10 @@ def check_attempt(result: agent_pb2.RunResult, plan: Plan) -> None:
 
 
 def check_candidate(result: agent_pb2.CandidateResult, plan: Plan, path: Callable[[str], Path]) -> None:
-    """Check one candidate's result; reads its samples, so call it in a thread.
+    """Check one candidate's result. Reads its samples, so call it in a thread.
 
     Args:
-        path: gives the file of an artifact that the store holds.
+        path: returns the path of a stored artifact.
 
     Raises:
         ImplausibleResult: a number contradicts another, the plan or the server's clock.
@@ -125,7 +126,7 @@ def artifacts_of(result: agent_pb2.CandidateResult) -> Iterator[common_pb2.Artif
 
 
 def _numbers(result: agent_pb2.CandidateResult) -> Iterator[tuple[str, float]]:
-    """Yield the counts and durations, which are finite and not negative."""
+    """Yield the counts and durations, which must be finite and not negative."""
     for message in (result, result.load, result.memory):
         for field, value in message.ListFields():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
@@ -138,7 +139,7 @@ def _numbers(result: agent_pb2.CandidateResult) -> Iterator[tuple[str, float]]:
 
 
 def _durations_ns(result: agent_pb2.CandidateResult) -> Iterator[tuple[str, float]]:
-    """Yield what took time on the device, in ns, each of which the attempt contains."""
+    """Yield the durations on the device in ns, none of which can exceed that of the attempt."""
     yield "the timed pass", result.duration_ns
     yield "the warm-up", result.warmup_ns
     yield "the traced pass", sum(result.traced_ns)
@@ -169,12 +170,12 @@ def _check_counts(result: agent_pb2.CandidateResult, measurement: job_pb2.Measur
 
 
 def _check_samples(result: agent_pb2.CandidateResult, plan: Plan, path: Path) -> None:
-    """Check the samples against the time of the pass that they are from."""
-    # Before it is read: what the result says of its size is the agent's word.
+    """Check the samples against the duration of the timed pass."""
+    # Check the size before reading, since the size in the result is only the agent's claim.
     if (size_bytes := path.stat().st_size) != _SAMPLE_BYTES * result.iterations:
         raise ImplausibleResult(f"{result.iterations:,} iterations have {size_bytes:,} bytes of samples")
     total = below_least = 0
-    # In pieces, since each call that goes over all samples holds up the event loop's thread.
+    # In pieces, since each call that goes over all samples blocks the event loop's thread.
     with path.open("rb") as file:
         while data := file.read(_PIECE_BYTES):
             samples = array("q", data)

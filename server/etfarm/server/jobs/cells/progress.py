@@ -12,14 +12,14 @@ from etfarm.server.reports.assembly import since
 from etfarm.v1.job_pb2 import Job, JobEvent, Progress
 
 OnProgress = Callable[[str, Progress], None]
-"""Takes (job id, progress)."""
+"""Function that receives (job id, progress)."""
 
 OnLine = Callable[[str, str, str, str], None]
-"""Takes (job id, cell id, source, text) of a line that a compiler or runner printed."""
+"""Function that receives (job id, cell id, source, text) of a line that a compiler or runner printed."""
 
 
 class CellProgress:
-    """Announces to a job's watchers what its cells are doing."""
+    """Announcements to a job's watchers of what its cells are doing."""
 
     def __init__(self, announcer: Announcer, now: Callable[[], datetime]) -> None:
         self._announcer = announcer
@@ -38,10 +38,10 @@ class CellProgress:
 
 
 class PhaseTimer:
-    """Measures the server's phases for the timelines of cells.
+    """Timer of the server's phases for the timelines of cells.
 
     Args:
-        clock: gives seconds on a monotonic clock.
+        clock: returns seconds on a monotonic clock.
     """
 
     def __init__(self, now: Callable[[], datetime], clock: Callable[[], float]) -> None:
@@ -59,7 +59,7 @@ class PhaseTimer:
 
 @dataclass(frozen=True)
 class StartedPhase:
-    """A phase whose end is not known yet."""
+    """A phase that has not ended yet."""
 
     start_ms: float
     started: float

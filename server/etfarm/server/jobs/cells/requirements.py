@@ -1,4 +1,4 @@
-"""Requirements of programs: what a cell's method takes, and which devices can run it."""
+"""Requirements of programs: the inputs of a cell's method, and the devices that can run it."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from etfarm.wire.errors import EtfarmError, UserError
 
 
 class MethodMissing(UserError):
-    """The program has no method of the name."""
+    """A method that the program does not have."""
 
     reason = "METHOD_MISSING"
 
@@ -31,13 +31,13 @@ class MethodMissing(UserError):
 
 
 class DeviceLacks(UserError):
-    """The device's runner has no such backend or kernel."""
+    """A device whose runner lacks a backend or kernel."""
 
     reason = "BACKEND_MISSING"
 
 
 class Requirements:
-    """Checks cells against what their programs require of inputs and devices."""
+    """Checks of cells against the requirements of their programs on inputs and devices."""
 
     def __init__(self, registry: Registry, bundles: Bundles, store: Store, readers: Readers) -> None:
         self._registry = registry
@@ -68,7 +68,7 @@ class Requirements:
             await self._readers.run(_check_file, path, cell.method, facts_of(methods[cell.method]))
 
     def find_unsupported(self, cell_runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
-        """Return, by cell, why no device that the selector matches can run the program, as far as runners are known."""
+        """Return the errors, by cell id, of programs that no matching device can run, as far as runners are known."""
         unsupported: dict[str, EtfarmError] = {}
         for run in cell_runs:
             try:
@@ -78,7 +78,7 @@ class Requirements:
         return unsupported
 
     def find_unfit_for_all(self, selector: selectors.Selector, cell_runs: Sequence[CellRun]) -> frozenset[str]:
-        """Return the scopes, as `find_unfit` does, whose devices cannot run the programs of all cells.
+        """Return the scopes, as `find_unfit` does, of devices that cannot run the programs of all cells.
 
         Raises:
             DeviceLacks: no matching device can run all of them.
@@ -96,9 +96,8 @@ class Requirements:
     def find_unfit(self, selector: selectors.Selector, facts: compile_pb2.MethodFacts, project: str) -> frozenset[str]:
         """Return the scopes of matching devices whose runner, as far as it is known, cannot run a method.
 
-        A scope is an architecture, or a device with a runner of its own. Devices without a runner are included if another
-        device can run the method and no runner is on its way to them. Devices that are restricted to other projects are not
-        considered.
+        A scope is an architecture, or a device with its own runner. Devices without a runner are included if another device can
+        run the method and no runner is being built for them. Devices that are restricted to other projects are ignored.
 
         Raises:
             DeviceLacks: no matching device can run the method.
@@ -129,7 +128,7 @@ def _check_file(path: Path, method: str, facts: MethodFacts) -> None:
 
 
 def require_support(facts: compile_pb2.MethodFacts, runner: Runner, device: Device) -> None:
-    """Require that a device's runner has the backends and kernels of a method.
+    """Raise an error unless a device's runner has the backends and kernels of a method.
 
     Raises:
         DeviceLacks: a backend (BACKEND_MISSING) or a kernel (OPERATOR_MISSING) is missing.

@@ -1,4 +1,4 @@
-"""Results of attempts: room for them on the disk, their arrival, and the checks that they must pass."""
+"""Results of attempts: reservation of disk space, arrival, and checks."""
 
 from __future__ import annotations
 
@@ -23,32 +23,32 @@ from etfarm.wire.errors import DeviceError, EtfarmError
 from etfarm.wire.status import from_proto
 
 GRACE_S = 300.0
-"""Time after its deadline in which an attempt's result may still arrive: slow uploads, reconnections."""
+"""Time after an attempt's deadline in which its result may still arrive, for slow uploads and reconnections."""
 
 _RESULT_BYTES: Final = 16 << 20
-"""Estimated size of samples and trace."""
+"""Estimated size of samples and trace of a cell."""
 
 _NUMERICS_BYTES: Final = 64 << 20
-"""Estimated size of recorded values."""
+"""Estimated size of the recorded values of a cell."""
 
 _OUTPUT_BYTES: Final = 256 << 20
 """Maximum estimated size of one output."""
 
 
 class AttemptOverdue(DeviceError):
-    """The agent is alive, but gave no result long after the attempt's deadline."""
+    """An attempt whose agent is alive, but gave no result long after the deadline."""
 
     reason = "ATTEMPT_OVERDUE"
 
 
 class ResultMissing(DeviceError):
-    """The agent answered without a result for the cell."""
+    """An agent's result that lacks a cell."""
 
     reason = "RESULT_MISSING"
 
 
 class Results:
-    """Receives the results of attempts."""
+    """The results of attempts, from reservation of disk space to acceptance."""
 
     def __init__(self, runs: Runs, dispatch: Dispatch, store: Store, readers: Readers) -> None:
         self._runs = runs
@@ -70,12 +70,12 @@ class Results:
         self._store.room.release_results(cell_runs[0].cell.id)
 
     async def receive(self, cell_runs: Sequence[CellRun]) -> dict[str, agent_pb2.CandidateResult | EtfarmError]:
-        """Wait for the results of the last attempt, which the cells share. ResultMissing stands for a missing one.
+        """Wait for the results of the last attempt, which the cells share. A missing result is replaced by ResultMissing.
 
         Raises:
-            AttemptLost: the device gave the attempt up, or did not reconnect.
-            AttemptOverdue: its agent is alive and does not answer.
-            EtfarmError: why the attempt as a whole failed, as the agent reports.
+            AttemptLost: the device abandoned the attempt, or did not reconnect.
+            AttemptOverdue: the agent is alive and does not answer.
+            EtfarmError: the attempt as a whole failed, as the agent reports.
         """
         attempt = cell_runs[0].cell.attempts[-1]
         overdue_s = deadline_s(cell_runs[0].job, len(cell_runs)) + GRACE_S
@@ -92,11 +92,11 @@ class Results:
         return {run.cell.id: await self._check(results.get(run.cell.id), run, plan) for run in cell_runs}
 
     def _plan(self, cell_runs: Sequence[CellRun]) -> Plan:
-        """Return what the last attempt was asked for."""
+        """Return the server's request to the last attempt."""
         job, attempt = cell_runs[0].job, cell_runs[0].cell.attempts[-1]
         elapsed_s = self._runs.elapsed_s(attempt.id)
         if elapsed_s is None:
-            # An earlier server sent the attempt, by whose clock the cell was written down.
+            # An earlier server sent the attempt; its clock set the time of placement.
             elapsed_s = max(0.0, time.time() - attempt.started_at.ToNanoseconds() / 1e9)
         return Plan(
             cells=frozenset({run.cell.id for run in cell_runs} | self._dispatch.cells_of(attempt.id)),
@@ -108,7 +108,7 @@ class Results:
     async def _check(
         self, candidate: agent_pb2.CandidateResult | None, run: CellRun, plan: Plan
     ) -> agent_pb2.CandidateResult | EtfarmError:
-        """Return a candidate's result, or why it does not count. Its job's project holds the files of one that counts."""
+        """Return a candidate's result, or the reason to reject it. The job's project holds the files of an accepted result."""
         cell_id = run.cell.id
         if candidate is None:
             return ResultMissing(f"The agent's result has nothing of cell {cell_id}.", cell=cell_id)
@@ -128,19 +128,19 @@ class Results:
             await self._readers.run(check_candidate, candidate, plan, self._store.path)
         except ImplausibleResult as error:
             return error
-        # From now on reports refer to them, whatever a session that names them too does.
+        # From now on reports refer to the artifacts, so a session that also names them must not delete them.
         await retry_when_full(lambda: self._store.take_results(project, own, run.job.owner))
         return candidate
 
 
 def _estimate_bytes(run: CellRun) -> int:
-    """Return the room that a cell's result may take: outputs, samples, trace and, with numerics, every value."""
+    """Return the estimated size of a cell's result: outputs, samples, trace and, with numerics, every value."""
     outputs = sum(_most_bytes(spec) for spec in run.facts.outputs)
     return _RESULT_BYTES + 2 * outputs + (_NUMERICS_BYTES if run.job.spec.measurement.numerics else 0)
 
 
 def _most_bytes(spec: compile_pb2.ValueSpec) -> int:
-    # Dimensions without a finite maximum, and hostile ones, must not keep a job waiting for room that no disk has.
+    # Dimensions without a finite maximum, or hostile ones, must not make a job wait for space that no disk has.
     size_bytes = 8
     for dim in spec.dims:
         size_bytes *= max(dim.max, 0)

@@ -35,15 +35,15 @@ from etfarm.wire.status import to_proto
 log = structlog.get_logger()
 
 RETRY_S: Final = 5.0
-"""Pause before a cell's end is written again after a failure to write it."""
+"""Pause in seconds before a failed write of a cell's end is repeated."""
 
 
 class CellStages:
-    """The stages that every `CellRun` is led through; the journal is written at each transition.
+    """The stages that every `CellRun` is led through. The journal is written at each transition.
 
     Args:
         quiet: keeps the server quiet while a device on its machine measures.
-        clock: gives seconds on a monotonic clock.
+        clock: returns seconds on a monotonic clock.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class CellStages:
         self._dispatch.rejoin(job, self._progress.announce, self._joblog.add)
 
     async def compile(self, run: CellRun) -> None:
-        """Compile the cell and check that it can run, until it waits for a device; a cell without a device succeeds here."""
+        """Compile the cell and check that it can run, until it waits for a device. A cell without a device succeeds here."""
         await self._take_turn()
         if run.cell.state == model.QUEUED:
             await self._transitions.advance([run], model.COMPILING)
@@ -116,7 +116,7 @@ class CellStages:
     async def analyze(self, run: CellRun) -> None:
         """Analyze the result and write the report of a cell that succeeded."""
         results = await self._journal.results_of(run.cell.attempts[-1].id)
-        if run.result is None:  # an earlier server received it
+        if run.result is None:  # an earlier server received the result
             run.result = results[run.cell.id]
             run.device = self._dispatch.device_of(run.cell)
         phase = self._timer.start(run.job)
@@ -126,7 +126,7 @@ class CellStages:
         await self.finish(run, model.SUCCEEDED)
 
     async def finish(self, run: CellRun, to: job_pb2.CellState.ValueType, error: EtfarmError | None = None) -> None:
-        """Write the last change of a cell, with its report. What cannot be written, say because the disk is full, is retried."""
+        """Write the last change of a cell with its report. Failed writes, for example on a full disk, are repeated."""
         while not run.is_over:
             try:
                 await run_to_completion(self._finish(run, to, error))
@@ -154,7 +154,7 @@ class CellStages:
             self._dispatch.end(after)
 
     async def _take_turn(self) -> None:
-        """Wait until no other cell continues in this turn of the event loop: thousands may have waited for the same event."""
+        """Wait until no other cell continues in this event loop iteration: thousands may have waited for the same event."""
         async with self._turn:
             await asyncio.sleep(0)
 

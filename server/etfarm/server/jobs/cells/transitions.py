@@ -19,15 +19,15 @@ T = TypeVar("T")
 
 
 class CellTransitions:
-    """Advances cells from one state to the next. A transition that began is completed, even if the caller is cancelled."""
+    """State transitions of cells. A transition that has begun is completed even if the caller is cancelled."""
 
     def __init__(self, journal: Journal, now: Callable[[], datetime]) -> None:
         self._journal = journal
         self._now = now
 
     async def advance(self, cell_runs: Sequence[CellRun], to: job_pb2.CellState.ValueType) -> None:
-        """Advance cells of one job, all or none of them; a cell that is terminal meanwhile stays so."""
-        # A result that arrived is not lost because it cannot be written now.
+        """Advance cells of one job, all or none; a cell that has become terminal in the meantime stays terminal."""
+        # A result that has arrived must not be lost because it cannot be written now.
         await retry_when_full(lambda: run_to_completion(self._advance(cell_runs, to)))
 
     async def _advance(self, cell_runs: Sequence[CellRun], to: job_pb2.CellState.ValueType) -> None:
@@ -45,17 +45,17 @@ class CellTransitions:
                     run.cell = cell
 
     async def write(self, run: CellRun, after: Cell, report: report_pb2.Report | None = None) -> None:
-        """Write a new version of a cell; the caller holds `run.writing`."""
+        """Write a new version of a cell. The caller holds `run.writing`."""
         run.cell = await self._journal.change(after, report=report, result=_finished_result(run, after))
 
 
 def _finished_result(run: CellRun, after: Cell) -> agent_pb2.CandidateResult | None:
-    """Return the result of the last attempt, if that has ended."""
+    """Return the result of the last attempt if that has ended."""
     return run.result if after.attempts and after.attempts[-1].HasField("finished_at") else None
 
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, which runs to its end even if the caller is cancelled meanwhile: the cell in memory and its row agree."""
+    """Await `work`, which completes even if the caller is cancelled, so that the cell in memory and its row agree."""
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)

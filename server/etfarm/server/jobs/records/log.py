@@ -88,7 +88,7 @@ class JobLog:
                 log.exception("log lines are lost", lines=len(batch))
 
     async def tail(self, job_id: str, cell_id: str, *, follow: bool) -> AsyncIterator[LogLine]:
-        """Yield the lines of a cell (of all cells if `cell_id` is empty); with `follow`, also new ones until the job is terminal."""
+        """Yield the lines of a cell (all cells if `cell_id` is empty); with `follow`, also new ones until the job is terminal."""
         with self._announcer.subscribe(job_id) as subscription:
             await self.flush()
             job = await self._database.read(partial(job_row, job_id=job_id, with_spec=False))

@@ -1,4 +1,4 @@
-"""Decoding of requests, and the check against the limits, before a servicer sees them.
+"""Decoding of requests and their check against the limits, before a servicer sees them.
 
 Large requests are checked in slices, between which the event loop serves other calls.
 """
@@ -20,17 +20,17 @@ from etfarm.server.workers.pacing import Pace
 from etfarm.wire.errors import UserError
 
 _SMALL_BYTES: Final = 64 << 10
-"""Size up to which requests are decoded unchecked: they cannot grow beyond a few MiB."""
+"""Maximum size of requests that are decoded unchecked, since they cannot expand beyond a few MiB."""
 
 _STEPS: Final = 300
-"""Number of fields that are checked between two looks at the clock: about 0.3 ms."""
+"""Number of fields that are checked between two checks of the clock: about 0.3 ms."""
 
 AT_ONCE: Final = 1
-"""Number of large requests that are checked at a time: more would only delay everybody else."""
+"""Number of large requests that are checked at a time: more would only delay other callers."""
 
 
 class MalformedRequest(UserError):
-    """The bytes of a request are not a message of its type."""
+    """A request whose bytes are not a message of its type."""
 
     reason = "MALFORMED_REQUEST"
 
@@ -94,7 +94,7 @@ async def admitted(request: Any, turns: FairSlots | None = None, whose: str = ""
     """Return the checked request for a servicer, or a stream whose requests are checked one by one.
 
     Args:
-        turns: the turns of principals whose large requests are checked; None to check all at once.
+        turns: slots for the checks of large requests, shared fairly among principals; None for separate slots.
         whose: the principal of the call.
 
     Raises:

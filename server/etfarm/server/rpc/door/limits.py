@@ -1,6 +1,6 @@
 """Limits of requests: one table for all messages of the contract, checked by the interceptor before any servicer sees them.
 
-Every string, bytes, repeated and map field has a default limit by its kind, so that new fields are limited, too; LIMITS has the
+Every string, bytes, repeated and map field has a default limit by its kind, so that new fields are limited, too; LIMITS has
 exceptions. Floats must be finite and enum values known. The interceptor calls `admission`.
 """
 
@@ -20,7 +20,7 @@ from etfarm.wire.errors import UserError
 
 
 class LimitExceeded(UserError):
-    """A request exceeds a limit."""
+    """A request that exceeds a limit."""
 
     reason = "LIMIT_EXCEEDED"
 
@@ -34,7 +34,7 @@ class Limit:
 
     most: int
     reason: str = LimitExceeded.reason
-    """Reason of the error; the field's own if the contract names one."""
+    """Reason of the error; a specific one if the contract names it."""
     remedy: str = ""
 
 
@@ -67,7 +67,7 @@ LIMITS: Final[dict[str, Limit]] = {
     "Model.name": _NAME,
     "MethodSource.calibration": Limit(10_000, "BAD_JOB", "Give fewer: some hundreds calibrate as well."),
     "DeviceChoice.selector": _SELECTOR,
-    # Sessions. What may be inline is less, and its refusal says what to do instead.
+    # Sessions. Inline data have a lower limit, and its refusal suggests a remedy.
     "OpenSessionRequest.selector": _SELECTOR,
     "SessionTensors.inline": Limit(4 << 20),
     "SessionMethod.inputs": _VALUES,
@@ -87,7 +87,7 @@ LIMITS: Final[dict[str, Limit]] = {
     "LabelRequest.remove": _LABELS,
     "LabelRequest.SetEntry.key": _KEY,
     "LabelRequest.SetEntry.value": _VALUE,
-    # What agents say of themselves.
+    # Descriptions that agents send of themselves and of their devices.
     "Hello.agent_id": _KEY,
     "Hello.devices": Limit(1_000, remedy="Serve them with several agents."),
     "Hello.unacknowledged_attempts": Limit(10_000),
@@ -101,7 +101,7 @@ LIMITS: Final[dict[str, Limit]] = {
     "Device.own_runners": Limit(16),
     "Cluster.cpus": Limit(4_096),
     "DeviceRunner.operators": Limit(5_000),
-    # What they say of a run.
+    # Reports that agents send of a run.
     "RunProgress.log_lines": Limit(1_000),
     "RunProgress.log_lines[]": _LINE,
     "RunProgress.message": Limit(8 << 10),
@@ -122,24 +122,24 @@ LIMITS: Final[dict[str, Limit]] = {
 
 @dataclass(frozen=True)
 class Size:
-    """The limit of a whole message."""
+    """Limits of a whole message."""
 
     most_bytes: int = 256 << 10
     most_entries: int = 20_000
-    """Maximum total number of messages in it and of texts in its lists."""
+    """Maximum total number of submessages, and of texts in lists."""
 
 
 SIZES: Final[dict[str, Size]] = {
-    # 10,000 calibration samples for each of some recipes and methods.
+    # 10,000 calibration samples for each of several recipes and methods.
     "etfarm.v1.SubmitRequest": Size(8 << 20, 150_000),
     "etfarm.v1.FindMissingRequest": Size(1 << 20),
     "etfarm.v1.UploadRequest": Size(4 << 20),
     "etfarm.v1.CallRequest": Size(8 << 20),
-    # 1,000 devices; eight programs that took turns, each with its samples.
+    # 1,000 devices; or eight interleaved programs, each with its samples.
     "etfarm.v1.AgentMessage": Size(32 << 20, 300_000),
     "etfarm.v1.SessionReply": Size(8 << 20, 50_000),
 }
-"""Limits by type of the request; all others have the default."""
+"""Limits by request type; all other types have the default."""
 
 
 class Check:
@@ -190,7 +190,7 @@ def check(message: Message) -> None:
 
 
 def shorten(message: Message) -> None:
-    """Cut every text of a message that is longer than its limit; for an agent's report of a program, which may print anything."""
+    """Shorten every text that exceeds its limit. For agents' reports of programs, which may print anything."""
     for field, value in message.ListFields():
         name = _name(field)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:
@@ -244,7 +244,7 @@ def _entry_of(field: FieldDescriptor) -> Descriptor:
 _FLOATS: Final = (FieldDescriptor.TYPE_DOUBLE, FieldDescriptor.TYPE_FLOAT)
 
 Rule = Callable[[Any], list[Any]]
-"""Refuses a value that exceeds a limit; returns the messages and texts below it."""
+"""Function that raises if a value exceeds a limit, and returns the messages and texts in the value."""
 
 
 @cache
