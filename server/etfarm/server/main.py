@@ -45,79 +45,79 @@ def default_folder() -> Path:
 
 def parser() -> argparse.ArgumentParser:
     """Return the argument parser of `etfarm serve`."""
-    made = argparse.ArgumentParser(
+    serve = argparse.ArgumentParser(
         prog="etfarm serve",
         description="Run the compile server: it lowers models, sends programs to the devices whose agents connect to it, and "
         "keeps what they measured.",
     )
-    made.add_argument("--listen", default="127.0.0.1:7433", metavar="ADDRESS",
-                      help="HOST:PORT, [IPV6]:PORT or unix:PATH; port 0: the system chooses (default %(default)s)")  # fmt: skip
-    made.add_argument("--data", type=Path, metavar="DIR", help=f"its files (default: {default_folder()})".replace("%", "%%"))
-    made.add_argument(
+    serve.add_argument("--listen", default="127.0.0.1:7433", metavar="ADDRESS",
+                       help="HOST:PORT, [IPV6]:PORT or unix:PATH; port 0: the system chooses (default %(default)s)")  # fmt: skip
+    serve.add_argument("--data", type=Path, metavar="DIR", help=f"its files (default: {default_folder()})".replace("%", "%%"))
+    serve.add_argument(
         "--tokens",
         type=Path,
         metavar="FILE",
         help="lines of NAME ROLE TOKEN; ROLE is admin, user, agent or viewer",
     )
-    made.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain")
-    made.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM key of the certificate")
-    made.add_argument("--tls-client-ca", type=Path, metavar="FILE", help="PEM certificates that clients' must be signed by")
-    made.add_argument("--insecure", action="store_true", help="listen for other machines without TLS and tokens")
-    made.add_argument("--workers", type=_positive, default=1, metavar="N", help="compilations at a time (default %(default)s)")
-    made.add_argument(
+    serve.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain")
+    serve.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM key of the certificate")
+    serve.add_argument("--tls-client-ca", type=Path, metavar="FILE", help="PEM certificates that clients' must be signed by")
+    serve.add_argument("--insecure", action="store_true", help="listen for other machines without TLS and tokens")
+    serve.add_argument("--workers", type=_positive, default=1, metavar="N", help="compilations at a time (default %(default)s)")
+    serve.add_argument(
         "--threads", type=_positive, default=os.cpu_count() or 1, metavar="N", help="threads of a compilation (default: cpus)"
     )
-    made.add_argument(
+    serve.add_argument(
         "--memory-gib", type=_positive, default=8, metavar="N", help="memory of a compilation (default %(default)s)"
     )
-    made.add_argument("--cpu-limit", type=_positive, default=3600, metavar="S",
-                      help="CPU time of a compilation's process over all threads (default %(default)s s)")  # fmt: skip
-    made.add_argument("--compile-timeout", type=_seconds, default=1800.0, metavar="S",
-                      help="how long quantizing may take, and lowering (default %(default)g s)")  # fmt: skip
-    made.add_argument("--stage-timeout", type=_seconds, default=900.0, metavar="S",
-                      help="how long one stage of a compilation may take (default %(default)g s)")  # fmt: skip
-    made.add_argument("--analysis-timeout", type=_seconds, default=600.0, metavar="S",
-                      help="how long the analysis of a run may take (default %(default)g s)")  # fmt: skip
-    made.add_argument(
+    serve.add_argument("--cpu-limit", type=_positive, default=3600, metavar="S",
+                       help="CPU time of a compilation's process over all threads (default %(default)s s)")  # fmt: skip
+    serve.add_argument("--compile-timeout", type=_seconds, default=1800.0, metavar="S",
+                       help="how long quantizing may take, and lowering (default %(default)g s)")  # fmt: skip
+    serve.add_argument("--stage-timeout", type=_seconds, default=900.0, metavar="S",
+                       help="how long one stage of a compilation may take (default %(default)g s)")  # fmt: skip
+    serve.add_argument("--analysis-timeout", type=_seconds, default=600.0, metavar="S",
+                       help="how long the analysis of a run may take (default %(default)g s)")  # fmt: skip
+    serve.add_argument(
         "--patience",
         type=float,
         default=60.0,
         metavar="S",
         help="how long a run waits for its agent (default %(default)g s)",
     )
-    made.add_argument("--project-storage-gib", type=_storage, default=None, metavar="N",
-                      help="storage limit of a project that has none of its own; 0: unlimited (default: 20 on a server with "
-                      "tokens, else unlimited)")  # fmt: skip
-    made.add_argument("--max-artifact-gib", type=_positive, default=16, metavar="N",
-                      help="largest artifact that can be uploaded (default %(default)s)")  # fmt: skip
-    made.add_argument("--keep-free-mib", type=_positive, default=256, metavar="N",
-                      help="disk space that uploads leave free (default %(default)s)")  # fmt: skip
-    made.add_argument("--thresholds", type=Path, metavar="FILE",
-                      help="TOML of what makes a measurement INVALID, as max_drift = 0.2 (default: built in)")  # fmt: skip
-    made.add_argument("--quota", action="append", default=[], metavar="NAME=N",
-                      help="limit on what one user or project may have under way; repeatable. Names and defaults: "
-                      f"{_quotas()}")  # fmt: skip
-    made.add_argument("--require-jail", action=argparse.BooleanOptionalAction,
-                      help="do not start unless the host allows every measure of the compile processes' jail (default: required "
-                      "where other machines reach the address)")  # fmt: skip
-    made.add_argument("--jail-readable", type=Path, action="append", default=[], metavar="PATH",
-                      help="file or folder that compile processes may read besides the system and the installed code; "
-                      "repeatable")  # fmt: skip
-    made.add_argument("--jail-user", type=_positive, metavar="UID",
-                      help="first of the user ids that compile processes run as, one for each worker, where the server is root "
-                      "(default: chosen, from 1900000000 on)")  # fmt: skip
-    made.add_argument("--check", action="store_true",
-                      help="print the configuration, the measures of the jail and every problem, and exit: with 1 if the server "
-                      "would not start")  # fmt: skip
-    made.add_argument("--allow-operators", type=Path, action="append", default=[], metavar="FILE",
-                      help="file of operators that uploaded models may use besides the built-in list: one "
-                      "NAMESPACE.NAME.OVERLOAD a line, # starts a comment; repeatable. A plug-in allows its own with an entry "
-                      f"point in the group {operators.PLUGINS}, whose name is the operator and whose value is the module that "
-                      "registers it")  # fmt: skip
-    made.add_argument("--no-bundle", action="store_true", help="do not build the runner bundle for this machine")
-    made.add_argument("--address-file", type=Path, metavar="FILE", help="write the address there once listening")
-    made.add_argument("--exit-with-stdin", action="store_true", help="end when stdin ends")
-    return made
+    serve.add_argument("--project-storage-gib", type=_storage, default=None, metavar="N",
+                       help="storage limit of a project that has none of its own; 0: unlimited (default: 20 on a server with "
+                       "tokens, else unlimited)")  # fmt: skip
+    serve.add_argument("--max-artifact-gib", type=_positive, default=16, metavar="N",
+                       help="largest artifact that can be uploaded (default %(default)s)")  # fmt: skip
+    serve.add_argument("--keep-free-mib", type=_positive, default=256, metavar="N",
+                       help="disk space that uploads leave free (default %(default)s)")  # fmt: skip
+    serve.add_argument("--thresholds", type=Path, metavar="FILE",
+                       help="TOML of what makes a measurement INVALID, as max_drift = 0.2 (default: built in)")  # fmt: skip
+    serve.add_argument("--quota", action="append", default=[], metavar="NAME=N",
+                       help="limit on what one user or project may have under way; repeatable. Names and defaults: "
+                       f"{_quotas()}")  # fmt: skip
+    serve.add_argument("--require-jail", action=argparse.BooleanOptionalAction,
+                       help="do not start unless the host allows every measure of the compile processes' jail (default: required "
+                       "where other machines reach the address)")  # fmt: skip
+    serve.add_argument("--jail-readable", type=Path, action="append", default=[], metavar="PATH",
+                       help="file or folder that compile processes may read besides the system and the installed code; "
+                       "repeatable")  # fmt: skip
+    serve.add_argument("--jail-user", type=_positive, metavar="UID",
+                       help="first of the user ids that compile processes run as, one for each worker, where the server is root "
+                       "(default: chosen, from 1900000000 on)")  # fmt: skip
+    serve.add_argument("--check", action="store_true",
+                       help="print the configuration, the measures of the jail and every problem, and exit: with 1 if the server "
+                       "would not start")  # fmt: skip
+    serve.add_argument("--allow-operators", type=Path, action="append", default=[], metavar="FILE",
+                       help="file of operators that uploaded models may use besides the built-in list: one "
+                       "NAMESPACE.NAME.OVERLOAD a line, # starts a comment; repeatable. A plug-in allows its own with an entry "
+                       f"point in the group {operators.PLUGINS}, whose name is the operator and whose value is the module that "
+                       "registers it")  # fmt: skip
+    serve.add_argument("--no-bundle", action="store_true", help="do not build the runner bundle for this machine")
+    serve.add_argument("--address-file", type=Path, metavar="FILE", help="write the address there once listening")
+    serve.add_argument("--exit-with-stdin", action="store_true", help="end when stdin ends")
+    return serve
 
 
 def _quotas() -> str:

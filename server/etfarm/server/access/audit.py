@@ -59,22 +59,22 @@ class AuditLog:
         self._now = now
         self._clock = clock
         self._waiting: list[tuple[datetime, Entry]] = []
-        self._lost = 0
-        self._some = asyncio.Event()
+        self._dropped = 0
+        self._has_waiting = asyncio.Event()
         self._writing = asyncio.Lock()
         self._recent: dict[Entry, tuple[float, int]] = {}
         """Time at which each entry of the last minute was recorded, and its number of repetitions."""
-        self._others = 0
-        self._hour, self._left = clock(), REFUSALS_AN_HOUR
+        self._omitted_refusals = 0
+        self._hour_start_s, self._refusals_left = clock(), REFUSALS_AN_HOUR
 
     def record(self, entry: Entry) -> None:
         """Record an entry."""
         if len(self._waiting) >= MAX_WAITING:
-            self._lost += 1
+            self._dropped += 1
             return
-        cut = {name: getattr(entry, name)[:_MAX_CHARACTERS] for name in ("principal", "subject", "detail", "outcome")}
-        self._waiting.append((self._now(), replace(entry, **cut)))
-        self._some.set()
+        shortened = {name: getattr(entry, name)[:_MAX_CHARACTERS] for name in ("principal", "subject", "detail", "outcome")}
+        self._waiting.append((self._now(), replace(entry, **shortened)))
+        self._has_waiting.set()
 
     def change(self, entry: Entry) -> None:
         """Record a change, or count it if an equal one was recorded recently."""
@@ -87,12 +87,12 @@ class AuditLog:
         """Record a refusal, or count it if an equal one was recorded recently."""
         if self._is_repeated(entry):
             return
-        if self._left > 0 and len(self._recent) < _MAX_KINDS:
-            self._left -= 1
+        if self._refusals_left > 0 and len(self._recent) < _MAX_KINDS:
+            self._refusals_left -= 1
             self._recent[entry] = self._clock(), 0
             self.record(entry)
         else:
-            self._others += 1
+            self._omitted_refusals += 1
 
     def _is_repeated(self, entry: Entry) -> bool:
         if entry not in self._recent:
@@ -113,18 +113,18 @@ class AuditLog:
                 del self._recent[entry]
                 if count:
                     self.record(replace(entry, detail=f"{count} more in {max(now - since, 1):.0f} s"))
-        if everything or now - self._hour > 3600:
-            self._hour, self._left = now, REFUSALS_AN_HOUR
-            if self._others:
-                self.record(Entry("audit.refusals", "REFUSED", detail=f"{self._others} more from many callers"))
-                self._others = 0
+        if everything or now - self._hour_start_s > 3600:
+            self._hour_start_s, self._refusals_left = now, REFUSALS_AN_HOUR
+            if self._omitted_refusals:
+                self.record(Entry("audit.refusals", "REFUSED", detail=f"{self._omitted_refusals} more from many callers"))
+                self._omitted_refusals = 0
 
     async def write_on(self) -> None:
         """Write entries until the task is cancelled. While the disk is full, entries wait."""
         while True:
             try:
                 async with asyncio.timeout(SAME_S / 2):
-                    await self._some.wait()
+                    await self._has_waiting.wait()
             except TimeoutError:
                 self.summarize()
                 continue
@@ -139,17 +139,17 @@ class AuditLog:
     async def flush(self, *, durable: bool = False) -> None:
         """Write all recorded entries."""
         async with self._writing:
-            if self._lost:
-                lost, self._lost = self._lost, 0
+            if self._dropped:
+                lost, self._dropped = self._dropped, 0
                 self._waiting.append((self._now(), Entry("audit.lost", "LOST", detail=f"{lost} entries: the disk was too slow")))
             entries = list(self._waiting)
-            self._some.clear()
+            self._has_waiting.clear()
             if not entries:
                 return
             try:
                 await self._database.write(lambda connection: _append(connection, entries), durable=durable)
             except BaseException:
-                self._some.set()
+                self._has_waiting.set()
                 raise
             del self._waiting[: len(entries)]
 

@@ -134,7 +134,7 @@ class Identities:
     def list(self, known: Mapping[str, object]) -> list[Identity]:
         """Return all identities sorted by id: bound ones, refused ones, and those of the agents in `known`."""
         ids = {*self._bound, *self._refused, *known}
-        return [Identity(each, self.principal_of(each), self._refused.get(each, "")) for each in sorted(ids)]
+        return [Identity(agent_id, self.principal_of(agent_id), self._refused.get(agent_id, "")) for agent_id in sorted(ids)]
 
     async def _claim(self, agent_id: str, principal: str) -> None:
         """Bind an unbound identity. An identity that was bound in the meantime keeps its principal.

@@ -141,13 +141,13 @@ class Projects:
                 raise ProjectNotFound(requested)
             resolved.project = requested or DEFAULT_PROJECT
             return resolved
-        mine = self.membership(principal.name)
-        if requested and requested not in mine:
+        memberships = self.membership(principal.name)
+        if requested and requested not in memberships:
             raise ProjectNotFound(requested)
-        resolved.projects.extend(sorted(mine))
-        if requested or len(mine) == 1:
-            resolved.project = requested or next(iter(mine))
-        elif DEFAULT_PROJECT in mine:
+        resolved.projects.extend(sorted(memberships))
+        if requested or len(memberships) == 1:
+            resolved.project = requested or next(iter(memberships))
+        elif DEFAULT_PROJECT in memberships:
             resolved.project = DEFAULT_PROJECT
         return resolved
 
@@ -278,11 +278,11 @@ def _read(connection: Connection, names: Sequence[str]) -> list[Project]:
         .where(jobs.project.in_(names), jobs.finished_at.is_(None))
         .group_by(jobs.project)
     )
-    living = {row.project: row.jobs for row in connection.execute(live)}
+    live_counts = {row.project: row.jobs for row in connection.execute(live)}
     return [
         Project(
             row.name, row.created_at, row.created_by, tuple(of_project.get(row.name, ())), row.storage_limit_bytes,
-            stored.get(row.name, 0), living.get(row.name, 0),
+            stored.get(row.name, 0), live_counts.get(row.name, 0),
         )
         for row in connection.execute(select(projects).where(projects.c.name.in_(names)).order_by(projects.c.name))
     ]  # fmt: skip

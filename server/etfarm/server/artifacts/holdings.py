@@ -50,13 +50,13 @@ class Holdings:
     async def held(self, digests: Iterable[str], holders: Collection[str]) -> set[str]:
         """Return those of `digests` that at least one of `holders` holds."""
         table = schema.holdings
-        known = {*holders, *(f"{_TAKEN}{holder}" for holder in holders if holder.startswith(_AGENTS))}
+        allowed_holders = {*holders, *(f"{_TAKEN}{holder}" for holder in holders if holder.startswith(_AGENTS))}
 
         wanted, rows = list(dict.fromkeys(digests)), set[str]()
         for start in range(0, len(wanted), _READ_BATCH):
             batch = json.dumps(wanted[start : start + _READ_BATCH])
             in_batch = table.c.digest.in_(select(func.json_each(batch).table_valued("value").c.value))
-            query = select(table.c.digest).where(in_batch, table.c.holder.in_(sorted(known)))
+            query = select(table.c.digest).where(in_batch, table.c.holder.in_(sorted(allowed_holders)))
             # One read per batch, so that other reads can run in between.
             rows.update(await self._database.read(lambda connection, query=query: connection.execute(query).scalars().all()))  # type: ignore[misc]
         return rows
@@ -119,7 +119,7 @@ class Holdings:
     async def expire_agents(self, before: datetime) -> list[str]:
         """Delete agents' holdings that are older than `before`; return the artifacts that have no holder any more."""
         table = schema.holdings
-        old = and_(_is_of_an_agent(), table.c.held_at < before)
+        old = and_(_is_agent_holding(), table.c.held_at < before)
         orphans: list[str] = []
 
         def write(connection: Connection) -> dict[str, int]:
@@ -154,7 +154,7 @@ class Holdings:
         table, artifacts = schema.holdings, schema.artifacts
         columns = (table.c.holder, table.c.digest, artifacts.c.size_bytes, table.c.owner, table.c.held_at)
         query = select(*columns).select_from(table.join(artifacts, artifacts.c.digest == table.c.digest))
-        query = query.where(~_is_of_an_agent() if holders is None else table.c.holder.in_(sorted(holders)))
+        query = query.where(~_is_agent_holding() if holders is None else table.c.holder.in_(sorted(holders)))
         key = (table.c.held_at, table.c.digest, table.c.holder)
         if after is not None:
             query = query.where(tuple_(*key) < after)
@@ -173,7 +173,7 @@ class Holdings:
                 self._used[holder] -= size_bytes
 
 
-def _is_of_an_agent() -> ColumnElement[bool]:
+def _is_agent_holding() -> ColumnElement[bool]:
     column = schema.holdings.c.holder
     return column.startswith(_AGENTS) | column.startswith(f"{_TAKEN}{_AGENTS}")
 

@@ -34,7 +34,7 @@ class Integrity:
         self._quarantine = quarantine
         self._place = place
         self._pool = pool
-        self._whole: dict[str, _Stamp] = {}
+        self._verified: dict[str, _Stamp] = {}
         self._checks: dict[str, asyncio.Task[bool]] = {}
         self._damaged = {path.name.partition(".")[0] for path in quarantine.iterdir()} if quarantine.is_dir() else set()
         self.on_damaged: Callable[[str, int], None] = lambda digest, size_bytes: None
@@ -48,12 +48,12 @@ class Integrity:
         """Record that verified bytes were just moved into the store."""
         self._damaged.discard(digest)
         if (stamp := _stamp(self._place(digest))) is not None:
-            self._whole[digest] = stamp
+            self._verified[digest] = stamp
 
     def is_known_whole(self, digest: str) -> bool:
         """Return whether this process has verified the file in its current state."""
         stamp = _stamp(self._place(digest))
-        return stamp is not None and self._whole.get(digest) == stamp
+        return stamp is not None and self._verified.get(digest) == stamp
 
     async def is_whole(self, digest: str) -> bool:
         """Return whether the artifact is stored and undamaged. A damaged artifact is moved to the quarantine."""
@@ -78,8 +78,8 @@ class Integrity:
         damaged = []
         for start in range(0, len(unknown), _BATCH):
             batch = unknown[start : start + _BATCH]
-            whole = await asyncio.gather(*map(self.is_whole, batch))
-            damaged += [digest for digest, is_whole in zip(batch, whole, strict=True) if not is_whole]
+            results = await asyncio.gather(*map(self.is_whole, batch))
+            damaged += [digest for digest, is_whole in zip(batch, results, strict=True) if not is_whole]
         return damaged
 
     async def require_whole(self, wanted: Iterable[str]) -> None:
@@ -94,7 +94,7 @@ class Integrity:
 
     async def recheck(self, digest: str) -> bool:
         """Read the bytes from disk again; return whether they are undamaged."""
-        self._whole.pop(digest, None)
+        self._verified.pop(digest, None)
         return await self.is_whole(digest)
 
     async def _check(self, digest: str) -> bool:
@@ -114,7 +114,7 @@ class Integrity:
             # An unreadable sector is damage, too.
             actual = f"unreadable: {error.strerror}"
         if actual == digest:
-            self._whole[digest] = stamp
+            self._verified[digest] = stamp
             return True
         if _stamp(path) != stamp:
             # The file was replaced in the meantime, by verified bytes.
@@ -128,7 +128,7 @@ class Integrity:
         target = self._quarantine / f"{digest}.{time.time_ns()}"
         self._quarantine.mkdir(exist_ok=True, mode=0o700)
         path.replace(target)
-        self._whole.pop(digest, None)
+        self._verified.pop(digest, None)
         log.error("a stored artifact is damaged", digest=digest, actual=actual, size_bytes=size_bytes, moved_to=str(target))
         self.on_damaged(digest, size_bytes)
 

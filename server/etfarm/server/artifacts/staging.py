@@ -42,7 +42,7 @@ class _Stream:
     """State of an upload stream: announced and received size in bytes."""
 
     size_bytes: int
-    have: int = 0
+    received: int = 0
 
 
 class Staging:
@@ -66,7 +66,7 @@ class Staging:
 
     def part(self, holder: str, digest: str) -> Path:
         """Return the path of the file that collects a holder's bytes of an unfinished upload."""
-        return self._folder / f"{_folded(holder)}-{digest}.part"
+        return self._folder / f"{_hashed_name(holder)}-{digest}.part"
 
     def committed_bytes(self, holder: str, digest: str) -> int:
         """Return the committed size of a holder's upload, in bytes."""
@@ -78,11 +78,11 @@ class Staging:
 
     def staged_bytes(self, holder: str, *, without: str = "") -> int:
         """Return the size of a holder's unfinished uploads except `without`. Active streams count at their announced size."""
-        own = self._own_parts(holder)
-        open_ones = {self.part(holder, digest): stream for (other, digest), stream in self._streams.items() if other == holder}
+        parts = self._own_parts(holder)
+        active = {self.part(holder, digest): stream for (other, digest), stream in self._streams.items() if other == holder}
         skipped = self.part(holder, without) if without else None
-        waiting = sum(_size(path) for path in own if path not in open_ones and path != skipped)
-        return waiting + sum(stream.size_bytes for path, stream in open_ones.items() if path != skipped)
+        idle_bytes = sum(_size(path) for path in parts if path not in active and path != skipped)
+        return idle_bytes + sum(stream.size_bytes for path, stream in active.items() if path != skipped)
 
     def require_free(self, artifact: common_pb2.Artifact, holder: str) -> None:
         """Raise an error if a stream cannot start now.
@@ -123,12 +123,12 @@ class Staging:
         key, part = (holder, artifact.digest), self.part(holder, artifact.digest)
         stream = self._streams[key] = _Stream(artifact.size_bytes)
         try:
-            stream.have = _size(part)
-            if stream.have > artifact.size_bytes:
+            stream.received = _size(part)
+            if stream.received > artifact.size_bytes:
                 # The part belongs to a header with another announced size.
                 part.unlink()
-                stream.have = 0
-            self._room.reserve(key, artifact.size_bytes - stream.have, is_result=is_result)
+                stream.received = 0
+            self._room.reserve(key, artifact.size_bytes - stream.received, is_result=is_result)
             self._evict(holder)
             if not await self._write(artifact, chunks, key, part, stream):
                 return False
@@ -146,29 +146,29 @@ class Staging:
         part: Path,
         stream: _Stream,
     ) -> bool:
-        hasher = await self._run(_hash_of, part) if stream.have else hashlib.sha256()
+        hasher = await self._run(_hash_of, part) if stream.received else hashlib.sha256()
         reader = aiter(chunks)
         with part.open("ab") as file:
-            while (chunk := await self._next(reader, artifact.digest, stream.have)) is not None:
-                _check_chunk(chunk, stream.have, artifact.size_bytes)
+            while (chunk := await self._next(reader, artifact.digest, stream.received)) is not None:
+                _check_chunk(chunk, stream.received, artifact.size_bytes)
                 try:
                     await append(file.fileno(), hasher, chunk.data, self._pool)
                 except OSError as error:
                     raise DiskFull(f"The store cannot write: {error.strerror}.", "Free disk on the server.") from None
-                stream.have += len(chunk.data)
-                self._room.shrink(key, artifact.size_bytes - stream.have)
-            if stream.have < artifact.size_bytes:
+                stream.received += len(chunk.data)
+                self._room.shrink(key, artifact.size_bytes - stream.received)
+            if stream.received < artifact.size_bytes:
                 return False
             await self._run(os.fsync, file.fileno())
         if hasher.hexdigest() != artifact.digest:
             part.unlink()
             raise DigestMismatch(
-                f"All {stream.have} bytes came and their sha256 is {hasher.hexdigest()[:12]}, not {artifact.digest[:12]}.",
+                f"All {stream.received} bytes came and their sha256 is {hasher.hexdigest()[:12]}, not {artifact.digest[:12]}.",
                 "Send it again from 0.", digest=artifact.digest,
             )  # fmt: skip
         return True
 
-    async def _next(self, reader: AsyncIterator[artifact_pb2.Chunk], digest: str, have: int) -> artifact_pb2.Chunk | None:
+    async def _next(self, reader: AsyncIterator[artifact_pb2.Chunk], digest: str, received: int) -> artifact_pb2.Chunk | None:
         """Return the next chunk; None at the end of the stream."""
         clock = asyncio.timeout(self._limits.upload_idle_s)
         try:
@@ -177,7 +177,7 @@ class Staging:
         except TimeoutError:
             if not clock.expired():
                 raise
-            raise UploadIdle(digest, self._limits.upload_idle_s, have) from None
+            raise UploadIdle(digest, self._limits.upload_idle_s, received) from None
 
     def _evict(self, holder: str) -> None:
         """Delete a holder's oldest parts beyond the limit, except active ones."""
@@ -196,31 +196,31 @@ class Staging:
                 path.unlink(missing_ok=True)
 
     def _own_parts(self, holder: str) -> list[Path]:
-        return list(self._folder.glob(f"{_folded(holder)}-*.part"))
+        return list(self._folder.glob(f"{_hashed_name(holder)}-*.part"))
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
 
 
-def _check_chunk(chunk: artifact_pb2.Chunk, have: int, size_bytes: int) -> None:
-    if chunk.offset != have:
+def _check_chunk(chunk: artifact_pb2.Chunk, received: int, size_bytes: int) -> None:
+    if chunk.offset != received:
         raise ChunkOutOfPlace(
-            f"A chunk starts at {chunk.offset} where {have} bytes are committed.", "Ask GetUploadStatus and continue there.",
-            committed_bytes=have,
+            f"A chunk starts at {chunk.offset} where {received} bytes are committed.", "Ask GetUploadStatus and continue there.",
+            committed_bytes=received,
         )  # fmt: skip
     if len(chunk.data) > MAX_CHUNK_BYTES:
-        raise _too_many(f"A chunk has {len(chunk.data)} bytes; 1 MiB is the most.")
-    if have + len(chunk.data) > size_bytes:
-        raise _too_many(f"More bytes came than the {size_bytes} announced.")
+        raise _too_many_bytes(f"A chunk has {len(chunk.data)} bytes; 1 MiB is the most.")
+    if received + len(chunk.data) > size_bytes:
+        raise _too_many_bytes(f"More bytes came than the {size_bytes} announced.")
 
 
-def _too_many(message: str) -> BadUpload:
+def _too_many_bytes(message: str) -> BadUpload:
     error = BadUpload(message)
     error.reason = "TOO_MANY_BYTES"
     return error
 
 
-def _folded(holder: str) -> str:
+def _hashed_name(holder: str) -> str:
     # A holder's name may contain characters that are not allowed in a file name.
     return hashlib.sha256(holder.encode()).hexdigest()[:16]
 

@@ -47,10 +47,10 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-_TEND_S = 3600.0
+_EXPIRE_INTERVAL_S = 3600.0
 """Interval between deletions of expired artifacts."""
 
-_ROOM_S = 1.0
+_SPACE_POLL_S = 1.0
 """Interval at which a full disk is checked for free space."""
 
 _SLICE = 20
@@ -93,10 +93,10 @@ class Store:
         """
         path = self.place(digest)
         if not path.exists():
-            raise self._absent(digest)
+            raise self._missing_error(digest)
         return path
 
-    def _absent(self, digest: str) -> Exception:
+    def _missing_error(self, digest: str) -> Exception:
         return ArtifactDamaged(digest) if self.integrity.is_damaged(digest) else ArtifactNotFound(digest)
 
     def has(self, digest: str) -> bool:
@@ -125,10 +125,10 @@ class Store:
         """Return the artifacts in `wanted` that are missing or damaged, for any holder. Never reveal the result to clients."""
         digests = list(wanted)
         damaged = set(await self.integrity.find_damaged(digests))
-        lacking = []
+        missing = []
         async for batch in _slices(digests):
-            lacking += [digest for digest in batch if digest in damaged or not self.has(digest)]
-        return lacking
+            missing += [digest for digest in batch if digest in damaged or not self.has(digest)]
+        return missing
 
     async def require_whole(self, wanted: Iterable[str]) -> None:
         """Verify stored artifacts before they are read. Each server process computes each hash once.
@@ -146,10 +146,10 @@ class Store:
                 require_digest(digest)
         held = await self.holdings.held(digests, [holder])
         damaged = set(await self.integrity.find_damaged(held))
-        lacking = []
+        missing = []
         async for batch in _slices(digests):
-            lacking += [digest for digest in batch if digest not in held or digest in damaged or not self.has(digest)]
-        return lacking
+            missing += [digest for digest in batch if digest not in held or digest in damaged or not self.has(digest)]
+        return missing
 
     async def require(self, wanted: Iterable[str], holder: str) -> None:
         """Raise an error if `holder` does not hold an artifact, as if the artifact were not stored.
@@ -292,15 +292,15 @@ class Store:
 
         Their holdings are deleted, too. Artifacts that something may refer to stay.
         """
-        gone = []
+        deleted = []
         for digest in self._unshared.intersection(wanted) - self._adopting:
             if self._staging.is_streaming(digest):
                 continue
             self._unshared.discard(digest)
             self.place(digest).unlink(missing_ok=True)
-            gone.append(digest)
+            deleted.append(digest)
         # Artifacts that were uploaded again in the meantime are recorded after this.
-        if absent := [digest for digest in gone if not self.place(digest).exists()]:
+        if absent := [digest for digest in deleted if not self.place(digest).exists()]:
             await self.holdings.forget(absent)
 
     async def chunks(self, digest: str, offset: int) -> AsyncIterator[artifact_pb2.Chunk]:
@@ -322,7 +322,7 @@ class Store:
                 for start, length in spans(offset, size, CHUNK_BYTES):
                     data = await self._run(os.pread, file.fileno(), length, start)
                     if (start + length == size or verified.done()) and not await verified:
-                        raise self._absent(digest)
+                        raise self._missing_error(digest)
                     yield artifact_pb2.Chunk(offset=start, data=data)
             finally:
                 verified.cancel()
@@ -361,7 +361,7 @@ class Store:
                 return self.room.reserve_results(key, needed_bytes)
             except DiskFull as error:
                 on_wait(f"the server's disk is full: {error.metadata['free_bytes']} bytes are free")
-            await asyncio.sleep(_ROOM_S)
+            await asyncio.sleep(_SPACE_POLL_S)
 
     async def tend(self) -> None:
         """Delete expired artifacts now and every hour, until the task is cancelled."""
@@ -370,7 +370,7 @@ class Store:
                 await self.expire()
             except Exception:
                 log.exception("expired artifacts could not be deleted")
-            await asyncio.sleep(_TEND_S)
+            await asyncio.sleep(_EXPIRE_INTERVAL_S)
 
     async def expire(self) -> None:
         """Delete abandoned uploads, and agents' uploads without a result."""

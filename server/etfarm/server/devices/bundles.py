@@ -33,8 +33,8 @@ log = structlog.get_logger()
 
 _MANIFEST = "bundle.json"
 _MANIFEST_BYTES = 4 << 20
-_MOST_BYTES = 2 << 30
-_MOST_FILES = 256
+_MAX_BYTES = 2 << 30
+_MAX_FILES = 256
 """Maximum size in bytes and number of files of a bundle, as agents accept them."""
 
 
@@ -211,8 +211,8 @@ async def _bundle_command(scratch: Path, *arguments: str) -> str:
         raise
     if process.returncode != 0:
         lines = err.decode(errors="replace").strip().splitlines()
-        sentence = (lines[-1] if lines else f"it ended with {process.returncode}").removeprefix("etfarm: ")
-        error = FarmError(sentence)
+        message = (lines[-1] if lines else f"it ended with {process.returncode}").removeprefix("etfarm: ")
+        error = FarmError(message)
         error.reason = "BUNDLE_BUILD_FAILED"
         raise error
     return out.decode().strip()
@@ -232,7 +232,7 @@ def read_manifest(path: Path) -> agent_pb2.RunnerBundle:
         # Protobuf treats null as an absent value.
         if absent := [key for key in ("arch", "executorch", "source_digest") if not manifest[key]]:
             raise ValueError(f"it does not say its {absent[0]}")
-        wrong = _program_of_another_arch(heads, manifest)
+        mismatch = _program_of_another_arch(heads, manifest)
         bundle = agent_pb2.RunnerBundle(
             arch=manifest["arch"], executorch_version=manifest["executorch"], source_digest=manifest["source_digest"],
             backends=manifest["backends"], operators=manifest["operators"],
@@ -240,8 +240,8 @@ def read_manifest(path: Path) -> agent_pb2.RunnerBundle:
     except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
         what = (str(error).splitlines() or ["it ends early"])[0].rstrip(":.")
         raise NotABundle(f"This is no runner bundle: {what}.", "Make one with `etfarm bundle build -o FILE`.") from None
-    if wrong:
-        raise WrongArch(bundle.arch, wrong)
+    if mismatch:
+        raise WrongArch(bundle.arch, mismatch)
     return bundle
 
 
@@ -253,7 +253,7 @@ def _read_archive(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
     """
     manifest, heads = b"", dict[str, bytes]()
     with path.open("rb") as file:
-        for member, content in archives.members(file, max_bytes=_MOST_BYTES, max_members=_MOST_FILES):
+        for member, content in archives.members(file, max_bytes=_MAX_BYTES, max_members=_MAX_FILES):
             if member.name != _MANIFEST:
                 heads[member.name] = content.read(elf.HEAD_BYTES)
             elif not member.is_file or member.size_bytes > _MANIFEST_BYTES:

@@ -43,7 +43,7 @@ MAX_DEVICE_BYTES: Final = 128 << 10
 """Maximum size of a device's serialized description."""
 
 _SLICE: Final = 100
-_NAMED: Final = 20
+_LISTED: Final = 20
 """Maximum number of devices that an error lists."""
 
 
@@ -109,16 +109,16 @@ class Registry:
             scope: as in `devices`.
         """
         listed: list[Device] = []
-        in_order, busy = sorted(self._visible(scope).values(), key=_place_of), self._runs.busy()
-        for place in range(start, len(in_order)):
-            if place % _SLICE == _SLICE - 1:
+        in_order, busy = sorted(self._visible(scope).values(), key=_sort_key), self._runs.busy()
+        for index in range(start, len(in_order)):
+            if index % _SLICE == _SLICE - 1:
                 await asyncio.sleep(0)  # thousands of devices must not block other calls
-            device = self._seen(in_order[place], scope, busy)
+            device = self._view(in_order[index], scope, busy)
             if not selector.matches(device):
                 continue
             most_bytes -= device.ByteSize()
             if listed and (len(listed) >= size or most_bytes < 0):
-                return listed, place
+                return listed, index
             listed.append(device)
         return listed, None
 
@@ -130,7 +130,7 @@ class Registry:
                 hidden.
         """
         known, busy = self._visible(scope).values(), self._runs.busy()
-        return sorted((self._seen(device, scope, busy) for device in known), key=_place_of)
+        return sorted((self._view(device, scope, busy) for device in known), key=_sort_key)
 
     def get(self, key: str, scope: Scope = EVERYTHING) -> Device:
         """Return the device with an id, a unique prefix of an id, or a name.
@@ -143,15 +143,15 @@ class Registry:
         """
         known = self._visible(scope)
         if key in known:
-            return self._seen(known[key], scope)
+            return self._view(known[key], scope)
         matching = [device for device in known.values() if device.name == key]
         matching = matching or [device for device in known.values() if key and device.id.startswith(key)]
         if len(matching) != 1:
             named = sorted(f"{device.name} ({device.id})" for device in matching or known.values())
-            names = ", ".join(named[:_NAMED]) + (f" and {len(named) - _NAMED} more" if len(named) > _NAMED else "") or "none"
+            names = ", ".join(named[:_LISTED]) + (f" and {len(named) - _LISTED} more" if len(named) > _LISTED else "") or "none"
             what = "Several devices are called" if matching else "There is no device"
             raise DeviceNotFound(f"{what} {key!r}.", f"Known: {names}.", device=key)
-        return self._seen(matching[0], scope)
+        return self._view(matching[0], scope)
 
     async def restrict(self, key: str, projects: Collection[str]) -> Device:
         """Restrict a device to jobs and sessions of some existing projects; without projects, remove the restriction.
@@ -180,28 +180,28 @@ class Registry:
             if not (projects := self._projects.get(device_id)) or any(map(scope.allows, projects))
         }
 
-    def _seen(self, device: Device, scope: Scope, busy: Mapping[str, str] | None = None) -> Device:
-        seen = Device()
-        seen.CopyFrom(device)
+    def _view(self, device: Device, scope: Scope, busy: Mapping[str, str] | None = None) -> Device:
+        view = Device()
+        view.CopyFrom(device)
         attempt = self._runs.on_device(device.id) if busy is None else busy.get(device.id)
-        seen.attempt_id = attempt or ""
+        view.attempt_id = attempt or ""
         if device.id not in self._serving:
-            seen.state = DeviceState.DEVICE_STATE_OFFLINE
+            view.state = DeviceState.DEVICE_STATE_OFFLINE
             # The agent's last report may be outdated.
-            seen.ClearField("problem")
+            view.ClearField("problem")
         else:
-            seen.state = _state(seen)
+            view.state = _state(view)
             if (telemetry := self._telemetry.get(device.id)) is not None:
-                seen.telemetry.CopyFrom(telemetry)
+                view.telemetry.CopyFrom(telemetry)
         if attempt is not None and not scope.allows(self._runs.project_of(attempt)):
-            seen.attempt_id = ""
+            view.attempt_id = ""
         # Restrictions come from the registry, never from the agent's report.
-        seen.projects[:] = sorted(filter(scope.allows, self._projects.get(device.id, ())))
+        view.projects[:] = sorted(filter(scope.allows, self._projects.get(device.id, ())))
         if (runner := known_runner(self._bundles, device)) is not None:
-            seen.backends[:] = runner.backends
-            seen.operator_count = len(runner.operators)
-            seen.runner = runner.kind
-        return seen
+            view.backends[:] = runner.backends
+            view.operator_count = len(runner.operators)
+            view.runner = runner.kind
+        return view
 
     def session_of(self, device_id: str) -> AgentSession:
         """Return the connection that serves a device.
@@ -242,21 +242,21 @@ class Registry:
                 f"Another process serves as agent {hello.agent_id}.",
                 "Stop it, or give this one a data folder of its own (--data).", agent_id=hello.agent_id,
             )  # fmt: skip
-        owned = [device for device in hello.devices if self._may_serve(session, device.id)]
-        if hello.devices and not owned:
+        permitted = [device for device in hello.devices if self._may_serve(session, device.id)]
+        if hello.devices and not permitted:
             raise DeviceNotYours(hello.devices[0].id)
-        mine = [device for device in owned if not self._is_anothers(device, hello.agent_id)]
-        self._require_room(session, mine)
-        if hello.devices and not mine and not any(device.HasField("problem") for device in hello.devices):
+        accepted = [device for device in permitted if not self._is_served_by_another(device, hello.agent_id)]
+        self._require_room(session, accepted)
+        if hello.devices and not accepted and not any(device.HasField("problem") for device in hello.devices):
             raise DeviceServed(hello.devices[0].id, self._serving[hello.devices[0].id].agent_id)
         self._sessions[hello.agent_id] = session
         if former is not None:
             former.end()
             await self.disconnect(former)
         # Reconcile before the devices can be assigned: this Hello cannot contain attempts that start from now on.
-        self._runs.reconcile({device.id for device in mine}, {*hello.active_attempts, *hello.unacknowledged_attempts})
+        self._runs.reconcile({device.id for device in accepted}, {*hello.active_attempts, *hello.unacknowledged_attempts})
         projects = self._projects_of_new(session)
-        for device in mine:
+        for device in accepted:
             await self._serve(session, device, projects)
         self.changed()
 
@@ -311,7 +311,7 @@ class Registry:
             return True
         return self._principal_of(known.agent_id) == session.principal
 
-    def _is_anothers(self, device: Device, agent_id: str) -> bool:
+    def _is_served_by_another(self, device: Device, agent_id: str) -> bool:
         """Return whether another live agent serves the device.
 
         Cloned disks share the machine id from which device ids are derived. If two agents see the same phone, the one that can
@@ -332,7 +332,7 @@ class Registry:
         """
         if not self._may_serve(session, device.id):
             raise DeviceNotYours(device.id)
-        if self._is_anothers(device, session.agent_id):
+        if self._is_served_by_another(device, session.agent_id):
             if device.HasField("problem"):
                 return
             raise DeviceServed(device.id, self._serving[device.id].agent_id)
@@ -382,14 +382,14 @@ class Registry:
             return
         of_agent = sum(device.agent_id == session.agent_id for device in self._known.values())
         of_token = 0 if session.is_admin else sum(1 for _ in self._devices_of(session))
-        for limit, known, whose in (
+        for limit, known, owner in (
             (MAX_DEVICES_OF_AGENT, of_agent, "the agent"),
             (MAX_DEVICES_OF_PRINCIPAL, of_token, session.principal),
             (MAX_DEVICES, len(self._known), "the farm"),
         ):
             if known + len(new) > limit:
                 raise TooManyDevices(
-                    f"A device more than {limit:,} of {whose} was announced; {known:,} are known already.",
+                    f"A device more than {limit:,} of {owner} was announced; {known:,} are known already.",
                     "Ask an admin to remove offline ones with `etfarm devices forget`.", limit=limit, known=known,
                 )  # fmt: skip
 
@@ -417,13 +417,13 @@ class Registry:
         """Remove a connection that ended. Its devices go offline, and their attempts wait for the agent to reconnect."""
         if self._sessions.get(session.agent_id) is session:
             del self._sessions[session.agent_id]
-        gone = [device_id for device_id, serving in self._serving.items() if serving is session]
-        for device_id in gone:
+        lost = [device_id for device_id, serving in self._serving.items() if serving is session]
+        for device_id in lost:
             del self._serving[device_id]
             self._runs.device_went(device_id)
-        if gone:
+        if lost:
             self.changed()
-            await self._remember(gone)
+            await self._remember(lost)
 
     async def _serve(self, session: AgentSession, device: Device, projects: frozenset[str]) -> None:
         """Assign a device to the connection that serves it.
@@ -448,7 +448,7 @@ class Registry:
         await self._records.save(known, projects)
 
 
-def _place_of(device: Device) -> tuple[str, str]:
+def _sort_key(device: Device) -> tuple[str, str]:
     return device.name, device.id
 
 

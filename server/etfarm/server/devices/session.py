@@ -10,7 +10,7 @@ from etfarm.v1 import agent_pb2
 HEARTBEAT_INTERVAL_S = 5.0
 """Interval in seconds at which an agent must send a heartbeat."""
 
-_MISSED = 3
+_MAX_MISSED = 3
 """Number of missed heartbeats after which an agent counts as dead."""
 
 MAX_WAITING = 10_000
@@ -58,11 +58,11 @@ class AgentSession:
 
     def is_alive(self) -> bool:
         """Return whether the agent is connected and has recently shown a sign of life."""
-        return not self._ended and self._clock() - self._alive_at_s < _MISSED * HEARTBEAT_INTERVAL_S
+        return not self._ended and self._clock() - self._alive_at_s < _MAX_MISSED * HEARTBEAT_INTERVAL_S
 
     def silence_left_s(self) -> float:
         """Return the seconds until the agent counts as dead without a further sign of life."""
-        return self._alive_at_s + _MISSED * HEARTBEAT_INTERVAL_S - self._clock()
+        return self._alive_at_s + _MAX_MISSED * HEARTBEAT_INTERVAL_S - self._clock()
 
     def send(self, message: agent_pb2.ServerMessage) -> None:
         """Queue a message without waiting. After the end of the session it is dropped: the next Hello restores the state.

@@ -107,12 +107,12 @@ class Revision:
 
 def keep(before: report_pb2.Report, revised: report_pb2.Report) -> None:
     """Copy the parts that `revised` lacks from `before`, with the warnings of their analysis."""
-    there = {field.name for field, _ in revised.ListFields()}
-    lost = {field.name for field, _ in before.ListFields() if field.name in _PARTS and field.name not in there}
+    present = {field.name for field, _ in revised.ListFields()}
+    missing = {field.name for field, _ in before.ListFields() if field.name in _PARTS and field.name not in present}
     if _is_placed(before) and not _is_placed(revised):
-        lost.add("operators")
-    lost |= {_ROWS[name] for name in lost if name in _ROWS}
-    for name in lost:
+        missing.add("operators")
+    missing |= {_ROWS[name] for name in missing if name in _ROWS}
+    for name in missing:
         revised.ClearField(name)  # type: ignore[arg-type]
         if name in _ROWS:
             getattr(revised, name).extend(getattr(before, name))
@@ -120,7 +120,7 @@ def keep(before: report_pb2.Report, revised: report_pb2.Report) -> None:
             getattr(revised, name).CopyFrom(getattr(before, name))
     if before.inputs.tensors and not revised.inputs.tensors and revised.inputs.digest == before.inputs.digest:
         revised.inputs.tensors.extend(before.inputs.tensors)
-    if _keep_accuracy(before, revised) or lost:
+    if _keep_accuracy(before, revised) or missing:
         known = {(warning.code, warning.message) for warning in revised.compile.warnings}
         old = [warning for warning in before.compile.warnings if is_of_analysis(warning)]
         revised.compile.warnings.extend(warning for warning in old if (warning.code, warning.message) not in known)

@@ -220,11 +220,11 @@ class Submission:
         choices: list[tuple[int | None, str]] = []
         matching: dict[str, list[Device]] = {}
         for index, choice in enumerate(spec.devices):
-            found = matching.get(choice.selector)
-            if found is None:
-                found = schedule.matching(selectors.parse(choice.selector), choice.selector, devices)
-                matching[choice.selector] = found
-            choices += [(index, f"id={device.id}") for device in found] if choice.all else [(index, choice.selector)]
+            matches = matching.get(choice.selector)
+            if matches is None:
+                matches = schedule.matching(selectors.parse(choice.selector), choice.selector, devices)
+                matching[choice.selector] = matches
+            choices += [(index, f"id={device.id}") for device in matches] if choice.all else [(index, choice.selector)]
             if len(choices) > MAX_CELLS:
                 raise _too_many_cells()
         return choices

@@ -199,9 +199,9 @@ def validate_request(request: session_pb2.OpenSessionRequest) -> None:
         raise BadSession("The program's digest is not the one of its files.", "Make it with digest.of_program.")
 
 
-def stored_digests(*carried: session_pb2.SessionTensors) -> list[str]:
+def stored_digests(*tensors: session_pb2.SessionTensors) -> list[str]:
     """Return the digests of the tensors that are transferred through the store."""
-    return [each.artifact.digest for each in carried if each.HasField("artifact")]
+    return [tensor.artifact.digest for tensor in tensors if tensor.HasField("artifact")]
 
 
 def limit_answer(answer: SessionAnswer) -> SessionAnswer:

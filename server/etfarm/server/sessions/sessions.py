@@ -64,7 +64,7 @@ class Sessions:
         self._now = now
         self._new_id = new_id
         self._sessions: dict[str, Session] = {}
-        registry.on_change(self._look_for_lost)
+        registry.on_change(self._end_lost)
 
     async def open(self, request: session_pb2.OpenSessionRequest, owner: str, project: str) -> AsyncIterator[SessionEvent]:
         """Yield the events of a new session, which lives until this generator is closed or yields ENDED.
@@ -97,10 +97,10 @@ class Sessions:
             del self._sessions[session.id]
             leading.cancel()
             # The remaining work frees the device: a caller that is cancelled twice must not interrupt it.
-            await asyncio.shield(asyncio.ensure_future(self._clear(session, leading)))
+            await asyncio.shield(asyncio.ensure_future(self._discard_tensors(session, leading)))
             log.info("session ended", session=session.id)
 
-    async def _clear(self, session: Session, leading: asyncio.Task[None]) -> None:
+    async def _discard_tensors(self, session: Session, leading: asyncio.Task[None]) -> None:
         """Wait for the end on the device; then delete what the calls brought into the store, unless it is used elsewhere."""
         await asyncio.wait([leading])
         await self._store.discard(session.tensors)
@@ -197,7 +197,7 @@ class Sessions:
         first = await anext(reader, None)
         if first is None or first.WhichOneof("reply") != "ready":
             raise NoReady("The first message of a session's stream is ready.")
-        session, lease = self._of_attempt(first.attempt_id)
+        session, lease = self._find_by_attempt(first.attempt_id)
         # Others may know an attempt's id, so only the agent of the device, identified by its token, may serve the attempt.
         if self._registry.session_of(lease.device.id).principal != principal:
             raise ForeignStream(f"Another agent serves the device of the attempt {first.attempt_id}.", attempt=first.attempt_id)
@@ -267,13 +267,13 @@ class Sessions:
             log.info("a session's stream broke", session=session.id, error=str(error))
         lease.lose()
 
-    def _of_attempt(self, attempt_id: str) -> tuple[Session, Lease]:
+    def _find_by_attempt(self, attempt_id: str) -> tuple[Session, Lease]:
         for session in self._sessions.values():
             if session.lease is not None and session.lease.attempt_id == attempt_id and not session.lease.gone.done():
                 return session, session.lease
         raise SessionNotFound(f"Nobody waits for the attempt {attempt_id!r}.", attempt=attempt_id)
 
-    def _look_for_lost(self) -> None:
+    def _end_lost(self) -> None:
         """End the sessions whose devices are no longer connected."""
         for session in self._sessions.values():
             if session.lease is not None and not session.lease.over.done() and not self._is_served(session.lease):

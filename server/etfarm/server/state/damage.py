@@ -99,9 +99,9 @@ def check(path: Path, head: str, known: Iterable[str]) -> None:
 
 
 def _check_access(path: Path) -> None:
-    for each in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
-        if each.exists() and not os.access(each, os.R_OK | os.W_OK):
-            raise _no_access(each)
+    for file in (path, path.with_name(path.name + "-wal"), path.with_name(path.name + "-shm")):
+        if file.exists() and not os.access(file, os.R_OK | os.W_OK):
+            raise _no_access(file)
     if not os.access(path.parent, os.R_OK | os.W_OK | os.X_OK):
         raise _no_access(path.parent)
 
@@ -151,18 +151,18 @@ def _open(path: Path) -> sqlite3.Connection:
 
 
 def _check_pages(connection: sqlite3.Connection, path: Path) -> None:
-    began, late = time.monotonic(), False
+    began, timed_out = time.monotonic(), False
 
     def on_step() -> int:
-        nonlocal late
-        late = time.monotonic() - began > CHECK_S
-        return late
+        nonlocal timed_out
+        timed_out = time.monotonic() - began > CHECK_S
+        return timed_out
 
     connection.set_progress_handler(on_step, _STEPS)
     try:
         rows = connection.execute("PRAGMA quick_check(1)").fetchall()
     except sqlite3.OperationalError:
-        if not late:
+        if not timed_out:
             raise
         log.warning("the database is too large to be checked whole at the start", path=str(path), seconds=CHECK_S)
         return

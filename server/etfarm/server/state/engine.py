@@ -29,7 +29,7 @@ HEAD = "0006"
 """The newest migration, to which `Database.open` upgrades older databases."""
 
 
-_AGAIN_S = 1.0
+_RETRY_S = 1.0
 """Pause between attempts to write to a full disk."""
 
 
@@ -108,8 +108,8 @@ async def retry_when_full(work: Callable[[], Awaitable[T]]) -> T:
         except FarmError as error:
             if error.reason != DatabaseFull.reason:
                 raise
-            log.warning("the disk is full, trying again", error=error.message, seconds=_AGAIN_S)
-        await asyncio.sleep(_AGAIN_S)
+            log.warning("the disk is full, trying again", error=error.message, seconds=_RETRY_S)
+        await asyncio.sleep(_RETRY_S)
 
 
 class _Lane:
@@ -152,12 +152,12 @@ def _translated(path: Path) -> Iterator[None]:
         if "disk is full" in str(error):
             what = "The server's disk is full."
             raise DatabaseFull(what, "Free disk where its --data is; it goes on by itself.") from error
-        if (known := damage.error_of(path, original)) is not None and not _is_of_a_reader(original):
+        if (known := damage.error_of(path, original)) is not None and not _is_read_only_error(original):
             raise known from error
         raise
 
 
-def _is_of_a_reader(error: BaseException | None) -> bool:
+def _is_read_only_error(error: BaseException | None) -> bool:
     """Return whether a read-only transaction tried to write, which is a bug and no problem of the file."""
     return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_READONLY
 

@@ -80,8 +80,8 @@ def check_attempt(result: agent_pb2.RunResult, plan: Plan) -> None:
         ImplausibleResult: a cell does not belong to the attempt or appears twice, or the candidates took longer than the attempt.
     """
     ids = [candidate.cell_id for candidate in result.candidates]
-    if strangers := sorted(set(ids) - plan.cells):
-        raise ImplausibleResult(f"it names the cell {strangers[0][:80]!r}, which is not part of the attempt")
+    if unknown := sorted(set(ids) - plan.cells):
+        raise ImplausibleResult(f"it names the cell {unknown[0][:80]!r}, which is not part of the attempt")
     if len(set(ids)) != len(ids):
         raise ImplausibleResult("it names a cell twice")
     together = sum(candidate.duration_ns + candidate.warmup_ns for candidate in result.candidates)
@@ -153,20 +153,20 @@ def _check_counts(result: agent_pb2.CandidateResult, measurement: job_pb2.Measur
     """Check the timed pass against the plan."""
     if result.stop_reason not in _STOP_REASONS:
         raise ImplausibleResult(f"its timed pass ended for the reason {result.stop_reason[:40]!r}, which does not exist")
-    most = measurement.max_samples if measurement.HasField("max_samples") else MAX_SAMPLES
-    if not 1 <= result.iterations <= most:
-        raise ImplausibleResult(f"{result.iterations:,} timed iterations were measured where 1 to {most:,} may be")
+    max_samples = measurement.max_samples if measurement.HasField("max_samples") else MAX_SAMPLES
+    if not 1 <= result.iterations <= max_samples:
+        raise ImplausibleResult(f"{result.iterations:,} timed iterations were measured where 1 to {max_samples:,} may be")
     if result.samples.size_bytes != _SAMPLE_BYTES * result.iterations:
         raise ImplausibleResult(f"{result.iterations:,} iterations have {result.samples.size_bytes:,} bytes of samples")
     if result.blocks and sum(block.samples for block in result.blocks) != result.iterations:
         raise ImplausibleResult("the samples of its blocks are not those of its iterations")
     if result.stop_reason == "ENOUGH":
-        asked = measurement.iterations if measurement.HasField("iterations") else 1
-        if result.iterations < asked:
-            raise ImplausibleResult(f"{result.iterations:,} iterations were called enough where {asked:,} were asked for")
-        least_s = measurement.min_time_s if measurement.HasField("min_time_s") else 0.0
-        if result.duration_ns < least_s * 1e9 * (1 - CLOCK_TOLERANCE):
-            raise ImplausibleResult(f"{result.duration_ns / 1e9:.3g} s were called enough where {least_s:g} s were asked for")
+        requested = measurement.iterations if measurement.HasField("iterations") else 1
+        if result.iterations < requested:
+            raise ImplausibleResult(f"{result.iterations:,} iterations were called enough where {requested:,} were asked for")
+        min_time_s = measurement.min_time_s if measurement.HasField("min_time_s") else 0.0
+        if result.duration_ns < min_time_s * 1e9 * (1 - CLOCK_TOLERANCE):
+            raise ImplausibleResult(f"{result.duration_ns / 1e9:.3g} s were called enough where {min_time_s:g} s were asked for")
 
 
 def _check_samples(result: agent_pb2.CandidateResult, plan: Plan, path: Path) -> None:
@@ -181,10 +181,10 @@ def _check_samples(result: agent_pb2.CandidateResult, plan: Plan, path: Path) ->
             samples = array("q", data)
             if sys.byteorder == "big":
                 samples.byteswap()
-            if (least := min(samples)) < 0:
+            if (smallest := min(samples)) < 0:
                 raise ImplausibleResult("a sample is negative")
             total += sum(samples)
-            if least < LEAST_MEDIAN_NS:
+            if smallest < LEAST_MEDIAN_NS:
                 below_least += sum(sample < LEAST_MEDIAN_NS for sample in samples)
     if total > result.duration_ns * (1 + CLOCK_TOLERANCE) + _GAP_NS:
         raise ImplausibleResult(f"its samples take {total / 1e9:.3g} s of a pass of {result.duration_ns / 1e9:.3g} s")

@@ -58,9 +58,9 @@ class Requirements:
             cell.method = next(iter(methods))
         if cell.method not in methods:
             raise MethodMissing(f"{cell.candidate_name} has no method {cell.method!r}.", cell.method, methods)
-        if strangers := sorted(set(job.spec.inputs) - set(methods)):
-            what = f"The inputs are for the method {strangers[0]!r}, which {cell.candidate_name} does not have."
-            raise MethodMissing(what, strangers[0], methods)
+        if unknown := sorted(set(job.spec.inputs) - set(methods)):
+            what = f"The inputs are for the method {unknown[0]!r}, which {cell.candidate_name} does not have."
+            raise MethodMissing(what, unknown[0], methods)
         inputs = job.spec.inputs.get(cell.method)
         if inputs is not None:
             await self._store.require_whole([inputs.digest])
@@ -102,8 +102,8 @@ class Requirements:
         Raises:
             DeviceLacks: no matching device can run the method.
         """
-        lacking: dict[str, DeviceLacks] = {}
-        able: set[str] = set()
+        unsupported: dict[str, DeviceLacks] = {}
+        supported: set[str] = set()
         unknown: list[Device] = []
         for device in open_to(project, self._registry.devices()):
             if not selector.matches(device):
@@ -111,16 +111,16 @@ class Requirements:
             runner = known_runner(self._bundles, device)
             if runner is None:
                 unknown.append(device)
-            elif runner.scope not in able and runner.scope not in lacking:
+            elif runner.scope not in supported and runner.scope not in unsupported:
                 try:
                     require_support(facts, runner, device)
-                    able.add(runner.scope)
+                    supported.add(runner.scope)
                 except DeviceLacks as error:
-                    lacking[runner.scope] = error
-        if lacking and not able and not unknown:
-            raise next(iter(lacking.values()))
-        without = {own_scope(device.id) for device in unknown if able and not self._bundles.is_coming(device.arch)}
-        return frozenset(lacking) | without
+                    unsupported[runner.scope] = error
+        if unsupported and not supported and not unknown:
+            raise next(iter(unsupported.values()))
+        without_runner = {own_scope(device.id) for device in unknown if supported and not self._bundles.is_coming(device.arch)}
+        return frozenset(unsupported) | without_runner
 
 
 def _check_file(path: Path, method: str, facts: MethodFacts) -> None:

@@ -176,5 +176,5 @@ def _no_history(connection: Connection, model: str, scope: Scope) -> NoHistory:
     of_scope = select(table.c.model_name).where(_in_scope(scope)).group_by(table.c.model_name)
     query = of_scope.order_by(func.max(table.c.created_at).desc()).limit(_KNOWN)
     names = [name for name in connection.execute(query).scalars() if name]
-    there = f"There are reports of: {', '.join(names)}." if names else "There are no reports yet."
-    return NoHistory(f"There is no report of a model {model[:80]!r}.", there, model=model[:80], known=",".join(names))
+    remedy = f"There are reports of: {', '.join(names)}." if names else "There are no reports yet."
+    return NoHistory(f"There is no report of a model {model[:80]!r}.", remedy, model=model[:80], known=",".join(names))

@@ -76,11 +76,11 @@ class Quotas:
         jobs, cells = schema.jobs.c, schema.cells.c
         remedy = "Wait until some are done, or cancel them with `etfarm jobs cancel`."
         terminal = [CellState.Name(state).removeprefix("CELL_STATE_") for state in model.TERMINAL]
-        of: tuple[tuple[str, str, ColumnElement[bool]], ...] = (
+        scopes: tuple[tuple[str, str, ColumnElement[bool]], ...] = (
             ("user", f"The user {job.owner}", jobs.owner == job.owner),
             ("project", f"The project {project}", jobs.project == project),
         )
-        for kind, whose, condition in of:
+        for kind, holder, condition in scopes:
             is_live = (jobs.finished_at.is_(None), condition)
             totals = select(func.count(), func.coalesce(func.sum(func.length(jobs.spec)), 0)).where(*is_live)
             live_jobs, live_bytes = connection.execute(totals).one()
@@ -96,7 +96,7 @@ class Quotas:
                 quota = f"live_{what}_per_{kind}"
                 if got > getattr(self, quota):
                     words = "bytes of live jobs' specs" if what == "spec_bytes" else f"live {what}"
-                    raise QuotaExceeded(quota, whose, words, getattr(self, quota), got, remedy)
+                    raise QuotaExceeded(quota, holder, words, getattr(self, quota), got, remedy)
 
 
 class Counted:

@@ -99,8 +99,8 @@ class Tags:
                 "job_id": job_id,
                 "tagged_at": self._now(),
             }
-            again = insert(schema.tags).values(row).on_conflict_do_update(index_elements=["project", "name"], set_=row)
-            connection.execute(again)
+            upsert = insert(schema.tags).values(row).on_conflict_do_update(index_elements=["project", "name"], set_=row)
+            connection.execute(upsert)
             return known.job_id if known else ""
 
         return await self._database.write(write, durable=True)
@@ -124,8 +124,8 @@ class Tags:
         def write(connection: Connection) -> str:
             known = find_tag(connection, tag, scope)
             if known is None or (job_id and known.job_id != job_id):
-                whose = f"Job {known.job_id} has the tag {tag!r}, not {job_id}." if known else f"No job has the tag {tag!r}."
-                raise TagNotFound(whose, "`etfarm jobs list` shows the tags.", tag=tag)
+                message = f"Job {known.job_id} has the tag {tag!r}, not {job_id}." if known else f"No job has the tag {tag!r}."
+                raise TagNotFound(message, "`etfarm jobs list` shows the tags.", tag=tag)
             _validate_owner(tag, known, caller, is_admin)
             connection.execute(delete(schema.tags).where(schema.tags.c.name == tag, schema.tags.c.project == known.project))
             return known.job_id

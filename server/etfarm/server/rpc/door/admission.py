@@ -141,7 +141,7 @@ class _Checked:
 
 def _input_of(method: str) -> Descriptor | None:
     try:
-        found: Descriptor = Default().FindMethodByName(method.lstrip("/").replace("/", ".")).input_type
+        descriptor: Descriptor = Default().FindMethodByName(method.lstrip("/").replace("/", ".")).input_type
     except KeyError:
         return None
-    return found
+    return descriptor

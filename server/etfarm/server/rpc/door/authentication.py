@@ -38,11 +38,11 @@ class Authentication:
 
     def __init__(self, file: Path | None, table: TokenTable, changed: Path, now: Callable[[], datetime]) -> None:
         self._file = file
-        self._seen = self._settled = _signature(file)
+        self._last_signature = self._loaded_signature = _signature(file)
         self._tokens = Tokens.read(file) if file is not None else Tokens({})
         self._table = table
         self._marker = changed
-        self._marked = _signature(changed)
+        self._marker_signature = _signature(changed)
         self._now = now
 
     @property
@@ -98,7 +98,7 @@ class Authentication:
         while True:  # a poll is two stats; change notifications do not work on every file system
             await asyncio.sleep(POLL_S)
             try:
-                await self._look()
+                await self._reload_changed()
                 if loop.time() - saved > _SAVE_USES_S:
                     saved = loop.time()
                     await self._table.save_uses()
@@ -113,19 +113,19 @@ class Authentication:
         except Exception:
             log.exception("when tokens were used last could not be written")
 
-    async def _look(self) -> None:
+    async def _reload_changed(self) -> None:
         signature, marked = await asyncio.to_thread(lambda: (_signature(self._file), _signature(self._marker)))
-        if marked != self._marked:
-            self._marked = marked
+        if marked != self._marker_signature:
+            self._marker_signature = marked
             await self._table.load()
-        if signature == self._seen and signature != self._settled and self._file is not None:
-            self._settled = signature
+        if signature == self._last_signature and signature != self._loaded_signature and self._file is not None:
+            self._loaded_signature = signature
             try:
                 self._tokens = await asyncio.to_thread(_read, self._file)
                 log.info("the token file was read again", path=str(self._file), tokens=len(self._tokens.by_hash or {}))
             except BadTokenFile as error:
                 log.error("the changed token file cannot be used; the tokens of before stay", why=str(error))
-        self._seen = signature
+        self._last_signature = signature
 
 
 def _read(path: Path) -> Tokens:
@@ -136,11 +136,11 @@ def _read(path: Path) -> Tokens:
     """
     try:
         return Tokens.read(path)
-    except BadTokenFile as bad:
+    except BadTokenFile as invalid:
         try:
             text, mode = path.read_text(errors="replace"), path.stat().st_mode
         except OSError:
-            raise bad from None
+            raise invalid from None
         if mode & 0o077 or any(line.partition("#")[0].split() for line in text.splitlines()):
             raise
         return Tokens({})

@@ -60,7 +60,7 @@ LOOK_S: Final = 1.0
 _PAUSE_S: Final = 0.05
 """Minimum time between two checks, regardless of the number of calls with invalid tokens."""
 
-_FEWEST_RESERVED: Final = 192
+_MIN_RESERVED: Final = 192
 """Minimum number of file descriptors reserved for the server: the database, children's pipes, and artifact transfers."""
 
 
@@ -76,7 +76,7 @@ def raise_file_limit() -> int:
 
 def most_connections(files: int) -> int:
     """Return the number of connections to allow, so that enough of `files` descriptors remain for everything else."""
-    return max(min(files - max(_FEWEST_RESERVED, files // 3), MAX_CONNECTIONS), 16)
+    return max(min(files - max(_MIN_RESERVED, files // 3), MAX_CONNECTIONS), 16)
 
 
 def server_options(files: int) -> list[tuple[str, int]]:
@@ -167,14 +167,14 @@ class Connections:
     def _excess(self, now: float) -> Iterator[Peer]:
         """Yield the connections to close. Per address, connections without a valid token are closed first, then the newest."""
         strangers: defaultdict[str, int] = defaultdict(int)
-        everything: defaultdict[str, int] = defaultdict(int)
-        asks = self._asks_for_tokens()
+        totals: defaultdict[str, int] = defaultdict(int)
+        requires_token = self._asks_for_tokens()
         for peer, since in sorted(self._since.items(), key=lambda item: (item[0] not in self._trusted, item[1])):
-            is_stranger = asks and peer not in self._trusted
-            everything[peer[0]] += 1
+            is_stranger = requires_token and peer not in self._trusted
+            totals[peer[0]] += 1
             strangers[peer[0]] += is_stranger
             if (
-                everything[peer[0]] > CONNECTIONS_OF_AN_ADDRESS
+                totals[peer[0]] > CONNECTIONS_OF_AN_ADDRESS
                 or (is_stranger and (peer in self._distrusted or now - since > STRANGER_S))
                 or (is_stranger and strangers[peer[0]] > STRANGERS_OF_AN_ADDRESS)
             ):
@@ -189,13 +189,14 @@ def _socket(number: int) -> Iterator[socket.socket | None]:
     fcntl`). Without SQLite's locks, another program that opens the database would delete its write-ahead log.
     """
     try:
-        own = os.dup(number) if stat.S_ISSOCK(os.fstat(number).st_mode) else -1
+        duplicate = os.dup(number) if stat.S_ISSOCK(os.fstat(number).st_mode) else -1
     except OSError:
-        own = -1  # closed in the meantime
-    if own == -1 or not stat.S_ISSOCK(os.fstat(own).st_mode):  # a file that took over the descriptor in the meantime stays open
+        duplicate = -1  # closed in the meantime
+    # A file that took over the descriptor in the meantime stays open.
+    if duplicate == -1 or not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
         yield None
         return
-    with socket.socket(fileno=own) as opened:
+    with socket.socket(fileno=duplicate) as opened:
         yield opened
 
 

@@ -68,7 +68,7 @@ class Scan:
             while at < end:
                 if steps <= 0:
                     self._open.append((at, end, known))
-                    self._require_few()
+                    self._require_within_limit()
                     return False
                 steps -= 1
                 self._fields += 1
@@ -92,10 +92,10 @@ class Scan:
                     at += 8 if kind == _FIXED64 else 4
                 else:
                     at = end  # a group, which the contract does not use, or no valid message
-        self._require_few()
+        self._require_within_limit()
         return True
 
-    def _require_few(self) -> None:
+    def _require_within_limit(self) -> None:
         if self._entries > self._most or self._fields > _FIELDS_PER_ENTRY * self._most:
             raise TooManyFields(self._most, max(self._entries, self._fields // _FIELDS_PER_ENTRY))
 

@@ -22,7 +22,7 @@ from etfarm.server.state.paging import BadPageToken, page_size
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
 from etfarm.v1.common_pb2 import Principal
 
-_MOST_DIGESTS: Final = 10_000
+_MAX_DIGESTS: Final = 10_000
 _PAGE: Final = 100, 1000
 """Default and maximum number of artifacts on a page."""
 _PAGE_BYTES: Final = 1 << 20
@@ -62,8 +62,8 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
         self._verifying = asyncio.Lock()
 
     async def FindMissing(self, request: artifact_pb2.FindMissingRequest, context: object) -> artifact_pb2.FindMissingResponse:
-        if len(request.digests) > _MOST_DIGESTS:
-            error = BadUpload(f"{len(request.digests)} digests are too many.", f"Ask for {_MOST_DIGESTS} at a time.")
+        if len(request.digests) > _MAX_DIGESTS:
+            error = BadUpload(f"{len(request.digests)} digests are too many.", f"Ask for {_MAX_DIGESTS} at a time.")
             error.reason = "DIGEST_MALFORMED"
             raise error
         missing = await self._store.missing(request.digests, holder_of(caller()))
@@ -84,34 +84,38 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
             error = BadUpload("An upload begins with a header.", "Send UploadRequest.header first.")
             error.reason = "NO_HEADER"
             raise error
-        who = caller()
+        principal = caller()
         # An agent of a farm without tokens is an admin.
         return await self._store.receive(
-            first.header.artifact, _chunks(request_iterator), holder_of(who), who.name, is_result=who.role in (ADMIN, AGENT)
+            first.header.artifact,
+            _chunks(request_iterator),
+            holder_of(principal),
+            principal.name,
+            is_result=principal.role in (ADMIN, AGENT),
         )
 
     async def Download(self, request: artifact_pb2.DownloadRequest, context: object) -> AsyncIterator[artifact_pb2.Chunk]:
-        who = caller()
-        if not await self._may_read(who, request.digest):
+        principal = caller()
+        if not await self._may_read(principal, request.digest):
             raise ArtifactNotFound(request.digest)
         limits = self._store.limits
-        turn = self._downloads.setdefault(who.name, asyncio.Semaphore(limits.downloads))
+        turn = self._downloads.setdefault(principal.name, asyncio.Semaphore(limits.downloads))
         async with turn:
             with _ended_when_idle(limits.download_idle_s) as advance:
                 async for chunk in self._store.chunks(request.digest, request.offset):
                     advance()
                     yield chunk
 
-    async def _may_read(self, who: Principal, digest: str) -> bool:
+    async def _may_read(self, principal: Principal, digest: str) -> bool:
         self._store.place(digest)
-        if who.role == ADMIN or await self._store.holds(digest, readable_holders(who)):
+        if principal.role == ADMIN or await self._store.holds(digest, readable_holders(principal)):
             return True
-        return who.role == AGENT and await self._needed_by_agent(who.name, digest)
+        return principal.role == AGENT and await self._needed_by_agent(principal.name, digest)
 
     async def List(self, request: artifact_pb2.ListArtifactsRequest, context: object) -> artifact_pb2.ListArtifactsResponse:
-        who, size = caller(), page_size(request.page_size, *_PAGE)
+        principal, size = caller(), page_size(request.page_size, *_PAGE)
         after = _read_token(request.page_token) if request.page_token else None
-        rows = await self._store.page(None if who.role == ADMIN else set(who.projects), after, size + 1)
+        rows = await self._store.page(None if principal.role == ADMIN else set(principal.projects), after, size + 1)
         answer, taken_bytes = artifact_pb2.ListArtifactsResponse(), 0
         for index, row in enumerate(rows):
             listed = _listed(row)

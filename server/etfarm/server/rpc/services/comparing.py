@@ -16,7 +16,7 @@ from etfarm.wire.comparison import Side
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.report import job_json, report_json
 
-_MOST_BYTES: Final = 60 << 20
+_MAX_BYTES: Final = 60 << 20
 """Maximum size of the document, which must fit into a message of 64 MiB."""
 
 
@@ -65,11 +65,11 @@ async def _reports(journal: Journal, job_id: str) -> Sequence[report_pb2.Report]
 
 def _answer(base: Selected, candidate: Selected) -> report_pb2.CompareResponse:
     document = json.dumps(comparison.compare(_side(*base), _side(*candidate)), allow_nan=False, ensure_ascii=False)
-    if (size := len(document.encode())) > _MOST_BYTES:
+    if (size := len(document.encode())) > _MAX_BYTES:
         raise ComparisonTooLarge(
-            f"The comparison must have at most {_MOST_BYTES:,} bytes, got {size:,}.",
+            f"The comparison must have at most {_MAX_BYTES:,} bytes, got {size:,}.",
             "Compare a cell at a time: write JOB#0 and JOB#0.",
-            limit=_MOST_BYTES,
+            limit=_MAX_BYTES,
             got=size,
         )
     return report_pb2.CompareResponse(document=document)

@@ -79,7 +79,7 @@ class ReportService(report_pb2_grpc.ReportServiceServicer):
         is_admin = principal.role == ADMIN
         job = await self._journal.get(request.job_id, scope()) if request.job_id or not request.remove else job_pb2.Job()
         if request.remove:
-            before = await self._tags.remove(request.tag, job.id, scope=_of_job(job), caller=principal.name, is_admin=is_admin)
+            before = await self._tags.remove(request.tag, job.id, scope=_tag_scope(job), caller=principal.name, is_admin=is_admin)
         else:
             before = await self._tags.put(request.tag, job.id, project=job.project, caller=principal.name, is_admin=is_admin)
         return report_pb2.TagResponse(job_id=job.id or before, tag=request.tag, previous_job_id=before)
@@ -101,7 +101,7 @@ class ReportService(report_pb2_grpc.ReportServiceServicer):
         return report_pb2.AnalyzeJobResponse(report_ids=[report.id for report in await self._revision.revise(job)])
 
 
-def _of_job(job: job_pb2.Job) -> Scope:
+def _tag_scope(job: job_pb2.Job) -> Scope:
     """Return the scope in which a tag to remove is looked up: the named job's project, else the caller's scope."""
     return Scope(frozenset({job.project}), job.project) if job.id else scope()
 
@@ -130,10 +130,10 @@ def _operators(report: report_pb2.Report, by: str, sort: str, start: int, size: 
         count = len(in_order)
         for row in in_order[start : start + size]:
             answer.operators.append(by_index[row["index"]])
-    return _cut_off(answer, start, count)
+    return _limit_page(answer, start, count)
 
 
-def _cut_off(answer: report_pb2.ListOperatorsResponse, start: int, count: int) -> report_pb2.ListOperatorsResponse:
+def _limit_page(answer: report_pb2.ListOperatorsResponse, start: int, count: int) -> report_pb2.ListOperatorsResponse:
     """Shorten a page to what a message can contain, set the token of the next page, and return it."""
     entries = answer.operators or answer.groups
     left = PAGE_BYTES

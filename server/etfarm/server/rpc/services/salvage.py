@@ -43,8 +43,8 @@ class Salvaged:
                 if message is None or (isinstance(message, agent_pb2.AgentMessage) and message.HasField("hello")):
                     raise
                 log.warning("an agent's message is too large", kind=message.DESCRIPTOR.name, why=error.message)
-                if (taken := _shortened(message, error)) is not None:
-                    return taken
+                if (salvaged := _shortened(message, error)) is not None:
+                    return salvaged
 
 
 def _shortened(message: Any, error: LimitExceeded) -> Any:
@@ -54,11 +54,11 @@ def _shortened(message: Any, error: LimitExceeded) -> Any:
     try:
         check(message)
     except LimitExceeded:
-        return _failed(message, error)
+        return _failed_result(message, error)
     return message
 
 
-def _failed(message: Any, error: LimitExceeded) -> Any:
+def _failed_result(message: Any, error: LimitExceeded) -> Any:
     """Return a result with the reason of the refusal in place of the refused result; None for other messages."""
     if isinstance(message, agent_pb2.SessionReply):
         raise error
