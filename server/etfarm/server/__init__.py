@@ -1,1 +1,1 @@
-"""The compile server: jobs in, programs to devices, reports out."""
+"""The compile server: accepts jobs, lowers models, sends programs to devices, and reports the results."""

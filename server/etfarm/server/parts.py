@@ -118,7 +118,7 @@ class Storage:
         return cls(database, Store(config.data / "artifacts", database, config.store_limits), Readers())
 
     def close(self) -> None:
-        """Close the parts; the database is closed last."""
+        """Close the parts, the database last."""
         self.store.close()
         self.readers.close()
         self.database.close()

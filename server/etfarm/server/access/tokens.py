@@ -205,8 +205,8 @@ class TokenTable:
         table, at = schema.tokens, self._now()
 
         def write(connection: Connection) -> Row[Any]:
-            chosen = (table.c.id == token_id) & table.c.revoked_at.is_(None)
-            connection.execute(update(table).where(chosen).values(revoked_at=at))
+            is_valid = (table.c.id == token_id) & table.c.revoked_at.is_(None)
+            connection.execute(update(table).where(is_valid).values(revoked_at=at))
             return _row(connection, token_id)
 
         row = await self._database.write(write, durable=True)

@@ -119,12 +119,12 @@ class Holdings:
     async def expire_agents(self, before: datetime) -> list[str]:
         """Delete agents' holdings that are older than `before`; return the artifacts that have no holder any more."""
         table = schema.holdings
-        old = and_(_is_agent_holding(), table.c.held_at < before)
+        is_expired = and_(_is_agent_holding(), table.c.held_at < before)
         orphans: list[str] = []
 
         def write(connection: Connection) -> dict[str, int]:
-            digests = list(dict.fromkeys(connection.execute(select(table.c.digest).where(old)).scalars()))
-            freed = _delete(connection, digests, old)
+            digests = list(dict.fromkeys(connection.execute(select(table.c.digest).where(is_expired)).scalars()))
+            freed = _delete(connection, digests, is_expired)
             for batch in _batches(digests):
                 kept = set(connection.execute(select(table.c.digest).where(table.c.digest.in_(batch))).scalars())
                 orphans.extend(digest for digest in batch if digest not in kept)

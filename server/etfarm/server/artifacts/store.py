@@ -112,7 +112,7 @@ class Store:
         """Return the size of a stored artifact, which the caller may refer to from now on; None if it is not stored."""
         require_digest(digest)
         try:
-            size_bytes = os.stat(self._file(digest)).st_size  # noqa: PTH116 - as above
+            size_bytes = os.stat(self._file(digest)).st_size  # noqa: PTH116 - for the same reason
         except FileNotFoundError:
             return None
         self._unshared.discard(digest)

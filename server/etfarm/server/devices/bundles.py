@@ -90,7 +90,7 @@ class Bundles:
 
     @property
     def starting(self) -> str:
-        """Description of the build in progress; empty if there is none."""
+        """Description of the build in progress; empty if no build is running."""
         return "" if self.settled.is_set() else f"building the runner bundle for {self._own_arch}"
 
     async def load(self) -> None:

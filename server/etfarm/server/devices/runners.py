@@ -28,9 +28,9 @@ class Runner:
 
 
 def known_runner(bundles: Bundles, device: Device) -> Runner | None:
-    """Return the runner that the device would use now; None while that is undecided, or if there is none."""
-    if (own := _of_kind(device, "own")) is not None:
-        return own
+    """Return the runner that the device would use now; None while that is undecided, or if it has no runner."""
+    if (runner := _of_kind(device, "own")) is not None:
+        return runner
     if (bundle := bundles.get(device.arch)) is not None:
         return _of_bundle(bundle)
     return None if bundles.is_coming(device.arch) else _of_kind(device, "python")
@@ -43,14 +43,14 @@ async def demand_runner(bundles: Bundles, device: Device) -> Runner:
         BundleMissing: there is no runner.
         EtfarmError: building the bundle failed.
     """
-    if (own := _of_kind(device, "own")) is not None:
-        return own
+    if (runner := _of_kind(device, "own")) is not None:
+        return runner
     try:
         return _of_bundle(await bundles.demand(device.arch))
     except EtfarmError:
-        if (own := _of_kind(device, "python")) is None:
+        if (runner := _of_kind(device, "python")) is None:
             raise
-        return own
+        return runner
 
 
 def _of_bundle(bundle: agent_pb2.RunnerBundle) -> Runner:
@@ -59,5 +59,5 @@ def _of_bundle(bundle: agent_pb2.RunnerBundle) -> Runner:
 
 def _of_kind(device: Device, kind: str) -> Runner | None:
     """Return a runner on the device: `own`, which takes precedence over any bundle, or `python`, the last resort."""
-    own = next((runner for runner in device.own_runners if runner.kind == kind), None)
-    return None if own is None else Runner(own.kind, own.backends, own.operators, own_scope(device.id))
+    selected = next((runner for runner in device.own_runners if runner.kind == kind), None)
+    return None if selected is None else Runner(selected.kind, selected.backends, selected.operators, own_scope(device.id))

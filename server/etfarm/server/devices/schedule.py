@@ -1,4 +1,4 @@
-"""The assignment of waiting cells to idle devices. Pure functions of values."""
+"""Assignment of waiting cells to idle devices, as pure functions."""
 
 from __future__ import annotations
 
@@ -106,11 +106,11 @@ def schedule(waiting: Sequence[Waiting], devices: Sequence[Device]) -> list[Assi
     """
     idle = {device.id: device for device in devices if device.state == IDLE}
     assignments: list[Assignment] = []
-    fit = Fitting(list(idle.values()))
+    fitting_devices = Fitting(list(idle.values()))
     for cell in sorted(waiting, key=lambda cell: (-cell.priority, cell.order)):
         if not idle:
             break
-        fitting = [device for device in fit.of(cell) if device.id in idle]
+        fitting = [device for device in fitting_devices.of(cell) if device.id in idle]
         if not fitting:
             continue
         chosen = min(fitting, key=lambda device: (device.id in cell.avoid, device.emulated, device.id))

@@ -131,7 +131,7 @@ def _keep_accuracy(before: report_pb2.Report, revised: report_pb2.Report) -> boo
     known = {row.reference for row in revised.accuracy}
     kept = [row for row in before.accuracy if row.reference not in known]
     if kept:
-        order = {reference: place for place, reference in enumerate(dict.fromkeys(row.reference for row in before.accuracy))}
+        order = {reference: rank for rank, reference in enumerate(dict.fromkeys(row.reference for row in before.accuracy))}
         rows = sorted([*kept, *revised.accuracy], key=lambda row: order.get(row.reference, len(order)))
         revised.ClearField("accuracy")
         revised.accuracy.extend(rows)

@@ -65,7 +65,7 @@ class TooManyCells(BadJob):
 
 
 class Submission:
-    """Validation of specs, and creation of their jobs.
+    """Raise an error if a project has reached its storage limit, since the results of a job would take more.
 
     Args:
         check_recipe: returns a recipe completed with what is known of its plug-ins; raises if this server cannot use it.

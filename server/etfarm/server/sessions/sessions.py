@@ -135,8 +135,8 @@ class Sessions:
         """
         session = self.find(request.session_id)
         sessions.check_task(request.task)
-        wanted = stored_digests(request.task.inputs)
-        missing = [each for each in wanted if not await self._store.is_held(each, [session.project])]
+        input_digests = stored_digests(request.task.inputs)
+        missing = [each for each in input_digests if not await self._store.is_held(each, [session.project])]
         # No await from here until the call is queued: otherwise other calls might overtake it, and the session might end.
         if session.over is not None:
             return SessionAnswer(error=to_proto(session.over))
@@ -144,8 +144,8 @@ class Sessions:
         lease = session.admit(request.call_id, size)
         if missing:
             raise ArtifactMissing(missing[0])
-        session.remember(wanted)
-        self._runs.permit(lease.attempt_id, wanted)
+        session.remember(input_digests)
+        self._runs.permit(lease.attempt_id, input_digests)
         begun = asyncio.Event()
         session.calls[request.call_id] = size
         exchange = asyncio.create_task(self._exchange(session, lease, request, begun), name=f"call-{request.call_id}")

@@ -40,8 +40,8 @@ def cut(message: Message, characters: int, entries: int = ENTRIES) -> None:
 
 
 def _cut_map(value: Any, characters: int, entries: int) -> None:
-    for place, key in enumerate(list(value)):
-        if place >= entries or (isinstance(key, str) and len(key) > characters):
+    for index, key in enumerate(list(value)):
+        if index >= entries or (isinstance(key, str) and len(key) > characters):
             del value[key]
         elif isinstance(value[key], Message):
             cut(value[key], characters, entries)

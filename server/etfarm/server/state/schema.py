@@ -69,7 +69,7 @@ cells = Table(
 
 attempts = Table(
     "attempts", metadata,
-    # Cells that are measured in turns share an attempt.
+    # Interleaved cells share an attempt.
     Column("id", String, primary_key=True),
     Column("cell_id", String, ForeignKey("cells.id"), primary_key=True, index=True),
     Column("device_id", String, nullable=False),

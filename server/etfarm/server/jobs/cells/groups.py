@@ -35,8 +35,8 @@ def together(job: Job, cells: Iterable[Cell]) -> list[list[Cell]]:
 
 def base_of(cell_id: str, results: Mapping[str, agent_pb2.CandidateResult]) -> Base | None:
     """Return the cell to compare a cell of an attempt with: the first one measured in blocks, if both were."""
-    first = next((each for each, result in results.items() if _is_comparable(result)), None)
-    return Base(first, results[first]) if first not in (None, cell_id) and _is_comparable(results[cell_id]) else None
+    base_id = next((each for each, result in results.items() if _is_comparable(result)), None)
+    return Base(base_id, results[base_id]) if base_id not in (None, cell_id) and _is_comparable(results[cell_id]) else None
 
 
 def _is_comparable(result: agent_pb2.CandidateResult) -> bool:

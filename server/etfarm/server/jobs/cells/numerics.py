@@ -21,7 +21,7 @@ NOT_COMPILED: Final = "NUMERICS_NOT_COMPILED"
 
 
 def candidate_of(candidate: job_pb2.Candidate) -> job_pb2.Candidate | None:
-    """Return the candidate of the numerics program: the given one with `Recipe.per_operator`.
+    """Return the candidate of the numerics program: a copy with `Recipe.per_operator`.
 
     None if that is already the candidate's recipe, so that its own program serves.
     """

@@ -1,6 +1,6 @@
 """Checks of results against the server's clock, the plan and each other. An implausible result is a device fault.
 
-An agent with a valid token can still invent numbers that fit. An honest agent always passes these checks.
+An agent with a valid token can still invent consistent numbers. An honest agent always passes these checks.
 """
 
 from __future__ import annotations
@@ -84,9 +84,9 @@ def check_attempt(result: agent_pb2.RunResult, plan: Plan) -> None:
         raise ImplausibleResult(f"it names the cell {unknown[0][:80]!r}, which is not part of the attempt")
     if len(set(ids)) != len(ids):
         raise ImplausibleResult("it names a cell twice")
-    together = sum(candidate.duration_ns + candidate.warmup_ns for candidate in result.candidates)
-    if together > plan.longest_ns:
-        raise _too_long("the candidates' passes", together, plan)
+    total_ns = sum(candidate.duration_ns + candidate.warmup_ns for candidate in result.candidates)
+    if total_ns > plan.longest_ns:
+        raise _too_long("the candidates' passes", total_ns, plan)
 
 
 def check_candidate(result: agent_pb2.CandidateResult, plan: Plan, path: Callable[[str], Path]) -> None:
@@ -174,7 +174,7 @@ def _check_samples(result: agent_pb2.CandidateResult, plan: Plan, path: Path) ->
     # Check the size before reading, since the size in the result is only the agent's claim.
     if (size_bytes := path.stat().st_size) != _SAMPLE_BYTES * result.iterations:
         raise ImplausibleResult(f"{result.iterations:,} iterations have {size_bytes:,} bytes of samples")
-    total = below_least = 0
+    total_ns = below_least = 0
     # In pieces, since each call that goes over all samples blocks the event loop's thread.
     with path.open("rb") as file:
         while data := file.read(_PIECE_BYTES):
@@ -183,15 +183,15 @@ def _check_samples(result: agent_pb2.CandidateResult, plan: Plan, path: Path) ->
                 samples.byteswap()
             if (smallest := min(samples)) < 0:
                 raise ImplausibleResult("a sample is negative")
-            total += sum(samples)
+            total_ns += sum(samples)
             if smallest < LEAST_MEDIAN_NS:
                 below_least += sum(sample < LEAST_MEDIAN_NS for sample in samples)
-    if total > result.duration_ns * (1 + CLOCK_TOLERANCE) + _GAP_NS:
-        raise ImplausibleResult(f"its samples take {total / 1e9:.3g} s of a pass of {result.duration_ns / 1e9:.3g} s")
-    gap = _PYTHON_GAP_NS if result.runner.kind == "python" else _GAP_NS
-    between = result.iterations * (gap + _COPY_NS_PER_BYTE * plan.planned_bytes) + _STALL * total + _STALL_NS
-    if result.duration_ns - total > between:
-        raise ImplausibleResult(f"its samples take {total / 1e9:.3g} s only of a pass of {result.duration_ns / 1e9:.3g} s")
+    if total_ns > result.duration_ns * (1 + CLOCK_TOLERANCE) + _GAP_NS:
+        raise ImplausibleResult(f"its samples take {total_ns / 1e9:.3g} s of a pass of {result.duration_ns / 1e9:.3g} s")
+    max_gap_ns = _PYTHON_GAP_NS if result.runner.kind == "python" else _GAP_NS
+    max_between_ns = result.iterations * (max_gap_ns + _COPY_NS_PER_BYTE * plan.planned_bytes) + _STALL * total_ns + _STALL_NS
+    if result.duration_ns - total_ns > max_between_ns:
+        raise ImplausibleResult(f"its samples take {total_ns / 1e9:.3g} s only of a pass of {result.duration_ns / 1e9:.3g} s")
     if 2 * below_least > result.iterations:
         raise ImplausibleResult(f"more than half of its iterations take less than {LEAST_MEDIAN_NS} ns")
 

@@ -57,7 +57,7 @@ class Results:
         self._readers = readers
 
     async def reserve_room(self, cell_runs: Sequence[CellRun], on_progress: OnProgress) -> None:
-        """Wait until the server's disk has room for the results of an attempt, and reserve it until `release_room`."""
+        """Wait until the server's disk has space for the results of an attempt, and reserve it until `release_room`."""
 
         def on_wait(why: str) -> None:
             for run in cell_runs:
@@ -66,7 +66,7 @@ class Results:
         await self._store.wait_for_room(cell_runs[0].cell.id, sum(map(_estimate_bytes, cell_runs)), on_wait)
 
     def release_room(self, cell_runs: Sequence[CellRun]) -> None:
-        """Release the room that was reserved for the results of an attempt, if any."""
+        """Release the space that was reserved for the results of an attempt, if any."""
         self._store.room.release_results(cell_runs[0].cell.id)
 
     async def receive(self, cell_runs: Sequence[CellRun]) -> dict[str, agent_pb2.CandidateResult | EtfarmError]:

@@ -92,12 +92,12 @@ class History:
             query = select(table.c.id, table.c.job_id, table.c.created_at).where(*terms).order_by(*newest_first).limit(size + 1)
             rows = connection.execute(query).all()
             answer = report_pb2.ListHistoryResponse()
-            left = self._page_bytes
+            bytes_left = self._page_bytes
             for row in rows[:size]:
                 body = connection.execute(select(table.c.slim).where(table.c.id == row.id)).scalar_one()
-                if answer.entries and len(body) > left:
+                if answer.entries and len(body) > bytes_left:
                     break
-                left -= len(body)
+                bytes_left -= len(body)
                 answer.entries.add(
                     job_id=row.job_id, tags=tags_of(connection, row.job_id), report=report_pb2.Report.FromString(body)
                 )

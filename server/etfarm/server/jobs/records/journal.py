@@ -104,7 +104,7 @@ class Journal:
         return written, event is not None
 
     async def submitted(self, owner: str, request_id: str) -> Job | None:
-        """Return the job that the owner submitted with this request_id; None if there is none."""
+        """Return the job that the owner submitted with this request_id; None if it does not exist."""
         query = select(schema.jobs.c.id).where(schema.jobs.c.owner == owner, schema.jobs.c.request_id == request_id)
 
         def read(connection: Connection) -> Job | None:
@@ -199,11 +199,11 @@ class Journal:
                 query = query.where(schema.jobs.c.number <= before)
             rows = connection.execute(query).all()
             jobs: list[Job] = []
-            left = LIST_BYTES
+            bytes_left = LIST_BYTES
             for row in rows[:size]:
                 job = job_row(connection, row.id, with_spec=False)
-                left -= job.ByteSize()
-                if jobs and left < 0:
+                bytes_left -= job.ByteSize()
+                if jobs and bytes_left < 0:
                     return jobs, row.number
                 jobs.append(job)
             return jobs, rows[size].number if len(rows) > size else None

@@ -90,14 +90,14 @@ def listed_events(connection: Connection, job_id: str, after: int) -> Sequence[J
     table = schema.events
     query = select(table.c.body).where(table.c.job_id == job_id, table.c.sequence > after).order_by(table.c.sequence)
     events: list[JobEvent] = []
-    left = _EVENTS_BYTES
+    bytes_left = _EVENTS_BYTES
     for body in connection.execute(query.limit(_EVENTS)).scalars():
         event = JobEvent.FromString(body)
         if len(body) > _EVENT_BYTES:
             fit(event, _EVENT_BYTES)
         events.append(event)
-        left -= len(body)
-        if left < 0:
+        bytes_left -= len(body)
+        if bytes_left < 0:
             break
     return events
 

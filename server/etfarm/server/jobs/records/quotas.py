@@ -1,4 +1,4 @@
-"""Quotas of the work that one user or project may have under way. The defaults suffice for a farm of 300 phones."""
+"""Quotas of the work that one user or project may have in progress. The defaults suffice for a farm of 300 phones."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class UnknownQuota(UserError):
 
 @dataclass(frozen=True)
 class Quotas:
-    """Limits of the work under way."""
+    """Limits of the work in progress."""
 
     live_jobs_per_user: int = 1_000
     live_jobs_per_project: int = 5_000

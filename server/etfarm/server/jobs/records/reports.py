@@ -62,11 +62,11 @@ class ReportRecords:
 
         def read(connection: Connection) -> tuple[Sequence[bytes], int | None]:
             bodies: list[bytes] = []
-            left = most_bytes
+            bytes_left = most_bytes
             for row in connection.execute(query).all():
-                if bodies and row.size > left:
+                if bodies and row.size > bytes_left:
                     return bodies, row.place
-                left -= row.size
+                bytes_left -= row.size
                 bodies.append(connection.execute(select(reports.body).where(reports.id == row.id)).scalar_one())
             return bodies, None
 

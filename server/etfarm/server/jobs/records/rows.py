@@ -86,14 +86,14 @@ def write_attempt(connection: Connection, cell: Cell, result: agent_pb2.Candidat
     """Write the cell's last attempt, with its result if that has arrived."""
     attempt = cell.attempts[-1]
     known = {"id": attempt.id, "cell_id": cell.id, "device_id": attempt.device_id, "started_at": to_utc(attempt.started_at)}
-    news: dict[str, object] = {
+    changes: dict[str, object] = {
         "finished_at": to_utc(attempt.finished_at) if attempt.HasField("finished_at") else None,
         "error": attempt.error.SerializeToString() if attempt.HasField("error") else None,
     }
     if result is not None:
-        news["result"] = result.SerializeToString()
-    row = insert(schema.attempts).values(known | news)
-    connection.execute(row.on_conflict_do_update(index_elements=["id", "cell_id"], set_=news))
+        changes["result"] = result.SerializeToString()
+    row = insert(schema.attempts).values(known | changes)
+    connection.execute(row.on_conflict_do_update(index_elements=["id", "cell_id"], set_=changes))
 
 
 def state_name(cell: Cell) -> str:

@@ -102,8 +102,8 @@ def _value(message: Message | None, path: str) -> list[str]:
             return []
         value = getattr(value, name)
         if field.enum_type is not None:
-            known = field.enum_type.values_by_number.get(value)
-            value = known.name if known is not None and value else str(value or "")
+            enum_value = field.enum_type.values_by_number.get(value)
+            value = enum_value.name if enum_value is not None and value else str(value or "")
     if isinstance(value, (str, int)):
         return [str(value)[:100]] if value else []
     return [",".join(str(item)[:64] for item in list(value)[:8])] if value and not isinstance(value, Message) else []

@@ -181,7 +181,7 @@ class Check:
 
 
 def check(message: Message) -> None:
-    """Refuse a message that exceeds a limit.
+    """Raise an error if a message exceeds a limit.
 
     Raises:
         LimitExceeded: a field exceeds its limit; the message names it.

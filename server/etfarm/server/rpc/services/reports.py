@@ -136,11 +136,11 @@ def _operators(report: report_pb2.Report, by: str, sort: str, start: int, size: 
 def _limit_page(answer: report_pb2.ListOperatorsResponse, start: int, count: int) -> report_pb2.ListOperatorsResponse:
     """Shorten a page to what a message can contain, set the token of the next page, and return it."""
     entries = answer.operators or answer.groups
-    left = PAGE_BYTES
+    bytes_left = PAGE_BYTES
     count_on_page = 0
     for entry in entries:
-        left -= entry.ByteSize()
-        if left < 0 and count_on_page:
+        bytes_left -= entry.ByteSize()
+        if bytes_left < 0 and count_on_page:
             break
         count_on_page += 1
     del entries[count_on_page:]
