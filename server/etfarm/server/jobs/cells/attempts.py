@@ -63,15 +63,15 @@ class Attempts:
             The errors, by cell id, of the cells that failed.
         """
         is_new = cell_runs[0].cell.state == model.WAITING
-        over: dict[str, EtfarmError] = {}
+        failed: dict[str, EtfarmError] = {}
         if is_new:
-            over |= self._requirements.find_unsupported(cell_runs)
-            cell_runs = _without(cell_runs, over)
+            failed |= self._requirements.find_unsupported(cell_runs)
+            cell_runs = _without(cell_runs, failed)
             if not cell_runs:
-                return over
+                return failed
             await self._results.reserve_room(cell_runs, self._progress.announce)
         try:
-            return over | await self._attempt(cell_runs, is_new=is_new)
+            return failed | await self._attempt(cell_runs, is_new=is_new)
         finally:
             self._results.release_room(cell_runs)
 
@@ -105,17 +105,17 @@ class Attempts:
             if run.cell.id in errors:
                 attempt.error.CopyFrom(to_proto(errors[run.cell.id]))
         faults = [error for error in errors.values() if error.fault is Fault.DEVICE]
-        is_again = bool(faults) and max(len(run.cell.attempts) for run in cell_runs) < MAX_ATTEMPTS
-        over = {cell_id: error for cell_id, error in errors.items() if not (is_again and error.fault is Fault.DEVICE)}
-        continuing = _without(cell_runs, over)
-        for run in continuing if is_again else ():
+        is_retried = bool(faults) and max(len(run.cell.attempts) for run in cell_runs) < MAX_ATTEMPTS
+        failed = {cell_id: error for cell_id, error in errors.items() if not (is_retried and error.fault is Fault.DEVICE)}
+        continuing = _without(cell_runs, failed)
+        for run in continuing if is_retried else ():
             log.warning("placing a cell again", cell=run.cell.id, device=run.cell.attempts[-1].device_id, error=str(faults[0]))
             self._joblog.add(run.job.id, run.cell.id, "FARM", f"placed again after a device fault: {faults[0]}")
         if continuing:
-            await self._transitions.advance(continuing, model.WAITING if is_again else model.ANALYZING)
+            await self._transitions.advance(continuing, model.WAITING if is_retried else model.ANALYZING)
         for run in continuing:
             self._dispatch.end(run.cell)
-        return over
+        return failed
 
     async def _place(self, cell_runs: Sequence[CellRun]) -> None:
         phase = self._timer.start(cell_runs[0].job)

@@ -154,18 +154,18 @@ class Groups:
 
     async def _lead(self, leader: CellRun, turn: Turn) -> None:
         failure: Exception | None = None
-        over: Mapping[str, EtfarmError] = {}
+        failed: Mapping[str, EtfarmError] = {}
         try:
-            over = await self._run([run for run, _ in turn])
+            failed = await self._run([run for run, _ in turn])
         except Exception as error:  # noqa: BLE001 - also the followers' failure; raised below
             failure = error
         for run, waiting in turn[1:]:
-            error_of_run = failure or over.get(run.cell.id)
+            error_of_run = failure or failed.get(run.cell.id)
             if waiting.done():
                 continue
             if error_of_run is None:
                 waiting.set_result([])
             else:
                 waiting.set_exception(error_of_run)
-        if (own := failure or over.get(leader.cell.id)) is not None:
+        if (own := failure or failed.get(leader.cell.id)) is not None:
             raise own
