@@ -64,7 +64,7 @@ def libc() -> ctypes.CDLL:
 
 
 def prctl(option: int, value: int = 0, third: int = 0, fourth: int = 0, fifth: int = 0) -> int:
-    """Call prctl(2) and return its result."""
+    """Change a property of this process by the system call `prctl`; return its result."""
     arguments = [ctypes.c_ulong(argument) for argument in (value, third, fourth, fifth)]
     return _checked(libc().prctl(option, *arguments), f"prctl {option}")
 
@@ -80,13 +80,13 @@ def setns(descriptor: int, kind: int = 0) -> None:
 
 
 def mount(source: str | Path, target: str | Path, kind: str = "", flags: int = 0, data: str = "") -> None:
-    """Call mount(2)."""
+    """Mount `source` on `target` by the system call `mount`."""
     texts = (os.fsencode(source), os.fsencode(target), kind.encode() or None)
     _checked(libc().mount(*texts, ctypes.c_ulong(flags), data.encode() or None), f"mount {target}")
 
 
 def unmount(target: str | Path, flags: int = MNT_DETACH) -> None:
-    """Call umount2(2)."""
+    """Unmount `target` by the system call `umount2`."""
     _checked(libc().umount2(os.fsencode(target), flags), f"umount {target}")
 
 

@@ -32,7 +32,7 @@ def add_(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> None:
-    """Uploads a runner bundle; devices of its architecture get it from now on."""
+    """Upload a runner bundle; devices of its architecture get it from now on."""
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.arguments import require_file
 
@@ -50,7 +50,7 @@ def add_(
 
 
 def list_bundles(server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None) -> None:
-    """The runner bundles of the farm, newest first: for each architecture the one that is used."""
+    """List the runner bundles of the farm, newest first: for each architecture the one that is used."""
     from etfarm.client.aio import AsyncFarm
 
     async def fetch() -> list[Bundle]:

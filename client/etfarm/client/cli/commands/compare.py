@@ -64,7 +64,7 @@ def compare(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> int:
-    """Compares CANDIDATE with BASE: latency, operators, size, memory, accuracy, delegation, and what else is not the same.
+    """Compare CANDIDATE with BASE: latency, operators, size, memory, accuracy, delegation, and what else is not the same.
 
     Reports are paired by model, recipe, method, threads and device (the same one, else one of its kind); two single ones are
     paired whatever they are. Several of one job are told apart by # and the cell's number from 0 as `etfarm jobs show` has it,

@@ -29,7 +29,7 @@ def list_(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> None:
-    """The jobs of the farm, newest first."""
+    """List the jobs of the farm, newest first."""
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
@@ -123,7 +123,7 @@ def watch(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> int:
-    """Waits for a job and shows its reports. Ctrl-C leaves the job alone: `etfarm jobs cancel` ends it."""
+    """Wait for a job and show its reports. Ctrl-C leaves the job alone: `etfarm jobs cancel` ends it."""
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal.display import open_display
     from etfarm.client.cli.views.results import print_result
@@ -151,7 +151,7 @@ def watch(
 def cancel(
     job: options.JobId, server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None
 ) -> None:
-    """Ends what is live of a job."""
+    """End the live cells of a job."""
     from etfarm.client.aio import AsyncFarm
 
     async def end() -> str:
@@ -174,7 +174,7 @@ def logs(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> None:
-    """What the compilers and runners of a job printed."""
+    """Show what the compilers and runners of a job printed."""
     from etfarm.client.aio import AsyncFarm
 
     async def tail() -> None:

@@ -66,7 +66,7 @@ def run(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> int:
-    """Runs a program once on a device and fetches its outputs; or a data set, one sample after the other.
+    """Run a program once on a device and fetch its outputs; or a data set, one sample after the other.
 
     A data set is a folder with an .npz a sample, or --batched. What a program keeps in its state stays from sample to sample.
     """

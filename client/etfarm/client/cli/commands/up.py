@@ -17,7 +17,7 @@ def main(argv: list[str]) -> int:
 
 
 def up() -> int:
-    """Keeps the embedded farm of this user running until Ctrl-C; other commands use it meanwhile, and may --detach."""
+    """Keep the embedded farm of this user running until Ctrl-C; other commands use it meanwhile, and may --detach."""
     from etfarm.client.embedded.lease import join
     from etfarm.wire.names import SERVER_VARIABLE
 

@@ -58,7 +58,7 @@ def export(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> int:
-    """A job's reports, or a file's, as JSON, CSV, Parquet, HTML, Markdown or a Perfetto trace; or ExecuTorch's own files."""
+    """Export the reports of a job or a file: JSON, CSV, Parquet, HTML, Markdown, a Perfetto trace, or ExecuTorch's own files."""
     outcome: Outcome = context.obj
     must_be_format(format_)
     if what is not None and format_ not in ("csv", "parquet"):

@@ -39,7 +39,7 @@ def show(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> int:
-    """A job's reports, those of cells that are done while it runs; or those of a file."""
+    """Show a job's reports, those of finished cells while it runs; or those of a file."""
     from rich.text import Text
 
     from etfarm.client.cli.terminal import output
