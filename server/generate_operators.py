@@ -197,8 +197,8 @@ def is_plain(operator: Any) -> bool:
             return False
         if text not in _TEXT and text != "Optional[Generator]" and not _TYPE.fullmatch(text):
             return False
-    returns = [str(one.type) for one in schema.returns]
-    return all(_RETURN.fullmatch(one) for one in returns) and (bool(returns) or bool(_STATE.fullmatch(_base(operator))))
+    returns = [str(value.type) for value in schema.returns]
+    return all(_RETURN.fullmatch(value) for value in returns) and (bool(returns) or bool(_STATE.fullmatch(_base(operator))))
 
 
 def is_refused(base: str) -> bool:

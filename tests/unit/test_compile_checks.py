@@ -221,7 +221,7 @@ def floats(*values: float, dtype: str = "float32") -> Tensor:
 
 def test_a_bias_does_not_pass_for_accuracy() -> None:
     found = checks.difference("y", floats(100, 101, 102), floats(101, 102, 103))
-    assert found.told["sqnr_db"] == pytest.approx(40.09, abs=0.01)
+    assert found.report["sqnr_db"] == pytest.approx(40.09, abs=0.01)
     assert found.judged_db == pytest.approx(-1.76, abs=0.01)
 
 
@@ -241,12 +241,12 @@ def test_a_bias_does_not_pass_for_accuracy() -> None:
 )
 def test_outputs_of_every_kind_are_compared(expected: Any, actual: Any, equal: bool, db: float | None, wrong: str) -> None:
     found = checks.difference("y", expected, actual)
-    assert found.told["equal"] is equal
-    assert found.told["sqnr_db"] == db
+    assert found.report["equal"] is equal
+    assert found.report["sqnr_db"] == db
     assert wrong in found.wrong
     assert bool(wrong) == bool(found.wrong)
 
 
 def test_large_integers_are_equal_only_if_they_are() -> None:
     one, other = (Tensor("y", "int64", (1,), n.to_bytes(8, "little")) for n in (1 << 60, (1 << 60) + 1))
-    assert not checks.difference("y", one, other).told["equal"]
+    assert not checks.difference("y", one, other).report["equal"]

@@ -172,7 +172,7 @@ async def test_a_recipe_that_does_not_quantize_takes_one_child_and_gives_all_tha
     candidate = await world.model(encode="other")
     candidate.model.constant_methods["eos"].CopyFrom(await world.store.put(b"constant", "ann"))
     outcome = await world.compile(candidate, heard)
-    made = outcome.made
+    made = outcome.compilation
     assert world.ran == ["lower"]
     assert (outcome.cached, outcome.error) == (False, None)
     assert names(made.stages) == LOWERED
@@ -192,7 +192,7 @@ async def test_a_recipe_that_does_not_quantize_takes_one_child_and_gives_all_tha
 
 async def test_a_recipe_that_quantizes_lowers_what_the_quantizing_child_made(world: World) -> None:
     heard = Heard()
-    made = (await world.compile(await world.model("x", INT8, calibration=b"sample"), heard)).made
+    made = (await world.compile(await world.model("x", INT8, calibration=b"sample"), heard)).compilation
     assert world.ran == ["quantize", "lower"]
     assert heard.lines == [*(f"quantize {stage}" for stage in QUANTIZED), *(f"lower {stage}" for stage in LOWERED)]
     assert names(made.stages) == [*QUANTIZED, *LOWERED]
@@ -206,36 +206,36 @@ async def test_what_the_client_has_quantized_is_not_quantized_again(world: World
     candidate = await world.model("x", INT8)
     for stage in QUANTIZED:
         candidate.stages_done.add(stage=stage)
-    assert names((await world.compile(candidate)).made.stages) == LOWERED
+    assert names((await world.compile(candidate)).compilation.stages) == LOWERED
     assert world.ran == ["lower"]
 
 
 async def test_a_ready_program_is_only_described(world: World) -> None:
     candidate = Candidate(name="x.pte")
     candidate.program.pte.CopyFrom(await world.store.put(b"pte", "ann"))
-    made = (await world.compile(candidate)).made
+    made = (await world.compile(candidate)).compilation
     assert world.ran == ["inspect"]
     assert (made.program.pte, list(made.facts.methods), len(made.stages)) == (candidate.program.pte, ["forward"], 0)
 
 
 async def test_a_compilation_that_stops_has_the_stages_files_and_no_program(world: World) -> None:
-    made = (await world.compile(await world.model("x", INT8), stop_after="TO_EDGE_TRANSFORM_AND_LOWER")).made
+    made = (await world.compile(await world.model("x", INT8), stop_after="TO_EDGE_TRANSFORM_AND_LOWER")).compilation
     assert not made.HasField("program")
     assert made.stopped_after == "TO_EDGE_TRANSFORM_AND_LOWER"
     assert world.bytes_of(made.stage_files["delegation.csv"]) == b"TO_EDGE_TRANSFORM_AND_LOWER"
-    assert (await world.compile(await world.model("x", INT8))).made.HasField("program"), "another key"
+    assert (await world.compile(await world.model("x", INT8))).compilation.HasField("program"), "another key"
 
 
 async def test_the_second_time_the_cache_answers(world: World) -> None:
     first = await world.compile(await world.model("x", INT8))
     again = await world.compile(await world.model("x", INT8))
     assert again.cached
-    assert again.made == first.made
+    assert again.compilation == first.compilation
     assert world.ran == ["quantize", "lower"]
 
 
 async def test_a_cached_program_whose_file_is_gone_is_compiled_again(world: World) -> None:
-    first = (await world.compile(await world.model("x", INT8))).made
+    first = (await world.compile(await world.model("x", INT8))).compilation
     world.lose(first.program.data["weights"])
     assert not (await world.compile(await world.model("x", INT8))).cached
     assert world.ran == ["quantize", "lower", "lower"]
@@ -247,17 +247,17 @@ async def test_recipes_that_quantize_alike_share_it_and_the_report_and_the_progr
     outcome = await world.compile(await world.model("x", PLANNED), heard)
     assert world.ran == ["quantize", "lower", "lower"]
     assert not outcome.cached
-    assert [(stage.stage, stage.cached) for stage in outcome.made.stages] == [
+    assert [(stage.stage, stage.cached) for stage in outcome.compilation.stages] == [
         *((stage, True) for stage in QUANTIZED),
         *((stage, False) for stage in LOWERED),
     ]
-    assert outcome.made.stages[0].duration_ms == 1.5, "as long as it took then"
+    assert outcome.compilation.stages[0].duration_ms == 1.5, "as long as it took then"
     assert heard.stages[:2] == [(stage, True, True) for stage in QUANTIZED]
-    assert [warning.code for warning in outcome.made.warnings] == ["FEW"]
+    assert [warning.code for warning in outcome.compilation.warnings] == ["FEW"]
 
 
 async def test_a_shared_result_whose_file_is_gone_is_made_again(world: World) -> None:
-    first = (await world.compile(await world.model("x", INT8))).made
+    first = (await world.compile(await world.model("x", INT8))).compilation
     world.lose(first.exported_programs["forward"])
     assert (await world.compile(await world.model("x", PLANNED))).error is None
     assert world.ran == ["quantize", "lower", "quantize", "lower"]
@@ -268,7 +268,7 @@ async def test_no_cache_quantizes_and_lowers_again(world: World) -> None:
     again = await world.compile(await world.model("x", INT8), fresh=True)
     assert world.ran == ["quantize", "lower"] * 2
     assert not again.cached
-    assert not any(stage.cached for stage in again.made.stages)
+    assert not any(stage.cached for stage in again.compilation.stages)
 
 
 @pytest.mark.parametrize("fresh", [False, True])
@@ -283,7 +283,7 @@ async def test_equal_requests_at_one_time_compile_once_and_all_hear_of_it(world:
     assert late.stages == [(LOWERED[0], False, False)], "who comes late is told at once"
     gate.open()
     one, other = await asyncio.gather(first, second)
-    assert one.made == other.made
+    assert one.compilation == other.compilation
     assert world.ran == ["lower"]
     assert late.stages == early.stages
     assert late.lines[-1] == "lower TO_EXECUTORCH"
@@ -307,7 +307,7 @@ async def test_who_asked_the_cache_just_before_another_ended_does_not_compile_ag
     await asked.wait()
     first = await world.compile(candidate)
     answered.set()
-    assert ((await late).made, (await late).cached) == (first.made, True)
+    assert ((await late).compilation, (await late).cached) == (first.compilation, True)
     assert world.ran == ["lower"]
 
 
@@ -367,15 +367,15 @@ async def test_a_refused_model_is_refused_again_without_a_child_and_says_so(worl
     error = error_of(first)
     assert (error.reason, error.remedy, first.cached) == ("STAGE_FAILED", "Change it.", False)
     assert error.stage == ("TORCH_EXPORT" if task == "quantize" else "TO_EXECUTORCH")
-    assert names(first.made.stages) == ended
+    assert names(first.compilation.stages) == ended
     children = list(world.ran)
     again = await world.compile(candidate)
     assert world.ran == children
     assert again.cached
     assert error_of(again).remedy == f"Change it. {FOUND_EARLIER}"
     assert error_of(again).metadata["cached"] == "true"
-    assert names(again.made.stages) == ended
-    assert (await world.compiler.get(again.made.key)).error.remedy == "Change it."
+    assert names(again.compilation.stages) == ended
+    assert (await world.compiler.get(again.compilation.key)).error.remedy == "Change it."
     await world.compile(candidate, fresh=True)
     assert world.ran == children * 2
 
@@ -402,7 +402,7 @@ async def test_another_recipe_is_told_that_the_shared_stages_failed_before(world
     other = await world.compile(await world.model("quantize refuse", PLANNED))
     assert world.ran == ["quantize"]
     assert other.cached and FOUND_EARLIER in error_of(other).remedy
-    assert [(stage.stage, stage.cached) for stage in other.made.stages] == [("QUANTIZE", True)]
+    assert [(stage.stage, stage.cached) for stage in other.compilation.stages] == [("QUANTIZE", True)]
 
 
 @pytest.mark.parametrize(("orders", "reason"), [("lower die", "COMPILER_CRASHED"), ("lower escape", "BAD_WORKER_ANSWER")])
@@ -411,7 +411,7 @@ async def test_what_may_not_come_again_is_not_kept(world: World, orders: str, re
     first = await world.compile(candidate)
     assert error_of(first).reason == reason
     with pytest.raises(CompilationNotFound):
-        await world.compiler.get(first.made.key)
+        await world.compiler.get(first.compilation.key)
     assert not (await world.compile(candidate)).cached
     assert world.ran == ["lower", "lower"]
 
@@ -440,14 +440,14 @@ async def test_an_answer_that_cannot_be_right_is_refused_and_not_kept(world: Wor
     assert error_of(outcome).reason == "BAD_WORKER_ANSWER"
     assert len(error_of(outcome).message) < 1000
     assert not outcome.lasting
-    assert not outcome.made.HasField("program")
+    assert not outcome.compilation.HasField("program")
 
 
 async def test_a_child_cannot_put_another_folder_in_place_of_its_own(world: World) -> None:
     outcome = await world.compile(await world.model("lower move", INT8))
     assert "Device or resource busy" in error_of(outcome).message or "Permission denied" in error_of(outcome).message
     assert not outcome.lasting
-    assert not outcome.made.HasField("program")
+    assert not outcome.compilation.HasField("program")
 
 
 def test_a_huge_or_deep_answer_is_not_read() -> None:
@@ -474,7 +474,7 @@ async def test_a_model_that_is_gone_from_the_store_is_no_failure_to_keep(world: 
 
 
 async def test_a_failure_does_not_take_the_place_of_a_program(world: World) -> None:
-    good = (await world.compile(await world.model("x"))).made
+    good = (await world.compile(await world.model("x"))).compilation
     bad = type(good)(key=good.key)
     bad.error.reason = "STAGE_FAILED"
     await world.compiler._cache.keep_compilation(bad)
@@ -512,14 +512,14 @@ async def test_plug_ins_that_are_not_installed_are_refused_with_what_there_is(wo
 
 
 async def test_what_a_plug_ins_recipe_does_to_numbers_its_server_knows(world: World) -> None:
-    made = (await world.compile(await world.model("x", recipes.parse("acme.static").json))).made
+    made = (await world.compile(await world.model("x", recipes.parse("acme.static").json))).compilation
     assert names(made.stages) == [*QUANTIZED, *LOWERED]
-    assert names((await world.compile(await world.model("x", recipes.parse("acme.plain").json))).made.stages) == LOWERED
+    assert names((await world.compile(await world.model("x", recipes.parse("acme.plain").json))).compilation.stages) == LOWERED
 
 
 async def test_a_project_holds_what_it_asked_for_whoever_had_it_compiled_first(world: World) -> None:
     vision, audio = Scope(frozenset({"vision"})), Scope(frozenset({"audio"}))
-    first = (await world.compile(await world.model("x", INT8), project="vision")).made
+    first = (await world.compile(await world.model("x", INT8), project="vision")).compilation
     files = [artifact.digest for artifact in artifacts_of(first)]
     assert files
     assert await world.store.missing(files, "vision") == []
@@ -537,7 +537,7 @@ async def test_a_project_holds_what_it_asked_for_whoever_had_it_compiled_first(w
 
 async def test_a_compilation_that_another_project_has_replaced_is_still_readable(world: World) -> None:
     await world.compile(await world.model("x", INT8), project="vision")
-    other = (await world.compile(await world.model("x", INT8), project="audio", fresh=True)).made
+    other = (await world.compile(await world.model("x", INT8), project="audio", fresh=True)).compilation
     made = await world.compiler.get_visible(other.key, Scope(frozenset({"vision"})))
     assert made == other
     assert await world.store.missing([artifact.digest for artifact in artifacts_of(made)], "vision") == []
@@ -550,7 +550,7 @@ async def test_children_whose_findings_serve_every_project_do_not_learn_what_thi
     assert world.workers.requests and "the-name" not in "".join(world.workers.requests)
     again = await world.compile(await world.model("quantize refuse", INT8), project="audio")
     assert again.cached and again.error is not None
-    assert (await world.compiler.get_visible(again.made.key, Scope(frozenset({"audio"})))).HasField("error")
+    assert (await world.compiler.get_visible(again.compilation.key, Scope(frozenset({"audio"})))).HasField("error")
 
 
 class NoScreening(Screening):

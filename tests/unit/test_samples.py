@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from etfarm.client.datasets.outputs import INDEX, Folder, Stack, open_sink
-from etfarm.client.datasets.samples import Sample, given, of_batch, of_folder
+from etfarm.client.datasets.samples import Sample, number_samples, of_batch, of_folder
 from etfarm.client.errors import EtfarmError
 from etfarm.client.sessions.calls import Outputs
 from etfarm.client.submit.inputs import value_of
@@ -104,7 +104,7 @@ def test_a_folder_s_files_are_samples_by_name_and_a_bad_one_is_a_failed_sample(t
 
 def test_a_program_s_inputs_are_mappings_sequences_or_one_array() -> None:
     x = np.zeros(2)
-    assert [type(sample.values) for sample in given([{"x": x}, [x, x], (x,), x])] == [dict, list, tuple, tuple]
+    assert [type(sample.values) for sample in number_samples([{"x": x}, [x, x], (x,), x])] == [dict, list, tuple, tuple]
 
 
 def test_outputs_are_stacked_as_numpy_would(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from typing import Any, Self, Unpack
 from etfarm.client.admin.projects import AsyncProjects
 from etfarm.client.datasets import devices as dataset_devices
 from etfarm.client.datasets.dataset import Options, Result
-from etfarm.client.datasets.samples import given
+from etfarm.client.datasets.samples import number_samples
 from etfarm.client.embedded.lease import Lease
 from etfarm.client.jobs import history
 from etfarm.client.jobs.comparison import Compared, Comparison, compare, gate_of
@@ -21,13 +21,13 @@ from etfarm.client.jobs.job import AsyncJob
 from etfarm.client.models import Agent, Bundle, Device, JobInfo, JobResult, RecipeInfo, ServerInfo
 from etfarm.client.sessions.calls import Outputs
 from etfarm.client.sessions.program import ServedModel, SharedModel
-from etfarm.client.sessions.session import AsyncSession, Line, Told
+from etfarm.client.sessions.session import AsyncSession, Line, TextCallback
 from etfarm.client.submit.bench_options import BenchOptions, device_choices, takes_keywords_of
 from etfarm.client.submit.calibration import Calibration
 from etfarm.client.submit.inputs import Inputs
 from etfarm.client.submit.preparation import ExampleInputs, Model
 from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
-from etfarm.client.submit.submission import Given, several
+from etfarm.client.submit.submission import SubmissionRequest, several
 from etfarm.client.transport import decode, transfers
 from etfarm.client.transport.connection import Connection
 from etfarm.client.transport.paging import iterate_pages
@@ -137,7 +137,7 @@ class AsyncFarm:
 
     async def submit_bench(self, model: Model | Sequence[Model], options: BenchOptions) -> AsyncJob:
         """Submit a benchmark with one options object; otherwise the same as `bench`."""
-        request = Given(
+        request = SubmissionRequest(
             model, options.recipes, options.example_inputs, options.calibration, options.batched, options.data, options.inputs
         )
         return await self._submit(options.job_spec(), request, options.on_upload)
@@ -171,7 +171,7 @@ class AsyncFarm:
         if stop_after:
             for recipe in parsed:
                 check_stop_after(recipe, stop_after)
-        request = Given(model, recipes, example_inputs, calibration, batched)
+        request = SubmissionRequest(model, recipes, example_inputs, calibration, batched)
         return await self._submit(spec, request, on_upload)
 
     async def run(
@@ -205,7 +205,7 @@ class AsyncFarm:
             threads=[threads] if threads else [],
             timeout_s=timeout_s,
         )
-        request = Given(model, recipes, example_inputs, calibration, batched, data, inputs)
+        request = SubmissionRequest(model, recipes, example_inputs, calibration, batched, data, inputs)
         return await self._submit(spec, request, on_upload)
 
     def session(
@@ -221,8 +221,8 @@ class AsyncFarm:
         cores: str = "",
         idle_timeout_s: float | None = None,
         priority: int = 0,
-        on_wait: Told | None = None,
-        on_log: Told | None = None,
+        on_wait: TextCallback | None = None,
+        on_log: TextCallback | None = None,
         on_upload: transfers.Moved | None = None,
     ) -> AsyncSession:
         """Return a session: a device used by this program alone, with `program` loaded.
@@ -288,7 +288,8 @@ class AsyncFarm:
             EtfarmError: no session can be opened, or a sample failed; the error names it. `keep_going` skips failed
                 samples.
         """
-        return dataset_devices.dataset(self, program, given(inputs), device, devices=devices, options=options).outputs(on_result)
+        samples = number_samples(inputs)
+        return dataset_devices.dataset(self, program, samples, device, devices=devices, options=options).outputs(on_result)
 
     async def jobs(self, limit: int = 50) -> list[JobInfo]:
         """Return the farm's jobs, newest first."""
@@ -480,7 +481,7 @@ class AsyncFarm:
     def _open(self) -> Stubs:
         return self._connection.stubs
 
-    async def _submit(self, spec: job_pb2.JobSpec, parts: Given, on_upload: transfers.Moved | None) -> AsyncJob:
+    async def _submit(self, spec: job_pb2.JobSpec, parts: SubmissionRequest, on_upload: transfers.Moved | None) -> AsyncJob:
         # Cheap checks come before expensive ones.
         parsed = [read_recipe(recipe) for recipe in parts.listed_recipes]
         for choice in spec.devices:

@@ -25,7 +25,7 @@ from etfarm.client.models import (
     ServerInfo,
 )
 from etfarm.client.sessions.calls import Outputs
-from etfarm.client.sessions.session import Session, Told
+from etfarm.client.sessions.session import Session, TextCallback
 from etfarm.client.submit.bench_options import BenchOptions, takes_keywords_of
 from etfarm.client.submit.calibration import Calibration
 from etfarm.client.submit.inputs import Inputs
@@ -255,8 +255,8 @@ class Farm:
         cores: str = "",
         idle_timeout_s: float | None = None,
         priority: int = 0,
-        on_wait: Told | None = None,
-        on_log: Told | None = None,
+        on_wait: TextCallback | None = None,
+        on_log: TextCallback | None = None,
         on_upload: transfers.Moved | None = None,
     ) -> Session:
         """See `AsyncFarm.session`; use it with `with`."""

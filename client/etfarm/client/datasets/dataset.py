@@ -23,7 +23,7 @@ from etfarm.client.datasets.samples import Sample
 from etfarm.client.errors import EtfarmError, Fault
 from etfarm.client.models import Device
 from etfarm.client.sessions.calls import Outputs
-from etfarm.client.sessions.session import AsyncSession, Told
+from etfarm.client.sessions.session import AsyncSession, TextCallback
 from etfarm.client.submit import input_names
 from etfarm.client.submit.inputs import in_order, value_of
 from etfarm.wire.errors import error_of
@@ -67,8 +67,8 @@ class Options(TypedDict, total=False):
     """Whether to continue after a failed sample."""
     reset: bool
     """Whether to reload the program for each sample, so that no state remains from the sample before; this takes time."""
-    on_wait: Told | None
-    on_log: Told | None
+    on_wait: TextCallback | None
+    on_log: TextCallback | None
     on_upload: transfers.Moved | None
 
 
@@ -161,7 +161,7 @@ class Tally:
             work.busy_ns += run_ns
 
 
-Open = Callable[[str, Told], AsyncSession]
+Open = Callable[[str, TextCallback], AsyncSession]
 """Callback that opens a session for a selector; its second argument receives what the session waits for."""
 
 
@@ -183,7 +183,7 @@ class Dataset:
         keep_going: bool = False,
         reset: bool = False,
         labels: bool = False,
-        on_wait: Told | None = None,
+        on_wait: TextCallback | None = None,
     ) -> None:
         """Prepare a data set; `devices.dataset` creates instances.
 

@@ -10,7 +10,7 @@ from etfarm.client.datasets.samples import Sample
 from etfarm.client.errors import Kind, UserError
 from etfarm.client.models import Device, DeviceState
 from etfarm.client.sessions.program import ServedModel, SharedModel
-from etfarm.client.sessions.session import AsyncSession, Told
+from etfarm.client.sessions.session import AsyncSession, TextCallback
 from etfarm.client.submit.recipes import DEFAULT_RECIPE
 from etfarm.wire import selectors
 
@@ -127,7 +127,7 @@ def dataset(
         matching = choose(await farm.devices(device), devices, device, mixed=options.get("mixed", False))
         return [(item.name, f"id={item.id}") for item in matching]
 
-    def session(selector: str, on_wait: Told) -> AsyncSession:
+    def session(selector: str, on_wait: TextCallback) -> AsyncSession:
         return farm.session(
             model,
             selector,

@@ -53,7 +53,7 @@ class Source:
     count: int
 
 
-def given(inputs: Iterable[Any]) -> Iterator[Sample]:
+def number_samples(inputs: Iterable[Any]) -> Iterator[Sample]:
     """Yield the samples of an iterable, each a mapping of arrays by name, a sequence of arrays in order, or one array."""
     for index, values in enumerate(inputs):
         whole = isinstance(values, Mapping | list | tuple)

@@ -62,10 +62,10 @@ def answer(pair: Json) -> str:
         return "no latency on both sides"
     ends = latency["ratio_ci95"]
     interval = f" [{_ratio(ends[0])}, {_ratio(ends[1])}]" if ends else ""
-    return f"{_ratio(latency['ratio'])}x{interval}  {said(latency)}"
+    return f"{_ratio(latency['ratio'])}x{interval}  {describe_change(latency)}"
 
 
-def said(latency: Json) -> str:
+def describe_change(latency: Json) -> str:
     """Return `9 % faster`, `no difference found` or `too few samples to tell`."""
     if latency["outcome"] == "too_few":
         return f"too few {'rounds' if latency['method'] == 'paired' else 'samples'} to tell"

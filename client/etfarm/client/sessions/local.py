@@ -16,7 +16,7 @@ from typing import Self
 
 from etfarm.client.errors import FarmError, UserError
 from etfarm.client.sessions.program import ServedModel, send_program
-from etfarm.client.sessions.session import AsyncSession, Line, Runs, Session, SessionClosed, Told
+from etfarm.client.sessions.session import AsyncSession, Line, Runs, Session, SessionClosed, TextCallback
 from etfarm.client.transport.thread_loop import Loop
 from etfarm.v1 import artifact_pb2_grpc, session_pb2, session_pb2_grpc
 from etfarm.wire.channel import Access, open_channel
@@ -55,8 +55,8 @@ class AsyncLocalSession(AsyncSession):
         methods: Sequence[str] = (),
         threads: int | None = None,
         cores: str = "",
-        on_wait: Told | None = None,
-        on_log: Told | None = None,
+        on_wait: TextCallback | None = None,
+        on_log: TextCallback | None = None,
     ) -> None:
         """Prepare a local session; `async with` opens it.
 
@@ -104,8 +104,8 @@ class LocalSession(Session):
         methods: Sequence[str] = (),
         threads: int | None = None,
         cores: str = "",
-        on_wait: Told | None = None,
-        on_log: Told | None = None,
+        on_wait: TextCallback | None = None,
+        on_log: TextCallback | None = None,
     ) -> None:
         """See `AsyncLocalSession`."""
         session = AsyncLocalSession(

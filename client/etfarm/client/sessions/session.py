@@ -32,7 +32,7 @@ LAST_WORD_S = 1.0
 
 Answer = TypeVar("Answer")
 
-Told = Callable[[str], None]
+TextCallback = Callable[[str], None]
 """Callback that takes one line or sentence."""
 
 
@@ -82,7 +82,7 @@ class AsyncSession:
     Calls are served in the order in which they are made. A call that fails because of its inputs changes nothing.
     """
 
-    def __init__(self, connect: Connect, *, on_wait: Told | None = None, on_log: Told | None = None) -> None:
+    def __init__(self, connect: Connect, *, on_wait: TextCallback | None = None, on_log: TextCallback | None = None) -> None:
         """Prepare a session; AsyncFarm.session and LocalSession create instances.
 
         Args:

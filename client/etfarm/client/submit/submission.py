@@ -117,7 +117,7 @@ class Submission:
 
 
 @dataclass(frozen=True)
-class Given:
+class SubmissionRequest:
     """The models, recipes and inputs of a job as the caller passed them."""
 
     model: Any

@@ -43,13 +43,13 @@ def latency(base: Json, candidate: Json) -> Json | None:
     }
 
 
-def outcome(found: Ratio) -> str:
+def outcome(change: Ratio) -> str:
     """Return the outcome of a ratio: too_few, no_difference, faster or slower."""
-    if found.ci95 is None:
+    if change.ci95 is None:
         return "too_few"
-    if found.ci95[0] <= 1 <= found.ci95[1]:
+    if change.ci95[0] <= 1 <= change.ci95[1]:
         return "no_difference"
-    return "faster" if found.ratio < 1 else "slower"
+    return "faster" if change.ratio < 1 else "slower"
 
 
 def compared(base: Json, candidate: Json) -> Ratio | None:

@@ -88,9 +88,9 @@ class BadCombination(UserError):
     reason = "BAD_RECIPE_COMBINATION"
 
 
-def did_you_mean(said: object, known: Sequence[str]) -> str:
+def did_you_mean(value: object, known: Sequence[str]) -> str:
     """Return ` Did you mean X?`; empty without a close match."""
-    near = difflib.get_close_matches(str(said)[:_COMPARED], known, n=1, cutoff=0.5)
+    near = difflib.get_close_matches(str(value)[:_COMPARED], known, n=1, cutoff=0.5)
     return f" Did you mean {near[0]}?" if near else ""
 
 

@@ -31,7 +31,7 @@ _METHOD: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 _STAGE_PLUGIN: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}(\.[A-Za-z_][A-Za-z0-9_]{0,63}){1,4}")
 
 
-def options(said: Mapping[str, object]) -> Options:
+def options(table: Mapping[str, object]) -> Options:
     """Return the options of a recipe file or a recipe's JSON.
 
     Args:
@@ -40,20 +40,20 @@ def options(said: Mapping[str, object]) -> Options:
     Raises:
         BadRecipeField: a field is unknown, or its value is not allowed.
     """
-    for key in said:
+    for key in table:
         if key not in OPTIONS:
             raise unknown("", key, OPTIONS)
     return Options(
-        strict=_flag("strict", said.get("strict")),
-        stages=_stages(said.get("stages")),
-        partitioners=_components("partitioners", said.get("partitioners"), PARTITIONERS),
-        quantizers=_components("quantizers", said.get("quantizers"), QUANTIZERS),
-        methods=_methods(said.get("methods", {})),
-        edge=_values("edge", said.get("edge", {}), EDGE),
-        executorch=_values("executorch", said.get("executorch", {}), EXECUTORCH),
-        replace=_replace(said.get("replace", {})),
-        name=_name(said.get("name")),
-        per_op=bool(_flag("per_op", said.get("per_op"))),
+        strict=_flag("strict", table.get("strict")),
+        stages=_stages(table.get("stages")),
+        partitioners=_components("partitioners", table.get("partitioners"), PARTITIONERS),
+        quantizers=_components("quantizers", table.get("quantizers"), QUANTIZERS),
+        methods=_methods(table.get("methods", {})),
+        edge=_values("edge", table.get("edge", {}), EDGE),
+        executorch=_values("executorch", table.get("executorch", {}), EXECUTORCH),
+        replace=_replace(table.get("replace", {})),
+        name=_name(table.get("name")),
+        per_op=bool(_flag("per_op", table.get("per_op"))),
     )
 
 

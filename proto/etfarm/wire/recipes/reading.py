@@ -41,13 +41,13 @@ def parse(text: str) -> Recipe:
     return _checked(Recipe(_merged([_part(part, text) for part in _bounded_parts(text.split("+"))])))
 
 
-def resolve(name: str, given: Mapping[str, object]) -> Recipe:
+def resolve(name: str, arguments: Mapping[str, object]) -> Recipe:
     """Return the recipe `name` with the arguments `given` and the defaults of the others.
 
     Raises:
         UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument: the recipe is not valid.
     """
-    return _checked(Recipe((_named(name, given),)))
+    return _checked(Recipe((_named(name, arguments),)))
 
 
 def from_toml(text: str, name: str = "") -> Recipe:

@@ -35,7 +35,7 @@ class CompilationNotFound(UserError):
 class Outcome:
     """The outcome of a compilation, or of stages that several compilations share."""
 
-    made: Compilation
+    compilation: Compilation
     """The compilation; has `error` if it failed."""
     cached: bool = False
     """Whether the whole outcome comes from the cache."""
@@ -45,9 +45,9 @@ class Outcome:
     @property
     def error(self) -> EtfarmError | None:
         """The error for the current requester; None after a success."""
-        if not self.made.HasField("error"):
+        if not self.compilation.HasField("error"):
             return None
-        error = from_proto(self.made.error)
+        error = from_proto(self.compilation.error)
         if not self.cached:
             return error
         error.remedy = f"{error.remedy} {FOUND_EARLIER}".lstrip()
@@ -95,11 +95,11 @@ class Cache:
             await self._store.hold(project, [artifact.digest for artifact in artifacts_of(compilation)], FARM_HOLDER)
         return compilation
 
-    async def give(self, project: str, made: Compilation, owner: str) -> None:
+    async def give(self, project: str, compilation: Compilation, owner: str) -> None:
         """Let a project read a compilation that it requested, and all of its files."""
-        row = insert(schema.project_compilations).values(project=project, key=made.key).on_conflict_do_nothing()
+        row = insert(schema.project_compilations).values(project=project, key=compilation.key).on_conflict_do_nothing()
         await self._database.write(lambda connection: connection.execute(row))
-        await self._store.hold(project, [artifact.digest for artifact in artifacts_of(made)], owner)
+        await self._store.hold(project, [artifact.digest for artifact in artifacts_of(compilation)], owner)
 
     async def compilation(self, key: str) -> Compilation | None:
         """Return a compilation that can answer a new job, or None."""
@@ -112,17 +112,17 @@ class Cache:
         """
         return await self._without_incomplete(await self._read(schema.stage_results, key))
 
-    async def keep_compilation(self, made: Compilation) -> None:
+    async def keep_compilation(self, compilation: Compilation) -> None:
         """Store a compilation under its key. A failure does not replace a program that may be in use."""
-        if made.HasField("error"):
-            known = await self.compilation(made.key)
+        if compilation.HasField("error"):
+            known = await self.compilation(compilation.key)
             if known is not None and not known.HasField("error"):
                 return
-        await self._write(schema.compilations, made, "compiled_at")
+        await self._write(schema.compilations, compilation, "compiled_at")
 
-    async def keep_stages(self, made: Compilation) -> None:
+    async def keep_stages(self, compilation: Compilation) -> None:
         """Store the outcome of shared stages under its key."""
-        await self._write(schema.stage_results, made, "made_at")
+        await self._write(schema.stage_results, compilation, "made_at")
 
     async def _without_incomplete(self, outcome: Compilation | None) -> Compilation | None:
         """Return the outcome if all of its files are stored and undamaged, else None, so that it is compiled again."""
@@ -149,12 +149,12 @@ def _not_found(key: str) -> CompilationNotFound:
     return CompilationNotFound(f"Nothing was compiled under the key {key[:12]}.", key=key)
 
 
-def artifacts_of(made: Compilation) -> Iterator[common_pb2.Artifact]:
+def artifacts_of(compilation: Compilation) -> Iterator[common_pb2.Artifact]:
     """Yield all files of a compilation."""
-    if made.HasField("program"):
-        yield made.program.pte
-        yield from made.program.data.values()
-    if made.HasField("etrecord"):
-        yield made.etrecord
-    for files in (made.example_inputs, made.exported_programs, made.stage_files):
+    if compilation.HasField("program"):
+        yield compilation.program.pte
+        yield from compilation.program.data.values()
+    if compilation.HasField("etrecord"):
+        yield compilation.etrecord
+    for files in (compilation.example_inputs, compilation.exported_programs, compilation.stage_files):
         yield from files.values()

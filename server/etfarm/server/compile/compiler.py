@@ -133,7 +133,7 @@ class Compiler:
         """
         todo = await self._plan(candidate, stop_after)
         outcome = await self._compile_once(todo, owner, project, fresh, quantize_again, listener)
-        await self._cache.give(project, outcome.made, owner)
+        await self._cache.give(project, outcome.compilation, owner)
         return outcome
 
     async def _plan(self, candidate: job_pb2.Candidate, stop_after: str) -> Plan:
@@ -182,7 +182,7 @@ class Compiler:
                 return Outcome(known, cached=True)
             outcome = await self._compile_stages(todo, owner, project, fresh and quantize_again, subscribers)
             if outcome.lasting:
-                await self._cache.keep_compilation(outcome.made)
+                await self._cache.keep_compilation(outcome.compilation)
             return outcome
 
         return await self._compilations.join(_shared_keys(todo.key, fresh), work, listener)
@@ -201,8 +201,8 @@ class Compiler:
                 quantized = await self._quantize(todo, owner, project, fresh, subscribers.listener)
                 _add_shared(compilation, quantized)
                 if compilation.HasField("error"):
-                    return replace(quantized, made=compilation)
-                lowered_from = dict(quantized.made.exported_programs)
+                    return replace(quantized, compilation=compilation)
+                lowered_from = dict(quantized.compilation.exported_programs)
             for name, artifact in lowered_from.items():
                 compilation.exported_programs[name].CopyFrom(artifact)
             model = todo.candidate.model
@@ -244,7 +244,7 @@ class Compiler:
             read = partial(answers.quantized, methods=todo.candidate.model.methods)
             outcome = await self._run_child(self._tasks.quantize, request, compilation, owner, project, subscribers, read)
             if outcome.lasting:
-                await self._cache.keep_stages(outcome.made)
+                await self._cache.keep_stages(outcome.compilation)
             return outcome
 
         return await self._quantizations.join(_shared_keys(todo.quantization_key, fresh), work, listener)
@@ -342,14 +342,14 @@ def _shared_keys(key: str, fresh: bool) -> list[str]:
 
 def _add_shared(compilation: Compilation, shared: Outcome) -> None:
     """Add the results of shared stages to a compilation."""
-    for stage in shared.made.stages:
+    for stage in shared.compilation.stages:
         compilation.stages.add().CopyFrom(stage)
         compilation.stages[-1].cached = shared.cached
-    compilation.warnings.extend(shared.made.warnings)
-    for method, operators in shared.made.stayed_fp32.items():
+    compilation.warnings.extend(shared.compilation.warnings)
+    for method, operators in shared.compilation.stayed_fp32.items():
         compilation.stayed_fp32[method].CopyFrom(operators)
-    if shared.made.HasField("error"):
-        compilation.error.CopyFrom(shared.made.error)
+    if shared.compilation.HasField("error"):
+        compilation.error.CopyFrom(shared.compilation.error)
 
 
 def _replay_log(known: Compilation, listener: Listener) -> None:

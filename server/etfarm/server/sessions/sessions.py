@@ -239,7 +239,7 @@ class Sessions:
         outcome = await self._compiler.compile(candidate, owner=owner, project=project, fresh=False, listener=silent)
         if outcome.error is not None:
             raise outcome.error
-        methods = outcome.made.facts.methods
+        methods = outcome.compilation.facts.methods
         for name in request.methods:
             if name not in methods:
                 raise MethodMissing(f"The program has no method {name!r}.", name, methods)

@@ -28,13 +28,13 @@ class ExternalConstantsClash(UserError):
 
     reason = "EXTERNAL_CONSTANTS_CLASH"
 
-    def __init__(self, constant: str, one: str, other: str) -> None:
+    def __init__(self, constant: str, first: str, second: str) -> None:
         super().__init__(
-            f"The constant {constant} is another one in {one} than in {other}, and a data file knows constants by name only: "
+            f"The constant {constant} is another one in {first} than in {second}, and a data file knows constants by name only: "
             "one of them would be read for both.",
             "Name the methods' modules differently (wrap each in a module with its own attribute), or leave out "
             "external_constants.",
-            stage="TO_EXECUTORCH", constant=constant, methods=f"{one},{other}",
+            stage="TO_EXECUTORCH", constant=constant, methods=f"{first},{second}",
         )  # fmt: skip
 
 

@@ -76,7 +76,7 @@ class Checked:
 class Difference:
     """The comparison of one output: what is reported, and what decides the verdict."""
 
-    told: OutputCheck
+    report: OutputCheck
     judged_db: float | None
     """The SQNR in dB of the reference without its mean, so that a bias does not count as signal; None if undefined."""
     is_constant: bool = False
@@ -293,7 +293,7 @@ def _compare(
         checked.warn("OUTPUTS_DIFFER", f"{method} on the server{_where(trial)}: {check['why']}.")
         return
     differences = [difference(v.name or str(i), v, actual) for i, (v, actual) in enumerate(zip(expected, outputs, strict=True))]
-    check["outputs"] = [output.told for output in differences]
+    check["outputs"] = [output.report for output in differences]
     problems = [problem for output in differences if (problem := _find_problem(output, quantized=program.quantized))]
     if not problems:
         return
@@ -320,8 +320,8 @@ def _where(trial: Trial) -> str:
 
 def _find_problem(output: Difference, *, quantized: bool) -> str:
     if output.wrong:
-        return f"{output.told['output']} {output.wrong}"
-    reported, db = output.told, output.judged_db
+        return f"{output.report['output']} {output.wrong}"
+    reported, db = output.report, output.judged_db
     if quantized:
         if output.is_constant or db is None or db >= QUANTIZED_DB:
             return ""
@@ -341,7 +341,7 @@ def _find_problem(output: Difference, *, quantized: bool) -> str:
 def _is_random(original: Any, trial: Trial, expected: list[Value]) -> bool:
     repeated = _run_reference(original, trial)
     return not isinstance(repeated, _Refused) and not all(
-        difference("", first, second).told["equal"] for first, second in zip(expected, repeated, strict=True)
+        difference("", first, second).report["equal"] for first, second in zip(expected, repeated, strict=True)
     )
 
 

@@ -39,7 +39,7 @@ class CellCompilation:
             stop_after=job.spec.stop_after,
             listener=self._listener(run),
         )
-        run.compilation = compilation = outcome.made
+        run.compilation = compilation = outcome.compilation
         cell.compilation_key, cell.compile_cached = compilation.key, outcome.cached
         phase.record("COMPILE", run)
         if outcome.error is not None:

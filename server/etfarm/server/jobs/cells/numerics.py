@@ -58,8 +58,8 @@ class NumericsPrograms:
         except EtfarmError as error:
             _warn(run, str(error))
             return
-        cell.numerics_compilation_key = outcome.made.key
-        self._take(run, outcome.made)
+        cell.numerics_compilation_key = outcome.compilation.key
+        self._take(run, outcome.compilation)
 
     async def recover(self, run: CellRun) -> None:
         """Load the program of a cell that an earlier server compiled."""

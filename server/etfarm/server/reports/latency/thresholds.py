@@ -95,7 +95,7 @@ def read(path: Path) -> Thresholds:
         raise BadThresholds(f"{path} is no TOML: {error}.", path=path) from None
 
 
-def of_mapping(given: Mapping[str, object]) -> Thresholds:
+def of_mapping(values: Mapping[str, object]) -> Thresholds:
     """Return the thresholds with these values by name, and defaults for the others.
 
     Raises:
@@ -103,7 +103,7 @@ def of_mapping(given: Mapping[str, object]) -> Thresholds:
     """
     known = [field.name for field in fields(Thresholds)]
     chosen: dict[str, float] = {}
-    for name, value in given.items():
+    for name, value in values.items():
         if name not in known:
             close = difflib.get_close_matches(name, known, 1)
             raise BadThresholds(

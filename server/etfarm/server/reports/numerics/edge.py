@@ -25,7 +25,7 @@ _QUANTIZATION: Final = ("quantize", "dequantize", "choose_qparams")
 
 
 @dataclass(frozen=True)
-class Given:
+class OutputSpec:
     """One output tensor of an operator."""
 
     name: str
@@ -44,7 +44,7 @@ class Operator:
     handles: tuple[int, ...]
     takes: tuple[str, ...]
     """Names of the input tensors."""
-    gives: tuple[Given, ...]
+    gives: tuple[OutputSpec, ...]
     lineage: tuple[str, ...]
     """Names of the nodes that it comes from in the graph of each step since the export, the latest first."""
 
@@ -158,11 +158,11 @@ def executed(
     return {number: tuple(sorted(group, key=lambda operator: operator.index)) for number, group in groups.items()}
 
 
-def fits(given: Given, value: Stored) -> bool:
+def fits(spec: OutputSpec, value: Stored) -> bool:
     """Return whether a recorded value may be this output of the graph."""
-    return (given.dtype is None or given.dtype == value.dtype) and (
-        len(given.shape) == len(value.shape)
-        and all(size is None or size == actual for size, actual in zip(given.shape, value.shape, strict=True))
+    return (spec.dtype is None or spec.dtype == value.dtype) and (
+        len(spec.shape) == len(value.shape)
+        and all(size is None or size == actual for size, actual in zip(spec.shape, value.shape, strict=True))
     )
 
 
@@ -197,10 +197,10 @@ def _operator(index: int, node: Mapping[str, Any], metas: Mapping[str, Any]) -> 
     )
 
 
-def _output(name: str, meta: Mapping[str, Any] | None) -> Given:
+def _output(name: str, meta: Mapping[str, Any] | None) -> OutputSpec:
     if meta is None:
-        return Given(name, None, ())
-    return Given(name, _DTYPES.get(int(meta["dtype"])), tuple(size.get("as_int") for size in meta["sizes"]))
+        return OutputSpec(name, None, ())
+    return OutputSpec(name, _DTYPES.get(int(meta["dtype"])), tuple(size.get("as_int") for size in meta["sizes"]))
 
 
 def _lineage(text: str | None) -> tuple[str, ...]:

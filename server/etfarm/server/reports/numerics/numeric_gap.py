@@ -57,7 +57,7 @@ def fill(
     method: str,
     model: Path | None,
     inputs: Path,
-    given: Numerics,
+    files: Numerics,
     deadline_s: float,
     warn: Warn,
     screen: reference.Screen | None = None,
@@ -75,10 +75,10 @@ def fill(
     Raises:
         BadRecording, BadRecord, BadProgram, OtherExport, NothingToCompare: nothing can be compared.
     """
-    recording = _recording(given, method)
-    record = graph.read_record(given.etrecord, method)
-    operators = edge.read(given.etrecord, method)
-    program = graph.read_program(given.pte, method)
+    recording = _recording(files, method)
+    record = graph.read_record(files.etrecord, method)
+    operators = edge.read(files.etrecord, method)
+    program = graph.read_program(files.pte, method)
     if not record.handles or not record.nodes:
         raise graph.BadRecord("The ETRecord has no debug handles, by which recorded values are matched with the graph.")
     if misfit := provenance.misfit_of_record(record, program):
@@ -100,11 +100,11 @@ def fill(
         warn("ANALYSIS_NUMERICS_BFLOAT16", message)
     leaves = tensors.decode(inputs.read_bytes())
     # Kernels are not to blame for quantization error, so they are judged against the quantized program if there is one.
-    judged = QUANTIZED if given.quantized is not None else EAGER
+    judged = QUANTIZED if files.quantized is not None else EAGER
     sides: list[Side] = []
     numbers: dict[int, Callable[[Array], Array]] = {}
     failed = []
-    for name, path in ((QUANTIZED, given.quantized), (EAGER, model)):
+    for name, path in ((QUANTIZED, files.quantized), (EAGER, model)):
         if path is not None:
             try:
                 exported = reference.load(path, screen)
@@ -114,7 +114,7 @@ def fill(
             except (reference.ReferenceNotRunnable, OutOfTime) as error:
                 failed.append(f"Nothing further is compared with {_called(name)}: {error}")
                 warn("ANALYSIS_NUMERICS_REFERENCE_FAILED", failed[-1])
-    if not any(slot.found for side in sides for slot in side.slots):
+    if not any(slot.deviation for side in sides for slot in side.slots):
         if failed and (not sides or any(side.slots for side in sides)):
             raise NothingToCompare(f"None of the {len(outputs)} values that the device recorded could be compared. {failed[0]}")
         raise NothingToCompare(
@@ -165,8 +165,10 @@ def _side(name: str, nodes: Counterparts, outputs: Sequence[Output]) -> Side:
 def _rows(sides: Sequence[Side], outputs: Sequence[Output]) -> list[tuple[report_pb2.NumericGap, Slot]]:
     """Return the rows in order of execution; for one value, the row against the quantized program comes first."""
     order = {id(output): at for at, output in enumerate(outputs)}
-    slots = [(order[id(slot.output)], at, slot) for at, side in enumerate(sides) for slot in side.slots if slot.found is not None]
-    seen = [frozenset(slot.node.name for slot in side.slots if slot.found is not None) for side in sides]
+    slots = [
+        (order[id(slot.output)], at, slot) for at, side in enumerate(sides) for slot in side.slots if slot.deviation is not None
+    ]
+    seen = [frozenset(slot.node.name for slot in side.slots if slot.deviation is not None) for side in sides]
     rows = []
     for _, at, slot in sorted(slots, key=lambda entry: entry[:2]):
         unseen = sides[at].nodes.unseen(slot.node, seen[at])
@@ -176,7 +178,7 @@ def _rows(sides: Sequence[Side], outputs: Sequence[Output]) -> list[tuple[report
 
 
 def _row(slot: Slot, group: Sequence[edge.Operator], against: str) -> report_pb2.NumericGap:
-    deviation = slot.found
+    deviation = slot.deviation
     assert deviation is not None
     own = [operator for operator in group if not operator.quantizes] or list(group)
     places = list(dict.fromkeys(operator.node.source for operator in own if operator.node.source is not None))

@@ -69,7 +69,7 @@ class Slot:
     expected: report_pb2.ValueSummary | None = None
     actual: report_pb2.ValueSummary | None = None
     histogram: report_pb2.ValueHistogram | None = None
-    found: Deviation | None = None
+    deviation: Deviation | None = None
     """Deviation of the dequantized values; None until they are compared."""
     own: Deviation | None = None
     """Deviation that the operator itself adds, over the values as recorded: integers if they are quantized."""
@@ -198,7 +198,11 @@ class Observer:
             return result
 
         for slot in self._slots.get(node.all_input_nodes[0].name, ()):
-            if slot.output.operator.index not in self._numbers and slot.found is not None and isinstance(args[0], torch.Tensor):
+            if (
+                slot.output.operator.index not in self._numbers
+                and slot.deviation is not None
+                and isinstance(args[0], torch.Tensor)
+            ):
                 self._numbers[slot.output.operator.index] = dequantize
                 self._describe(slot, dequantize(args[0].numpy()), dequantize(self._recording.array(slot.output.stored)))
 
@@ -212,7 +216,7 @@ class Observer:
             self._describe(slot, nearest, actual)
 
     def _describe(self, slot: Slot, expected: Array, actual: Array) -> None:
-        slot.found = deviation(expected, actual)
+        slot.deviation = deviation(expected, actual)
         slot.expected = summary(expected, expected.dtype.name)
         slot.actual = summary(actual, slot.output.stored.dtype)
         slot.histogram = histogram(expected, actual)

@@ -18,7 +18,7 @@ JobOrFile = Annotated[
 
 
 @dataclass(frozen=True)
-class Found:
+class ReportDocument:
     """The reports of a job or of a file."""
 
     document: dict[str, Any]
@@ -27,7 +27,7 @@ class Found:
     """The job's id in the farm; empty for a file, whose job may be unknown to the farm."""
 
 
-def find(name: str, outcome: Outcome, *, server: str | None, tls_ca: str | None) -> Found:
+def find(name: str, outcome: Outcome, *, server: str | None, tls_ca: str | None) -> ReportDocument:
     """Return the reports that JOB|FILE names; for a job, those of the finished cells.
 
     Raises:
@@ -38,11 +38,11 @@ def find(name: str, outcome: Outcome, *, server: str | None, tls_ca: str | None)
     from etfarm.client.jobs import report_file
 
     if report_file.is_named(name):
-        return Found(report_file.read(Path(name)), "")
+        return ReportDocument(report_file.read(Path(name)), "")
 
-    async def fetch() -> Found:
+    async def fetch() -> ReportDocument:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             job = await farm.job(name)
-            return Found(await job.document(), job.id)
+            return ReportDocument(await job.document(), job.id)
 
     return run_async(fetch, outcome)

@@ -1,0 +1,37 @@
+"""Names of the source code: the field's terms, and none of the words that say nothing about what a value is."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+ROOT: Final = Path(__file__).parents[2]
+PACKAGES: Final = ("client/etfarm", "server/etfarm", "device_agents/etfarm", "proto/etfarm/wire")
+BANNED: Final = frozenset({"told", "untold", "heard", "said", "given", "found", "made", "way", "story", "nobody"})
+"""Use what the value is instead: `on_progress`, `next_index`, `unsupported`, `matches`, `compilation`."""
+KEYS: Final = {
+    ("device_agents/etfarm/device_agents/targets/phones/errors.py", "told"),
+    ("device_agents/etfarm/device_agents/conditions/governor.py", "found"),
+    ("server/etfarm/server/reports/verdict.py", "found"),
+}
+"""Names that the contract has: metadata of an error, and fields of messages."""
+
+
+def identifiers(tree: ast.AST) -> Iterator[str]:
+    """Yield each name that a module defines or uses."""
+    for node in ast.walk(tree):
+        for field in ("id", "arg", "attr", "name"):
+            value = getattr(node, field, None)
+            if isinstance(value, str):
+                yield value
+
+
+def test_no_identifier_is_a_banned_word() -> None:
+    banned = set()
+    for package in PACKAGES:
+        for path in (ROOT / package).rglob("*.py"):
+            names = {name.strip("_").lower() for name in identifiers(ast.parse(path.read_text()))}
+            banned |= {(path.relative_to(ROOT).as_posix(), name) for name in names & BANNED}
+    assert banned == KEYS
