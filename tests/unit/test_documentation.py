@@ -70,7 +70,8 @@ def test_the_files_of_the_ten_steps_exist() -> None:
     for part in "; ".join(rows).split("; "):
         role, _, files = part.partition(": ")
         for name in files.split(", "):
-            assert (ROOT / role / "etfarm" / role / name.strip("`")).is_file(), f"{role}: {name}"
+            root = ROOT / ("proto" if role == "wire" else role) / "etfarm" / role
+            assert (root / name.strip("`")).is_file(), f"{role}: {name}"
 
 
 def test_each_error_reason_is_explained_once(generate: ModuleType) -> None:
