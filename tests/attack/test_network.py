@@ -51,9 +51,9 @@ async def test_a_path_of_any_bytes_is_refused_and_others_are_served(door: Door, 
                 connection.call(path, {}, b"", compressed=False)
 
     await asyncio.to_thread(attack)
-    await call(admin, "FarmService.GetServerInfo")
+    assert await call(admin, "FarmService.GetServerInfo")
     async with door.channel() as fresh:
-        await call(fresh, "FarmService.GetServerInfo")
+        assert await call(fresh, "FarmService.GetServerInfo")
 
 
 async def test_an_unknown_rpc_is_unimplemented(door: Door, admin: grpc.aio.Channel) -> None:
@@ -70,7 +70,7 @@ async def test_headers_of_any_bytes_are_refused(door: Door, admin: grpc.aio.Chan
             connection.call(INFO, {"authorization": value, "etfarm-project": value}, b"", compressed=False)
 
     await asyncio.to_thread(attack)
-    await call(admin, "FarmService.GetServerInfo")
+    assert await call(admin, "FarmService.GetServerInfo")
 
 
 async def test_a_thief_does_not_get_the_secret_that_replaces_the_stolen_one(door: Door, admin: grpc.aio.Channel) -> None:
@@ -125,7 +125,7 @@ async def test_a_flood_of_calls_without_a_token_cancels_nobody_elses(door: Door,
 
     attacking = asyncio.create_task(asyncio.to_thread(attack))
     while not attacking.done():
-        await asyncio.gather(*(call(admin, "FarmService.GetServerInfo") for _ in range(20)))
+        assert all(await asyncio.gather(*(call(admin, "FarmService.GetServerInfo") for _ in range(20))))
     await attacking
 
 
