@@ -295,7 +295,7 @@ async def test_an_inputs_file_of_60000_dimensions_freezes_nobody(served: FarmPro
         job = await submitted(channel, tensor_file([entry], bytes(16)), agent)
     agent.outgoing.put_nowait(None)
     (cell,) = job.cells
-    assert (cell.state, cell.error.reason) == (job_pb2.CELL_STATE_FAILED, "BAD_TENSOR_FILE")
+    assert (cell.state, cell.error.reason) == (common_pb2.CELL_STATE_FAILED, "BAD_TENSOR_FILE")
     assert "at most 64 dims, got 60000" in cell.error.message
 
 
@@ -392,7 +392,7 @@ async def test_a_job_under_which_the_server_dies_three_times_is_set_aside(breaka
         job = await jobs.Submit(job_pb2.SubmitRequest(request_id="r", spec=spec))
         async with asyncio.timeout(WAIT_S):
             async for event in jobs.Watch(job_pb2.WatchRequest(job_id=job.id)):
-                if event.cell.state == job_pb2.CELL_STATE_COMPILING:
+                if event.cell.state == common_pb2.CELL_STATE_COMPILING:
                     break
     log = breakable.folder / "serve.log"
     for times in (1, 2):
@@ -405,7 +405,7 @@ async def test_a_job_under_which_the_server_dies_three_times_is_set_aside(breaka
         again = await job_pb2_grpc.JobServiceStub(channel).Get(job_pb2.GetJobRequest(job_id=job.id))
     (cell,) = again.cells
     assert (cell.state, cell.error.reason, cell.error.fault) == (
-        job_pb2.CELL_STATE_FAILED, "SET_ASIDE", common_pb2.FAULT_FARM,
+        common_pb2.CELL_STATE_FAILED, "SET_ASIDE", common_pb2.FAULT_FARM,
     )  # fmt: skip
     assert "Submit the job again" in cell.error.remedy
     with breakable.client() as farm:

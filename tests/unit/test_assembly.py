@@ -9,7 +9,7 @@ import pytest
 
 from etfarm.server.reports.assembly import assemble, model_digest, since
 from etfarm.server.reports.verdict import Thresholds
-from etfarm.v1 import agent_pb2, compile_pb2, job_pb2, report_pb2
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import digest, recipes
 from etfarm.wire.chunks import artifact_of
@@ -28,7 +28,7 @@ def job() -> job_pb2.Job:
 
 
 def cell(state: str = "SUCCEEDED", **more: Any) -> job_pb2.Cell:
-    value = job_pb2.CellState.Value(f"CELL_STATE_{state}")
+    value = common_pb2.CellState.Value(f"CELL_STATE_{state}")
     return job_pb2.Cell(id="c", job_id="j", method="forward", state=value, recipe_name="xnnpack_fp32", **more)
 
 

@@ -6,7 +6,8 @@ import pytest
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.cell_run import CellRun
-from etfarm.v1.job_pb2 import Cell, CellState, Job
+from etfarm.v1.common_pb2 import CellState
+from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import UserError
 
 

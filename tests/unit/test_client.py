@@ -333,7 +333,7 @@ def test_several_cells_have_no_single_report() -> None:
 
 
 def test_events_are_plain_values() -> None:
-    cell = job_pb2.Cell(id="c", state=job_pb2.CELL_STATE_RUNNING, candidate_name="m")
+    cell = job_pb2.Cell(id="c", state=common_pb2.CELL_STATE_RUNNING, candidate_name="m")
     messages = [
         job_pb2.JobEvent(sequence=1, job=job_pb2.Job(id="j", state=job_pb2.JOB_STATE_QUEUED), job_state=job_pb2.JOB_STATE_QUEUED),
         job_pb2.JobEvent(sequence=2, cell=cell, job_state=job_pb2.JOB_STATE_RUNNING),

@@ -217,7 +217,7 @@ class World:
         """The names of the states that the job's only cell went through, and its reports."""
         async with asyncio.timeout(WAIT_S):
             events = [event async for event in self.journal.watch(job.id, 0)]
-        states = [job_pb2.CellState.Name(e.cell.state).removeprefix("CELL_STATE_") for e in events if e.HasField("cell")]
+        states = [common_pb2.CellState.Name(e.cell.state).removeprefix("CELL_STATE_") for e in events if e.HasField("cell")]
         return states, list(await self.journal.reports.of_job(job.id))
 
 
@@ -450,7 +450,7 @@ async def test_cancelling_ends_the_cell_wherever_it_is(world: World, state: str)
         world.analyst.gate = gate
     agent = await world.agent() if state in ("RUNNING", "ANALYZING") else None
     job = await world.submit()
-    await world.until(job, job_pb2.CellState.Value(f"CELL_STATE_{state}") if state != "ANALYZING" else model.RUNNING)
+    await world.until(job, common_pb2.CellState.Value(f"CELL_STATE_{state}") if state != "ANALYZING" else model.RUNNING)
     run = await agent.started() if agent is not None else None
     if state == "ANALYZING":
         assert agent is not None and run is not None
@@ -525,7 +525,7 @@ async def test_a_new_server_goes_on_where_the_old_one_was(world: World, state: s
     if state == "ANALYZING":
         agent = await world.agent()
         agent.answer(await agent.started(), threads=3)
-    await world.until(job, job_pb2.CellState.Value(f"CELL_STATE_{state}"))
+    await world.until(job, common_pb2.CellState.Value(f"CELL_STATE_{state}"))
     again = await world.restarted()
     await again.conductor.resume()
     if state != "ANALYZING":

@@ -97,7 +97,7 @@ async def states(farm: World, job: job_pb2.Job) -> dict[str, list[str]]:
     async with asyncio.timeout(WAIT_S):
         async for event in farm.journal.watch(job.id, 0):
             if event.HasField("cell"):
-                name = job_pb2.CellState.Name(event.cell.state).removeprefix("CELL_STATE_")
+                name = common_pb2.CellState.Name(event.cell.state).removeprefix("CELL_STATE_")
                 found.setdefault(event.cell.id.rpartition("-")[2], []).append(name)
     return found
 
@@ -298,7 +298,7 @@ async def test_a_new_server_goes_on_with_a_group_where_the_old_one_was(farm: Wor
     run = await agent.started() if agent is not None else None
     if agent is not None and run is not None and state == "ANALYZING":
         answer(agent, run)
-    await farm.until(job, model.WAITING if state == "COMPILING" else job_pb2.CellState.Value(f"CELL_STATE_{state}"))
+    await farm.until(job, model.WAITING if state == "COMPILING" else common_pb2.CellState.Value(f"CELL_STATE_{state}"))
     again = await farm.restarted()
     use(again, Compiles())
     await again.conductor.resume()

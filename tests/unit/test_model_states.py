@@ -23,7 +23,8 @@ from etfarm.server.jobs.model import (
     WAITING,
     IllegalTransition,
 )  # fmt: skip
-from etfarm.v1.job_pb2 import Cell, CellState, JobState
+from etfarm.v1.common_pb2 import CellState
+from etfarm.v1.job_pb2 import Cell, JobState
 from etfarm.wire.errors import Fault
 
 STATES = [state for state in CellState.values() if state != CellState.CELL_STATE_UNSPECIFIED]

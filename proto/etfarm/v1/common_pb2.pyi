@@ -62,6 +62,206 @@ FAULT_FARM: Fault.ValueType  # 3
 """The server or etfarm itself."""
 Global___Fault: _TypeAlias = Fault  # noqa: Y015
 
+class _CellState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _CellStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CellState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    CELL_STATE_UNSPECIFIED: _CellState.ValueType  # 0
+    CELL_STATE_QUEUED: _CellState.ValueType  # 1
+    CELL_STATE_COMPILING: _CellState.ValueType  # 2
+    CELL_STATE_WAITING_FOR_DEVICE: _CellState.ValueType  # 3
+    CELL_STATE_RUNNING: _CellState.ValueType  # 4
+    CELL_STATE_ANALYZING: _CellState.ValueType  # 5
+    CELL_STATE_SUCCEEDED: _CellState.ValueType  # 6
+    CELL_STATE_FAILED: _CellState.ValueType  # 7
+    CELL_STATE_CANCELLED: _CellState.ValueType  # 8
+
+class CellState(_CellState, metaclass=_CellStateEnumTypeWrapper):
+    """The state of a cell. SUCCEEDED, FAILED and CANCELLED are terminal."""
+
+CELL_STATE_UNSPECIFIED: CellState.ValueType  # 0
+CELL_STATE_QUEUED: CellState.ValueType  # 1
+CELL_STATE_COMPILING: CellState.ValueType  # 2
+CELL_STATE_WAITING_FOR_DEVICE: CellState.ValueType  # 3
+CELL_STATE_RUNNING: CellState.ValueType  # 4
+CELL_STATE_ANALYZING: CellState.ValueType  # 5
+CELL_STATE_SUCCEEDED: CellState.ValueType  # 6
+CELL_STATE_FAILED: CellState.ValueType  # 7
+CELL_STATE_CANCELLED: CellState.ValueType  # 8
+Global___CellState: _TypeAlias = CellState  # noqa: Y015
+
+class _Actor:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ActorEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Actor.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    ACTOR_UNSPECIFIED: _Actor.ValueType  # 0
+    ACTOR_CLIENT: _Actor.ValueType  # 1
+    ACTOR_SERVER: _Actor.ValueType  # 2
+    ACTOR_DEVICE: _Actor.ValueType  # 3
+
+class Actor(_Actor, metaclass=_ActorEnumTypeWrapper):
+    """Which of the three parties does a step."""
+
+ACTOR_UNSPECIFIED: Actor.ValueType  # 0
+ACTOR_CLIENT: Actor.ValueType  # 1
+ACTOR_SERVER: Actor.ValueType  # 2
+ACTOR_DEVICE: Actor.ValueType  # 3
+Global___Actor: _TypeAlias = Actor  # noqa: Y015
+
+class _RunnerKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RunnerKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunnerKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RUNNER_KIND_UNSPECIFIED: _RunnerKind.ValueType  # 0
+    RUNNER_KIND_NATIVE: _RunnerKind.ValueType  # 1
+    """The farm's bundle for the device, which the agent receives from the server."""
+    RUNNER_KIND_PYTHON: _RunnerKind.ValueType  # 2
+    """ExecuTorch's Python binding, installed on the device."""
+    RUNNER_KIND_OWN: _RunnerKind.ValueType  # 3
+    """An executable that was put on the device beforehand; it is used in place of any bundle."""
+
+class RunnerKind(_RunnerKind, metaclass=_RunnerKindEnumTypeWrapper):
+    """Where a runner comes from."""
+
+RUNNER_KIND_UNSPECIFIED: RunnerKind.ValueType  # 0
+RUNNER_KIND_NATIVE: RunnerKind.ValueType  # 1
+"""The farm's bundle for the device, which the agent receives from the server."""
+RUNNER_KIND_PYTHON: RunnerKind.ValueType  # 2
+"""ExecuTorch's Python binding, installed on the device."""
+RUNNER_KIND_OWN: RunnerKind.ValueType  # 3
+"""An executable that was put on the device beforehand; it is used in place of any bundle."""
+Global___RunnerKind: _TypeAlias = RunnerKind  # noqa: Y015
+
+class _ValueKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ValueKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ValueKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    VALUE_KIND_UNSPECIFIED: _ValueKind.ValueType  # 0
+    VALUE_KIND_TENSOR: _ValueKind.ValueType  # 1
+    VALUE_KIND_INT: _ValueKind.ValueType  # 2
+    VALUE_KIND_DOUBLE: _ValueKind.ValueType  # 3
+    """A floating-point number of 64 bits: a Python `float`."""
+    VALUE_KIND_BOOL: _ValueKind.ValueType  # 4
+    VALUE_KIND_STRING: _ValueKind.ValueType  # 5
+    VALUE_KIND_NONE: _ValueKind.ValueType  # 6
+    VALUE_KIND_UNSUPPORTED: _ValueKind.ValueType  # 7
+    """A value that the runtime has and etfarm cannot transfer, such as a list."""
+
+class ValueKind(_ValueKind, metaclass=_ValueKindEnumTypeWrapper):
+    """What one flattened input or output of a method is."""
+
+VALUE_KIND_UNSPECIFIED: ValueKind.ValueType  # 0
+VALUE_KIND_TENSOR: ValueKind.ValueType  # 1
+VALUE_KIND_INT: ValueKind.ValueType  # 2
+VALUE_KIND_DOUBLE: ValueKind.ValueType  # 3
+"""A floating-point number of 64 bits: a Python `float`."""
+VALUE_KIND_BOOL: ValueKind.ValueType  # 4
+VALUE_KIND_STRING: ValueKind.ValueType  # 5
+VALUE_KIND_NONE: ValueKind.ValueType  # 6
+VALUE_KIND_UNSUPPORTED: ValueKind.ValueType  # 7
+"""A value that the runtime has and etfarm cannot transfer, such as a list."""
+Global___ValueKind: _TypeAlias = ValueKind  # noqa: Y015
+
+class _StopReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _StopReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_StopReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    STOP_REASON_UNSPECIFIED: _StopReason.ValueType  # 0
+    STOP_REASON_ENOUGH: _StopReason.ValueType  # 1
+    """The minimum number of iterations and the minimum time are reached."""
+    STOP_REASON_MAX_TIME: _StopReason.ValueType  # 2
+    """The maximum time is reached before."""
+    STOP_REASON_MAX_SAMPLES: _StopReason.ValueType  # 3
+    """The maximum number of samples is reached before."""
+    STOP_REASON_SETTLED: _StopReason.ValueType  # 4
+    """The pass was extended, and its median stopped drifting."""
+    STOP_REASON_DRIFTING: _StopReason.ValueType  # 5
+    """The pass was extended as far as its limits allow, and its median still drifts."""
+
+class StopReason(_StopReason, metaclass=_StopReasonEnumTypeWrapper):
+    """Why a timed pass stopped."""
+
+STOP_REASON_UNSPECIFIED: StopReason.ValueType  # 0
+STOP_REASON_ENOUGH: StopReason.ValueType  # 1
+"""The minimum number of iterations and the minimum time are reached."""
+STOP_REASON_MAX_TIME: StopReason.ValueType  # 2
+"""The maximum time is reached before."""
+STOP_REASON_MAX_SAMPLES: StopReason.ValueType  # 3
+"""The maximum number of samples is reached before."""
+STOP_REASON_SETTLED: StopReason.ValueType  # 4
+"""The pass was extended, and its median stopped drifting."""
+STOP_REASON_DRIFTING: StopReason.ValueType  # 5
+"""The pass was extended as far as its limits allow, and its median still drifts."""
+Global___StopReason: _TypeAlias = StopReason  # noqa: Y015
+
+class _LogSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _LogSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_LogSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    LOG_SOURCE_UNSPECIFIED: _LogSource.ValueType  # 0
+    LOG_SOURCE_COMPILE: _LogSource.ValueType  # 1
+    """The compile child."""
+    LOG_SOURCE_RUNNER: _LogSource.ValueType  # 2
+    """The runner on the device."""
+    LOG_SOURCE_ANALYSIS: _LogSource.ValueType  # 3
+    """The analysis child."""
+    LOG_SOURCE_FARM: _LogSource.ValueType  # 4
+    """The server itself."""
+
+class LogSource(_LogSource, metaclass=_LogSourceEnumTypeWrapper):
+    """What printed a line of a job's log."""
+
+LOG_SOURCE_UNSPECIFIED: LogSource.ValueType  # 0
+LOG_SOURCE_COMPILE: LogSource.ValueType  # 1
+"""The compile child."""
+LOG_SOURCE_RUNNER: LogSource.ValueType  # 2
+"""The runner on the device."""
+LOG_SOURCE_ANALYSIS: LogSource.ValueType  # 3
+"""The analysis child."""
+LOG_SOURCE_FARM: LogSource.ValueType  # 4
+"""The server itself."""
+Global___LogSource: _TypeAlias = LogSource  # noqa: Y015
+
+class _Quantization:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _QuantizationEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Quantization.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    QUANTIZATION_UNSPECIFIED: _Quantization.ValueType  # 0
+    QUANTIZATION_NONE: _Quantization.ValueType  # 1
+    QUANTIZATION_PT2E_STATIC: _Quantization.ValueType  # 2
+    """PT2E with static activation ranges, which need calibration samples."""
+    QUANTIZATION_PT2E_DYNAMIC: _Quantization.ValueType  # 3
+    """PT2E with activation ranges computed at run time."""
+    QUANTIZATION_TORCHAO: _Quantization.ValueType  # 4
+    """torchao's transformation of the eager module, before export."""
+
+class Quantization(_Quantization, metaclass=_QuantizationEnumTypeWrapper):
+    """How a recipe quantizes a model."""
+
+QUANTIZATION_UNSPECIFIED: Quantization.ValueType  # 0
+QUANTIZATION_NONE: Quantization.ValueType  # 1
+QUANTIZATION_PT2E_STATIC: Quantization.ValueType  # 2
+"""PT2E with static activation ranges, which need calibration samples."""
+QUANTIZATION_PT2E_DYNAMIC: Quantization.ValueType  # 3
+"""PT2E with activation ranges computed at run time."""
+QUANTIZATION_TORCHAO: Quantization.ValueType  # 4
+"""torchao's transformation of the eager module, before export."""
+Global___Quantization: _TypeAlias = Quantization  # noqa: Y015
+
 class _Role:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015

@@ -23,35 +23,6 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
-class _CellState:
-    ValueType = _typing.NewType("ValueType", _builtins.int)
-    V: _TypeAlias = ValueType  # noqa: Y015
-
-class _CellStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_CellState.ValueType], _builtins.type):
-    DESCRIPTOR: _descriptor.EnumDescriptor
-    CELL_STATE_UNSPECIFIED: _CellState.ValueType  # 0
-    CELL_STATE_QUEUED: _CellState.ValueType  # 1
-    CELL_STATE_COMPILING: _CellState.ValueType  # 2
-    CELL_STATE_WAITING_FOR_DEVICE: _CellState.ValueType  # 3
-    CELL_STATE_RUNNING: _CellState.ValueType  # 4
-    CELL_STATE_ANALYZING: _CellState.ValueType  # 5
-    CELL_STATE_SUCCEEDED: _CellState.ValueType  # 6
-    CELL_STATE_FAILED: _CellState.ValueType  # 7
-    CELL_STATE_CANCELLED: _CellState.ValueType  # 8
-
-class CellState(_CellState, metaclass=_CellStateEnumTypeWrapper): ...
-
-CELL_STATE_UNSPECIFIED: CellState.ValueType  # 0
-CELL_STATE_QUEUED: CellState.ValueType  # 1
-CELL_STATE_COMPILING: CellState.ValueType  # 2
-CELL_STATE_WAITING_FOR_DEVICE: CellState.ValueType  # 3
-CELL_STATE_RUNNING: CellState.ValueType  # 4
-CELL_STATE_ANALYZING: CellState.ValueType  # 5
-CELL_STATE_SUCCEEDED: CellState.ValueType  # 6
-CELL_STATE_FAILED: CellState.ValueType  # 7
-CELL_STATE_CANCELLED: CellState.ValueType  # 8
-Global___CellState: _TypeAlias = CellState  # noqa: Y015
-
 class _JobState:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -525,7 +496,7 @@ class Cell(_message.Message):
     """Absent for a compile-only job."""
     method: _builtins.str
     threads: _builtins.int
-    state: Global___CellState.ValueType
+    state: _common_pb2.CellState.ValueType
     version: _builtins.int
     """Counts its changes; every change is a compare-and-set on it."""
     compilation_key: _builtins.str
@@ -572,7 +543,7 @@ class Cell(_message.Message):
         device_index: _builtins.int | None = ...,
         method: _builtins.str = ...,
         threads: _builtins.int | None = ...,
-        state: Global___CellState.ValueType = ...,
+        state: _common_pb2.CellState.ValueType = ...,
         version: _builtins.int = ...,
         error: _common_pb2.Error | None = ...,
         compilation_key: _builtins.str = ...,

@@ -62,7 +62,7 @@ def cell(message: job_pb2.Cell) -> Cell:
         threads=message.threads if message.HasField("threads") else None,
         device=message.attempts[-1].device_id if message.attempts else None,
         attempts=len(message.attempts),
-        state=CellState(job_pb2.CellState.Name(message.state).removeprefix("CELL_STATE_")),
+        state=CellState(common_pb2.CellState.Name(message.state).removeprefix("CELL_STATE_")),
         waiting_for=message.waiting_for,
         error=status.from_proto(message.error) if message.HasField("error") else None,
         on_device=message.HasField("device_index"),

@@ -7,7 +7,8 @@ from datetime import datetime
 from typing import Final
 
 from etfarm.v1 import job_pb2
-from etfarm.v1.job_pb2 import Cell, CellState, JobState
+from etfarm.v1.common_pb2 import CellState
+from etfarm.v1.job_pb2 import Cell, JobState
 from etfarm.wire.errors import FarmError
 
 QUEUED: Final = CellState.CELL_STATE_QUEUED

@@ -139,7 +139,7 @@ class Submission:
         job.spec.CopyFrom(spec)
         for cell in _cells(spec, names, choices):
             cell.id, cell.job_id, cell.index = self._new_id(), job.id, len(job.cells)
-            cell.state, cell.version = job_pb2.CellState.CELL_STATE_QUEUED, 1
+            cell.state, cell.version = common_pb2.CellState.CELL_STATE_QUEUED, 1
             cell.updated_at.CopyFrom(job.submitted_at)
             job.cells.append(cell)
             if len(job.cells) > MAX_CELLS:

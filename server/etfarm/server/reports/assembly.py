@@ -36,7 +36,7 @@ def assemble(
     """
     candidate = job.spec.candidates[cell.candidate_index]
     report = report_pb2.Report(
-        id=report_id, cell=cell.id, method=cell.method, state=job_pb2.CellState.Name(cell.state).removeprefix("CELL_STATE_")
+        id=report_id, cell=cell.id, method=cell.method, state=common_pb2.CellState.Name(cell.state).removeprefix("CELL_STATE_")
     )
     report.created_at.FromDatetime(at)
     if cell.HasField("error"):

@@ -27,7 +27,7 @@ from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state.engine import retry_when_full
 from etfarm.server.workers.measurement_lock import MeasurementLock
-from etfarm.v1 import common_pb2, job_pb2
+from etfarm.v1 import common_pb2
 from etfarm.v1.job_pb2 import Job
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import to_proto
@@ -125,7 +125,7 @@ class CellStages:
         phase.record("ANALYZE", run)
         await self.finish(run, model.SUCCEEDED)
 
-    async def finish(self, run: CellRun, to: job_pb2.CellState.ValueType, error: EtfarmError | None = None) -> None:
+    async def finish(self, run: CellRun, to: common_pb2.CellState.ValueType, error: EtfarmError | None = None) -> None:
         """Write the last change of a cell with its report. Failed writes, for example on a full disk, are repeated."""
         while not run.is_over:
             try:
@@ -136,7 +136,7 @@ class CellStages:
                 log.exception("a cell's end could not be written, trying again", cell=run.cell.id, seconds=RETRY_S)
                 await asyncio.sleep(RETRY_S)
 
-    async def _finish(self, run: CellRun, to: job_pb2.CellState.ValueType, error: EtfarmError | None) -> None:
+    async def _finish(self, run: CellRun, to: common_pb2.CellState.ValueType, error: EtfarmError | None) -> None:
         await self._take_turn()
         async with run.writing:
             after = model.advance(run.cell, to, at=self._now())

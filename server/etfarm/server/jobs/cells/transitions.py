@@ -12,7 +12,7 @@ from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.state.engine import retry_when_full
-from etfarm.v1 import agent_pb2, job_pb2, report_pb2
+from etfarm.v1 import agent_pb2, common_pb2, report_pb2
 from etfarm.v1.job_pb2 import Cell
 
 T = TypeVar("T")
@@ -25,12 +25,12 @@ class CellTransitions:
         self._journal = journal
         self._now = now
 
-    async def advance(self, cell_runs: Sequence[CellRun], to: job_pb2.CellState.ValueType) -> None:
+    async def advance(self, cell_runs: Sequence[CellRun], to: common_pb2.CellState.ValueType) -> None:
         """Advance cells of one job, all or none; a cell that has become terminal in the meantime stays terminal."""
         # A result that has arrived must not be lost because it cannot be written now.
         await retry_when_full(lambda: run_to_completion(self._advance(cell_runs, to)))
 
-    async def _advance(self, cell_runs: Sequence[CellRun], to: job_pb2.CellState.ValueType) -> None:
+    async def _advance(self, cell_runs: Sequence[CellRun], to: common_pb2.CellState.ValueType) -> None:
         async with AsyncExitStack() as locks:
             for run in sorted(cell_runs, key=lambda run: run.cell.index):
                 await locks.enter_async_context(run.writing)

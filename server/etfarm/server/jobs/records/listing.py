@@ -12,7 +12,7 @@ from etfarm.server.jobs.records.tags import tags_of
 from etfarm.server.state import schema
 from etfarm.server.state.cut import fit, shorten
 from etfarm.server.state.varint import encode_varint, read_varint
-from etfarm.v1 import job_pb2
+from etfarm.v1 import common_pb2, job_pb2
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent
 
 LIST_BYTES: Final = 4 << 20
@@ -105,4 +105,4 @@ def listed_events(connection: Connection, job_id: str, after: int) -> Sequence[J
 def state_of(connection: Connection, job_id: str) -> job_pb2.JobState.ValueType:
     """Return a job's state, derived from the states of its cells."""
     names = connection.execute(select(schema.cells.c.state).where(schema.cells.c.job_id == job_id).distinct()).scalars()
-    return model.job_state(Cell(state=job_pb2.CellState.Value(f"CELL_STATE_{name}")) for name in names)
+    return model.job_state(Cell(state=common_pb2.CellState.Value(f"CELL_STATE_{name}")) for name in names)

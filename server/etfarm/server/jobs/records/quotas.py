@@ -12,7 +12,8 @@ from sqlalchemy import ColumnElement, Connection, func, select
 from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.jobs import model
 from etfarm.server.state import schema
-from etfarm.v1.job_pb2 import CellState, Job
+from etfarm.v1.common_pb2 import CellState
+from etfarm.v1.job_pb2 import Job
 from etfarm.wire.errors import Kind, UserError
 
 

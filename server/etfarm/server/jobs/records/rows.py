@@ -13,7 +13,7 @@ from etfarm.server.jobs import model
 from etfarm.server.jobs.records.listing import listed_job
 from etfarm.server.jobs.records.tags import LATEST, find_tag, tags_of
 from etfarm.server.state import schema
-from etfarm.v1 import agent_pb2, job_pb2
+from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import Kind, UserError
 
@@ -98,7 +98,7 @@ def write_attempt(connection: Connection, cell: Cell, result: agent_pb2.Candidat
 
 def state_name(cell: Cell) -> str:
     """Return the name of the cell's state as stored in the database."""
-    return job_pb2.CellState.Name(cell.state).removeprefix("CELL_STATE_")
+    return common_pb2.CellState.Name(cell.state).removeprefix("CELL_STATE_")
 
 
 def to_utc(stamp: object) -> datetime:
