@@ -21,7 +21,8 @@ START_S = 120.0
 """How long a process may take until it says the line that is waited for, on a busy machine."""
 WAIT_FOR_NOTHING = ("--idle-wait", "0", "--cool-wait", "0", "--cool-down", "0")
 """An agent that measures at once: other tests keep the machine busy, so each measurement would wait the whole 10 s for it to
-become idle. What the gates do is tested in tests/unit/test_gates.py and tests/rpc/test_agent.py, an agent with its defaults in
+become idle. What the gates do is tested in
+tests/unit/device_agents/conditions/test_gates.py and tests/rpc/test_agent.py, an agent with its defaults in
 tests/e2e/test_main_job.py."""
 LAUNCHER = b"sandbox/launch.py"
 """In the command line of a process that confines itself before it becomes a runner."""

@@ -286,4 +286,4 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
     (re.compile(r"Command '\['[^']*flatc'.* returned non-zero exit status"), _number_too_large),
     (re.compile(r"Each instruction should have corresponding stacktrace|Failed with error: 'stack_trace'"), _stack_traces),
 )
-"""Messages of torch 2.13 and ExecuTorch 1.5 with their explanations. tests/unit/test_compile_explain.py provokes each."""
+"""Messages of torch 2.13 and ExecuTorch 1.5 with their explanations. test_compile_explain.py provokes each."""

@@ -1,0 +1,245 @@
+"""Candidates that take turns on the real runner: rounds and blocks, who fails leaves the others, nothing stays behind."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from array import array
+from collections.abc import Callable, Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etfarm.device_agents.attempts import interleaved
+from etfarm.device_agents.attempts.cache import Cache
+from etfarm.device_agents.attempts.interleaved import ROUNDS, STARTS, InterleavedAttempt, Turns, layout
+from etfarm.device_agents.conditions.gates import GateLimits
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.device import inventory
+from etfarm.device_agents.runners.protocol import Measured, MeasurePlan
+from etfarm.device_agents.targets.local import Machine
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2
+from etfarm.wire import digest, tensors
+from etfarm.wire.channel import Access
+from tests.support.farm import wait_until
+from tests.support.programs import program
+from tests.support.runner import runner_archive
+from tests.unit.device_agents.attempts.test_execute import Blobs, address, blobs, no_runner_is_left  # noqa: F401 - fixtures
+
+QUICK = job_pb2.Measurement(interleave=True, warmup=1, iterations=STARTS * ROUNDS, min_time_s=0)
+
+
+async def attempt(
+    blobs: Blobs,  # noqa: F811
+    address: str,  # noqa: F811
+    folder: Path,
+    names: Collection[str],
+    *,
+    told: list[agent_pb2.RunProgress] | None = None,
+    hear: Callable[[agent_pb2.RunProgress], None] | None = None,
+    memory_share: float = 0.8,
+    **more: Any,
+) -> agent_pb2.RunResult:
+    start = agent_pb2.StartRun(attempt_id="a", device_id="d", deadline_s=200, measurement=QUICK)
+    start.MergeFrom(agent_pb2.StartRun(**more))
+    for index, name in enumerate(names):
+        pte = blobs.put(program(name).bytes)
+        start.candidates.add(
+            cell_id=f"cell-{index}", threads=1, inputs=blobs.put(tensors.encode(program(name).inputs)),
+            program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
+            bundle=agent_pb2.RunnerBundle(artifact=blobs.put(runner_archive().read_bytes())),
+        )  # fmt: skip
+    gates = GateLimits(idle_wait_s=0, cool_wait_s=0)
+    config = AgentConfig(Access(address), "board", folder, gates=gates, memory_share=memory_share)
+    machine = Machine(config, inventory.parse(inventory.collect()))
+    hears = hear or ((lambda progress: None) if told is None else told.append)
+    result = await InterleavedAttempt(config, machine, Cache(folder / "cache", 1 << 30), folder / "run", start, hears).run()
+    assert not (folder / "run").exists()
+    assert await no_runner_is_left()
+    return result
+
+
+async def test_candidates_take_turns_in_a_random_order_over_several_starts(
+    blobs: Blobs,  # noqa: F811
+    address: str,  # noqa: F811
+    tmp_path: Path,
+) -> None:
+    told: list[agent_pb2.RunProgress] = []
+    result = await attempt(blobs, address, tmp_path, ["conv", "add"], told=told)
+    assert not result.HasField("error")
+    one, other = result.candidates
+    for each in (one, other):
+        assert not each.HasField("error"), each.error
+        rounds = [block.round for block in each.blocks]
+        assert rounds == list(range(len(rounds))) and len(rounds) >= 20
+        assert [block.process_pair for block in each.blocks] == [number // ROUNDS for number in rounds]
+        assert len({block.process_pair for block in each.blocks}) >= 5
+        assert sum(block.samples for block in each.blocks) == each.iterations == each.samples.size_bytes // 8
+        assert each.stop_reason == "ENOUGH" and each.duration_ns > 0
+        assert each.traced_ns and each.etdump.size_bytes and each.outputs.size_bytes
+        assert each.outputs_equal and each.repeatability.outcome == "EQUAL"
+        assert each.load.load_ns and each.load.load_method_ns and each.load.first_run_ns and each.threads == 1
+        assert each.memory.planned_bytes and each.memory.peak_rss_bytes
+        assert [phase.phase for phase in each.phases] == ["FETCH", "LOAD", "LOAD_METHOD", "WARMUP", "TIMED", "TRACED", "UPLOAD"]
+        assert each.telemetry.wall_time_ns and each.telemetry.HasField("runners_cpu_ns")
+        assert each.telemetry.runners_cpu_ns >= each.telemetry.cpu_time_ns * 0.9
+    places = [(a.place, b.place) for a, b in zip(one.blocks, other.blocks, strict=True)]
+    assert set(places) == {(0, 1), (1, 0)}, "each goes first sometimes"
+    last = [said for said in told if said.phase == "TIMED" and said.message][-1]
+    assert last.message == f"round {last.done} of {STARTS * ROUNDS}"
+    again = await attempt(blobs, address, tmp_path, ["conv", "add"])
+    assert [block.place for block in again.candidates[0].blocks] == [block.place for block in one.blocks], "of the attempt's id"
+
+
+async def test_a_program_that_keeps_state_is_known_as_one(blobs: Blobs, address: str, tmp_path: Path) -> None:  # noqa: F811
+    result = await attempt(blobs, address, tmp_path, ["counter", "add"])
+    assert [each.repeatability.outcome for each in result.candidates] == ["KEEPS_STATE", "EQUAL"]
+
+
+async def test_who_crashes_in_the_middle_leaves_the_others_to_go_on(
+    blobs: Blobs,  # noqa: F811
+    address: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    block = Turns.block
+
+    async def crash(self: Turns, number: int, start: int, place: int) -> None:
+        if number == 7 and self.execution.result.cell_id == "cell-1":
+            assert self._runner is not None
+            os.kill(self._runner.pid, signal.SIGSEGV)
+        await block(self, number, start, place)
+
+    monkeypatch.setattr(Turns, "block", crash)
+    result = await attempt(blobs, address, tmp_path, ["add", "conv", "add"])
+    one, crashed, other = result.candidates
+    assert (crashed.error.fault, crashed.error.reason) == (common_pb2.FAULT_USER, "PROGRAM_CRASHED")
+    assert crashed.error.metadata["self_test"] == "passed" and not crashed.blocks and not crashed.HasField("samples")
+    assert len(one.blocks) == len(other.blocks) == STARTS * ROUNDS
+    assert not one.HasField("error") and not other.HasField("error")
+
+
+async def test_who_cannot_be_loaded_leaves_the_other_alone(blobs: Blobs, address: str, tmp_path: Path) -> None:  # noqa: F811
+    result = await attempt(blobs, address, tmp_path, ["external_xnnpack", "add"])
+    broken, alone = result.candidates
+    assert broken.HasField("error") and not broken.blocks
+    assert not alone.HasField("error") and len(alone.blocks) == STARTS * ROUNDS
+
+
+async def test_a_device_that_fails_without_the_program_fails_the_whole_attempt(
+    blobs: Blobs,  # noqa: F811
+    address: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def crash(self: Turns, number: int, start: int, place: int) -> None:
+        assert self._runner is not None
+        os.kill(self._runner.pid, signal.SIGSEGV)
+        monkeypatch.setattr("etfarm.device_agents.attempts.attempt.self_test_limit_s", lambda *_: 0.0)
+        await self._runner.measure(MeasurePlan())
+
+    monkeypatch.setattr(Turns, "block", crash)
+    result = await attempt(blobs, address, tmp_path, ["add", "conv"])
+    assert result.error.reason == "DEVICE_SELF_TEST_FAILED"
+    assert {each.error.reason for each in result.candidates} == {"DEVICE_SELF_TEST_FAILED"}
+
+
+async def test_what_hangs_ends_with_the_attempts_time_and_is_the_one_that_is_named(
+    blobs: Blobs,  # noqa: F811
+    address: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    block = Turns.block
+
+    async def hang(self: Turns, number: int, start: int, place: int) -> None:
+        if number == 2 and self.execution.result.cell_id == "cell-1":
+            assert self._runner is not None
+            os.kill(self._runner.pid, signal.SIGSTOP)
+        await block(self, number, start, place)
+
+    monkeypatch.setattr(Turns, "block", hang)
+    result = await attempt(blobs, address, tmp_path, ["add", "conv"], deadline_s=12)
+    waiting, hung = result.candidates
+    assert (hung.error.reason, waiting.error.reason) == ("PROGRAM_TIMED_OUT", "ATTEMPT_TIMED_OUT")
+
+
+async def test_cancelled_twice_it_leaves_no_runner(
+    blobs: Blobs,  # noqa: F811
+    address: str,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stop, pids = Turns.stop, list[int]()
+
+    async def slow(self: Turns) -> None:
+        if self._runner is not None:
+            pids.append(self._runner.pid)
+        await asyncio.sleep(0)  # as if there was something to wait for
+        await stop(self)
+
+    monkeypatch.setattr(Turns, "stop", slow)
+    told, running = list[agent_pb2.RunProgress](), asyncio.Event()
+
+    def hear(said: agent_pb2.RunProgress) -> None:
+        told.append(said)
+        if said.phase == "TIMED":
+            running.set()
+
+    long = job_pb2.Measurement(interleave=True, warmup=1, min_time_s=60)
+    working = asyncio.create_task(attempt(blobs, address, tmp_path, ["add", "conv"], hear=hear, measurement=long))
+    async with asyncio.timeout(60):
+        await running.wait()
+    working.cancel()
+    await asyncio.sleep(0)
+    working.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await working
+    assert await asyncio.to_thread(wait_until, lambda: not any(psutil.pid_exists(pid) for pid in pids))
+    assert len(set(pids[-2:])) == 2, "one of each candidate"
+
+
+async def test_too_little_memory_for_all_at_once_says_so(blobs: Blobs, address: str, tmp_path: Path) -> None:  # noqa: F811
+    share = (100 << 20) / psutil.virtual_memory().available
+    result = await attempt(blobs, address, tmp_path, ["add", "large"], memory_share=share)
+    error = result.candidates[1].error
+    assert error.reason == "PROGRAM_OUT_OF_MEMORY"
+    assert "2 candidates are in memory at once" in error.remedy and "--interleave" in error.remedy
+
+
+@given(
+    st.lists(st.floats(1, 1e11), min_size=1, max_size=8),
+    st.integers(1, 10**6),
+    st.integers(0, 10**10),
+    st.integers(1, 10**11),
+    st.integers(1, 10**6),
+)
+def test_each_gets_its_iterations_and_time_unless_a_limit_stands_against_it(
+    medians: list[float], iterations: int, min_ns: int, max_ns: int, most: int
+) -> None:
+    plan = MeasurePlan(iterations=iterations, min_time_ns=min_ns, max_time_ns=max_ns, max_samples=most)
+    rounds = layout(plan, medians)
+    assert 1 <= rounds.of_start <= ROUNDS
+    for median, number in zip(medians, rounds.iterations, strict=True):
+        count = STARTS * ROUNDS
+        assert number == 1 or (number * count <= most and number * median * count <= max_ns * 1.001)
+        if number * count < iterations or (number + 1) * median * count < min_ns:
+            assert number <= max(1, most // count) and ((number + 1) * count > most or (number + 1) * median * count > max_ns)
+    slowest = max(median * number for median, number in zip(medians, rounds.iterations, strict=True))
+    assert rounds.of_start == 1 or rounds.of_start * STARTS * slowest <= max_ns * 1.001
+
+
+def test_blocks_of_a_candidate_are_one_pass_in_the_end() -> None:
+    one = Measured(1, 5, 2, 10, "ENOUGH", 11, 9, 1, None, 0, 0, 4, 100, array("q", [4, 6]), 3, True)
+    other = replace(one, samples_ns=array("q", [7]), iterations=1, duration_ns=7, involuntary_switches=2, peak_rss_bytes=50)
+    both = one.joined(other)
+    assert (both.iterations, both.duration_ns, both.wall_ns, both.cpu_ns, both.peak_rss_bytes) == (3, 17, 22, 18, 100)
+    assert both.involuntary_switches is None, "one of them is not known"
+    assert list(both.samples_ns) == [4, 6, 7]
+    assert interleaved.STARTS >= 5 and STARTS * ROUNDS >= 20

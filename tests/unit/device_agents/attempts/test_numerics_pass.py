@@ -1,0 +1,147 @@
+"""The pass that records what every operator gave: after all others, in a process of its own, and nothing that fails in it
+costs a number of theirs."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etfarm.device_agents.attempts import numerics
+from etfarm.device_agents.attempts.attempt import Attempt
+from etfarm.device_agents.attempts.cache import Cache
+from etfarm.device_agents.attempts.interleaved import InterleavedAttempt
+from etfarm.device_agents.conditions.gates import GateLimits
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.device import inventory
+from etfarm.device_agents.runners.python import PythonRunner
+from etfarm.device_agents.targets.local import Machine
+from etfarm.v1 import agent_pb2, compile_pb2, job_pb2
+from etfarm.wire import digest, tensors
+from etfarm.wire.channel import Access
+from tests.support.faults import faulty_archive, faulty_program
+from tests.support.programs import program
+from tests.support.runner import runner_archive
+from tests.unit.device_agents.attempts.test_execute import Blobs, address, blobs, no_runner_is_left  # noqa: F401 - the fixtures
+
+QUICK: dict[str, Any] = {"warmup": 1, "iterations": 2, "min_time_s": 0.0, "numerics": True}
+
+
+def program_of(blobs: Blobs, data: bytes) -> compile_pb2.Program:  # noqa: F811
+    pte = blobs.put(data)
+    return compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
+
+
+def candidate_of(
+    blobs: Blobs, name: str, numerics: bytes | None, runner: Path | None = None  # noqa: F811
+) -> agent_pb2.RunCandidate:  # fmt: skip
+    """The program `name`, with `numerics` in the numerics pass; by ExecuTorch's Python binding where there is no runner."""
+    made = program(name)
+    candidate = agent_pb2.RunCandidate(
+        cell_id=name, program=program_of(blobs, made.bytes), inputs=blobs.put(tensors.encode(made.inputs)), threads=1
+    )
+    if numerics is not None:
+        candidate.numerics_program.CopyFrom(program_of(blobs, numerics))
+    if runner is not None:
+        candidate.bundle.artifact.CopyFrom(blobs.put(runner.read_bytes()))
+    return candidate
+
+
+async def attempt(
+    address: str, folder: Path, *candidates: agent_pb2.RunCandidate, interleave: bool = False, deadline_s: float = 120  # noqa: F811
+) -> list[agent_pb2.CandidateResult]:  # fmt: skip
+    """What an attempt of these gives; nothing of it is left on the disk."""
+    config = AgentConfig(Access(address), "board", folder, gates=GateLimits(idle_wait_s=0, cool_wait_s=0))
+    start = agent_pb2.StartRun(
+        attempt_id="a", device_id="d", candidates=candidates, deadline_s=deadline_s,
+        measurement=job_pb2.Measurement(**QUICK, interleave=interleave),
+    )  # fmt: skip
+    machine, cache = Machine(config, inventory.parse(inventory.collect())), Cache(folder / "cache", 1 << 30)
+    kind = InterleavedAttempt if interleave else Attempt
+    result = await kind(config, machine, cache, folder / "run", start, lambda progress: None).run()
+    assert not (folder / "run").exists()
+    assert await no_runner_is_left()
+    return list(result.candidates)
+
+
+def phases(result: agent_pb2.CandidateResult) -> list[str]:
+    return [phase.phase for phase in result.phases if not phase.phase.startswith("WAIT_FOR_")]
+
+
+def is_measured(result: agent_pb2.CandidateResult) -> bool:
+    """Whether all that has nothing to do with numerics is there."""
+    return (
+        not result.HasField("error") and result.iterations >= 2 and bool(result.samples.size_bytes and result.etdump.size_bytes)
+    )
+
+
+@pytest.mark.parametrize("kind", ["native", "python"])
+async def test_the_second_program_is_run_on_the_same_inputs_after_all_else_is_uploaded(
+    blobs: Blobs, address: str, tmp_path: Path, kind: str  # noqa: F811
+) -> None:  # fmt: skip
+    if kind == "python" and not PythonRunner.available():
+        pytest.skip("needs torch and executorch")
+    runner = runner_archive() if kind == "native" else None
+    (result,) = await attempt(address, tmp_path, candidate_of(blobs, "conv", program("conv").bytes, runner))
+    assert not result.numerics.HasField("error"), result.numerics.error
+    assert is_measured(result) and result.runner.kind == kind
+    before = ["FETCH", "LOAD", "LOAD_METHOD", "WARMUP", "TIMED", "TRACED", "UPLOAD"]
+    assert phases(result) == [*before, "FETCH", "NUMERICS", "UPLOAD"]
+    given = result.numerics
+    assert given.etdump.size_bytes and given.debug.size_bytes > 1000
+    assert given.outputs == result.outputs, "the same program on the same inputs"
+    assert given.etdump.digest != result.etdump.digest
+
+
+async def test_without_a_second_program_there_is_no_such_pass(blobs: Blobs, address: str, tmp_path: Path) -> None:  # noqa: F811
+    (result,) = await attempt(address, tmp_path, candidate_of(blobs, "add", None, runner_archive()))
+    assert is_measured(result)
+    assert not result.HasField("numerics") and "NUMERICS" not in phases(result)
+
+
+@pytest.mark.parametrize(("fault", "reason"), [("ab1", "PROGRAM_CRASHED"), ("hn1", "PROGRAM_TIMED_OUT")])
+async def test_a_second_program_that_ends_badly_leaves_the_numbers(
+    blobs: Blobs, address: str, tmp_path: Path, fault: str, reason: str  # noqa: F811
+) -> None:  # fmt: skip
+    candidate = candidate_of(blobs, "add", faulty_program(fault), faulty_archive())
+    (result,) = await attempt(address, tmp_path, candidate, deadline_s=12)
+    assert is_measured(result)
+    error = result.numerics.error
+    assert (error.reason, error.stage) == (reason, "DEBUG")
+    assert error.metadata["self_test"] == "passed"
+    assert not result.numerics.HasField("etdump")
+
+
+async def test_a_second_program_that_is_none_leaves_the_numbers(blobs: Blobs, address: str, tmp_path: Path) -> None:  # noqa: F811
+    (result,) = await attempt(address, tmp_path, candidate_of(blobs, "add", b"no program at all", runner_archive()))
+    assert is_measured(result)
+    assert (result.numerics.error.reason, result.numerics.error.stage) == ("PROGRAM_FAILED", "LOAD")
+
+
+async def test_values_that_would_fill_the_disk_are_not_kept(
+    blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:  # fmt: skip
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(numerics.shutil, "disk_usage", lambda path: usage._replace(free=20))
+    (result,) = await attempt(address, tmp_path, candidate_of(blobs, "conv", program("conv").bytes, runner_archive()))
+    assert is_measured(result)
+    error = result.numerics.error
+    assert error.reason == "DEVICE_STORAGE_FAILED"
+    assert error.message.startswith("the intermediate outputs take") and "there is room for 10." in error.message
+    assert error.remedy == "Free space on the device."
+
+
+async def test_candidates_that_take_turns_have_their_pass_after_all_rounds(
+    blobs: Blobs, address: str, tmp_path: Path  # noqa: F811
+) -> None:  # fmt: skip
+    archive = runner_archive()
+    results = await attempt(
+        address, tmp_path, candidate_of(blobs, "add", b"no program", archive),
+        candidate_of(blobs, "conv", program("conv").bytes, archive), interleave=True,
+    )  # fmt: skip
+    bad, good = results
+    assert is_measured(bad) and bad.blocks and bad.numerics.error.reason == "PROGRAM_FAILED"
+    assert is_measured(good) and good.blocks and good.numerics.debug.size_bytes
+    assert phases(good)[-4:] == ["UPLOAD", "FETCH", "NUMERICS", "UPLOAD"]

@@ -1,0 +1,212 @@
+"""Programs whose kernels misbehave on the real runner: named rightly, the device free within a second, nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+from etfarm.device_agents.attempts.attempt import Attempt
+from etfarm.device_agents.attempts.cache import Cache
+from etfarm.device_agents.conditions.gates import GateLimits
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.device import inventory
+from etfarm.device_agents.runners import child
+from etfarm.device_agents.targets.local import Machine
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2
+from etfarm.wire import digest, tensors
+from etfarm.wire.channel import Access
+from tests.support.farm import descendants, wait_until
+from tests.support.faults import faulty_archive, faulty_program
+from tests.support.programs import program
+from tests.unit.device_agents.attempts.test_execute import Blobs, address, blobs  # noqa: F401 - fixtures
+
+FREE_S = 1.0
+"""Within which the device is free again: its runner gone, and whose fault it was found out."""
+TRIES = 5
+"""Of that: the machine may stand still in one of them."""
+WAIT_S = 60.0
+BUDGET_BYTES = 200 << 20
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Cache:
+    """The runner is fetched and unpacked once."""
+    return Cache(tmp_path_factory.mktemp("cache"), 1 << 30)
+
+
+class Struck:
+    """An attempt over a program whose kernel misbehaves in the timed pass."""
+
+    def __init__(
+        self,
+        blobs: Blobs,  # noqa: F811
+        address: str,  # noqa: F811
+        cache: Cache,
+        folder: Path,
+        fault: str,
+        deadline_s: float,
+    ) -> None:
+        self.folder = folder / "run"
+        self.told: list[agent_pb2.RunProgress] = []
+        self.timed = asyncio.Event()
+        self.on_loading: Callable[[], object] = lambda: None
+        """Called once the runner has begun, and before it ends."""
+        self.freed_s = 0.0
+        """From the timed pass's begin on."""
+        pte = blobs.put(faulty_program(fault))
+        start = agent_pb2.StartRun(
+            attempt_id="a", device_id="d", deadline_s=deadline_s,
+            measurement=job_pb2.Measurement(warmup=1, iterations=100, min_time_s=0),
+        )  # fmt: skip
+        start.candidates.add(
+            cell_id="cell", threads=1, inputs=blobs.put(tensors.encode(program("add").inputs)),
+            program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
+            bundle=agent_pb2.RunnerBundle(artifact=blobs.put(faulty_archive().read_bytes())),
+        )  # fmt: skip
+        config = AgentConfig(
+            Access(address), "board", folder, gates=GateLimits(idle_wait_s=0, cool_wait_s=0),
+            memory_share=BUDGET_BYTES / psutil.virtual_memory().available,
+        )  # fmt: skip
+        machine = Machine(config, inventory.parse(inventory.collect()))
+        self._attempt = Attempt(config, machine, cache, self.folder, start, self._hear)
+
+    def _hear(self, said: agent_pb2.RunProgress) -> None:
+        self.told.append(said)
+        if said.phase == "TIMED":
+            self.timed.set()
+        if said.phase == "LOAD_METHOD":
+            self.on_loading()
+
+    async def result(self) -> agent_pb2.CandidateResult:
+        """What came of it, and that nothing is left."""
+        before = descendants(psutil.Process().pid)
+        running = asyncio.create_task(self._attempt.run())
+        async with asyncio.timeout(WAIT_S):
+            await self.timed.wait()
+        began_s = time.monotonic()
+        async with asyncio.timeout(WAIT_S):
+            (result,) = (await running).candidates
+        self.freed_s = time.monotonic() - began_s
+        assert not self.folder.exists()
+        assert await asyncio.to_thread(wait_until, lambda: descendants(psutil.Process().pid) <= before, 10.0)
+        return result
+
+
+async def freed(strike: Callable[[], Struck], within_s: float = FREE_S) -> agent_pb2.CandidateResult:
+    """What came of it, and that the device was free so soon after the timed pass began."""
+    took_s: list[float] = []
+    while not took_s or (took_s[-1] >= within_s and len(took_s) < TRIES):
+        struck = strike()
+        result = await struck.result()
+        took_s.append(struck.freed_s)
+    assert min(took_s) < within_s, took_s
+    return result
+
+
+@pytest.mark.parametrize(("fault", "reason", "ended"), [
+    ("abt", "PROGRAM_CRASHED", {"signal": "SIGABRT"}),
+    ("fpe", "PROGRAM_CRASHED", {"signal": "SIGFPE"}),
+    ("seg", "PROGRAM_CRASHED", {"signal": "SIGSEGV"}),
+    ("bye", "PROGRAM_CRASHED", {"signal": "", "exit_code": "3"}),
+    ("kil", "PROGRAM_CRASHED", {"signal": "SIGKILL"}),
+    ("mem", "PROGRAM_OUT_OF_MEMORY", {}),
+])  # fmt: skip
+async def test_what_ends_the_runner_is_named_as_what_it_was(
+    blobs: Blobs,  # noqa: F811
+    address: str,  # noqa: F811
+    cache: Cache,
+    tmp_path: Path,
+    fault: str,
+    reason: str,
+    ended: dict[str, str],
+) -> None:
+    error = (await freed(lambda: Struck(blobs, address, cache, tmp_path, fault, deadline_s=60))).error
+    assert (error.fault, error.reason, error.stage) == (common_pb2.FAULT_USER, reason, "TIMED")
+    assert error.metadata["self_test"] == "passed"
+    assert {key: error.metadata[key] for key in ended} == ended
+    assert error.remedy
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "reason", "says"),
+    [
+        ("oom_kill 3", "oom_kill 3", "PROGRAM_CRASHED", "by SIGKILL at TIMED, and the kernel killed nothing for lack of memory."),
+        ("oom_kill 3", "oom_kill 4", "PROGRAM_OUT_OF_MEMORY", "than this device has: the kernel killed it (SIGKILL)."),
+        ("nr_free_pages 3", "nr_free_pages 2", "PROGRAM_OUT_OF_MEMORY", "it was killed (SIGKILL), as systems do then."),
+    ],
+)
+async def test_who_was_killed_lacked_memory_where_the_kernel_says_so(
+    blobs: Blobs,  # noqa: F811
+    address: str,  # noqa: F811
+    cache: Cache,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    before: str,
+    after: str,
+    reason: str,
+    says: str,
+) -> None:
+    vmstat = tmp_path / "vmstat"
+    monkeypatch.setattr(child, "VMSTAT", vmstat)
+    vmstat.write_text(f"pgfault 7\n{before}\n")
+    struck = Struck(blobs, address, cache, tmp_path, "kil", deadline_s=60)
+    struck.on_loading = lambda: vmstat.write_text(f"pgfault 8\n{after}\n")
+    error = (await struck.result()).error
+    assert (error.reason, error.metadata["signal"], error.metadata["self_test"]) == (reason, "SIGKILL", "passed")
+    assert says in error.message and error.remedy
+
+
+def test_this_kernel_tells_how_often_memory_ran_out() -> None:
+    kills = child.oom_kills()
+    assert kills is not None and kills >= 0
+
+
+@pytest.mark.slow(reason="waits for the deadline of a program that hangs")
+async def test_a_kernel_that_never_returns_ends_with_the_attempts_time(
+    blobs: Blobs,  # noqa: F811
+    address: str,  # noqa: F811
+    cache: Cache,
+    tmp_path: Path,
+) -> None:
+    deadline_s = 6.0
+    error = (await freed(lambda: Struck(blobs, address, cache, tmp_path, "hng", deadline_s), deadline_s + FREE_S)).error
+    assert (error.fault, error.reason, error.stage) == (common_pb2.FAULT_USER, "PROGRAM_TIMED_OUT", "TIMED")
+    assert error.metadata["self_test"] == "passed"
+    assert "--timeout (timeout_s=)" in error.remedy
+
+
+async def test_garbage_on_stdout_is_no_answer_and_changes_none(
+    blobs: Blobs,  # noqa: F811
+    address: str,  # noqa: F811
+    cache: Cache,
+    tmp_path: Path,
+) -> None:
+    struck = Struck(blobs, address, cache, tmp_path, "prt", deadline_s=60)
+    result = await struck.result()
+    assert not result.HasField("error"), result.error
+    assert (result.iterations, result.stop_reason, result.repeatability.outcome) == (100, "ENOUGH", "EQUAL")
+    lines = [line for said in struck.told for line in said.log_lines]
+    assert any(line.startswith("garbage") for line in lines), "it is in the log, where people look for it"
+
+
+async def test_who_crashes_leaves_the_device_to_the_next(
+    blobs: Blobs,  # noqa: F811
+    address: str,  # noqa: F811
+    cache: Cache,
+    tmp_path: Path,
+) -> None:
+    struck = Struck(blobs, address, cache, tmp_path, "abt", deadline_s=60)
+    start = struck._attempt.start
+    pte = blobs.put(program("add").bytes)
+    start.candidates.add().CopyFrom(start.candidates[0])
+    start.candidates[1].cell_id = "second"
+    start.candidates[1].program.CopyFrom(compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})))
+    crashed, fine = (await struck._attempt.run()).candidates
+    assert crashed.error.metadata["signal"] == "SIGABRT"
+    assert not fine.HasField("error") and fine.iterations == 100
+    assert not struck.folder.exists()

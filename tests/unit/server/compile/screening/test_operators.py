@@ -1,0 +1,123 @@
+"""The list of operators: made by its generator, wide enough for common networks, and added to by who may."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from importlib.metadata import Distribution, PathDistribution
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.compile.screening import operators
+from etfarm.server.compile.screening.errors import OperatorNotAllowed
+from etfarm.server.compile.screening.expressions import check_target
+from etfarm.server.compile.screening.operators import Added, BadOperators, Operators
+
+ROOT = Path(__file__).parents[5]
+SEEN = Path(__file__).parents[4] / "support" / "operators_seen.txt"
+"""Operators of the networks that tests/bench/networks.py exports, before and after run_decompositions()."""
+
+DANGEROUS = (
+    "aten._reshape_alias.default", "aten._sparse_coo_tensor_unsafe.default", "aten.ctc_loss.Tensor", "aten.data.default",
+    "aten.from_file.default", "aten.from_file.out", "aten.record_stream.default", "aten.resize_.default", "aten.save.default",
+    "aten.set_.source_Tensor", "aten.set_data.default", "aten.to_mkldnn.default", "higher_order.call_torchbind",
+    "higher_order.print", "prim.rpc_sync.default", "prims.inductor_seeds.default", "prims.resize.default",
+    "aten._embedding_bag_dense_backward.default", "aten.embedding_dense_backward.default", "aten.copy_sparse_to_sparse.default",
+)  # fmt: skip
+
+
+def listed() -> list[str]:
+    return [line for line in operators.LIST.read_text().splitlines() if not line.startswith("#")]
+
+
+@pytest.mark.slow(reason="asks the whole toolchain")
+def test_the_list_is_what_its_generator_gives_for_the_installed_toolchain() -> None:
+    pytest.importorskip("executorch")
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "server" / "generate_operators.py"), "--check"], check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def test_the_list_is_sorted_and_has_each_operator_once() -> None:
+    assert listed() == sorted(set(listed()))
+    assert len(operators.builtin()) == len(listed())
+
+
+def test_every_operator_of_common_networks_is_on_the_list() -> None:
+    seen = [line for line in SEEN.read_text().splitlines() if not line.startswith("#")]
+    assert len(seen) > 150
+    assert sorted(set(seen) - set(listed())) == []
+
+
+@pytest.mark.parametrize("name", DANGEROUS)
+def test_what_reaches_files_memory_or_the_process_is_not_on_the_list(name: str) -> None:
+    assert name not in listed()
+    with pytest.raises(OperatorNotAllowed):
+        check_target(f"torch.ops.{name}", "here")
+
+
+def test_a_server_without_torch_reads_the_list() -> None:
+    code = "import sys; from etfarm.server.compile.screening import operators as o; o.read(); sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_the_owner_adds_operators_with_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "operators"
+    file.write_text("# ours\n\nmine.blur.default  # reviewed\nhigher_order.wrap\n")
+    allowed = operators.read([file])
+    assert {"torch.ops.mine.blur.default", "torch.ops.higher_order.wrap", "torch.ops.aten.add.Tensor"} <= allowed.targets
+    check_target("torch.ops.mine.blur.default", "here", allowed.targets)
+    assert allowed.digest != Operators().digest
+
+
+@pytest.mark.parametrize(
+    "line", ["torch.load", "torch.hub.load", "_operator.attrgetter.x", "mine::blur", "mine.blur", "mine.blur.default()",
+             "a.b.__class__"]
+)  # fmt: skip
+def test_a_line_that_names_no_operator_is_refused(tmp_path: Path, line: str) -> None:
+    (tmp_path / "operators").write_text(line)
+    with pytest.raises(BadOperators, match="is no operator's name") as caught:
+        operators.read([tmp_path / "operators"])
+    assert caught.value.remedy.startswith("Name it like aten.add.Tensor")
+
+
+@pytest.mark.parametrize("data", [None, b"\xff\xfe", b"x" * (operators.MAX_LIST_BYTES + 1)])
+def test_a_file_that_is_no_list_is_refused(tmp_path: Path, data: bytes | None) -> None:
+    file = tmp_path / "operators"
+    if data is not None:
+        file.write_bytes(data)
+    with pytest.raises(BadOperators):
+        operators.read([file])
+
+
+def plugin(folder: Path, name: str) -> Distribution:
+    """An installed distribution that allows an operator, and the module that registers it."""
+    info = folder / "acme_ops-1.2.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-ops\nVersion: 1.2\n")
+    (info / "entry_points.txt").write_text(f"[{operators.PLUGINS}]\n{name} = acme_ops\n")
+    return PathDistribution(info)
+
+
+def test_a_plugin_allows_its_operators_and_is_imported_only_where_one_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin(tmp_path, "acme.blur.default")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    allowed = operators.read()
+    assert Added("acme.blur.default", "acme_ops", "acme-ops 1.2") in allowed.added
+    assert "torch.ops.acme.blur.default" in allowed.targets
+    assert allowed.modules(b'{"target": "torch.ops.acme.blur.default"}') == ["acme_ops"]
+    assert allowed.modules(b'{"target": "torch.ops.aten.add.Tensor"}') == []
+    assert "acme_ops" not in sys.modules
+
+
+def test_a_plugin_whose_entry_point_is_no_operator_is_refused_at_the_start(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plugin(tmp_path, "torch.load")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(BadOperators, match=r"the plug-in acme-ops 1\.2 allows 'torch\.load'"):
+        operators.read()

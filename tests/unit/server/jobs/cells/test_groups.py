@@ -1,0 +1,318 @@
+"""Cells that share attempts: they wait for each other, fail alone, are placed again together, and survive a restart."""
+
+from __future__ import annotations
+
+import asyncio
+from array import array
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import pytest
+
+from etfarm.server.access.scope import EVERYTHING
+from etfarm.server.compile.cache import Outcome
+from etfarm.server.jobs import model
+from etfarm.server.jobs.cells import groups
+from etfarm.server.jobs.cells.cell_run import CellRun
+from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
+from etfarm.v1.artifact_pb2 import Chunk
+from etfarm.wire.chunks import artifact_of
+from etfarm.wire.errors import EtfarmError, UserError
+from tests.unit.server.jobs.test_conductor import AT, WAIT_S, Agent, World, compiled, error, world  # noqa: F401 - a fixture
+
+LIVE = ["COMPILING", "WAITING_FOR_DEVICE", "RUNNING", "ANALYZING", "SUCCEEDED"]
+
+
+class Compiles:
+    """A compiler whose candidates wait for their own gates, and fail where they have an error."""
+
+    def __init__(self) -> None:
+        self.gates: dict[str, asyncio.Event] = {}
+        self.errors: dict[str, Exception] = {}
+
+    async def compile(self, candidate: job_pb2.Candidate, **_: object) -> Outcome:
+        if candidate.name in self.gates:
+            await self.gates[candidate.name].wait()
+        if candidate.name in self.errors:
+            raise self.errors[candidate.name]
+        return Outcome(compiled())
+
+    async def get(self, key: str) -> object:
+        return compiled()
+
+
+@pytest.fixture
+async def farm(world: World) -> AsyncIterator[World]:  # noqa: F811
+    use(world, Compiles())
+    yield world
+
+
+def use(farm: World, made: Compiles) -> None:
+    farm.compiler = made  # type: ignore[assignment]
+    farm.conductor = farm.conduct(made)
+
+
+def compiler(farm: World) -> Compiles:
+    assert isinstance(farm.compiler, Compiles)
+    return farm.compiler
+
+
+async def submit(farm: World, candidates: str = "ab") -> job_pb2.Job:
+    job = job_pb2.Job(id=f"job-{farm.ids()}", owner="ann")
+    job.spec.measurement.interleave = True
+    job.submitted_at.FromDatetime(AT)
+    for index, name in enumerate(candidates):
+        job.spec.candidates.add(name=name).program.pte.CopyFrom(artifact_of(b"pte"))
+        job.cells.add(
+            id=f"{job.id}-{name}", job_id=job.id, index=index, candidate_index=index, state=model.QUEUED, version=1,
+            method="forward", device_index=0, candidate_name=name,
+        )  # fmt: skip
+    written, _ = await farm.journal.submit(job, job.id)
+    farm.conductor.start(written)
+    return written
+
+
+def samples_of(name: str) -> bytes:
+    """The samples file of one iteration, another one for each candidate."""
+    return array("q", [ord(name)]).tobytes()
+
+
+def answer(agent: Agent, run: agent_pb2.StartRun, **errors: common_pb2.Error) -> None:
+    """The agent's result: blocks and samples of each candidate, or its error by the candidate's name."""
+    results = []
+    for candidate in run.candidates:
+        name = candidate.cell_id.rpartition("-")[2]
+        result = agent_pb2.CandidateResult(cell_id=candidate.cell_id, error=errors.get(name), threads=ord(name))
+        if name not in errors:
+            result.samples.CopyFrom(agent.uploaded(samples_of(name)))
+            result.iterations, result.duration_ns, result.stop_reason = 1, 1000, "MAX_TIME"
+            result.blocks.add(samples=1)
+        results.append(result)
+    agent.world.runs.deliver(agent_pb2.RunResult(attempt_id=run.attempt_id, device_id=run.device_id, candidates=results))
+
+
+async def states(farm: World, job: job_pb2.Job) -> dict[str, list[str]]:
+    """The states of each candidate's cell, once the job is over."""
+    found: dict[str, list[str]] = {}
+    async with asyncio.timeout(WAIT_S):
+        async for event in farm.journal.watch(job.id, 0):
+            if event.HasField("cell"):
+                name = common_pb2.CellState.Name(event.cell.state).removeprefix("CELL_STATE_")
+                found.setdefault(event.cell.id.rpartition("-")[2], []).append(name)
+    return found
+
+
+async def reports(farm: World, job: job_pb2.Job) -> list[report_pb2.Report]:
+    return list(await farm.journal.reports.of_job(job.id))
+
+
+async def test_a_group_waits_for_all_of_it_and_is_one_attempt(farm: World) -> None:
+    gate = compiler(farm).gates["b"] = asyncio.Event()
+    bases: list[Any] = []
+    analyze = farm.analyst.analyze
+
+    async def analyzed(*arguments: Any, base: Any = None, **more: Any) -> report_pb2.Report:
+        bases.append((arguments[4].cell_id, base and base.cell_id))
+        return await analyze(*arguments, **more)
+
+    farm.analyst.analyze = analyzed  # type: ignore[method-assign]
+    agent = await farm.agent()
+    job = await submit(farm)
+    await farm.until(job, model.WAITING)
+    assert agent.session._outgoing.empty(), "b is still being compiled"
+    phases: dict[str, str] = {}
+    with farm.announcer.subscribe(job.id) as heard:
+        async with asyncio.timeout(WAIT_S):
+            while "WAIT_FOR_OTHERS" not in phases:
+                phases |= {event.progress.phase: event.progress.message for event in await heard.take()}
+    assert phases["WAIT_FOR_OTHERS"] == "b, with which it takes turns, is not compiled yet"
+    gate.set()
+    run = await agent.started()
+    assert [candidate.cell_id for candidate in run.candidates] == [cell.id for cell in job.cells]
+    assert run.measurement.interleave and run.deadline_s == 2 * 600, "each candidate needs its time"
+    answer(agent, run)
+    await agent.is_told("ack", run.attempt_id)
+    assert set(await farm.journal.results_of(run.attempt_id)) == {cell.id for cell in job.cells}, "written before"
+    assert await states(farm, job) == {"a": LIVE, "b": LIVE}
+    assert {report.attempt for report in await reports(farm, job)} == {run.attempt_id}
+    a, b = (cell.id for cell in job.cells)
+    assert sorted(bases) == [(a, None), (b, a)], "the first is what the others are compared with"
+    assert farm.runs.busy() == {} and agent.session._outgoing.empty()
+    assert not len(farm.stages.groups)
+
+
+async def test_progress_is_told_of_the_cell_that_it_is_about(farm: World) -> None:
+    agent = await farm.agent()
+    job = await submit(farm)
+    run = await agent.started()
+    with farm.announcer.subscribe(job.id) as heard:
+        told = agent_pb2.RunProgress(attempt_id=run.attempt_id, device_id="pi", cell_id=job.cells[1].id, phase="TIMED")
+        farm.runs.progressed(told)
+        async with asyncio.timeout(WAIT_S):
+            (event,) = await heard.take()
+    assert (event.progress.cell_id, event.progress.phase) == (job.cells[1].id, "TIMED")
+
+
+async def test_who_does_not_compile_leaves_its_group_and_the_others_go_on(farm: World) -> None:
+    compiler(farm).errors["b"] = UserError("Bad graph.")
+    agent = await farm.agent()
+    job = await submit(farm, "abc")
+    run = await agent.started()
+    assert [candidate.cell_id[-1] for candidate in run.candidates] == ["a", "c"]
+    answer(agent, run)
+    assert await states(farm, job) == {"a": LIVE, "b": ["COMPILING", "FAILED"], "c": LIVE}
+
+
+async def test_the_last_one_of_a_group_runs_alone(farm: World) -> None:
+    compiler(farm).errors["a"] = UserError("Bad graph.")
+    agent = await farm.agent()
+    job = await submit(farm)
+    run = await agent.started()
+    assert [candidate.cell_id[-1] for candidate in run.candidates] == ["b"]
+    answer(agent, run)
+    assert (await states(farm, job))["b"] == LIVE
+
+
+async def test_what_a_result_refers_to_stays_when_a_session_that_named_it_ends(farm: World) -> None:
+    async def sent() -> AsyncIterator[Chunk]:
+        yield Chunk(data=samples_of("a"))
+
+    store, samples = farm.store, artifact_of(samples_of("a"))
+    await store.receive(samples, sent(), "default", "agent")
+    agent = await farm.agent()
+    job = await submit(farm, "a")
+    answer(agent, await agent.started())
+    await states(farm, job)
+    await store.discard([samples.digest])
+    assert store.has_for_now(samples.digest)
+
+
+async def test_a_users_fault_in_one_fails_it_alone(farm: World) -> None:
+    agent = await farm.agent()
+    job = await submit(farm, "abc")
+    run = await agent.started()
+    answer(agent, run, a=error("USER", "PROGRAM_CRASHED"))
+    await agent.is_told("ack", run.attempt_id)
+    assert await states(farm, job) == {"a": [*LIVE[:3], "FAILED"], "b": LIVE, "c": LIVE}
+    first, *others = await reports(farm, job)
+    assert first.error.reason == "PROGRAM_CRASHED" and not any(report.HasField("error") for report in others)
+    results = await farm.journal.results_of(run.attempt_id)
+    bases = [groups.base_of(cell.id, results) for cell in job.cells]
+    assert bases[:2] == [None, None], "what crashed is compared with nothing, and nothing with it"
+    assert bases[2] is not None and bases[2].cell_id == job.cells[1].id
+
+
+async def test_a_device_fault_places_all_again_but_who_failed_by_its_own_fault(farm: World) -> None:
+    pi, xl = await farm.agent("pi"), await farm.agent("xl")
+    job = await submit(farm, "abc")
+    first = await pi.started()
+    answer(pi, first, a=error("USER", "PROGRAM_CRASHED"), b=error("DEVICE"))
+    second = await xl.started()
+    assert [candidate.cell_id[-1] for candidate in second.candidates] == ["b", "c"]
+    answer(xl, second)
+    found = await states(farm, job)
+    assert found["b"] == found["c"] == [*LIVE[:3], *LIVE[1:]]
+    assert found["a"][-1] == "FAILED"
+    cells = (await farm.journal.get(job.id, EVERYTHING)).cells
+    assert [[attempt.device_id for attempt in cell.attempts] for cell in cells] == [["pi"], ["pi", "xl"], ["pi", "xl"]]
+    assert farm.runs.busy() == {}
+
+
+async def test_an_attempt_that_is_lost_is_lost_for_all_and_given_up_in_the_end(farm: World) -> None:
+    agent = await farm.agent()
+    job = await submit(farm)
+    for _ in range(3):
+        while (message := await agent.heard()).WhichOneof("message") != "start_run":
+            pass
+        run = message.start_run
+        farm.runs.deliver(agent_pb2.RunResult(attempt_id=run.attempt_id, device_id="pi", error=error("DEVICE", "GONE")))
+    found = await states(farm, job)
+    assert found["a"] == found["b"] == ["COMPILING", *["WAITING_FOR_DEVICE", "RUNNING"] * 3, "FAILED"]
+    assert [report.error.reason for report in await reports(farm, job)] == ["GONE", "GONE"]
+
+
+@pytest.mark.parametrize("state", ["COMPILING", "WAITING_FOR_DEVICE", "RUNNING"])
+async def test_cancelling_ends_all_and_the_device_is_told_once(farm: World, state: str) -> None:
+    if state == "COMPILING":
+        compiler(farm).gates["b"] = asyncio.Event()
+    agent = await farm.agent() if state == "RUNNING" else None
+    job = await submit(farm)
+    run = await agent.started() if agent is not None else None
+    await farm.until(job, model.RUNNING if state == "RUNNING" else model.WAITING)
+    async with asyncio.timeout(WAIT_S):
+        await farm.conductor.cancel(await farm.journal.get(job.id, EVERYTHING))
+    assert {each[-1] for each in (await states(farm, job)).values()} == {"CANCELLED"}
+    assert farm.runs.busy() == {} and farm.conductor.live == 0
+    if agent is not None and run is not None:
+        await agent.is_told("cancel_run", run.attempt_id)
+        assert agent.session._outgoing.empty()
+
+
+async def test_cancelling_while_a_shared_step_is_written_ends_all(farm: World) -> None:
+    write, writing, gate = farm.journal.change_together, asyncio.Event(), asyncio.Event()
+
+    async def slow(changes: Any) -> None:
+        writing.set()
+        await gate.wait()
+        await write(changes)
+
+    farm.journal.change_together = slow  # type: ignore[method-assign]
+    await farm.agent()
+    job = await submit(farm)
+    async with asyncio.timeout(WAIT_S):
+        await writing.wait()
+        cancelling = asyncio.create_task(farm.conductor.cancel(job))
+        for _ in range(5):
+            await asyncio.sleep(0)  # the cancellation arrives
+        gate.set()
+        await cancelling
+    found = await states(farm, job)
+    assert found["a"] == found["b"] == [*LIVE[:3], "CANCELLED"]
+    assert farm.runs.busy() == {}
+
+
+async def test_a_device_that_can_run_one_of_them_only_gets_the_others(farm: World) -> None:
+    agent = await farm.agent()
+    job = await submit(farm, "ab")
+    find_unsupported = farm.requirements.find_unsupported
+    reason = UserError("No such backend.")
+
+    def unsupported(runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
+        return {runs[0].cell.id: reason} if len(runs) > 1 else find_unsupported(runs)
+
+    farm.requirements.find_unsupported = unsupported  # type: ignore[method-assign]
+    run = await agent.started()
+    assert [candidate.cell_id[-1] for candidate in run.candidates] == ["b"]
+    answer(agent, run)
+    assert (await states(farm, job))["a"] == ["COMPILING", "WAITING_FOR_DEVICE", "FAILED"]
+
+
+@pytest.mark.parametrize("state", ["COMPILING", "WAITING_FOR_DEVICE", "RUNNING", "ANALYZING"])
+async def test_a_new_server_goes_on_with_a_group_where_the_old_one_was(farm: World, state: str) -> None:
+    gate = asyncio.Event()
+    if state == "COMPILING":
+        compiler(farm).gates["b"] = gate
+    farm.analyst.gate = asyncio.Event()
+    agent = await farm.agent() if state in ("RUNNING", "ANALYZING") else None
+    job = await submit(farm)
+    run = await agent.started() if agent is not None else None
+    if agent is not None and run is not None and state == "ANALYZING":
+        answer(agent, run)
+    await farm.until(job, model.WAITING if state == "COMPILING" else common_pb2.CellState.Value(f"CELL_STATE_{state}"))
+    again = await farm.restarted()
+    use(again, Compiles())
+    await again.conductor.resume()
+    if state in ("COMPILING", "WAITING_FOR_DEVICE"):
+        back = await again.agent()
+        run = await back.started()
+        assert len(run.candidates) == 2
+        answer(back, run)
+    elif state == "RUNNING":
+        assert run is not None and again.runs.knows(run.attempt_id)
+        back = await Agent(again, "pi").connect(run.attempt_id)
+        answer(back, run)
+        await back.is_told("ack", run.attempt_id)
+    found = await states(again, job)
+    assert found == {"a": LIVE, "b": LIVE}
+    assert len({report.attempt for report in await reports(again, job)}) == 1
+    await again.conductor.stop()

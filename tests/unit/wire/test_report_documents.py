@@ -1,0 +1,76 @@
+"""Reading back what `--json` wrote: whole, of an older version too, and clear about anything else."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from google.protobuf import json_format
+
+from etfarm.v1 import report_pb2
+from etfarm.wire import report
+from tests.unit.wire.test_report_json import KEYS
+
+
+def written() -> dict[str, Any]:
+    message = {
+        "id": "r1", "state": "SUCCEEDED", "model": {"name": "net"}, "latency": {"samples_ns": [1, 2], "p50_ns": 1.5},
+        "operators": [{"index": 0, "name": "aten::add.out", "source": {"file": "net.py", "line": 3, "code": "x + y"}}],
+        "compile": {
+            "delegation": {"forward": {"subgraphs": 1, "operators": [{"op": "aten_add_tensor"}]}},
+            "stages": [{"stage": "TO_EXECUTORCH", "methods": {"forward": 2.0}}],
+        },
+        "error": {"reason": "PROGRAM_CRASHED", "message": "It crashed."},
+    }  # fmt: skip
+    return report.document(None, [json_format.ParseDict(message, report_pb2.Report())], None)
+
+
+def test_what_was_written_is_read_back() -> None:
+    document = written()
+    assert report.loads(report.dumps(document)) == document
+
+
+def test_keys_that_an_older_version_did_not_have_are_there_as_of_nothing() -> None:
+    older = json.loads(report.dumps(written()))
+    (one,) = older["reports"]
+    for parent, key in (
+        (one, "numerics"), (one["latency"], "drift"), (one["operators"][0], "sources"), (one["operators"][0], "times_ns"),
+        (one["compile"], "modules"), (one["compile"]["delegation"]["forward"]["operators"][0], "places"),
+        (one["compile"]["stages"][0], "methods"), (one["error"], "remedy"),
+    ):  # fmt: skip
+        del parent[key]
+    (found,) = report.loads(json.dumps(older))["reports"]
+    assert set(found) == set(KEYS)
+    assert found["numerics"] is found["latency"]["drift"] is found["operators"][0]["times_ns"] is None
+    assert found["compile"]["modules"] is found["error"]["remedy"] is None
+    assert found["operators"][0]["sources"] == found["compile"]["delegation"]["forward"]["operators"][0]["places"] == []
+    assert found["compile"]["stages"][0]["methods"] == {}
+
+
+def test_keys_of_a_newer_version_stay() -> None:
+    newer = json.loads(report.dumps(written()))
+    newer["reports"][0]["energy"] = {"joules": 3}
+    assert report.loads(json.dumps(newer))["reports"][0]["energy"] == {"joules": 3}
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"\xff\xfe\x00", "no JSON"),
+        ("{", "no JSON"),
+        ("[" * 100_000, "no JSON"),
+        ("[]", "names no schema"),
+        ('{"schema": "etfarm.comparison/1"}', "'etfarm.comparison/1', not etfarm.report/1"),
+        ('{"schema": "etfarm.report/1"}', "no list of reports"),
+        ('{"schema": "etfarm.report/1", "reports": [7]}', r"reports\[0\] is no object"),
+        ('{"schema": "etfarm.report/1", "reports": [{"operators": {}}]}', r"reports\[0\].operators is no list"),
+        ('{"schema": "etfarm.report/1", "reports": [{"operators": [3]}]}', r"operators\[0\] is no object"),
+        ('{"schema": "etfarm.report/1", "reports": [{"latency": []}]}', r"reports\[0\].latency is no object"),
+        ('{"schema": "etfarm.report/1", "reports": [{"compile": {"delegation": {"f": 1}}}]}', r"delegation.f is no object"),
+    ],
+)
+def test_anything_else_is_refused_in_one_sentence(text: str | bytes, said: str) -> None:
+    with pytest.raises(report.BadDocument, match=said) as caught:
+        report.loads(text)
+    assert "--json" in caught.value.remedy
