@@ -289,7 +289,7 @@ async def job_ids(jobs: Any, *, only_live: bool = False) -> AsyncIterator[str]:
     while True:
         page = await jobs.List(job_pb2.ListJobsRequest(page_size=500, page_token=token))
         for job in page.jobs:
-            if not (only_live and job.HasField("finished_at")):
+            if not (only_live and job.HasField("end_time")):
                 yield job.id
         if not (token := page.next_page_token):
             return

@@ -226,7 +226,7 @@ class StoredArtifact(_message.Message):
 
     ARTIFACT_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
-    STORED_AT_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
     PROJECT_FIELD_NUMBER: _builtins.int
     owner: _builtins.str
     project: _builtins.str
@@ -234,18 +234,18 @@ class StoredArtifact(_message.Message):
     @_builtins.property
     def artifact(self) -> _common_pb2.Artifact: ...
     @_builtins.property
-    def stored_at(self) -> _timestamp_pb2.Timestamp: ...
+    def create_time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
         artifact: _common_pb2.Artifact | None = ...,
         owner: _builtins.str = ...,
-        stored_at: _timestamp_pb2.Timestamp | None = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
         project: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["artifact", b"artifact", "stored_at", b"stored_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["artifact", b"artifact", "create_time", b"create_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact", b"artifact", "owner", b"owner", "project", b"project", "stored_at", b"stored_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["artifact", b"artifact", "create_time", b"create_time", "owner", b"owner", "project", b"project"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -170,7 +170,7 @@ class Device(_message.Message):
     PROBLEM_FIELD_NUMBER: _builtins.int
     MODEL_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
-    LAST_SEEN_AT_FIELD_NUMBER: _builtins.int
+    LAST_SEEN_TIME_FIELD_NUMBER: _builtins.int
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
     OPERATOR_COUNT_FIELD_NUMBER: _builtins.int
@@ -232,7 +232,7 @@ class Device(_message.Message):
         """
 
     @_builtins.property
-    def last_seen_at(self) -> _timestamp_pb2.Timestamp: ...
+    def last_seen_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def telemetry(self) -> Global___DeviceTelemetry: ...
     @_builtins.property
@@ -262,16 +262,16 @@ class Device(_message.Message):
         problem: _common_pb2.Error | None = ...,
         model: _builtins.str = ...,
         state: Global___DeviceState.ValueType = ...,
-        last_seen_at: _timestamp_pb2.Timestamp | None = ...,
+        last_seen_time: _timestamp_pb2.Timestamp | None = ...,
         attempt_id: _builtins.str = ...,
         telemetry: Global___DeviceTelemetry | None = ...,
         operator_count: _builtins.int | None = ...,
         runner: _builtins.str = ...,
         projects: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "has_battery", b"has_battery", "last_seen_at", b"last_seen_at", "operator_count", b"operator_count", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "has_battery", b"has_battery", "last_seen_time", b"last_seen_time", "operator_count", b"operator_count", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "agent_id", b"agent_id", "arch", b"arch", "attempt_id", b"attempt_id", "backends", b"backends", "clusters", b"clusters", "cores", b"cores", "emulated", b"emulated", "features", b"features", "has_battery", b"has_battery", "id", b"id", "labels", b"labels", "last_seen_at", b"last_seen_at", "memory_bytes", b"memory_bytes", "model", b"model", "name", b"name", "operator_count", b"operator_count", "os", b"os", "own_runners", b"own_runners", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "projects", b"projects", "runner", b"runner", "soc", b"soc", "state", b"state", "telemetry", b"telemetry", "thermal_zones", b"thermal_zones"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "agent_id", b"agent_id", "arch", b"arch", "attempt_id", b"attempt_id", "backends", b"backends", "clusters", b"clusters", "cores", b"cores", "emulated", b"emulated", "features", b"features", "has_battery", b"has_battery", "id", b"id", "labels", b"labels", "last_seen_time", b"last_seen_time", "memory_bytes", b"memory_bytes", "model", b"model", "name", b"name", "operator_count", b"operator_count", "os", b"os", "own_runners", b"own_runners", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "projects", b"projects", "runner", b"runner", "soc", b"soc", "state", b"state", "telemetry", b"telemetry", "thermal_zones", b"thermal_zones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__has_battery: _TypeAlias = _typing.Literal["has_battery"]  # noqa: Y015
     _WhichOneofArgType__has_battery: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery"]  # noqa: Y015
@@ -294,7 +294,7 @@ class DeviceTelemetry(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    AT_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
     CPU_SHARE_FIELD_NUMBER: _builtins.int
     LOAD_1M_FIELD_NUMBER: _builtins.int
     MEMORY_AVAILABLE_BYTES_FIELD_NUMBER: _builtins.int
@@ -319,11 +319,11 @@ class DeviceTelemetry(_message.Message):
     agent_rss_bytes: _builtins.int
     """Bytes of physical memory that the agent itself has."""
     @_builtins.property
-    def at(self) -> _timestamp_pb2.Timestamp: ...
+    def time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
-        at: _timestamp_pb2.Timestamp | None = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
         cpu_share: _builtins.float | None = ...,
         load_1m: _builtins.float | None = ...,
         memory_available_bytes: _builtins.int | None = ...,
@@ -334,9 +334,9 @@ class DeviceTelemetry(_message.Message):
         charging: _builtins.bool | None = ...,
         agent_rss_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_agent_rss_bytes", b"_agent_rss_bytes", "_battery_share", b"_battery_share", "_charging", b"_charging", "_cpu_share", b"_cpu_share", "_disk_free_bytes", b"_disk_free_bytes", "_frequency_hz", b"_frequency_hz", "_load_1m", b"_load_1m", "_memory_available_bytes", b"_memory_available_bytes", "_temperature_c", b"_temperature_c", "agent_rss_bytes", b"agent_rss_bytes", "at", b"at", "battery_share", b"battery_share", "charging", b"charging", "cpu_share", b"cpu_share", "disk_free_bytes", b"disk_free_bytes", "frequency_hz", b"frequency_hz", "load_1m", b"load_1m", "memory_available_bytes", b"memory_available_bytes", "temperature_c", b"temperature_c"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_agent_rss_bytes", b"_agent_rss_bytes", "_battery_share", b"_battery_share", "_charging", b"_charging", "_cpu_share", b"_cpu_share", "_disk_free_bytes", b"_disk_free_bytes", "_frequency_hz", b"_frequency_hz", "_load_1m", b"_load_1m", "_memory_available_bytes", b"_memory_available_bytes", "_temperature_c", b"_temperature_c", "agent_rss_bytes", b"agent_rss_bytes", "battery_share", b"battery_share", "charging", b"charging", "cpu_share", b"cpu_share", "disk_free_bytes", b"disk_free_bytes", "frequency_hz", b"frequency_hz", "load_1m", b"load_1m", "memory_available_bytes", b"memory_available_bytes", "temperature_c", b"temperature_c", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_agent_rss_bytes", b"_agent_rss_bytes", "_battery_share", b"_battery_share", "_charging", b"_charging", "_cpu_share", b"_cpu_share", "_disk_free_bytes", b"_disk_free_bytes", "_frequency_hz", b"_frequency_hz", "_load_1m", b"_load_1m", "_memory_available_bytes", b"_memory_available_bytes", "_temperature_c", b"_temperature_c", "agent_rss_bytes", b"agent_rss_bytes", "at", b"at", "battery_share", b"battery_share", "charging", b"charging", "cpu_share", b"cpu_share", "disk_free_bytes", b"disk_free_bytes", "frequency_hz", b"frequency_hz", "load_1m", b"load_1m", "memory_available_bytes", b"memory_available_bytes", "temperature_c", b"temperature_c"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_agent_rss_bytes", b"_agent_rss_bytes", "_battery_share", b"_battery_share", "_charging", b"_charging", "_cpu_share", b"_cpu_share", "_disk_free_bytes", b"_disk_free_bytes", "_frequency_hz", b"_frequency_hz", "_load_1m", b"_load_1m", "_memory_available_bytes", b"_memory_available_bytes", "_temperature_c", b"_temperature_c", "agent_rss_bytes", b"agent_rss_bytes", "battery_share", b"battery_share", "charging", b"charging", "cpu_share", b"cpu_share", "disk_free_bytes", b"disk_free_bytes", "frequency_hz", b"frequency_hz", "load_1m", b"load_1m", "memory_available_bytes", b"memory_available_bytes", "temperature_c", b"temperature_c", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__agent_rss_bytes: _TypeAlias = _typing.Literal["agent_rss_bytes"]  # noqa: Y015
     _WhichOneofArgType__agent_rss_bytes: _TypeAlias = _typing.Literal["_agent_rss_bytes", b"_agent_rss_bytes"]  # noqa: Y015
@@ -514,23 +514,23 @@ class Reservation(_message.Message):
     ID_FIELD_NUMBER: _builtins.int
     DEVICE_ID_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
-    EXPIRES_AT_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     device_id: _builtins.str
     owner: _builtins.str
     @_builtins.property
-    def expires_at(self) -> _timestamp_pb2.Timestamp: ...
+    def expire_time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
         id: _builtins.str = ...,
         device_id: _builtins.str = ...,
         owner: _builtins.str = ...,
-        expires_at: _timestamp_pb2.Timestamp | None = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expires_at", b"expires_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_id", b"device_id", "expires_at", b"expires_at", "id", b"id", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_id", b"device_id", "expire_time", b"expire_time", "id", b"id", "owner", b"owner"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

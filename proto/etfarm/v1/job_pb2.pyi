@@ -484,7 +484,7 @@ class Cell(_message.Message):
     ETRECORD_FIELD_NUMBER: _builtins.int
     NUMERICS_COMPILATION_KEY_FIELD_NUMBER: _builtins.int
     WAITING_FOR_FIELD_NUMBER: _builtins.int
-    UPDATED_AT_FIELD_NUMBER: _builtins.int
+    UPDATE_TIME_FIELD_NUMBER: _builtins.int
     COMPILE_CACHED_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
@@ -528,7 +528,7 @@ class Cell(_message.Message):
     @_builtins.property
     def etrecord(self) -> _common_pb2.Artifact: ...
     @_builtins.property
-    def updated_at(self) -> _timestamp_pb2.Timestamp: ...
+    def update_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def timeline(self) -> _containers.RepeatedCompositeFieldContainer[_report_pb2.Phase]:
         """The steps so far."""
@@ -557,13 +557,13 @@ class Cell(_message.Message):
         etrecord: _common_pb2.Artifact | None = ...,
         numerics_compilation_key: _builtins.str = ...,
         waiting_for: _builtins.str = ...,
-        updated_at: _timestamp_pb2.Timestamp | None = ...,
+        update_time: _timestamp_pb2.Timestamp | None = ...,
         compile_cached: _builtins.bool = ...,
         timeline: _abc.Iterable[_report_pb2.Phase] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_threads", b"_threads", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "outputs", b"outputs", "program", b"program", "threads", b"threads", "updated_at", b"updated_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_threads", b"_threads", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "outputs", b"outputs", "program", b"program", "threads", b"threads", "update_time", b"update_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_threads", b"_threads", "attempts", b"attempts", "candidate_index", b"candidate_index", "candidate_name", b"candidate_name", "compilation_key", b"compilation_key", "compile_cached", b"compile_cached", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "id", b"id", "index", b"index", "job_id", b"job_id", "method", b"method", "numerics_compilation_key", b"numerics_compilation_key", "outputs", b"outputs", "program", b"program", "recipe_name", b"recipe_name", "report_id", b"report_id", "selector", b"selector", "state", b"state", "threads", b"threads", "timeline", b"timeline", "updated_at", b"updated_at", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_threads", b"_threads", "attempts", b"attempts", "candidate_index", b"candidate_index", "candidate_name", b"candidate_name", "compilation_key", b"compilation_key", "compile_cached", b"compile_cached", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "id", b"id", "index", b"index", "job_id", b"job_id", "method", b"method", "numerics_compilation_key", b"numerics_compilation_key", "outputs", b"outputs", "program", b"program", "recipe_name", b"recipe_name", "report_id", b"report_id", "selector", b"selector", "state", b"state", "threads", b"threads", "timeline", b"timeline", "update_time", b"update_time", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_index: _TypeAlias = _typing.Literal["device_index"]  # noqa: Y015
     _WhichOneofArgType__device_index: _TypeAlias = _typing.Literal["_device_index", b"_device_index"]  # noqa: Y015
@@ -584,15 +584,15 @@ class Attempt(_message.Message):
 
     ID_FIELD_NUMBER: _builtins.int
     DEVICE_ID_FIELD_NUMBER: _builtins.int
-    STARTED_AT_FIELD_NUMBER: _builtins.int
-    FINISHED_AT_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     device_id: _builtins.str
     @_builtins.property
-    def started_at(self) -> _timestamp_pb2.Timestamp: ...
+    def start_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
-    def finished_at(self) -> _timestamp_pb2.Timestamp: ...
+    def end_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def error(self) -> _common_pb2.Error:
         """Why it ended without a result."""
@@ -602,13 +602,13 @@ class Attempt(_message.Message):
         *,
         id: _builtins.str = ...,
         device_id: _builtins.str = ...,
-        started_at: _timestamp_pb2.Timestamp | None = ...,
-        finished_at: _timestamp_pb2.Timestamp | None = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
         error: _common_pb2.Error | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "finished_at", b"finished_at", "started_at", b"started_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "error", b"error", "start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_id", b"device_id", "error", b"error", "finished_at", b"finished_at", "id", b"id", "started_at", b"started_at"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_id", b"device_id", "end_time", b"end_time", "error", b"error", "id", b"id", "start_time", b"start_time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -643,8 +643,8 @@ class Job(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     STATE_FIELD_NUMBER: _builtins.int
-    SUBMITTED_AT_FIELD_NUMBER: _builtins.int
-    FINISHED_AT_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     CELLS_FIELD_NUMBER: _builtins.int
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
@@ -660,9 +660,9 @@ class Job(_message.Message):
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
-    def submitted_at(self) -> _timestamp_pb2.Timestamp: ...
+    def create_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
-    def finished_at(self) -> _timestamp_pb2.Timestamp:
+    def end_time(self) -> _timestamp_pb2.Timestamp:
         """Absent while the job is live."""
 
     @_builtins.property
@@ -681,17 +681,17 @@ class Job(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         owner: _builtins.str = ...,
         state: Global___JobState.ValueType = ...,
-        submitted_at: _timestamp_pb2.Timestamp | None = ...,
-        finished_at: _timestamp_pb2.Timestamp | None = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
         spec: Global___JobSpec | None = ...,
         cells: _abc.Iterable[Global___Cell] | None = ...,
         server_version: _builtins.str = ...,
         tags: _abc.Iterable[_builtins.str] | None = ...,
         project: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["finished_at", b"finished_at", "spec", b"spec", "submitted_at", b"submitted_at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "end_time", b"end_time", "spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cells", b"cells", "finished_at", b"finished_at", "id", b"id", "labels", b"labels", "name", b"name", "owner", b"owner", "project", b"project", "server_version", b"server_version", "spec", b"spec", "state", b"state", "submitted_at", b"submitted_at", "tags", b"tags"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cells", b"cells", "create_time", b"create_time", "end_time", b"end_time", "id", b"id", "labels", b"labels", "name", b"name", "owner", b"owner", "project", b"project", "server_version", b"server_version", "spec", b"spec", "state", b"state", "tags", b"tags"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -792,7 +792,7 @@ class JobEvent(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SEQUENCE_FIELD_NUMBER: _builtins.int
-    AT_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
     JOB_FIELD_NUMBER: _builtins.int
     CELL_FIELD_NUMBER: _builtins.int
     PROGRESS_FIELD_NUMBER: _builtins.int
@@ -803,7 +803,7 @@ class JobEvent(_message.Message):
     job_state: Global___JobState.ValueType
     """The job's state after a journaled event."""
     @_builtins.property
-    def at(self) -> _timestamp_pb2.Timestamp: ...
+    def time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def job(self) -> Global___Job:
         """The job was submitted or became terminal; without spec and cells."""
@@ -818,16 +818,16 @@ class JobEvent(_message.Message):
         self,
         *,
         sequence: _builtins.int | None = ...,
-        at: _timestamp_pb2.Timestamp | None = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
         job: Global___Job | None = ...,
         cell: Global___Cell | None = ...,
         progress: Global___Progress | None = ...,
         log: Global___LogLine | None = ...,
         job_state: Global___JobState.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_sequence", b"_sequence", "at", b"at", "cell", b"cell", "event", b"event", "job", b"job", "log", b"log", "progress", b"progress", "sequence", b"sequence"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sequence", b"_sequence", "cell", b"cell", "event", b"event", "job", b"job", "log", b"log", "progress", b"progress", "sequence", b"sequence", "time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sequence", b"_sequence", "at", b"at", "cell", b"cell", "event", b"event", "job", b"job", "job_state", b"job_state", "log", b"log", "progress", b"progress", "sequence", b"sequence"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sequence", b"_sequence", "cell", b"cell", "event", b"event", "job", b"job", "job_state", b"job_state", "log", b"log", "progress", b"progress", "sequence", b"sequence", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__sequence: _TypeAlias = _typing.Literal["sequence"]  # noqa: Y015
     _WhichOneofArgType__sequence: _TypeAlias = _typing.Literal["_sequence", b"_sequence"]  # noqa: Y015
@@ -963,7 +963,7 @@ class LogLine(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     NUMBER_FIELD_NUMBER: _builtins.int
-    AT_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
     CELL_ID_FIELD_NUMBER: _builtins.int
     SOURCE_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
@@ -974,19 +974,19 @@ class LogLine(_message.Message):
     """COMPILE, RUNNER, ANALYSIS or FARM."""
     text: _builtins.str
     @_builtins.property
-    def at(self) -> _timestamp_pb2.Timestamp: ...
+    def time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
         number: _builtins.int = ...,
-        at: _timestamp_pb2.Timestamp | None = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
         cell_id: _builtins.str = ...,
         source: _builtins.str = ...,
         text: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "cell_id", b"cell_id", "number", b"number", "source", b"source", "text", b"text"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cell_id", b"cell_id", "number", b"number", "source", b"source", "text", b"text", "time", b"time"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

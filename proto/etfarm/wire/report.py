@@ -89,8 +89,8 @@ def job_json(job: job_pb2.Job) -> Json:
         "name": job.name or None,
         "labels": dict(job.labels),
         "state": (_enum_name(job_pb2.JobState.DESCRIPTOR, job.state) or "JOB_STATE_UNSPECIFIED").removeprefix("JOB_STATE_"),
-        "submitted_at": _instant(job.submitted_at),
-        "finished_at": _instant(job.finished_at) if job.HasField("finished_at") else None,
+        "submitted_at": _instant(job.create_time),
+        "finished_at": _instant(job.end_time) if job.HasField("end_time") else None,
         "server_version": job.server_version,
     }
 

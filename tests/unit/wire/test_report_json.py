@@ -310,13 +310,13 @@ def test_an_error_is_the_same_from_the_wire_and_from_an_exception() -> None:
 @pytest.mark.parametrize("state", ["QUEUED", "RUNNING", "SUCCEEDED", "FAILED", "CANCELLED"])
 def test_a_job_has_its_keys(state: str) -> None:
     job = job_pb2.Job(id="j", labels={"k": "v"}, state=job_pb2.JobState.Value(f"JOB_STATE_{state}"), server_version="1")
-    job.submitted_at.FromJsonString("2025-01-02T03:04:05.6Z")
+    job.create_time.FromJsonString("2025-01-02T03:04:05.6Z")
     assert projection.job_json(job) == {
         "id": "j", "name": None, "labels": {"k": "v"}, "state": state, "submitted_at": "2025-01-02T03:04:05.600Z",
         "finished_at": None, "server_version": "1",
     }  # fmt: skip
     job.name = "n"
-    job.finished_at.FromJsonString("2025-01-02T03:04:06Z")
+    job.end_time.FromJsonString("2025-01-02T03:04:06Z")
     assert projection.job_json(job)["name"] == "n"
     assert projection.job_json(job)["finished_at"] == "2025-01-02T03:04:06Z"
 

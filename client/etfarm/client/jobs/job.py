@@ -317,8 +317,8 @@ class AsyncJob:
             for known in self._job.cells:
                 if known.id == message.cell.id:
                     known.CopyFrom(message.cell)
-        elif kind == "job" and message.job.HasField("finished_at"):
-            self._job.finished_at.CopyFrom(message.job.finished_at)
+        elif kind == "job" and message.job.HasField("end_time"):
+            self._job.end_time.CopyFrom(message.job.end_time)
 
     def _cell(self, index: int) -> job_pb2.Cell:
         for cell in self._job.cells:

@@ -37,8 +37,8 @@ def job(message: job_pb2.Job) -> JobInfo:
         labels=dict(message.labels),
         owner=message.owner,
         state=job_state(message.state),
-        submitted_at=_instant(message.submitted_at),
-        finished_at=_instant(message.finished_at) if message.HasField("finished_at") else None,
+        submitted_at=_instant(message.create_time),
+        finished_at=_instant(message.end_time) if message.HasField("end_time") else None,
         cells=tuple(cell(item) for item in message.cells),
         tags=tuple(message.tags),
         project=message.project,
@@ -72,7 +72,7 @@ def cell(message: job_pb2.Cell) -> Cell:
 def event(message: job_pb2.JobEvent) -> Event | None:
     """Return a JobEvent; None for a kind that this version does not know."""
     sequence = message.sequence if message.HasField("sequence") else None
-    at = _instant(message.at)
+    at = _instant(message.time)
     match message.WhichOneof("event"):
         case "job":
             return JobChanged(sequence, at, job(message.job), job_state(message.job_state))
@@ -97,7 +97,7 @@ def event(message: job_pb2.JobEvent) -> Event | None:
 
 def log_line(message: job_pb2.LogLine) -> LogLine:
     """Return a LogLine."""
-    return LogLine(_instant(message.at), message.number, message.cell_id, message.source, message.text)
+    return LogLine(_instant(message.time), message.number, message.cell_id, message.source, message.text)
 
 
 def device(message: device_pb2.Device) -> Device:
@@ -129,12 +129,12 @@ def device(message: device_pb2.Device) -> Device:
         labels=dict(message.labels),
         backends=tuple(message.backends),
         state=DeviceState(state) if state in DeviceState.__members__ else DeviceState.OFFLINE,
-        last_seen_at=_instant(message.last_seen_at) if message.HasField("last_seen_at") else None,
+        last_seen_at=_instant(message.last_seen_time) if message.HasField("last_seen_time") else None,
         attempt_id=message.attempt_id,
         operator_count=message.operator_count if message.HasField("operator_count") else None,
         runner=message.runner,
         own_runners=tuple(runner.kind for runner in message.own_runners),
-        telemetry={field.name: value for field, value in message.telemetry.ListFields() if field.name != "at"},
+        telemetry={field.name: value for field, value in message.telemetry.ListFields() if field.name != "time"},
         model=message.model,
         page_size_bytes=message.page_size_bytes if message.HasField("page_size_bytes") else None,
         thermal_zones=tuple(message.thermal_zones),

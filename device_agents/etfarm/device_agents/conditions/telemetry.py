@@ -32,7 +32,7 @@ class Telemetry:
             light: read only a few small files in /proc, because a timed pass runs on the same cpus.
         """
         state = device_pb2.DeviceTelemetry()
-        state.at.GetCurrentTime()
+        state.time.GetCurrentTime()
         state.load_1m = os.getloadavg()[0]
         state.memory_available_bytes = psutil.virtual_memory().available
         if light:

@@ -294,7 +294,7 @@ def _in_use(device: device_pb2.Device, kind: str, hello: Hello) -> device_pb2.De
         operator_count=len(hello.operators),
     )
     description.MergeFrom(device)
-    description.last_seen_at.GetCurrentTime()
+    description.last_seen_time.GetCurrentTime()
     return description
 
 

@@ -26,7 +26,7 @@ class DeviceRecords:
         known: list[Device] = []
         for row in rows:
             device = Device.FromString(row.body)
-            device.last_seen_at.FromDatetime(row.last_seen_at)
+            device.last_seen_time.FromDatetime(row.last_seen_at)
             known.append(device)
         restricted: dict[str, frozenset[str]] = {}
         for row in await self._database.read(lambda connection: connection.execute(select(projects)).all()):
@@ -36,7 +36,7 @@ class DeviceRecords:
     async def save(self, devices: Sequence[Device], projects: Collection[str] = ()) -> None:
         """Write devices, and add `projects` to their restrictions."""
         rows = [
-            {"id": device.id, "body": device.SerializeToString(), "last_seen_at": device.last_seen_at.ToDatetime(UTC)}
+            {"id": device.id, "body": device.SerializeToString(), "last_seen_at": device.last_seen_time.ToDatetime(UTC)}
             for device in devices
         ]
         restrictions = [{"device_id": row["id"], "project": project} for row in rows for project in sorted(projects)]

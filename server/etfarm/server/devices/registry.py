@@ -409,9 +409,9 @@ class Registry:
         """Store the telemetry, and the current time as the devices' last sign of life."""
         for device_id, telemetry in heartbeat.telemetry.items():
             if self._serving.get(device_id) is session:
-                telemetry.at.FromDatetime(self._now())
+                telemetry.time.FromDatetime(self._now())
                 self._telemetry[device_id] = telemetry
-                self._known[device_id].last_seen_at.FromDatetime(self._now())
+                self._known[device_id].last_seen_time.FromDatetime(self._now())
 
     async def disconnect(self, session: AgentSession) -> None:
         """Remove a connection that ended. Its devices go offline, and their attempts wait for the agent to reconnect."""
@@ -434,7 +434,7 @@ class Registry:
         known = Device()
         known.CopyFrom(device)
         known.agent_id = session.agent_id
-        known.last_seen_at.FromDatetime(self._now())
+        known.last_seen_time.FromDatetime(self._now())
         is_confined = projects and device.id not in self._known
         if is_confined:
             self._projects[device.id] = projects

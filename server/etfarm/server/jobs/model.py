@@ -59,7 +59,7 @@ def amend(cell: Cell, *, at: datetime) -> Cell:
     after = Cell()
     after.CopyFrom(cell)
     after.version += 1
-    after.updated_at.FromDatetime(at)
+    after.update_time.FromDatetime(at)
     return after
 
 

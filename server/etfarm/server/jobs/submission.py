@@ -127,7 +127,7 @@ class Submission:
             await self._screen(candidate, pace)
         async with self._large.take(owner) if is_large else nullcontext():
             job = job_pb2.Job(id=self._new_id(), owner=owner, project=project)
-            job.submitted_at.FromDatetime(at)
+            job.create_time.FromDatetime(at)
             return await self._readers.run(self._fill, job, spec, names, choices)
 
     def _fill(
@@ -140,7 +140,7 @@ class Submission:
         for cell in _cells(spec, names, choices):
             cell.id, cell.job_id, cell.index = self._new_id(), job.id, len(job.cells)
             cell.state, cell.version = common_pb2.CellState.CELL_STATE_QUEUED, 1
-            cell.updated_at.CopyFrom(job.submitted_at)
+            cell.update_time.CopyFrom(job.create_time)
             job.cells.append(cell)
             if len(job.cells) > MAX_CELLS:
                 raise _too_many_cells()

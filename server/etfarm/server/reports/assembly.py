@@ -125,7 +125,7 @@ def model_digest(candidate: job_pb2.Candidate) -> str:
 
 def since(job: job_pb2.Job, at: datetime) -> float:
     """Return the time from the job's submission to `at`, in milliseconds."""
-    return (at - job.submitted_at.ToDatetime(UTC)).total_seconds() * 1e3
+    return (at - job.create_time.ToDatetime(UTC)).total_seconds() * 1e3
 
 
 def _compile(candidate: job_pb2.Candidate, compilation: compile_pb2.Compilation, cached: bool) -> report_pb2.ReportCompile:

@@ -52,7 +52,7 @@ async def finished(tmp_path: Path) -> AsyncIterator[Finished]:
     await database.open()
     journal = Journal(database, Announcer(), lambda: AT)
     job = Job(id="job00000", owner="ann")
-    job.submitted_at.FromDatetime(AT)
+    job.create_time.FromDatetime(AT)
     for index in range(len(SAMPLES)):
         job.cells.add(id=f"c{index}", job_id=job.id, index=index, state=model.QUEUED, version=1)
     job, _ = await journal.submit(job, "once")

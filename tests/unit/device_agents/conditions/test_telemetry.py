@@ -15,7 +15,7 @@ from etfarm.device_agents.runners.protocol import Measured
 def test_what_is_told_is_what_the_machine_says(tmp_path: Path) -> None:
     before_s = int(time.time())
     told = Telemetry(tmp_path).read()
-    assert before_s <= told.at.ToSeconds() <= time.time()
+    assert before_s <= told.time.ToSeconds() <= time.time()
     assert 0 < told.memory_available_bytes < psutil.virtual_memory().total
     assert told.disk_free_bytes <= psutil.disk_usage(str(tmp_path)).total
     assert 0 <= told.cpu_share <= 1
@@ -39,7 +39,7 @@ def test_a_light_reading_leaves_out_what_costs(tmp_path: Path) -> None:
     before = os.getloadavg()[0]
     told = Telemetry(tmp_path).read(light=True)
     after = os.getloadavg()[0]
-    assert {field.name for field, _ in told.ListFields()} == {"at", "load_1m", "memory_available_bytes"}
+    assert {field.name for field, _ in told.ListFields()} == {"time", "load_1m", "memory_available_bytes"}
     assert min(before, after) - 0.01 <= told.load_1m <= max(before, after) + 0.01
 
 

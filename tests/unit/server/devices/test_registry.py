@@ -141,7 +141,7 @@ async def test_a_known_device_stays_known_after_a_restart_as_offline(world: Worl
     await again.load()
     (device,) = again.devices()
     assert (device.id, device.agent_id, device.state, device.name) == ("pi", "agent", OFFLINE, "board-pi")
-    assert device.last_seen_at.ToDatetime(UTC) == world.now()
+    assert device.last_seen_time.ToDatetime(UTC) == world.now()
 
 
 @pytest.mark.parametrize("key", ["4f00aa", "4f", "board-4f00aa"])
@@ -255,7 +255,7 @@ async def test_telemetry_counts_while_its_own_agent_is_connected(world: World) -
     await world.registry.heartbeat(other, Heartbeat(telemetry={"pi": DeviceTelemetry(load_1m=9), "none": DeviceTelemetry()}))
     device = world.registry.get("pi")
     assert device.telemetry.load_1m == 0.5
-    assert device.last_seen_at.ToDatetime(UTC) == device.telemetry.at.ToDatetime(UTC) == world.now()
+    assert device.last_seen_time.ToDatetime(UTC) == device.telemetry.time.ToDatetime(UTC) == world.now()
     await world.registry.disconnect(session)
     assert not world.registry.get("pi").HasField("telemetry")
 

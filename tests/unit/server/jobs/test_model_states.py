@@ -61,7 +61,7 @@ def test_advance_goes_where_the_table_says_and_nowhere_else(before: CellState, a
     kept = Cell.FromString(cell.SerializeToString())
     if after in TRANSITIONS[before]:
         moved = model.advance(cell, after, at=AT)
-        assert (moved.state, moved.version, moved.updated_at.ToDatetime(UTC)) == (after, 8, AT)
+        assert (moved.state, moved.version, moved.update_time.ToDatetime(UTC)) == (after, 8, AT)
     else:
         with pytest.raises(IllegalTransition, match="Cell c cannot go from") as refused:
             model.advance(cell, after, at=AT)

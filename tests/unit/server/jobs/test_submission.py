@@ -95,7 +95,7 @@ async def test_a_job_has_a_queued_cell_for_its_only_combination(world: World) ->
         "ann",
         JobState.JOB_STATE_QUEUED,
     )
-    assert job.submitted_at.ToDatetime(UTC) == AT
+    assert job.create_time.ToDatetime(UTC) == AT
     assert job.spec == spec
     (cell,) = job.cells
     assert (cell.id, cell.job_id, cell.index, cell.state, cell.version) == ("id1", "id0", 0, model.QUEUED, 1)

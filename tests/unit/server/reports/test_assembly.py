@@ -21,7 +21,7 @@ DEVICE = Device(id="pi", name="board", arch="aarch64", soc="BCM", os="Debian", c
 
 def job() -> job_pb2.Job:
     made = job_pb2.Job(id="j")
-    made.submitted_at.FromDatetime(AT)
+    made.create_time.FromDatetime(AT)
     candidate = made.spec.candidates.add(name="net", recipe=RECIPE)
     candidate.model.methods["forward"].exported_program.CopyFrom(artifact_of(b"model"))
     return made

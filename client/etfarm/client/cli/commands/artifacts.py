@@ -47,7 +47,7 @@ def list_(
                 units.size(row.artifact.size_bytes),
                 row.project,
                 row.owner,
-                row.stored_at.ToDatetime().isoformat(" ", "seconds"),
+                row.create_time.ToDatetime().isoformat(" ", "seconds"),
             )
             async for row in artifacts.list_all(stubs, limit)
         ]

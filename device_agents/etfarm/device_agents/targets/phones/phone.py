@@ -196,7 +196,7 @@ class Phone:
     def _take(self, reading: report_pb2.SystemReading) -> None:
         """Keep the state for heartbeats, and for the memory that a runner may use."""
         telemetry = device_pb2.DeviceTelemetry()
-        telemetry.at.GetCurrentTime()
+        telemetry.time.GetCurrentTime()
         if reading.HasField("load_1m"):
             telemetry.load_1m = reading.load_1m
         if reading.HasField("memory_available_bytes"):

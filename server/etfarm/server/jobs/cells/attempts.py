@@ -101,7 +101,7 @@ class Attempts:
         """
         for run in cell_runs:
             attempt = run.cell.attempts[-1]
-            attempt.finished_at.FromDatetime(self._now())
+            attempt.end_time.FromDatetime(self._now())
             if run.cell.id in errors:
                 attempt.error.CopyFrom(to_proto(errors[run.cell.id]))
         faults = [error for error in errors.values() if error.fault is Fault.DEVICE]
@@ -124,7 +124,7 @@ class Attempts:
             run.result, run.sent_ms = None, 0.0
             run.cell.ClearField("outputs")
         device, attempt = await self._dispatch.place(cell_runs, self._progress.announce, self._joblog.add)
-        attempt.started_at.FromDatetime(self._now())
+        attempt.start_time.FromDatetime(self._now())
         for run in cell_runs:
             run.device = device
             run.cell.attempts.append(attempt)
@@ -169,7 +169,7 @@ class Attempts:
                 continue
             run.result = result
             # If an earlier server sent the attempt, the best known time is that of its placement.
-            sent_ms = run.sent_ms or since(run.job, cell.attempts[-1].started_at.ToDatetime(UTC))
+            sent_ms = run.sent_ms or since(run.job, cell.attempts[-1].start_time.ToDatetime(UTC))
             for phase in result.phases:
                 start_ms = sent_ms + phase.start_ms
                 cell.timeline.add(actor="DEVICE", phase=phase.phase, start_ms=start_ms, duration_ms=phase.duration_ms)

@@ -65,7 +65,7 @@ class Dispatch:
             cell_id=first.id,
             selector=selector,
             priority=job.spec.priority,
-            order=(job.submitted_at.seconds * 10**9 + job.submitted_at.nanos, first.index),
+            order=(job.create_time.seconds * 10**9 + job.create_time.nanos, first.index),
             avoid=frozenset(attempt.device_id for run in cell_runs for attempt in run.cell.attempts),
             unfit=self._requirements.find_unfit_for_all(selector, cell_runs),
             project=job.project,

@@ -28,7 +28,7 @@ class CellProgress:
     def announce(self, job_id: str, progress: Progress) -> None:
         """Announce the progress of a cell."""
         event = JobEvent(progress=progress)
-        event.at.FromDatetime(self._now())
+        event.time.FromDatetime(self._now())
         self._announcer.announce(job_id, event)
 
     def announce_phase(self, cell_runs: Iterable[CellRun], phase: str, message: str = "") -> None:

@@ -97,7 +97,7 @@ class Results:
         elapsed_s = self._runs.elapsed_s(attempt.id)
         if elapsed_s is None:
             # An earlier server sent the attempt; its clock set the time of placement.
-            elapsed_s = max(0.0, time.time() - attempt.started_at.ToNanoseconds() / 1e9)
+            elapsed_s = max(0.0, time.time() - attempt.start_time.ToNanoseconds() / 1e9)
         return Plan(
             cells=frozenset({run.cell.id for run in cell_runs} | self._dispatch.cells_of(attempt.id)),
             elapsed_s=elapsed_s,

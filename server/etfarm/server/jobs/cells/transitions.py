@@ -51,7 +51,7 @@ class CellTransitions:
 
 def _finished_result(run: CellRun, after: Cell) -> agent_pb2.CandidateResult | None:
     """Return the result of the last attempt if that has ended."""
-    return run.result if after.attempts and after.attempts[-1].HasField("finished_at") else None
+    return run.result if after.attempts and after.attempts[-1].HasField("end_time") else None
 
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:

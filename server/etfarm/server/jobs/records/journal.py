@@ -75,7 +75,7 @@ class Journal:
                     project=job.project or DEFAULT_PROJECT,
                     spec=job.spec.SerializeToString(),
                     last_sequence=0,
-                    submitted_at=to_utc(job.submitted_at),
+                    submitted_at=to_utc(job.create_time),
                 )
             )
             connection.execute(
@@ -164,8 +164,8 @@ class Journal:
         written = [self._append(connection, after.job_id, JobEvent(cell=after), state)]
         if after.state in model.TERMINAL and model.is_terminal(state):
             job = job_row(connection, after.job_id, with_spec=False)
-            job.finished_at.FromDatetime(self._now())
-            row = {"finished_at": to_utc(job.finished_at)}
+            job.end_time.FromDatetime(self._now())
+            row = {"finished_at": to_utc(job.end_time)}
             connection.execute(update(schema.jobs).where(schema.jobs.c.id == job.id).values(row))
             written.append(self._append(connection, job.id, JobEvent(job=_brief(job)), job.state))
         return written
@@ -173,7 +173,7 @@ class Journal:
     def _append(self, connection: Connection, job_id: str, event: JobEvent, state: job_pb2.JobState.ValueType) -> JobEvent:
         counted = update(schema.jobs).where(schema.jobs.c.id == job_id).values(last_sequence=schema.jobs.c.last_sequence + 1)
         event.sequence = connection.execute(counted.returning(schema.jobs.c.last_sequence)).scalar_one()
-        event.at.FromDatetime(self._now())
+        event.time.FromDatetime(self._now())
         event.job_state = state
         connection.execute(schema.events.insert().values(job_id=job_id, sequence=event.sequence, body=event.SerializeToString()))
         return event

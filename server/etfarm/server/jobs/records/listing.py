@@ -46,9 +46,9 @@ def listed_job(connection: Connection, job_id: str) -> Job | None:
     job.labels.update(labels_of(row.spec or b""))
     job.cells.extend(_listed_cells(connection, job_id))
     job.state = model.job_state(job.cells)
-    job.submitted_at.FromDatetime(row.submitted_at)
+    job.create_time.FromDatetime(row.submitted_at)
     if row.finished_at is not None:
-        job.finished_at.FromDatetime(row.finished_at)
+        job.end_time.FromDatetime(row.finished_at)
     return job
 
 

@@ -57,8 +57,8 @@ class JobLog:
         at = self._now()
         self._waiting.append({"job_id": job_id, "number": number, "at": at, "cell_id": cell_id, "source": source, "text": text})
         line = LogLine(number=number, cell_id=cell_id, source=source, text=text)
-        line.at.FromDatetime(at)
-        self._announcer.announce(job_id, JobEvent(at=line.at, log=line))
+        line.time.FromDatetime(at)
+        self._announcer.announce(job_id, JobEvent(time=line.time, log=line))
         self._begin()
 
     async def resume(self, job_id: str) -> None:
@@ -118,6 +118,6 @@ def _lines(connection: Connection, job_id: str, after: int) -> Sequence[LogLine]
     lines = []
     for row in connection.execute(query):
         line = LogLine(number=row.number, cell_id=row.cell_id, source=row.source, text=row.text)
-        line.at.FromDatetime(row.at)
+        line.time.FromDatetime(row.at)
         lines.append(line)
     return lines

@@ -52,9 +52,9 @@ def _whole_job(connection: Connection, job_id: str) -> Job | None:
     job.labels.update(job.spec.labels)
     job.cells.extend(Cell.FromString(body) for body in connection.execute(bodies).scalars())
     job.state = model.job_state(job.cells)
-    job.submitted_at.FromDatetime(row.submitted_at)
+    job.create_time.FromDatetime(row.submitted_at)
     if row.finished_at is not None:
-        job.finished_at.FromDatetime(row.finished_at)
+        job.end_time.FromDatetime(row.finished_at)
     return job
 
 
@@ -85,9 +85,9 @@ def resolve_job(connection: Connection, key: str, scope: Scope) -> str:
 def write_attempt(connection: Connection, cell: Cell, result: agent_pb2.CandidateResult | None) -> None:
     """Write the cell's last attempt, with its result if that has arrived."""
     attempt = cell.attempts[-1]
-    known = {"id": attempt.id, "cell_id": cell.id, "device_id": attempt.device_id, "started_at": to_utc(attempt.started_at)}
+    known = {"id": attempt.id, "cell_id": cell.id, "device_id": attempt.device_id, "started_at": to_utc(attempt.start_time)}
     changes: dict[str, object] = {
-        "finished_at": to_utc(attempt.finished_at) if attempt.HasField("finished_at") else None,
+        "finished_at": to_utc(attempt.end_time) if attempt.HasField("end_time") else None,
         "error": attempt.error.SerializeToString() if attempt.HasField("error") else None,
     }
     if result is not None:

@@ -160,7 +160,7 @@ def _listed(row: Holding) -> artifact_pb2.StoredArtifact:
     listed = artifact_pb2.StoredArtifact(
         artifact=common_pb2.Artifact(digest=row.digest, size_bytes=row.size_bytes), owner=row.owner, project=row.holder
     )
-    listed.stored_at.FromDatetime(row.held_at)
+    listed.create_time.FromDatetime(row.held_at)
     return listed
 
 

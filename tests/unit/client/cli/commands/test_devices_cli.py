@@ -30,7 +30,7 @@ def _device(dump: str, **more: object) -> device_pb2.Device:
     device = inventory.parse(dumps.load(dump))
     known = {"id": f"id-{dump}", "agent_id": "agent-1", "name": dump, "state": device_pb2.DEVICE_STATE_IDLE} | more
     device.MergeFrom(device_pb2.Device(**known))  # type: ignore[arg-type]
-    device.last_seen_at.FromDatetime(datetime.now(UTC))
+    device.last_seen_time.FromDatetime(datetime.now(UTC))
     return device
 
 

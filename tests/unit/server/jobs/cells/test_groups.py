@@ -60,7 +60,7 @@ def compiler(farm: World) -> Compiles:
 async def submit(farm: World, candidates: str = "ab") -> job_pb2.Job:
     job = job_pb2.Job(id=f"job-{farm.ids()}", owner="ann")
     job.spec.measurement.interleave = True
-    job.submitted_at.FromDatetime(AT)
+    job.create_time.FromDatetime(AT)
     for index, name in enumerate(candidates):
         job.spec.candidates.add(name=name).program.pte.CopyFrom(artifact_of(b"pte"))
         job.cells.add(

@@ -71,7 +71,7 @@ def use(world: World, made: Both) -> None:  # noqa: F811
 
 async def submit(world: World, recipe: recipes.Recipe = FP32, method: str = "forward") -> job_pb2.Job:  # noqa: F811
     job = job_pb2.Job(id=f"job-{world.ids()}", owner="ann")
-    job.submitted_at.FromDatetime(datetime(2025, 1, 2, tzinfo=UTC))
+    job.create_time.FromDatetime(datetime(2025, 1, 2, tzinfo=UTC))
     job.spec.measurement.numerics = True
     candidate = job.spec.candidates.add(name="net", recipe=recipe.json)
     candidate.model.methods["forward"].exported_program.CopyFrom(artifact_of(b"pt2"))

@@ -30,7 +30,7 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
     journal = Journal(made, Announcer(), lambda: AT)
     for index, (project, name, device) in enumerate((("vision", "net", "pi"), ("audio", "net", "xl"), ("audio", "secret", "xl"))):
         job = Job(id=f"job-{index}", owner="ann", project=project)
-        job.submitted_at.FromDatetime(AT)
+        job.create_time.FromDatetime(AT)
         job.cells.add(id=f"c{index}", job_id=job.id, state=model.QUEUED, version=1)
         job, _ = await journal.submit(job, job.id)
         report = Report(id=f"r{index}", cell=f"c{index}")

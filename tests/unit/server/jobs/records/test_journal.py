@@ -52,7 +52,7 @@ class World:
             spec=JobSpec(priority=3, labels={"k": "v"}),
             labels={"k": "v"},
         )
-        job.submitted_at.FromDatetime(START)
+        job.create_time.FromDatetime(START)
         for index in range(cells):
             job.cells.add(id=f"{name}-{index}", job_id=name, index=index, state=model.QUEUED, version=1)
         written, _ = await self.journal.submit(job, request or name)
@@ -88,8 +88,8 @@ async def test_a_job_comes_back_as_it_was_submitted(world: World) -> None:
     assert (again.owner, again.name, dict(again.labels), again.spec.priority) == ("ann", "n-job00000", {"k": "v"}, 3)
     assert [cell.index for cell in again.cells] == [0, 1]
     assert again.state == JobState.JOB_STATE_QUEUED
-    assert again.submitted_at.ToDatetime(UTC) == START
-    assert not again.HasField("finished_at")
+    assert again.create_time.ToDatetime(UTC) == START
+    assert not again.HasField("end_time")
 
 
 async def test_a_request_id_is_one_job_for_its_owner_and_another_for_others(world: World) -> None:
@@ -141,22 +141,22 @@ async def test_sequences_are_contiguous_and_end_with_the_job(world: World) -> No
     assert [event.WhichOneof("event") for event in events[1:-1]] == ["cell"] * 15
     assert events[-1].job_state == events[-1].job.state == JobState.JOB_STATE_SUCCEEDED
     assert not events[-1].job.cells and not events[-1].job.HasField("spec")
-    assert all(event.HasField("at") for event in events)
+    assert all(event.HasField("time") for event in events)
 
 
 async def test_a_job_is_finished_with_its_last_cell_and_not_before(world: World) -> None:
     job = await world.submit(cells=2)
     await world.step(job.cells[0], model.FAILED)
     half = await world.journal.get(job.id, EVERYTHING)
-    assert not half.HasField("finished_at")
+    assert not half.HasField("end_time")
     assert half.state == JobState.JOB_STATE_RUNNING
     assert [one.id for one in await world.journal.live()] == [job.id]
     await world.step(job.cells[1], model.COMPILING, model.SUCCEEDED)
     whole = await world.journal.get(job.id, EVERYTHING)
     assert whole.state == JobState.JOB_STATE_FAILED
-    assert whole.finished_at.ToDatetime(UTC) > START
+    assert whole.end_time.ToDatetime(UTC) > START
     assert await world.journal.live() == []
-    assert (await world.events(job.id))[-1].job.finished_at == whole.finished_at
+    assert (await world.events(job.id))[-1].job.end_time == whole.end_time
 
 
 @pytest.mark.parametrize("after", range(8))
@@ -243,10 +243,10 @@ async def test_a_report_is_written_with_the_last_change_or_not_at_all(world: Wor
 async def test_an_attempt_keeps_its_result(world: World) -> None:
     job = await world.submit()
     cell = job.cells[0]
-    cell.attempts.add(id="a1", device_id="pi").started_at.FromDatetime(START)
+    cell.attempts.add(id="a1", device_id="pi").start_time.FromDatetime(START)
     cell = await world.journal.change(model.amend(cell, at=START))
     assert await world.journal.results_of("a1") == {cell.id: CandidateResult()}
-    cell.attempts[0].finished_at.FromDatetime(START)
+    cell.attempts[0].end_time.FromDatetime(START)
     cell = await world.journal.change(model.amend(cell, at=START), result=CandidateResult(cell_id=cell.id, iterations=7))
     assert (await world.journal.results_of("a1"))[cell.id].iterations == 7
     await world.journal.change(model.amend(cell, at=START))
@@ -256,7 +256,7 @@ async def test_an_attempt_keeps_its_result(world: World) -> None:
 async def test_cells_that_share_an_attempt_change_together_or_not_at_all_and_each_keeps_its_result(world: World) -> None:
     job = await world.submit(cells=2)
     for cell in job.cells:
-        cell.attempts.add(id="a1", device_id="pi").started_at.FromDatetime(START)
+        cell.attempts.add(id="a1", device_id="pi").start_time.FromDatetime(START)
     changed = [model.amend(cell, at=START) for cell in job.cells]
     results = [CandidateResult(cell_id=cell.id, iterations=cell.index + 1) for cell in changed]
     with pytest.raises(StaleVersion):
@@ -322,7 +322,7 @@ async def test_jobs_that_were_stored_with_endless_names_can_be_listed_and_watche
     for number in range(3):
         spec = JobSpec(name=huge, labels={"k": "v", "long": huge})
         job = Job(id=f"job-{number}", name=huge, owner="ann", spec=spec, labels=spec.labels)
-        job.submitted_at.FromDatetime(START)
+        job.create_time.FromDatetime(START)
         job.cells.add(id=f"c-{number}", job_id=job.id, state=model.QUEUED, version=1, candidate_name=huge)
         await world.journal.submit(job, job.id)
     jobs, following = await world.journal.list(50, None, EVERYTHING)
@@ -342,7 +342,7 @@ async def test_labels_are_listed_whatever_follows_them(world: World) -> None:
     spec.candidates.add(name="net").model.methods["forward"].calibration.add(digest="a" * 64)
     spec.inputs["forward"].digest = "b" * 64
     job = Job(id="job-0", name="n", owner="ann", spec=spec)
-    job.submitted_at.FromDatetime(START)
+    job.create_time.FromDatetime(START)
     job.cells.add(id="c", job_id=job.id, state=model.QUEUED, version=1)
     await world.journal.submit(job, "r")
     (listed,), _ = await world.journal.list(50, None, EVERYTHING)
@@ -353,7 +353,7 @@ async def test_a_page_of_jobs_ends_before_it_is_too_large(world: World) -> None:
     for number in range(12):
         spec = JobSpec()
         job = Job(id=f"job-{number:02}", owner="ann", spec=spec)
-        job.submitted_at.FromDatetime(START)
+        job.create_time.FromDatetime(START)
         for index in range(100):
             name = f"{index}" * 20_000
             job.cells.add(id=f"{job.id}-{index}", job_id=job.id, index=index, state=model.QUEUED, version=1, method=name)

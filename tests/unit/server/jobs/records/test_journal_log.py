@@ -45,7 +45,7 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     database = Database(tmp_path / "farm.sqlite")
     await database.open()
     job = Job(id="j", owner="ann", spec=JobSpec())
-    job.submitted_at.FromDatetime(AT)
+    job.create_time.FromDatetime(AT)
     job.cells.add(id="c", job_id="j", state=model.QUEUED, version=1)
     made = World(database, job)
     await made.journal.submit(job, "r")
@@ -65,7 +65,7 @@ async def test_lines_come_back_numbered_with_their_source(world: World) -> None:
     assert texts(lines) == [f"line {number}" for number in range(1200)]
     assert [line.number for line in lines] == list(range(1, 1201))
     assert {line.source for line in lines} == {"COMPILE"}
-    assert lines[0].at.ToDatetime(UTC) == AT
+    assert lines[0].time.ToDatetime(UTC) == AT
     assert texts(await world.tail(cell="c")) == [f"line {number}" for number in range(1, 1200, 2)]
 
 

@@ -32,7 +32,7 @@ async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
 
 async def submit(journal: Journal, name: str, *, owner: str = "ann", cells: int = 1) -> Job:
     job = Job(id=name, owner=owner)
-    job.submitted_at.FromDatetime(AT)
+    job.create_time.FromDatetime(AT)
     for index in range(cells):
         job.cells.add(id=f"{name}-{index}", job_id=name, index=index, state=model.QUEUED, version=1)
     written, _ = await journal.submit(job, name)
@@ -95,7 +95,7 @@ async def test_the_specs_of_live_jobs_are_counted_in_bytes(tmp_path: Path) -> No
     journal = Journal(database, Announcer(), lambda: AT, Quotas(live_spec_bytes_per_user=1_000))
     for name in ("job-0", "job-1"):
         job = Job(id=name, owner="ann", spec={"name": "n" * 400})  # type: ignore[arg-type]
-        job.submitted_at.FromDatetime(AT)
+        job.create_time.FromDatetime(AT)
         job.cells.add(id=f"{name}-0", job_id=name, state=model.QUEUED, version=1)
         await journal.submit(job, name)
     job.id = "job-2"
