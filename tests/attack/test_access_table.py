@@ -154,13 +154,13 @@ def fixed(request: Message) -> Request:
 
 def fresh(world: World, caller: str) -> Message:
     """An upload of an empty artifact."""
-    return artifact_pb2.UploadRequest(header=artifact_pb2.UploadHeader(artifact=artifact_of(b"")))
+    return artifact_pb2.UploadArtifactRequest(header=artifact_pb2.UploadHeader(artifact=artifact_of(b"")))
 
 
 def submit(world: World, caller: str) -> Message:
     """A job that compiles the project's program."""
     spec = job_pb2.JobSpec(candidates=[job_pb2.Candidate(name="again", program=world.program)])
-    return job_pb2.SubmitRequest(request_id=uuid.uuid4().hex, spec=spec)
+    return job_pb2.SubmitJobRequest(request_id=uuid.uuid4().hex, spec=spec)
 
 
 def open_session(world: World, caller: str) -> Message:
@@ -171,11 +171,11 @@ def open_session(world: World, caller: str) -> Message:
 ABSENT: Final = "a" * 64
 
 TABLE: Final[dict[str, tuple[Request, Row]]] = {
-    "ArtifactService.FindMissing": (lambda w, c: artifact_pb2.FindMissingRequest(digests=[w.outputs]), MOVERS),
+    "ArtifactService.FindMissing": (lambda w, c: artifact_pb2.FindMissingArtifactsRequest(digests=[w.outputs]), MOVERS),
     "ArtifactService.GetUploadStatus": (lambda w, c: artifact_pb2.GetUploadStatusRequest(digest=w.outputs), MOVERS),
     "ArtifactService.Upload": (fresh, MOVERS),
     "ArtifactService.Download": (
-        lambda w, c: artifact_pb2.DownloadRequest(digest=w.pte.digest), READ | {"agent": OK, "other_agent": GONE},
+        lambda w, c: artifact_pb2.DownloadArtifactRequest(digest=w.pte.digest), READ | {"agent": OK, "other_agent": GONE},
     ),
     "ArtifactService.List": (fixed(artifact_pb2.ListArtifactsRequest()), READERS),
     "ArtifactService.Delete": (fixed(artifact_pb2.DeleteArtifactRequest(digest=ABSENT)), ADMINS),
@@ -187,18 +187,18 @@ TABLE: Final[dict[str, tuple[Request, Row]]] = {
     "JobService.Submit": (submit, people(PRECONDITION, OK, OK, PRECONDITION, DENIED, DENIED)),
     "JobService.Get": (of_job(job_pb2.GetJobRequest), READ),
     "JobService.List": (fixed(job_pb2.ListJobsRequest()), LIST),
-    "JobService.Watch": (of_job(job_pb2.WatchRequest), READ),
-    "JobService.Cancel": (of_job(job_pb2.CancelRequest), OWN),
-    "JobService.Retry": (of_job(job_pb2.RetryRequest), USERS),
-    "JobService.TailLog": (of_job(job_pb2.TailLogRequest), READ),
+    "JobService.Watch": (of_job(job_pb2.WatchJobRequest), READ),
+    "JobService.Cancel": (of_job(job_pb2.CancelJobRequest), OWN),
+    "JobService.Retry": (of_job(job_pb2.RetryJobRequest), USERS),
+    "JobService.TailLog": (of_job(job_pb2.TailJobLogRequest), READ),
     "DeviceService.List": (fixed(device_pb2.ListDevicesRequest()), LIST),
     "DeviceService.Get": (lambda w, c: device_pb2.GetDeviceRequest(device_id=w.device), LIST),
     "DeviceService.Watch": (fixed(device_pb2.WatchDevicesRequest()), READERS),
-    "DeviceService.Reserve": (fixed(device_pb2.ReserveRequest()), USERS),
-    "DeviceService.Renew": (fixed(device_pb2.RenewRequest()), USERS),
-    "DeviceService.Release": (fixed(device_pb2.ReleaseRequest()), USERS),
-    "DeviceService.Label": (lambda w, c: device_pb2.LabelRequest(device_id="nothing"), ADMINS),
-    "DeviceService.Drain": (lambda w, c: device_pb2.DrainRequest(device_id="nothing"), ADMINS),
+    "DeviceService.Reserve": (fixed(device_pb2.ReserveDeviceRequest()), USERS),
+    "DeviceService.Renew": (fixed(device_pb2.RenewReservationRequest()), USERS),
+    "DeviceService.Release": (fixed(device_pb2.ReleaseReservationRequest()), USERS),
+    "DeviceService.Label": (lambda w, c: device_pb2.LabelDeviceRequest(device_id="nothing"), ADMINS),
+    "DeviceService.Drain": (lambda w, c: device_pb2.DrainDeviceRequest(device_id="nothing"), ADMINS),
     "DeviceService.Forget": (lambda w, c: device_pb2.ForgetDeviceRequest(device_id="nothing"), ADMINS),
     "DeviceService.Restrict": (lambda w, c: device_pb2.RestrictDeviceRequest(device_id=w.device), ADMINS | {"admin": OK}),
     "SessionService.Open": (open_session, people(PRECONDITION, OK, OK, PRECONDITION, DENIED, DENIED)),
@@ -245,7 +245,7 @@ TABLE: Final[dict[str, tuple[Request, Row]]] = {
     "ProjectService.RemoveMember": (
         fixed(project_pb2.RemoveMemberRequest(project="vision-lab", principal="eve")), ADMINS | {"admin": GONE},
     ),
-    "AuditService.List": (fixed(audit_pb2.ListAuditRequest()), ADMINS),
+    "AuditService.List": (fixed(audit_pb2.ListAuditEntriesRequest()), ADMINS),
 }  # fmt: skip
 
 
@@ -409,16 +409,16 @@ def test_each_caller_is_answered_as_the_table_says_and_strangers_learn_nothing(w
     ("rpc", "request_of"),
     [
         ("JobService.Get", lambda key: job_pb2.GetJobRequest(job_id=key)),
-        ("JobService.Watch", lambda key: job_pb2.WatchRequest(job_id=key)),
-        ("JobService.Cancel", lambda key: job_pb2.CancelRequest(job_id=key)),
-        ("JobService.TailLog", lambda key: job_pb2.TailLogRequest(job_id=key)),
+        ("JobService.Watch", lambda key: job_pb2.WatchJobRequest(job_id=key)),
+        ("JobService.Cancel", lambda key: job_pb2.CancelJobRequest(job_id=key)),
+        ("JobService.TailLog", lambda key: job_pb2.TailJobLogRequest(job_id=key)),
         ("ReportService.Get", lambda key: report_pb2.GetReportsRequest(job_id=key)),
         ("ReportService.ListOperators", lambda key: report_pb2.ListOperatorsRequest(report_id=key)),
         ("ReportService.Compare", lambda key: report_pb2.CompareRequest(base=key, candidate=key)),
         ("ReportService.Tag", lambda key: report_pb2.TagRequest(job_id=key, tag="mine")),
         ("ReportService.ListHistory", lambda key: report_pb2.ListHistoryRequest(model=key)),
         ("CompileService.GetCompilation", lambda key: compile_pb2.GetCompilationRequest(key=key)),
-        ("ArtifactService.Download", lambda key: artifact_pb2.DownloadRequest(digest=key)),
+        ("ArtifactService.Download", lambda key: artifact_pb2.DownloadArtifactRequest(digest=key)),
         ("SessionService.Call", lambda key: session_pb2.CallRequest(session_id=key, call_id="c")),
     ],
 )  # fmt: skip
@@ -449,7 +449,7 @@ def test_latest_and_tags_are_those_of_the_callers_project(world: World) -> None:
 
 
 def test_a_stranger_holds_nothing_of_what_others_stored_and_sees_no_jobs(world: World) -> None:
-    wanted = artifact_pb2.FindMissingRequest(digests=[world.outputs, world.pte.digest])
+    wanted = artifact_pb2.FindMissingArtifactsRequest(digests=[world.outputs, world.pte.digest])
     for caller, missing in (("owner", []), ("member", []), ("stranger", list(wanted.digests))):
         status, answers, _ = world.call(caller, "ArtifactService.FindMissing", wanted)
         assert (status, list(answers[0].missing)) == (OK, missing), caller  # type: ignore[attr-defined]
@@ -493,10 +493,10 @@ def test_a_compilation_that_others_did_first_gives_the_project_files_of_its_own(
     cell = known.cells[0]
     assert cell.compile_cached
     for artifact in (cell.program.pte, cell.etrecord):
-        request = artifact_pb2.DownloadRequest(digest=artifact.digest)
+        request = artifact_pb2.DownloadArtifactRequest(digest=artifact.digest)
         assert world.call("stranger", "ArtifactService.Download", request)[0] == OK
     request = compile_pb2.GetCompilationRequest(key=cell.compilation_key)
     assert world.call("stranger", "CompileService.GetCompilation", request)[0] == OK
     # What the other project ran with it stays its own.
-    request = artifact_pb2.DownloadRequest(digest=world.outputs)
+    request = artifact_pb2.DownloadArtifactRequest(digest=world.outputs)
     assert world.call("stranger", "ArtifactService.Download", request)[0] == GONE

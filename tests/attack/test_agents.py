@@ -163,7 +163,7 @@ async def test_a_forged_measurement_is_a_device_fault_and_never_valid(channels: 
         devices=[job_pb2.DeviceChoice(selector=f"id={thief.devices[0].id}")],
         measurement=job_pb2.Measurement(iterations=1000),
     )  # fmt: skip
-    job = await jobs.Submit(job_pb2.SubmitRequest(request_id="forged", spec=spec))
+    job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id="forged", spec=spec))
     for _ in range(3):
         start = await thief.started()
         (candidate,) = start.candidates
@@ -174,7 +174,7 @@ async def test_a_forged_measurement_is_a_device_fault_and_never_valid(channels: 
         answer = agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, candidates=[result])
         thief.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=answer))
     async with asyncio.timeout(WAIT_S):
-        async for event in jobs.Watch(job_pb2.WatchRequest(job_id=job.id)):
+        async for event in jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
             last = event
     assert last.job_state == job_pb2.JOB_STATE_FAILED
     (cell,) = (await jobs.Get(job_pb2.GetJobRequest(job_id=job.id))).cells
@@ -267,7 +267,7 @@ async def test_a_sessions_answers_do_not_delete_what_others_uploaded(channels: d
     await caller.event("ended")
     async with asyncio.timeout(WAIT_S):
         assert await caller.events.read() is grpc.aio.EOF
-    missing = await artifacts.FindMissing(artifact_pb2.FindMissingRequest(digests=[victim.digest]))
+    missing = await artifacts.FindMissing(artifact_pb2.FindMissingArtifactsRequest(digests=[victim.digest]))
     assert not missing.missing
     await leave(thief)
 
@@ -283,7 +283,9 @@ async def test_an_agents_id_is_short_enough_to_be_listed(channels: dict[str, grp
 async def downloads(channel: grpc.aio.Channel, wanted: str) -> str:
     """Why an artifact cannot be downloaded; empty where it can."""
     try:
-        async for _ in artifact_pb2_grpc.ArtifactServiceStub(channel).Download(artifact_pb2.DownloadRequest(digest=wanted)):
+        async for _ in artifact_pb2_grpc.ArtifactServiceStub(channel).Download(
+            artifact_pb2.DownloadArtifactRequest(digest=wanted)
+        ):
             pass
     except grpc.aio.AioRpcError as error:
         assert error.code() is grpc.StatusCode.NOT_FOUND
@@ -305,7 +307,7 @@ async def test_an_agent_downloads_what_its_attempt_needs_and_nothing_else(channe
         devices=[job_pb2.DeviceChoice(selector=f"id={board.devices[0].id}")],
     )  # fmt: skip
     jobs = job_pb2_grpc.JobServiceStub(channels["ann"])
-    job = await jobs.Submit(job_pb2.SubmitRequest(request_id="read", spec=spec))
+    job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id="read", spec=spec))
     start = await board.started()
     assert start.candidates[0].program.pte.digest == pte
     assert await downloads(channels["rack"], pte) == ""
@@ -314,7 +316,7 @@ async def test_an_agent_downloads_what_its_attempt_needs_and_nothing_else(channe
     assert await downloads(channels["thief"], pte) == absent, "another agent's attempt"
     board.ended(start, "PROGRAM_FAILED", common_pb2.FAULT_USER)
     async with asyncio.timeout(WAIT_S):
-        async for event in jobs.Watch(job_pb2.WatchRequest(job_id=job.id)):
+        async for event in jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
             last = event
         while not (message := await board.stream.read()).HasField("ack"):
             pass
@@ -346,11 +348,11 @@ async def test_a_device_called_as_an_architecture_does_not_keep_jobs_from_its_de
         devices=[job_pb2.DeviceChoice(selector="cores=7")],
     )  # fmt: skip
     jobs = job_pb2_grpc.JobServiceStub(channels["ann"])
-    job = await jobs.Submit(job_pb2.SubmitRequest(request_id="any", spec=spec))
+    job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id="any", spec=spec))
     started = asyncio.ensure_future(board.started())
 
     async def over() -> None:
-        async for _ in jobs.Watch(job_pb2.WatchRequest(job_id=job.id)):
+        async for _ in jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
             pass
 
     ending = asyncio.ensure_future(over())

@@ -296,7 +296,9 @@ async def test_a_download_that_is_not_read_ends_with_its_token(door: Door, admin
     await upload(artifact_pb2_grpc.ArtifactServiceStub(admin), artifact, data)
     made = await create(admin, "eve", common_pb2.ROLE_ADMIN)
     async with door.channel(made.secret) as channel:
-        stream = artifact_pb2_grpc.ArtifactServiceStub(channel).Download(artifact_pb2.DownloadRequest(digest=artifact.digest))
+        stream = artifact_pb2_grpc.ArtifactServiceStub(channel).Download(
+            artifact_pb2.DownloadArtifactRequest(digest=artifact.digest)
+        )
         beside = watch(channel)
         await stream.read()
         await beside.read()
@@ -444,7 +446,7 @@ async def test_an_enrolment_token_does_not_take_the_identity_of_an_agent_that_is
 
 
 async def entries(channel: grpc.aio.Channel, **which: Any) -> list[audit_pb2.AuditEntry]:
-    return list((await audit_pb2_grpc.AuditServiceStub(channel).List(audit_pb2.ListAuditRequest(**which))).entries)
+    return list((await audit_pb2_grpc.AuditServiceStub(channel).List(audit_pb2.ListAuditEntriesRequest(**which))).entries)
 
 
 async def test_changes_and_refusals_are_recorded_for_good(door: Door, admin: grpc.aio.Channel) -> None:
@@ -458,7 +460,7 @@ async def test_changes_and_refusals_are_recorded_for_good(door: Door, admin: grp
     assert entry.outcome == "JOB_NOT_FOUND"
     async with door.channel(USER) as users:
         assert (
-            await refusal(audit_pb2_grpc.AuditServiceStub(users).List(audit_pb2.ListAuditRequest()))
+            await refusal(audit_pb2_grpc.AuditServiceStub(users).List(audit_pb2.ListAuditEntriesRequest()))
         ).reason == "PERMISSION_DENIED"
     (entry,) = await entries(admin, principal="bob", action="AuditService.List")
     assert entry.outcome == "PERMISSION_DENIED"

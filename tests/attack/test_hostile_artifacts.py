@@ -11,7 +11,7 @@ import grpc
 import pytest
 
 from etfarm.v1 import artifact_pb2
-from etfarm.v1.artifact_pb2 import Chunk, UploadHeader, UploadRequest
+from etfarm.v1.artifact_pb2 import Chunk, UploadArtifactRequest, UploadHeader
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.wire import chunks, status
@@ -49,7 +49,7 @@ class Caller:
 
     async def missing(self, *artifacts: Artifact) -> list[str]:
         digests = [artifact.digest for artifact in artifacts]
-        return list((await self.stub.FindMissing(artifact_pb2.FindMissingRequest(digests=digests))).missing)
+        return list((await self.stub.FindMissing(artifact_pb2.FindMissingArtifactsRequest(digests=digests))).missing)
 
     async def status(self, artifact: Artifact) -> tuple[int, bool]:
         answer = await self.stub.GetUploadStatus(artifact_pb2.GetUploadStatusRequest(digest=artifact.digest))
@@ -58,9 +58,9 @@ class Caller:
     async def begin(self, artifact: Artifact, data: bytes = b"") -> grpc.aio.StreamUnaryCall:
         """An upload whose stream stays open; what it sends is committed when this returns."""
         call = self.stub.Upload()
-        await call.write(UploadRequest(header=UploadHeader(artifact=artifact)))
+        await call.write(UploadArtifactRequest(header=UploadHeader(artifact=artifact)))
         if data:
-            await call.write(UploadRequest(chunk=Chunk(offset=0, data=data)))
+            await call.write(UploadArtifactRequest(chunk=Chunk(offset=0, data=data)))
             async with asyncio.timeout(WAIT_S):
                 while (await self.status(artifact))[0] < len(data):  # each turn is a round trip
                     pass
@@ -126,7 +126,7 @@ async def test_bad_bytes_of_one_do_not_cost_another_its_upload(callers: dict[str
     poisoned = await callers["mole"].begin(artifact, os.urandom(4999))
     assert await callers["ann"].status(artifact) == (0, False)
     assert await callers["ann"].upload(data) == artifact
-    await poisoned.write(UploadRequest(chunk=Chunk(offset=4999, data=b"x")))
+    await poisoned.write(UploadArtifactRequest(chunk=Chunk(offset=4999, data=b"x")))
     await poisoned.done_writing()
     assert (await refusal(poisoned)).reason == "DIGEST_MISMATCH"
     assert await callers["ann"].read(artifact) == data
@@ -181,15 +181,15 @@ async def test_a_digest_is_no_path(callers: dict[str, Caller], served: FarmProce
 
 async def test_streams_without_a_header_and_out_of_order_are_refused(callers: dict[str, Caller]) -> None:
     ann, artifact = callers["ann"], artifact_of(b"abcdef")
-    header = UploadRequest(header=UploadHeader(artifact=artifact))
+    header = UploadArtifactRequest(header=UploadHeader(artifact=artifact))
     for requests, reason in (
-        ([UploadRequest()], "NO_HEADER"),
-        ([UploadRequest(chunk=Chunk(data=b"abcdef"))], "NO_HEADER"),
+        ([UploadArtifactRequest()], "NO_HEADER"),
+        ([UploadArtifactRequest(chunk=Chunk(data=b"abcdef"))], "NO_HEADER"),
         ([header, header], "BAD_UPLOAD"),
-        ([header, UploadRequest()], "BAD_UPLOAD"),
-        ([header, UploadRequest(chunk=Chunk(offset=3, data=b"def"))], "CHUNK_OUT_OF_PLACE"),
-        ([header, UploadRequest(chunk=Chunk(offset=-1, data=b"abcdef"))], "CHUNK_OUT_OF_PLACE"),
-        ([header, UploadRequest(chunk=Chunk(data=b"abcdefg"))], "TOO_MANY_BYTES"),
+        ([header, UploadArtifactRequest()], "BAD_UPLOAD"),
+        ([header, UploadArtifactRequest(chunk=Chunk(offset=3, data=b"def"))], "CHUNK_OUT_OF_PLACE"),
+        ([header, UploadArtifactRequest(chunk=Chunk(offset=-1, data=b"abcdef"))], "CHUNK_OUT_OF_PLACE"),
+        ([header, UploadArtifactRequest(chunk=Chunk(data=b"abcdefg"))], "TOO_MANY_BYTES"),
     ):
         assert (await refusal(ann.stub.Upload(iter(requests)))).reason == reason
     assert await ann.upload(b"abcdef") == artifact

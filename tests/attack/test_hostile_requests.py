@@ -123,7 +123,7 @@ SELECTORS: dict[str, Callable[[grpc.aio.Channel], Awaitable[Any]]] = {
         device_pb2.ListDevicesRequest(selector=BLANKS)
     ),
     "JobService.Submit": lambda channel: job_pb2_grpc.JobServiceStub(channel).Submit(
-        job_pb2.SubmitRequest(request_id="r", spec=job_pb2.JobSpec(devices=[job_pb2.DeviceChoice(selector=BLANKS)]))
+        job_pb2.SubmitJobRequest(request_id="r", spec=job_pb2.JobSpec(devices=[job_pb2.DeviceChoice(selector=BLANKS)]))
     ),
     "ReportService.ListHistory": lambda channel: report_pb2_grpc.ReportServiceStub(channel).ListHistory(
         report_pb2.ListHistoryRequest(model="net", device=BLANKS)
@@ -162,11 +162,11 @@ async def test_names_that_would_make_lists_unreadable_are_refused(served: FarmPr
         "JobSpec.labels": job_pb2.JobSpec(labels={str(number): "v" for number in range(65)}),
         "Candidate.name": job_pb2.JobSpec(candidates=[job_pb2.Candidate(name=huge)]),
         "Candidate.recipe": job_pb2.JobSpec(candidates=[job_pb2.Candidate(recipe=huge)]),
-        "SubmitRequest": job_pb2.JobSpec(name="x" * (25 << 20)),
+        "SubmitJobRequest": job_pb2.JobSpec(name="x" * (25 << 20)),
     }
     for field, spec in specs.items():
         async with others_are_served(served.address):
-            error = await refusal(stub.Submit(job_pb2.SubmitRequest(request_id=field, spec=spec)))
+            error = await refusal(stub.Submit(job_pb2.SubmitJobRequest(request_id=field, spec=spec)))
         assert (error.reason, error.metadata["field"]) == ("LIMIT_EXCEEDED", field)
     assert (await stub.List(job_pb2.ListJobsRequest())).jobs is not None
 
@@ -179,7 +179,7 @@ async def test_bytes_that_decode_to_gigabytes_are_refused_without_their_memory(
     before = forget_peak(pid_of(served))
     async with others_are_served(served.address):
         errors = [await refusal(submit(empty_candidates)) for _ in range(3)]
-    assert {(error.reason, error.metadata["field"]) for error in errors} == {("LIMIT_EXCEEDED", "SubmitRequest")}
+    assert {(error.reason, error.metadata["field"]) for error in errors} == {("LIMIT_EXCEEDED", "SubmitJobRequest")}
     assert rss_peak_bytes(pid_of(served)) - before < 200 << 20, "decoded they take 600 MB"
 
 
@@ -275,9 +275,9 @@ async def submitted(channel: grpc.aio.Channel, inputs: bytes, agent: Agent) -> j
     candidate = spec.candidates.add(name="conv")
     candidate.program.pte.digest = digest.of_bytes(made.bytes)
     spec.inputs["forward"].digest = digest.of_bytes(inputs)
-    job = await jobs.Submit(job_pb2.SubmitRequest(request_id=digest.of_bytes(inputs), spec=spec))
+    job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id=digest.of_bytes(inputs), spec=spec))
     async with asyncio.timeout(WAIT_S):
-        async for event in jobs.Watch(job_pb2.WatchRequest(job_id=job.id)):
+        async for event in jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
             if event.job_state in (job_pb2.JOB_STATE_FAILED, job_pb2.JOB_STATE_SUCCEEDED):
                 break
     return await jobs.Get(job_pb2.GetJobRequest(job_id=job.id))
@@ -353,13 +353,13 @@ async def test_quotas_are_refused_by_name_and_others_go_on(tmp_path_factory: pyt
             await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), artifact_of(data), data)
             spec = job_pb2.JobSpec(devices=[job_pb2.DeviceChoice()])
             spec.candidates.add(name="conv").program.pte.digest = digest.of_bytes(data)
-            first = await jobs.Submit(job_pb2.SubmitRequest(request_id="1", spec=spec))
-            error = await refusal(jobs.Submit(job_pb2.SubmitRequest(request_id="2", spec=spec)))
+            first = await jobs.Submit(job_pb2.SubmitJobRequest(request_id="1", spec=spec))
+            error = await refusal(jobs.Submit(job_pb2.SubmitJobRequest(request_id="2", spec=spec)))
             assert (error.reason, error.metadata["quota"]) == ("QUOTA_EXCEEDED", "live_jobs_per_user")
             assert "etfarm jobs cancel" in error.remedy
-            watching = jobs.Watch(job_pb2.WatchRequest(job_id=first.id))
+            watching = jobs.Watch(job_pb2.WatchJobRequest(job_id=first.id))
             assert (await watching.read()).sequence == 1
-            error = await refusal(jobs.Watch(job_pb2.WatchRequest(job_id=first.id)).read())
+            error = await refusal(jobs.Watch(job_pb2.WatchJobRequest(job_id=first.id)).read())
             assert (error.reason, error.metadata["quota"]) == ("QUOTA_EXCEEDED", "streams_per_user")
             asked = session_pb2.OpenSessionRequest()
             asked.program.pte.CopyFrom(artifact_of(data))
@@ -369,12 +369,12 @@ async def test_quotas_are_refused_by_name_and_others_go_on(tmp_path_factory: pyt
             error = await refusal(Caller(channel, asked).events.read())
             assert (error.reason, error.metadata["quota"]) == ("QUOTA_EXCEEDED", "sessions_per_user")
             caller.events.cancel()
-            await jobs.Cancel(job_pb2.CancelRequest(job_id=first.id))
+            await jobs.Cancel(job_pb2.CancelJobRequest(job_id=first.id))
             async with asyncio.timeout(WAIT_S):
                 while await watching.read() is not grpc.aio.EOF:
                     pass
-            second = await jobs.Submit(job_pb2.SubmitRequest(request_id="3", spec=spec))
-            await jobs.Cancel(job_pb2.CancelRequest(job_id=second.id))
+            second = await jobs.Submit(job_pb2.SubmitJobRequest(request_id="3", spec=spec))
+            await jobs.Cancel(job_pb2.CancelJobRequest(job_id=second.id))
             agent.outgoing.put_nowait(None)
     finally:
         running.stop()
@@ -389,9 +389,9 @@ async def test_a_job_under_which_the_server_dies_three_times_is_set_aside(breaka
         spec = job_pb2.JobSpec(name="deadly")
         spec.candidates.add(name="conv").program.pte.digest = digest.of_bytes(data)
         # The workers are not warm yet, so that it cannot be over before the server is killed.
-        job = await jobs.Submit(job_pb2.SubmitRequest(request_id="r", spec=spec))
+        job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id="r", spec=spec))
         async with asyncio.timeout(WAIT_S):
-            async for event in jobs.Watch(job_pb2.WatchRequest(job_id=job.id)):
+            async for event in jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
                 if event.cell.state == common_pb2.CELL_STATE_COMPILING:
                     break
     log = breakable.folder / "serve.log"

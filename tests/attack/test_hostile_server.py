@@ -29,7 +29,7 @@ class Artifacts(artifact_pb2_grpc.ArtifactServiceServicer):
     def __init__(self) -> None:
         self.sent_bytes = 0
 
-    async def Download(self, request: artifact_pb2.DownloadRequest, context: object) -> AsyncIterator[artifact_pb2.Chunk]:
+    async def Download(self, request: artifact_pb2.DownloadArtifactRequest, context: object) -> AsyncIterator[artifact_pb2.Chunk]:
         for _ in range(64):
             self.sent_bytes += SIZE
             yield artifact_pb2.Chunk(offset=self.sent_bytes, data=bytes(SIZE))

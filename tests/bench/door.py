@@ -90,7 +90,7 @@ async def transfer_s(channel: grpc.aio.Channel) -> float:
     started = time.perf_counter()
     await upload(stub, artifact, data)
     taken = 0
-    async for chunk in stub.Download(artifact_pb2.DownloadRequest(digest=artifact.digest)):
+    async for chunk in stub.Download(artifact_pb2.DownloadArtifactRequest(digest=artifact.digest)):
         taken += len(chunk.data)
     assert taken == TRANSFER_BYTES
     return time.perf_counter() - started

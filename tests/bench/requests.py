@@ -147,13 +147,13 @@ SPECS: dict[str, Callable[[Path], job_pb2.JobSpec]] = {
 
 
 async def submit(address: str, folder: Path, kind: str, at_once: int) -> None:
-    body = job_pb2.SubmitRequest(spec=SPECS[kind](folder)).SerializeToString()
+    body = job_pb2.SubmitJobRequest(spec=SPECS[kind](folder)).SerializeToString()
     async with channel(address, "mallory") as opened:
         call = opened.unary_unary(SUBMIT)
 
         async def again() -> None:
             while True:
-                request = job_pb2.SubmitRequest(request_id=str(uuid.uuid4())).SerializeToString() + body
+                request = job_pb2.SubmitJobRequest(request_id=str(uuid.uuid4())).SerializeToString() + body
                 try:
                     await call(request, timeout=120)
                 except grpc.aio.AioRpcError as error:
@@ -181,7 +181,7 @@ async def look(address: str, how: str) -> None:
                 elif how == "get":
                     await getting(job_pb2.GetJobRequest(job_id=job_id).SerializeToString())
                 else:
-                    call = watching(job_pb2.WatchRequest(job_id=job_id).SerializeToString())
+                    call = watching(job_pb2.WatchJobRequest(job_id=job_id).SerializeToString())
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(2):
                             async for _ in call:
@@ -279,7 +279,7 @@ async def cancel(address: str) -> None:
 
         async def end(job_id: str) -> None:
             async with turns:
-                await jobs.Cancel(job_pb2.CancelRequest(job_id=job_id), timeout=120)
+                await jobs.Cancel(job_pb2.CancelJobRequest(job_id=job_id), timeout=120)
 
         await asyncio.gather(*map(end, live))
 
@@ -367,9 +367,9 @@ async def prepare(address: str, folder: Path) -> None:
         files = [(folder / "model.pt2").read_bytes(), (folder / "program.pte").read_bytes()]
         await asyncio.gather(*map(store, [*files, *map(sample, range(STORED))]))
         for candidate in (model_candidate(folder), program_candidate(folder)):
-            request = job_pb2.SubmitRequest(request_id=str(uuid.uuid4()), spec=job_pb2.JobSpec(candidates=[candidate]))
+            request = job_pb2.SubmitJobRequest(request_id=str(uuid.uuid4()), spec=job_pb2.JobSpec(candidates=[candidate]))
             job = await jobs.Submit(request)
-            async for event in jobs.Watch(job_pb2.WatchRequest(job_id=job.id)):
+            async for event in jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
                 state = event.job_state
             assert state == job_pb2.JobState.JOB_STATE_SUCCEEDED, state
     async with channel(address, "rack") as opened:
@@ -390,7 +390,7 @@ async def fill(address: str, folder: Path) -> None:
     async with channel(address, "mallory") as opened:
         jobs = job_pb2_grpc.JobServiceStub(opened)
         for kind in ("calibrated", "cells", "waiting", "waiting", "waiting", "waiting"):
-            await jobs.Submit(job_pb2.SubmitRequest(request_id=str(uuid.uuid4()), spec=SPECS[kind](folder)), timeout=120)
+            await jobs.Submit(job_pb2.SubmitJobRequest(request_id=str(uuid.uuid4()), spec=SPECS[kind](folder)), timeout=120)
 
 
 async def ready(address: str) -> None:

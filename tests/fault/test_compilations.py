@@ -57,9 +57,9 @@ class Client:
     async def put(self, data: bytes) -> common_pb2.Artifact:
         artifact = artifact_of(data)
 
-        async def requests() -> AsyncIterator[artifact_pb2.UploadRequest]:
-            yield artifact_pb2.UploadRequest(header=artifact_pb2.UploadHeader(artifact=artifact))
-            yield artifact_pb2.UploadRequest(chunk=artifact_pb2.Chunk(data=data))
+        async def requests() -> AsyncIterator[artifact_pb2.UploadArtifactRequest]:
+            yield artifact_pb2.UploadArtifactRequest(header=artifact_pb2.UploadHeader(artifact=artifact))
+            yield artifact_pb2.UploadArtifactRequest(chunk=artifact_pb2.Chunk(data=data))
 
         await artifact_pb2_grpc.ArtifactServiceStub(self.channel).Upload(requests())
         return artifact
@@ -74,14 +74,14 @@ class Client:
 
     async def submit(self, candidate: Candidate, **more: Any) -> job_pb2.Job:
         spec = JobSpec(candidates=[candidate], **more)
-        return await self.jobs.Submit(job_pb2.SubmitRequest(request_id=str(uuid.uuid4()), spec=spec))
+        return await self.jobs.Submit(job_pb2.SubmitJobRequest(request_id=str(uuid.uuid4()), spec=spec))
 
     @property
     def jobs(self) -> Any:
         return job_pb2_grpc.JobServiceStub(self.channel)
 
     async def reports(self, job: job_pb2.Job) -> list[report_pb2.Report]:
-        async for _ in self.jobs.Watch(job_pb2.WatchRequest(job_id=job.id)):
+        async for _ in self.jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
             pass
         stub = report_pb2_grpc.ReportServiceStub(self.channel)
         return list((await stub.Get(report_pb2.GetReportsRequest(job_id=job.id))).reports)
@@ -91,13 +91,13 @@ class Client:
         return await self.jobs.Get(job_pb2.GetJobRequest(job_id=job.id)), report
 
     async def until(self, job: job_pb2.Job, phase: str) -> None:
-        async for event in self.jobs.Watch(job_pb2.WatchRequest(job_id=job.id)):
+        async for event in self.jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
             if event.progress.phase == phase:
                 return
         raise AssertionError(f"the job ended before {phase}")
 
     async def log(self, job: job_pb2.Job) -> list[str]:
-        return [line.text async for line in self.jobs.TailLog(job_pb2.TailLogRequest(job_id=job.id))]
+        return [line.text async for line in self.jobs.TailLog(job_pb2.TailJobLogRequest(job_id=job.id))]
 
 
 @pytest.fixture
@@ -178,7 +178,7 @@ async def test_cancelling_one_of_two_jobs_that_wait_for_a_quantization_leaves_it
     mine, theirs = await client.submit(candidate), await client.submit(other)
     await asyncio.gather(client.until(mine, "QUANTIZE"), client.until(theirs, "QUANTIZE"))
     async with asyncio.timeout(PROMPTLY_S):
-        await client.jobs.Cancel(job_pb2.CancelRequest(job_id=mine.id))
+        await client.jobs.Cancel(job_pb2.CancelJobRequest(job_id=mine.id))
     job, report = await client.end(theirs)
     assert job.state == JobState.JOB_STATE_SUCCEEDED, report.error
     assert stages(report)[0] == ("QUANTIZE", False)
@@ -195,7 +195,7 @@ async def test_cancelling_both_ends_the_child_at_once_and_leaves_no_folder(
     jobs = [await client.submit(candidate, no_cache=True), await client.submit(candidate, no_cache=True)]
     await asyncio.gather(*(client.until(job, "QUANTIZE") for job in jobs))
     assert len(list(children.glob("job-*"))) == 1
-    await asyncio.gather(*(client.jobs.Cancel(job_pb2.CancelRequest(job_id=job.id)) for job in jobs))
+    await asyncio.gather(*(client.jobs.Cancel(job_pb2.CancelJobRequest(job_id=job.id)) for job in jobs))
     assert await asyncio.to_thread(wait_until, lambda: descendants(pid) <= idle, PROMPTLY_S), "the child lives"
     # Its folder goes once it is dead.
     assert await asyncio.to_thread(wait_until, lambda: not list(children.glob("job-*")), PROMPTLY_S)

@@ -144,7 +144,7 @@ def test_the_same_request_id_is_one_job(farm: FarmProcess, model: Path) -> None:
         candidate = job_pb2.Candidate(name="conv", recipe=recipes.parse("portable").json)
         candidate.model.name = "conv"
         candidate.model.methods["forward"].exported_program.digest = of_file(model)
-        request = job_pb2.SubmitRequest(request_id=str(uuid.uuid4()), spec=job_pb2.JobSpec(candidates=[candidate]))
+        request = job_pb2.SubmitJobRequest(request_id=str(uuid.uuid4()), spec=job_pb2.JobSpec(candidates=[candidate]))
         async with open_channel(Access(farm.address)) as channel:
             stub = job_pb2_grpc.JobServiceStub(channel)
             return list(await asyncio.gather(stub.Submit(request), stub.Submit(request)))

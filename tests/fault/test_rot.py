@@ -59,7 +59,7 @@ def test_damaged_models_and_programs_are_healed_and_never_used(
         # Who submits without sending the model is refused, instead of getting another program.
         async def submit() -> None:
             async with open_channel(Access(farm.address)) as channel:
-                await job_pb2_grpc.JobServiceStub(channel).Submit(job_pb2.SubmitRequest(request_id="again", spec=known.spec))
+                await job_pb2_grpc.JobServiceStub(channel).Submit(job_pb2.SubmitJobRequest(request_id="again", spec=known.spec))
 
         with pytest.raises(grpc.aio.AioRpcError, match="damaged on the server's disk"):
             asyncio.run(submit())

@@ -83,7 +83,7 @@ async def channel(served: Served) -> AsyncIterator[grpc.aio.Channel]:
     known = len(served.bugs())
     async with open_channel(Access(served.address)) as opened:
         header = artifact_pb2.UploadHeader(artifact=common_pb2.Artifact(digest=messages.STORED))
-        await send(opened, "ArtifactService.Upload", artifact_pb2.UploadRequest(header=header).SerializeToString())
+        await send(opened, "ArtifactService.Upload", artifact_pb2.UploadArtifactRequest(header=header).SerializeToString())
         agent = agent_pb2_grpc.AgentServiceStub(opened).Connect()
         await agent.write(_hello(agent_id="00000000-1111-2222-3333-444444444444", devices=[_DEVICE]))
         assert (await agent.read()).HasField("welcome")
@@ -149,12 +149,14 @@ def _hello(**more: object) -> agent_pb2.AgentMessage:
 
 _DEVICE = device_pb2.Device(id="d1", name="d1", arch="x86_64", cores=1)
 _OTHER = device_pb2.Device(id="d2", name="d2", arch="x86_64", cores=1)
-_HEADER = artifact_pb2.UploadRequest(
+_HEADER = artifact_pb2.UploadArtifactRequest(
     header=artifact_pb2.UploadHeader(artifact=common_pb2.Artifact(digest="a" * 64, size_bytes=3))
 )
-_CHUNK = artifact_pb2.UploadRequest(chunk=artifact_pb2.Chunk(offset=0, data=b"abc"))
+_CHUNK = artifact_pb2.UploadArtifactRequest(chunk=artifact_pb2.Chunk(offset=0, data=b"abc"))
 _ODD_SIZES = [
-    artifact_pb2.UploadRequest(header=artifact_pb2.UploadHeader(artifact=common_pb2.Artifact(digest="b" * 64, size_bytes=size)))
+    artifact_pb2.UploadArtifactRequest(
+        header=artifact_pb2.UploadHeader(artifact=common_pb2.Artifact(digest="b" * 64, size_bytes=size))
+    )
     for size in (-1, 0, (1 << 63) - 1)
 ]
 _RESULT = agent_pb2.AgentMessage(run_result=agent_pb2.RunResult(attempt_id="nobodys", device_id="d1"))
@@ -163,10 +165,10 @@ _OUT_OF_ORDER: Final = {
     "two headers": ("ArtifactService.Upload", [_HEADER, _HEADER, _CHUNK]),
     "header alone": ("ArtifactService.Upload", [_HEADER]),
     "nothing": ("ArtifactService.Upload", []),
-    "empty request": ("ArtifactService.Upload", [artifact_pb2.UploadRequest(), _CHUNK]),
+    "empty request": ("ArtifactService.Upload", [artifact_pb2.UploadArtifactRequest(), _CHUNK]),
     "a chunk behind its place": (
         "ArtifactService.Upload",
-        [_HEADER, artifact_pb2.UploadRequest(chunk=artifact_pb2.Chunk(offset=1 << 62, data=b"x"))],
+        [_HEADER, artifact_pb2.UploadArtifactRequest(chunk=artifact_pb2.Chunk(offset=1 << 62, data=b"x"))],
     ),
     "more than announced": ("ArtifactService.Upload", [_HEADER, _CHUNK, _CHUNK]),
     "a size below 0": ("ArtifactService.Upload", [_ODD_SIZES[0], _CHUNK]),

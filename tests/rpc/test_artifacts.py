@@ -18,7 +18,7 @@ from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.rpc.services.artifacts import ArtifactService
 from etfarm.server.state.engine import Database
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc
-from etfarm.v1.artifact_pb2 import Chunk, UploadHeader, UploadRequest, UploadStatus
+from etfarm.v1.artifact_pb2 import Chunk, UploadArtifactRequest, UploadHeader, UploadStatus
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.wire import chunks, status
 from etfarm.wire.channel import SERVER_OPTIONS, Access, open_channel
@@ -46,7 +46,7 @@ class Served:
             await call  # type: ignore[misc]
         return status.from_rpc_error(failed.value, server="here")
 
-    async def upload_error(self, *requests: UploadRequest) -> EtfarmError:
+    async def upload_error(self, *requests: UploadArtifactRequest) -> EtfarmError:
         return await self.error(self.stub.Upload(said(requests)))
 
 
@@ -77,17 +77,17 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
         yield made
 
 
-async def said(requests: Sequence[UploadRequest]) -> AsyncIterator[UploadRequest]:
+async def said(requests: Sequence[UploadArtifactRequest]) -> AsyncIterator[UploadArtifactRequest]:
     for request in requests:
         yield request
 
 
-def header(artifact: Artifact = ARTIFACT) -> UploadRequest:
-    return UploadRequest(header=UploadHeader(artifact=artifact))
+def header(artifact: Artifact = ARTIFACT) -> UploadArtifactRequest:
+    return UploadArtifactRequest(header=UploadHeader(artifact=artifact))
 
 
-def chunk(offset: int, data: bytes) -> UploadRequest:
-    return UploadRequest(chunk=Chunk(offset=offset, data=data))
+def chunk(offset: int, data: bytes) -> UploadArtifactRequest:
+    return UploadArtifactRequest(chunk=Chunk(offset=offset, data=data))
 
 
 @pytest.mark.parametrize("from_file", [False, True])
@@ -105,7 +105,7 @@ async def test_an_upload_arrives_and_comes_back(served: Served, tmp_path: Path, 
 async def test_only_what_is_missing_is_asked_for_in_its_order(served: Served) -> None:
     await served.store.put(DATA, "ann")
     wanted = ["f" * 64, ARTIFACT.digest, "0" * 64]
-    answer = await served.stub.FindMissing(artifact_pb2.FindMissingRequest(digests=wanted))
+    answer = await served.stub.FindMissing(artifact_pb2.FindMissingArtifactsRequest(digests=wanted))
     assert list(answer.missing) == ["f" * 64, "0" * 64]
 
 
@@ -191,14 +191,14 @@ async def test_a_chunk_over_the_limit_is_refused(served: Served) -> None:
 
 @pytest.mark.parametrize("digests", [["abc"], ["A" * 64], ["a" * 64] * 10_001])
 async def test_bad_digests_are_refused(served: Served, digests: list[str]) -> None:
-    error = await served.error(served.stub.FindMissing(artifact_pb2.FindMissingRequest(digests=digests)))
+    error = await served.error(served.stub.FindMissing(artifact_pb2.FindMissingArtifactsRequest(digests=digests)))
     assert (error.reason, error.kind) == ("DIGEST_MALFORMED", "INVALID_ARGUMENT")
     assert error.fault == "USER"
 
 
 async def download_error(served: Served, digest: str, offset: int) -> EtfarmError:
     with pytest.raises(grpc.aio.AioRpcError) as failed:
-        async for _ in served.stub.Download(artifact_pb2.DownloadRequest(digest=digest, offset=offset)):
+        async for _ in served.stub.Download(artifact_pb2.DownloadArtifactRequest(digest=digest, offset=offset)):
             pass
     return status.from_rpc_error(failed.value, server="here")
 
@@ -266,7 +266,7 @@ async def test_bytes_that_rotted_in_the_store_are_not_handed_on(served: Served, 
 async def test_what_is_damaged_is_asked_for_again(served: Served) -> None:
     await served.store.put(DATA, "ann")
     damage(served.store.path(ARTIFACT.digest))
-    answer = await served.stub.FindMissing(artifact_pb2.FindMissingRequest(digests=[ARTIFACT.digest]))
+    answer = await served.stub.FindMissing(artifact_pb2.FindMissingArtifactsRequest(digests=[ARTIFACT.digest]))
     assert list(answer.missing) == [ARTIFACT.digest]
 
 
@@ -319,7 +319,7 @@ async def test_a_silent_upload_ends_and_what_came_stays(tmp_path: Path) -> None:
 async def test_a_download_that_is_not_read_gives_its_place_to_the_next(tmp_path: Path) -> None:
     async with serving(tmp_path, StoreLimits(downloads=1, download_idle_s=0.3)) as served:
         big = await served.store.put(os.urandom(40 << 20), "ann")
-        stuck = served.stub.Download(artifact_pb2.DownloadRequest(digest=big.digest))
+        stuck = served.stub.Download(artifact_pb2.DownloadArtifactRequest(digest=big.digest))
         assert (await stuck.read()).offset == 0
         async with asyncio.timeout(WAIT_S):
             small = await served.store.put(b"small", "ann")

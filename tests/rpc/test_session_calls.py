@@ -385,7 +385,7 @@ async def test_a_loop_waits_until_the_server_s_own_machine_is_quiet(
     elsewhere = job_pb2.DeviceChoice(selector=f"id={agent.devices[1].id}")
     spec = job_pb2.JobSpec(candidates=[candidate], devices=[elsewhere], measurement=job_pb2.Measurement())
     jobs = job_pb2_grpc.JobServiceStub(channel)
-    await jobs.Submit(job_pb2.SubmitRequest(request_id=caller.id, spec=spec))
+    await jobs.Submit(job_pb2.SubmitJobRequest(request_id=caller.id, spec=spec))
     measuring = await agent.started()
     assert measuring.HasField("measurement")
     looping = caller.call("loop", loop=session_pb2.SessionLoop(iterations=1))

@@ -129,11 +129,13 @@ class Server(agent_pb2_grpc.AgentServiceServicer, artifact_pb2_grpc.ArtifactServ
         finally:
             reader.cancel()
 
-    async def FindMissing(self, request: artifact_pb2.FindMissingRequest, context: Any) -> artifact_pb2.FindMissingResponse:
+    async def FindMissing(
+        self, request: artifact_pb2.FindMissingArtifactsRequest, context: Any
+    ) -> artifact_pb2.FindMissingArtifactsResponse:
         if self.away:
             self.turned_away.set()
             await context.abort(grpc.StatusCode.UNAVAILABLE, "away")
-        return artifact_pb2.FindMissingResponse(missing=[name for name in request.digests if name not in self.blobs])
+        return artifact_pb2.FindMissingArtifactsResponse(missing=[name for name in request.digests if name not in self.blobs])
 
     async def GetUploadStatus(self, request: artifact_pb2.GetUploadStatusRequest, context: Any) -> artifact_pb2.UploadStatus:
         return artifact_pb2.UploadStatus(digest=request.digest, complete=request.digest in self.blobs)
@@ -144,7 +146,7 @@ class Server(agent_pb2_grpc.AgentServiceServicer, artifact_pb2_grpc.ArtifactServ
         assert self.put(data) == header.artifact
         return artifact_pb2.UploadStatus(digest=header.artifact.digest, committed_bytes=len(data), complete=True)
 
-    async def Download(self, request: artifact_pb2.DownloadRequest, context: Any) -> AsyncIterator[artifact_pb2.Chunk]:
+    async def Download(self, request: artifact_pb2.DownloadArtifactRequest, context: Any) -> AsyncIterator[artifact_pb2.Chunk]:
         self.downloads.append(request.digest)
         data = self.blobs[request.digest]
         for start in range(request.offset, len(data), 1 << 18):

@@ -491,7 +491,7 @@ class AsyncFarm:
             submission = await asyncio.to_thread(lambda: parts.gather(spec, parsed, Path(folder)))
             stubs = self._open
             await transfers.upload_missing(stubs.artifacts, submission.blobs, server=stubs.server, on_progress=on_upload)
-        request = job_pb2.SubmitRequest(request_id=submission.request_id, spec=submission.spec)
+        request = job_pb2.SubmitJobRequest(request_id=submission.request_id, spec=submission.spec)
         submitting = asyncio.create_task(repeat(lambda: stubs.jobs.Submit(request), server=stubs.server), name="submit")
         try:
             return AsyncJob(stubs, await asyncio.shield(submitting))

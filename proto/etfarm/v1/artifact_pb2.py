@@ -26,47 +26,47 @@ from etfarm.v1 import common_pb2 as etfarm_dot_v1_dot_common__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65tfarm/v1/artifact.proto\x12\tetfarm.v1\x1a\x16\x65tfarm/v1/common.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"%\n\x12\x46indMissingRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\"&\n\x13\x46indMissingResponse\x12\x0f\n\x07missing\x18\x01 \x03(\t\"(\n\x16GetUploadStatusRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"I\n\x0cUploadStatus\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x17\n\x0f\x63ommitted_bytes\x18\x02 \x01(\x03\x12\x10\n\x08\x63omplete\x18\x03 \x01(\x08\"h\n\rUploadRequest\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x17.etfarm.v1.UploadHeaderH\x00\x12!\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x10.etfarm.v1.ChunkH\x00\x42\t\n\x07message\"5\n\x0cUploadHeader\x12%\n\x08\x61rtifact\x18\x01 \x01(\x0b\x32\x13.etfarm.v1.Artifact\"%\n\x05\x43hunk\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"1\n\x0f\x44ownloadRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\"=\n\x14ListArtifactsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"\x88\x01\n\x0eStoredArtifact\x12%\n\x08\x61rtifact\x18\x01 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12\r\n\x05owner\x18\x02 \x01(\t\x12/\n\x0b\x63reate_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07project\x18\x04 \x01(\t\"^\n\x15ListArtifactsResponse\x12,\n\tartifacts\x18\x01 \x03(\x0b\x32\x19.etfarm.v1.StoredArtifact\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\'\n\x15\x44\x65leteArtifactRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"\x18\n\x16\x44\x65leteArtifactResponse\"A\n\x17\x43ollectArtifactsRequest\x12\x17\n\nkeep_bytes\x18\x01 \x01(\x03H\x00\x88\x01\x01\x42\r\n\x0b_keep_bytes\"1\n\x18\x43ollectArtifactsResponse\x12\x15\n\rdeleted_bytes\x18\x01 \x01(\x03\"\x18\n\x16VerifyArtifactsRequest\"p\n\x17VerifyArtifactsProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\x03\x12\r\n\x05total\x18\x02 \x01(\x03\x12\x12\n\ndone_bytes\x18\x03 \x01(\x03\x12$\n\x07\x64\x61maged\x18\x04 \x03(\x0b\x32\x13.etfarm.v1.Artifact2\xea\x04\n\x0f\x41rtifactService\x12L\n\x0b\x46indMissing\x12\x1d.etfarm.v1.FindMissingRequest\x1a\x1e.etfarm.v1.FindMissingResponse\x12M\n\x0fGetUploadStatus\x12!.etfarm.v1.GetUploadStatusRequest\x1a\x17.etfarm.v1.UploadStatus\x12=\n\x06Upload\x12\x18.etfarm.v1.UploadRequest\x1a\x17.etfarm.v1.UploadStatus(\x01\x12:\n\x08\x44ownload\x12\x1a.etfarm.v1.DownloadRequest\x1a\x10.etfarm.v1.Chunk0\x01\x12I\n\x04List\x12\x1f.etfarm.v1.ListArtifactsRequest\x1a .etfarm.v1.ListArtifactsResponse\x12M\n\x06\x44\x65lete\x12 .etfarm.v1.DeleteArtifactRequest\x1a!.etfarm.v1.DeleteArtifactResponse\x12R\n\x07\x43ollect\x12\".etfarm.v1.CollectArtifactsRequest\x1a#.etfarm.v1.CollectArtifactsResponse\x12Q\n\x06Verify\x12!.etfarm.v1.VerifyArtifactsRequest\x1a\".etfarm.v1.VerifyArtifactsProgress0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65tfarm/v1/artifact.proto\x12\tetfarm.v1\x1a\x16\x65tfarm/v1/common.proto\x1a\x1fgoogle/protobuf/timestamp.proto\".\n\x1b\x46indMissingArtifactsRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\"/\n\x1c\x46indMissingArtifactsResponse\x12\x0f\n\x07missing\x18\x01 \x03(\t\"(\n\x16GetUploadStatusRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"I\n\x0cUploadStatus\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x17\n\x0f\x63ommitted_bytes\x18\x02 \x01(\x03\x12\x10\n\x08\x63omplete\x18\x03 \x01(\x08\"p\n\x15UploadArtifactRequest\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x17.etfarm.v1.UploadHeaderH\x00\x12!\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x10.etfarm.v1.ChunkH\x00\x42\t\n\x07message\"5\n\x0cUploadHeader\x12%\n\x08\x61rtifact\x18\x01 \x01(\x0b\x32\x13.etfarm.v1.Artifact\"%\n\x05\x43hunk\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"9\n\x17\x44ownloadArtifactRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\"=\n\x14ListArtifactsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"\x88\x01\n\x0eStoredArtifact\x12%\n\x08\x61rtifact\x18\x01 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12\r\n\x05owner\x18\x02 \x01(\t\x12/\n\x0b\x63reate_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07project\x18\x04 \x01(\t\"^\n\x15ListArtifactsResponse\x12,\n\tartifacts\x18\x01 \x03(\x0b\x32\x19.etfarm.v1.StoredArtifact\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\'\n\x15\x44\x65leteArtifactRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"\x18\n\x16\x44\x65leteArtifactResponse\"A\n\x17\x43ollectArtifactsRequest\x12\x17\n\nkeep_bytes\x18\x01 \x01(\x03H\x00\x88\x01\x01\x42\r\n\x0b_keep_bytes\"1\n\x18\x43ollectArtifactsResponse\x12\x15\n\rdeleted_bytes\x18\x01 \x01(\x03\"\x18\n\x16VerifyArtifactsRequest\"p\n\x17VerifyArtifactsProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\x03\x12\r\n\x05total\x18\x02 \x01(\x03\x12\x12\n\ndone_bytes\x18\x03 \x01(\x03\x12$\n\x07\x64\x61maged\x18\x04 \x03(\x0b\x32\x13.etfarm.v1.Artifact2\x8c\x05\n\x0f\x41rtifactService\x12^\n\x0b\x46indMissing\x12&.etfarm.v1.FindMissingArtifactsRequest\x1a\'.etfarm.v1.FindMissingArtifactsResponse\x12M\n\x0fGetUploadStatus\x12!.etfarm.v1.GetUploadStatusRequest\x1a\x17.etfarm.v1.UploadStatus\x12\x45\n\x06Upload\x12 .etfarm.v1.UploadArtifactRequest\x1a\x17.etfarm.v1.UploadStatus(\x01\x12\x42\n\x08\x44ownload\x12\".etfarm.v1.DownloadArtifactRequest\x1a\x10.etfarm.v1.Chunk0\x01\x12I\n\x04List\x12\x1f.etfarm.v1.ListArtifactsRequest\x1a .etfarm.v1.ListArtifactsResponse\x12M\n\x06\x44\x65lete\x12 .etfarm.v1.DeleteArtifactRequest\x1a!.etfarm.v1.DeleteArtifactResponse\x12R\n\x07\x43ollect\x12\".etfarm.v1.CollectArtifactsRequest\x1a#.etfarm.v1.CollectArtifactsResponse\x12Q\n\x06Verify\x12!.etfarm.v1.VerifyArtifactsRequest\x1a\".etfarm.v1.VerifyArtifactsProgress0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'etfarm.v1.artifact_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINDMISSINGREQUEST']._serialized_start=96
-  _globals['_FINDMISSINGREQUEST']._serialized_end=133
-  _globals['_FINDMISSINGRESPONSE']._serialized_start=135
-  _globals['_FINDMISSINGRESPONSE']._serialized_end=173
-  _globals['_GETUPLOADSTATUSREQUEST']._serialized_start=175
-  _globals['_GETUPLOADSTATUSREQUEST']._serialized_end=215
-  _globals['_UPLOADSTATUS']._serialized_start=217
-  _globals['_UPLOADSTATUS']._serialized_end=290
-  _globals['_UPLOADREQUEST']._serialized_start=292
-  _globals['_UPLOADREQUEST']._serialized_end=396
-  _globals['_UPLOADHEADER']._serialized_start=398
-  _globals['_UPLOADHEADER']._serialized_end=451
-  _globals['_CHUNK']._serialized_start=453
-  _globals['_CHUNK']._serialized_end=490
-  _globals['_DOWNLOADREQUEST']._serialized_start=492
-  _globals['_DOWNLOADREQUEST']._serialized_end=541
-  _globals['_LISTARTIFACTSREQUEST']._serialized_start=543
-  _globals['_LISTARTIFACTSREQUEST']._serialized_end=604
-  _globals['_STOREDARTIFACT']._serialized_start=607
-  _globals['_STOREDARTIFACT']._serialized_end=743
-  _globals['_LISTARTIFACTSRESPONSE']._serialized_start=745
-  _globals['_LISTARTIFACTSRESPONSE']._serialized_end=839
-  _globals['_DELETEARTIFACTREQUEST']._serialized_start=841
-  _globals['_DELETEARTIFACTREQUEST']._serialized_end=880
-  _globals['_DELETEARTIFACTRESPONSE']._serialized_start=882
-  _globals['_DELETEARTIFACTRESPONSE']._serialized_end=906
-  _globals['_COLLECTARTIFACTSREQUEST']._serialized_start=908
-  _globals['_COLLECTARTIFACTSREQUEST']._serialized_end=973
-  _globals['_COLLECTARTIFACTSRESPONSE']._serialized_start=975
-  _globals['_COLLECTARTIFACTSRESPONSE']._serialized_end=1024
-  _globals['_VERIFYARTIFACTSREQUEST']._serialized_start=1026
-  _globals['_VERIFYARTIFACTSREQUEST']._serialized_end=1050
-  _globals['_VERIFYARTIFACTSPROGRESS']._serialized_start=1052
-  _globals['_VERIFYARTIFACTSPROGRESS']._serialized_end=1164
-  _globals['_ARTIFACTSERVICE']._serialized_start=1167
-  _globals['_ARTIFACTSERVICE']._serialized_end=1785
+  _globals['_FINDMISSINGARTIFACTSREQUEST']._serialized_start=96
+  _globals['_FINDMISSINGARTIFACTSREQUEST']._serialized_end=142
+  _globals['_FINDMISSINGARTIFACTSRESPONSE']._serialized_start=144
+  _globals['_FINDMISSINGARTIFACTSRESPONSE']._serialized_end=191
+  _globals['_GETUPLOADSTATUSREQUEST']._serialized_start=193
+  _globals['_GETUPLOADSTATUSREQUEST']._serialized_end=233
+  _globals['_UPLOADSTATUS']._serialized_start=235
+  _globals['_UPLOADSTATUS']._serialized_end=308
+  _globals['_UPLOADARTIFACTREQUEST']._serialized_start=310
+  _globals['_UPLOADARTIFACTREQUEST']._serialized_end=422
+  _globals['_UPLOADHEADER']._serialized_start=424
+  _globals['_UPLOADHEADER']._serialized_end=477
+  _globals['_CHUNK']._serialized_start=479
+  _globals['_CHUNK']._serialized_end=516
+  _globals['_DOWNLOADARTIFACTREQUEST']._serialized_start=518
+  _globals['_DOWNLOADARTIFACTREQUEST']._serialized_end=575
+  _globals['_LISTARTIFACTSREQUEST']._serialized_start=577
+  _globals['_LISTARTIFACTSREQUEST']._serialized_end=638
+  _globals['_STOREDARTIFACT']._serialized_start=641
+  _globals['_STOREDARTIFACT']._serialized_end=777
+  _globals['_LISTARTIFACTSRESPONSE']._serialized_start=779
+  _globals['_LISTARTIFACTSRESPONSE']._serialized_end=873
+  _globals['_DELETEARTIFACTREQUEST']._serialized_start=875
+  _globals['_DELETEARTIFACTREQUEST']._serialized_end=914
+  _globals['_DELETEARTIFACTRESPONSE']._serialized_start=916
+  _globals['_DELETEARTIFACTRESPONSE']._serialized_end=940
+  _globals['_COLLECTARTIFACTSREQUEST']._serialized_start=942
+  _globals['_COLLECTARTIFACTSREQUEST']._serialized_end=1007
+  _globals['_COLLECTARTIFACTSRESPONSE']._serialized_start=1009
+  _globals['_COLLECTARTIFACTSRESPONSE']._serialized_end=1058
+  _globals['_VERIFYARTIFACTSREQUEST']._serialized_start=1060
+  _globals['_VERIFYARTIFACTSREQUEST']._serialized_end=1084
+  _globals['_VERIFYARTIFACTSPROGRESS']._serialized_start=1086
+  _globals['_VERIFYARTIFACTSPROGRESS']._serialized_end=1198
+  _globals['_ARTIFACTSERVICE']._serialized_start=1201
+  _globals['_ARTIFACTSERVICE']._serialized_end=1853
 # @@protoc_insertion_point(module_scope)

@@ -21,7 +21,7 @@ else:
 DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
-class FindMissingRequest(_message.Message):
+class FindMissingArtifactsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DIGESTS_FIELD_NUMBER: _builtins.int
@@ -38,10 +38,10 @@ class FindMissingRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FindMissingRequest: _TypeAlias = FindMissingRequest  # noqa: Y015
+Global___FindMissingArtifactsRequest: _TypeAlias = FindMissingArtifactsRequest  # noqa: Y015
 
 @_typing.final
-class FindMissingResponse(_message.Message):
+class FindMissingArtifactsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     MISSING_FIELD_NUMBER: _builtins.int
@@ -58,7 +58,7 @@ class FindMissingResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___FindMissingResponse: _TypeAlias = FindMissingResponse  # noqa: Y015
+Global___FindMissingArtifactsResponse: _TypeAlias = FindMissingArtifactsResponse  # noqa: Y015
 
 @_typing.final
 class GetUploadStatusRequest(_message.Message):
@@ -107,7 +107,7 @@ class UploadStatus(_message.Message):
 Global___UploadStatus: _TypeAlias = UploadStatus  # noqa: Y015
 
 @_typing.final
-class UploadRequest(_message.Message):
+class UploadArtifactRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     HEADER_FIELD_NUMBER: _builtins.int
@@ -130,7 +130,7 @@ class UploadRequest(_message.Message):
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
-Global___UploadRequest: _TypeAlias = UploadRequest  # noqa: Y015
+Global___UploadArtifactRequest: _TypeAlias = UploadArtifactRequest  # noqa: Y015
 
 @_typing.final
 class UploadHeader(_message.Message):
@@ -177,7 +177,7 @@ class Chunk(_message.Message):
 Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
 
 @_typing.final
-class DownloadRequest(_message.Message):
+class DownloadArtifactRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DIGEST_FIELD_NUMBER: _builtins.int
@@ -196,7 +196,7 @@ class DownloadRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DownloadRequest: _TypeAlias = DownloadRequest  # noqa: Y015
+Global___DownloadArtifactRequest: _TypeAlias = DownloadArtifactRequest  # noqa: Y015
 
 @_typing.final
 class ListArtifactsRequest(_message.Message):

@@ -38,8 +38,8 @@ class ArtifactServiceStub(object):
         """
         self.FindMissing = channel.unary_unary(
                 '/etfarm.v1.ArtifactService/FindMissing',
-                request_serializer=etfarm_dot_v1_dot_artifact__pb2.FindMissingRequest.SerializeToString,
-                response_deserializer=etfarm_dot_v1_dot_artifact__pb2.FindMissingResponse.FromString,
+                request_serializer=etfarm_dot_v1_dot_artifact__pb2.FindMissingArtifactsRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_artifact__pb2.FindMissingArtifactsResponse.FromString,
                 _registered_method=True)
         self.GetUploadStatus = channel.unary_unary(
                 '/etfarm.v1.ArtifactService/GetUploadStatus',
@@ -48,12 +48,12 @@ class ArtifactServiceStub(object):
                 _registered_method=True)
         self.Upload = channel.stream_unary(
                 '/etfarm.v1.ArtifactService/Upload',
-                request_serializer=etfarm_dot_v1_dot_artifact__pb2.UploadRequest.SerializeToString,
+                request_serializer=etfarm_dot_v1_dot_artifact__pb2.UploadArtifactRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_artifact__pb2.UploadStatus.FromString,
                 _registered_method=True)
         self.Download = channel.unary_stream(
                 '/etfarm.v1.ArtifactService/Download',
-                request_serializer=etfarm_dot_v1_dot_artifact__pb2.DownloadRequest.SerializeToString,
+                request_serializer=etfarm_dot_v1_dot_artifact__pb2.DownloadArtifactRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_artifact__pb2.Chunk.FromString,
                 _registered_method=True)
         self.List = channel.unary_unary(
@@ -169,8 +169,8 @@ def add_ArtifactServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'FindMissing': grpc.unary_unary_rpc_method_handler(
                     servicer.FindMissing,
-                    request_deserializer=etfarm_dot_v1_dot_artifact__pb2.FindMissingRequest.FromString,
-                    response_serializer=etfarm_dot_v1_dot_artifact__pb2.FindMissingResponse.SerializeToString,
+                    request_deserializer=etfarm_dot_v1_dot_artifact__pb2.FindMissingArtifactsRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_artifact__pb2.FindMissingArtifactsResponse.SerializeToString,
             ),
             'GetUploadStatus': grpc.unary_unary_rpc_method_handler(
                     servicer.GetUploadStatus,
@@ -179,12 +179,12 @@ def add_ArtifactServiceServicer_to_server(servicer, server):
             ),
             'Upload': grpc.stream_unary_rpc_method_handler(
                     servicer.Upload,
-                    request_deserializer=etfarm_dot_v1_dot_artifact__pb2.UploadRequest.FromString,
+                    request_deserializer=etfarm_dot_v1_dot_artifact__pb2.UploadArtifactRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_artifact__pb2.UploadStatus.SerializeToString,
             ),
             'Download': grpc.unary_stream_rpc_method_handler(
                     servicer.Download,
-                    request_deserializer=etfarm_dot_v1_dot_artifact__pb2.DownloadRequest.FromString,
+                    request_deserializer=etfarm_dot_v1_dot_artifact__pb2.DownloadArtifactRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_artifact__pb2.Chunk.SerializeToString,
             ),
             'List': grpc.unary_unary_rpc_method_handler(
@@ -235,8 +235,8 @@ class ArtifactService(object):
             request,
             target,
             '/etfarm.v1.ArtifactService/FindMissing',
-            etfarm_dot_v1_dot_artifact__pb2.FindMissingRequest.SerializeToString,
-            etfarm_dot_v1_dot_artifact__pb2.FindMissingResponse.FromString,
+            etfarm_dot_v1_dot_artifact__pb2.FindMissingArtifactsRequest.SerializeToString,
+            etfarm_dot_v1_dot_artifact__pb2.FindMissingArtifactsResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -289,7 +289,7 @@ class ArtifactService(object):
             request_iterator,
             target,
             '/etfarm.v1.ArtifactService/Upload',
-            etfarm_dot_v1_dot_artifact__pb2.UploadRequest.SerializeToString,
+            etfarm_dot_v1_dot_artifact__pb2.UploadArtifactRequest.SerializeToString,
             etfarm_dot_v1_dot_artifact__pb2.UploadStatus.FromString,
             options,
             channel_credentials,
@@ -316,7 +316,7 @@ class ArtifactService(object):
             request,
             target,
             '/etfarm.v1.ArtifactService/Download',
-            etfarm_dot_v1_dot_artifact__pb2.DownloadRequest.SerializeToString,
+            etfarm_dot_v1_dot_artifact__pb2.DownloadArtifactRequest.SerializeToString,
             etfarm_dot_v1_dot_artifact__pb2.Chunk.FromString,
             options,
             channel_credentials,

@@ -35,7 +35,7 @@ class ArtifactServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ArtifactServiceAsyncStub: ...
-    FindMissing: _grpc.UnaryUnaryMultiCallable[_artifact_pb2.FindMissingRequest, _artifact_pb2.FindMissingResponse]
+    FindMissing: _grpc.UnaryUnaryMultiCallable[_artifact_pb2.FindMissingArtifactsRequest, _artifact_pb2.FindMissingArtifactsResponse]
     """Which of the digests the caller's project does not hold. Ask before every upload. Whether another project holds them is not
     disclosed.
 
@@ -44,7 +44,7 @@ class ArtifactServiceStub:
     """
     GetUploadStatus: _grpc.UnaryUnaryMultiCallable[_artifact_pb2.GetUploadStatusRequest, _artifact_pb2.UploadStatus]
     """How far an upload of yours came. A digest that nobody began has 0 committed bytes."""
-    Upload: _grpc.StreamUnaryMultiCallable[_artifact_pb2.UploadRequest, _artifact_pb2.UploadStatus]
+    Upload: _grpc.StreamUnaryMultiCallable[_artifact_pb2.UploadArtifactRequest, _artifact_pb2.UploadStatus]
     """The client sends exactly one header first, then chunks in order without gaps. The server keeps what it has written when
     the stream breaks: ask GetUploadStatus and go on from `committed_bytes`. A digest that is stored already is answered at
     once with `complete`; the rest of the stream is not read.
@@ -59,7 +59,7 @@ class ArtifactServiceStub:
                            LIMIT_EXCEEDED: the artifact is larger than `limit_bytes`; or `limit` uploads are under way: wait for some.
       INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES, BAD_UPLOAD: the stream breaks the rules above.
     """
-    Download: _grpc.UnaryStreamMultiCallable[_artifact_pb2.DownloadRequest, _artifact_pb2.Chunk]
+    Download: _grpc.UnaryStreamMultiCallable[_artifact_pb2.DownloadArtifactRequest, _artifact_pb2.Chunk]
     """The bytes from `offset` on, in order, in chunks of at most 1 MiB. The receiver verifies the sha256 of the whole.
 
     Errors:
@@ -89,7 +89,7 @@ class ArtifactServiceAsyncStub(ArtifactServiceStub):
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    FindMissing: _aio.UnaryUnaryMultiCallable[_artifact_pb2.FindMissingRequest, _artifact_pb2.FindMissingResponse]  # type: ignore[assignment]
+    FindMissing: _aio.UnaryUnaryMultiCallable[_artifact_pb2.FindMissingArtifactsRequest, _artifact_pb2.FindMissingArtifactsResponse]  # type: ignore[assignment]
     """Which of the digests the caller's project does not hold. Ask before every upload. Whether another project holds them is not
     disclosed.
 
@@ -98,7 +98,7 @@ class ArtifactServiceAsyncStub(ArtifactServiceStub):
     """
     GetUploadStatus: _aio.UnaryUnaryMultiCallable[_artifact_pb2.GetUploadStatusRequest, _artifact_pb2.UploadStatus]  # type: ignore[assignment]
     """How far an upload of yours came. A digest that nobody began has 0 committed bytes."""
-    Upload: _aio.StreamUnaryMultiCallable[_artifact_pb2.UploadRequest, _artifact_pb2.UploadStatus]  # type: ignore[assignment]
+    Upload: _aio.StreamUnaryMultiCallable[_artifact_pb2.UploadArtifactRequest, _artifact_pb2.UploadStatus]  # type: ignore[assignment]
     """The client sends exactly one header first, then chunks in order without gaps. The server keeps what it has written when
     the stream breaks: ask GetUploadStatus and go on from `committed_bytes`. A digest that is stored already is answered at
     once with `complete`; the rest of the stream is not read.
@@ -113,7 +113,7 @@ class ArtifactServiceAsyncStub(ArtifactServiceStub):
                            LIMIT_EXCEEDED: the artifact is larger than `limit_bytes`; or `limit` uploads are under way: wait for some.
       INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES, BAD_UPLOAD: the stream breaks the rules above.
     """
-    Download: _aio.UnaryStreamMultiCallable[_artifact_pb2.DownloadRequest, _artifact_pb2.Chunk]  # type: ignore[assignment]
+    Download: _aio.UnaryStreamMultiCallable[_artifact_pb2.DownloadArtifactRequest, _artifact_pb2.Chunk]  # type: ignore[assignment]
     """The bytes from `offset` on, in order, in chunks of at most 1 MiB. The receiver verifies the sha256 of the whole.
 
     Errors:
@@ -144,9 +144,9 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def FindMissing(
         self,
-        request: _artifact_pb2.FindMissingRequest,
+        request: _artifact_pb2.FindMissingArtifactsRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_artifact_pb2.FindMissingResponse, _abc.Awaitable[_artifact_pb2.FindMissingResponse]]:
+    ) -> _typing.Union[_artifact_pb2.FindMissingArtifactsResponse, _abc.Awaitable[_artifact_pb2.FindMissingArtifactsResponse]]:
         """Which of the digests the caller's project does not hold. Ask before every upload. Whether another project holds them is not
         disclosed.
 
@@ -165,7 +165,7 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Upload(
         self,
-        request_iterator: _MaybeAsyncIterator[_artifact_pb2.UploadRequest],
+        request_iterator: _MaybeAsyncIterator[_artifact_pb2.UploadArtifactRequest],
         context: _ServicerContext,
     ) -> _typing.Union[_artifact_pb2.UploadStatus, _abc.Awaitable[_artifact_pb2.UploadStatus]]:
         """The client sends exactly one header first, then chunks in order without gaps. The server keeps what it has written when
@@ -186,7 +186,7 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Download(
         self,
-        request: _artifact_pb2.DownloadRequest,
+        request: _artifact_pb2.DownloadArtifactRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_artifact_pb2.Chunk], _abc.AsyncIterator[_artifact_pb2.Chunk]]:
         """The bytes from `offset` on, in order, in chunks of at most 1 MiB. The receiver verifies the sha256 of the whole.

@@ -26,7 +26,7 @@ from etfarm.v1 import common_pb2 as etfarm_dot_v1_dot_common__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x65tfarm/v1/audit.proto\x12\tetfarm.v1\x1a\x16\x65tfarm/v1/common.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc8\x01\n\nAuditEntry\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tprincipal\x18\x03 \x01(\t\x12\x1d\n\x04role\x18\x04 \x01(\x0e\x32\x0f.etfarm.v1.Role\x12\x0c\n\x04peer\x18\x05 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x06 \x01(\t\x12\x0f\n\x07subject\x18\x07 \x01(\t\x12\x0f\n\x07outcome\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\t \x01(\t\"\\\n\x10ListAuditRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x11\n\tprincipal\x18\x03 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x04 \x01(\t\"T\n\x11ListAuditResponse\x12&\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x15.etfarm.v1.AuditEntry\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2Q\n\x0c\x41uditService\x12\x41\n\x04List\x12\x1b.etfarm.v1.ListAuditRequest\x1a\x1c.etfarm.v1.ListAuditResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15\x65tfarm/v1/audit.proto\x12\tetfarm.v1\x1a\x16\x65tfarm/v1/common.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\xc8\x01\n\nAuditEntry\x12\x0e\n\x06number\x18\x01 \x01(\x03\x12(\n\x04time\x18\x02 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x11\n\tprincipal\x18\x03 \x01(\t\x12\x1d\n\x04role\x18\x04 \x01(\x0e\x32\x0f.etfarm.v1.Role\x12\x0c\n\x04peer\x18\x05 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x06 \x01(\t\x12\x0f\n\x07subject\x18\x07 \x01(\t\x12\x0f\n\x07outcome\x18\x08 \x01(\t\x12\x0e\n\x06\x64\x65tail\x18\t \x01(\t\"c\n\x17ListAuditEntriesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\x12\x11\n\tprincipal\x18\x03 \x01(\t\x12\x0e\n\x06\x61\x63tion\x18\x04 \x01(\t\"[\n\x18ListAuditEntriesResponse\x12&\n\x07\x65ntries\x18\x01 \x03(\x0b\x32\x15.etfarm.v1.AuditEntry\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t2_\n\x0c\x41uditService\x12O\n\x04List\x12\".etfarm.v1.ListAuditEntriesRequest\x1a#.etfarm.v1.ListAuditEntriesResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -35,10 +35,10 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_AUDITENTRY']._serialized_start=94
   _globals['_AUDITENTRY']._serialized_end=294
-  _globals['_LISTAUDITREQUEST']._serialized_start=296
-  _globals['_LISTAUDITREQUEST']._serialized_end=388
-  _globals['_LISTAUDITRESPONSE']._serialized_start=390
-  _globals['_LISTAUDITRESPONSE']._serialized_end=474
-  _globals['_AUDITSERVICE']._serialized_start=476
-  _globals['_AUDITSERVICE']._serialized_end=557
+  _globals['_LISTAUDITENTRIESREQUEST']._serialized_start=296
+  _globals['_LISTAUDITENTRIESREQUEST']._serialized_end=395
+  _globals['_LISTAUDITENTRIESRESPONSE']._serialized_start=397
+  _globals['_LISTAUDITENTRIESRESPONSE']._serialized_end=488
+  _globals['_AUDITSERVICE']._serialized_start=490
+  _globals['_AUDITSERVICE']._serialized_end=585
 # @@protoc_insertion_point(module_scope)

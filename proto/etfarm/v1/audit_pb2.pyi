@@ -71,7 +71,7 @@ class AuditEntry(_message.Message):
 Global___AuditEntry: _TypeAlias = AuditEntry  # noqa: Y015
 
 @_typing.final
-class ListAuditRequest(_message.Message):
+class ListAuditEntriesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
@@ -97,10 +97,10 @@ class ListAuditRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListAuditRequest: _TypeAlias = ListAuditRequest  # noqa: Y015
+Global___ListAuditEntriesRequest: _TypeAlias = ListAuditEntriesRequest  # noqa: Y015
 
 @_typing.final
-class ListAuditResponse(_message.Message):
+class ListAuditEntriesResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     ENTRIES_FIELD_NUMBER: _builtins.int
@@ -120,4 +120,4 @@ class ListAuditResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ListAuditResponse: _TypeAlias = ListAuditResponse  # noqa: Y015
+Global___ListAuditEntriesResponse: _TypeAlias = ListAuditEntriesResponse  # noqa: Y015

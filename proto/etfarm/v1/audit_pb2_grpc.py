@@ -37,8 +37,8 @@ class AuditServiceStub(object):
         """
         self.List = channel.unary_unary(
                 '/etfarm.v1.AuditService/List',
-                request_serializer=etfarm_dot_v1_dot_audit__pb2.ListAuditRequest.SerializeToString,
-                response_deserializer=etfarm_dot_v1_dot_audit__pb2.ListAuditResponse.FromString,
+                request_serializer=etfarm_dot_v1_dot_audit__pb2.ListAuditEntriesRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_audit__pb2.ListAuditEntriesResponse.FromString,
                 _registered_method=True)
 
 
@@ -61,8 +61,8 @@ def add_AuditServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'List': grpc.unary_unary_rpc_method_handler(
                     servicer.List,
-                    request_deserializer=etfarm_dot_v1_dot_audit__pb2.ListAuditRequest.FromString,
-                    response_serializer=etfarm_dot_v1_dot_audit__pb2.ListAuditResponse.SerializeToString,
+                    request_deserializer=etfarm_dot_v1_dot_audit__pb2.ListAuditEntriesRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_audit__pb2.ListAuditEntriesResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -91,8 +91,8 @@ class AuditService(object):
             request,
             target,
             '/etfarm.v1.AuditService/List',
-            etfarm_dot_v1_dot_audit__pb2.ListAuditRequest.SerializeToString,
-            etfarm_dot_v1_dot_audit__pb2.ListAuditResponse.FromString,
+            etfarm_dot_v1_dot_audit__pb2.ListAuditEntriesRequest.SerializeToString,
+            etfarm_dot_v1_dot_audit__pb2.ListAuditEntriesResponse.FromString,
             options,
             channel_credentials,
             insecure,

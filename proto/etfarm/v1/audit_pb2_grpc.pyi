@@ -33,7 +33,7 @@ class AuditServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AuditServiceAsyncStub: ...
-    List: _grpc.UnaryUnaryMultiCallable[_audit_pb2.ListAuditRequest, _audit_pb2.ListAuditResponse]
+    List: _grpc.UnaryUnaryMultiCallable[_audit_pb2.ListAuditEntriesRequest, _audit_pb2.ListAuditEntriesResponse]
     """Newest first.
 
     Errors:
@@ -45,7 +45,7 @@ class AuditServiceAsyncStub(AuditServiceStub):
     """Who did what: an append-only record of changes, of refused calls and of refused tokens. Admins only."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    List: _aio.UnaryUnaryMultiCallable[_audit_pb2.ListAuditRequest, _audit_pb2.ListAuditResponse]  # type: ignore[assignment]
+    List: _aio.UnaryUnaryMultiCallable[_audit_pb2.ListAuditEntriesRequest, _audit_pb2.ListAuditEntriesResponse]  # type: ignore[assignment]
     """Newest first.
 
     Errors:
@@ -58,9 +58,9 @@ class AuditServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def List(
         self,
-        request: _audit_pb2.ListAuditRequest,
+        request: _audit_pb2.ListAuditEntriesRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_audit_pb2.ListAuditResponse, _abc.Awaitable[_audit_pb2.ListAuditResponse]]:
+    ) -> _typing.Union[_audit_pb2.ListAuditEntriesResponse, _abc.Awaitable[_audit_pb2.ListAuditEntriesResponse]]:
         """Newest first.
 
         Errors:

@@ -486,7 +486,7 @@ class DeviceEvent(_message.Message):
 Global___DeviceEvent: _TypeAlias = DeviceEvent  # noqa: Y015
 
 @_typing.final
-class ReserveRequest(_message.Message):
+class ReserveDeviceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SELECTOR_FIELD_NUMBER: _builtins.int
@@ -505,7 +505,7 @@ class ReserveRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReserveRequest: _TypeAlias = ReserveRequest  # noqa: Y015
+Global___ReserveDeviceRequest: _TypeAlias = ReserveDeviceRequest  # noqa: Y015
 
 @_typing.final
 class Reservation(_message.Message):
@@ -537,7 +537,7 @@ class Reservation(_message.Message):
 Global___Reservation: _TypeAlias = Reservation  # noqa: Y015
 
 @_typing.final
-class RenewRequest(_message.Message):
+class RenewReservationRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
@@ -553,10 +553,10 @@ class RenewRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RenewRequest: _TypeAlias = RenewRequest  # noqa: Y015
+Global___RenewReservationRequest: _TypeAlias = RenewReservationRequest  # noqa: Y015
 
 @_typing.final
-class ReleaseRequest(_message.Message):
+class ReleaseReservationRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
@@ -572,10 +572,10 @@ class ReleaseRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReleaseRequest: _TypeAlias = ReleaseRequest  # noqa: Y015
+Global___ReleaseReservationRequest: _TypeAlias = ReleaseReservationRequest  # noqa: Y015
 
 @_typing.final
-class ReleaseResponse(_message.Message):
+class ReleaseReservationResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     def __init__(
@@ -587,10 +587,10 @@ class ReleaseResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ReleaseResponse: _TypeAlias = ReleaseResponse  # noqa: Y015
+Global___ReleaseReservationResponse: _TypeAlias = ReleaseReservationResponse  # noqa: Y015
 
 @_typing.final
-class LabelRequest(_message.Message):
+class LabelDeviceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -634,10 +634,10 @@ class LabelRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___LabelRequest: _TypeAlias = LabelRequest  # noqa: Y015
+Global___LabelDeviceRequest: _TypeAlias = LabelDeviceRequest  # noqa: Y015
 
 @_typing.final
-class DrainRequest(_message.Message):
+class DrainDeviceRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DEVICE_ID_FIELD_NUMBER: _builtins.int
@@ -656,7 +656,7 @@ class DrainRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___DrainRequest: _TypeAlias = DrainRequest  # noqa: Y015
+Global___DrainDeviceRequest: _TypeAlias = DrainDeviceRequest  # noqa: Y015
 
 @_typing.final
 class ForgetDeviceRequest(_message.Message):

@@ -52,27 +52,27 @@ class DeviceServiceStub(object):
                 _registered_method=True)
         self.Reserve = channel.unary_unary(
                 '/etfarm.v1.DeviceService/Reserve',
-                request_serializer=etfarm_dot_v1_dot_device__pb2.ReserveRequest.SerializeToString,
+                request_serializer=etfarm_dot_v1_dot_device__pb2.ReserveDeviceRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_device__pb2.Reservation.FromString,
                 _registered_method=True)
         self.Renew = channel.unary_unary(
                 '/etfarm.v1.DeviceService/Renew',
-                request_serializer=etfarm_dot_v1_dot_device__pb2.RenewRequest.SerializeToString,
+                request_serializer=etfarm_dot_v1_dot_device__pb2.RenewReservationRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_device__pb2.Reservation.FromString,
                 _registered_method=True)
         self.Release = channel.unary_unary(
                 '/etfarm.v1.DeviceService/Release',
-                request_serializer=etfarm_dot_v1_dot_device__pb2.ReleaseRequest.SerializeToString,
-                response_deserializer=etfarm_dot_v1_dot_device__pb2.ReleaseResponse.FromString,
+                request_serializer=etfarm_dot_v1_dot_device__pb2.ReleaseReservationRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_device__pb2.ReleaseReservationResponse.FromString,
                 _registered_method=True)
         self.Label = channel.unary_unary(
                 '/etfarm.v1.DeviceService/Label',
-                request_serializer=etfarm_dot_v1_dot_device__pb2.LabelRequest.SerializeToString,
+                request_serializer=etfarm_dot_v1_dot_device__pb2.LabelDeviceRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_device__pb2.Device.FromString,
                 _registered_method=True)
         self.Drain = channel.unary_unary(
                 '/etfarm.v1.DeviceService/Drain',
-                request_serializer=etfarm_dot_v1_dot_device__pb2.DrainRequest.SerializeToString,
+                request_serializer=etfarm_dot_v1_dot_device__pb2.DrainDeviceRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_device__pb2.Device.FromString,
                 _registered_method=True)
         self.Forget = channel.unary_unary(
@@ -192,27 +192,27 @@ def add_DeviceServiceServicer_to_server(servicer, server):
             ),
             'Reserve': grpc.unary_unary_rpc_method_handler(
                     servicer.Reserve,
-                    request_deserializer=etfarm_dot_v1_dot_device__pb2.ReserveRequest.FromString,
+                    request_deserializer=etfarm_dot_v1_dot_device__pb2.ReserveDeviceRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_device__pb2.Reservation.SerializeToString,
             ),
             'Renew': grpc.unary_unary_rpc_method_handler(
                     servicer.Renew,
-                    request_deserializer=etfarm_dot_v1_dot_device__pb2.RenewRequest.FromString,
+                    request_deserializer=etfarm_dot_v1_dot_device__pb2.RenewReservationRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_device__pb2.Reservation.SerializeToString,
             ),
             'Release': grpc.unary_unary_rpc_method_handler(
                     servicer.Release,
-                    request_deserializer=etfarm_dot_v1_dot_device__pb2.ReleaseRequest.FromString,
-                    response_serializer=etfarm_dot_v1_dot_device__pb2.ReleaseResponse.SerializeToString,
+                    request_deserializer=etfarm_dot_v1_dot_device__pb2.ReleaseReservationRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_device__pb2.ReleaseReservationResponse.SerializeToString,
             ),
             'Label': grpc.unary_unary_rpc_method_handler(
                     servicer.Label,
-                    request_deserializer=etfarm_dot_v1_dot_device__pb2.LabelRequest.FromString,
+                    request_deserializer=etfarm_dot_v1_dot_device__pb2.LabelDeviceRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_device__pb2.Device.SerializeToString,
             ),
             'Drain': grpc.unary_unary_rpc_method_handler(
                     servicer.Drain,
-                    request_deserializer=etfarm_dot_v1_dot_device__pb2.DrainRequest.FromString,
+                    request_deserializer=etfarm_dot_v1_dot_device__pb2.DrainDeviceRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_device__pb2.Device.SerializeToString,
             ),
             'Forget': grpc.unary_unary_rpc_method_handler(
@@ -333,7 +333,7 @@ class DeviceService(object):
             request,
             target,
             '/etfarm.v1.DeviceService/Reserve',
-            etfarm_dot_v1_dot_device__pb2.ReserveRequest.SerializeToString,
+            etfarm_dot_v1_dot_device__pb2.ReserveDeviceRequest.SerializeToString,
             etfarm_dot_v1_dot_device__pb2.Reservation.FromString,
             options,
             channel_credentials,
@@ -360,7 +360,7 @@ class DeviceService(object):
             request,
             target,
             '/etfarm.v1.DeviceService/Renew',
-            etfarm_dot_v1_dot_device__pb2.RenewRequest.SerializeToString,
+            etfarm_dot_v1_dot_device__pb2.RenewReservationRequest.SerializeToString,
             etfarm_dot_v1_dot_device__pb2.Reservation.FromString,
             options,
             channel_credentials,
@@ -387,8 +387,8 @@ class DeviceService(object):
             request,
             target,
             '/etfarm.v1.DeviceService/Release',
-            etfarm_dot_v1_dot_device__pb2.ReleaseRequest.SerializeToString,
-            etfarm_dot_v1_dot_device__pb2.ReleaseResponse.FromString,
+            etfarm_dot_v1_dot_device__pb2.ReleaseReservationRequest.SerializeToString,
+            etfarm_dot_v1_dot_device__pb2.ReleaseReservationResponse.FromString,
             options,
             channel_credentials,
             insecure,
@@ -414,7 +414,7 @@ class DeviceService(object):
             request,
             target,
             '/etfarm.v1.DeviceService/Label',
-            etfarm_dot_v1_dot_device__pb2.LabelRequest.SerializeToString,
+            etfarm_dot_v1_dot_device__pb2.LabelDeviceRequest.SerializeToString,
             etfarm_dot_v1_dot_device__pb2.Device.FromString,
             options,
             channel_credentials,
@@ -441,7 +441,7 @@ class DeviceService(object):
             request,
             target,
             '/etfarm.v1.DeviceService/Drain',
-            etfarm_dot_v1_dot_device__pb2.DrainRequest.SerializeToString,
+            etfarm_dot_v1_dot_device__pb2.DrainDeviceRequest.SerializeToString,
             etfarm_dot_v1_dot_device__pb2.Device.FromString,
             options,
             channel_credentials,

@@ -45,15 +45,15 @@ class DeviceServiceStub:
     """
     Watch: _grpc.UnaryStreamMultiCallable[_device_pb2.WatchDevicesRequest, _device_pb2.DeviceEvent]
     """Later work: the devices as they come, go and change. UNIMPLEMENTED."""
-    Reserve: _grpc.UnaryUnaryMultiCallable[_device_pb2.ReserveRequest, _device_pb2.Reservation]
+    Reserve: _grpc.UnaryUnaryMultiCallable[_device_pb2.ReserveDeviceRequest, _device_pb2.Reservation]
     """Later work: a device for one owner alone, for a time. UNIMPLEMENTED."""
-    Renew: _grpc.UnaryUnaryMultiCallable[_device_pb2.RenewRequest, _device_pb2.Reservation]
+    Renew: _grpc.UnaryUnaryMultiCallable[_device_pb2.RenewReservationRequest, _device_pb2.Reservation]
     """Later work. UNIMPLEMENTED."""
-    Release: _grpc.UnaryUnaryMultiCallable[_device_pb2.ReleaseRequest, _device_pb2.ReleaseResponse]
+    Release: _grpc.UnaryUnaryMultiCallable[_device_pb2.ReleaseReservationRequest, _device_pb2.ReleaseReservationResponse]
     """Later work. UNIMPLEMENTED."""
-    Label: _grpc.UnaryUnaryMultiCallable[_device_pb2.LabelRequest, _device_pb2.Device]
+    Label: _grpc.UnaryUnaryMultiCallable[_device_pb2.LabelDeviceRequest, _device_pb2.Device]
     """Later work: sets and removes labels. UNIMPLEMENTED."""
-    Drain: _grpc.UnaryUnaryMultiCallable[_device_pb2.DrainRequest, _device_pb2.Device]
+    Drain: _grpc.UnaryUnaryMultiCallable[_device_pb2.DrainDeviceRequest, _device_pb2.Device]
     """Later work: no new runs on a device, or again some. UNIMPLEMENTED."""
     Forget: _grpc.UnaryUnaryMultiCallable[_device_pb2.ForgetDeviceRequest, _device_pb2.ForgetDeviceResponse]
     """Removes an offline device from the farm's memory; its reports stay. It is known again when an agent announces it.
@@ -86,15 +86,15 @@ class DeviceServiceAsyncStub(DeviceServiceStub):
     """
     Watch: _aio.UnaryStreamMultiCallable[_device_pb2.WatchDevicesRequest, _device_pb2.DeviceEvent]  # type: ignore[assignment]
     """Later work: the devices as they come, go and change. UNIMPLEMENTED."""
-    Reserve: _aio.UnaryUnaryMultiCallable[_device_pb2.ReserveRequest, _device_pb2.Reservation]  # type: ignore[assignment]
+    Reserve: _aio.UnaryUnaryMultiCallable[_device_pb2.ReserveDeviceRequest, _device_pb2.Reservation]  # type: ignore[assignment]
     """Later work: a device for one owner alone, for a time. UNIMPLEMENTED."""
-    Renew: _aio.UnaryUnaryMultiCallable[_device_pb2.RenewRequest, _device_pb2.Reservation]  # type: ignore[assignment]
+    Renew: _aio.UnaryUnaryMultiCallable[_device_pb2.RenewReservationRequest, _device_pb2.Reservation]  # type: ignore[assignment]
     """Later work. UNIMPLEMENTED."""
-    Release: _aio.UnaryUnaryMultiCallable[_device_pb2.ReleaseRequest, _device_pb2.ReleaseResponse]  # type: ignore[assignment]
+    Release: _aio.UnaryUnaryMultiCallable[_device_pb2.ReleaseReservationRequest, _device_pb2.ReleaseReservationResponse]  # type: ignore[assignment]
     """Later work. UNIMPLEMENTED."""
-    Label: _aio.UnaryUnaryMultiCallable[_device_pb2.LabelRequest, _device_pb2.Device]  # type: ignore[assignment]
+    Label: _aio.UnaryUnaryMultiCallable[_device_pb2.LabelDeviceRequest, _device_pb2.Device]  # type: ignore[assignment]
     """Later work: sets and removes labels. UNIMPLEMENTED."""
-    Drain: _aio.UnaryUnaryMultiCallable[_device_pb2.DrainRequest, _device_pb2.Device]  # type: ignore[assignment]
+    Drain: _aio.UnaryUnaryMultiCallable[_device_pb2.DrainDeviceRequest, _device_pb2.Device]  # type: ignore[assignment]
     """Later work: no new runs on a device, or again some. UNIMPLEMENTED."""
     Forget: _aio.UnaryUnaryMultiCallable[_device_pb2.ForgetDeviceRequest, _device_pb2.ForgetDeviceResponse]  # type: ignore[assignment]
     """Removes an offline device from the farm's memory; its reports stay. It is known again when an agent announces it.
@@ -146,7 +146,7 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Reserve(
         self,
-        request: _device_pb2.ReserveRequest,
+        request: _device_pb2.ReserveDeviceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.Reservation, _abc.Awaitable[_device_pb2.Reservation]]:
         """Later work: a device for one owner alone, for a time. UNIMPLEMENTED."""
@@ -154,7 +154,7 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Renew(
         self,
-        request: _device_pb2.RenewRequest,
+        request: _device_pb2.RenewReservationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.Reservation, _abc.Awaitable[_device_pb2.Reservation]]:
         """Later work. UNIMPLEMENTED."""
@@ -162,15 +162,15 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Release(
         self,
-        request: _device_pb2.ReleaseRequest,
+        request: _device_pb2.ReleaseReservationRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_device_pb2.ReleaseResponse, _abc.Awaitable[_device_pb2.ReleaseResponse]]:
+    ) -> _typing.Union[_device_pb2.ReleaseReservationResponse, _abc.Awaitable[_device_pb2.ReleaseReservationResponse]]:
         """Later work. UNIMPLEMENTED."""
 
     @_abc_1.abstractmethod
     def Label(
         self,
-        request: _device_pb2.LabelRequest,
+        request: _device_pb2.LabelDeviceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.Device, _abc.Awaitable[_device_pb2.Device]]:
         """Later work: sets and removes labels. UNIMPLEMENTED."""
@@ -178,7 +178,7 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Drain(
         self,
-        request: _device_pb2.DrainRequest,
+        request: _device_pb2.DrainDeviceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.Device, _abc.Awaitable[_device_pb2.Device]]:
         """Later work: no new runs on a device, or again some. UNIMPLEMENTED."""

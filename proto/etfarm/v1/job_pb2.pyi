@@ -434,7 +434,7 @@ class JobSpec(_message.Message):
 Global___JobSpec: _TypeAlias = JobSpec  # noqa: Y015
 
 @_typing.final
-class SubmitRequest(_message.Message):
+class SubmitJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
@@ -455,7 +455,7 @@ class SubmitRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___SubmitRequest: _TypeAlias = SubmitRequest  # noqa: Y015
+Global___SubmitJobRequest: _TypeAlias = SubmitJobRequest  # noqa: Y015
 
 @_typing.final
 class Cell(_message.Message):
@@ -766,7 +766,7 @@ class ListJobsResponse(_message.Message):
 Global___ListJobsResponse: _TypeAlias = ListJobsResponse  # noqa: Y015
 
 @_typing.final
-class WatchRequest(_message.Message):
+class WatchJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: _builtins.int
@@ -785,7 +785,7 @@ class WatchRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+Global___WatchJobRequest: _TypeAlias = WatchJobRequest  # noqa: Y015
 
 @_typing.final
 class JobEvent(_message.Message):
@@ -895,7 +895,7 @@ class Progress(_message.Message):
 Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
-class CancelRequest(_message.Message):
+class CancelJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: _builtins.int
@@ -911,10 +911,10 @@ class CancelRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CancelRequest: _TypeAlias = CancelRequest  # noqa: Y015
+Global___CancelJobRequest: _TypeAlias = CancelJobRequest  # noqa: Y015
 
 @_typing.final
-class RetryRequest(_message.Message):
+class RetryJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: _builtins.int
@@ -930,10 +930,10 @@ class RetryRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RetryRequest: _TypeAlias = RetryRequest  # noqa: Y015
+Global___RetryJobRequest: _TypeAlias = RetryJobRequest  # noqa: Y015
 
 @_typing.final
-class TailLogRequest(_message.Message):
+class TailJobLogRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: _builtins.int
@@ -956,7 +956,7 @@ class TailLogRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TailLogRequest: _TypeAlias = TailLogRequest  # noqa: Y015
+Global___TailJobLogRequest: _TypeAlias = TailJobLogRequest  # noqa: Y015
 
 @_typing.final
 class LogLine(_message.Message):

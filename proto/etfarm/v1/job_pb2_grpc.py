@@ -42,7 +42,7 @@ class JobServiceStub(object):
         """
         self.Submit = channel.unary_unary(
                 '/etfarm.v1.JobService/Submit',
-                request_serializer=etfarm_dot_v1_dot_job__pb2.SubmitRequest.SerializeToString,
+                request_serializer=etfarm_dot_v1_dot_job__pb2.SubmitJobRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_job__pb2.Job.FromString,
                 _registered_method=True)
         self.Get = channel.unary_unary(
@@ -57,22 +57,22 @@ class JobServiceStub(object):
                 _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/etfarm.v1.JobService/Watch',
-                request_serializer=etfarm_dot_v1_dot_job__pb2.WatchRequest.SerializeToString,
+                request_serializer=etfarm_dot_v1_dot_job__pb2.WatchJobRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_job__pb2.JobEvent.FromString,
                 _registered_method=True)
         self.Cancel = channel.unary_unary(
                 '/etfarm.v1.JobService/Cancel',
-                request_serializer=etfarm_dot_v1_dot_job__pb2.CancelRequest.SerializeToString,
+                request_serializer=etfarm_dot_v1_dot_job__pb2.CancelJobRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_job__pb2.Job.FromString,
                 _registered_method=True)
         self.Retry = channel.unary_unary(
                 '/etfarm.v1.JobService/Retry',
-                request_serializer=etfarm_dot_v1_dot_job__pb2.RetryRequest.SerializeToString,
+                request_serializer=etfarm_dot_v1_dot_job__pb2.RetryJobRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_job__pb2.Job.FromString,
                 _registered_method=True)
         self.TailLog = channel.unary_stream(
                 '/etfarm.v1.JobService/TailLog',
-                request_serializer=etfarm_dot_v1_dot_job__pb2.TailLogRequest.SerializeToString,
+                request_serializer=etfarm_dot_v1_dot_job__pb2.TailJobLogRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_job__pb2.LogLine.FromString,
                 _registered_method=True)
 
@@ -168,7 +168,7 @@ def add_JobServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
             'Submit': grpc.unary_unary_rpc_method_handler(
                     servicer.Submit,
-                    request_deserializer=etfarm_dot_v1_dot_job__pb2.SubmitRequest.FromString,
+                    request_deserializer=etfarm_dot_v1_dot_job__pb2.SubmitJobRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_job__pb2.Job.SerializeToString,
             ),
             'Get': grpc.unary_unary_rpc_method_handler(
@@ -183,22 +183,22 @@ def add_JobServiceServicer_to_server(servicer, server):
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
-                    request_deserializer=etfarm_dot_v1_dot_job__pb2.WatchRequest.FromString,
+                    request_deserializer=etfarm_dot_v1_dot_job__pb2.WatchJobRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_job__pb2.JobEvent.SerializeToString,
             ),
             'Cancel': grpc.unary_unary_rpc_method_handler(
                     servicer.Cancel,
-                    request_deserializer=etfarm_dot_v1_dot_job__pb2.CancelRequest.FromString,
+                    request_deserializer=etfarm_dot_v1_dot_job__pb2.CancelJobRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_job__pb2.Job.SerializeToString,
             ),
             'Retry': grpc.unary_unary_rpc_method_handler(
                     servicer.Retry,
-                    request_deserializer=etfarm_dot_v1_dot_job__pb2.RetryRequest.FromString,
+                    request_deserializer=etfarm_dot_v1_dot_job__pb2.RetryJobRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_job__pb2.Job.SerializeToString,
             ),
             'TailLog': grpc.unary_stream_rpc_method_handler(
                     servicer.TailLog,
-                    request_deserializer=etfarm_dot_v1_dot_job__pb2.TailLogRequest.FromString,
+                    request_deserializer=etfarm_dot_v1_dot_job__pb2.TailJobLogRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_job__pb2.LogLine.SerializeToString,
             ),
     }
@@ -233,7 +233,7 @@ class JobService(object):
             request,
             target,
             '/etfarm.v1.JobService/Submit',
-            etfarm_dot_v1_dot_job__pb2.SubmitRequest.SerializeToString,
+            etfarm_dot_v1_dot_job__pb2.SubmitJobRequest.SerializeToString,
             etfarm_dot_v1_dot_job__pb2.Job.FromString,
             options,
             channel_credentials,
@@ -314,7 +314,7 @@ class JobService(object):
             request,
             target,
             '/etfarm.v1.JobService/Watch',
-            etfarm_dot_v1_dot_job__pb2.WatchRequest.SerializeToString,
+            etfarm_dot_v1_dot_job__pb2.WatchJobRequest.SerializeToString,
             etfarm_dot_v1_dot_job__pb2.JobEvent.FromString,
             options,
             channel_credentials,
@@ -341,7 +341,7 @@ class JobService(object):
             request,
             target,
             '/etfarm.v1.JobService/Cancel',
-            etfarm_dot_v1_dot_job__pb2.CancelRequest.SerializeToString,
+            etfarm_dot_v1_dot_job__pb2.CancelJobRequest.SerializeToString,
             etfarm_dot_v1_dot_job__pb2.Job.FromString,
             options,
             channel_credentials,
@@ -368,7 +368,7 @@ class JobService(object):
             request,
             target,
             '/etfarm.v1.JobService/Retry',
-            etfarm_dot_v1_dot_job__pb2.RetryRequest.SerializeToString,
+            etfarm_dot_v1_dot_job__pb2.RetryJobRequest.SerializeToString,
             etfarm_dot_v1_dot_job__pb2.Job.FromString,
             options,
             channel_credentials,
@@ -395,7 +395,7 @@ class JobService(object):
             request,
             target,
             '/etfarm.v1.JobService/TailLog',
-            etfarm_dot_v1_dot_job__pb2.TailLogRequest.SerializeToString,
+            etfarm_dot_v1_dot_job__pb2.TailJobLogRequest.SerializeToString,
             etfarm_dot_v1_dot_job__pb2.LogLine.FromString,
             options,
             channel_credentials,

@@ -39,7 +39,7 @@ class JobServiceStub:
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> JobServiceAsyncStub: ...
-    Submit: _grpc.UnaryUnaryMultiCallable[_job_pb2.SubmitRequest, _job_pb2.Job]
+    Submit: _grpc.UnaryUnaryMultiCallable[_job_pb2.SubmitJobRequest, _job_pb2.Job]
     """Writes the job down and answers; the work begins then. A request_id that this owner used before answers the job of then,
     whatever the spec says now: after a lost answer, send the same request again. The artifacts that the spec names must
     be stored (ArtifactService.FindMissing).
@@ -61,7 +61,7 @@ class JobServiceStub:
     """
     List: _grpc.UnaryUnaryMultiCallable[_job_pb2.ListJobsRequest, _job_pb2.ListJobsResponse]
     """Newest first."""
-    Watch: _grpc.UnaryStreamMultiCallable[_job_pb2.WatchRequest, _job_pb2.JobEvent]
+    Watch: _grpc.UnaryStreamMultiCallable[_job_pb2.WatchJobRequest, _job_pb2.JobEvent]
     """The journaled events after `after_sequence` first, then what happens, as it happens; the stream ends when the job is
     terminal and everything was sent. Sequences are contiguous from 1: after a broken stream, watch again with the last one
     seen. Progress and log lines have no sequence: the latest wins, and a new watcher is sent the latest of each live cell.
@@ -70,7 +70,7 @@ class JobServiceStub:
       NOT_FOUND            JOB_NOT_FOUND
       OUT_OF_RANGE         SEQUENCE_UNKNOWN: `after_sequence` is larger than the last one: watch from 0.
     """
-    Cancel: _grpc.UnaryUnaryMultiCallable[_job_pb2.CancelRequest, _job_pb2.Job]
+    Cancel: _grpc.UnaryUnaryMultiCallable[_job_pb2.CancelJobRequest, _job_pb2.Job]
     """Ends what is live: compile children and runners are killed. Answers when all cells are terminal. A job that is terminal
     stays as it is.
 
@@ -78,9 +78,9 @@ class JobServiceStub:
       NOT_FOUND            JOB_NOT_FOUND
       PERMISSION_DENIED    NOT_YOURS: it belongs to somebody else and you are no admin.
     """
-    Retry: _grpc.UnaryUnaryMultiCallable[_job_pb2.RetryRequest, _job_pb2.Job]
+    Retry: _grpc.UnaryUnaryMultiCallable[_job_pb2.RetryJobRequest, _job_pb2.Job]
     """Later work: a new job of the failed cells of one. UNIMPLEMENTED."""
-    TailLog: _grpc.UnaryStreamMultiCallable[_job_pb2.TailLogRequest, _job_pb2.LogLine]
+    TailLog: _grpc.UnaryStreamMultiCallable[_job_pb2.TailJobLogRequest, _job_pb2.LogLine]
     """What the compilers and runners of a job printed, in order of arrival; with `follow` until the job is terminal.
 
     Errors:
@@ -98,7 +98,7 @@ class JobServiceAsyncStub(JobServiceStub):
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
-    Submit: _aio.UnaryUnaryMultiCallable[_job_pb2.SubmitRequest, _job_pb2.Job]  # type: ignore[assignment]
+    Submit: _aio.UnaryUnaryMultiCallable[_job_pb2.SubmitJobRequest, _job_pb2.Job]  # type: ignore[assignment]
     """Writes the job down and answers; the work begins then. A request_id that this owner used before answers the job of then,
     whatever the spec says now: after a lost answer, send the same request again. The artifacts that the spec names must
     be stored (ArtifactService.FindMissing).
@@ -120,7 +120,7 @@ class JobServiceAsyncStub(JobServiceStub):
     """
     List: _aio.UnaryUnaryMultiCallable[_job_pb2.ListJobsRequest, _job_pb2.ListJobsResponse]  # type: ignore[assignment]
     """Newest first."""
-    Watch: _aio.UnaryStreamMultiCallable[_job_pb2.WatchRequest, _job_pb2.JobEvent]  # type: ignore[assignment]
+    Watch: _aio.UnaryStreamMultiCallable[_job_pb2.WatchJobRequest, _job_pb2.JobEvent]  # type: ignore[assignment]
     """The journaled events after `after_sequence` first, then what happens, as it happens; the stream ends when the job is
     terminal and everything was sent. Sequences are contiguous from 1: after a broken stream, watch again with the last one
     seen. Progress and log lines have no sequence: the latest wins, and a new watcher is sent the latest of each live cell.
@@ -129,7 +129,7 @@ class JobServiceAsyncStub(JobServiceStub):
       NOT_FOUND            JOB_NOT_FOUND
       OUT_OF_RANGE         SEQUENCE_UNKNOWN: `after_sequence` is larger than the last one: watch from 0.
     """
-    Cancel: _aio.UnaryUnaryMultiCallable[_job_pb2.CancelRequest, _job_pb2.Job]  # type: ignore[assignment]
+    Cancel: _aio.UnaryUnaryMultiCallable[_job_pb2.CancelJobRequest, _job_pb2.Job]  # type: ignore[assignment]
     """Ends what is live: compile children and runners are killed. Answers when all cells are terminal. A job that is terminal
     stays as it is.
 
@@ -137,9 +137,9 @@ class JobServiceAsyncStub(JobServiceStub):
       NOT_FOUND            JOB_NOT_FOUND
       PERMISSION_DENIED    NOT_YOURS: it belongs to somebody else and you are no admin.
     """
-    Retry: _aio.UnaryUnaryMultiCallable[_job_pb2.RetryRequest, _job_pb2.Job]  # type: ignore[assignment]
+    Retry: _aio.UnaryUnaryMultiCallable[_job_pb2.RetryJobRequest, _job_pb2.Job]  # type: ignore[assignment]
     """Later work: a new job of the failed cells of one. UNIMPLEMENTED."""
-    TailLog: _aio.UnaryStreamMultiCallable[_job_pb2.TailLogRequest, _job_pb2.LogLine]  # type: ignore[assignment]
+    TailLog: _aio.UnaryStreamMultiCallable[_job_pb2.TailJobLogRequest, _job_pb2.LogLine]  # type: ignore[assignment]
     """What the compilers and runners of a job printed, in order of arrival; with `follow` until the job is terminal.
 
     Errors:
@@ -158,7 +158,7 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Submit(
         self,
-        request: _job_pb2.SubmitRequest,
+        request: _job_pb2.SubmitJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_job_pb2.Job, _abc.Awaitable[_job_pb2.Job]]:
         """Writes the job down and answers; the work begins then. A request_id that this owner used before answers the job of then,
@@ -198,7 +198,7 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Watch(
         self,
-        request: _job_pb2.WatchRequest,
+        request: _job_pb2.WatchJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_job_pb2.JobEvent], _abc.AsyncIterator[_job_pb2.JobEvent]]:
         """The journaled events after `after_sequence` first, then what happens, as it happens; the stream ends when the job is
@@ -213,7 +213,7 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Cancel(
         self,
-        request: _job_pb2.CancelRequest,
+        request: _job_pb2.CancelJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_job_pb2.Job, _abc.Awaitable[_job_pb2.Job]]:
         """Ends what is live: compile children and runners are killed. Answers when all cells are terminal. A job that is terminal
@@ -227,7 +227,7 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Retry(
         self,
-        request: _job_pb2.RetryRequest,
+        request: _job_pb2.RetryJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_job_pb2.Job, _abc.Awaitable[_job_pb2.Job]]:
         """Later work: a new job of the failed cells of one. UNIMPLEMENTED."""
@@ -235,7 +235,7 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def TailLog(
         self,
-        request: _job_pb2.TailLogRequest,
+        request: _job_pb2.TailJobLogRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_job_pb2.LogLine], _abc.AsyncIterator[_job_pb2.LogLine]]:
         """What the compilers and runners of a job printed, in order of arrival; with `follow` until the job is terminal.

@@ -84,8 +84,8 @@ async def upload(
 
 async def _requests(
     artifact: common_pb2.Artifact, source: bytes | Path, offset: int, on_progress: Progressed | None
-) -> AsyncIterator[artifact_pb2.UploadRequest]:
-    yield artifact_pb2.UploadRequest(header=artifact_pb2.UploadHeader(artifact=artifact))
+) -> AsyncIterator[artifact_pb2.UploadArtifactRequest]:
+    yield artifact_pb2.UploadArtifactRequest(header=artifact_pb2.UploadHeader(artifact=artifact))
     file = None if isinstance(source, bytes) else await asyncio.to_thread(source.open, "rb")
     try:
         for start, length in spans(offset, artifact.size_bytes):
@@ -94,7 +94,7 @@ async def _requests(
             else:
                 assert file is not None
                 data = await asyncio.to_thread(os.pread, file.fileno(), length, start)
-            yield artifact_pb2.UploadRequest(chunk=artifact_pb2.Chunk(offset=start, data=data))
+            yield artifact_pb2.UploadArtifactRequest(chunk=artifact_pb2.Chunk(offset=start, data=data))
             if on_progress is not None:
                 on_progress(start + length, artifact.size_bytes)
     finally:
@@ -110,7 +110,7 @@ async def download_bytes(stub: ArtifactServiceAsyncStub, artifact: common_pb2.Ar
         grpc.aio.AioRpcError: as documented for ArtifactService.Download.
     """
     parts, done = [], 0
-    async for chunk in stub.Download(artifact_pb2.DownloadRequest(digest=artifact.digest)):
+    async for chunk in stub.Download(artifact_pb2.DownloadArtifactRequest(digest=artifact.digest)):
         parts.append(chunk.data)
         done += len(chunk.data)
         _require_room(artifact, done)
@@ -147,7 +147,7 @@ async def download(
         if resume_at:
             hasher = await asyncio.to_thread(_hash_so_far, part)
             done = resume_at
-        async for chunk in stub.Download(artifact_pb2.DownloadRequest(digest=artifact.digest, offset=resume_at)):
+        async for chunk in stub.Download(artifact_pb2.DownloadArtifactRequest(digest=artifact.digest, offset=resume_at)):
             done += len(chunk.data)
             try:
                 _require_room(artifact, done)

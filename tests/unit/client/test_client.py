@@ -394,7 +394,7 @@ class _BrokenWatch:
         self.asked: list[int] = []
         self.jobs = self
 
-    def Watch(self, request: job_pb2.WatchRequest) -> Any:
+    def Watch(self, request: job_pb2.WatchJobRequest) -> Any:
         self.asked.append(request.after_sequence)
 
         async def stream() -> Any:
@@ -452,9 +452,9 @@ class _Store:
         self.asked: list[int] = []
         self.live = self.most = 0
 
-    async def FindMissing(self, request: artifact_pb2.FindMissingRequest) -> artifact_pb2.FindMissingResponse:
+    async def FindMissing(self, request: artifact_pb2.FindMissingArtifactsRequest) -> artifact_pb2.FindMissingArtifactsResponse:
         self.asked.append(len(request.digests))
-        return artifact_pb2.FindMissingResponse(missing=[one for one in request.digests if one not in self.known])
+        return artifact_pb2.FindMissingArtifactsResponse(missing=[one for one in request.digests if one not in self.known])
 
     async def GetUploadStatus(self, request: artifact_pb2.GetUploadStatusRequest) -> artifact_pb2.UploadStatus:
         return artifact_pb2.UploadStatus(digest=request.digest, complete=request.digest in self.known)

@@ -100,7 +100,7 @@ class AccessControl:
         entries: list[AuditEntry] = []
         if most <= 0:
             return entries
-        request = audit_pb2.ListAuditRequest(principal=principal, action=action, page_size=min(_PAGE, most))
+        request = audit_pb2.ListAuditEntriesRequest(principal=principal, action=action, page_size=min(_PAGE, most))
         async for page in iterate_pages(self._stubs.audit.List, request, server=self._stubs.server):
             entries += map(_entry, page.entries)
             if len(entries) >= most:

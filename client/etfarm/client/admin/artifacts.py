@@ -94,7 +94,7 @@ async def put(stubs: Stubs, path: Path) -> tuple[common_pb2.Artifact, bool]:
         EtfarmError: as ArtifactService.Upload says.
     """
     artifact = await chunks.artifact_of_file(path)
-    request = artifact_pb2.FindMissingRequest(digests=[artifact.digest])
+    request = artifact_pb2.FindMissingArtifactsRequest(digests=[artifact.digest])
     missing = (await repeat(lambda: stubs.artifacts.FindMissing(request), server=stubs.server)).missing
     await transfers.upload_missing(stubs.artifacts, {artifact.digest: (artifact, path)}, server=stubs.server)
     return artifact, bool(missing)

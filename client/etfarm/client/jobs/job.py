@@ -87,7 +87,7 @@ class AsyncJob:
         backoff = Backoff()
         while True:
             try:
-                request = job_pb2.WatchRequest(job_id=self.id, after_sequence=after)
+                request = job_pb2.WatchJobRequest(job_id=self.id, after_sequence=after)
                 async for message in self._stubs.jobs.Watch(request):
                     backoff.reset()
                     if message.HasField("sequence"):
@@ -141,7 +141,7 @@ class AsyncJob:
         Raises:
             EtfarmError: NOT_YOURS; SERVER_UNREACHABLE.
         """
-        request = job_pb2.CancelRequest(job_id=self.id)
+        request = job_pb2.CancelJobRequest(job_id=self.id)
         self._job = await repeat(lambda: self._stubs.jobs.Cancel(request), server=self._stubs.server)
         return self.state
 
@@ -161,7 +161,7 @@ class AsyncJob:
         seen, backoff = 0, Backoff()
         while True:
             try:
-                request = job_pb2.TailLogRequest(job_id=self.id, cell_id=cell_id, follow=follow)
+                request = job_pb2.TailJobLogRequest(job_id=self.id, cell_id=cell_id, follow=follow)
                 async for message in self._stubs.jobs.TailLog(request):
                     backoff.reset()
                     if message.number > seen:

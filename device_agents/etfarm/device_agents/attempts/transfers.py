@@ -67,7 +67,7 @@ class Transfers:
         return artifact
 
     async def _upload(self, artifact: common_pb2.Artifact, source: bytes | Path, on_progress: Progressed | None) -> None:
-        response = await self._stub.FindMissing(artifact_pb2.FindMissingRequest(digests=[artifact.digest]))
+        response = await self._stub.FindMissing(artifact_pb2.FindMissingArtifactsRequest(digests=[artifact.digest]))
         if response.missing:
             await chunks.upload(self._stub, artifact, source, on_progress=on_progress)
 

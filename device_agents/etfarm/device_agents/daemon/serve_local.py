@@ -105,15 +105,19 @@ class LocalArtifacts(artifact_pb2_grpc.ArtifactServiceServicer):
         self._record(artifact.digest, len(data))
         return artifact
 
-    async def FindMissing(self, request: artifact_pb2.FindMissingRequest, context: Any) -> artifact_pb2.FindMissingResponse:
-        return artifact_pb2.FindMissingResponse(missing=[digest for digest in request.digests if digest not in self._sizes])
+    async def FindMissing(
+        self, request: artifact_pb2.FindMissingArtifactsRequest, context: Any
+    ) -> artifact_pb2.FindMissingArtifactsResponse:
+        return artifact_pb2.FindMissingArtifactsResponse(
+            missing=[digest for digest in request.digests if digest not in self._sizes]
+        )
 
     async def GetUploadStatus(self, request: artifact_pb2.GetUploadStatusRequest, context: Any) -> artifact_pb2.UploadStatus:
         size = self._sizes.get(request.digest)
         return artifact_pb2.UploadStatus(digest=request.digest, committed_bytes=size or 0, complete=size is not None)
 
     async def Upload(
-        self, request_iterator: AsyncIterator[artifact_pb2.UploadRequest], context: Any
+        self, request_iterator: AsyncIterator[artifact_pb2.UploadArtifactRequest], context: Any
     ) -> artifact_pb2.UploadStatus:
         reader = aiter(request_iterator)
         artifact = (await anext(reader)).header.artifact
@@ -132,7 +136,7 @@ class LocalArtifacts(artifact_pb2_grpc.ArtifactServiceServicer):
         self._record(artifact.digest, size)
         return artifact_pb2.UploadStatus(digest=artifact.digest, committed_bytes=size, complete=True)
 
-    async def Download(self, request: artifact_pb2.DownloadRequest, context: Any) -> AsyncIterator[artifact_pb2.Chunk]:
+    async def Download(self, request: artifact_pb2.DownloadArtifactRequest, context: Any) -> AsyncIterator[artifact_pb2.Chunk]:
         try:
             data = await self.fetch(common_pb2.Artifact(digest=request.digest))
         except ArtifactUnknown as error:

@@ -39,7 +39,7 @@ class Store(artifact_pb2_grpc.ArtifactServiceServicer):
         self.blobs[artifact.digest] = data
         return artifact
 
-    async def Download(self, request: artifact_pb2.DownloadRequest, context: Any) -> AsyncIterator[artifact_pb2.Chunk]:
+    async def Download(self, request: artifact_pb2.DownloadArtifactRequest, context: Any) -> AsyncIterator[artifact_pb2.Chunk]:
         self.asked.append((request.digest, request.offset))
         if request.digest not in self.blobs:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such artifact")
@@ -50,8 +50,10 @@ class Store(artifact_pb2_grpc.ArtifactServiceServicer):
                 await context.abort(grpc.StatusCode.UNAVAILABLE, "cut")
             yield artifact_pb2.Chunk(offset=start, data=data[start : start + 1000])
 
-    async def FindMissing(self, request: artifact_pb2.FindMissingRequest, context: Any) -> artifact_pb2.FindMissingResponse:
-        return artifact_pb2.FindMissingResponse(missing=[name for name in request.digests if name not in self.blobs])
+    async def FindMissing(
+        self, request: artifact_pb2.FindMissingArtifactsRequest, context: Any
+    ) -> artifact_pb2.FindMissingArtifactsResponse:
+        return artifact_pb2.FindMissingArtifactsResponse(missing=[name for name in request.digests if name not in self.blobs])
 
     async def GetUploadStatus(self, request: artifact_pb2.GetUploadStatusRequest, context: Any) -> artifact_pb2.UploadStatus:
         return artifact_pb2.UploadStatus(digest=request.digest, committed_bytes=len(self.received.get(request.digest, b"")))

@@ -44,13 +44,15 @@ class Blobs(artifact_pb2_grpc.ArtifactServiceServicer):
         self.blobs[artifact_of(data).digest] = data
         return artifact_of(data)
 
-    async def Download(self, request: artifact_pb2.DownloadRequest, context: Any) -> AsyncIterator[artifact_pb2.Chunk]:
+    async def Download(self, request: artifact_pb2.DownloadArtifactRequest, context: Any) -> AsyncIterator[artifact_pb2.Chunk]:
         data = self.blobs[request.digest]
         for start in range(request.offset, len(data), 1 << 18):
             yield artifact_pb2.Chunk(offset=start, data=data[start : start + (1 << 18)])
 
-    async def FindMissing(self, request: artifact_pb2.FindMissingRequest, context: Any) -> artifact_pb2.FindMissingResponse:
-        return artifact_pb2.FindMissingResponse()
+    async def FindMissing(
+        self, request: artifact_pb2.FindMissingArtifactsRequest, context: Any
+    ) -> artifact_pb2.FindMissingArtifactsResponse:
+        return artifact_pb2.FindMissingArtifactsResponse()
 
 
 async def no_runner_is_left() -> bool:

@@ -107,7 +107,7 @@ async def test_an_entry_names_what_was_changed_and_no_secret(log: AuditLog) -> N
     auditor.succeeded(token_pb2.CreateTokenResponse(token=token, secret="etf_secret"))
     auditor.succeeded()
     refused = Auditor(log, "/etfarm.v1.JobService/Cancel", LOCAL, "10.0.0.7")
-    refused.examine(job_pb2.CancelRequest(job_id="j" * 5000))
+    refused.examine(job_pb2.CancelJobRequest(job_id="j" * 5000))
     refused.failed("JOB_NOT_FOUND")
     read = Auditor(log, "/etfarm.v1.JobService/Get", LOCAL, "10.0.0.7")
     read.examine(job_pb2.GetJobRequest(job_id="j"))

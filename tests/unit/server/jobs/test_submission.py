@@ -29,7 +29,7 @@ from etfarm.server.rpc.services.jobs import JobService
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.v1.device_pb2 import Device, DeviceState
-from etfarm.v1.job_pb2 import Candidate, DeviceChoice, Job, JobSpec, JobState, Measurement, MethodSource, Model, SubmitRequest
+from etfarm.v1.job_pb2 import Candidate, DeviceChoice, Job, JobSpec, JobState, Measurement, MethodSource, Model, SubmitJobRequest
 from etfarm.wire import digest, recipes
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import Kind, UserError
@@ -440,7 +440,7 @@ class Serving:
         caller.authorize(caller.resolve_default(LOCAL, ""), "/etfarm.v1.JobService/Submit")
 
     async def submit(self, spec: JobSpec, request_id: str = "r") -> Job:
-        return await self.service.Submit(SubmitRequest(request_id=request_id, spec=spec), None)
+        return await self.service.Submit(SubmitJobRequest(request_id=request_id, spec=spec), None)
 
 
 async def test_a_request_that_is_sent_again_gives_the_job_of_then_whatever_its_spec_says_now(world: World) -> None:

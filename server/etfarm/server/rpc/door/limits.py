@@ -76,17 +76,17 @@ LIMITS: Final[dict[str, Limit]] = {
     "SessionValue.dim_order": _RANK,
     "SessionReply.log_line": _LINE,
     # Artifacts. The store takes chunks of 1 MiB.
-    "FindMissingRequest.digests": Limit(10_000, "DIGEST_MALFORMED", "Ask for 10,000 at a time."),
+    "FindMissingArtifactsRequest.digests": Limit(10_000, "DIGEST_MALFORMED", "Ask for 10,000 at a time."),
     "Chunk.data": Limit(2 << 20, "TOO_MANY_BYTES", "Send chunks of at most 1 MiB."),
     # Devices and reports.
     "ListDevicesRequest.selector": _SELECTOR,
     "WatchDevicesRequest.selector": _SELECTOR,
-    "ReserveRequest.selector": _SELECTOR,
+    "ReserveDeviceRequest.selector": _SELECTOR,
     "ListHistoryRequest.device": _SELECTOR,
-    "LabelRequest.set": _LABELS,
-    "LabelRequest.remove": _LABELS,
-    "LabelRequest.SetEntry.key": _KEY,
-    "LabelRequest.SetEntry.value": _VALUE,
+    "LabelDeviceRequest.set": _LABELS,
+    "LabelDeviceRequest.remove": _LABELS,
+    "LabelDeviceRequest.SetEntry.key": _KEY,
+    "LabelDeviceRequest.SetEntry.value": _VALUE,
     # Descriptions that agents send of themselves and of their devices.
     "Hello.agent_id": _KEY,
     "Hello.devices": Limit(1_000, remedy="Serve them with several agents."),
@@ -131,9 +131,9 @@ class Size:
 
 SIZES: Final[dict[str, Size]] = {
     # 10,000 calibration samples for each of several recipes and methods.
-    "etfarm.v1.SubmitRequest": Size(8 << 20, 150_000),
-    "etfarm.v1.FindMissingRequest": Size(1 << 20),
-    "etfarm.v1.UploadRequest": Size(4 << 20),
+    "etfarm.v1.SubmitJobRequest": Size(8 << 20, 150_000),
+    "etfarm.v1.FindMissingArtifactsRequest": Size(1 << 20),
+    "etfarm.v1.UploadArtifactRequest": Size(4 << 20),
     "etfarm.v1.CallRequest": Size(8 << 20),
     # 1,000 devices; or eight interleaved programs, each with its samples.
     "etfarm.v1.AgentMessage": Size(32 << 20, 300_000),

@@ -61,19 +61,21 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
         self._downloads: dict[str, asyncio.Semaphore] = {}
         self._verifying = asyncio.Lock()
 
-    async def FindMissing(self, request: artifact_pb2.FindMissingRequest, context: object) -> artifact_pb2.FindMissingResponse:
+    async def FindMissing(
+        self, request: artifact_pb2.FindMissingArtifactsRequest, context: object
+    ) -> artifact_pb2.FindMissingArtifactsResponse:
         if len(request.digests) > _MAX_DIGESTS:
             error = BadUpload(f"{len(request.digests)} digests are too many.", f"Ask for {_MAX_DIGESTS} at a time.")
             error.reason = "DIGEST_MALFORMED"
             raise error
         missing = await self._store.missing(request.digests, holder_of(caller()))
-        return artifact_pb2.FindMissingResponse(missing=missing)
+        return artifact_pb2.FindMissingArtifactsResponse(missing=missing)
 
     async def GetUploadStatus(self, request: artifact_pb2.GetUploadStatusRequest, context: object) -> artifact_pb2.UploadStatus:
         return await self._store.upload_status(request.digest, holder_of(caller()))
 
     async def Upload(
-        self, request_iterator: AsyncIterator[artifact_pb2.UploadRequest], context: object
+        self, request_iterator: AsyncIterator[artifact_pb2.UploadArtifactRequest], context: object
     ) -> artifact_pb2.UploadStatus:
         first = None
         # A silent stream is refused like one whose first message is not a header.
@@ -81,7 +83,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
             async with asyncio.timeout(self._store.limits.upload_idle_s):
                 first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("message") != "header":
-            error = BadUpload("An upload begins with a header.", "Send UploadRequest.header first.")
+            error = BadUpload("An upload begins with a header.", "Send UploadArtifactRequest.header first.")
             error.reason = "NO_HEADER"
             raise error
         principal = caller()
@@ -94,7 +96,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
             is_result=principal.role in (ADMIN, AGENT),
         )
 
-    async def Download(self, request: artifact_pb2.DownloadRequest, context: object) -> AsyncIterator[artifact_pb2.Chunk]:
+    async def Download(self, request: artifact_pb2.DownloadArtifactRequest, context: object) -> AsyncIterator[artifact_pb2.Chunk]:
         principal = caller()
         if not await self._may_read(principal, request.digest):
             raise ArtifactNotFound(request.digest)
@@ -177,7 +179,7 @@ def _read_token(token: str) -> tuple[datetime, str, str]:
         raise BadPageToken.of(token) from None
 
 
-async def _chunks(requests: AsyncIterator[artifact_pb2.UploadRequest]) -> AsyncIterator[artifact_pb2.Chunk]:
+async def _chunks(requests: AsyncIterator[artifact_pb2.UploadArtifactRequest]) -> AsyncIterator[artifact_pb2.Chunk]:
     async for request in requests:
         if request.WhichOneof("message") != "chunk":
             raise BadUpload("After an upload's header come chunks only.")

@@ -14,8 +14,8 @@ class AuditService(audit_pb2_grpc.AuditServiceServicer):
     def __init__(self, audit: AuditLog) -> None:
         self._audit = audit
 
-    async def List(self, request: audit_pb2.ListAuditRequest, context: object) -> audit_pb2.ListAuditResponse:
+    async def List(self, request: audit_pb2.ListAuditEntriesRequest, context: object) -> audit_pb2.ListAuditEntriesResponse:
         size, before = page_size(request.page_size, *PAGE), page_start(request.page_token)
         entries = await self._audit.list(size + 1, before or None, request.principal, request.action)
         token = str(entries[size - 1].number) if len(entries) > size else ""
-        return audit_pb2.ListAuditResponse(entries=entries[:size], next_page_token=token)
+        return audit_pb2.ListAuditEntriesResponse(entries=entries[:size], next_page_token=token)

@@ -53,7 +53,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         self._now = now
         self._accepting: set[asyncio.Task[job_pb2.Job]] = set()
 
-    async def Submit(self, request: job_pb2.SubmitRequest, context: object) -> job_pb2.Job:
+    async def Submit(self, request: job_pb2.SubmitJobRequest, context: object) -> job_pb2.Job:
         if not request.request_id:
             raise BadJob("The request has no request_id.", "Send a UUID, the same one when you send it again.")
         owner = caller().name
@@ -89,19 +89,19 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         token = "" if following is None else str(following)
         return job_pb2.ListJobsResponse(jobs=[self._own(job) for job in jobs], next_page_token=token)
 
-    async def Watch(self, request: job_pb2.WatchRequest, context: object) -> AsyncIterator[job_pb2.JobEvent]:
+    async def Watch(self, request: job_pb2.WatchJobRequest, context: object) -> AsyncIterator[job_pb2.JobEvent]:
         job = await self._journal.get(request.job_id, scope())
         with self._streams.hold(caller().name):
             async for event in self._journal.watch(job.id, request.after_sequence):
                 yield event
 
-    async def Cancel(self, request: job_pb2.CancelRequest, context: object) -> job_pb2.Job:
+    async def Cancel(self, request: job_pb2.CancelJobRequest, context: object) -> job_pb2.Job:
         job = await self._journal.get(request.job_id, scope())
         require_owner(job.owner, f"Job {job.id}")
         await self._conductor.cancel(job)
         return self._own(await self._journal.get(job.id, scope()))
 
-    async def TailLog(self, request: job_pb2.TailLogRequest, context: object) -> AsyncIterator[job_pb2.LogLine]:
+    async def TailLog(self, request: job_pb2.TailJobLogRequest, context: object) -> AsyncIterator[job_pb2.LogLine]:
         job = await self._journal.get(request.job_id, scope())
         live = request.follow and not model.is_terminal(job.state)
         with self._streams.hold(caller().name):

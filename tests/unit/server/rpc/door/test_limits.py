@@ -146,23 +146,23 @@ def test_the_tables_name_fields_and_requests_that_there_are() -> None:
 def test_what_a_large_farm_needs_is_admitted() -> None:
     phones = [device_pb2.Device(id=f"{n:032}", labels={f"k{k}": "v" * 100 for k in range(64)}) for n in range(300)]
     check(agent_pb2.AgentMessage(hello=agent_pb2.Hello(devices=phones)))
-    submit = job_pb2.SubmitRequest(request_id="r")
+    submit = job_pb2.SubmitJobRequest(request_id="r")
     for number in range(10):
         method = submit.spec.candidates.add(name=f"net-{number}").model.methods["forward"]
         method.calibration.extend([common_pb2.Artifact(digest="a" * 64, size_bytes=1)] * 10_000)
-    assert submit.ByteSize() < SIZES["etfarm.v1.SubmitRequest"].most_bytes
+    assert submit.ByteSize() < SIZES["etfarm.v1.SubmitJobRequest"].most_bytes
     check(submit)
-    check(job_pb2.SubmitRequest(spec=job_pb2.JobSpec(devices=[job_pb2.DeviceChoice(selector="id=a")] * 1_000)))
+    check(job_pb2.SubmitJobRequest(spec=job_pb2.JobSpec(devices=[job_pb2.DeviceChoice(selector="id=a")] * 1_000)))
     result = agent_pb2.AgentMessage()
     result.run_result.candidates.add().traced_ns.extend([10**9] * 1_000_000)
     assert result.ByteSize() < SIZES["etfarm.v1.AgentMessage"].most_bytes
     check(result)
-    check(artifact_pb2.FindMissingRequest(digests=["a" * 64] * 10_000))
+    check(artifact_pb2.FindMissingArtifactsRequest(digests=["a" * 64] * 10_000))
 
 
 def test_a_malformed_digest_and_an_unknown_value_of_an_enum_are_refused() -> None:
     with pytest.raises(LimitExceeded) as refused:
-        check(artifact_pb2.UploadRequest(header=artifact_pb2.UploadHeader(artifact=common_pb2.Artifact(digest="A" * 64))))
+        check(artifact_pb2.UploadArtifactRequest(header=artifact_pb2.UploadHeader(artifact=common_pb2.Artifact(digest="A" * 64))))
     assert refused.value.reason == "DIGEST_MALFORMED"
     with pytest.raises(LimitExceeded, match=r"Error\.fault"):
         check(common_pb2.Error(fault=99))  # type: ignore[arg-type]
@@ -188,7 +188,7 @@ async def test_bytes_that_would_become_a_hundred_times_as_many_are_refused_undec
 
     def decode(data: bytes) -> Message:
         decoded.append(data)
-        return job_pb2.SubmitRequest.FromString(data)
+        return job_pb2.SubmitJobRequest.FromString(data)
 
     with pytest.raises(LimitExceeded):
         await admitted(deserializer(SUBMIT, decode)(data))
@@ -205,11 +205,11 @@ async def test_packed_numbers_are_counted_before_they_are_decoded() -> None:
 async def test_bytes_that_are_no_message_are_refused_as_such() -> None:
     for data in (b"\xff\xff\xff", b"\xff" * 100_000, b"\x12\xff\xff\xff\xff\x0f" + b"a" * 100_000):
         with pytest.raises(MalformedRequest):
-            await admit(SUBMIT, data, job_pb2.SubmitRequest)
+            await admit(SUBMIT, data, job_pb2.SubmitJobRequest)
 
 
 async def test_others_get_their_turn_while_a_large_request_is_looked_at() -> None:
-    submit = job_pb2.SubmitRequest(request_id="r")
+    submit = job_pb2.SubmitJobRequest(request_id="r")
     method = submit.spec.candidates.add(name="net").model.methods["forward"]
     method.calibration.extend([common_pb2.Artifact(digest="a" * 64, size_bytes=1)] * 10_000)
     turns = 0
@@ -221,7 +221,7 @@ async def test_others_get_their_turn_while_a_large_request_is_looked_at() -> Non
             await asyncio.sleep(0)
 
     running = asyncio.create_task(other())
-    assert await admit(SUBMIT, submit.SerializeToString(), job_pb2.SubmitRequest) == submit
+    assert await admit(SUBMIT, submit.SerializeToString(), job_pb2.SubmitJobRequest) == submit
     running.cancel()
     assert turns > 10
 
