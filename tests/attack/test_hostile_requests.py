@@ -25,7 +25,7 @@ from etfarm.v1 import (
     job_pb2,
     job_pb2_grpc,
     report_pb2,
-    report_pb2_grpc,
+    report_service_pb2_grpc,
     session_pb2,
 )
 from etfarm.wire import digest, tensors
@@ -125,7 +125,7 @@ SELECTORS: dict[str, Callable[[grpc.aio.Channel], Awaitable[Any]]] = {
     "JobService.Submit": lambda channel: job_pb2_grpc.JobServiceStub(channel).Submit(
         job_pb2.SubmitJobRequest(request_id="r", spec=job_pb2.JobSpec(devices=[job_pb2.DeviceChoice(selector=BLANKS)]))
     ),
-    "ReportService.ListHistory": lambda channel: report_pb2_grpc.ReportServiceStub(channel).ListHistory(
+    "ReportService.ListHistory": lambda channel: report_service_pb2_grpc.ReportServiceStub(channel).ListHistory(
         report_pb2.ListHistoryRequest(model="net", device=BLANKS)
     ),
     "SessionService.Open": lambda channel: first_event(

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from etfarm.client.models import JobResult
-from etfarm.v1 import job_pb2, job_pb2_grpc, report_pb2, report_pb2_grpc
+from etfarm.v1 import job_pb2, job_pb2_grpc, report_pb2, report_service_pb2_grpc
 from etfarm.wire import tensors, views
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.errors import EtfarmError
@@ -55,7 +55,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
         farm.stop()
 
 
-def ask(farm: FarmProcess, rpc: str, request: Any, service: Any = report_pb2_grpc.ReportServiceStub) -> Any:
+def ask(farm: FarmProcess, rpc: str, request: Any, service: Any = report_service_pb2_grpc.ReportServiceStub) -> Any:
     """The answer of an rpc, one of ReportService unless another is named."""
 
     async def call() -> Any:

@@ -21,7 +21,7 @@ from etfarm.v1 import (
     job_pb2,
     job_pb2_grpc,
     report_pb2,
-    report_pb2_grpc,
+    report_service_pb2_grpc,
 )
 from etfarm.v1.job_pb2 import Candidate, JobSpec, JobState
 from etfarm.wire import recipes, tensors
@@ -83,7 +83,7 @@ class Client:
     async def reports(self, job: job_pb2.Job) -> list[report_pb2.Report]:
         async for _ in self.jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id)):
             pass
-        stub = report_pb2_grpc.ReportServiceStub(self.channel)
+        stub = report_service_pb2_grpc.ReportServiceStub(self.channel)
         return list((await stub.Get(report_pb2.GetReportsRequest(job_id=job.id))).reports)
 
     async def end(self, job: job_pb2.Job) -> tuple[job_pb2.Job, report_pb2.Report]:

@@ -30,6 +30,7 @@ from etfarm.v1 import (
     job_pb2,
     project_pb2,
     report_pb2,
+    report_service_pb2,
     session_pb2,
     token_pb2,
 )
@@ -47,7 +48,7 @@ MODULES = (
     farm_pb2,
     job_pb2,
     project_pb2,
-    report_pb2,
+    report_service_pb2,
     session_pb2,
     token_pb2,
 )

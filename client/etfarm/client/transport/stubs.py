@@ -15,7 +15,7 @@ from etfarm.v1 import (
     farm_pb2_grpc,
     job_pb2_grpc,
     project_pb2_grpc,
-    report_pb2_grpc,
+    report_service_pb2_grpc,
     session_pb2_grpc,
     token_pb2_grpc,
 )
@@ -34,7 +34,7 @@ class Stubs:
     farm: farm_pb2_grpc.FarmServiceAsyncStub
     jobs: job_pb2_grpc.JobServiceAsyncStub
     projects: project_pb2_grpc.ProjectServiceAsyncStub
-    reports: report_pb2_grpc.ReportServiceAsyncStub
+    reports: report_service_pb2_grpc.ReportServiceAsyncStub
     sessions: session_pb2_grpc.SessionServiceAsyncStub
     tokens: token_pb2_grpc.TokenServiceAsyncStub
 
@@ -51,7 +51,7 @@ class Stubs:
             farm_pb2_grpc.FarmServiceStub(channel),
             job_pb2_grpc.JobServiceStub(channel),
             project_pb2_grpc.ProjectServiceStub(channel),
-            report_pb2_grpc.ReportServiceStub(channel),
+            report_service_pb2_grpc.ReportServiceStub(channel),
             session_pb2_grpc.SessionServiceStub(channel),
             token_pb2_grpc.TokenServiceStub(channel),
         )

@@ -37,8 +37,8 @@ from etfarm.v1 import (
     job_pb2_grpc,
     project_pb2,
     project_pb2_grpc,
-    report_pb2,
-    report_pb2_grpc,
+    report_service_pb2,
+    report_service_pb2_grpc,
     session_pb2,
     session_pb2_grpc,
     token_pb2,
@@ -54,7 +54,7 @@ SERVICES = tuple(
         device_pb2,
         session_pb2,
         agent_pb2,
-        report_pb2,
+        report_service_pb2,
         farm_pb2,
         token_pb2,
         project_pb2,
@@ -89,7 +89,7 @@ class Servicers:
         device_pb2_grpc.add_DeviceServiceServicer_to_server(self.devices, server)
         session_pb2_grpc.add_SessionServiceServicer_to_server(self.sessions, server)
         agent_pb2_grpc.add_AgentServiceServicer_to_server(self.agents, server)
-        report_pb2_grpc.add_ReportServiceServicer_to_server(self.reports, server)
+        report_service_pb2_grpc.add_ReportServiceServicer_to_server(self.reports, server)
         farm_pb2_grpc.add_FarmServiceServicer_to_server(self.farm, server)
         token_pb2_grpc.add_TokenServiceServicer_to_server(self.tokens, server)
         project_pb2_grpc.add_ProjectServiceServicer_to_server(self.projects, server)

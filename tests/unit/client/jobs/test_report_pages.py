@@ -24,7 +24,7 @@ from etfarm.server.rpc.services.reports import ReportService
 from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import Job
 from etfarm.v1.report_pb2 import GetReportsRequest, ListHistoryRequest, Report
-from etfarm.v1.report_pb2_grpc import add_ReportServiceServicer_to_server
+from etfarm.v1.report_service_pb2_grpc import add_ReportServiceServicer_to_server
 from etfarm.wire.channel import Access, open_channel
 
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)

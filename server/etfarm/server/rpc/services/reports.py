@@ -17,7 +17,7 @@ from etfarm.server.rpc.door.caller import caller, require_owner, scope
 from etfarm.server.rpc.door.roles import ADMIN
 from etfarm.server.rpc.services.comparing import compare
 from etfarm.server.state.paging import page_size, page_start
-from etfarm.v1 import job_pb2, report_pb2, report_pb2_grpc
+from etfarm.v1 import job_pb2, report_pb2, report_service_pb2_grpc
 from etfarm.wire import selectors, views
 from etfarm.wire.report import report_json
 
@@ -35,7 +35,7 @@ _ORDERS: Final[dict[str, Callable[[_Row], Any]]] = {
 """Sort keys of single operators. They contain no other operators, so `total` sorts as `own` does."""
 
 
-class ReportService(report_pb2_grpc.ReportServiceServicer):
+class ReportService(report_service_pb2_grpc.ReportServiceServicer):
     """The servicer of ReportService; see report.proto."""
 
     def __init__(
