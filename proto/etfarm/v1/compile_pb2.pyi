@@ -417,6 +417,38 @@ class ValueSpec(_message.Message):
 Global___ValueSpec: _TypeAlias = ValueSpec  # noqa: Y015
 
 @_typing.final
+class Scalar(_message.Message):
+    """A Python scalar. Without any of these, it is None."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INTEGER_FIELD_NUMBER: _builtins.int
+    NUMBER_FIELD_NUMBER: _builtins.int
+    TRUTH_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    integer: _builtins.int
+    number: _builtins.float
+    truth: _builtins.bool
+    text: _builtins.str
+    def __init__(
+        self,
+        *,
+        integer: _builtins.int = ...,
+        number: _builtins.float = ...,
+        truth: _builtins.bool = ...,
+        text: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["integer", b"integer", "number", b"number", "text", b"text", "truth", b"truth", "value", b"value"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["integer", b"integer", "number", b"number", "text", b"text", "truth", b"truth", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_value: _TypeAlias = _typing.Literal["integer", "number", "truth", "text"]  # noqa: Y015
+    _WhichOneofArgType_value: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_value) -> _WhichOneofReturnType_value | None: ...
+
+Global___Scalar: _TypeAlias = Scalar  # noqa: Y015
+
+@_typing.final
 class MethodFacts(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

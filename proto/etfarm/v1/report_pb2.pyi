@@ -2293,51 +2293,6 @@ class OperatorGroup(_message.Message):
 Global___OperatorGroup: _TypeAlias = OperatorGroup  # noqa: Y015
 
 @_typing.final
-class CompareRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    BASE_FIELD_NUMBER: _builtins.int
-    CANDIDATE_FIELD_NUMBER: _builtins.int
-    base: _builtins.str
-    """Jobs: ids, unique prefixes, tags or "latest"; then # and a cell's number from 0, a recipe, a model or a cell's id, where
-    not all of its reports are meant: "latest#1".
-    """
-    candidate: _builtins.str
-    def __init__(
-        self,
-        *,
-        base: _builtins.str = ...,
-        candidate: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "candidate", b"candidate"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CompareRequest: _TypeAlias = CompareRequest  # noqa: Y015
-
-@_typing.final
-class CompareResponse(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DOCUMENT_FIELD_NUMBER: _builtins.int
-    document: _builtins.str
-    """JSON, schema etfarm.comparison/1: see etfarm.wire.comparison."""
-    def __init__(
-        self,
-        *,
-        document: _builtins.str = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["document", b"document"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___CompareResponse: _TypeAlias = CompareResponse  # noqa: Y015
-
-@_typing.final
 class TagRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 

@@ -3,6 +3,7 @@
 import grpc
 import warnings
 
+from etfarm.v1 import comparison_pb2 as etfarm_dot_v1_dot_comparison__pb2
 from etfarm.v1 import report_pb2 as etfarm_dot_v1_dot_report__pb2
 
 GRPC_GENERATED_VERSION = '1.76.0'
@@ -47,8 +48,8 @@ class ReportServiceStub(object):
                 _registered_method=True)
         self.Compare = channel.unary_unary(
                 '/etfarm.v1.ReportService/Compare',
-                request_serializer=etfarm_dot_v1_dot_report__pb2.CompareRequest.SerializeToString,
-                response_deserializer=etfarm_dot_v1_dot_report__pb2.CompareResponse.FromString,
+                request_serializer=etfarm_dot_v1_dot_comparison__pb2.CompareRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_comparison__pb2.CompareResponse.FromString,
                 _registered_method=True)
         self.Tag = channel.unary_unary(
                 '/etfarm.v1.ReportService/Tag',
@@ -94,11 +95,12 @@ class ReportServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Compare(self, request, context):
-        """Two jobs against each other: reports are paired by what they measured.
+        """Compares two jobs: their reports are paired by what they measured.
 
         Errors:
-        NOT_FOUND            JOB_NOT_FOUND; REPORT_NOT_FOUND: what stands behind # chooses nothing.
-        FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of one has a counterpart in the other; the sentence says what each has.
+        NOT_FOUND            JOB_NOT_FOUND; REPORT_NOT_FOUND: the choice after `#` matches no report. The message lists them.
+        FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of a side has a counterpart on the other. The message lists both.
+        RESOURCE_EXHAUSTED   COMPARISON_TOO_LARGE: compare a cell at a time, JOB#0 and JOB#0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -157,8 +159,8 @@ def add_ReportServiceServicer_to_server(servicer, server):
             ),
             'Compare': grpc.unary_unary_rpc_method_handler(
                     servicer.Compare,
-                    request_deserializer=etfarm_dot_v1_dot_report__pb2.CompareRequest.FromString,
-                    response_serializer=etfarm_dot_v1_dot_report__pb2.CompareResponse.SerializeToString,
+                    request_deserializer=etfarm_dot_v1_dot_comparison__pb2.CompareRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_comparison__pb2.CompareResponse.SerializeToString,
             ),
             'Tag': grpc.unary_unary_rpc_method_handler(
                     servicer.Tag,
@@ -256,8 +258,8 @@ class ReportService(object):
             request,
             target,
             '/etfarm.v1.ReportService/Compare',
-            etfarm_dot_v1_dot_report__pb2.CompareRequest.SerializeToString,
-            etfarm_dot_v1_dot_report__pb2.CompareResponse.FromString,
+            etfarm_dot_v1_dot_comparison__pb2.CompareRequest.SerializeToString,
+            etfarm_dot_v1_dot_comparison__pb2.CompareResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -4,6 +4,7 @@ isort:skip_file
 """
 
 from collections import abc as _abc
+from etfarm.v1 import comparison_pb2 as _comparison_pb2
 from etfarm.v1 import report_pb2 as _report_pb2
 from grpc import aio as _aio
 import abc as _abc_1
@@ -47,12 +48,13 @@ class ReportServiceStub:
       INVALID_ARGUMENT     BAD_VIEW: `by` or `sort` is none of the allowed names, which the sentence lists; BAD_PAGE_TOKEN
       NOT_FOUND            REPORT_NOT_FOUND
     """
-    Compare: _grpc.UnaryUnaryMultiCallable[_report_pb2.CompareRequest, _report_pb2.CompareResponse]
-    """Two jobs against each other: reports are paired by what they measured.
+    Compare: _grpc.UnaryUnaryMultiCallable[_comparison_pb2.CompareRequest, _comparison_pb2.CompareResponse]
+    """Compares two jobs: their reports are paired by what they measured.
 
     Errors:
-      NOT_FOUND            JOB_NOT_FOUND; REPORT_NOT_FOUND: what stands behind # chooses nothing.
-      FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of one has a counterpart in the other; the sentence says what each has.
+      NOT_FOUND            JOB_NOT_FOUND; REPORT_NOT_FOUND: the choice after `#` matches no report. The message lists them.
+      FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of a side has a counterpart on the other. The message lists both.
+      RESOURCE_EXHAUSTED   COMPARISON_TOO_LARGE: compare a cell at a time, JOB#0 and JOB#0.
     """
     Tag: _grpc.UnaryUnaryMultiCallable[_report_pb2.TagRequest, _report_pb2.TagResponse]
     """Names a job, as a baseline; the name then stands for the job wherever an id does. It moves from the job that had it.
@@ -100,12 +102,13 @@ class ReportServiceAsyncStub(ReportServiceStub):
       INVALID_ARGUMENT     BAD_VIEW: `by` or `sort` is none of the allowed names, which the sentence lists; BAD_PAGE_TOKEN
       NOT_FOUND            REPORT_NOT_FOUND
     """
-    Compare: _aio.UnaryUnaryMultiCallable[_report_pb2.CompareRequest, _report_pb2.CompareResponse]  # type: ignore[assignment]
-    """Two jobs against each other: reports are paired by what they measured.
+    Compare: _aio.UnaryUnaryMultiCallable[_comparison_pb2.CompareRequest, _comparison_pb2.CompareResponse]  # type: ignore[assignment]
+    """Compares two jobs: their reports are paired by what they measured.
 
     Errors:
-      NOT_FOUND            JOB_NOT_FOUND; REPORT_NOT_FOUND: what stands behind # chooses nothing.
-      FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of one has a counterpart in the other; the sentence says what each has.
+      NOT_FOUND            JOB_NOT_FOUND; REPORT_NOT_FOUND: the choice after `#` matches no report. The message lists them.
+      FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of a side has a counterpart on the other. The message lists both.
+      RESOURCE_EXHAUSTED   COMPARISON_TOO_LARGE: compare a cell at a time, JOB#0 and JOB#0.
     """
     Tag: _aio.UnaryUnaryMultiCallable[_report_pb2.TagRequest, _report_pb2.TagResponse]  # type: ignore[assignment]
     """Names a job, as a baseline; the name then stands for the job wherever an id does. It moves from the job that had it.
@@ -166,14 +169,15 @@ class ReportServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Compare(
         self,
-        request: _report_pb2.CompareRequest,
+        request: _comparison_pb2.CompareRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_report_pb2.CompareResponse, _abc.Awaitable[_report_pb2.CompareResponse]]:
-        """Two jobs against each other: reports are paired by what they measured.
+    ) -> _typing.Union[_comparison_pb2.CompareResponse, _abc.Awaitable[_comparison_pb2.CompareResponse]]:
+        """Compares two jobs: their reports are paired by what they measured.
 
         Errors:
-          NOT_FOUND            JOB_NOT_FOUND; REPORT_NOT_FOUND: what stands behind # chooses nothing.
-          FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of one has a counterpart in the other; the sentence says what each has.
+          NOT_FOUND            JOB_NOT_FOUND; REPORT_NOT_FOUND: the choice after `#` matches no report. The message lists them.
+          FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of a side has a counterpart on the other. The message lists both.
+          RESOURCE_EXHAUSTED   COMPARISON_TOO_LARGE: compare a cell at a time, JOB#0 and JOB#0.
         """
 
     @_abc_1.abstractmethod

@@ -11,12 +11,13 @@ from collections.abc import Iterable
 from typing import Any, Final
 
 from google.protobuf import message_factory
-from google.protobuf.descriptor import EnumDescriptor
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from etfarm.v1 import common_pb2, job_pb2, report_pb2
+from etfarm.v1 import common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.wire.errors import EtfarmError, UserError
+from etfarm.wire.messages import KEYS, from_scalar
+from etfarm.wire.words import word_of
 
 SCHEMA: Final = "etfarm.report/1"
 
@@ -32,14 +33,10 @@ _NULL_WHEN_EMPTY: Final = {
     "etfarm.v1.Profile": {"times_ns"},
     "etfarm.v1.ReportCompile": {"modules"},
     "etfarm.v1.ReportInputs": {"tensors"},
+    "etfarm.v1.LatencyChange": {"ratio_ci95"},
+    "etfarm.v1.ComparedPair": {"delegation"},
 }
-"""Lists of measurements, which are null if not measured. Every other empty list is []."""
-
-_ENUM_PREFIXES: Final = {
-    "etfarm.v1.Fault": "FAULT_",
-    "etfarm.v1.OperatorKind": "OPERATOR_KIND_",
-    "etfarm.v1.VerdictStatus": "VERDICT_STATUS_",
-}
+"""Lists and maps of measurements, which are null if not measured. Every other empty list is [], every other map {}."""
 
 _BEYOND: Final = 1e300
 """Limit of numbers, far above any measured one; it prevents overflow to infinity, which JSON cannot represent."""
@@ -68,7 +65,7 @@ Json = dict[str, Any]
 
 def report_json(report: report_pb2.Report) -> Json:
     """Return a REPORT with every key."""
-    return _message(report)
+    return message_json(report)
 
 
 def error_json(error: EtfarmError | common_pb2.Error) -> Json:
@@ -76,7 +73,7 @@ def error_json(error: EtfarmError | common_pb2.Error) -> Json:
     if isinstance(error, EtfarmError):
         fields = (error.fault.value, error.reason, error.message, error.remedy, error.stage, error.metadata)
     else:
-        fault = _enum_name(common_pb2.Fault.DESCRIPTOR, error.fault).removeprefix("FAULT_").removeprefix("UNSPECIFIED")
+        fault = word_of(common_pb2.Fault.DESCRIPTOR, error.fault) or ""
         fields = (fault, error.reason, error.message, error.remedy, error.stage, dict(error.metadata))
     keys = ("fault", "reason", "message", "remedy", "stage", "metadata")
     return {key: (None if value == "" else value) for key, value in zip(keys, fields, strict=True)}
@@ -88,7 +85,7 @@ def job_json(job: job_pb2.Job) -> Json:
         "id": job.id,
         "name": job.name or None,
         "labels": dict(job.labels),
-        "state": (_enum_name(job_pb2.JobState.DESCRIPTOR, job.state) or "JOB_STATE_UNSPECIFIED").removeprefix("JOB_STATE_"),
+        "state": word_of(job_pb2.JobState.DESCRIPTOR, job.state) or "UNSPECIFIED",
         "submitted_at": _instant(job.create_time),
         "finished_at": _instant(job.end_time) if job.HasField("end_time") else None,
         "server_version": job.server_version,
@@ -149,7 +146,7 @@ def loads(text: str | bytes) -> Json:
 def _completed(value: Any, kind: type[Message], where: str) -> Any:
     """Return `value`, the JSON of a message, validated and with every key."""
     _require_type(dict, value, where)
-    full = {**_message(kind()), **{key: item for key, item in value.items() if item is not None}}
+    full = {**message_json(kind()), **{key: item for key, item in value.items() if item is not None}}
     for field in kind.DESCRIPTOR.fields:
         present, inner, at = value.get(field.name), field.message_type, f"{where}.{field.name}"
         if present is None:
@@ -233,22 +230,24 @@ def _instant(stamp: Timestamp) -> str:
     return stamp.ToJsonString()
 
 
-def _message(message: Message) -> Json:
+def message_json(message: Message) -> Json:
+    """Return the object of a message, with every key."""
     name = message.DESCRIPTOR.full_name
     if isinstance(message, common_pb2.Error):
         return error_json(message)
-    left_out = _LEFT_OUT.get(name, ())
-    return {field.name: _field(message, field) for field in message.DESCRIPTOR.fields if field.name not in left_out}
+    left_out, keys = _LEFT_OUT.get(name, ()), KEYS.get(name, {})
+    fields = [field for field in message.DESCRIPTOR.fields if field.name not in left_out]
+    return {keys.get(field.name, field.name): _field(message, field) for field in fields}
 
 
 def _field(message: Message, field: Any) -> Any:
     value = getattr(message, field.name)
     if field.is_repeated:
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            of_messages = field.message_type.fields_by_name["value"].message_type is not None
-            return {key: _message(value[key]) if of_messages else value[key] for key in sorted(value)}
         if not value and field.name in _NULL_WHEN_EMPTY.get(message.DESCRIPTOR.full_name, ()):
             return None
+        if field.message_type is not None and field.message_type.GetOptions().map_entry:
+            of_messages = field.message_type.fields_by_name["value"].message_type is not None
+            return {key: message_json(value[key]) if of_messages else value[key] for key in sorted(value)}
         return [_single(field, item) for item in value]
     if field.has_presence and not message.HasField(field.name):
         return None
@@ -258,20 +257,15 @@ def _field(message: Message, field: Any) -> Any:
     return _single(field, value)
 
 
-def _enum_name(enum: EnumDescriptor, number: int) -> str:
-    """Return the name of an enum's value; empty for a number that is unknown to this version."""
-    known = enum.values_by_number.get(number)
-    return "" if known is None else str(known.name)
-
-
 def _single(field: Any, value: Any) -> Any:
     if isinstance(value, Timestamp):
         return _instant(value)
+    if isinstance(value, compile_pb2.Scalar):
+        value = from_scalar(value)
     if isinstance(value, Message):
-        return _message(value)
+        return message_json(value)
     if field.enum_type is not None:
-        name = _enum_name(field.enum_type, value).removeprefix(_ENUM_PREFIXES[field.enum_type.full_name])
-        return None if name in ("", "UNSPECIFIED") else name
+        return word_of(field.enum_type, value)
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -6,7 +6,6 @@ Files need no farm.
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -76,11 +75,11 @@ async def compare(stubs: Stubs | None, base: Compared, candidate: Compared, gate
 async def _on_farm(stubs: Stubs, base: str, candidate: str, gate: Gate | None) -> dict[str, object]:
     """Compare two jobs on the server: reports contain all samples, a comparison only a few numbers."""
     from etfarm.client.transport.retry import repeat
-    from etfarm.v1 import report_pb2
+    from etfarm.v1 import comparison_pb2
 
-    request = report_pb2.CompareRequest(base=base, candidate=candidate)
+    request = comparison_pb2.CompareRequest(base=base, candidate=candidate)
     answer = await repeat(lambda: stubs.reports.Compare(request), server=stubs.server)
-    document: dict[str, object] = json.loads(answer.document)
+    document: dict[str, object] = comparison.from_message(answer.comparison)
     if gate is not None:
         document["gate"] = comparison.judge(document, gate)
     return document

@@ -32,6 +32,7 @@ Takes REPORTs of etfarm.report/1 and returns one document in strict JSON, with e
 
 from etfarm.wire.comparison.document import SCHEMA, compare, failed
 from etfarm.wire.comparison.gate import EXACT_DB, BadGate, Gate, Limit, judge
+from etfarm.wire.comparison.message import from_message, to_message
 from etfarm.wire.comparison.sides import NoSuchReport, NothingToCompare, Side, label, split_choice, traits
 
 __all__ = [
@@ -45,8 +46,10 @@ __all__ = [
     "Side",
     "compare",
     "failed",
+    "from_message",
     "judge",
     "label",
     "split_choice",
+    "to_message",
     "traits",
 ]

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import json
 from collections.abc import Sequence
 from typing import Final
 
 from etfarm.server.access.scope import Scope
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.reports.latency.series import without_series
-from etfarm.v1 import job_pb2, report_pb2
+from etfarm.v1 import comparison_pb2, job_pb2, report_pb2
 from etfarm.wire import comparison
 from etfarm.wire.comparison import Side
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.report import job_json, report_json
 
 _MAX_BYTES: Final = 60 << 20
-"""Maximum size of the document, which must fit into a message of 64 MiB."""
+"""Maximum size of a comparison, which must fit into a message of 64 MiB."""
 
 
 class ComparisonTooLarge(UserError):
@@ -30,8 +29,10 @@ class ComparisonTooLarge(UserError):
 Selected = tuple[job_pb2.Job, Sequence[report_pb2.Report], str | None]
 
 
-async def compare(journal: Journal, request: report_pb2.CompareRequest, version: str, scope: Scope) -> report_pb2.CompareResponse:
-    """Return the document etfarm.comparison/1 of two jobs.
+async def compare(
+    journal: Journal, request: comparison_pb2.CompareRequest, version: str, scope: Scope
+) -> comparison_pb2.CompareResponse:
+    """Return the comparison of two jobs.
 
     Args:
         version: version of this server, for the jobs' JSON.
@@ -63,16 +64,16 @@ async def _reports(journal: Journal, job_id: str) -> Sequence[report_pb2.Report]
     return stripped
 
 
-def _answer(base: Selected, candidate: Selected) -> report_pb2.CompareResponse:
-    document = json.dumps(comparison.compare(_side(*base), _side(*candidate)), allow_nan=False, ensure_ascii=False)
-    if (size := len(document.encode())) > _MAX_BYTES:
+def _answer(base: Selected, candidate: Selected) -> comparison_pb2.CompareResponse:
+    message = comparison.to_message(comparison.compare(_side(*base), _side(*candidate)))
+    if (size := message.ByteSize()) > _MAX_BYTES:
         raise ComparisonTooLarge(
             f"The comparison must have at most {_MAX_BYTES:,} bytes, got {size:,}.",
             "Compare a cell at a time: write JOB#0 and JOB#0.",
             limit=_MAX_BYTES,
             got=size,
         )
-    return report_pb2.CompareResponse(document=document)
+    return comparison_pb2.CompareResponse(comparison=message)
 
 
 def _side(job: job_pb2.Job, reports: Sequence[report_pb2.Report], choice: str | None) -> Side:

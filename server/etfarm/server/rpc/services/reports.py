@@ -17,7 +17,7 @@ from etfarm.server.rpc.door.caller import caller, require_owner, scope
 from etfarm.server.rpc.door.roles import ADMIN
 from etfarm.server.rpc.services.comparing import compare
 from etfarm.server.state.paging import page_size, page_start
-from etfarm.v1 import job_pb2, report_pb2, report_service_pb2_grpc
+from etfarm.v1 import comparison_pb2, job_pb2, report_pb2, report_service_pb2_grpc
 from etfarm.wire import selectors, views
 from etfarm.wire.report import report_json
 
@@ -71,7 +71,7 @@ class ReportService(report_service_pb2_grpc.ReportServiceServicer):
         report = await self._journal.reports.get(request.report_id, scope())
         return await asyncio.to_thread(_operators, report, request.by, sort, start, size)
 
-    async def Compare(self, request: report_pb2.CompareRequest, context: object) -> report_pb2.CompareResponse:
+    async def Compare(self, request: comparison_pb2.CompareRequest, context: object) -> comparison_pb2.CompareResponse:
         return await compare(self._journal, request, self._version, scope())
 
     async def Tag(self, request: report_pb2.TagRequest, context: object) -> report_pb2.TagResponse:

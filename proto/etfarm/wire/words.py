@@ -1,0 +1,47 @@
+"""The words for the values of enums in JSON documents and in the Python library: one table for both directions."""
+
+from __future__ import annotations
+
+import re
+from functools import cache
+from typing import Final
+
+from google.protobuf.descriptor import EnumDescriptor
+
+_WORDS: Final[dict[str, dict[str, str]]] = {
+    "etfarm.v1.LatencyOutcome": {
+        "FASTER": "faster", "SLOWER": "slower", "NO_DIFFERENCE": "no_difference", "TOO_FEW": "too_few",
+    },
+    "etfarm.v1.Quantization": {
+        "NONE": "none", "PT2E_STATIC": "pt2e-static", "PT2E_DYNAMIC": "pt2e-dynamic", "TORCHAO": "torchao",
+    },
+    "etfarm.v1.RatioMethod": {"PAIRED": "paired", "SEPARATE": "separate"},
+    "etfarm.v1.RunnerKind": {"NATIVE": "native", "PYTHON": "python", "OWN": "own"},
+    "etfarm.v1.Trait": {
+        "MODEL": "model", "RECIPE": "recipe", "METHOD": "method", "THREADS": "threads", "DEVICE": "device",
+    },
+    "etfarm.v1.ValueKind": {
+        "TENSOR": "tensor", "INT": "int", "DOUBLE": "double", "BOOL": "bool", "STRING": "str", "NONE": "none",
+        "UNSUPPORTED": "unsupported",
+    },
+}  # fmt: skip
+"""Words that differ from the name of the value without the enum's prefix."""
+
+
+def word_of(enum: EnumDescriptor, number: int) -> str | None:
+    """Return the word for an enum's value; None for UNSPECIFIED and for a number that is unknown to this version."""
+    return _tables(enum)[0].get(number)
+
+
+def number_of(enum: EnumDescriptor, word: str) -> int | None:
+    """Return the number of the value with a word; None for an unknown word."""
+    return _tables(enum)[1].get(word)
+
+
+@cache
+def _tables(enum: EnumDescriptor) -> tuple[dict[int, str], dict[str, int]]:
+    prefix = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", enum.name).upper() + "_"
+    own = _WORDS.get(enum.full_name, {})
+    names = {value.number: value.name.removeprefix(prefix) for value in enum.values if value.number}
+    words = {number: own.get(name, name) for number, name in names.items()}
+    return words, {word: number for number, word in words.items()}

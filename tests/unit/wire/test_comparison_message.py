@@ -1,0 +1,89 @@
+"""The comparison as a message: what a farm sends, and the document that users keep, which must not change by a byte."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+
+from etfarm.v1 import comparison_pb2
+from etfarm.wire import comparison
+from etfarm.wire.comparison import Side
+from etfarm.wire.messages import fill, from_scalar, to_scalar
+from etfarm.wire.report import dumps
+from tests.wire.test_comparison import report, reports
+
+RECORDED = sorted((Path(__file__).parents[1] / "support" / "comparisons").glob("*.json"))
+"""Documents that version 0.1.0 wrote."""
+
+JOB = {
+    "id": "4f1c2d3e5a6b7c8d", "name": None, "labels": {}, "state": "SUCCEEDED", "submitted_at": "2025-01-02T03:04:05Z",
+    "finished_at": None, "server_version": "0.1.0",
+}  # fmt: skip
+
+
+def sent(document: dict[str, Any]) -> dict[str, Any]:
+    """The document that a client writes after the comparison went over the wire."""
+    data = comparison.to_message(document).SerializeToString()
+    return comparison.from_message(comparison_pb2.Comparison.FromString(data))
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
+def test_a_recorded_document_is_the_same_bytes_after_the_wire(path: Path) -> None:
+    text = path.read_text()
+    assert dumps(sent(json.loads(text))) == text
+
+
+@given(reports("b"), reports("k"))
+@settings(max_examples=60, deadline=None)
+def test_any_comparison_of_a_farm_is_the_same_bytes_after_the_wire(base: dict[str, Any], candidate: dict[str, Any]) -> None:
+    document = comparison.compare(Side([base], JOB), Side([candidate], JOB))
+    assert dumps(sent(document)) == dumps(document)
+
+
+def test_every_field_of_the_message_stands_in_a_recorded_document() -> None:
+    used: set[str] = set()
+
+    def note(message: Any) -> None:
+        for field, value in message.ListFields():
+            used.add(field.full_name)
+            is_map = field.message_type is not None and field.message_type.GetOptions().map_entry
+            items = value.values() if is_map else value if field.is_repeated else [value]
+            for item in items:
+                if hasattr(item, "ListFields"):
+                    note(item)
+
+    for path in RECORDED:
+        note(comparison.to_message(json.loads(path.read_text())))
+    messages = comparison_pb2.DESCRIPTOR.message_types_by_name
+    declared = {
+        field.full_name
+        for name, message in messages.items()
+        if name not in ("CompareRequest", "CompareResponse")
+        for field in message.fields
+    }
+    assert declared <= used
+
+
+def test_a_key_without_a_field_and_a_word_without_a_value_are_refused() -> None:
+    with pytest.raises(ValueError, match="no field for the key 'speed'"):
+        fill(comparison_pb2.LatencyChange(), {"speed": 1})
+    with pytest.raises(ValueError, match="no value 'sideways'"):
+        fill(comparison_pb2.LatencyChange(), {"outcome": "sideways"})
+
+
+def test_a_sum_beyond_64_bits_is_null_and_loses_nothing_else() -> None:
+    huge = report("k", memory={"peak_rss_bytes": 1, "planned_bytes": [2**62, 2**62, 2**62]})
+    document = comparison.compare(Side([report("b")], JOB), Side([huge], JOB))
+    (pair,) = sent(document)["pairs"]
+    assert pair["memory"]["planned_bytes"]["candidate"] is None and pair["memory"]["planned_bytes"]["base"] == 150
+    assert pair["memory"]["peak_rss_bytes"]["candidate"] == 1
+
+
+@pytest.mark.parametrize("value", [True, False, 0, -1, 2**63 - 1, 0.0, -2.5, "", "text", None])
+def test_a_scalar_keeps_its_type(value: Any) -> None:
+    back = from_scalar(to_scalar(value))
+    assert (type(back), back) == (type(value), value)
