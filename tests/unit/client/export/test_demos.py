@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import io
+import os
 import re
 import subprocess
 import sys
 import time
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 from etfarm.client.export import DEMOS, Demo, ModelSource, export_source, load_source
+from etfarm.client.export.demo_models import SAMPLES_KEY, ds_cnn
 from etfarm.client.export.eager import ExportedMethod
 from etfarm.wire import digest
+
+ROOT = Path(__file__).parents[2]
 
 pytestmark = pytest.mark.slow(reason="compiles every demo, some in several processes")
 
@@ -28,7 +34,10 @@ def exported(demos: dict[str, ModelSource]) -> dict[str, ExportedMethod]:
     return {name: export_source(source, name=name).methods["forward"] for name, source in demos.items()}
 
 
-def test_two_processes_give_the_same_bytes_whatever_their_folder_and_threads(exported: dict[str, ExportedMethod]) -> None:
+def test_two_processes_give_the_same_bytes_whatever_their_folder_threads_and_processor(
+    exported: dict[str, ExportedMethod],
+) -> None:
+    """With `default`, torch computes as on a processor without AVX, where it also draws other random numbers."""
     code = (
         "import torch; torch.set_num_threads(2); torch.manual_seed(99)\n"
         "from etfarm.client.export import *; from etfarm.wire import digest\n"
@@ -36,7 +45,8 @@ def test_two_processes_give_the_same_bytes_whatever_their_folder_and_threads(exp
         "    method = export_source(load_source(Demo(name)), name=name).methods['forward']\n"
         "    for data in (method.pt2, *method.calibration): print(digest.of_bytes(data))\n"
     )
-    run = subprocess.run([sys.executable, "-c", code], cwd="/", capture_output=True, text=True)
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": "default"}
+    run = subprocess.run([sys.executable, "-c", code], cwd="/", env=environment, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
     here = [digest.of_bytes(data) for method in exported.values() for data in (method.pt2, *method.calibration)]
     assert run.stdout.split() == here
@@ -90,3 +100,19 @@ def test_making_a_demo_is_quick_and_leaves_torch_as_it_was() -> None:
     assert time.process_time() - started < 10
     assert torch.get_num_threads() == threads
     assert torch.equal(torch.rand(1), expected)
+
+
+def test_the_generator_writes_a_file_like_the_committed_one(demos: dict[str, ModelSource], tmp_path: Path) -> None:
+    """Its numbers are the committed ones on one kind of processor only: everywhere, they are a network that was trained."""
+    command = [sys.executable, str(ROOT / "client" / "generate_demos.py"), "ds_cnn", "--folder", str(tmp_path)]
+    run = subprocess.run(command, capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    with np.load(tmp_path / "ds_cnn.npz") as file:
+        arrays = {name: torch.from_numpy(file[name]) for name in file.files}
+    samples = arrays.pop(SAMPLES_KEY)
+    committed = demos["ds_cnn"]
+    assert samples.shape == torch.cat([sample for (sample,) in committed.calibration_inputs["forward"]]).shape
+    assert arrays.keys() == committed.methods["forward"].state_dict().keys()
+    trained = ds_cnn.DsCnn()
+    trained.load_state_dict(arrays)
+    assert trained.eval()(samples).argmax(1).tolist() == list(range(8))
