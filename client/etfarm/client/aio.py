@@ -43,6 +43,7 @@ from etfarm.v1 import (
     session_pb2,
 )
 from etfarm.wire import chunks, selectors
+from etfarm.wire.recipes import Recipe
 from etfarm.wire.stages import check_stop_after
 
 GIVE_UP_S = 5.0
@@ -145,7 +146,7 @@ class AsyncFarm:
     async def compile(
         self,
         model: Model | Sequence[Model],
-        recipes: str | Sequence[str] = (DEFAULT_RECIPE,),
+        recipes: str | Recipe | Sequence[str | Recipe] = (DEFAULT_RECIPE,),
         *,
         example_inputs: ExampleInputs | None = None,
         calibration: Calibration | None = None,
@@ -171,13 +172,13 @@ class AsyncFarm:
         if stop_after:
             for recipe in parsed:
                 check_stop_after(recipe, stop_after)
-        request = SubmissionRequest(model, recipes, example_inputs, calibration, batched)
+        request = SubmissionRequest(model, parsed, example_inputs, calibration, batched)
         return await self._submit(spec, request, on_upload)
 
     async def run(
         self,
         model: Model,
-        recipes: str | Sequence[str] = (DEFAULT_RECIPE,),
+        recipes: str | Recipe | Sequence[str | Recipe] = (DEFAULT_RECIPE,),
         device: str = "",
         *,
         example_inputs: ExampleInputs | None = None,
@@ -213,7 +214,7 @@ class AsyncFarm:
         program: Model | SharedModel,
         device: str = "",
         *,
-        recipe: str = DEFAULT_RECIPE,
+        recipe: str | Recipe = DEFAULT_RECIPE,
         example_inputs: ExampleInputs | None = None,
         data: Sequence[str | Path] = (),
         methods: Sequence[str] = (),

@@ -34,6 +34,7 @@ from etfarm.client.submit.recipes import DEFAULT_RECIPE
 from etfarm.client.transport import transfers
 from etfarm.client.transport.connection import NotConnected
 from etfarm.client.transport.thread_loop import Loop
+from etfarm.wire.recipes import Recipe
 from etfarm.wire.tensors import Value
 
 
@@ -179,7 +180,7 @@ class Farm:
     def compile(
         self,
         model: Model | Sequence[Model],
-        recipes: str | Sequence[str] = (DEFAULT_RECIPE,),
+        recipes: str | Recipe | Sequence[str | Recipe] = (DEFAULT_RECIPE,),
         *,
         example_inputs: ExampleInputs | None = None,
         calibration: Calibration | None = None,
@@ -209,7 +210,7 @@ class Farm:
     def run(
         self,
         model: Model,
-        recipes: str | Sequence[str] = (DEFAULT_RECIPE,),
+        recipes: str | Recipe | Sequence[str | Recipe] = (DEFAULT_RECIPE,),
         device: str = "",
         *,
         example_inputs: ExampleInputs | None = None,
@@ -247,7 +248,7 @@ class Farm:
         program: Model,
         device: str = "",
         *,
-        recipe: str = DEFAULT_RECIPE,
+        recipe: str | Recipe = DEFAULT_RECIPE,
         example_inputs: ExampleInputs | None = None,
         data: Sequence[str | Path] = (),
         methods: Sequence[str] = (),

@@ -11,6 +11,8 @@ from etfarm.client.cli.usage import Usage
 
 if TYPE_CHECKING:
     from etfarm.client.export.spec import ModelSpec
+    from etfarm.client.submit.prepared import PreparedModel
+    from etfarm.wire.recipes import Recipe
 
 
 def require_file(path: Path) -> None:
@@ -39,8 +41,8 @@ def require_data_program(data: Sequence[Path], specs: Sequence[ModelSpec]) -> No
         raise Usage(f"--data is of one .pte, and {count}.", "Give each program a command of its own.")
 
 
-def require_eager_models(specs: Sequence[ModelSpec], recipes: Sequence[str]) -> None:
-    """Check that no recipe which rewrites modules is applied to an archive.
+def prepare_archives(specs: Sequence[ModelSpec], recipes: Sequence[Recipe]) -> list[ModelSpec | PreparedModel]:
+    """Return the models with each archive prepared; what takes longer stays as it is until the farm is being started.
 
     Raises:
         RecipeNeedsEagerModule: a recipe needs the module of an archive.
@@ -48,9 +50,7 @@ def require_eager_models(specs: Sequence[ModelSpec], recipes: Sequence[str]) -> 
     from etfarm.client.export.spec import Pt2File
     from etfarm.client.submit.preparation import prepare
 
-    for spec in specs:
-        if isinstance(spec, Pt2File):
-            prepare(spec, recipes=recipes)
+    return [prepare(spec, recipes=recipes) if isinstance(spec, Pt2File) else spec for spec in specs]
 
 
 def report_generated_inputs(specs: Sequence[ModelSpec], inputs: Path | None) -> None:

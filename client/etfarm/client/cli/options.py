@@ -6,12 +6,15 @@ import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated, TypeVar
 
 import typer
 
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.usage import Usage
+
+if TYPE_CHECKING:
+    from etfarm.wire.recipes import Recipe
 
 Item = TypeVar("Item")
 
@@ -87,13 +90,25 @@ Timeout = Annotated[
 ]
 
 
-def calibration_of(path: Path | None, batched: bool, recipes: Sequence[str]) -> Path | None:
+def recipes_of(texts: Sequence[str]) -> list[Recipe]:
+    """Return the recipes of `--recipe`, each once; the default recipe when there is none.
+
+    Raises:
+        EtfarmError: as `read_recipe`.
+    """
+    from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
+
+    recipes = {text: read_recipe(text) for text in texts or (DEFAULT_RECIPE,)}
+    return [recipes[text] for text in once("--recipe", texts or (DEFAULT_RECIPE,), lambda text: recipes[text].digest)]
+
+
+def calibration_of(path: Path | None, batched: bool, recipes: Sequence[Recipe]) -> Path | None:
     """Return PATH of `--calibration` after checking that it exists and that a recipe reads it.
 
     Raises:
         Usage: it does not exist, no recipe reads it, or `--batched` is used without it.
     """
-    from etfarm.client.submit.recipes import read_recipe, reads_values
+    from etfarm.client.submit.recipes import reads_values
 
     if path is None:
         if batched:
@@ -101,9 +116,10 @@ def calibration_of(path: Path | None, batched: bool, recipes: Sequence[str]) -> 
         return None
     if not path.exists():
         raise Usage(f"There is no file or folder {path}.", f"Paths start at the working folder, {Path.cwd()}.", path=path)
-    if not any(reads_values(read_recipe(recipe)) for recipe in recipes):
+    if not any(reads_values(recipe) for recipe in recipes):
+        texts = ", ".join(recipe.text for recipe in recipes)
         raise Usage(
-            f"No recipe of this job calibrates ({', '.join(recipes)}), so that nothing would read --calibration.",
+            f"No recipe of this job calibrates ({texts}), so that nothing would read --calibration.",
             "Leave it out, or use a static int8 recipe such as xnnpack_pt2e_int8_static_per_channel.",
         )
     return path

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
 
     from etfarm.client.submit.preparation import ExampleInputs
     from etfarm.client.transport import transfers
+    from etfarm.wire.recipes import Recipe
 
 LANES: Final = 2
 """Samples in flight on one device: one that runs, and one on its way."""
@@ -53,7 +54,7 @@ class Options(TypedDict, total=False):
 
     method: str
     """The method; the program's only method, or forward, when left out."""
-    recipe: str
+    recipe: str | Recipe
     example_inputs: ExampleInputs | None
     data: Sequence[str | Path]
     threads: int | None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +18,7 @@ from etfarm.client.transport.retry import repeat
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import common_pb2, compile_pb2, job_pb2
 from etfarm.wire import chunks, digest
+from etfarm.wire.recipes import Recipe
 
 if TYPE_CHECKING:
     from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
@@ -28,7 +29,7 @@ class ServedModel:
     """A session's program in the form that the caller passed."""
 
     model: Model
-    recipe: str = DEFAULT_RECIPE
+    recipe: str | Recipe = DEFAULT_RECIPE
     """Recipe that a model is compiled with; unused for a ready program."""
     example_inputs: ExampleInputs | None = None
     data: Sequence[str | Path] = field(default=())
@@ -41,7 +42,7 @@ class ServedModel:
         """
         return prepare(
             self.model,
-            recipes=[read_recipe(self.recipe)],
+            recipes=[self.recipe],
             example_inputs=self.example_inputs,
             data=self.data,
             folder=folder,
@@ -50,7 +51,7 @@ class ServedModel:
     async def on_farm(
         self,
         stubs: Stubs,
-        compile_model: Callable[[PreparedModel, str], Awaitable[AsyncJob]],
+        compile_model: Callable[[PreparedModel, str | Recipe], Awaitable[AsyncJob]],
         *,
         on_upload: transfers.Moved | None,
     ) -> tuple[compile_pb2.Program, dict[str, Sequence[str]]]:
@@ -59,11 +60,12 @@ class ServedModel:
         Raises:
             EtfarmError: it is not a model, or its compilation fails; this is the compilation's error.
         """
+        served = replace(self, recipe=read_recipe(self.recipe))
         with tempfile.TemporaryDirectory(prefix="etfarm-session-", ignore_cleanup_errors=True) as folder:
-            model = await asyncio.to_thread(self.prepared, Path(folder))
+            model = await asyncio.to_thread(served.prepared, Path(folder))
             if model.program is not None:
                 return await send_program(stubs.artifacts, model, server=stubs.server, on_upload=on_upload), {}
-            job = await compile_model(model, self.recipe)
+            job = await compile_model(model, served.recipe)
         try:
             await job.wait()
         except asyncio.CancelledError:
@@ -87,7 +89,7 @@ class SharedModel:
     async def on_farm(
         self,
         stubs: Stubs,
-        compile_model: Callable[[PreparedModel, str], Awaitable[AsyncJob]],
+        compile_model: Callable[[PreparedModel, str | Recipe], Awaitable[AsyncJob]],
         *,
         on_upload: transfers.Moved | None,
     ) -> tuple[compile_pb2.Program, dict[str, Sequence[str]]]:

@@ -15,14 +15,15 @@ from etfarm.client.submit.preparation import ExampleInputs
 from etfarm.client.submit.recipes import DEFAULT_RECIPE
 from etfarm.client.transport import transfers
 from etfarm.v1 import job_pb2
+from etfarm.wire.recipes import Recipe
 
 
 @dataclass(frozen=True)
 class BenchOptions:
     """The options of one benchmark, beside its models."""
 
-    recipes: str | Sequence[str] = (DEFAULT_RECIPE,)
-    """Names with arguments, several joined by +, or TOML files, as on the command line."""
+    recipes: str | Recipe | Sequence[str | Recipe] = (DEFAULT_RECIPE,)
+    """Names with arguments, several joined by +, or TOML files, as on the command line; or recipes that were parsed before."""
     devices: str | Sequence[str] = ("",)
     """Selectors; each is one cell on one matching device, or one per match with `all_devices`."""
     _: KW_ONLY

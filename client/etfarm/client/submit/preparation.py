@@ -79,7 +79,7 @@ def prepare(
         RecipeNeedsEagerModule: a recipe rewrites modules, and the model was exported before.
         CalibrationMismatch: a sample does not match the example inputs.
     """
-    wanted = [read_recipe(recipe) if isinstance(recipe, str) else recipe for recipe in recipes]
+    wanted = [read_recipe(recipe) for recipe in recipes]
     if example_inputs is not None and isinstance(model, str | Path | PreparedModel | ModelSource | Pt2File | PteFile | EagerSpec):
         raise _own_inputs(repr(str(model)) if isinstance(model, str | Path) else f"A {type(model).__name__}")
     if isinstance(model, PreparedModel):

@@ -7,18 +7,23 @@ from pathlib import Path
 from etfarm.client.errors import UserError
 from etfarm.wire import recipes
 from etfarm.wire.errors import error_of
+from etfarm.wire.recipes import Recipe
 
 DEFAULT_RECIPE = "xnnpack_fp32"
 
 
-def read_recipe(text: str) -> recipes.Recipe:
+def read_recipe(text: str | Recipe) -> Recipe:
     """Parse a recipe: `name`, `name:key=value,...`, several of them joined by `+`, or a TOML file's path.
+
+    A recipe that was parsed before is returned as it is, so that each caller can read what it receives.
 
     A name with a dot is a plug-in of the server; only the server can check whether it exists.
 
     Raises:
         UserError: the name is unknown, an argument or field is wrong, or the file cannot be read.
     """
+    if isinstance(text, Recipe):
+        return text
     if not text.endswith(".toml"):
         return recipes.parse(text)
     try:
@@ -34,7 +39,7 @@ def read_recipe(text: str) -> recipes.Recipe:
         raise error_of(error.fault, error.reason, f"{text}: {error.message}", error.remedy, metadata=metadata) from error
 
 
-def reads_values(recipe: recipes.Recipe) -> bool:
+def reads_values(recipe: Recipe) -> bool:
     """Return whether the recipe uses calibration samples; True for a plug-in, since only the server knows it."""
     if recipe.quantization is recipes.Quantization.PT2E_DYNAMIC:
         return False

@@ -121,7 +121,7 @@ class SubmissionRequest:
     """The models, recipes and inputs of a job as the caller passed them."""
 
     model: Any
-    recipes: str | Sequence[str]
+    recipes: str | Recipe | Sequence[str | Recipe]
     example_inputs: ExampleInputs | None = None
     calibration: Calibration | None = None
     batched: bool = False
@@ -129,7 +129,7 @@ class SubmissionRequest:
     inputs: Inputs | None = None
 
     @property
-    def listed_recipes(self) -> list[str]:
+    def listed_recipes(self) -> list[str | Recipe]:
         """The recipes as a list."""
         return several(self.recipes)
 

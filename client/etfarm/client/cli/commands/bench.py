@@ -11,13 +11,14 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
-from etfarm.client.cli.arguments import report_generated_inputs, require_data_program, require_eager_models, require_file
+from etfarm.client.cli.arguments import prepare_archives, report_generated_inputs, require_data_program, require_file
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.usage import Usage
 
 if TYPE_CHECKING:
     from etfarm.client.export.spec import ModelSpec
+    from etfarm.wire.recipes import Recipe
 
 
 def main(argv: list[str]) -> int:
@@ -97,15 +98,14 @@ def bench(
 
     # Cheap checks come before anything starts.
     from etfarm.client.export.spec import PteFile, resolve
-    from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
     from etfarm.wire import selectors
 
-    recipes = options.once("--recipe", recipe or [], lambda text: read_recipe(text).digest)
+    recipes = options.recipes_of(recipe or ())
     for text in device or ():
         selectors.parse(text)
     # A program that alternates with itself shows the difference that occurs by chance.
     specs = [resolve(model) for model in (models if interleave else options.once("MODEL", models, resolve))]
-    if recipes and all(isinstance(spec, PteFile) for spec in specs):
+    if recipe and all(isinstance(spec, PteFile) for spec in specs):
         raise Usage("A .pte is compiled already, so that --recipe says nothing about it.", "Leave --recipe out.")
     if interleave:
         require_several_candidates(specs, recipes)
@@ -114,8 +114,8 @@ def bench(
     require_data_program(data or (), specs)
     if numerics:
         require_graphs(specs)
-    samples = options.calibration_of(calibration, batched, recipes or [DEFAULT_RECIPE])
-    require_eager_models(specs, recipes)
+    samples = options.calibration_of(calibration, batched, recipes)
+    sources = prepare_archives(specs, recipes)
     report_generated_inputs(specs, inputs)
 
     from etfarm.client.aio import AsyncFarm
@@ -128,7 +128,7 @@ def bench(
     from etfarm.client.submit.prepared import PreparedModel
 
     chosen = BenchOptions(
-        recipes or [DEFAULT_RECIPE],
+        recipes,
         device or [""],
         all_devices=all_devices,
         inputs=inputs,
@@ -160,13 +160,13 @@ def bench(
             await flow.require_persistent_farm(server)
         with open_display() as display:
             task = flow.Task(
-                specs,
+                sources,
                 submit,
                 finish,
                 server,
                 tls_ca,
                 detach,
-                recipes=recipes or [DEFAULT_RECIPE],
+                recipes=recipes,
                 calibration=samples,
                 batched=batched,
                 data=data or (),
@@ -181,7 +181,7 @@ def bench(
     return run_async(carry_out, outcome)
 
 
-def require_several_candidates(specs: Sequence[ModelSpec], recipes: Sequence[str]) -> None:
+def require_several_candidates(specs: Sequence[ModelSpec], recipes: Sequence[Recipe]) -> None:
     """Check, for `--interleave`, that there are at least two candidates.
 
     Raises:

@@ -10,7 +10,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
-from etfarm.client.cli.arguments import require_eager_models
+from etfarm.client.cli.arguments import prepare_archives
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import require_writable
 from etfarm.client.cli.outcome import STDOUT, Outcome
@@ -88,8 +88,8 @@ def compile_(
     if isinstance(spec, PteFile):
         raise Usage(f"{model} is compiled already.", "Run it with `etfarm run` or measure it with `etfarm bench`.", path=model)
     _must_fit(stage, output, etrecord)
-    samples = options.calibration_of(calibration, batched, [recipe])
-    require_eager_models([spec], [recipe])
+    samples = options.calibration_of(calibration, batched, [read])
+    sources = prepare_archives([spec], [read])
 
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal.display import Display, open_display
@@ -100,7 +100,7 @@ def compile_(
 
     async def submit(farm: AsyncFarm, prepared: list[PreparedModel], display: Display) -> AsyncJob:
         return await farm.compile(
-            prepared, recipe, name=name, labels=labels, no_cache=no_cache, stop_after=stage, on_upload=display.moved
+            prepared, [read], name=name, labels=labels, no_cache=no_cache, stop_after=stage, on_upload=display.moved
         )
 
     async def finish(job: AsyncJob, result: JobResult, display: Display) -> None:
@@ -117,12 +117,12 @@ def compile_(
     async def carry_out() -> int:
         with open_display() as display:
             task = flow.Task(
-                [spec],
+                sources,
                 submit,
                 finish,
                 server,
                 tls_ca,
-                recipes=[recipe],
+                recipes=[read],
                 calibration=samples,
                 batched=batched,
                 verbose=verbose,

@@ -10,7 +10,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
-from etfarm.client.cli.arguments import report_generated_inputs, require_data_program, require_eager_models, require_file
+from etfarm.client.cli.arguments import prepare_archives, report_generated_inputs, require_data_program, require_file
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import require_writable
 from etfarm.client.cli.outcome import STDOUT, Outcome
@@ -78,14 +78,13 @@ def run(
     from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
     from etfarm.wire import selectors
 
-    if recipe is not None:
-        read_recipe(recipe)
+    read = read_recipe(DEFAULT_RECIPE if recipe is None else recipe)
     selectors.parse(device)
     spec = resolve(model)
     if recipe is not None and isinstance(spec, PteFile):
         raise Usage("A .pte is compiled already, so that --recipe says nothing about it.", "Leave --recipe out.")
     require_data_program(data or (), [spec])
-    require_eager_models([spec], [recipe] if recipe is not None else [])
+    (source,) = prepare_archives([spec], [read])
     if is_dataset(
         inputs, batched, {"--devices": devices, "--all-devices": all_devices, "--mixed": mixed, "--metric": metric,
         "--keep-going": keep_going, "--reset": reset},
@@ -100,11 +99,11 @@ def run(
 
         chosen: Options = {
             "method": method, "threads": threads, "timeout_s": timeout, "data": data or (), "mixed": mixed,
-            "keep_going": keep_going, "reset": reset, "recipe": recipe or DEFAULT_RECIPE,
+            "keep_going": keep_going, "reset": reset, "recipe": read,
         }  # fmt: skip
         score = dataset.metric_of(metric) if metric is not None else None
         wanted = dataset.Wanted(
-            spec, inputs, batched, recipe or DEFAULT_RECIPE, device, None if all_devices else devices or 1, chosen, output, score,
+            source, inputs, batched, read, device, None if all_devices else devices or 1, chosen, output, score,
             server, tls_ca, verbose,
         )  # fmt: skip
         return run_async(lambda: dataset.carry_out(wanted, outcome), outcome)
@@ -125,7 +124,7 @@ def run(
     async def submit(farm: AsyncFarm, prepared: list[PreparedModel], display: Display) -> AsyncJob:
         return await farm.run(
             prepared[0],
-            recipe or DEFAULT_RECIPE,
+            [read],
             device,
             inputs=inputs,
             methods=[method] if method else (),
@@ -150,9 +149,7 @@ def run(
 
     async def carry_out() -> int:
         with open_display() as display:
-            task = flow.Task(
-                [spec], submit, finish, server, tls_ca, recipes=[recipe or DEFAULT_RECIPE], data=data or (), verbose=verbose
-            )
+            task = flow.Task([source], submit, finish, server, tls_ca, recipes=[read], data=data or (), verbose=verbose)
             _, result = await flow.carry_out(task, outcome, display)
         return 0 if result is not None and result.state is JobState.SUCCEEDED else 1
 

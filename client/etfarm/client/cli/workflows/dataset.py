@@ -24,11 +24,12 @@ from etfarm.client.datasets.metrics import Mean, Metric, find
 from etfarm.client.datasets.outputs import Sink, open_sink
 from etfarm.client.datasets.samples import Source, of_batch, of_folder
 from etfarm.client.errors import EtfarmError, Interrupted, Kind, UserError
-from etfarm.client.export.spec import ModelSpec, PteFile
+from etfarm.client.export.spec import ModelSpec
 from etfarm.client.formats import units
 from etfarm.client.submit.preparation import prepare
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.wire import report
+from etfarm.wire.recipes import Recipe
 
 SHOWN_FAILURES = 20
 """Maximum number of failed samples that the terminal shows; `--json` has all."""
@@ -45,10 +46,10 @@ class SamplesFailed(UserError):
 class Wanted:
     """The arguments of the command."""
 
-    spec: ModelSpec
+    model: ModelSpec | PreparedModel
     inputs: Path
     batched: bool
-    recipe: str
+    recipe: Recipe
     device: str
     devices: int | None
     """Number of devices; all that match when None."""
@@ -180,8 +181,8 @@ def _prepared(wanted: Wanted, progress: Progress) -> PreparedModel:
     # Output of a user's factory must not mix with what the command writes to stdout.
     with redirect_stdout(sys.stderr):
         return prepare(
-            wanted.spec,
-            recipes=[] if isinstance(wanted.spec, PteFile) else [wanted.recipe],
+            wanted.model,
+            recipes=[wanted.recipe],
             data=wanted.options.get("data", ()),
             say=progress.status,
         )
@@ -249,7 +250,7 @@ def _show(dataset: Dataset, taken: Taken, source: Source, wanted: Wanted, kept: 
     tally = dataset.tally
     of_all = "" if taken.done == source.count else f" of {source.count:,}"
     parts = [
-        wanted.spec.label,
+        wanted.model.name if isinstance(wanted.model, PreparedModel) else wanted.model.label,
         f"{taken.done:,}{of_all} samples" if of_all else units.count(taken.done, "sample"),
         f"in {units.clock(tally.wall_s)}",
     ]

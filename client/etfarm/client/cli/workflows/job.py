@@ -26,6 +26,7 @@ from etfarm.client.submit.preparation import prepare
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.wire import names, report
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.recipes import Recipe
 
 Answer = TypeVar("Answer")
 
@@ -49,14 +50,14 @@ class NeedsLastingFarm(UserError):
 class Task:
     """The job of one command."""
 
-    models: Sequence[ModelSpec]
+    models: Sequence[ModelSpec | PreparedModel]
     submit: Callable[[AsyncFarm, list[PreparedModel], Display], Awaitable[AsyncJob]]
     finish: Callable[[AsyncJob, JobResult, Display], Awaitable[None]] | None = None
     """Callback that downloads files and shows the result before the farm is left: leaving an embedded one takes a moment."""
     server: str | None = None
     tls_ca: str | None = None
     detach: bool = False
-    recipes: Sequence[str] = ()
+    recipes: Sequence[Recipe] = ()
     """Recipes of the models, some of which need an export of their own."""
     calibration: Path | None = None
     batched: bool = False
