@@ -56,6 +56,7 @@ MODULES = (
 SERVICES = {service.name: service for module in MODULES for service in module.DESCRIPTOR.services_by_name.values()}
 RPCS = {f"{service.name}.{method.name}": method for service in SERVICES.values() for method in service.methods}
 PROTO = Path(__file__).parents[2] / "proto" / "etfarm" / "v1"
+LISTS = sorted(rpc for rpc, method in RPCS.items() if method.name.startswith("List") or rpc == "ReportService.Get")
 WAIT_S = 200.0
 """An answer may have to wait until the compile workers are warm."""
 
@@ -255,6 +256,40 @@ async def test_a_refusal_carries_its_code_reason_and_values(
     assert info.metadata["message"] == error.message
     assert info.metadata.get("remedy", "") == error.remedy
     assert raw.details() == f"{error.message} {error.remedy}".strip()
+
+
+def page_request(rpc: str, **fields: Any) -> Message:
+    """The request of a list's page."""
+    return message_factory.GetMessageClass(RPCS[rpc].input_type)(**fields)
+
+
+def test_every_list_comes_in_pages() -> None:
+    assert {"JobService.List", "CompileService.ListRecipes", "FarmService.ListBundles", "AgentService.ListAgents"} < set(LISTS)
+    for rpc in LISTS:
+        assert {"page_size", "page_token"} <= set(RPCS[rpc].input_type.fields_by_name), rpc
+        assert "next_page_token" in RPCS[rpc].output_type.fields_by_name, rpc
+
+
+@pytest.mark.parametrize("rpc", LISTS)
+async def test_a_page_that_does_not_exist_is_refused(channel: grpc.aio.Channel, rpc: str) -> None:
+    for request in (page_request(rpc, page_token="no such page"), page_request(rpc, page_size=-1)):
+        error, raw = await refusal(channel, rpc, request)
+        reason = "BAD_JOB" if rpc == "JobService.List" else "BAD_PAGE_TOKEN"
+        assert (raw.code().name, error.reason) == ("INVALID_ARGUMENT", reason), request
+
+
+async def test_recipes_come_in_pages(channel: grpc.aio.Channel) -> None:
+    rpc = "CompileService.ListRecipes"
+    (whole,) = await call(channel, rpc)
+    names, token = [], ""
+    while True:
+        (page,) = await call(channel, rpc, page_request(rpc, page_size=3, page_token=token))
+        assert 0 < len(page.recipes) <= 3
+        names += [recipe.name for recipe in page.recipes]
+        if not (token := page.next_page_token):
+            break
+    assert names == [recipe.name for recipe in whole.recipes]
+    assert len(names) > 3 and not whole.next_page_token
 
 
 async def test_every_service_is_serving(channel: grpc.aio.Channel) -> None:

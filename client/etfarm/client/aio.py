@@ -49,6 +49,9 @@ from etfarm.wire.stages import check_stop_after
 GIVE_UP_S = 5.0
 """Seconds that a cancelled submission may take to cancel the job that it created."""
 
+_PAGE_SIZE = 500
+"""Requested number of entries on a page of a list: the most that a server returns."""
+
 
 class AsyncFarm:
     """A farm to submit jobs to.
@@ -295,7 +298,7 @@ class AsyncFarm:
     async def jobs(self, limit: int = 50) -> list[JobInfo]:
         """Return the farm's jobs, newest first."""
         jobs: list[JobInfo] = []
-        request = job_pb2.ListJobsRequest(page_size=min(limit, 500))
+        request = job_pb2.ListJobsRequest(page_size=min(limit, _PAGE_SIZE))
         async for page in iterate_pages(self._open.jobs.List, request, server=self.address):
             jobs += [decode.job(job) for job in page.jobs]
             if len(jobs) >= limit:
@@ -396,7 +399,7 @@ class AsyncFarm:
             UserError: `selector` is not a valid selector.
         """
         selectors.parse(selector)
-        request = device_pb2.ListDevicesRequest(selector=selector)
+        request = device_pb2.ListDevicesRequest(selector=selector, page_size=_PAGE_SIZE)
         devices: list[Device] = []
         async for page in iterate_pages(self._open.devices.List, request, server=self.address):
             devices += [decode.device(device) for device in page.devices]
@@ -422,9 +425,11 @@ class AsyncFarm:
 
     async def agents(self) -> list[Agent]:
         """Return the known agent identities and the principals whose tokens may use them. Admins only."""
-        request = agent_pb2.ListAgentsRequest()
-        answer = await repeat(lambda: self._open.agents.ListAgents(request), server=self.address)
-        return [decode.agent(agent) for agent in answer.agents]
+        request = agent_pb2.ListAgentsRequest(page_size=_PAGE_SIZE)
+        agents: list[Agent] = []
+        async for page in iterate_pages(self._open.agents.ListAgents, request, server=self.address):
+            agents += [decode.agent(agent) for agent in page.agents]
+        return agents
 
     async def bind_agent(self, agent_id: str, principal: str) -> Agent:
         """Bind an agent identity to the principal whose token may use it from now on. Admins only.
@@ -451,15 +456,19 @@ class AsyncFarm:
 
     async def recipes(self) -> list[RecipeInfo]:
         """Return all recipes, with what the server lacks for those that it cannot run."""
-        request = compile_pb2.ListRecipesRequest()
-        answer = await repeat(lambda: self._open.compiler.ListRecipes(request), server=self.address)
-        return [decode.recipe(recipe) for recipe in answer.recipes]
+        request = compile_pb2.ListRecipesRequest(page_size=_PAGE_SIZE)
+        recipes: list[RecipeInfo] = []
+        async for page in iterate_pages(self._open.compiler.ListRecipes, request, server=self.address):
+            recipes += [decode.recipe(recipe) for recipe in page.recipes]
+        return recipes
 
     async def bundles(self) -> list[Bundle]:
         """Return the runner bundles that the farm sends to devices, newest first."""
-        request = farm_pb2.ListBundlesRequest()
-        answer = await repeat(lambda: self._open.farm.ListBundles(request), server=self.address)
-        return [decode.bundle(bundle) for bundle in answer.bundles]
+        request = farm_pb2.ListBundlesRequest(page_size=_PAGE_SIZE)
+        bundles: list[Bundle] = []
+        async for page in iterate_pages(self._open.farm.ListBundles, request, server=self.address):
+            bundles += [decode.bundle(bundle) for bundle in page.bundles]
+        return bundles
 
     async def add_bundle(self, path: Path, *, on_upload: transfers.Moved | None = None) -> Bundle:
         """Upload a runner bundle and offer it to the devices of its architecture.

@@ -386,7 +386,7 @@ class ListDevicesRequest(_message.Message):
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     selector: _builtins.str
     page_size: _builtins.int
-    """All that a message can carry when 0."""
+    """50 when 0, 500 at most."""
     page_token: _builtins.str
     def __init__(
         self,

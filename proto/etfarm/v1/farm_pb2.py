@@ -27,7 +27,7 @@ from etfarm.v1 import common_pb2 as etfarm_dot_v1_dot_common__pb2
 from etfarm.v1 import compile_pb2 as etfarm_dot_v1_dot_compile__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65tfarm/v1/farm.proto\x12\tetfarm.v1\x1a\x15\x65tfarm/v1/agent.proto\x1a\x16\x65tfarm/v1/common.proto\x1a\x17\x65tfarm/v1/compile.proto\"\x16\n\x14GetServerInfoRequest\"\xa8\x02\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\'\n\ttoolchain\x18\x02 \x01(\x0b\x32\x14.etfarm.v1.Toolchain\x12\x15\n\rworkers_ready\x18\x03 \x01(\x08\x12\'\n\tprincipal\x18\x04 \x01(\x0b\x32\x14.etfarm.v1.Principal\x12\x16\n\x0e\x64\x65vices_online\x18\x05 \x01(\x05\x12\x15\n\rdevices_known\x18\x06 \x01(\x05\x12\x11\n\tlive_jobs\x18\x07 \x01(\x05\x12\x10\n\x08starting\x18\x08 \x01(\t\x12&\n\x0c\x62undle_error\x18\t \x01(\x0b\x32\x10.etfarm.v1.Error\x12$\n\x04jail\x18\n \x03(\x0b\x32\x16.etfarm.v1.JailMeasure\";\n\x0bJailMeasure\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\"\x14\n\x12ListBundlesRequest\"?\n\x13ListBundlesResponse\x12(\n\x07\x62undles\x18\x01 \x03(\x0b\x32\x17.etfarm.v1.RunnerBundle\"\"\n\x10\x41\x64\x64\x42undleRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t2\xe7\x01\n\x0b\x46\x61rmService\x12G\n\rGetServerInfo\x12\x1f.etfarm.v1.GetServerInfoRequest\x1a\x15.etfarm.v1.ServerInfo\x12L\n\x0bListBundles\x12\x1d.etfarm.v1.ListBundlesRequest\x1a\x1e.etfarm.v1.ListBundlesResponse\x12\x41\n\tAddBundle\x12\x1b.etfarm.v1.AddBundleRequest\x1a\x17.etfarm.v1.RunnerBundleb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65tfarm/v1/farm.proto\x12\tetfarm.v1\x1a\x15\x65tfarm/v1/agent.proto\x1a\x16\x65tfarm/v1/common.proto\x1a\x17\x65tfarm/v1/compile.proto\"\x16\n\x14GetServerInfoRequest\"\xa8\x02\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\'\n\ttoolchain\x18\x02 \x01(\x0b\x32\x14.etfarm.v1.Toolchain\x12\x15\n\rworkers_ready\x18\x03 \x01(\x08\x12\'\n\tprincipal\x18\x04 \x01(\x0b\x32\x14.etfarm.v1.Principal\x12\x16\n\x0e\x64\x65vices_online\x18\x05 \x01(\x05\x12\x15\n\rdevices_known\x18\x06 \x01(\x05\x12\x11\n\tlive_jobs\x18\x07 \x01(\x05\x12\x10\n\x08starting\x18\x08 \x01(\t\x12&\n\x0c\x62undle_error\x18\t \x01(\x0b\x32\x10.etfarm.v1.Error\x12$\n\x04jail\x18\n \x03(\x0b\x32\x16.etfarm.v1.JailMeasure\";\n\x0bJailMeasure\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\";\n\x12ListBundlesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"X\n\x13ListBundlesResponse\x12(\n\x07\x62undles\x18\x01 \x03(\x0b\x32\x17.etfarm.v1.RunnerBundle\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\"\n\x10\x41\x64\x64\x42undleRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t2\xe7\x01\n\x0b\x46\x61rmService\x12G\n\rGetServerInfo\x12\x1f.etfarm.v1.GetServerInfoRequest\x1a\x15.etfarm.v1.ServerInfo\x12L\n\x0bListBundles\x12\x1d.etfarm.v1.ListBundlesRequest\x1a\x1e.etfarm.v1.ListBundlesResponse\x12\x41\n\tAddBundle\x12\x1b.etfarm.v1.AddBundleRequest\x1a\x17.etfarm.v1.RunnerBundleb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -41,11 +41,11 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_JAILMEASURE']._serialized_start=430
   _globals['_JAILMEASURE']._serialized_end=489
   _globals['_LISTBUNDLESREQUEST']._serialized_start=491
-  _globals['_LISTBUNDLESREQUEST']._serialized_end=511
-  _globals['_LISTBUNDLESRESPONSE']._serialized_start=513
-  _globals['_LISTBUNDLESRESPONSE']._serialized_end=576
-  _globals['_ADDBUNDLEREQUEST']._serialized_start=578
-  _globals['_ADDBUNDLEREQUEST']._serialized_end=612
-  _globals['_FARMSERVICE']._serialized_start=615
-  _globals['_FARMSERVICE']._serialized_end=846
+  _globals['_LISTBUNDLESREQUEST']._serialized_end=550
+  _globals['_LISTBUNDLESRESPONSE']._serialized_start=552
+  _globals['_LISTBUNDLESRESPONSE']._serialized_end=640
+  _globals['_ADDBUNDLEREQUEST']._serialized_start=642
+  _globals['_ADDBUNDLEREQUEST']._serialized_end=676
+  _globals['_FARMSERVICE']._serialized_start=679
+  _globals['_FARMSERVICE']._serialized_end=910
 # @@protoc_insertion_point(module_scope)

@@ -77,21 +77,25 @@ class GetReportsRequest(_message.Message):
     JOB_ID_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     CELL_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     """As in GetJobRequest."""
     page_token: _builtins.str
     cell: _builtins.str
     """A cell's id: only its report. All when empty."""
+    page_size: _builtins.int
+    """50 when 0, 500 at most."""
     def __init__(
         self,
         *,
         job_id: _builtins.str = ...,
         page_token: _builtins.str = ...,
         cell: _builtins.str = ...,
+        page_size: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cell", b"cell", "job_id", b"job_id", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cell", b"cell", "job_id", b"job_id", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -106,7 +110,7 @@ class GetReportsResponse(_message.Message):
     next_page_token: _builtins.str
     @_builtins.property
     def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___Report]:
-        """As many as fit into about 16 MiB, and at least one where there is one."""
+        """At most page_size, and as many as fit into about 4 MiB, but at least one where there is one."""
 
     def __init__(
         self,

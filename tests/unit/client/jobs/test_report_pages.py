@@ -41,8 +41,9 @@ class Finished:
         self.stubs = stubs
         self.client = AsyncJob(stubs, job)
 
-    async def page(self, token: str = "", cell: str = "") -> tuple[list[str], str]:
-        answer = await self.stubs.reports.Get(GetReportsRequest(job_id=self.job.id, page_token=token, cell=cell))
+    async def page(self, token: str = "", cell: str = "", size: int = 0) -> tuple[list[str], str]:
+        request = GetReportsRequest(job_id=self.job.id, page_token=token, cell=cell, page_size=size)
+        answer = await self.stubs.reports.Get(request)
         return [report.id for report in answer.reports], answer.next_page_token
 
 
@@ -88,6 +89,12 @@ async def test_a_page_has_what_fits_and_one_report_at_least(finished: Finished) 
     assert pages[:2] == [["r0"], ["r1"]]
     assert [one for page in pages for one in page] == ["r0", "r1", "r2", "r3", "r4"]
     assert any(len(page) > 1 for page in pages)
+
+
+async def test_a_page_has_no_more_reports_than_requested(finished: Finished) -> None:
+    assert await finished.page(size=1) == (["r0"], "1")
+    assert await finished.page("3", size=1) == (["r3"], "4")
+    assert await finished.page("4", size=1) == (["r4"], "")
 
 
 async def test_a_history_is_slim_and_its_pages_have_what_fits(finished: Finished) -> None:

@@ -16,7 +16,7 @@ from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.targets.phones.errors import OwnRunnerFailed
 from etfarm.device_agents.targets.phones.phone import Phone
-from etfarm.v1 import device_pb2, farm_pb2
+from etfarm.v1 import agent_pb2, device_pb2, farm_pb2
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.v1.farm_pb2_grpc import FarmServiceStub
 from etfarm.wire.channel import open_channel
@@ -57,8 +57,7 @@ class Trial:
         try:
             async with open_channel(self._config.access) as channel:
                 async with asyncio.timeout(self._options.farm_s):
-                    listed = await FarmServiceStub(channel).ListBundles(farm_pb2.ListBundlesRequest())
-                offered = next((each for each in listed.bundles if each.arch == phone.device.arch), None)
+                    offered = await _find_bundle(channel, phone.device.arch)
                 if offered is None:
                     return
                 with self._cache.lease(Transfers(ArtifactServiceStub(channel), self._config.pauses)) as lease:
@@ -90,3 +89,16 @@ class Trial:
         return device_pb2.DeviceRunner(
             kind=runner.kind, executorch=hello.executorch, backends=hello.backends, operators=hello.operators
         )
+
+
+async def _find_bundle(channel: grpc.aio.Channel, arch: str) -> agent_pb2.RunnerBundle | None:
+    """Return the farm's runner bundle for an architecture; None if the farm has none."""
+    request = farm_pb2.ListBundlesRequest()
+    while True:
+        page = await FarmServiceStub(channel).ListBundles(request)
+        for bundle in page.bundles:
+            if bundle.arch == arch:
+                return bundle
+        if not page.next_page_token:
+            return None
+        request.page_token = page.next_page_token

@@ -13,6 +13,7 @@ from etfarm.server.access.scope import Scope
 from etfarm.server.reports.latency.series import without_rows
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.paging import PAGE_SIZES
 from etfarm.v1 import report_pb2
 from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import Kind, UserError
@@ -46,11 +47,12 @@ class ReportRecords:
         return await asyncio.to_thread(lambda: [report_pb2.Report.FromString(body) for body in bodies])
 
     async def page(
-        self, job_id: str, *, start: int, most_bytes: int = PAGE_BYTES, cell_id: str = ""
+        self, job_id: str, *, start: int, size: int = PAGE_SIZES[1], most_bytes: int = PAGE_BYTES, cell_id: str = ""
     ) -> tuple[Sequence[report_pb2.Report], int | None]:
         """Return a page of a job's reports, beginning with the cell of index `start`, and the start of the next page.
 
         Args:
+            size: maximum number of reports.
             most_bytes: maximum total size of the serialized reports; a single report may exceed it.
             cell_id: id of the only cell to return the report of; empty for all cells.
         """
@@ -58,13 +60,13 @@ class ReportRecords:
         terms = [reports.job_id == job_id, cells.index >= start, *([reports.cell_id == cell_id] if cell_id else [])]
         joined = schema.reports.join(schema.cells, cells.id == reports.cell_id)
         sizes = select(reports.id, cells.index.label("place"), func.length(reports.body).label("size")).select_from(joined)
-        query = sizes.where(*terms).order_by(cells.index)
+        query = sizes.where(*terms).order_by(cells.index).limit(size + 1)
 
         def read(connection: Connection) -> tuple[Sequence[bytes], int | None]:
             bodies: list[bytes] = []
             bytes_left = most_bytes
             for row in connection.execute(query).all():
-                if bodies and row.size > bytes_left:
+                if bodies and (len(bodies) == size or row.size > bytes_left):
                     return bodies, row.place
                 bytes_left -= row.size
                 bodies.append(connection.execute(select(reports.body).where(reports.id == row.id)).scalar_one())

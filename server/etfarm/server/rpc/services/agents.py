@@ -19,6 +19,7 @@ from etfarm.server.rpc.services.artifacts import holder_of
 from etfarm.server.rpc.services.enrolment import Enrolment
 from etfarm.server.rpc.services.salvage import Salvaged
 from etfarm.server.sessions.sessions import Sessions
+from etfarm.server.state.paging import page_of
 from etfarm.v1 import agent_pb2, agent_pb2_grpc
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.names import PROTOCOL_VERSION
@@ -118,9 +119,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
 
     async def ListAgents(self, request: agent_pb2.ListAgentsRequest, context: object) -> agent_pb2.ListAgentsResponse:
         devices = self._registry.agents()
-        return agent_pb2.ListAgentsResponse(
-            agents=[self._agent(identity, devices) for identity in self._identities.list(devices)]
-        )
+        identities, following = page_of(self._identities.list(devices), request.page_size, request.page_token)
+        agents = [self._agent(identity, devices) for identity in identities]
+        return agent_pb2.ListAgentsResponse(agents=agents, next_page_token=following)
 
     async def BindAgent(self, request: agent_pb2.BindAgentRequest, context: object) -> agent_pb2.Agent:
         identity = await self._identities.bind(request.agent_id, request.principal, by=caller().name)

@@ -5,14 +5,15 @@ from __future__ import annotations
 from typing import Any, Final
 
 from etfarm.server.access.projects import Projects
-from etfarm.server.devices.registry import MAX_DEVICES, Registry
+from etfarm.server.devices.registry import Registry
 from etfarm.server.rpc.door.caller import scope
 from etfarm.server.rpc.services.unimplemented import unimplemented
-from etfarm.server.state.paging import page_size, page_start
+from etfarm.server.state.paging import PAGE_SIZES, page_size, page_start
 from etfarm.v1 import device_pb2, device_pb2_grpc
 from etfarm.wire import selectors
 
-_PAGE_BYTES: Final = 16 << 20
+_PAGE_BYTES: Final = 4 << 20
+"""Maximum total size of the devices of a page; a single device may exceed it."""
 
 
 class DeviceService(device_pb2_grpc.DeviceServiceServicer):
@@ -31,7 +32,7 @@ class DeviceService(device_pb2_grpc.DeviceServiceServicer):
 
     async def List(self, request: device_pb2.ListDevicesRequest, context: object) -> device_pb2.ListDevicesResponse:
         selector = selectors.parse(request.selector)
-        start, size = page_start(request.page_token), page_size(request.page_size, MAX_DEVICES, MAX_DEVICES)
+        start, size = page_start(request.page_token), page_size(request.page_size, *PAGE_SIZES)
         devices, following = await self._registry.page(selector, start, size, _PAGE_BYTES, scope())
         token = "" if following is None else str(following)
         return device_pb2.ListDevicesResponse(devices=devices, next_page_token=token)

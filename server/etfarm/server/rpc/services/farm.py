@@ -9,6 +9,7 @@ from etfarm.server.compile.keys import toolchain
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
 from etfarm.server.rpc.door.caller import caller, scope
+from etfarm.server.state.paging import page_of
 from etfarm.server.workers.jail.measures import JailReport
 from etfarm.v1 import agent_pb2, farm_pb2, farm_pb2_grpc
 from etfarm.v1.common_pb2 import Role
@@ -59,7 +60,8 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
         return info
 
     async def ListBundles(self, request: farm_pb2.ListBundlesRequest, context: object) -> farm_pb2.ListBundlesResponse:
-        return farm_pb2.ListBundlesResponse(bundles=self._bundles.list())
+        bundles, following = page_of(self._bundles.list(), request.page_size, request.page_token)
+        return farm_pb2.ListBundlesResponse(bundles=bundles, next_page_token=following)
 
     async def AddBundle(self, request: farm_pb2.AddBundleRequest, context: object) -> agent_pb2.RunnerBundle:
         return await self._bundles.add(request.digest)

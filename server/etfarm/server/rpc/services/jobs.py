@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Callable
 from datetime import datetime
-from typing import Any, Final
+from typing import Any
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.conductor import Conductor
@@ -19,11 +19,8 @@ from etfarm.server.jobs.submission import BadJob, Submission
 from etfarm.server.rpc.door.caller import active_project, caller, require_owner, scope
 from etfarm.server.rpc.services.unimplemented import unimplemented
 from etfarm.server.state.cut import fit
-from etfarm.server.state.paging import BadPageToken, page_size, page_start
+from etfarm.server.state.paging import PAGE_SIZES, BadPageToken, page_size, page_start
 from etfarm.v1 import job_pb2, job_pb2_grpc
-
-_PAGE: Final = 50, 500
-"""Default and maximum number of jobs on a page."""
 
 
 class JobService(job_pb2_grpc.JobServiceServicer):
@@ -82,7 +79,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
 
     async def List(self, request: job_pb2.ListJobsRequest, context: object) -> job_pb2.ListJobsResponse:
         try:
-            size, before = page_size(request.page_size, *_PAGE), page_start(request.page_token)
+            size, before = page_size(request.page_size, *PAGE_SIZES), page_start(request.page_token)
         except BadPageToken as error:  # clients know this error of a list of jobs as BAD_JOB
             raise BadJob(error.message, error.remedy) from None
         jobs, following = await self._journal.list(size, before if request.page_token else None, scope())

@@ -16,13 +16,12 @@ from etfarm.server.reports.latency.series import without_series
 from etfarm.server.rpc.door.caller import caller, require_owner, scope
 from etfarm.server.rpc.door.roles import ADMIN
 from etfarm.server.rpc.services.comparing import compare
-from etfarm.server.state.paging import page_size, page_start
+from etfarm.server.state.paging import PAGE_SIZES, page_size, page_start
 from etfarm.v1 import comparison_pb2, job_pb2, report_pb2, report_service_pb2_grpc
 from etfarm.wire import selectors, views
 from etfarm.wire.report import report_json
 
 _PAGE_OF_OPERATORS: Final = 100, 1000
-_PAGE_OF_HISTORY: Final = 50, 500
 """Default and maximum number of entries on a page."""
 
 _Row = Mapping[str, Any]
@@ -56,9 +55,10 @@ class ReportService(report_service_pb2_grpc.ReportServiceServicer):
         self._revision = revision
 
     async def Get(self, request: report_pb2.GetReportsRequest, context: object) -> report_pb2.GetReportsResponse:
+        start, size = page_start(request.page_token), page_size(request.page_size, *PAGE_SIZES)
         job = await self._journal.get(request.job_id, scope())
         reports, following = await self._journal.reports.page(
-            job.id, start=page_start(request.page_token), most_bytes=self._page_bytes, cell_id=request.cell
+            job.id, start=start, size=size, most_bytes=self._page_bytes, cell_id=request.cell
         )
         token = "" if following is None else str(following)
         return report_pb2.GetReportsResponse(reports=reports, next_page_token=token)
@@ -92,7 +92,7 @@ class ReportService(report_service_pb2_grpc.ReportServiceServicer):
             request.method or None,
             request.threads if request.HasField("threads") else None,
         )
-        size = page_size(request.page_size, *_PAGE_OF_HISTORY)
+        size = page_size(request.page_size, *PAGE_SIZES)
         return await self._history.page(wanted, size, request.page_token, scope())
 
     async def Analyze(self, request: report_pb2.AnalyzeJobRequest, context: object) -> report_pb2.AnalyzeJobResponse:
