@@ -37,7 +37,7 @@ from etfarm.v1 import (
 )
 from etfarm.wire import digest
 from etfarm.wire.chunks import artifact_of
-from tests.rpc.test_contract import RPCS
+from tests.support.contract import RPCS
 from tests.support.farm import Daemon
 from tests.support.programs import program
 from tests.support.runner import know_own_runners, runner_archive

@@ -33,10 +33,10 @@ from etfarm.wire import digest
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.status import from_rpc_error
-from tests.rpc.test_session_calls import Agent, Caller
 from tests.support.farm import Daemon
 from tests.support.programs import program
 from tests.support.runner import runner_archive
+from tests.support.session_ends import Agent, Caller
 
 pytestmark = pytest.mark.slow(reason="attacks a real server with agents")
 

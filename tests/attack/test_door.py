@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import re
 import resource
 import socket
 import sqlite3
@@ -17,7 +16,6 @@ from typing import Any
 
 import grpc
 import pytest
-from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from etfarm.server.rpc.door.connections import most_connections
 from etfarm.v1 import (
@@ -33,66 +31,16 @@ from etfarm.v1 import (
     token_pb2,
     token_pb2_grpc,
 )
-from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
-from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
-from tests.rpc.test_contract import WAIT_S, address_of, call
-from tests.support.farm import Daemon
+from tests.support.contract import WAIT_S, call
+from tests.support.door import ADMIN, LINES, USER, Door, create, ended, refusal, watch
 from tests.support.http2 import Http2
 
 pytestmark = pytest.mark.slow(reason="floods a server with connections")
 
 MIB = 1 << 20
-ADMIN, USER = "secret-of-ann-0123456789", "secret-of-bob-0123456789"
-LINES = (f"ann admin {ADMIN}", f"bob user {USER}")
 SUBMIT = "/etfarm.v1.JobService/Submit"
-
-
-class Door:
-    """A server with a token file, on loopback."""
-
-    def __init__(self, folder: Path, *, files: int | None = None) -> None:
-        self.data, self.tokens = folder / "data", folder / "tokens"
-        self.tokens.touch(mode=0o600)
-        self.write(*LINES)
-        arguments = ["serve", "--listen", "127.0.0.1:0", "--data", str(self.data), "--no-bundle", "--exit-with-stdin"]
-        self.daemon = _Limited([*arguments, "--tokens", str(self.tokens)], folder / "serve.log")
-        self.daemon.files = files
-
-    def write(self, *lines: str) -> None:
-        """Replaces what the token file says."""
-        self.tokens.write_text("".join(f"{line}\n" for line in lines))
-
-    @property
-    def address(self) -> str:
-        return address_of(self.daemon)
-
-    def channel(self, token: str = ADMIN) -> grpc.aio.Channel:
-        return open_channel(Access(self.address, token))
-
-    def forget_peak(self) -> int:
-        """Starts the measurement of the server's memory; what it has now, in bytes."""
-        Path(f"/proc/{self.daemon.pid}/clear_refs").write_text("5")
-        return self.memory("VmRSS")
-
-    def memory(self, name: str = "VmHWM") -> int:
-        """The most memory since `forget_peak`."""
-        found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{self.daemon.pid}/status").read_text())
-        assert found is not None
-        return int(found[1]) << 10
-
-
-class _Limited(Daemon):
-    """A server that may open so many files, and no more."""
-
-    files: int | None = None
-
-    def start(self) -> None:
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        super().start()
-        if self.files is not None:
-            resource.prlimit(self.pid, resource.RLIMIT_NOFILE, (min(self.files, soft), min(self.files, hard)))
 
 
 @pytest.fixture(scope="module")
@@ -111,33 +59,6 @@ async def admin(door: Door) -> AsyncIterator[grpc.aio.Channel]:
     async with door.channel() as channel:
         await call(channel, "FarmService.GetServerInfo")
         yield channel
-
-
-async def refusal(awaited: Any) -> EtfarmError:
-    with pytest.raises(grpc.aio.AioRpcError) as failed:
-        await awaited
-    return from_rpc_error(failed.value, server="here")
-
-
-async def ended(stream: Any) -> EtfarmError:
-    """How a stream of answers ends, whose answers are dropped."""
-
-    async def drain() -> None:
-        async for _ in stream:
-            pass
-
-    async with asyncio.timeout(WAIT_S):
-        return await refusal(drain())
-
-
-def watch(channel: grpc.aio.Channel) -> Any:
-    """A stream that stays open as long as it may."""
-    return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
-
-
-async def create(channel: grpc.aio.Channel, name: str, role: int = common_pb2.ROLE_USER, **more: Any) -> Any:
-    request = token_pb2.CreateTokenRequest(principal=name, role=role, **more)
-    return await token_pb2_grpc.TokenServiceStub(channel).Create(request)
 
 
 # What a stranger costs

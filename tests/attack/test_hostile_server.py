@@ -14,7 +14,7 @@ import pytest
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2, farm_pb2, farm_pb2_grpc, token_pb2, token_pb2_grpc
 from etfarm.wire import chunks
 from etfarm.wire.channel import Access, open_channel
-from tests.rpc.test_contract import WAIT_S
+from tests.support.contract import WAIT_S
 
 pytestmark = pytest.mark.slow(reason="a server sends its clients answers without end")
 

@@ -15,8 +15,8 @@ import pytest
 from etfarm.v1 import farm_pb2, farm_pb2_grpc, project_pb2, project_pb2_grpc, token_pb2, token_pb2_grpc
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
-from tests.attack.test_door import Door, create, ended, watch
-from tests.rpc.test_contract import WAIT_S, call
+from tests.support.contract import WAIT_S, call
+from tests.support.door import Door, create, ended, watch
 from tests.support.http2 import Http2
 
 pytestmark = pytest.mark.slow(reason="starts servers, and waits for deadlines of connections")

@@ -25,7 +25,7 @@ import trustme
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, farm_pb2, farm_pb2_grpc
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
-from tests.rpc.test_contract import address_of
+from tests.support.contract import address_of
 from tests.support.farm import Daemon
 from tests.support.http2 import Http2
 

@@ -43,7 +43,7 @@ from etfarm.wire import recipes
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.names import PROTOCOL_VERSION
-from tests.rpc.test_contract import address_of
+from tests.support.contract import address_of
 from tests.support.farm import Daemon
 from tests.support.programs import program
 

@@ -21,7 +21,7 @@ from etfarm.v1 import agent_pb2, agent_pb2_grpc, artifact_pb2, common_pb2, devic
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.names import PROTOCOL_VERSION
 from tests.fuzz import engine, messages
-from tests.rpc.test_contract import RPCS, address_of
+from tests.support.contract import RPCS, address_of
 from tests.support.farm import Daemon
 
 pytestmark = pytest.mark.slow(reason="sends thousands of messages to a server")

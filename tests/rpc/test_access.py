@@ -23,11 +23,11 @@ from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
-from tests.rpc.test_contract import RPCS, WAIT_S, address_of, call
-from tests.rpc.test_session_calls import Agent, Caller, Serving
+from tests.support.contract import RPCS, WAIT_S, address_of, call
 from tests.support.farm import Daemon
 from tests.support.programs import program
 from tests.support.runner import know_own_runners
+from tests.support.session_ends import Agent, Caller, Serving
 
 pytestmark = pytest.mark.slow(reason="starts a server for each kind of access")
 

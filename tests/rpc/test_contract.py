@@ -6,13 +6,11 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import pytest
-from google.protobuf import message_factory
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -23,42 +21,19 @@ from etfarm.server.rpc.door.roles import ROLES
 from etfarm.v1 import (
     agent_pb2,
     artifact_pb2,
-    audit_pb2,
-    comparison_pb2,
     compile_pb2,
     device_pb2,
     farm_pb2,
     job_pb2,
-    project_pb2,
     report_pb2,
-    report_service_pb2,
-    session_pb2,
-    token_pb2,
 )
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
+from tests.support.contract import RPCS, SERVICES, WAIT_S, address_of, call
 from tests.support.farm import Daemon
 
-MODULES = (
-    agent_pb2,
-    artifact_pb2,
-    audit_pb2,
-    compile_pb2,
-    device_pb2,
-    farm_pb2,
-    job_pb2,
-    project_pb2,
-    report_service_pb2,
-    session_pb2,
-    token_pb2,
-)
-SERVICES = {service.name: service for module in MODULES for service in module.DESCRIPTOR.services_by_name.values()}
-RPCS = {f"{service.name}.{method.name}": method for service in SERVICES.values() for method in service.methods}
 PROTO = Path(__file__).parents[2] / "proto" / "etfarm" / "v1"
-LISTS = sorted(rpc for rpc, method in RPCS.items() if method.name.startswith("List") or rpc == "ReportService.Get")
-WAIT_S = 200.0
-"""An answer may have to wait until the compile workers are warm."""
 
 
 def declared_for_later() -> set[str]:
@@ -97,45 +72,10 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
         assert not (folder / "address").exists()
 
 
-def address_of(server: Daemon) -> str:
-    """Where it says that it listens."""
-    line = next((line for line in server.lines if "listening on" in line), None) or server.expect("listening on")
-    return line.removeprefix("etfarm serve: listening on ")
-
-
 @pytest.fixture
 async def channel(server: Daemon) -> AsyncIterator[grpc.aio.Channel]:
     async with open_channel(Access(address_of(server))) as opened:
         yield opened
-
-
-async def call(channel: grpc.aio.Channel, rpc: str, *requests: Message, wait_s: float = WAIT_S) -> list[Any]:
-    """The answers of an rpc by its name; an empty request where none is given."""
-    while True:
-        try:
-            return await _call_once(channel, rpc, requests, wait_s)
-        except grpc.aio.AioRpcError as error:
-            # grpc.aio loses the status when the server answers a stream in the moment of its first write; so do it again.
-            if not (error.details() or "").startswith("Internal error from Core"):
-                raise
-
-
-async def _call_once(channel: grpc.aio.Channel, rpc: str, requests: Sequence[Message], wait_s: float) -> list[Any]:
-    method = RPCS[rpc]
-    given = requests or (message_factory.GetMessageClass(method.input_type)(),)
-    kind = ("stream" if method.client_streaming else "unary") + "_" + ("stream" if method.server_streaming else "unary")
-    stub = getattr(channel, kind)(
-        f"/{method.containing_service.full_name}/{method.name}",
-        request_serializer=lambda message: message.SerializeToString(),
-        response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
-    )
-
-    async def stream() -> AsyncIterator[Message]:
-        for request in given:
-            yield request
-
-    running = stub(stream() if method.client_streaming else given[0], timeout=wait_s)
-    return [message async for message in running] if method.server_streaming else [await running]
 
 
 async def refusal(channel: grpc.aio.Channel, rpc: str, *requests: Message) -> tuple[EtfarmError, grpc.aio.AioRpcError]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import platform
-from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any
+from collections.abc import AsyncIterator, Iterator
 
 import grpc
 import pytest
@@ -14,30 +12,23 @@ from etfarm.client import Farm
 from etfarm.server.sessions.session import MAX_CALLS
 from etfarm.v1 import (
     agent_pb2,
-    agent_pb2_grpc,
     common_pb2,
     compile_pb2,
-    device_pb2,
     job_pb2,
     job_pb2_grpc,
     session_pb2,
-    session_pb2_grpc,
 )
 from etfarm.wire import digest
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
-from etfarm.wire.names import boot_id
 from etfarm.wire.status import from_rpc_error
 from tests.support.farm import Daemon
 from tests.support.programs import program
 from tests.support.runner import runner_archive
+from tests.support.session_ends import WAIT_S, Agent, Caller, Serving
 
 pytestmark = pytest.mark.slow(reason="waits for the deadlines of calls on a real agent")
 
-WAIT_S = 120.0
-"""An answer may have to wait until the compile workers are warm, on a busy machine."""
-BEAT_S = 3.0
-"""After which an agent with nothing to say tells that it lives: whoever is silent for 15 s is taken for dead."""
 SOON_S = 0.3
 """After which what has not come is not on its way."""
 
@@ -63,121 +54,6 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 async def channel(server: str) -> AsyncIterator[grpc.aio.Channel]:
     async with open_channel(Access(server)) as channel:
         yield channel
-
-
-class Agent:
-    """An agent of two devices that does only what the test says."""
-
-    def __init__(self, channel: grpc.aio.Channel, name: str, *, own_runners: Sequence[device_pb2.DeviceRunner] = ()) -> None:
-        self.stub = agent_pb2_grpc.AgentServiceStub(channel)
-        self.devices = [
-            device_pb2.Device(
-                id=f"{name}{index}" * 8, name=f"{name}{index}", arch=platform.machine(), cores=2, own_runners=own_runners
-            )
-            for index in range(2)
-        ]
-        hello = agent_pb2.Hello(agent_id=name, protocol_version=1, devices=self.devices, boot_id=boot_id())
-        self.outgoing: asyncio.Queue[agent_pb2.AgentMessage | None] = asyncio.Queue()
-        self.outgoing.put_nowait(agent_pb2.AgentMessage(hello=hello))
-        self.stream = self.stub.Connect(_beating(self.outgoing))
-
-    async def started(self) -> agent_pb2.StartRun:
-        """The next run that it is asked for."""
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                message = await self.stream.read()
-                if message.WhichOneof("message") == "start_run":
-                    start: agent_pb2.StartRun = message.start_run
-                    return start
-
-    def ended(self, start: agent_pb2.StartRun, reason: str, fault: common_pb2.Fault.ValueType) -> None:
-        """Tells how a run ended."""
-        error = common_pb2.Error(fault=fault, reason=reason, message=f"{reason}.")
-        result = agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, error=error)
-        self.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=result))
-
-    def serve(self, start: agent_pb2.StartRun) -> Serving:
-        """A session's stream, ready."""
-        return Serving(self.stub, start.attempt_id)
-
-
-class Serving:
-    """The stream of a session, seen from the agent."""
-
-    def __init__(self, stub: agent_pb2_grpc.AgentServiceAsyncStub, attempt_id: str, *, ready: bool = True) -> None:
-        self._attempt_id = attempt_id
-        self._outgoing: asyncio.Queue[agent_pb2.SessionReply | None] = asyncio.Queue()
-        self.stream = stub.ServeSession(_each(self._outgoing))
-        if ready:
-            self._send(agent_pb2.SessionReply(ready=session_pb2.SessionReady(threads=2)))
-
-    def _send(self, reply: agent_pb2.SessionReply) -> None:
-        reply.attempt_id = self._attempt_id
-        self._outgoing.put_nowait(reply)
-
-    async def call(self) -> agent_pb2.SessionCall:
-        """The next call."""
-        async with asyncio.timeout(WAIT_S):
-            return await self.stream.read()
-
-    def answer(self, call_id: str, run_ns: int, outputs: session_pb2.SessionTensors | None = None) -> None:
-        """Answers a call."""
-        answer = session_pb2.SessionAnswer(run_ns=run_ns, outputs=outputs)
-        self._send(agent_pb2.SessionReply(answered=agent_pb2.SessionAnswered(call_id=call_id, answer=answer)))
-
-    def line(self, text: str) -> None:
-        """Says what the runner printed."""
-        self._send(agent_pb2.SessionReply(log_line=text))
-
-    def end(self) -> None:
-        """Closes its side."""
-        self._outgoing.put_nowait(None)
-
-
-async def _beating(queue: asyncio.Queue[agent_pb2.AgentMessage | None]) -> AsyncIterator[agent_pb2.AgentMessage]:
-    """The queue's messages, and heartbeats where none comes."""
-    while True:
-        try:
-            message = await asyncio.wait_for(queue.get(), BEAT_S)
-        except TimeoutError:
-            message = agent_pb2.AgentMessage(heartbeat=agent_pb2.Heartbeat())
-        if message is None:
-            return
-        yield message
-
-
-async def _each(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:
-    while (item := await queue.get()) is not None:
-        yield item
-
-
-class Caller:
-    """A session, seen from its owner."""
-
-    def __init__(self, channel: grpc.aio.Channel, request: session_pb2.OpenSessionRequest) -> None:
-        self.stub = session_pb2_grpc.SessionServiceStub(channel)
-        self.events = self.stub.Open(request)
-        self.id = ""
-
-    async def event(self, kind: str) -> session_pb2.SessionEvent:
-        """The next event of this kind."""
-        async with asyncio.timeout(WAIT_S):
-            while True:
-                event = await self.events.read()
-                assert event is not grpc.aio.EOF, f"the stream ended before {kind}"
-                self.id = event.session_id
-                if event.WhichOneof("event") == kind:
-                    return event
-
-    def call(self, call_id: str, **task: object) -> asyncio.Task[session_pb2.CallResponse]:
-        """A call under way."""
-        asked = session_pb2.SessionTask(method="forward", **task)  # type: ignore[arg-type]
-        request = session_pb2.CallRequest(session_id=self.id, call_id=call_id, task=asked)
-
-        async def calling() -> session_pb2.CallResponse:
-            return await self.stub.Call(request)
-
-        return asyncio.create_task(calling())
 
 
 @pytest.fixture

@@ -16,7 +16,7 @@ import pytest
 
 from etfarm.server.config import Config, Exposed
 from etfarm.wire.channel import parse_address
-from tests.rpc.test_contract import WAIT_S, address_of
+from tests.support.contract import WAIT_S, address_of
 from tests.support.farm import Daemon
 
 pytestmark = pytest.mark.slow(reason="starts servers, and each command is a process")

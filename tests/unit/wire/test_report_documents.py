@@ -10,7 +10,7 @@ from google.protobuf import json_format
 
 from etfarm.v1 import report_pb2
 from etfarm.wire import report
-from tests.unit.wire.test_report_json import KEYS
+from tests.support.report_keys import KEYS
 
 
 def written() -> dict[str, Any]:

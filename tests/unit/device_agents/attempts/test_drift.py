@@ -20,9 +20,9 @@ from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan, OnProgress, Progress
 from etfarm.server.reports.latency import statistics
 from etfarm.v1 import agent_pb2
+from tests.support.phases import RecordedPhases
 from tests.support.programs import program
 from tests.support.runner import runner_bundle
-from tests.unit.device_agents.attempts.test_passes import Heard
 
 __all__ = ["runner_bundle"]
 
@@ -113,7 +113,7 @@ async def test_a_real_pass_that_goes_on_is_one_pass_for_all_who_hear_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(drift, "CALM", -1.0)  # nothing is calm enough
-    made, result, heard = program("counter"), agent_pb2.CandidateResult(), Heard()
+    made, result, heard = program("counter"), agent_pb2.CandidateResult(), RecordedPhases()
     done: list[int] = []
     monkeypatch.setattr(heard, "report_steps", lambda count, total: done.append(count))
     async with NativeRunner.start(runner_bundle.command(), tmp_path) as runner:

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
-import grpc
 import psutil
 import pytest
 from hypothesis import given
@@ -25,62 +21,12 @@ from etfarm.device_agents.device.identity import device_id
 from etfarm.device_agents.errors import FolderInUse
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.device_agents.targets.local import Machine
-from etfarm.v1 import agent_pb2, artifact_pb2, artifact_pb2_grpc, common_pb2, compile_pb2, job_pb2
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
-from etfarm.wire.chunks import artifact_of
-from tests.support.farm import wait_until
+from tests.support.attempts import Blobs
 from tests.support.programs import program
 from tests.support.runner import runner_archive
-
-
-class Blobs(artifact_pb2_grpc.ArtifactServiceServicer):
-    """A store that has what it is given and takes everything."""
-
-    def __init__(self) -> None:
-        self.blobs: dict[str, bytes] = {}
-
-    def put(self, data: bytes) -> common_pb2.Artifact:
-        self.blobs[artifact_of(data).digest] = data
-        return artifact_of(data)
-
-    async def Download(self, request: artifact_pb2.DownloadArtifactRequest, context: Any) -> AsyncIterator[artifact_pb2.Chunk]:
-        data = self.blobs[request.digest]
-        for start in range(request.offset, len(data), 1 << 18):
-            yield artifact_pb2.Chunk(offset=start, data=data[start : start + (1 << 18)])
-
-    async def FindMissing(
-        self, request: artifact_pb2.FindMissingArtifactsRequest, context: Any
-    ) -> artifact_pb2.FindMissingArtifactsResponse:
-        return artifact_pb2.FindMissingArtifactsResponse()
-
-
-async def no_runner_is_left() -> bool:
-    """Whether no runner is below this process, as soon as those of a server that other tests share have ended too."""
-
-    def is_runner(child: psutil.Process) -> bool:
-        try:
-            return "runner" in child.name()
-        except psutil.NoSuchProcess:
-            return False
-
-    children = psutil.Process().children
-    return await asyncio.to_thread(wait_until, lambda: not any(map(is_runner, children(recursive=True))), 10.0)
-
-
-@pytest.fixture
-async def blobs() -> Blobs:
-    return Blobs()
-
-
-@pytest.fixture
-async def address(blobs: Blobs) -> AsyncIterator[str]:
-    server = grpc.aio.server()
-    artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(blobs, server)
-    port = server.add_insecure_port("127.0.0.1:0")
-    await server.start()
-    yield f"127.0.0.1:{port}"
-    await server.stop(None)
 
 
 async def test_a_program_that_needs_too_much_memory_is_the_users_fault(blobs: Blobs, address: str, tmp_path: Path) -> None:

@@ -27,17 +27,17 @@ from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
+from tests.support.attempts import Blobs, no_runner_is_left
 from tests.support.farm import wait_until
 from tests.support.programs import program
 from tests.support.runner import runner_archive
-from tests.unit.device_agents.attempts.test_execute import Blobs, address, blobs, no_runner_is_left  # noqa: F401 - fixtures
 
 QUICK = job_pb2.Measurement(interleave=True, warmup=1, iterations=STARTS * ROUNDS, min_time_s=0)
 
 
 async def attempt(
-    blobs: Blobs,  # noqa: F811
-    address: str,  # noqa: F811
+    blobs: Blobs,
+    address: str,
     folder: Path,
     names: Collection[str],
     *,
@@ -66,8 +66,8 @@ async def attempt(
 
 
 async def test_candidates_take_turns_in_a_random_order_over_several_starts(
-    blobs: Blobs,  # noqa: F811
-    address: str,  # noqa: F811
+    blobs: Blobs,
+    address: str,
     tmp_path: Path,
 ) -> None:
     told: list[agent_pb2.RunProgress] = []
@@ -97,14 +97,14 @@ async def test_candidates_take_turns_in_a_random_order_over_several_starts(
     assert [block.place for block in again.candidates[0].blocks] == [block.place for block in one.blocks], "of the attempt's id"
 
 
-async def test_a_program_that_keeps_state_is_known_as_one(blobs: Blobs, address: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_a_program_that_keeps_state_is_known_as_one(blobs: Blobs, address: str, tmp_path: Path) -> None:
     result = await attempt(blobs, address, tmp_path, ["counter", "add"])
     assert [each.repeatability.outcome for each in result.candidates] == ["KEEPS_STATE", "EQUAL"]
 
 
 async def test_who_crashes_in_the_middle_leaves_the_others_to_go_on(
-    blobs: Blobs,  # noqa: F811
-    address: str,  # noqa: F811
+    blobs: Blobs,
+    address: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -125,7 +125,7 @@ async def test_who_crashes_in_the_middle_leaves_the_others_to_go_on(
     assert not one.HasField("error") and not other.HasField("error")
 
 
-async def test_who_cannot_be_loaded_leaves_the_other_alone(blobs: Blobs, address: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_who_cannot_be_loaded_leaves_the_other_alone(blobs: Blobs, address: str, tmp_path: Path) -> None:
     result = await attempt(blobs, address, tmp_path, ["external_xnnpack", "add"])
     broken, alone = result.candidates
     assert broken.HasField("error") and not broken.blocks
@@ -133,8 +133,8 @@ async def test_who_cannot_be_loaded_leaves_the_other_alone(blobs: Blobs, address
 
 
 async def test_a_device_that_fails_without_the_program_fails_the_whole_attempt(
-    blobs: Blobs,  # noqa: F811
-    address: str,  # noqa: F811
+    blobs: Blobs,
+    address: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -151,8 +151,8 @@ async def test_a_device_that_fails_without_the_program_fails_the_whole_attempt(
 
 
 async def test_what_hangs_ends_with_the_attempts_time_and_is_the_one_that_is_named(
-    blobs: Blobs,  # noqa: F811
-    address: str,  # noqa: F811
+    blobs: Blobs,
+    address: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -171,8 +171,8 @@ async def test_what_hangs_ends_with_the_attempts_time_and_is_the_one_that_is_nam
 
 
 async def test_cancelled_twice_it_leaves_no_runner(
-    blobs: Blobs,  # noqa: F811
-    address: str,  # noqa: F811
+    blobs: Blobs,
+    address: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -205,7 +205,7 @@ async def test_cancelled_twice_it_leaves_no_runner(
     assert len(set(pids[-2:])) == 2, "one of each candidate"
 
 
-async def test_too_little_memory_for_all_at_once_says_so(blobs: Blobs, address: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_too_little_memory_for_all_at_once_says_so(blobs: Blobs, address: str, tmp_path: Path) -> None:
     share = (100 << 20) / psutil.virtual_memory().available
     result = await attempt(blobs, address, tmp_path, ["add", "large"], memory_share=share)
     error = result.candidates[1].error

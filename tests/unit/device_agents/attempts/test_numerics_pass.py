@@ -21,21 +21,21 @@ from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import agent_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
+from tests.support.attempts import Blobs, no_runner_is_left
 from tests.support.faults import faulty_archive, faulty_program
 from tests.support.programs import program
 from tests.support.runner import runner_archive
-from tests.unit.device_agents.attempts.test_execute import Blobs, address, blobs, no_runner_is_left  # noqa: F401 - the fixtures
 
 QUICK: dict[str, Any] = {"warmup": 1, "iterations": 2, "min_time_s": 0.0, "numerics": True}
 
 
-def program_of(blobs: Blobs, data: bytes) -> compile_pb2.Program:  # noqa: F811
+def program_of(blobs: Blobs, data: bytes) -> compile_pb2.Program:
     pte = blobs.put(data)
     return compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
 
 
 def candidate_of(
-    blobs: Blobs, name: str, numerics: bytes | None, runner: Path | None = None  # noqa: F811
+    blobs: Blobs, name: str, numerics: bytes | None, runner: Path | None = None
 ) -> agent_pb2.RunCandidate:  # fmt: skip
     """The program `name`, with `numerics` in the numerics pass; by ExecuTorch's Python binding where there is no runner."""
     made = program(name)
@@ -50,7 +50,7 @@ def candidate_of(
 
 
 async def attempt(
-    address: str, folder: Path, *candidates: agent_pb2.RunCandidate, interleave: bool = False, deadline_s: float = 120  # noqa: F811
+    address: str, folder: Path, *candidates: agent_pb2.RunCandidate, interleave: bool = False, deadline_s: float = 120
 ) -> list[agent_pb2.CandidateResult]:  # fmt: skip
     """What an attempt of these gives; nothing of it is left on the disk."""
     config = AgentConfig(Access(address), "board", folder, gates=GateLimits(idle_wait_s=0, cool_wait_s=0))
@@ -79,7 +79,7 @@ def is_measured(result: agent_pb2.CandidateResult) -> bool:
 
 @pytest.mark.parametrize("kind", ["native", "python"])
 async def test_the_second_program_is_run_on_the_same_inputs_after_all_else_is_uploaded(
-    blobs: Blobs, address: str, tmp_path: Path, kind: str  # noqa: F811
+    blobs: Blobs, address: str, tmp_path: Path, kind: str
 ) -> None:  # fmt: skip
     if kind == "python" and not PythonRunner.available():
         pytest.skip("needs torch and executorch")
@@ -95,7 +95,7 @@ async def test_the_second_program_is_run_on_the_same_inputs_after_all_else_is_up
     assert given.etdump.digest != result.etdump.digest
 
 
-async def test_without_a_second_program_there_is_no_such_pass(blobs: Blobs, address: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_without_a_second_program_there_is_no_such_pass(blobs: Blobs, address: str, tmp_path: Path) -> None:
     (result,) = await attempt(address, tmp_path, candidate_of(blobs, "add", None, runner_archive()))
     assert is_measured(result)
     assert not result.HasField("numerics") and "NUMERICS" not in phases(result)
@@ -103,7 +103,7 @@ async def test_without_a_second_program_there_is_no_such_pass(blobs: Blobs, addr
 
 @pytest.mark.parametrize(("fault", "reason"), [("ab1", "PROGRAM_CRASHED"), ("hn1", "PROGRAM_TIMED_OUT")])
 async def test_a_second_program_that_ends_badly_leaves_the_numbers(
-    blobs: Blobs, address: str, tmp_path: Path, fault: str, reason: str  # noqa: F811
+    blobs: Blobs, address: str, tmp_path: Path, fault: str, reason: str
 ) -> None:  # fmt: skip
     candidate = candidate_of(blobs, "add", faulty_program(fault), faulty_archive())
     (result,) = await attempt(address, tmp_path, candidate, deadline_s=12)
@@ -114,14 +114,14 @@ async def test_a_second_program_that_ends_badly_leaves_the_numbers(
     assert not result.numerics.HasField("etdump")
 
 
-async def test_a_second_program_that_is_none_leaves_the_numbers(blobs: Blobs, address: str, tmp_path: Path) -> None:  # noqa: F811
+async def test_a_second_program_that_is_none_leaves_the_numbers(blobs: Blobs, address: str, tmp_path: Path) -> None:
     (result,) = await attempt(address, tmp_path, candidate_of(blobs, "add", b"no program at all", runner_archive()))
     assert is_measured(result)
     assert (result.numerics.error.reason, result.numerics.error.stage) == ("PROGRAM_FAILED", "LOAD")
 
 
 async def test_values_that_would_fill_the_disk_are_not_kept(
-    blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+    blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:  # fmt: skip
     usage = shutil.disk_usage(tmp_path)
     monkeypatch.setattr(numerics.shutil, "disk_usage", lambda path: usage._replace(free=20))
@@ -134,7 +134,7 @@ async def test_values_that_would_fill_the_disk_are_not_kept(
 
 
 async def test_candidates_that_take_turns_have_their_pass_after_all_rounds(
-    blobs: Blobs, address: str, tmp_path: Path  # noqa: F811
+    blobs: Blobs, address: str, tmp_path: Path
 ) -> None:  # fmt: skip
     archive = runner_archive()
     results = await attempt(

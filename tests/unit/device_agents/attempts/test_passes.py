@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import numpy as np
@@ -21,39 +21,18 @@ from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.v1 import agent_pb2, job_pb2
 from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar, Tensor, Value
+from tests.support.phases import RecordedPhases
 from tests.support.programs import program
 from tests.support.runner import runner_bundle
 
 __all__ = ["runner_bundle"]
 
 
-class Heard:
-    """What was told, in order."""
-
-    def __init__(self) -> None:
-        self.phases: list[str] = []
-        self.now = ""
-
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        self.enter_phase(name)
-        yield
-        self.end_phase(name, 0, 0)
-
-    def enter_phase(self, name: str) -> None:
-        self.now = name
-
-    def end_phase(self, name: str, began_s: float, ended_s: float) -> None:
-        assert began_s <= ended_s
-        self.phases.append(name)
-
-    def report_steps(self, done: int, total: int) -> None:
-        assert done >= 0 and total >= 0
-
-
 @asynccontextmanager
-async def loaded(name: str, bundle: Bundle, folder: Path) -> AsyncIterator[tuple[Passes, agent_pb2.CandidateResult, Heard]]:
-    made, result, heard = program(name), agent_pb2.CandidateResult(), Heard()
+async def loaded(
+    name: str, bundle: Bundle, folder: Path
+) -> AsyncIterator[tuple[Passes, agent_pb2.CandidateResult, RecordedPhases]]:
+    made, result, heard = program(name), agent_pb2.CandidateResult(), RecordedPhases()
     folder.mkdir(exist_ok=True)
     async with NativeRunner.start(bundle.command(), folder) as runner:
         await runner.hello()

@@ -20,10 +20,10 @@ from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
+from tests.support.attempts import Blobs
 from tests.support.farm import descendants, wait_until
 from tests.support.faults import faulty_archive, faulty_program
 from tests.support.programs import program
-from tests.unit.device_agents.attempts.test_execute import Blobs, address, blobs  # noqa: F401 - fixtures
 
 FREE_S = 1.0
 """Within which the device is free again: its runner gone, and whose fault it was found out."""
@@ -44,8 +44,8 @@ class Struck:
 
     def __init__(
         self,
-        blobs: Blobs,  # noqa: F811
-        address: str,  # noqa: F811
+        blobs: Blobs,
+        address: str,
         cache: Cache,
         folder: Path,
         fault: str,
@@ -117,8 +117,8 @@ async def freed(strike: Callable[[], Struck], within_s: float = FREE_S) -> agent
     ("mem", "PROGRAM_OUT_OF_MEMORY", {}),
 ])  # fmt: skip
 async def test_what_ends_the_runner_is_named_as_what_it_was(
-    blobs: Blobs,  # noqa: F811
-    address: str,  # noqa: F811
+    blobs: Blobs,
+    address: str,
     cache: Cache,
     tmp_path: Path,
     fault: str,
@@ -141,8 +141,8 @@ async def test_what_ends_the_runner_is_named_as_what_it_was(
     ],
 )
 async def test_who_was_killed_lacked_memory_where_the_kernel_says_so(
-    blobs: Blobs,  # noqa: F811
-    address: str,  # noqa: F811
+    blobs: Blobs,
+    address: str,
     cache: Cache,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -168,8 +168,8 @@ def test_this_kernel_tells_how_often_memory_ran_out() -> None:
 
 @pytest.mark.slow(reason="waits for the deadline of a program that hangs")
 async def test_a_kernel_that_never_returns_ends_with_the_attempts_time(
-    blobs: Blobs,  # noqa: F811
-    address: str,  # noqa: F811
+    blobs: Blobs,
+    address: str,
     cache: Cache,
     tmp_path: Path,
 ) -> None:
@@ -181,8 +181,8 @@ async def test_a_kernel_that_never_returns_ends_with_the_attempts_time(
 
 
 async def test_garbage_on_stdout_is_no_answer_and_changes_none(
-    blobs: Blobs,  # noqa: F811
-    address: str,  # noqa: F811
+    blobs: Blobs,
+    address: str,
     cache: Cache,
     tmp_path: Path,
 ) -> None:
@@ -195,8 +195,8 @@ async def test_garbage_on_stdout_is_no_answer_and_changes_none(
 
 
 async def test_who_crashes_leaves_the_device_to_the_next(
-    blobs: Blobs,  # noqa: F811
-    address: str,  # noqa: F811
+    blobs: Blobs,
+    address: str,
     cache: Cache,
     tmp_path: Path,
 ) -> None:

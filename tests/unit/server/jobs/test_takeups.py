@@ -11,10 +11,10 @@ from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.takeups import CleanEnd, Takeups
 from etfarm.v1 import common_pb2, job_pb2
-from tests.unit.server.jobs.test_conductor import WAIT_S, WAY, World, world  # noqa: F401 - a fixture
+from tests.support.cells import STATES_TO_SUCCESS, WAIT_S, World
 
 
-async def compiles(world: World, job: job_pb2.Job) -> None:  # noqa: F811
+async def compiles(world: World, job: job_pb2.Job) -> None:
     """Waits until the compiler has the job."""
     async with asyncio.timeout(WAIT_S):
         async for event in world.journal.watch(job.id, 0):
@@ -23,14 +23,14 @@ async def compiles(world: World, job: job_pb2.Job) -> None:  # noqa: F811
     raise AssertionError("the job ended before")
 
 
-async def crashed(world: World, *, gate: bool = True) -> World:  # noqa: F811
+async def crashed(world: World, *, gate: bool = True) -> World:
     """Another server on the same database, whose compiler stands still."""
     again = await world.restarted()
     again.compiler.gate = asyncio.Event() if gate else None
     return again
 
 
-async def test_the_job_that_kills_servers_is_set_aside_at_the_third_time_and_the_others_go_on(world: World) -> None:  # noqa: F811
+async def test_the_job_that_kills_servers_is_set_aside_at_the_third_time_and_the_others_go_on(world: World) -> None:
     world.compiler.gate = asyncio.Event()
     guilty, *others = [await world.submit(on_device=False) for _ in range(3)]
     for job in (guilty, *others):
@@ -54,7 +54,7 @@ async def test_the_job_that_kills_servers_is_set_aside_at_the_third_time_and_the
 
 
 async def test_a_job_that_does_not_come_to_rest_holds_up_the_others_for_some_seconds_only(
-    world: World,  # noqa: F811
+    world: World,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("etfarm.server.jobs.conductor.CARE_S", 0.1)
@@ -70,7 +70,7 @@ async def test_a_job_that_does_not_come_to_rest_holds_up_the_others_for_some_sec
     await again.conductor.stop()
 
 
-async def test_a_job_that_waits_for_a_device_is_not_counted(world: World) -> None:  # noqa: F811
+async def test_a_job_that_waits_for_a_device_is_not_counted(world: World) -> None:
     job = await world.submit()
     await world.until(job, model.WAITING)
     takeups = Takeups(world.database)
@@ -80,11 +80,11 @@ async def test_a_job_that_waits_for_a_device_is_not_counted(world: World) -> Non
     assert await takeups.counts() == {job.id: 0}
     agent = await world.agent()
     agent.answer(await agent.started())
-    assert (await world.end(job))[0] == WAY
+    assert (await world.end(job))[0] == STATES_TO_SUCCESS
     await world.conductor.stop()
 
 
-async def test_a_job_can_be_cancelled_before_its_turn_to_be_taken_up(world: World) -> None:  # noqa: F811
+async def test_a_job_can_be_cancelled_before_its_turn_to_be_taken_up(world: World) -> None:
     world.compiler.gate = asyncio.Event()
     jobs = [await world.submit(on_device=False) for _ in range(2)]
     for job in jobs:
@@ -97,7 +97,7 @@ async def test_a_job_can_be_cancelled_before_its_turn_to_be_taken_up(world: Worl
     await again.conductor.stop()
 
 
-async def test_a_server_that_lives_for_a_while_forgets_the_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:  # noqa: F811
+async def test_a_server_that_lives_for_a_while_forgets_the_counts(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("etfarm.server.jobs.conductor.STABLE_S", 0.0)
     monkeypatch.setattr("etfarm.server.jobs.conductor.CARE_S", 0.0)
     world.compiler.gate = asyncio.Event()

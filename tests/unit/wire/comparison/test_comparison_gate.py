@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from etfarm.wire.comparison import BadGate, Gate, Limit, Side, compare
-from tests.unit.wire.comparison.test_comparison import against, report, timed
+from tests.support.comparisons import against, report, timed
 
 
 def codes(document: dict[str, Any]) -> list[str]:

@@ -15,7 +15,7 @@ from etfarm.client.cli.commands import compare
 from etfarm.client.formats import answers, compared
 from etfarm.client.jobs import report_file
 from etfarm.client.jobs.comparison import needs_farm
-from tests.unit.wire.comparison.test_comparison import against, operator, report, reports, timed
+from tests.support.comparisons import against, operator, report, reports, timed
 
 NOBODY = "127.0.0.1:1"
 

@@ -18,7 +18,7 @@ from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.v1.artifact_pb2 import Chunk
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError, UserError
-from tests.unit.server.jobs.test_conductor import AT, WAIT_S, Agent, World, compiled, error, world  # noqa: F401 - a fixture
+from tests.support.cells import AT, WAIT_S, Agent, World, compiled, error
 
 LIVE = ["COMPILING", "WAITING_FOR_DEVICE", "RUNNING", "ANALYZING", "SUCCEEDED"]
 
@@ -42,7 +42,7 @@ class Compiles:
 
 
 @pytest.fixture
-async def farm(world: World) -> AsyncIterator[World]:  # noqa: F811
+async def farm(world: World) -> AsyncIterator[World]:
     use(world, Compiles())
     yield world
 

@@ -16,7 +16,7 @@ from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.wire import recipes
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import UserError
-from tests.unit.server.jobs.test_conductor import FORWARD, WAY, World, compiled, error, world  # noqa: F401 - the fixture
+from tests.support.cells import FORWARD, STATES_TO_SUCCESS, World, compiled, error
 
 FP32 = recipes.parse("xnnpack_fp32")
 TIMED, SEPARATE = "timed", "separate"
@@ -59,17 +59,17 @@ class Both:
 
 
 @pytest.fixture
-def both(world: World) -> Both:  # noqa: F811
+def both(world: World) -> Both:
     made = Both()
     use(world, made)
     return made
 
 
-def use(world: World, made: Both) -> None:  # noqa: F811
+def use(world: World, made: Both) -> None:
     world.conductor = world.conduct(made)
 
 
-async def submit(world: World, recipe: recipes.Recipe = FP32, method: str = "forward") -> job_pb2.Job:  # noqa: F811
+async def submit(world: World, recipe: recipes.Recipe = FP32, method: str = "forward") -> job_pb2.Job:
     job = job_pb2.Job(id=f"job-{world.ids()}", owner="ann")
     job.create_time.FromDatetime(datetime(2025, 1, 2, tzinfo=UTC))
     job.spec.measurement.numerics = True
@@ -81,7 +81,7 @@ async def submit(world: World, recipe: recipes.Recipe = FP32, method: str = "for
     return written
 
 
-async def recorded(world: World) -> agent_pb2.NumericsResult:  # noqa: F811
+async def recorded(world: World) -> agent_pb2.NumericsResult:
     """What a numerics pass gave, its files uploaded."""
     files = {name: await world.store.put(name.encode(), "agent") for name in ("etdump", "debug", "outputs")}
     return agent_pb2.NumericsResult(**files)
@@ -91,7 +91,7 @@ def codes(report: report_pb2.Report) -> list[str]:
     return [warning.code for warning in report.compile.warnings]
 
 
-async def test_the_device_gets_both_programs_and_the_report_names_both(world: World, both: Both) -> None:  # noqa: F811
+async def test_the_device_gets_both_programs_and_the_report_names_both(world: World, both: Both) -> None:
     agent = await world.agent()
     job = await submit(world)
     run = await agent.started()
@@ -99,7 +99,7 @@ async def test_the_device_gets_both_programs_and_the_report_names_both(world: Wo
     assert (candidate.program.digest, candidate.numerics_program.digest) == ("program of timed", "program of separate")
     agent.answer(run, numerics=await recorded(world))
     states, (report,) = await world.end(job)
-    assert states == WAY
+    assert states == STATES_TO_SUCCESS
     assert report.compile.program.digest == "program of timed"
     assert (report.numerics.program.digest, report.numerics.is_timed_program) == ("program of separate", False)
     assert (report.numerics_etdump, report.numerics_debug) == (artifact_of(b"etdump"), artifact_of(b"debug"))
@@ -111,7 +111,7 @@ async def test_the_device_gets_both_programs_and_the_report_names_both(world: Wo
     assert both.asked[1][1]["quantize_again"] is False, "other scales would be another model"
 
 
-async def test_a_recipe_without_xnnpack_is_compiled_once_and_runs_twice(world: World, both: Both) -> None:  # noqa: F811
+async def test_a_recipe_without_xnnpack_is_compiled_once_and_runs_twice(world: World, both: Both) -> None:
     agent = await world.agent()
     job = await submit(world, recipes.parse("portable"))
     run = await agent.started()
@@ -125,7 +125,7 @@ async def test_a_recipe_without_xnnpack_is_compiled_once_and_runs_twice(world: W
     assert "COMPILE_NUMERICS" not in [phase.phase for phase in cell.timeline]
 
 
-async def test_a_second_program_that_does_not_compile_is_a_warning(world: World, both: Both) -> None:  # noqa: F811
+async def test_a_second_program_that_does_not_compile_is_a_warning(world: World, both: Both) -> None:
     both.error = UserError("XNNPACK cannot.", "Do without.")
     agent = await world.agent()
     job = await submit(world)
@@ -133,7 +133,7 @@ async def test_a_second_program_that_does_not_compile_is_a_warning(world: World,
     assert not run.candidates[0].HasField("numerics_program")
     agent.answer(run)
     states, (report,) = await world.end(job)
-    assert states == WAY
+    assert states == STATES_TO_SUCCESS
     (warning,) = report.compile.warnings
     assert warning.code == "NUMERICS_NOT_COMPILED"
     assert warning.message.endswith("XNNPACK cannot. Do without.")
@@ -148,20 +148,20 @@ async def test_a_second_program_that_does_not_compile_is_a_warning(world: World,
     ],
 )
 async def test_a_pass_that_gave_nothing_is_a_warning(
-    world: World, both: Both, given: agent_pb2.NumericsResult | None, says: str  # noqa: F811
+    world: World, both: Both, given: agent_pb2.NumericsResult | None, says: str
 ) -> None:  # fmt: skip
     agent = await world.agent()
     job = await submit(world)
     agent.answer(await agent.started(), numerics=given)
     states, (report,) = await world.end(job)
-    assert states == WAY
+    assert states == STATES_TO_SUCCESS
     assert codes(report) == ["NUMERICS_NOT_RUN"]
     assert says in report.compile.warnings[0].message
     assert report.numerics.program.digest == "program of separate"
     assert not report.HasField("numerics_etdump")
 
 
-async def test_a_cell_that_failed_on_the_device_has_no_second_complaint(world: World, both: Both) -> None:  # noqa: F811
+async def test_a_cell_that_failed_on_the_device_has_no_second_complaint(world: World, both: Both) -> None:
     agent = await world.agent()
     job = await submit(world)
     agent.answer(await agent.started(), error("USER"))
@@ -170,7 +170,7 @@ async def test_a_cell_that_failed_on_the_device_has_no_second_complaint(world: W
     assert codes(report) == []
 
 
-async def test_a_constant_method_has_no_operators_to_compare(world: World, both: Both) -> None:  # noqa: F811
+async def test_a_constant_method_has_no_operators_to_compare(world: World, both: Both) -> None:
     agent = await world.agent()
     job = await submit(world, method="label")
     run = await agent.started()
@@ -182,7 +182,7 @@ async def test_a_constant_method_has_no_operators_to_compare(world: World, both:
     assert [key for key, _ in both.asked] == [TIMED]
 
 
-async def test_inputs_that_only_the_device_knows_can_be_compared_with_nothing(world: World, both: Both) -> None:  # noqa: F811
+async def test_inputs_that_only_the_device_knows_can_be_compared_with_nothing(world: World, both: Both) -> None:
     both.has_inputs = False
     agent = await world.agent()
     job = await submit(world)
@@ -194,7 +194,7 @@ async def test_inputs_that_only_the_device_knows_can_be_compared_with_nothing(wo
 
 
 @pytest.mark.parametrize("failed", [False, True])
-async def test_a_new_server_finds_the_second_program_again(world: World, both: Both, failed: bool) -> None:  # noqa: F811
+async def test_a_new_server_finds_the_second_program_again(world: World, both: Both, failed: bool) -> None:
     both.error = UserError("XNNPACK cannot.") if failed else None
     job = await submit(world)
     await world.until(job, model.WAITING)
@@ -206,13 +206,13 @@ async def test_a_new_server_finds_the_second_program_again(world: World, both: B
     assert run.candidates[0].HasField("numerics_program") is not failed
     agent.answer(run, numerics=None if failed else await recorded(world))
     states, (report,) = await again.end(job)
-    assert states == WAY
+    assert states == STATES_TO_SUCCESS
     assert codes(report) == (["NUMERICS_NOT_COMPILED"] if failed else [])
     assert [key for key, _ in both.asked] == [TIMED, SEPARATE], "nothing is compiled again"
     await again.conductor.stop()
 
 
-async def test_a_failure_that_was_not_kept_is_still_no_failure_of_the_cell(world: World, both: Both) -> None:  # noqa: F811
+async def test_a_failure_that_was_not_kept_is_still_no_failure_of_the_cell(world: World, both: Both) -> None:
     both.error = UserError("The disk was full.")
     job = await submit(world)
     await world.until(job, model.WAITING)
@@ -223,12 +223,12 @@ async def test_a_failure_that_was_not_kept_is_still_no_failure_of_the_cell(world
     agent = await again.agent()
     agent.answer(await agent.started())
     states, (report,) = await again.end(job)
-    assert states == WAY
+    assert states == STATES_TO_SUCCESS
     assert codes(report) == ["NUMERICS_NOT_COMPILED"]
     await again.conductor.stop()
 
 
-async def test_cancelling_ends_the_second_compilation_too(world: World, both: Both) -> None:  # noqa: F811
+async def test_cancelling_ends_the_second_compilation_too(world: World, both: Both) -> None:
     both.gate = asyncio.Event()
     job = await submit(world)
     with world.announcer.subscribe(job.id) as subscription:

@@ -20,7 +20,7 @@ from etfarm.server.rpc.services.salvage import Salvaged
 from etfarm.v1 import agent_pb2, artifact_pb2, common_pb2, device_pb2, job_pb2
 from etfarm.wire.errors import Fault
 from etfarm.wire.status import from_proto
-from tests.rpc.test_contract import RPCS
+from tests.support.contract import RPCS
 
 SUBMIT = "/etfarm.v1.JobService/Submit"
 MOST_CHARACTERS = 256 << 10

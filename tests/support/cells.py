@@ -1,0 +1,237 @@
+"""A server without its port and its children: cells on a real database, with the agent's end in the test's hands."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from array import array
+from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etfarm.server.artifacts.store import Store
+from etfarm.server.compile.cache import Outcome
+from etfarm.server.compile.single_flight import Listener
+from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.runs import Runs
+from etfarm.server.devices.session import AgentSession
+from etfarm.server.jobs import model
+from etfarm.server.jobs.cells.analysis import CellAnalysis
+from etfarm.server.jobs.cells.dispatch import Dispatch
+from etfarm.server.jobs.cells.placement import Placement
+from etfarm.server.jobs.cells.requirements import Requirements
+from etfarm.server.jobs.cells.results import Results
+from etfarm.server.jobs.cells.stages import CellStages
+from etfarm.server.jobs.conductor import Conductor
+from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.log import JobLog
+from etfarm.server.jobs.records.watch import Announcer
+from etfarm.server.reports.verdict import Thresholds
+from etfarm.server.state.engine import Database
+from etfarm.server.workers.measurement_lock import MeasurementLock
+from etfarm.server.workers.reader_threads import Readers
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
+from etfarm.v1.device_pb2 import Device
+from etfarm.wire.chunks import artifact_of
+
+WAIT_S = 60.0
+AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
+FORWARD = compile_pb2.MethodFacts(operators=["aten::add.out"], backends=["XnnpackBackend"], planned_bytes=[64])
+
+
+def compiled() -> compile_pb2.Compilation:
+    made = compile_pb2.Compilation(key="key", facts=compile_pb2.ProgramFacts(methods={"forward": FORWARD}))
+    made.program.pte.CopyFrom(artifact_of(b"pte"))
+    made.program.data["weights"].CopyFrom(artifact_of(b"weights"))
+    made.program.digest = "of the manifest"
+    return made
+
+
+class Compiles:
+    """A compiler that answers at once, or when `gate` opens, or with `error`."""
+
+    def __init__(self) -> None:
+        self.gate: asyncio.Event | None = None
+        self.error: Exception | None = None
+        self.outcome = Outcome(compiled())
+        self.stop_after = ""
+        self.calls = 0
+        self.stopped = 0
+
+    async def compile(self, candidate: object, *, listener: Listener, stop_after: str, **_: object) -> Outcome:
+        self.calls += 1
+        self.stop_after = stop_after
+        listener.on_stage("QUANTIZE", 2.0, cached=True)
+        if self.gate is not None:
+            try:
+                await self.gate.wait()
+            except asyncio.CancelledError:
+                self.stopped += 1
+                raise
+        if self.error is not None:
+            raise self.error
+        return self.outcome
+
+    async def get(self, key: str) -> compile_pb2.Compilation:
+        assert key == "key"
+        return compiled()
+
+
+class Analyzes:
+    """An analyst that finds a latency."""
+
+    def __init__(self) -> None:
+        self.seen: list[agent_pb2.CandidateResult] = []
+        self.gate: asyncio.Event | None = None
+
+    async def analyze(self, *arguments: Any, **_: Any) -> report_pb2.Report:
+        self.seen.append(arguments[4])
+        if self.gate is not None:
+            await self.gate.wait()
+        found = report_pb2.Report()
+        found.latency.p50_ns = 5.0
+        return found
+
+
+class Agent:
+    """The agent's end of a connection, played by the test."""
+
+    def __init__(self, world: World, name: str) -> None:
+        self.world = world
+        self.session = AgentSession(f"agent-{name}", "host", lambda: 0.0)
+        self.device = Device(id=name, name=name, arch="x86_64")
+        self._messages = self.session.outgoing()
+
+    async def connect(self, *active: str) -> Agent:
+        hello = agent_pb2.Hello(agent_id=self.session.agent_id, devices=[self.device], active_attempts=active)
+        await self.world.registry.connect(self.session, hello)
+        return self
+
+    async def leave(self) -> None:
+        await self.world.registry.disconnect(self.session)
+
+    async def heard(self) -> agent_pb2.ServerMessage:
+        async with asyncio.timeout(WAIT_S):
+            return await anext(self._messages)
+
+    async def started(self) -> agent_pb2.StartRun:
+        message = await self.heard()
+        assert message.WhichOneof("message") == "start_run", message
+        return message.start_run
+
+    async def is_told(self, kind: str, attempt: str) -> None:
+        message = await self.heard()
+        assert message.WhichOneof("message") == kind, message
+        assert getattr(message, kind).attempt_id == attempt
+
+    def uploaded(self, data: bytes) -> common_pb2.Artifact:
+        """The artifact of bytes that the agent has uploaded."""
+        artifact = artifact_of(data)
+        place = self.world.store.place(artifact.digest)
+        place.parent.mkdir(exist_ok=True)
+        place.write_bytes(data)
+        return artifact
+
+    def answer(self, run: agent_pb2.StartRun, error: common_pb2.Error | None = None, **more: Any) -> bool:
+        result = agent_pb2.CandidateResult(cell_id=run.candidates[0].cell_id, error=error, **more)
+        if run.HasField("measurement") and error is None:
+            result.samples.CopyFrom(self.uploaded(array("q", [900]).tobytes()))
+            result.iterations, result.duration_ns, result.stop_reason = 1, 1000, "MAX_TIME"
+        return self.world.runs.deliver(
+            agent_pb2.RunResult(attempt_id=run.attempt_id, device_id=run.device_id, candidates=[result])
+        )
+
+
+class World:
+    """A server without its port and its children. `restarted` gives another one on the same database."""
+
+    def __init__(self, database: Database, folder: Path, ids: Callable[[], str]) -> None:
+        self.database, self.folder, self.ids = database, folder, ids
+        self.store = store = Store(folder, database)
+        self.announcer = Announcer()
+        self.journal = Journal(database, self.announcer, self.now)
+        self.log = JobLog(database, self.announcer, self.now)
+        self.bundles = bundles = Bundles(store, database, folder)
+        bundles._use(agent_pb2.RunnerBundle(arch="x86_64", backends=["XnnpackBackend"], operators=["aten::add.out"]))
+        bundles.settled.set()
+        self.runs = Runs(3600)
+        self.registry = Registry(database, bundles, self.runs, self.now)
+        self.compiler, self.analyst = Compiles(), Analyzes()
+        self.conductor = self.conduct(self.compiler)
+
+    def conduct(self, compiler: Any) -> Conductor:
+        """A conductor of the world's jobs, with a compiler."""
+        registry, runs, readers = self.registry, self.runs, Readers()
+        self.requirements = Requirements(registry, self.bundles, self.store, readers)
+        dispatch = Dispatch(registry, runs, Placement(registry, runs), self.bundles, self.requirements, self.ids)
+        analysis = CellAnalysis(self.analyst, self.log, Thresholds())  # type: ignore[arg-type]
+        self.stages = CellStages(
+            self.journal, self.log, self.announcer, compiler, self.requirements, dispatch,
+            Results(runs, dispatch, self.store, readers), analysis, MeasurementLock(),
+            now=self.now, clock=lambda: 0.0, new_id=self.ids,
+        )  # fmt: skip
+        return Conductor(self.journal, self.announcer, self.stages)
+
+    def now(self) -> datetime:
+        return AT
+
+    async def restarted(self) -> World:
+        await self.conductor.stop()
+        again = World(self.database, self.folder, self.ids)
+        await again.registry.load()
+        return again
+
+    async def agent(self, name: str = "pi") -> Agent:
+        return await Agent(self, name).connect()
+
+    async def submit(self, cells: int = 1, *, on_device: bool = True, stop_after: str = "") -> job_pb2.Job:
+        job = job_pb2.Job(id=f"job-{self.ids()}", owner="ann")
+        job.spec.stop_after = stop_after
+        job.submitted_at.FromDatetime(AT)
+        job.spec.candidates.add(name="net").program.pte.CopyFrom(artifact_of(b"pte"))
+        for index in range(cells):
+            job.cells.add(
+                id=f"{job.id}-{index}", job_id=job.id, index=index, state=model.QUEUED, version=1, method="forward",
+                device_index=0 if on_device else None,
+            )  # fmt: skip
+        written, _ = await self.journal.submit(job, job.id)
+        self.conductor.start(written)
+        return written
+
+    async def until(self, job: job_pb2.Job, state: int) -> None:
+        """Waits until a cell of the job is in the state."""
+        async with asyncio.timeout(WAIT_S):
+            async for event in self.journal.watch(job.id, 0):
+                if event.cell.state == state:
+                    return
+        raise AssertionError("the job ended before")
+
+    async def end(self, job: job_pb2.Job) -> tuple[list[str], list[report_pb2.Report]]:
+        """The names of the states that the job's only cell went through, and its reports."""
+        async with asyncio.timeout(WAIT_S):
+            events = [event async for event in self.journal.watch(job.id, 0)]
+        states = [common_pb2.CellState.Name(e.cell.state).removeprefix("CELL_STATE_") for e in events if e.HasField("cell")]
+        return states, list(await self.journal.reports.of_job(job.id))
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    database = Database(tmp_path / "farm.sqlite")
+    await database.open()
+    numbers = itertools.count()
+    made = World(database, tmp_path, lambda: f"id{next(numbers):04}")
+    yield made
+    await made.conductor.stop()
+    await made.log.flush()
+    database.close()
+
+
+def error(fault: str, reason: str = "X") -> common_pb2.Error:
+    return common_pb2.Error(fault=common_pb2.Fault.Value(f"FAULT_{fault}"), reason=reason, message="No.")
+
+
+STATES_TO_SUCCESS = ["COMPILING", "WAITING_FOR_DEVICE", "RUNNING", "ANALYZING", "SUCCEEDED"]

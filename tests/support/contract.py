@@ -1,0 +1,78 @@
+"""The rpcs of the contract, and calls of a real server by their names."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Sequence
+from typing import Any
+
+import grpc
+from google.protobuf import message_factory
+from google.protobuf.message import Message
+
+from etfarm.v1 import (
+    agent_pb2,
+    artifact_pb2,
+    audit_pb2,
+    compile_pb2,
+    device_pb2,
+    farm_pb2,
+    job_pb2,
+    project_pb2,
+    report_pb2,
+    session_pb2,
+    token_pb2,
+)
+from tests.support.farm import Daemon
+
+MODULES = (
+    agent_pb2,
+    artifact_pb2,
+    audit_pb2,
+    compile_pb2,
+    device_pb2,
+    farm_pb2,
+    job_pb2,
+    project_pb2,
+    report_pb2,
+    session_pb2,
+    token_pb2,
+)
+SERVICES = {service.name: service for module in MODULES for service in module.DESCRIPTOR.services_by_name.values()}
+RPCS = {f"{service.name}.{method.name}": method for service in SERVICES.values() for method in service.methods}
+WAIT_S = 200.0
+"""An answer may have to wait until the compile workers are warm."""
+
+
+def address_of(server: Daemon) -> str:
+    """Where it says that it listens."""
+    line = next((line for line in server.lines if "listening on" in line), None) or server.expect("listening on")
+    return line.removeprefix("etfarm serve: listening on ")
+
+
+async def call(channel: grpc.aio.Channel, rpc: str, *requests: Message, wait_s: float = WAIT_S) -> list[Any]:
+    """The answers of an rpc by its name; an empty request where none is given."""
+    while True:
+        try:
+            return await _call_once(channel, rpc, requests, wait_s)
+        except grpc.aio.AioRpcError as error:
+            # grpc.aio loses the status when the server answers a stream in the moment of its first write; so do it again.
+            if not (error.details() or "").startswith("Internal error from Core"):
+                raise
+
+
+async def _call_once(channel: grpc.aio.Channel, rpc: str, requests: Sequence[Message], wait_s: float) -> list[Any]:
+    method = RPCS[rpc]
+    given = requests or (message_factory.GetMessageClass(method.input_type)(),)
+    kind = ("stream" if method.client_streaming else "unary") + "_" + ("stream" if method.server_streaming else "unary")
+    stub = getattr(channel, kind)(
+        f"/{method.containing_service.full_name}/{method.name}",
+        request_serializer=lambda message: message.SerializeToString(),
+        response_deserializer=message_factory.GetMessageClass(method.output_type).FromString,
+    )
+
+    async def stream() -> AsyncIterator[Message]:
+        for request in given:
+            yield request
+
+    running = stub(stream() if method.client_streaming else given[0], timeout=wait_s)
+    return [message async for message in running] if method.server_streaming else [await running]
