@@ -8,9 +8,11 @@ import json
 import re
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
+from google.protobuf import message_factory
 from google.protobuf.message import Message
 from google.rpc import error_details_pb2
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -21,6 +23,7 @@ from etfarm.server.rpc.door.roles import ROLES
 from etfarm.v1 import (
     agent_pb2,
     artifact_pb2,
+    comparison_pb2,
     compile_pb2,
     device_pb2,
     farm_pb2,
@@ -33,6 +36,7 @@ from etfarm.wire.status import from_rpc_error
 from tests.support.contract import RPCS, SERVICES, WAIT_S, address_of, call
 from tests.support.farm import Daemon
 
+LISTS = sorted(rpc for rpc, method in RPCS.items() if method.name.startswith("List") or rpc == "ReportService.Get")
 PROTO = Path(__file__).parents[2] / "proto" / "etfarm" / "v1"
 
 

@@ -18,7 +18,7 @@ from etfarm.v1 import (
     farm_pb2,
     job_pb2,
     project_pb2,
-    report_pb2,
+    report_service_pb2,
     session_pb2,
     token_pb2,
 )
@@ -33,7 +33,7 @@ MODULES = (
     farm_pb2,
     job_pb2,
     project_pb2,
-    report_pb2,
+    report_service_pb2,
     session_pb2,
     token_pb2,
 )

@@ -16,7 +16,7 @@ from etfarm.wire.messages import fill, from_scalar, to_scalar
 from etfarm.wire.report import dumps
 from tests.wire.test_comparison import report, reports
 
-RECORDED = sorted((Path(__file__).parents[1] / "support" / "comparisons").glob("*.json"))
+RECORDED = sorted((Path(__file__).parents[3] / "support" / "comparisons").glob("*.json"))
 """Documents that version 0.1.0 wrote."""
 
 JOB = {
