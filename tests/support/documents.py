@@ -45,7 +45,7 @@ def report(**changes: Any) -> dict[str, Any]:
             row(5, "REST", "REST", 0.02, 46_000),
         ],
         "compile": {
-            "stages": [{"stage": "TO_EXECUTORCH", "duration_ms": 195.0, "where": "SERVER"}],
+            "stages": [{"stage": "TO_EXECUTORCH", "duration_ms": 195.0, "where": "ACTOR_SERVER"}],
             "program": {"digest": "1" * 64, "size_bytes": 320_512},
             "delegation": {"forward": {"subgraphs": 1, "delegated_nodes": 36, "non_delegated_nodes": 1}},
             "warnings": [{"code": "ONE_SAMPLE", "message": "forward was calibrated with one input."}],

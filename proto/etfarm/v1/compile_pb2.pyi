@@ -8,6 +8,7 @@ from etfarm.v1 import common_pb2 as _common_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -18,6 +19,30 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _HostCheckInputs:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HostCheckInputsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HostCheckInputs.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HOST_CHECK_INPUTS_UNSPECIFIED: _HostCheckInputs.ValueType  # 0
+    HOST_CHECK_INPUTS_EXAMPLE: _HostCheckInputs.ValueType  # 1
+    """The model's own example inputs."""
+    HOST_CHECK_INPUTS_MIN: _HostCheckInputs.ValueType  # 2
+    """Every dynamic dim at its minimum, or at its maximum."""
+    HOST_CHECK_INPUTS_MAX: _HostCheckInputs.ValueType  # 3
+
+class HostCheckInputs(_HostCheckInputs, metaclass=_HostCheckInputsEnumTypeWrapper):
+    """The inputs of a HostCheck."""
+
+HOST_CHECK_INPUTS_UNSPECIFIED: HostCheckInputs.ValueType  # 0
+HOST_CHECK_INPUTS_EXAMPLE: HostCheckInputs.ValueType  # 1
+"""The model's own example inputs."""
+HOST_CHECK_INPUTS_MIN: HostCheckInputs.ValueType  # 2
+"""Every dynamic dim at its minimum, or at its maximum."""
+HOST_CHECK_INPUTS_MAX: HostCheckInputs.ValueType  # 3
+Global___HostCheckInputs: _TypeAlias = HostCheckInputs  # noqa: Y015
 
 @_typing.final
 class ListRecipesRequest(_message.Message):
@@ -80,11 +105,10 @@ class RecipeInfo(_message.Message):
     summary: _builtins.str
     backend: _builtins.str
     """The backend that its partitioner delegates to; empty for portable kernels only."""
-    quantization: _builtins.str
-    """none, pt2e-static, pt2e-dynamic or torchao."""
+    quantization: _common_pb2.Quantization.ValueType
     available: _builtins.bool
     missing: _builtins.str
-    """What this server lacks for it; empty when available."""
+    """What this server lacks for the recipe; empty if it is available."""
     @_builtins.property
     def arguments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Argument names with their types and allowed values, for people."""
@@ -95,7 +119,7 @@ class RecipeInfo(_message.Message):
         name: _builtins.str = ...,
         summary: _builtins.str = ...,
         backend: _builtins.str = ...,
-        quantization: _builtins.str = ...,
+        quantization: _common_pb2.Quantization.ValueType = ...,
         available: _builtins.bool = ...,
         missing: _builtins.str = ...,
         arguments: _abc.Iterable[_builtins.str] | None = ...,
@@ -160,23 +184,26 @@ class Stage(_message.Message):
     METHODS_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
     """SOURCE_TRANSFORM, QUANTIZE, TORCH_EXPORT, TO_EDGE_TRANSFORM_AND_LOWER, TO_EDGE, EDGE_PROGRAM_MANAGER_TRANSFORM,
-    TO_BACKEND, TO_EXECUTORCH.
+    TO_BACKEND, TO_EXECUTORCH. A text and no enum: plug-ins may add stages.
     """
     duration_ms: _builtins.float
-    where: _builtins.str
+    """Absent if the duration is not known, as of a program that the client had exported before."""
+    where: _common_pb2.Actor.ValueType
     """CLIENT or SERVER."""
     cached: _builtins.bool
-    """Taken from an earlier compilation that shares this stage; its times are of then."""
+    """Whether the stage's result comes from an earlier compilation that shares it; the durations are those of then."""
     @_builtins.property
     def methods(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
-        """How long each method took where the stage does one after the other; empty where it does all of them at once."""
+        """The duration of each method in milliseconds if the stage processes methods one after the other; empty if it processes all
+        of them at once.
+        """
 
     def __init__(
         self,
         *,
         stage: _builtins.str = ...,
         duration_ms: _builtins.float | None = ...,
-        where: _builtins.str = ...,
+        where: _common_pb2.Actor.ValueType = ...,
         cached: _builtins.bool = ...,
         methods: _abc.Mapping[_builtins.str, _builtins.float] | None = ...,
     ) -> None: ...
@@ -232,7 +259,7 @@ class OperatorDelegation(_message.Message):
     non_delegated: _builtins.int
     @_builtins.property
     def places(self) -> _containers.RepeatedCompositeFieldContainer[Global___Place]:
-        """Where those outside of delegates come from, the most frequent first."""
+        """The origins of the nodes outside of delegates, the most frequent first; at most 20."""
 
     def __init__(
         self,
@@ -252,7 +279,7 @@ Global___OperatorDelegation: _TypeAlias = OperatorDelegation  # noqa: Y015
 
 @_typing.final
 class Place(_message.Message):
-    """Where nodes of a graph come from in the user's model."""
+    """The place in the user's model that nodes of a graph come from."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -264,7 +291,7 @@ class Place(_message.Message):
     count: _builtins.int
     @_builtins.property
     def source(self) -> Global___SourceLine:
-        """Absent where no frame is the user's own."""
+        """Absent if no frame of the stack trace is the user's own."""
 
     def __init__(
         self,
@@ -362,7 +389,7 @@ Global___Warning: _TypeAlias = Warning  # noqa: Y015
 
 @_typing.final
 class DimRange(_message.Message):
-    """Sizes along one dim: min == max where it is static."""
+    """The sizes of one dim, both inclusive: min == max if it is static."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -397,33 +424,39 @@ class ValueSpec(_message.Message):
     DIM_ORDER_FIELD_NUMBER: _builtins.int
     VALUE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The argument's or output's name; empty where only its position is known."""
-    kind: _builtins.str
-    """tensor, int, float, bool, none or str."""
+    """The argument's or output's name; empty if only its position is known."""
+    kind: _common_pb2.ValueKind.ValueType
     dtype: _builtins.str
-    value: _builtins.str
-    """JSON of what a non-tensor input must be: the program has it baked in."""
+    """The dtype's name in torch, such as "float32". This and the two lists are empty unless the kind is TENSOR."""
     @_builtins.property
-    def dims(self) -> _containers.RepeatedCompositeFieldContainer[Global___DimRange]: ...
+    def dims(self) -> _containers.RepeatedCompositeFieldContainer[Global___DimRange]:
+        """A .pte has only the maximum of a dynamic dim; its minimum is then 0."""
+
     @_builtins.property
-    def dim_order(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def dim_order(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The dims from the outermost in memory to the innermost."""
+
+    @_builtins.property
+    def value(self) -> Global___Scalar:
+        """The value that a non-tensor input must have, since the export baked it into the program. Present without a value for None;
+        absent if the input is free.
+        """
+
     def __init__(
         self,
         *,
         name: _builtins.str = ...,
-        kind: _builtins.str = ...,
+        kind: _common_pb2.ValueKind.ValueType = ...,
         dtype: _builtins.str = ...,
         dims: _abc.Iterable[Global___DimRange] | None = ...,
         dim_order: _abc.Iterable[_builtins.int] | None = ...,
-        value: _builtins.str | None = ...,
+        value: Global___Scalar | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "value", b"value"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_value", b"_value", "dim_order", b"dim_order", "dims", b"dims", "dtype", b"dtype", "kind", b"kind", "name", b"name", "value", b"value"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dim_order", b"dim_order", "dims", b"dims", "dtype", b"dtype", "kind", b"kind", "name", b"name", "value", b"value"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__value: _TypeAlias = _typing.Literal["value"]  # noqa: Y015
-    _WhichOneofArgType__value: _TypeAlias = _typing.Literal["_value", b"_value"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__value) -> _WhichOneofReturnType__value | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ValueSpec: _TypeAlias = ValueSpec  # noqa: Y015
 
@@ -474,13 +507,15 @@ class MethodFacts(_message.Message):
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValueSpec]: ...
     @_builtins.property
     def operators(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Kernels that the runtime must have, as its registry names them ("aten::add.out")."""
+        """Kernels that the runtime must have, by their names in its registry ("aten::add.out")."""
 
     @_builtins.property
-    def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Ids of the delegates' backends, such as "XnnpackBackend"."""
+
     @_builtins.property
     def planned_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Planned memory, a buffer each."""
+        """The sizes of the memory plan's buffers."""
 
     def __init__(
         self,
@@ -501,7 +536,7 @@ Global___MethodFacts: _TypeAlias = MethodFacts  # noqa: Y015
 
 @_typing.final
 class ProgramFacts(_message.Message):
-    """What a program needs of a device and takes as inputs; read from the .pte itself."""
+    """A program's inputs and outputs, and its requirements on a device; read from the .pte itself."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -544,7 +579,7 @@ Global___ProgramFacts: _TypeAlias = ProgramFacts  # noqa: Y015
 
 @_typing.final
 class ProgramSizes(_message.Message):
-    """Where a program's bytes are."""
+    """The sizes of a program's parts."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -597,9 +632,9 @@ class ProgramSizes(_message.Message):
     program_bytes: _builtins.int
     """The flatbuffer: operators, values and plans of all methods."""
     constant_bytes: _builtins.int
-    """Constants in the .pte, those that delegates keep as named data included."""
+    """Constants in the .pte, including those that delegates keep as named data."""
     delegate_bytes: _builtins.int
-    """What delegates made of their parts of the graphs."""
+    """The delegates' own data, without constants that they keep as named data."""
     @_builtins.property
     def methods(self) -> _containers.MessageMap[_builtins.str, Global___MethodSizes]: ...
     @_builtins.property
@@ -632,7 +667,7 @@ class MethodSizes(_message.Message):
     delegate_bytes: _builtins.int
     @_builtins.property
     def planned_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Planned memory, a buffer each."""
+        """The sizes of the memory plan's buffers."""
 
     def __init__(
         self,
@@ -650,9 +685,7 @@ Global___MethodSizes: _TypeAlias = MethodSizes  # noqa: Y015
 
 @_typing.final
 class ModuleFootprint(_message.Message):
-    """What a module of the user's model takes of the program and of its planned memory. Modules are not summed over what they
-    contain.
-    """
+    """A module's share of the program and of its planned memory. The share of a module excludes that of the modules it contains."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -663,11 +696,11 @@ class ModuleFootprint(_message.Message):
     PLANNED_TENSORS_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     module: _builtins.str
-    """The module's path in the user's model, "layer1.conv"; empty for what belongs to none."""
+    """The module's path in the user's model, "layer1.conv"; empty for the model itself."""
     constant_bytes: _builtins.int
-    """Its parameters and buffers as the program stores them, delegated ones included, each counted once, at its first user."""
+    """Its parameters and buffers as the program stores them, including delegated ones; each counts once, for its first user."""
     planned_bytes: _builtins.int
-    """The tensors that the memory plan gives room to: the most that its own hold at one time, and how many there are."""
+    """The maximum that the module's own planned tensors occupy at one time, and the number of these tensors."""
     planned_tensors: _builtins.int
     def __init__(
         self,
@@ -688,7 +721,7 @@ Global___ModuleFootprint: _TypeAlias = ModuleFootprint  # noqa: Y015
 
 @_typing.final
 class HostCheck(_message.Message):
-    """A method run once on the server, and compared with eager PyTorch before any quantization on the same inputs."""
+    """A single run of a method on the server, compared with eager PyTorch before any quantization on the same inputs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -699,14 +732,13 @@ class HostCheck(_message.Message):
     WHY_FIELD_NUMBER: _builtins.int
     OUTPUTS_FIELD_NUMBER: _builtins.int
     method: _builtins.str
-    inputs: _builtins.str
-    """EXAMPLE, or MIN and MAX where the method has dynamic dims."""
+    inputs: Global___HostCheckInputs.ValueType
     ran: _builtins.bool
     why: _builtins.str
-    """Why it did not run, or was not compared; empty otherwise."""
+    """Why the method did not run, or was not compared; empty otherwise."""
     @_builtins.property
     def shapes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of the tensor inputs in flattened order, as "2x3x224x224"."""
+        """Shapes of the tensor inputs in flattened order, such as "2x3x224x224"."""
 
     @_builtins.property
     def outputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputCheck]: ...
@@ -714,7 +746,7 @@ class HostCheck(_message.Message):
         self,
         *,
         method: _builtins.str = ...,
-        inputs: _builtins.str = ...,
+        inputs: Global___HostCheckInputs.ValueType = ...,
         shapes: _abc.Iterable[_builtins.str] | None = ...,
         ran: _builtins.bool = ...,
         why: _builtins.str = ...,
@@ -740,7 +772,7 @@ class OutputCheck(_message.Message):
     equal: _builtins.bool
     max_abs_error: _builtins.float
     sqnr_db: _builtins.float
-    """Capped at 300, which an exact match has; absent for NaN or an all-zero reference."""
+    """In dB, capped at 300, which an exact match has; absent for NaN or an all-zero reference."""
     def __init__(
         self,
         *,
@@ -944,10 +976,12 @@ class Compilation(_message.Message):
     MODULES_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     stopped_after: _builtins.str
-    """The last stage that was asked for; empty for a whole program."""
+    """The last requested stage; empty for a whole program."""
     @_builtins.property
     def error(self) -> _common_pb2.Error:
-        """Set when it failed; the rest is then what came out before. Failures that would come again are kept as well."""
+        """Set if the compilation failed; the other fields then hold the results of the stages before. Failures that would occur again
+        are kept as well.
+        """
 
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[Global___Stage]: ...
@@ -965,15 +999,15 @@ class Compilation(_message.Message):
     def facts(self) -> Global___ProgramFacts: ...
     @_builtins.property
     def example_inputs(self) -> _containers.MessageMap[_builtins.str, _common_pb2.Artifact]:
-        """The model's own example inputs by method, tensor files of flattened leaves; used where a job brings none."""
+        """The model's own example inputs by method, tensor files of flattened leaves; used if a job has no inputs of its own."""
 
     @_builtins.property
     def exported_programs(self) -> _containers.MessageMap[_builtins.str, _common_pb2.Artifact]:
-        """Each method's exported program as it was lowered: as it was sent, or quantized."""
+        """Each method's exported program as it was lowered: as the client sent it, or quantized."""
 
     @_builtins.property
     def stage_files(self) -> _containers.MessageMap[_builtins.str, _common_pb2.Artifact]:
-        """What JobSpec.stop_after asked for, by file name: METHOD.pt2 (a program), METHOD.txt (it, printed), delegation.csv."""
+        """The files that JobSpec.stop_after requested, by name: METHOD.pt2 (a program), METHOD.txt (its graph), delegation.csv."""
 
     @_builtins.property
     def sizes(self) -> Global___ProgramSizes: ...
@@ -981,7 +1015,7 @@ class Compilation(_message.Message):
     def checks(self) -> _containers.RepeatedCompositeFieldContainer[Global___HostCheck]: ...
     @_builtins.property
     def stayed_fp32(self) -> _containers.MessageMap[_builtins.str, Global___Fp32Operators]:
-        """By method; only of recipes that quantize."""
+        """By method; only for recipes that quantize."""
 
     @_builtins.property
     def modules(self) -> _containers.RepeatedCompositeFieldContainer[Global___ModuleFootprint]: ...
@@ -1016,7 +1050,7 @@ Global___Compilation: _TypeAlias = Compilation  # noqa: Y015
 
 @_typing.final
 class Program(_message.Message):
-    """What a device runs. Its digest is the sha256 of the canonical JSON
+    """A program for a device. Its digest is the sha256 of the canonical JSON
     {"schema": "etfarm.program/1", "pte": DIGEST, "data": {NAME: DIGEST, ...}}.
     """
 
@@ -1051,7 +1085,7 @@ class Program(_message.Message):
     def pte(self) -> _common_pb2.Artifact: ...
     @_builtins.property
     def data(self) -> _containers.MessageMap[_builtins.str, _common_pb2.Artifact]:
-        """Named data files (.ptd) that its external constants live in."""
+        """Named data files (.ptd) with the program's external constants."""
 
     def __init__(
         self,

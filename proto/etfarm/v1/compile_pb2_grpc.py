@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class CompileServiceStub(object):
-    """What the compile server can do, and what came of a compilation. A compilation is started by submitting a job.
+    """The recipes of the compile server, and the results of compilations. A compilation is started by submitting a job.
     """
 
     def __init__(self, channel):
@@ -48,22 +48,22 @@ class CompileServiceStub(object):
 
 
 class CompileServiceServicer(object):
-    """What the compile server can do, and what came of a compilation. A compilation is started by submitting a job.
+    """The recipes of the compile server, and the results of compilations. A compilation is started by submitting a job.
     """
 
     def ListRecipes(self, request, context):
-        """Every recipe that etfarm knows, those that cannot run on this server included, with what is missing.
-        Waits for the compile workers' prewarming on a server that has just started (seconds).
+        """Lists every recipe that etfarm knows, including those that this server cannot run, with what is missing for them.
+        Shortly after the server has started, the answer waits for the compile workers' prewarming (seconds).
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetCompilation(self, request, context):
-        """A compilation by its key (Cell.compilation_key).
+        """Returns a compilation by its key (Cell.compilation_key).
 
         Errors:
-        NOT_FOUND            COMPILATION_NOT_FOUND: nothing was compiled under this key.
+        NOT_FOUND            COMPILATION_NOT_FOUND: no compilation that the caller may see has this key.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,7 +91,7 @@ def add_CompileServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CompileService(object):
-    """What the compile server can do, and what came of a compilation. A compilation is started by submitting a job.
+    """The recipes of the compile server, and the results of compilations. A compilation is started by submitting a job.
     """
 
     @staticmethod

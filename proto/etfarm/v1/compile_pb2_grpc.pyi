@@ -27,41 +27,41 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CompileServiceStub:
-    """What the compile server can do, and what came of a compilation. A compilation is started by submitting a job."""
+    """The recipes of the compile server, and the results of compilations. A compilation is started by submitting a job."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CompileServiceAsyncStub: ...
     ListRecipes: _grpc.UnaryUnaryMultiCallable[_compile_pb2.ListRecipesRequest, _compile_pb2.ListRecipesResponse]
-    """Every recipe that etfarm knows, those that cannot run on this server included, with what is missing.
-    Waits for the compile workers' prewarming on a server that has just started (seconds).
+    """Lists every recipe that etfarm knows, including those that this server cannot run, with what is missing for them.
+    Shortly after the server has started, the answer waits for the compile workers' prewarming (seconds).
     """
     GetCompilation: _grpc.UnaryUnaryMultiCallable[_compile_pb2.GetCompilationRequest, _compile_pb2.Compilation]
-    """A compilation by its key (Cell.compilation_key).
+    """Returns a compilation by its key (Cell.compilation_key).
 
     Errors:
-      NOT_FOUND            COMPILATION_NOT_FOUND: nothing was compiled under this key.
+      NOT_FOUND            COMPILATION_NOT_FOUND: no compilation that the caller may see has this key.
     """
 
 @_typing.type_check_only
 class CompileServiceAsyncStub(CompileServiceStub):
-    """What the compile server can do, and what came of a compilation. A compilation is started by submitting a job."""
+    """The recipes of the compile server, and the results of compilations. A compilation is started by submitting a job."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListRecipes: _aio.UnaryUnaryMultiCallable[_compile_pb2.ListRecipesRequest, _compile_pb2.ListRecipesResponse]  # type: ignore[assignment]
-    """Every recipe that etfarm knows, those that cannot run on this server included, with what is missing.
-    Waits for the compile workers' prewarming on a server that has just started (seconds).
+    """Lists every recipe that etfarm knows, including those that this server cannot run, with what is missing for them.
+    Shortly after the server has started, the answer waits for the compile workers' prewarming (seconds).
     """
     GetCompilation: _aio.UnaryUnaryMultiCallable[_compile_pb2.GetCompilationRequest, _compile_pb2.Compilation]  # type: ignore[assignment]
-    """A compilation by its key (Cell.compilation_key).
+    """Returns a compilation by its key (Cell.compilation_key).
 
     Errors:
-      NOT_FOUND            COMPILATION_NOT_FOUND: nothing was compiled under this key.
+      NOT_FOUND            COMPILATION_NOT_FOUND: no compilation that the caller may see has this key.
     """
 
 class CompileServiceServicer(metaclass=_abc_1.ABCMeta):
-    """What the compile server can do, and what came of a compilation. A compilation is started by submitting a job."""
+    """The recipes of the compile server, and the results of compilations. A compilation is started by submitting a job."""
 
     @_abc_1.abstractmethod
     def ListRecipes(
@@ -69,8 +69,8 @@ class CompileServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _compile_pb2.ListRecipesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_compile_pb2.ListRecipesResponse, _abc.Awaitable[_compile_pb2.ListRecipesResponse]]:
-        """Every recipe that etfarm knows, those that cannot run on this server included, with what is missing.
-        Waits for the compile workers' prewarming on a server that has just started (seconds).
+        """Lists every recipe that etfarm knows, including those that this server cannot run, with what is missing for them.
+        Shortly after the server has started, the answer waits for the compile workers' prewarming (seconds).
         """
 
     @_abc_1.abstractmethod
@@ -79,10 +79,10 @@ class CompileServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _compile_pb2.GetCompilationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_compile_pb2.Compilation, _abc.Awaitable[_compile_pb2.Compilation]]:
-        """A compilation by its key (Cell.compilation_key).
+        """Returns a compilation by its key (Cell.compilation_key).
 
         Errors:
-          NOT_FOUND            COMPILATION_NOT_FOUND: nothing was compiled under this key.
+          NOT_FOUND            COMPILATION_NOT_FOUND: no compilation that the caller may see has this key.
         """
 
 def add_CompileServiceServicer_to_server(servicer: CompileServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

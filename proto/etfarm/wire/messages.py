@@ -42,7 +42,7 @@ def fill(message: M, values: Mapping[str, Any]) -> M:
             continue
         field = fields[key]
         if _is_map(field):
-            _fill_map(getattr(message, field.name), field.message_type.fields_by_name["value"], value)
+            _fill_map(getattr(message, field.name), field, value)
         elif field.is_repeated:
             _fill_list(getattr(message, field.name), field, value)
         elif field.message_type is not None:
@@ -76,9 +76,10 @@ def _is_map(field: Any) -> bool:
     return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
 
 
-def _fill_map(target: Any, values: Any, items: Mapping[str, Any]) -> None:
+def _fill_map(target: Any, field: Any, items: Mapping[str, Any]) -> None:
+    of_messages = field.message_type.fields_by_name["value"].message_type is not None
     for key, item in items.items():
-        if values.message_type is None:
+        if not of_messages:
             target[key] = item
         else:
             _fill_inner(target[key], item)

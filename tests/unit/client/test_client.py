@@ -79,7 +79,7 @@ def test_a_recipe_file_is_called_by_its_stem(tmp_path: Path) -> None:
 def test_the_time_of_the_export_goes_along() -> None:
     (candidate,) = _submission([TWO], "portable").spec.candidates
     (stage,) = candidate.stages_done
-    assert (stage.stage, stage.duration_ms, stage.where) == ("TORCH_EXPORT", 12.0, "CLIENT")
+    assert (stage.stage, stage.duration_ms, stage.where) == ("TORCH_EXPORT", 12.0, common_pb2.ACTOR_CLIENT)
 
 
 def test_a_program_is_one_candidate_whatever_the_recipes(tmp_path: Path) -> None:
@@ -231,9 +231,9 @@ def test_every_method_and_constant_goes_along_with_its_times() -> None:
     assert candidate.model.constant_methods["bos"].digest == digest.of_bytes(b"constant")
     told = [(stage.stage, stage.where, stage.duration_ms, dict(stage.methods)) for stage in candidate.stages_done]
     assert told == [
-        ("SOURCE_TRANSFORM", "CLIENT", 1.5, {"encode": 1.5}),
-        ("QUANTIZE", "CLIENT", 0.0, {}),
-        ("TORCH_EXPORT", "CLIENT", 12.0, {"encode": 5.0, "decode": 7.0}),
+        ("SOURCE_TRANSFORM", common_pb2.ACTOR_CLIENT, 1.5, {"encode": 1.5}),
+        ("QUANTIZE", common_pb2.ACTOR_CLIENT, 0.0, {}),
+        ("TORCH_EXPORT", common_pb2.ACTOR_CLIENT, 12.0, {"encode": 5.0, "decode": 7.0}),
     ]
     assert not candidate.stages_done[1].HasField("duration_ms")
 

@@ -178,9 +178,9 @@ def _key(parts: list[dict[str, object]], strict: bool) -> str:
 
 
 def _stage(name: str, times: Mapping[str, float | None]) -> compile_pb2.Stage:
-    from etfarm.v1 import compile_pb2
+    from etfarm.v1 import common_pb2, compile_pb2
 
     known = {method: time for method, time in times.items() if time is not None}
     # Round: sums of times with 3 digits have more digits, as in 0.1 + 0.2.
     total = round(sum(known.values()), 3) if known else None
-    return compile_pb2.Stage(stage=name, where="CLIENT", duration_ms=total, methods=known)
+    return compile_pb2.Stage(stage=name, where=common_pb2.ACTOR_CLIENT, duration_ms=total, methods=known)

@@ -27,6 +27,7 @@ from etfarm.client.models import (
 )
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, device_pb2, farm_pb2, job_pb2, project_pb2
 from etfarm.wire import status
+from etfarm.wire.words import word_of
 
 
 def job(message: job_pb2.Job) -> JobInfo:
@@ -162,7 +163,7 @@ def recipe(message: compile_pb2.RecipeInfo) -> RecipeInfo:
         name=message.name,
         summary=message.summary,
         backend=message.backend,
-        quantization=message.quantization,
+        quantization=word_of(common_pb2.Quantization.DESCRIPTOR, message.quantization) or "",
         available=message.available,
         missing=message.missing,
         arguments=tuple(message.arguments),

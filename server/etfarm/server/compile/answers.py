@@ -19,7 +19,9 @@ from etfarm.server.workers import output_files
 from etfarm.v1 import common_pb2, compile_pb2
 from etfarm.v1.compile_pb2 import Compilation
 from etfarm.wire.errors import FarmError
+from etfarm.wire.messages import fill, from_scalar, to_scalar
 from etfarm.wire.stages import STAGES
+from etfarm.wire.words import word_of
 
 MAX_ANSWER_BYTES: Final = 16 << 20
 """Maximum size of an answer; 20 places of each of 150 operators take half a MiB per method. Large data is sent as files."""
@@ -222,7 +224,7 @@ def recipes(answer: Mapping[str, Any]) -> compile_pb2.ListRecipesResponse:
         BadWorkerAnswer: the answer is not a RecipesResult.
     """
     with _convert_errors():
-        return compile_pb2.ListRecipesResponse(recipes=[compile_pb2.RecipeInfo(**row) for row in answer["recipes"]])
+        return compile_pb2.ListRecipesResponse(recipes=[fill(compile_pb2.RecipeInfo(), row) for row in answer["recipes"]])
 
 
 def _stages(rows: Sequence[Mapping[str, Any]]) -> list[compile_pb2.Stage]:
@@ -231,7 +233,7 @@ def _stages(rows: Sequence[Mapping[str, Any]]) -> list[compile_pb2.Stage]:
         compile_pb2.Stage(
             stage=_stage_name(row["stage"]),
             duration_ms=_milliseconds(row["duration_ms"]),
-            where="SERVER",
+            where=common_pb2.ACTOR_SERVER,
             methods={method: _milliseconds(duration_ms) for method, duration_ms in row["methods"].items()},
         )
         for row in rows
@@ -283,10 +285,7 @@ def _delegation(value: Mapping[str, Any]) -> compile_pb2.Delegation:
 
 
 def _check(value: Mapping[str, Any]) -> compile_pb2.HostCheck:
-    return compile_pb2.HostCheck(
-        method=value["method"], inputs=value["inputs"], shapes=value["shapes"], ran=value["ran"], why=value["why"],
-        outputs=[compile_pb2.OutputCheck(**row) for row in value["outputs"]],
-    )  # fmt: skip
+    return fill(compile_pb2.HostCheck(), value)
 
 
 def _method_facts(value: Mapping[str, Any]) -> compile_pb2.MethodFacts:
@@ -297,13 +296,12 @@ def _method_facts(value: Mapping[str, Any]) -> compile_pb2.MethodFacts:
 
 
 def _value_spec(value: Mapping[str, Any]) -> compile_pb2.ValueSpec:
-    spec = compile_pb2.ValueSpec(name=value.get("name") or "", kind=value["kind"], dtype=value.get("dtype") or "")
+    spec = fill(compile_pb2.ValueSpec(), {key: value.get(key) for key in ("name", "kind", "dtype", "dim_order")})
     for dim in value.get("dims") or ():
         low, high = (dim, dim) if isinstance(dim, int) else (dim["min"], dim["max"])
         spec.dims.add(min=low, max=high)
-    spec.dim_order.extend(value.get("dim_order") or ())
     if "value" in value:
-        spec.value = json.dumps(value["value"])
+        spec.value.CopyFrom(to_scalar(value["value"]))
     return spec
 
 
@@ -316,12 +314,13 @@ def facts_of(facts: compile_pb2.MethodFacts) -> MethodFacts:
 
 
 def _value_facts(spec: compile_pb2.ValueSpec) -> ValueFacts:
-    is_tensor = spec.kind == "tensor"
+    is_tensor = spec.kind == common_pb2.VALUE_KIND_TENSOR
+    kind = cast(Any, word_of(common_pb2.ValueKind.DESCRIPTOR, spec.kind) or "none")
     dims: list[int | DimRange] = [dim.min if dim.min == dim.max else {"min": dim.min, "max": dim.max} for dim in spec.dims]
     facts: ValueFacts = {
-        "name": spec.name or None, "kind": cast(Any, spec.kind), "dtype": spec.dtype or None,
+        "name": spec.name or None, "kind": kind, "dtype": spec.dtype or None,
         "dims": dims if is_tensor else None, "dim_order": list(spec.dim_order) if is_tensor else None,
     }  # fmt: skip
     if spec.HasField("value"):
-        facts["value"] = json.loads(spec.value)
+        facts["value"] = from_scalar(spec.value)
     return facts

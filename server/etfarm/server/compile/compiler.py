@@ -291,7 +291,7 @@ class Compiler:
                 raise answers.BadWorkerAnswer(f"The compile worker tells twice of {stage}.")
             reported.add((stage, duration_ms is None))
             if duration_ms is not None:
-                ended.append(compile_pb2.Stage(stage=stage, duration_ms=duration_ms, where="SERVER"))
+                ended.append(compile_pb2.Stage(stage=stage, duration_ms=duration_ms, where=common_pb2.ACTOR_SERVER))
             subscribers.on_stage(stage, duration_ms)
 
         try:

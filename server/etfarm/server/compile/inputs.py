@@ -8,7 +8,10 @@ from etfarm.server.compile.result import DimRange, MethodFacts, ValueFacts
 from etfarm.wire.errors import UserError
 from etfarm.wire.tensors import Layout, Scalar, Tensor
 
-_KINDS = {"int": int, "float": float, "bool": bool}
+_KINDS = {"int": int, "double": float, "bool": bool}
+
+_NAMES = {"double": "float"}
+"""Names of kinds in messages, where Python's name differs."""
 
 
 Value = Tensor | Layout | Scalar
@@ -84,7 +87,8 @@ def _check_value(method: str, name: str, fact: ValueFacts, value: Value) -> None
 def _check_scalar(method: str, name: str, fact: ValueFacts, value: Value) -> None:
     kind = "tensor" if not isinstance(value, Scalar) else _kind_of(value)
     if kind != fact["kind"]:
-        raise ValueMismatch(method, name, "kind", fact["kind"], kind, f"Give a {fact['kind']}.")
+        expected, got = (_NAMES.get(known, known) for known in (fact["kind"], kind))
+        raise ValueMismatch(method, name, "kind", expected, got, f"Give a {expected}.")
     if isinstance(value, Scalar) and "value" in fact and value.value != fact["value"]:
         remedy = "The export baked it in: give the same value, or export again with the new one."
         raise ValueMismatch(method, name, "value", repr(fact["value"]), repr(value.value), remedy)

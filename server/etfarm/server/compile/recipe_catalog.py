@@ -8,15 +8,15 @@ from typing import Final
 
 from etfarm.server.compile import answers
 from etfarm.server.workers.pool import Workers
-from etfarm.v1 import compile_pb2
+from etfarm.v1 import common_pb2, compile_pb2
 from etfarm.wire import recipes
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.recipes import Quantization, Recipe, Specification, UnknownRecipe
 
 _QUANTIZATIONS: Final = {
-    "pt2e-static": Quantization.PT2E_STATIC,
-    "pt2e-dynamic": Quantization.PT2E_DYNAMIC,
-    "torchao": Quantization.TORCHAO_SOURCE,
+    common_pb2.QUANTIZATION_PT2E_STATIC: Quantization.PT2E_STATIC,
+    common_pb2.QUANTIZATION_PT2E_DYNAMIC: Quantization.PT2E_DYNAMIC,
+    common_pb2.QUANTIZATION_TORCHAO: Quantization.TORCHAO_SOURCE,
 }
 """Quantizations by RecipeInfo.quantization."""
 

@@ -40,7 +40,7 @@ class ValueFacts(TypedDict):
 
     name: str | None
     """The value's name; None if only the .pte is known, which has no names."""
-    kind: Literal["tensor", "int", "float", "bool", "none", "str"]
+    kind: Literal["tensor", "int", "double", "bool", "none", "str"]
     dtype: str | None
     """The dtype's name in torch, like `float32`; None for non-tensors."""
     dims: list[int | DimRange] | None

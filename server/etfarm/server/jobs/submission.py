@@ -323,7 +323,7 @@ def _check_done(candidate: job_pb2.Candidate) -> list[str]:
             raise BadJob(
                 f"{stage.stage} of {candidate.name} cannot have taken {stage.duration_ms:g} ms.", "Say how long it took."
             )
-        stage.where, stage.cached = "CLIENT", False
+        stage.where, stage.cached = common_pb2.ACTOR_CLIENT, False
     if done[-1] != "TORCH_EXPORT":
         raise stages.BadStages(
             f"The stages of {candidate.name} that are done end with {done[-1]}, and what came is an exported program.",

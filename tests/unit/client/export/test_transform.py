@@ -15,6 +15,7 @@ from etfarm.client.export import ModelSource
 from etfarm.client.export.archive import ArchiveFacts, read_archive
 from etfarm.client.submit.preparation import BadModel, prepare
 from etfarm.client.submit.prepared import NotPrepared, PreparedExport
+from etfarm.v1.common_pb2 import ACTOR_CLIENT
 from etfarm.wire import recipes
 from etfarm.wire.errors import EtfarmError
 
@@ -61,7 +62,7 @@ def test_a_4_bit_recipe_is_applied_here_to_a_copy() -> None:
     export = export_of(module, FOUR_BIT, example_inputs=X)
     assert any(target.startswith("torchao.") for target in targets(program_of(export)))
     assert stages(export) == ["SOURCE_TRANSFORM", "TORCH_EXPORT"]
-    assert all(stage.duration_ms > 0 and stage.where == "CLIENT" for stage in export.stages_done())
+    assert all(stage.duration_ms > 0 and stage.where == ACTOR_CLIENT for stage in export.stages_done())
     given = program_of(export).module()(*X)
     assert not torch.equal(given, expected) and torch.allclose(given, expected, atol=0.1)
     assert module.state_dict().keys() == before.keys() and type(module[0]) is nn.Linear

@@ -176,7 +176,9 @@ async def test_a_recipe_that_does_not_quantize_takes_one_child_and_gives_all_tha
     assert world.ran == ["lower"]
     assert (outcome.cached, outcome.error) == (False, None)
     assert names(made.stages) == LOWERED
-    assert {(stage.where, stage.cached, stage.methods["encode"]) for stage in made.stages} == {("SERVER", False, 1.0)}
+    assert {(stage.where, stage.cached, stage.methods["encode"]) for stage in made.stages} == {
+        (common_pb2.ACTOR_SERVER, False, 1.0)
+    }
     assert heard.stages == [(stage, ended, False) for stage in LOWERED for ended in (False, True)]
     assert heard.lines == [f"lower {stage}" for stage in LOWERED]
     assert world.bytes_of(made.program.pte) == b"pte encode\nother\n|forward\n\n|constant"

@@ -27,7 +27,7 @@ from etfarm.server.rpc.door import caller
 from etfarm.server.rpc.door.token_file import LOCAL
 from etfarm.server.rpc.services.jobs import JobService
 from etfarm.server.state.engine import Database
-from etfarm.v1.common_pb2 import Artifact
+from etfarm.v1.common_pb2 import ACTOR_CLIENT, ACTOR_SERVER, Artifact
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.v1.job_pb2 import Candidate, DeviceChoice, Job, JobSpec, JobState, Measurement, MethodSource, Model, SubmitJobRequest
 from etfarm.wire import digest, recipes
@@ -166,10 +166,10 @@ async def test_methods_of_a_ready_program_are_not_known_yet(world: World) -> Non
 
 async def test_the_client_s_stages_say_that_they_ran_there(world: World) -> None:
     candidate = await world.model("net", recipes.parse("xnnpack_torchao_int8da_int4w_per_channel").json)
-    candidate.stages_done.add(stage="SOURCE_TRANSFORM", where="SERVER", cached=True, duration_ms=1)
+    candidate.stages_done.add(stage="SOURCE_TRANSFORM", where=ACTOR_SERVER, cached=True, duration_ms=1)
     candidate.stages_done.add(stage="TORCH_EXPORT")
     job = await world.make(JobSpec(candidates=[candidate]))
-    assert [(stage.where, stage.cached) for stage in job.spec.candidates[0].stages_done] == [("CLIENT", False)] * 2
+    assert [(stage.where, stage.cached) for stage in job.spec.candidates[0].stages_done] == [(ACTOR_CLIENT, False)] * 2
 
 
 @pytest.mark.parametrize(

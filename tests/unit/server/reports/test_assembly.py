@@ -33,7 +33,9 @@ def cell(state: str = "SUCCEEDED", **more: Any) -> job_pb2.Cell:
 
 
 def compilation() -> compile_pb2.Compilation:
-    made = compile_pb2.Compilation(key="k", stages=[compile_pb2.Stage(stage="TO_EXECUTORCH", duration_ms=5, where="SERVER")])
+    made = compile_pb2.Compilation(
+        key="k", stages=[compile_pb2.Stage(stage="TO_EXECUTORCH", duration_ms=5, where=common_pb2.ACTOR_SERVER)]
+    )
     made.program.pte.CopyFrom(artifact_of(b"pte"))
     made.program.data["w"].CopyFrom(artifact_of(b"weights"))
     made.program.digest = "d"
@@ -115,17 +117,17 @@ def test_what_a_program_ran_on_is_told_and_that_a_runner_made_it_up() -> None:
 
 def test_a_compilation_tells_all_that_it_found_out() -> None:
     submitted, made = job(), compilation()
-    submitted.spec.candidates[0].stages_done.add(stage="TORCH_EXPORT", where="CLIENT", duration_ms=3)
+    submitted.spec.candidates[0].stages_done.add(stage="TORCH_EXPORT", where=common_pb2.ACTOR_CLIENT, duration_ms=3)
     made.stages[0].cached = True
     made.stages[0].methods["forward"] = 4.0
     made.sizes.delegate_bytes = 7
-    made.checks.add(method="forward", inputs="EXAMPLE", ran=True)
+    made.checks.add(method="forward", inputs=compile_pb2.HOST_CHECK_INPUTS_EXAMPLE, ran=True)
     made.stayed_fp32["forward"].operators.add(op="aten.sin", count=2)
     made.exported_programs["forward"].CopyFrom(artifact_of(b"quantized"))
     found = assemble("r", submitted, cell(), at=AT, compilation=made).compile
     assert [(stage.stage, stage.where, stage.cached) for stage in found.stages] == [
-        ("TORCH_EXPORT", "CLIENT", False),
-        ("TO_EXECUTORCH", "SERVER", True),
+        ("TORCH_EXPORT", common_pb2.ACTOR_CLIENT, False),
+        ("TO_EXECUTORCH", common_pb2.ACTOR_SERVER, True),
     ]
     assert found.stages[1].methods["forward"] == 4.0
     assert (found.sizes, found.checks[0], found.stayed_fp32["forward"]) == (

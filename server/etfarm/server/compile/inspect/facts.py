@@ -27,8 +27,8 @@ _DTYPES = {
     "COMPLEX64": "complex64", "COMPLEX128": "complex128",
 }  # fmt: skip
 
-_SCALARS: dict[type[Any], tuple[Literal["int", "float", "bool", "none", "str"], str]] = {
-    Int: ("int", "int_val"), Bool: ("bool", "bool_val"), Double: ("float", "double_val"), String: ("str", "string_val"),
+_SCALARS: dict[type[Any], tuple[Literal["int", "double", "bool", "none", "str"], str]] = {
+    Int: ("int", "int_val"), Bool: ("bool", "bool_val"), Double: ("double", "double_val"), String: ("str", "string_val"),
 }  # fmt: skip
 
 
@@ -113,9 +113,9 @@ def _exported_value(program: Any, name: str, value: Any, argument: Any) -> Value
             "dim_order": _dim_order(value),
         }  # fmt: skip
     constant = getattr(argument, "value", None)
-    kind: Literal["int", "float", "bool", "none", "str"]
+    kind: Literal["int", "double", "bool", "none", "str"]
     if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
-        kind = "int" if isinstance(value, torch.SymInt) else "float" if isinstance(value, torch.SymFloat) else "bool"
+        kind = "int" if isinstance(value, torch.SymInt) else "double" if isinstance(value, torch.SymFloat) else "bool"
         return {"name": name or None, "kind": kind, "dtype": None, "dims": None, "dim_order": None}
     kind = _kind_of(constant)
     return {"name": name or None, "kind": kind, "dtype": None, "dims": None, "dim_order": None, "value": constant}
@@ -128,13 +128,13 @@ def _dim_order(value: torch.Tensor) -> list[int]:
         return list(range(value.dim()))
 
 
-def _kind_of(value: object) -> Literal["int", "float", "bool", "none", "str"]:
+def _kind_of(value: object) -> Literal["int", "double", "bool", "none", "str"]:
     if isinstance(value, bool):
         return "bool"
     if isinstance(value, int):
         return "int"
     if isinstance(value, float):
-        return "float"
+        return "double"
     return "none" if value is None else "str"
 
 
