@@ -14,9 +14,9 @@ from etfarm.wire import comparison
 from etfarm.wire.comparison import Side
 from etfarm.wire.messages import fill, from_scalar, to_scalar
 from etfarm.wire.report import dumps
-from tests.wire.test_comparison import report, reports
+from tests.support.comparisons import report, reports
 
-RECORDED = sorted((Path(__file__).parents[3] / "support" / "comparisons").glob("*.json"))
+RECORDED = sorted((Path(__file__).parents[3] / "support" / "recorded_comparisons").glob("*.json"))
 """Documents that version 0.1.0 wrote."""
 
 JOB = {
