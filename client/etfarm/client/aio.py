@@ -367,7 +367,7 @@ class AsyncFarm:
         """
         request = report_pb2.AnalyzeJobRequest(job_id=job_id)
         await repeat(lambda: self._open.reports.Analyze(request), server=self.address)
-        return JobResult(await (await self.job(job_id)).document())
+        return JobResult.from_dict(await (await self.job(job_id)).document())
 
     async def compare(
         self,

@@ -2,48 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
-from pathlib import Path
-from typing import Any
 
-from etfarm.client.errors import JobFailed, OutputUnwritable, SeveralReports
-from etfarm.wire.errors import EtfarmError, Fault, error_of
-
-
-class JobState(StrEnum):
-    """A job's state, derived from the states of its cells."""
-
-    QUEUED = "QUEUED"
-    RUNNING = "RUNNING"
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-    CANCELLED = "CANCELLED"
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether the state is final."""
-        return self in (JobState.SUCCEEDED, JobState.FAILED, JobState.CANCELLED)
-
-
-class CellState(StrEnum):
-    """The state of a cell."""
-
-    QUEUED = "QUEUED"
-    COMPILING = "COMPILING"
-    WAITING_FOR_DEVICE = "WAITING_FOR_DEVICE"
-    RUNNING = "RUNNING"
-    ANALYZING = "ANALYZING"
-    SUCCEEDED = "SUCCEEDED"
-    FAILED = "FAILED"
-    CANCELLED = "CANCELLED"
-
-    @property
-    def is_terminal(self) -> bool:
-        """Whether the state is final."""
-        return self in (CellState.SUCCEEDED, CellState.FAILED, CellState.CANCELLED)
+from etfarm.client.reports.enums import CellState as CellState
+from etfarm.client.reports.enums import JobState as JobState
+from etfarm.client.reports.report import Report as Report
+from etfarm.client.reports.result import JobResult as JobResult
+from etfarm.wire.errors import EtfarmError
 
 
 class DeviceState(StrEnum):
@@ -308,132 +276,3 @@ class ServerInfo:
     """What the server is still starting; empty when ready."""
     bundle_error: EtfarmError | None
     """Why there is no runner bundle for the server's own architecture; None unless building one failed."""
-
-
-class Record(Mapping[str, Any]):
-    """A JSON object with its keys as attributes: `report.latency.p50_ns` is `report["latency"]["p50_ns"]`.
-
-    Nested objects are Records, arrays are lists, null is None.
-    """
-
-    def __init__(self, values: Mapping[str, Any]) -> None:
-        self._values = values
-
-    def __getitem__(self, key: str) -> Any:
-        return _wrapped(self._values[key])
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)  # copy and pickle look these up before values exist
-        try:
-            return _wrapped(self._values[name])
-        except KeyError:
-            raise AttributeError(f"there is no {name!r} here; there are {', '.join(self._values)}") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._values)
-
-    def __len__(self) -> int:
-        return len(self._values)
-
-    def __dir__(self) -> list[str]:
-        return [*super().__dir__(), *self._values]
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({dict(self._values)!r})"
-
-    def json(self) -> dict[str, Any]:
-        """Return the plain JSON object."""
-        return dict(self._values)
-
-
-class Report(Record):
-    """One cell's REPORT in the schema etfarm.report/1: `report.latency.p50_ns`, `report.operators[0].source.line`."""
-
-    def __repr__(self) -> str:
-        return f"Report({self.id!r}, {self.model.name!r}, {self.state})"
-
-    @property
-    def failure(self) -> EtfarmError | None:
-        """The exception for the error of a failed cell; None if it has no error."""
-        return error_from_json(self._values["error"])
-
-
-class JobResult:
-    """The result of a job: all its reports, including those of failed cells."""
-
-    def __init__(self, document: dict[str, Any]) -> None:
-        """Wrap a document.
-
-        Args:
-            document: {schema, job, reports, error} of etfarm.report/1.
-        """
-        self._document = document
-        self.job = Record(document["job"])
-        self.reports = [Report(report) for report in document["reports"]]
-
-    def __repr__(self) -> str:
-        return f"JobResult({self.job.id!r}, {self.job.state}, {len(self.reports)} reports)"
-
-    @property
-    def state(self) -> JobState:
-        """The job's state."""
-        return JobState(self.job.state)
-
-    @property
-    def report(self) -> Report:
-        """The report of a job with exactly one.
-
-        Raises:
-            EtfarmError: the cell failed; this is the cell's error.
-            JobFailed: the job has several cells, and one failed.
-            SeveralReports: the job has several reports, or no report.
-        """
-        if len(self.reports) == 1:
-            (report,) = self.reports
-            if (failure := report.failure) is not None:
-                raise failure
-            if report.state == CellState.CANCELLED:
-                raise error_of(Fault.USER, "CANCELLED", f"Job {self.job.id} was cancelled.")
-            return report
-        failed = [f"{report.model.name} ({report.error.reason})" for report in self.reports if report.error]
-        if failed:
-            raise JobFailed(self.job.id, failed, len(self.reports))
-        raise SeveralReports(self.job.id, len(self.reports))
-
-    def json(self) -> dict[str, Any]:
-        """Return the document etfarm.report/1: {schema, job, reports, error}."""
-        return self._document
-
-    def save_html(self, path: str | Path) -> None:
-        """Write all reports to one HTML file that needs no network.
-
-        `etfarm.client.formats` has the other formats.
-
-        Raises:
-            OutputUnwritable: the file cannot be written.
-        """
-        from etfarm.client.formats import html
-
-        try:
-            Path(path).write_bytes(html.write(self._document))
-        except OSError as error:
-            raise OutputUnwritable(f"{path} cannot be written: {error.strerror}.", "Give another path.", path=path) from None
-
-
-def error_from_json(error: Mapping[str, Any] | None) -> EtfarmError | None:
-    """Return the exception for an ERROR of etfarm.report/1; None for null."""
-    if error is None:
-        return None
-    fault = Fault(error["fault"]) if error["fault"] in Fault.__members__ else Fault.FARM
-    return error_of(
-        fault, error["reason"], error["message"], error["remedy"] or "", stage=error["stage"] or "", metadata=error["metadata"]
-    )
-
-
-def _wrapped(value: Any) -> Any:
-    if isinstance(value, dict):
-        return Record(value)
-    if isinstance(value, list):
-        return [_wrapped(item) for item in value]
-    return value

@@ -33,7 +33,7 @@ class Table:
     rows: Iterator[tuple[Any, ...]]
 
 
-_OF: Final = {
+IDENTITY: Final = {
     "job": Kind.TEXT, "report": Kind.TEXT, "cell": Kind.TEXT, "model": Kind.TEXT, "recipe": Kind.TEXT, "method": Kind.TEXT,
     "device": Kind.TEXT, "threads": Kind.INTEGER,
 }  # fmt: skip
@@ -57,12 +57,12 @@ WHAT: Final = ("operators", "samples")
 
 def operators(document: Json) -> Table:
     """Return a row per operator, as in REPORT.operators; `source` is its file, line and code."""
-    return Table("operators", {**_OF, **_ROW, **_SOURCE, **_LAST}, _operators(document))
+    return Table("operators", {**IDENTITY, **_ROW, **_SOURCE, **_LAST}, _operators(document))
 
 
 def samples(document: Json) -> Table:
     """Return a row per timed iteration, from 0 in the order measured, with its latency in nanoseconds."""
-    return Table("samples", {**_OF, "iteration": Kind.INTEGER, "latency_ns": Kind.INTEGER}, _samples(document))
+    return Table("samples", {**IDENTITY, "iteration": Kind.INTEGER, "latency_ns": Kind.INTEGER}, _samples(document))
 
 
 def table(document: Json, what: str) -> Table:
@@ -72,7 +72,7 @@ def table(document: Json, what: str) -> Table:
 
 def _operators(document: Json) -> Iterator[tuple[Any, ...]]:
     for report in document["reports"]:
-        of = _of(document, report)
+        of = identity_of(document, report)
         for row in report["operators"] or ():
             source = row["source"] or dict.fromkeys(_SOURCE)
             yield (*of, *(row[key] for key in _ROW), *(source[key] for key in _SOURCE), *(row[key] for key in _LAST))
@@ -80,12 +80,13 @@ def _operators(document: Json) -> Iterator[tuple[Any, ...]]:
 
 def _samples(document: Json) -> Iterator[tuple[Any, ...]]:
     for report in document["reports"]:
-        of = _of(document, report)
+        of = identity_of(document, report)
         for iteration, latency_ns in enumerate(report["latency"]["samples_ns"] if report["latency"] else ()):
             yield (*of, iteration, latency_ns)
 
 
-def _of(document: Json, report: Json) -> tuple[Any, ...]:
+def identity_of(document: Json, report: Json) -> tuple[Any, ...]:
+    """Return the values of the columns `IDENTITY` for the rows of a report."""
     job, model, device = document["job"] or {}, report["model"] or {}, report["device"] or {}
     return (
         job.get("id"), report["id"], report["cell"], model.get("name"), report["recipe"], report["method"],

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etfarm.client.jobs import report_file
-from etfarm.client.models import JobResult, Record
+from etfarm.client.models import JobResult
+from etfarm.client.reports.comparison import Comparison as Comparison
 from etfarm.wire import comparison
 from etfarm.wire.comparison import Gate, Side
 
@@ -22,21 +23,6 @@ Compared = str | Path | JobResult
 """A job (id, unique prefix, tag or `latest`), a report file (x.json, or a path with a folder), or a result. A text may end in
 `#` and a cell's number from 0, a recipe or a model: `latest#1`, `base.json#xnnpack_fp32`.
 """
-
-
-class Comparison(Record):
-    """The document etfarm.comparison/1, which `etfarm.wire.comparison` describes.
-
-    Example: `comparison.pairs[0].latency.ratio`.
-    """
-
-    def __repr__(self) -> str:
-        return f"Comparison({len(self.pairs)} pairs, passed={self.passed})"
-
-    @property
-    def passed(self) -> bool:
-        """Whether the gate passed; True if no gate was set."""
-        return self.gate is None or bool(self.gate.passed)
 
 
 def needs_farm(*sides: Compared) -> bool:
@@ -67,9 +53,9 @@ async def compare(stubs: Stubs | None, base: Compared, candidate: Compared, gate
         EtfarmError: JOB_NOT_FOUND; SERVER_UNREACHABLE.
     """
     if stubs is not None and isinstance(base, str) and isinstance(candidate, str) and needs_farm(base) and needs_farm(candidate):
-        return Comparison(await _on_farm(stubs, base, candidate, gate))
+        return Comparison.from_dict(await _on_farm(stubs, base, candidate, gate))
     base_report, candidate_report = await _side(stubs, base), await _side(stubs, candidate)
-    return Comparison(await asyncio.to_thread(comparison.compare, base_report, candidate_report, gate))
+    return Comparison.from_dict(await asyncio.to_thread(comparison.compare, base_report, candidate_report, gate))
 
 
 async def _on_farm(stubs: Stubs, base: str, candidate: str, gate: Gate | None) -> dict[str, object]:
@@ -87,7 +73,7 @@ async def _on_farm(stubs: Stubs, base: str, candidate: str, gate: Gate | None) -
 
 async def _side(stubs: Stubs | None, what: Compared) -> Side:
     if isinstance(what, JobResult):
-        document = what.json()
+        document = what.to_dict()
         return Side(document["reports"], document["job"])
     name, choice = comparison.split_choice(str(what))
     if isinstance(what, Path) or report_file.is_named(name):

@@ -11,7 +11,9 @@ from datetime import UTC, datetime
 from typing import Any, Final
 
 from etfarm.client.formats.answers import REFERENCES
-from etfarm.client.models import Report
+from etfarm.client.reports.enums import VerdictStatus
+from etfarm.client.reports.latency import Latency
+from etfarm.client.reports.report import Report
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import report_pb2
@@ -58,14 +60,14 @@ class Point:
     @property
     def p50_ns(self) -> float | None:
         """The median latency in nanoseconds."""
-        latency = self.entry.report["latency"]
-        return None if latency is None else latency["p50_ns"]
+        latency = self.entry.report.latency
+        return None if latency is None else latency.p50_ns
 
     @property
     def verdict(self) -> str:
         """VALID, INVALID or NOT_BENCHMARKABLE; the cell's state if there are no numbers."""
-        verdict = self.entry.report["verdict"]
-        return str(verdict["status"] if verdict else self.entry.report["state"])
+        verdict = self.entry.report.verdict
+        return str(verdict.status if verdict else self.entry.report.state)
 
     @property
     def sqnr_db(self) -> float | None:
@@ -73,14 +75,14 @@ class Point:
 
         300 means equal. None without that reference, whatever other references the report has.
         """
-        known = (row["sqnr_db"] for row in self.entry.report["accuracy"] or () if row["reference"] == REFERENCES["EAGER"])
+        known = (row.sqnr_db for row in self.entry.report.accuracy or () if row.reference == REFERENCES["EAGER"])
         return min((value for value in known if value is not None), default=None)
 
     @property
     def size_bytes(self) -> int | None:
         """The size of the program and its data, in bytes."""
-        compiled = self.entry.report["compile"]
-        return compiled["program"]["size_bytes"] if compiled and compiled["program"] else None
+        compiled = self.entry.report.compile
+        return compiled.program.size_bytes if compiled and compiled.program else None
 
 
 @dataclass(frozen=True)
@@ -133,8 +135,8 @@ def trends(entries: Sequence[HistoryEntry]) -> tuple[Series, ...]:
     of_series: dict[tuple[object, ...], list[HistoryEntry]] = {}
     for entry in entries:
         report = entry.report
-        device = report["device"]["id"] if report["device"] else None
-        key = (report["model"]["name"], report["recipe"], device, report["method"], report["threads"])
+        device = report.device.id if report.device else None
+        key = (_model_name(report), report.recipe, device, report.method, report.threads)
         of_series.setdefault(key, []).insert(0, entry)
     return tuple(_series(listed) for listed in of_series.values())
 
@@ -154,7 +156,7 @@ def document(model: str, entries: Sequence[HistoryEntry], error: EtfarmError | N
 
 def _entry(entry: report_pb2.HistoryEntry) -> HistoryEntry:
     at = entry.report.created_at.ToDatetime(tzinfo=UTC)
-    return HistoryEntry(entry.job_id, tuple(entry.tags), at, Report(report_json(entry.report)))
+    return HistoryEntry(entry.job_id, tuple(entry.tags), at, Report.from_dict(report_json(entry.report)))
 
 
 def _series(entries: Sequence[HistoryEntry]) -> Series:
@@ -162,16 +164,20 @@ def _series(entries: Sequence[HistoryEntry]) -> Series:
     for entry in entries:
         points.append(_point(entry, _base(points)))
     report = entries[-1].report
-    device = report["device"]
+    device = report.device
     return Series(
-        report["model"]["name"],
-        report["recipe"],
-        device["id"] if device else None,
-        device["name"] if device else None,
-        report["method"],
-        report["threads"],
+        _model_name(report),
+        report.recipe,
+        device.id if device else None,
+        device.name if device else None,
+        report.method,
+        report.threads,
         tuple(points),
     )
+
+
+def _model_name(report: Report) -> str:
+    return report.model.name if report.model else ""
 
 
 def _base(before: Sequence[Point]) -> Point | None:
@@ -189,15 +195,19 @@ def _evidence_rank(point: Point) -> int:
 
 
 def _point(entry: HistoryEntry, base: Point | None) -> Point:
-    verdict, latency = entry.report["verdict"], entry.report["latency"]
-    is_comparable = bool(verdict and verdict["status"] == "VALID" and latency and latency["p50_ns"])
-    differing = () if base is None else tuple(changes.changes(base.entry.report.json(), entry.report.json()))
-    if base is None or not (is_comparable and base.is_comparable):
-        return Point(entry, is_comparable, None, None, differing)
-    before = base.entry.report["latency"]
-    mine, other = latency["p50_ci95_ns"], before["p50_ci95_ns"]
-    overlaps = (mine[0] <= other[1] and other[0] <= mine[1]) if mine and other else None
-    return Point(entry, True, latency["p50_ns"] / before["p50_ns"], overlaps, differing)
+    verdict, latency = entry.report.verdict, entry.report.latency
+    is_valid = verdict is not None and verdict.status is VerdictStatus.VALID
+    p50_ns = latency.p50_ns if latency is not None and is_valid else None
+    differing = () if base is None else tuple(changes.changes(base.entry.report.to_dict(), entry.report.to_dict()))
+    if base is None or not (p50_ns and base.is_comparable and base.p50_ns):
+        return Point(entry, bool(p50_ns), None, None, differing)
+    return Point(entry, True, p50_ns / base.p50_ns, _overlap(base.entry.report.latency, latency), differing)
+
+
+def _overlap(before: Latency | None, latency: Latency | None) -> bool | None:
+    """Return whether the intervals of two medians overlap; None if one is unknown."""
+    old, new = (measured.p50_ci95_ns if measured else None for measured in (before, latency))
+    return (new[0] <= old[1] and old[0] <= new[1]) if old and new else None
 
 
 def _series_json(series: Series) -> dict[str, Any]:
@@ -219,7 +229,7 @@ def _series_json(series: Series) -> dict[str, Any]:
                 "size_bytes": point.size_bytes,
                 "sqnr_db": point.sqnr_db,
                 "changes": [dict(change) for change in point.changes],
-                "report": point.entry.report.json(),
+                "report": point.entry.report.to_dict(),
             }
             for point in series.points
         ],

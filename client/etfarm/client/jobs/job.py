@@ -121,7 +121,7 @@ class AsyncJob:
             EtfarmError: as `watch`. A failed cell raises only on `JobResult.report`.
         """
         await self.wait()
-        return JobResult(await self.document())
+        return JobResult.from_dict(await self.document())
 
     async def document(self, error: EtfarmError | None = None) -> dict[str, Any]:
         """Return the current document etfarm.report/1, without the reports of unfinished cells.

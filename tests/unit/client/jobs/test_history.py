@@ -46,7 +46,7 @@ def report(p50_ns: float | None = 1000.0, verdict: str = "VALID", **changed: Any
 def entries(*reports: dict[str, Any]) -> list[HistoryEntry]:
     """Newest first, as a farm gives them; the reports are given oldest first."""
     made = [
-        HistoryEntry(f"job{place}", ("baseline",) if place == 0 else (), START + timedelta(hours=place), Report(each))
+        HistoryEntry(f"job{place}", ("baseline",) if place == 0 else (), START + timedelta(hours=place), Report.from_dict(each))
         for place, each in enumerate(reports)
     ]
     return made[::-1]

@@ -231,7 +231,7 @@ async def follow(job: AsyncJob, display: Display, *, verbose: bool = False) -> J
     finally:
         if log_task is not None:
             log_task.cancel()
-    return JobResult(await job.document())
+    return JobResult.from_dict(await job.document())
 
 
 async def _finish_log(log_task: asyncio.Task[None], job: AsyncJob, display: Display) -> None:
@@ -263,7 +263,7 @@ async def _cancel(job: AsyncJob, outcome: Outcome, display: Display) -> Interrup
     try:
         async with asyncio.timeout(CANCEL_TIMEOUT_S):
             await job.cancel()
-            outcome.document = ended(JobResult(await job.document()))
+            outcome.document = ended(JobResult.from_dict(await job.document()))
     except (EtfarmError, TimeoutError) as failed:
         return Interrupted(
             f"Interrupted; whether job {job.id} was cancelled is not known: {failed}",

@@ -1,0 +1,107 @@
+"""The operators of the traced pass."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from etfarm.client.reports.enums import OperatorKind
+from etfarm.client.reports.json_object import JsonObject
+from etfarm.client.reports.source import SourceLine
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, kw_only=True)
+class Profile(JsonObject):
+    """The traced pass."""
+
+    iterations: int = 0
+    """Number of traced executions."""
+    p50_ns: float = 0.0
+    """Median time of one traced execution of the method, in nanoseconds."""
+    times_ns: tuple[int, ...] | None = None
+    """Time of each traced execution in nanoseconds, in order."""
+    shown: int | None = None
+    """Index in `times_ns` of the execution that `Operator.start_ns` and `Operator.duration_ns` are of."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Operator(JsonObject):
+    """One row of the profile: an operator, a delegate, a kernel inside a delegate, or the rest.
+
+    All times are of the traced pass, in nanoseconds; None if below the clock's resolution.
+    """
+
+    index: int = 0
+    """Index of the row, in the order of execution, from 0."""
+    kind: OperatorKind | None = None
+    parent: int | None = None
+    """Index of the delegate's row; None at the top level."""
+    name: str = ""
+    op_types: tuple[str, ...] = ()
+    """Names of the operators in the graph, such as `aten.convolution.default`."""
+    backend: str | None = None
+    """The delegate's backend, such as `XnnpackBackend`; None for the runtime's own kernels."""
+    delegated: bool = False
+    p50_ns: float | None = None
+    """The median."""
+    mean_ns: float | None = None
+    """The mean."""
+    resolution_ns: float | None = None
+    """The resolution of the clock."""
+    share: float | None = None
+    """Part of a typical traced execution, 0 to 1; the shares of leaves and rows of kind REST sum to 1."""
+    module: str | None = None
+    """Path of the module in the user's model, such as `layer1.conv`."""
+    source: SourceLine | None = None
+    aligned: bool | None = None
+    """Whether a kernel was matched with the graph; None for other kinds."""
+    instruction_id: int | None = None
+    debug_handles: tuple[int, ...] = ()
+    times_ns: tuple[int, ...] | None = None
+    """Time of each traced execution, in order, in multiples of `resolution_ns`."""
+    p10_ns: float | None = None
+    """The 10th percentile."""
+    p90_ns: float | None = None
+    """The 90th percentile."""
+    start_ns: float | None = None
+    """Start in the execution `Profile.shown`, relative to the start of the method."""
+    duration_ns: float | None = None
+    """Duration in the execution `Profile.shown`."""
+    reconstructed: bool = False
+    """Whether `start_ns` is not measured: a delegate reported durations only, and its kernels are laid end to end."""
+    sources: tuple[SourceLine, ...] = ()
+    """All lines of a row that stands for several operators, that of `source` first; empty for zero or one."""
+    unaligned_reason: str | None = None
+    """Why the kernels of a delegate have no source lines; None if they have."""
+
+
+class Operators(tuple[Operator, ...]):
+    """The operators of a report in the order of execution: a tuple, which notebooks show as a table."""
+
+    __slots__ = ()
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return a pandas DataFrame with a row for each operator.
+
+        The columns are the fields of `Operator` in nanoseconds, with the source as `file`, `line` and `code`.
+
+        Raises:
+            NeedsExtra: pandas is not installed.
+        """
+        from etfarm.client.reports.frames import operators_frame
+
+        return operators_frame([row.to_dict() for row in self])
+
+    def _repr_html_(self) -> str:
+        from etfarm.client.formats import notebook
+
+        return notebook.operators([row.to_dict() for row in self])
+
+    @classmethod
+    def of(cls, rows: Iterable[Operator]) -> Operators:
+        """Return the operators of several rows."""
+        return cls(rows)

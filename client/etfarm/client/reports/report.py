@@ -1,0 +1,227 @@
+"""`Report`, the result of one cell in the schema etfarm.report/1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Literal
+
+from etfarm.client.reports.compilation import Compile
+from etfarm.client.reports.enums import Actor, CellState, VerdictStatus
+from etfarm.client.reports.json_object import JsonObject
+from etfarm.client.reports.latency import Latency, Load, Measurement, Memory, PairedRatio
+from etfarm.client.reports.numerics import Accuracy, NumericGap, Numerics
+from etfarm.client.reports.operators import Operators, Profile
+from etfarm.client.reports.telemetry import Telemetry
+from etfarm.wire.errors import EtfarmError, Fault, error_of
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True, kw_only=True)
+class ErrorFacts(JsonObject):
+    """Why a cell or a command failed."""
+
+    fault: str | None = None
+    """USER, DEVICE or FARM: the party that has to act."""
+    reason: str = ""
+    """UPPER_SNAKE word that programs may rely on."""
+    message: str
+    """One sentence: what is wrong."""
+    remedy: str = ""
+    """One sentence: what to do."""
+    stage: str = ""
+    """The stage or phase that failed, such as `TORCH_EXPORT`; empty without one."""
+    metadata: Mapping[str, str] = field(default_factory=dict)
+    """The values of the message, for programs."""
+
+    def exception(self) -> EtfarmError:
+        """Return the exception for this error."""
+        fault = Fault(self.fault) if self.fault and self.fault in Fault.__members__ else Fault.FARM
+        return error_of(fault, self.reason, self.message, self.remedy, stage=self.stage, metadata=dict(self.metadata))
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelFacts(JsonObject):
+    """The model of a cell."""
+
+    name: str
+    digest: str | None = None
+    """SHA-256 of the manifest of its exported programs; for a ready program, of the program's manifest."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeviceFacts(JsonObject):
+    """The device of a cell."""
+
+    id: str
+    name: str
+    arch: str | None = None
+    """The architecture, such as `aarch64`."""
+    soc: str | None = None
+    """The system on a chip."""
+    os: str | None = None
+    cores: int = 0
+    """Number of cores."""
+    memory_bytes: int = 0
+    """Size of its memory, in bytes."""
+    emulated: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Runner(JsonObject):
+    """The process that ran the program."""
+
+    kind: str = ""
+    """`native`, `python`, or the kind of an installed runner."""
+    executorch: str | None = None
+    """The version of ExecuTorch."""
+    bundle_digest: str | None = None
+    """SHA-256 of the farm's runner bundle; None for an installed runner."""
+    cores: str | None = None
+    """The logical CPUs that the runner was restricted to, such as `0-3`; None if it was not restricted."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerdictReason(JsonObject):
+    """One reason why a latency cannot be trusted."""
+
+    code: str = ""
+    """UPPER_SNAKE word that programs may rely on."""
+    message: str = ""
+    """One sentence."""
+    measured: float | None = None
+    threshold: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict(JsonObject):
+    """Whether the latency can be trusted."""
+
+    status: VerdictStatus | None = None
+    reasons: tuple[VerdictReason, ...] = ()
+    """Empty for VALID."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Phase(JsonObject):
+    """One phase of the cell's timeline."""
+
+    actor: Actor | None = None
+    phase: str = ""
+    """Name of the phase, such as `COMPILE` or `TIMED`."""
+    start_ms: float = 0.0
+    """Start in milliseconds, relative to the job's submission; negative before it."""
+    duration_ms: float = 0.0
+    """Duration in milliseconds, on the actor's own monotonic clock."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Analysis(JsonObject):
+    """How the measurement was evaluated."""
+
+    version: str | None = None
+    """The server's version."""
+    key: str | None = None
+    """Digest of all that the result depends on."""
+    cached: bool = False
+    """Whether an earlier result with the same key was used."""
+    at: str | None = None
+    """When the result was computed; ISO 8601 in UTC."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class InputTensor(JsonObject):
+    """One input of a method."""
+
+    name: str | None = None
+    dtype: str | None = None
+    """The dtype of a tensor; `bool scalar`, `int scalar`, `float scalar` or `None` for a Python value."""
+    shape: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Inputs(JsonObject):
+    """The inputs of the run."""
+
+    digest: str | None = None
+    """SHA-256 of the tensor file; None if the runner generated the inputs."""
+    tensors: tuple[InputTensor, ...] | None = None
+    """The inputs in flattened order; None if unknown."""
+
+
+@dataclass(frozen=True, kw_only=True, repr=False)
+class Report(JsonObject):
+    """The result of one cell: one model, recipe, method and thread count on one device.
+
+    A part that was not measured is None: `latency` of a failed cell or of a compilation, for instance.
+    """
+
+    id: str
+    cell: str | None = None
+    """The cell's id."""
+    attempt: str | None = None
+    """The attempt's id; None if the cell was never placed on a device."""
+    recipe: str | None = None
+    """The recipe as the user named it; None for a ready program."""
+    recipe_digest: str | None = None
+    """SHA-256 of the recipe."""
+    method: str | None = None
+    threads: int | None = None
+    state: CellState
+    """SUCCEEDED, FAILED or CANCELLED."""
+    error: ErrorFacts | None = None
+    """Why the cell failed; None if it did not. `failure` is the same as an exception."""
+    model: ModelFacts | None = None
+    device: DeviceFacts | None = None
+    runner: Runner | None = None
+    compile: Compile | None = None
+    measurement: Measurement | None = None
+    latency: Latency | None = None
+    load: Load | None = None
+    memory: Memory | None = None
+    accuracy: tuple[Accuracy, ...] | None = None
+    """Each output, for each reference."""
+    profile: Profile | None = None
+    operators: Operators | None = None
+    """The rows of the traced pass, in the order of execution."""
+    numeric_gap: tuple[NumericGap, ...] | None = None
+    """Each operator's output against the host's, in the order of execution."""
+    verdict: Verdict | None = None
+    telemetry: Telemetry | None = None
+    timeline: tuple[Phase, ...] = ()
+    interleaved: PairedRatio | None = None
+    """Against the first candidate of an interleaved attempt; None in its own report and without interleaving."""
+    numerics: Numerics | None = None
+    """None unless `numerics` was requested."""
+    analysis: Analysis | None = None
+    inputs: Inputs | None = None
+    """None if the method did not run."""
+
+    def __repr__(self) -> str:
+        name = self.model.name if self.model else None
+        return f"Report({self.id!r}, {name!r}, {self.state})"
+
+    @property
+    def failure(self) -> EtfarmError | None:
+        """The exception for the error of a failed cell; None if it has no error."""
+        return None if self.error is None else self.error.exception()
+
+    def to_pandas(self, table: Literal["operators", "samples"] = "operators") -> pd.DataFrame:
+        """Return the operators or the samples as a pandas DataFrame.
+
+        Each row identifies its report, so that the tables of several reports can be concatenated. `samples` has the columns
+        `iteration` and `latency_ns`; `operators` has those of `Operators.to_pandas`.
+
+        Raises:
+            NeedsExtra: pandas is not installed.
+        """
+        from etfarm.client.reports.frames import document_frame
+
+        return document_frame({"job": None, "reports": [self.to_dict()]}, table)
+
+    def _repr_html_(self) -> str:
+        from etfarm.client.formats import notebook
+
+        return notebook.report(self.to_dict())
