@@ -31,7 +31,6 @@ from etfarm.client.submit.submission import SubmissionRequest, several
 from etfarm.client.transport import decode, transfers
 from etfarm.client.transport.connection import Connection
 from etfarm.client.transport.paging import iterate_pages
-from etfarm.client.transport.retry import repeat
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import (
     agent_pb2,
@@ -312,7 +311,7 @@ class AsyncFarm:
             EtfarmError: JOB_NOT_FOUND.
         """
         request = job_pb2.GetJobRequest(job_id=job_id)
-        return AsyncJob(self._open, await repeat(lambda: self._open.jobs.Get(request), server=self.address))
+        return AsyncJob(self._open, await self._open.jobs.Get(request))
 
     async def history(
         self,
@@ -356,7 +355,7 @@ class AsyncFarm:
         return await self._tag(report_pb2.TagRequest(job_id=job_id, tag=tag, remove=True))
 
     async def _tag(self, request: report_pb2.TagRequest) -> str | None:
-        answer = await repeat(lambda: self._open.reports.Tag(request), server=self.address)
+        answer = await self._open.reports.Tag(request)
         return answer.previous_job_id or None
 
     async def analyze(self, job_id: str) -> JobResult:
@@ -366,7 +365,7 @@ class AsyncFarm:
             EtfarmError: JOB_LIVE; JOB_NOT_FOUND; NOT_YOURS.
         """
         request = report_pb2.AnalyzeJobRequest(job_id=job_id)
-        await repeat(lambda: self._open.reports.Analyze(request), server=self.address)
+        await self._open.reports.Analyze(request)
         return JobResult.from_dict(await (await self.job(job_id)).document())
 
     async def compare(
@@ -412,7 +411,7 @@ class AsyncFarm:
             EtfarmError: DEVICE_NOT_FOUND.
         """
         request = device_pb2.GetDeviceRequest(device_id=device_id)
-        return decode.device(await repeat(lambda: self._open.devices.Get(request), server=self.address))
+        return decode.device(await self._open.devices.Get(request))
 
     async def forget_device(self, device_id: str) -> None:
         """Remove an offline device from the farm; its reports stay. Admins only.
@@ -421,7 +420,7 @@ class AsyncFarm:
             EtfarmError: DEVICE_NOT_FOUND, DEVICE_CONNECTED, PERMISSION_DENIED.
         """
         request = device_pb2.ForgetDeviceRequest(device_id=device_id)
-        await repeat(lambda: self._open.devices.Forget(request), server=self.address)
+        await self._open.devices.Forget(request)
 
     async def agents(self) -> list[Agent]:
         """Return the known agent identities and the principals whose tokens may use them. Admins only."""
@@ -438,7 +437,7 @@ class AsyncFarm:
             EtfarmError: AGENT_NOT_FOUND, PERMISSION_DENIED.
         """
         request = agent_pb2.BindAgentRequest(agent_id=agent_id, principal=principal)
-        return decode.agent(await repeat(lambda: self._open.agents.BindAgent(request), server=self.address))
+        return decode.agent(await self._open.agents.BindAgent(request))
 
     async def restrict_device(self, device_id: str, projects: Sequence[str]) -> Device:
         """Let a device run only the jobs and sessions of some projects, or of all projects if `projects` is empty. Admins only.
@@ -447,7 +446,7 @@ class AsyncFarm:
             EtfarmError: DEVICE_NOT_FOUND, PROJECT_NOT_FOUND; PERMISSION_DENIED.
         """
         request = device_pb2.RestrictDeviceRequest(device_id=device_id, projects=projects)
-        return decode.device(await repeat(lambda: self._open.devices.Restrict(request), server=self.address))
+        return decode.device(await self._open.devices.Restrict(request))
 
     @property
     def projects(self) -> AsyncProjects:
@@ -480,12 +479,12 @@ class AsyncFarm:
         blobs: dict[str, tuple[Any, transfers.Source]] = {artifact.digest: (artifact, path)}
         await transfers.upload_missing(self._open.artifacts, blobs, server=self.address, on_progress=on_upload)
         request = farm_pb2.AddBundleRequest(digest=artifact.digest)
-        return decode.bundle(await repeat(lambda: self._open.farm.AddBundle(request), server=self.address))
+        return decode.bundle(await self._open.farm.AddBundle(request))
 
     async def info(self) -> ServerInfo:
         """Return information about the server, including what it is still starting."""
         request = farm_pb2.GetServerInfoRequest()
-        return decode.server_info(await repeat(lambda: self._open.farm.GetServerInfo(request), server=self.address))
+        return decode.server_info(await self._open.farm.GetServerInfo(request))
 
     @property
     def _open(self) -> Stubs:
@@ -502,7 +501,11 @@ class AsyncFarm:
             stubs = self._open
             await transfers.upload_missing(stubs.artifacts, submission.blobs, server=stubs.server, on_progress=on_upload)
         request = job_pb2.SubmitJobRequest(request_id=submission.request_id, spec=submission.spec)
-        submitting = asyncio.create_task(repeat(lambda: stubs.jobs.Submit(request), server=stubs.server), name="submit")
+
+        async def submit() -> job_pb2.Job:
+            return await stubs.jobs.Submit(request)
+
+        submitting = asyncio.create_task(submit(), name="submit")
         try:
             return AsyncJob(stubs, await asyncio.shield(submitting))
         except asyncio.CancelledError:

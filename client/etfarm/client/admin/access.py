@@ -9,9 +9,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import grpc
-
-from etfarm.client.errors import from_rpc_error
 from etfarm.client.transport.connection import Connection
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.stubs import Stubs
@@ -75,7 +72,7 @@ class AccessControl:
             principal=principal, role=common_pb2.Role.Value(f"ROLE_{role.upper()}"), lifetime_s=lifetime_s, enrolment=enrolment,
             projects=projects,
         )  # fmt: skip
-        created = await self._call(self._stubs.tokens.Create, request)
+        created = await self._stubs.tokens.Create(request)
         return _token(created.token), created.secret
 
     async def tokens(self) -> list[Token]:
@@ -88,11 +85,11 @@ class AccessControl:
 
     async def revoke_token(self, token_id: str) -> Token:
         """Revoke a token and end the calls that use it."""
-        return _token(await self._call(self._stubs.tokens.Revoke, token_pb2.RevokeTokenRequest(id=token_id)))
+        return _token(await self._stubs.tokens.Revoke(token_pb2.RevokeTokenRequest(id=token_id)))
 
     async def rotate_token(self, token_id: str = "") -> tuple[Token, str]:
         """Replace a token's secret; without an id, that of the caller's own token. Return the token and its new secret."""
-        rotated = await self._call(self._stubs.tokens.Rotate, token_pb2.RotateTokenRequest(id=token_id))
+        rotated = await self._stubs.tokens.Rotate(token_pb2.RotateTokenRequest(id=token_id))
         return _token(rotated.token), rotated.secret
 
     async def audit(self, *, principal: str = "", action: str = "", most: int = 100) -> list[AuditEntry]:
@@ -107,12 +104,6 @@ class AccessControl:
                 break
             request.page_size = min(_PAGE, most - len(entries))
         return entries
-
-    async def _call(self, rpc: Any, request: Any) -> Any:
-        try:
-            return await rpc(request)
-        except grpc.aio.AioRpcError as error:
-            raise from_rpc_error(error, server=self._stubs.server) from None
 
 
 @asynccontextmanager

@@ -11,7 +11,6 @@ import grpc
 from etfarm.client.errors import Kind, UserError, from_rpc_error
 from etfarm.client.transport import transfers
 from etfarm.client.transport.paging import iterate_pages
-from etfarm.client.transport.retry import repeat
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.v1.artifact_pb2 import StoredArtifact
@@ -95,7 +94,7 @@ async def put(stubs: Stubs, path: Path) -> tuple[common_pb2.Artifact, bool]:
     """
     artifact = await chunks.artifact_of_file(path)
     request = artifact_pb2.FindMissingArtifactsRequest(digests=[artifact.digest])
-    missing = (await repeat(lambda: stubs.artifacts.FindMissing(request), server=stubs.server)).missing
+    missing = (await stubs.artifacts.FindMissing(request)).missing
     await transfers.upload_missing(stubs.artifacts, {artifact.digest: (artifact, path)}, server=stubs.server)
     return artifact, bool(missing)
 

@@ -60,11 +60,10 @@ async def compare(stubs: Stubs | None, base: Compared, candidate: Compared, gate
 
 async def _on_farm(stubs: Stubs, base: str, candidate: str, gate: Gate | None) -> dict[str, object]:
     """Compare two jobs on the server: reports contain all samples, a comparison only a few numbers."""
-    from etfarm.client.transport.retry import repeat
     from etfarm.v1 import comparison_pb2
 
     request = comparison_pb2.CompareRequest(base=base, candidate=candidate)
-    answer = await repeat(lambda: stubs.reports.Compare(request), server=stubs.server)
+    answer = await stubs.reports.Compare(request)
     document: dict[str, object] = comparison.from_message(answer.comparison)
     if gate is not None:
         document["gate"] = comparison.judge(document, gate)
@@ -81,12 +80,11 @@ async def _side(stubs: Stubs | None, what: Compared) -> Side:
         return Side(document["reports"], document["job"], name, choice)
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.transport.connection import NotConnected
-    from etfarm.client.transport.retry import repeat
     from etfarm.v1 import job_pb2
 
     if stubs is None:
         raise NotConnected(f"{name} is a job, and no farm is connected.", "Compare files, or connect to the job's farm.")
     request = job_pb2.GetJobRequest(job_id=name)
-    job = AsyncJob(stubs, await repeat(lambda: stubs.jobs.Get(request), server=stubs.server))
+    job = AsyncJob(stubs, await stubs.jobs.Get(request))
     document = await job.document()
     return Side(document["reports"], document["job"], None, choice)

@@ -14,7 +14,7 @@ from etfarm.client.jobs.file_names import data_file_name, method_file, safe_name
 from etfarm.client.models import CellState, Event, JobInfo, JobResult, JobState, LogLine
 from etfarm.client.transport import decode, transfers
 from etfarm.client.transport.paging import iterate_pages
-from etfarm.client.transport.retry import Backoff, repeat
+from etfarm.client.transport.retry import Backoff
 from etfarm.v1 import common_pb2, job_pb2, report_pb2
 from etfarm.wire import report, tensors
 from etfarm.wire.errors import EtfarmError
@@ -73,7 +73,7 @@ class AsyncJob:
             EtfarmError: JOB_NOT_FOUND; SERVER_UNREACHABLE.
         """
         request = job_pb2.GetJobRequest(job_id=self.id)
-        self._job = await repeat(lambda: self._stubs.jobs.Get(request), server=self._stubs.server)
+        self._job = await self._stubs.jobs.Get(request)
         return self.info
 
     async def watch(self, after: int = 0) -> AsyncIterator[Event]:
@@ -142,7 +142,7 @@ class AsyncJob:
             EtfarmError: NOT_YOURS; SERVER_UNREACHABLE.
         """
         request = job_pb2.CancelJobRequest(job_id=self.id)
-        self._job = await repeat(lambda: self._stubs.jobs.Cancel(request), server=self._stubs.server)
+        self._job = await self._stubs.jobs.Cancel(request)
         return self.state
 
     async def logs(self, *, cell: int | None = None, follow: bool = False) -> AsyncIterator[LogLine]:

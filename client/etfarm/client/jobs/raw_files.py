@@ -11,7 +11,6 @@ from etfarm.client.formats import executorch
 from etfarm.client.jobs.file_names import data_file_name, safe_name
 from etfarm.client.submit import npz
 from etfarm.client.transport import transfers
-from etfarm.client.transport.retry import repeat
 from etfarm.v1 import common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.wire import report as projection
 from etfarm.wire import tensors
@@ -63,7 +62,7 @@ async def _compilation(stubs: Stubs, key: str) -> compile_pb2.Compilation | None
     if not key:
         return None
     request = compile_pb2.GetCompilationRequest(key=key)
-    return await repeat(lambda: stubs.compiler.GetCompilation(request), server=stubs.server)
+    return await stubs.compiler.GetCompilation(request)
 
 
 def _of_program(cell: job_pb2.Cell, compiled: compile_pb2.Compilation | None) -> dict[str, common_pb2.Artifact]:

@@ -17,8 +17,9 @@ from typing import Self
 from etfarm.client.errors import FarmError, UserError
 from etfarm.client.sessions.program import ServedModel, send_program
 from etfarm.client.sessions.session import AsyncSession, Line, Runs, Session, SessionClosed, TextCallback
+from etfarm.client.transport.stubs import artifact_stub
 from etfarm.client.transport.thread_loop import Loop
-from etfarm.v1 import artifact_pb2_grpc, session_pb2, session_pb2_grpc
+from etfarm.v1 import session_pb2, session_pb2_grpc
 from etfarm.wire.channel import Access, open_channel
 
 START_S = 60.0
@@ -83,7 +84,7 @@ class AsyncLocalSession(AsyncSession):
             server = await _start(stack, folder)
             channel = open_channel(Access(server))
             stack.push_async_callback(channel.close)
-            artifacts = artifact_pb2_grpc.ArtifactServiceStub(channel)
+            artifacts = artifact_stub(channel, server)
             request.program.CopyFrom(await send_program(artifacts, model, server=server))
             return Line(server, session_pb2_grpc.SessionServiceStub(channel), artifacts, request)
 

@@ -14,7 +14,6 @@ from etfarm.client.submit.preparation import ExampleInputs, Model, prepare
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
 from etfarm.client.transport import decode, transfers
-from etfarm.client.transport.retry import repeat
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import common_pb2, compile_pb2, job_pb2
 from etfarm.wire import chunks, digest
@@ -73,7 +72,7 @@ class ServedModel:
             await job.cancel()
             raise
         request = job_pb2.GetJobRequest(job_id=job.id)
-        (cell,) = (await repeat(lambda: stubs.jobs.Get(request), server=stubs.server)).cells
+        (cell,) = (await stubs.jobs.Get(request)).cells
         if (error := decode.cell(cell).error) is not None:
             raise error
         return cell.program, {name: method.input_names for name, method in model.methods.items()}

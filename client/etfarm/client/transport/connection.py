@@ -14,7 +14,7 @@ import grpc
 from etfarm.client.embedded.lease import Lease, join
 from etfarm.client.errors import Kind, UserError, from_rpc_error
 from etfarm.client.transport.stubs import Stubs
-from etfarm.v1 import farm_pb2
+from etfarm.v1 import farm_pb2, farm_pb2_grpc
 from etfarm.wire import names
 from etfarm.wire.channel import Access, BadAddress, open_channel, socket_token
 from etfarm.wire.status import Unreachable
@@ -86,7 +86,7 @@ class Connection:
                 access = replace(access, project=self._project)
             self._channel = open_channel(access)
             self._stubs = Stubs.of(self._channel, access.server)
-            await _probe(self._stubs)
+            await _probe(self._channel, access.server)
         except BaseException:
             await self.close()
             raise
@@ -117,15 +117,15 @@ class Connection:
         return self._lease
 
 
-async def _probe(stubs: Stubs) -> None:
+async def _probe(channel: grpc.aio.Channel, server: str) -> None:
     """Make one quick call, so that a wrong address fails now and not after the retries for a server restart."""
     try:
-        await stubs.farm.GetServerInfo(farm_pb2.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S)
+        await farm_pb2_grpc.FarmServiceStub(channel).GetServerInfo(farm_pb2.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise Unreachable(
-                f"The server at {stubs.server} did not answer within {CONNECT_TIMEOUT_S:.0f} s.",
+                f"The server at {server} did not answer within {CONNECT_TIMEOUT_S:.0f} s.",
                 "Check the address (--server or ETFARM_SERVER) and the network.",
-                server=stubs.server,
+                server=server,
             ) from None
-        raise from_rpc_error(error, server=stubs.server) from None
+        raise from_rpc_error(error, server=server) from None

@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Final, Protocol, TypeVar
 
 from etfarm.client.errors import FarmError
-from etfarm.client.transport.retry import repeat
 
 MAX_PAGES: Final = 100_000
 """Maximum number of pages of one list: at 500 rows a page, 50 million rows."""
@@ -42,7 +41,7 @@ async def iterate_pages(
     """Yield the pages of a list, from that of `request.page_token` to the last.
 
     Args:
-        rpc: the call, which is repeated while the server is away.
+        rpc: the call.
         request: the request of every page; its `page_token` is set here. The caller may change `page_size` between pages.
         server: address for error messages.
 
@@ -52,7 +51,7 @@ async def iterate_pages(
     """
     tokens = {request.page_token}
     for _ in range(max_pages):
-        page = await repeat(lambda: rpc(request), server=server)
+        page = await rpc(request)
         yield page
         token = page.next_page_token
         if not token:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from etfarm.client.transport.retry import with_repeated_calls
 from etfarm.v1 import (
     agent_pb2_grpc,
     artifact_pb2_grpc,
@@ -40,18 +41,28 @@ class Stubs:
 
     @classmethod
     def of(cls, channel: grpc.aio.Channel, server: str) -> Stubs:
-        """Create the stubs of a channel."""
+        """Create the stubs of a channel.
+
+        `await stubs.jobs.Get(request)` is repeated while the server is away and raises an `EtfarmError`. Streams and the calls
+        of a session, which are not safe to repeat, raise `grpc.aio.AioRpcError`.
+        """
+        tokens = token_pb2_grpc.TokenServiceStub(channel)
         return cls(
             server,
-            agent_pb2_grpc.AgentServiceStub(channel),
-            artifact_pb2_grpc.ArtifactServiceStub(channel),
-            audit_pb2_grpc.AuditServiceStub(channel),
-            compile_pb2_grpc.CompileServiceStub(channel),
-            device_pb2_grpc.DeviceServiceStub(channel),
-            farm_pb2_grpc.FarmServiceStub(channel),
-            job_pb2_grpc.JobServiceStub(channel),
-            project_pb2_grpc.ProjectServiceStub(channel),
-            report_service_pb2_grpc.ReportServiceStub(channel),
+            with_repeated_calls(agent_pb2_grpc.AgentServiceStub(channel), server),
+            artifact_stub(channel, server),
+            with_repeated_calls(audit_pb2_grpc.AuditServiceStub(channel), server),
+            with_repeated_calls(compile_pb2_grpc.CompileServiceStub(channel), server),
+            with_repeated_calls(device_pb2_grpc.DeviceServiceStub(channel), server),
+            with_repeated_calls(farm_pb2_grpc.FarmServiceStub(channel), server),
+            with_repeated_calls(job_pb2_grpc.JobServiceStub(channel), server),
+            with_repeated_calls(project_pb2_grpc.ProjectServiceStub(channel), server),
+            with_repeated_calls(report_service_pb2_grpc.ReportServiceStub(channel), server),
             session_pb2_grpc.SessionServiceStub(channel),
-            token_pb2_grpc.TokenServiceStub(channel),
+            with_repeated_calls(tokens, server, once=("Create", "Revoke", "Rotate")),
         )
+
+
+def artifact_stub(channel: grpc.aio.Channel, server: str) -> artifact_pb2_grpc.ArtifactServiceAsyncStub:
+    """Return the stub of the artifact store; GetUploadStatus is part of an upload, which is resumed as a whole."""
+    return with_repeated_calls(artifact_pb2_grpc.ArtifactServiceStub(channel), server, raw=("GetUploadStatus",))

@@ -57,7 +57,7 @@ async def upload_missing(
     missing: list[str] = []
     for start in range(0, len(digests), _DIGESTS_PER_CALL):
         request = artifact_pb2.FindMissingArtifactsRequest(digests=digests[start : start + _DIGESTS_PER_CALL])
-        missing += (await repeat(lambda request=request: stub.FindMissing(request), server=server)).missing  # type: ignore[misc]
+        missing += (await stub.FindMissing(request)).missing
     wanted = {digest: blobs[digest] for digest in missing if digest in blobs}
     total = sum(artifact.size_bytes for artifact, _ in wanted.values())
     sent = 0
