@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from etfarm.client.aio import AsyncFarm
-    from etfarm.client.client import Farm, Job
+    from etfarm.client.client import Farm, Job, LocalSession, Session
     from etfarm.client.export import ModelSource
     from etfarm.client.jobs.comparison import Comparison
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.models import CellChanged, JobChanged, JobResult, LogLine, Progress, Report
-    from etfarm.client.sessions.local import AsyncLocalSession, LocalSession
-    from etfarm.client.sessions.session import AsyncSession, Session
+    from etfarm.client.sessions.local import AsyncLocalSession
+    from etfarm.client.sessions.session import AsyncSession
     from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, UserError
 
 __all__ = [
@@ -54,9 +54,9 @@ _HOMES = {
     "Comparison": "etfarm.client.jobs.comparison",
     "Farm": "etfarm.client.client",
     "Job": "etfarm.client.client",
-    "LocalSession": "etfarm.client.sessions.local",
+    "LocalSession": "etfarm.client.client",
     "ModelSource": "etfarm.client.export",
-    "Session": "etfarm.client.sessions.session",
+    "Session": "etfarm.client.client",
     "DeviceError": "etfarm.wire.errors",
     "EtfarmError": "etfarm.wire.errors",
     "FarmError": "etfarm.wire.errors",

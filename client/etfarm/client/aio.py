@@ -18,7 +18,7 @@ from etfarm.client.jobs import history
 from etfarm.client.jobs.comparison import Compared, Comparison, compare, gate_of
 from etfarm.client.jobs.history import HistoryEntry
 from etfarm.client.jobs.job import AsyncJob
-from etfarm.client.models import Agent, Bundle, Device, JobInfo, JobResult, RecipeInfo, ServerInfo
+from etfarm.client.models import Agent, Bundle, Device, JobInfo, JobResult, Project, RecipeInfo, ServerInfo
 from etfarm.client.sessions.calls import Outputs
 from etfarm.client.sessions.program import ServedModel, SharedModel
 from etfarm.client.sessions.session import AsyncSession, Line, TextCallback
@@ -29,7 +29,7 @@ from etfarm.client.submit.preparation import ExampleInputs, Model
 from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
 from etfarm.client.submit.submission import SubmissionRequest, several
 from etfarm.client.transport import decode, transfers
-from etfarm.client.transport.connection import Connection
+from etfarm.client.transport.connection import Connection, NotConnected
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import (
@@ -56,6 +56,11 @@ class AsyncFarm:
     """A farm to submit jobs to.
 
     Use it with `async with`. Its jobs continue after the block ends.
+
+        async with AsyncFarm() as farm:
+            job = await farm.bench("demo:resnet8", recipes=["xnnpack_fp32"])
+            result = await job.result()
+            print(result.report.latency)
 
     Without an address and without ETFARM_SERVER, this is the user's embedded farm. It starts for its first user, is
     shared by later ones and stops with the last.
@@ -453,6 +458,10 @@ class AsyncFarm:
         """The farm's projects."""
         return AsyncProjects(self._open)
 
+    async def create_project(self, name: str, members: Sequence[str] = (), *, storage_limit_bytes: int | None = None) -> Project:
+        """Create a project; the same as `create` of `projects`."""
+        return await self.projects.create(name, members, storage_limit_bytes=storage_limit_bytes)
+
     async def recipes(self) -> list[RecipeInfo]:
         """Return all recipes, with what the server lacks for those that it cannot run."""
         request = compile_pb2.ListRecipesRequest(page_size=_PAGE_SIZE)
@@ -489,6 +498,9 @@ class AsyncFarm:
     @property
     def _open(self) -> Stubs:
         return self._connection.stubs
+
+    def _not_open(self) -> NotConnected:
+        return self._connection.not_open()
 
     async def _submit(self, spec: job_pb2.JobSpec, parts: SubmissionRequest, on_upload: transfers.Moved | None) -> AsyncJob:
         # Cheap checks come before expensive ones.

@@ -19,6 +19,10 @@ class AsyncProjects:
         self._stubs = stubs.projects
         self._server = stubs.server
 
+    async def __call__(self) -> Sequence[Project]:
+        """Return the same as `list`."""
+        return await self.list()
+
     async def list(self) -> list[Project]:
         """Return the projects, sorted by name."""
         projects: list[Project] = []

@@ -1,4 +1,4 @@
-"""`LocalSession`: a session on this machine's own runner, without a farm.
+"""`AsyncLocalSession`: a session on this machine's own runner, without a farm.
 
 with LocalSession("x.pte") as s:
     y = s.run("forward", x)
@@ -12,13 +12,11 @@ import tempfile
 from collections.abc import Sequence
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-from typing import Self
 
 from etfarm.client.errors import FarmError, UserError
 from etfarm.client.sessions.program import ServedModel, send_program
-from etfarm.client.sessions.session import AsyncSession, Line, Runs, Session, SessionClosed, TextCallback
+from etfarm.client.sessions.session import AsyncSession, Line, TextCallback
 from etfarm.client.transport.stubs import artifact_stub
-from etfarm.client.transport.thread_loop import Loop
 from etfarm.v1 import session_pb2, session_pb2_grpc
 from etfarm.wire.channel import Access, open_channel
 
@@ -47,6 +45,8 @@ class AsyncLocalSession(AsyncSession):
 
     Use it with `async with`.
     """
+
+    _USE = "with LocalSession(...) as s:"
 
     def __init__(
         self,
@@ -89,54 +89,6 @@ class AsyncLocalSession(AsyncSession):
             return Line(server, session_pb2_grpc.SessionServiceStub(channel), artifacts, request)
 
         super().__init__(connect, on_wait=on_wait, on_log=on_log)
-
-
-class LocalSession(Session):
-    """`AsyncLocalSession` without `await`.
-
-    Use it with `with`.
-    """
-
-    def __init__(
-        self,
-        program: str | Path,
-        *,
-        data: Sequence[str | Path] = (),
-        methods: Sequence[str] = (),
-        threads: int | None = None,
-        cores: str = "",
-        on_wait: TextCallback | None = None,
-        on_log: TextCallback | None = None,
-    ) -> None:
-        """See `AsyncLocalSession`."""
-        session = AsyncLocalSession(
-            program, data=data, methods=methods, threads=threads, cores=cores, on_wait=on_wait, on_log=on_log
-        )
-        super().__init__(self._running, session)
-        self._own: Loop | None = None
-
-    def __enter__(self) -> Self:
-        """See `AsyncLocalSession.__aenter__`."""
-        self._own = Loop()
-        try:
-            return super().__enter__()
-        except BaseException:
-            self.close()
-            raise
-
-    def close(self) -> None:
-        """See `AsyncLocalSession.close`."""
-        if self._own is not None:
-            try:
-                super().close()
-            finally:
-                self._own.stop()
-                self._own = None
-
-    def _running(self) -> Runs:
-        if self._own is None:
-            raise SessionClosed("The session is not open.", "Use it inside of `with LocalSession(...) as s:`.")
-        return self._own
 
 
 def _folder() -> _Folder:

@@ -1,4 +1,4 @@
-"""`AsyncSession` and `Session`: a leased device with a loaded program, for many calls.
+"""`AsyncSession`: a leased device with a loaded program, for many calls.
 
 with Farm() as farm, farm.session(device="arch=aarch64", program="x.pte") as s:
     y = s.run("forward", x)
@@ -8,10 +8,10 @@ with Farm() as farm, farm.session(device="arch=aarch64", program="x.pte") as s:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
 
 import grpc
 
@@ -81,6 +81,8 @@ class AsyncSession:
     Each method's buffers keep their state from call to call, separately for each method, until the session ends.
     Calls are served in the order in which they are made. A call that fails because of its inputs changes nothing.
     """
+
+    _USE: ClassVar[str] = "with farm.session(...) as s:"
 
     def __init__(self, connect: Connect, *, on_wait: TextCallback | None = None, on_log: TextCallback | None = None) -> None:
         """Prepare a session; AsyncFarm.session and LocalSession create instances.
@@ -263,7 +265,7 @@ class AsyncSession:
         except asyncio.CancelledError:
             calling.cancel()
             if self._line is None:
-                raise _closed() from None
+                raise self._not_open() from None
             raise
         except grpc.aio.AioRpcError as error:
             refusal = from_rpc_error(error, server=line.server)
@@ -298,9 +300,12 @@ class AsyncSession:
         """
         return next((method for method in self._ready.methods if method.name == name), None)
 
+    def _not_open(self) -> SessionClosed:
+        return SessionClosed("The session is not open.", f"Use it inside of `{self._USE}`.")
+
     def _must_be_open(self) -> Line:
         if self._line is None:
-            raise _closed()
+            raise self._not_open()
         return self._line
 
     async def _follow(
@@ -340,77 +345,5 @@ class AsyncSession:
             ready.set_exception(error)
 
 
-def _closed() -> SessionClosed:
-    return SessionClosed("The session is not open.", "Use it inside of `with farm.session(...) as s:`.")
-
-
 async def _awaited(call: Awaitable[Answer]) -> Answer:
     return await call
-
-
-class Runs(Protocol):
-    """An object that runs coroutines for synchronous callers."""
-
-    def run(self, coroutine: Coroutine[Any, Any, Answer]) -> Answer:
-        """Run the coroutine and return its result."""
-
-
-class Session:
-    """`AsyncSession` without `await`.
-
-    Use it with `with`.
-    """
-
-    def __init__(self, loop: Callable[[], Runs], session: AsyncSession) -> None:
-        """Wrap a session; `Farm.session` creates instances."""
-        self._loop = loop
-        self._session = session
-
-    def __enter__(self) -> Self:
-        """See `AsyncSession.__aenter__`."""
-        self._loop().run(self._session.__aenter__())
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """See `AsyncSession.close`."""
-        self._loop().run(self._session.close())
-
-    @property
-    def device(self) -> Device:
-        """The same as `AsyncSession.device`."""
-        return self._session.device
-
-    @property
-    def threads(self) -> int:
-        """The same as `AsyncSession.threads`."""
-        return self._session.threads
-
-    @property
-    def methods(self) -> tuple[str, ...]:
-        """The same as `AsyncSession.methods`."""
-        return self._session.methods
-
-    def run(self, method: str, /, *inputs: Any, timeout_s: float | None = None, **named: Any) -> Outputs:
-        """See `AsyncSession.run`."""
-        return self._loop().run(self._session.run(method, *inputs, timeout_s=timeout_s, **named))
-
-    def loop(
-        self,
-        iterations: int,
-        method: str = "",
-        inputs: Sequence[Any] | Mapping[str, Any] | None = None,
-        *,
-        warmup: int | None = None,
-        min_time_s: float | None = None,
-        max_time_s: float | None = None,
-        timeout_s: float | None = None,
-    ) -> Loop:
-        """See `AsyncSession.loop`."""
-        return self._loop().run(
-            self._session.loop(
-                iterations, method, inputs, warmup=warmup, min_time_s=min_time_s, max_time_s=max_time_s, timeout_s=timeout_s
-            )
-        )

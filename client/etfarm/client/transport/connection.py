@@ -108,8 +108,12 @@ class Connection:
             NotConnected: the connection is not open.
         """
         if self._stubs is None:
-            raise NotConnected("The farm is not connected.", "Use it inside of `with Farm(...) as farm:`.")
+            raise self.not_open()
         return self._stubs
+
+    def not_open(self) -> NotConnected:
+        """Return the error of a use before the connection is open."""
+        return NotConnected("The farm is not connected.", "Use it inside of `with Farm(...) as farm:`.")
 
     @property
     def lease(self) -> Lease | None:
