@@ -22,12 +22,12 @@ from etfarm.client.export.errors import (
     TruncatedProgram,
     UnknownDemo,
 )
+from etfarm.wire import pte
 
 DEMOS: Final = ("resnet8", "ds_cnn", "mobilenet_v1_025")
 """The demos' names, as in `demo:NAME`."""
 
 _MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*\Z")
-_HEAD_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -182,30 +182,30 @@ def check_pte(path: Path) -> None:
     Raises:
         NotAPte: the flatbuffer's identifier is not ET12, or its root lies outside.
         TruncatedProgram: the file is shorter than its extended header's program and segments.
-    Source: the extended header of executorch/schema/extended_header.cpp, written by exir/_serialize/_program.py:
-        at byte 8, "eh00", u32 header length, u64 program size, u64 segment base offset, u64 segment data size.
     """
     shown = str(path)
     size = path.stat().st_size
     with path.open("rb") as file:
-        head = file.read(_HEAD_BYTES)
+        head = file.read(pte.HEAD_BYTES)
+    identifier = pte.identifier_of(head)
     again = "Give the file that ExecuTorch's write_to_file or `etfarm compile -o` wrote."
-    if len(head) < 8 or not re.match(rb"ET\d\d", head[4:8]):
+    if not re.match(pte.FAMILY + rb"\d\d", identifier):
         raise NotAPte(f"{shown} is no ExecuTorch program.", again, path=shown)
-    if head[4:8] != b"ET12":
-        version = head[4:8].decode()
+    if identifier != pte.IDENTIFIER:
+        version = identifier.decode()
         raise NotAPte(
-            f"{shown} is a program of the format {version}; devices load ET12.",
+            f"{shown} is a program of the format {version}; devices load {pte.IDENTIFIER.decode()}.",
             "Export it again with ExecuTorch 1.x.",
             path=shown,
             format=version,
         )
     expected = struct.unpack_from("<I", head)[0] + 4
-    if len(head) >= 32 and head[8:12] == b"eh00":
-        (length,) = struct.unpack_from("<I", head, 12)
-        program_bytes, segments_at = struct.unpack_from("<QQ", head, 16)
-        segment_bytes = struct.unpack_from("<Q", head, 32)[0] if length >= 32 and len(head) >= 40 else 0
-        expected = max(expected, program_bytes, segments_at + segment_bytes)
+    try:
+        header = pte.read_extended_header(head)
+    except pte.HeaderCutOff:
+        raise TruncatedProgram(shown, size, max(expected, pte.HEAD_BYTES)) from None
+    if header is not None:
+        expected = max(expected, header.file_bytes)
     if size < expected:
         raise TruncatedProgram(shown, size, expected)
 

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from etfarm.wire.flatbuffer import BadBuffer, Buffer, Table
+from etfarm.wire.pte import read_extended_header
 from etfarm.wire.tensors import ITEM_BYTES, SCALAR_TYPES
 
 T = TypeVar("T")
@@ -182,12 +183,10 @@ def _processed(delegate: Table, program: Table, buffer: Buffer) -> Buffer:
     index = reference.number(1, "<I") if reference else 0
     if reference and reference.number(0, "<b") != _INLINE:
         segment = _at(list(program.tables(4)), index)
-        # The extended header after the identifier holds the offsets of the segments.
-        if bytes(buffer[8:12]) != b"eh00" or len(buffer) < 32:
+        header = read_extended_header(buffer)
+        if header is None:
             raise BadBuffer("it has segments and no extended header")
-        (base,) = struct.unpack_from("<Q", buffer, 24)
-        start = base + segment.number(0, "<Q")
-        return buffer[start : start + segment.number(1, "<Q")]
+        return header.segment(buffer, segment.number(0, "<Q"), segment.number(1, "<Q"))
     return _at(list(program.tables(3)), index).content(0)
 
 

@@ -7,13 +7,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from executorch.exir._serialize._program import _flatbuffer_to_program, _get_extended_header
+from executorch.exir._serialize._program import _flatbuffer_to_program
 from executorch.exir.schema import BackendDelegateDataReference, DataLocation, ExecutionPlan, Program
 
 from etfarm.server.compile.errors import UnsupportedProgram
 from etfarm.server.compile.program.explain import first_line
 from etfarm.server.compile.result import ProgramSizes
 from etfarm.server.workers.errors import is_out_of_memory
+from etfarm.wire import pte
 
 
 @dataclass(frozen=True)
@@ -25,18 +26,17 @@ class Described:
     """Size of the flatbuffer; the size of the file if it has no segments."""
 
 
-def read(pte: Path) -> Described:
+def read(path: Path) -> Described:
     """Return the description of a .pte.
 
     Raises:
         UnsupportedProgram: the flatbuffer cannot be read.
     """
-    size = pte.stat().st_size
-    with pte.open("rb") as file:
-        header = _get_extended_header(file.read(64))
-        program_bytes = header.program_size if header is not None else size
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        program_bytes = _flatbuffer_bytes(file.read(pte.HEAD_BYTES), size)
         file.seek(0)
-        head = file.read(program_bytes)
+        head = file.read(min(program_bytes, size))
     try:
         return Described(_flatbuffer_to_program(head), program_bytes)
     except Exception as error:
@@ -46,6 +46,15 @@ def read(pte: Path) -> Described:
         raise UnsupportedProgram(
             f"The program's description cannot be read: {first_line(error)}.", "Export it again with ExecuTorch 1.x."
         ) from None
+
+
+def _flatbuffer_bytes(head: bytes, size: int) -> int:
+    """Return the size of the flatbuffer; the size of the file if it has no valid extended header, as ExecuTorch has it."""
+    try:
+        header = pte.read_extended_header(head)
+    except pte.HeaderCutOff:
+        return size
+    return header.program_bytes if header is not None and header.length >= pte.MIN_HEADER_BYTES else size
 
 
 def of_program(described: Described, data: Mapping[str, Path] | None = None) -> ProgramSizes:

@@ -20,7 +20,6 @@ The jail remains the security boundary; screening stops all known attacks before
 from __future__ import annotations
 
 import json
-import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -30,6 +29,7 @@ from typing import Final
 from etfarm.server.compile.screening import expressions, operators, payloads, pickles
 from etfarm.server.compile.screening.archives import Opened, Records, pt2_records, tensor_records
 from etfarm.server.compile.screening.errors import NotAPt2, NotAPte, TruncatedProgram, UnsafeModel
+from etfarm.wire import pte
 
 MAX_JSON_BYTES: Final = 512 << 20
 """Maximum size of an archived JSON; a large language model's graph has about ten megabytes."""
@@ -125,27 +125,27 @@ def screen_pte(path: Path) -> None:
     Raises:
         NotAPte: the flatbuffer identifier is not ExecuTorch's.
         TruncatedProgram: the file is shorter than its extended header says.
-    Source: executorch/exir/_serialize/_program.py, _ExtendedHeader.
     """
     size = path.stat().st_size
     with path.open("rb") as file:
-        head = file.read(40)
-    if len(head) < 8 or head[4:6] != b"ET":
+        head = file.read(pte.HEAD_BYTES)
+    identifier = pte.identifier_of(head)
+    if len(identifier) < 4 or not identifier.startswith(pte.FAMILY):
         raise NotAPte("its identifier is not ExecuTorch's")
-    if head[4:8] != b"ET12":
-        raise NotAPte(f"its format is {head[4:8].decode(errors='replace')}, and this version reads ET12")
-    if head[8:12] != b"eh00":
-        # Without the extended header, the whole file is the flatbuffer, whose verifier checks its end.
+    if identifier != pte.IDENTIFIER:
+        version = identifier.decode(errors="replace")
+        raise NotAPte(f"its format is {version}, and this version reads {pte.IDENTIFIER.decode()}")
+    try:
+        header = pte.read_extended_header(head)
+    except pte.HeaderCutOff:
+        raise TruncatedProgram(pte.HEAD_BYTES, size) from None
+    if header is None:
+        # The whole file is the flatbuffer, whose verifier checks its end.
         return
-    if len(head) < 40:
-        raise TruncatedProgram(40, size)
-    length, program, segments, segment_bytes = struct.unpack("<I3Q", head[12:40])
-    if length < 24:
-        raise NotAPte(f"its extended header of {length} bytes is too short")
-    segment_bytes = segment_bytes if length >= 32 else 0
-    needed = max(program, segments + segment_bytes)
-    if needed > size:
-        raise TruncatedProgram(needed, size)
+    if header.length < pte.MIN_HEADER_BYTES:
+        raise NotAPte(f"its extended header of {header.length} bytes is too short")
+    if header.file_bytes > size:
+        raise TruncatedProgram(header.file_bytes, size)
 
 
 def _select_screen(name: str) -> _Screen | None:

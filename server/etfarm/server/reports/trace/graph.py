@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from etfarm.server.graphs.origins import Operator
 from etfarm.server.graphs.sources import Source, common_module, module_of, source_of
+from etfarm.wire import pte
 from etfarm.wire.errors import FarmError
 from etfarm.wire.flatbuffer import Table
 
@@ -29,8 +30,6 @@ _NOTHING: Final[frozenset[tuple[int, str]]] = frozenset()
 _MAX_ENTRY_BYTES: Final = 256 << 20
 _ABSORBED: Final = frozenset({"_native_batch_norm_legit_no_training", "relu", "relu6", "hardtanh", "clamp"})
 
-_PROGRAM_IDENTIFIER: Final = b"ET"
-_EXTENDED_HEADER: Final = b"eh00"
 _PLANS, _DELEGATE_DATA, _SEGMENTS = 1, 3, 4  # fields of Program
 _PLAN_NAME, _PLAN_CHAINS, _PLAN_OPERATORS, _PLAN_DELEGATES = 0, 5, 6, 7  # of ExecutionPlan
 _CHAIN_INSTRUCTIONS: Final = 2  # of Chain
@@ -209,7 +208,7 @@ def read_program(path: Path, method: str) -> dict[tuple[int, int], Instruction]:
     """
     try:
         file = memoryview(path.read_bytes())
-        if bytes(file[4:6]) != _PROGRAM_IDENTIFIER:
+        if not pte.identifier_of(file).startswith(pte.FAMILY):
             raise ValueError("it is no ExecuTorch program")
         program = Table.root(file)
         plan = next((plan for plan in program.tables(_PLANS) if plan.text(_PLAN_NAME) == method), None)
@@ -244,20 +243,17 @@ def _instructions(plan: Table, program: Table, file: memoryview) -> Iterator[tup
 def _processed(
     reference: Table | None, inline: Sequence[Table], segments: Sequence[Table], file: memoryview
 ) -> memoryview | None:
-    """Return a delegate's bytes, from the program's own flatbuffer or from a segment after it.
-
-    Source: executorch/exir/_serialize/_program.py, _ExtendedHeader.
-    """
+    """Return a delegate's bytes, from the program's own flatbuffer or from a segment after it."""
     if reference is None:
         return None
     index = reference.number(1)
     if reference.number(0, "<b") == _INLINE:
         return inline[index].content(0)
-    if bytes(file[8:12]) != _EXTENDED_HEADER:
+    header = pte.read_extended_header(file)
+    if header is None:
         return None
     segment = segments[index]
-    start = int.from_bytes(file[24:32], "little") + segment.number(0, "<Q")
-    return file[start : start + segment.number(1, "<Q")]
+    return memoryview(header.segment(file, segment.number(0, "<Q"), segment.number(1, "<Q")))
 
 
 def _load(archive: zipfile.ZipFile, entry: str) -> Any:
