@@ -21,6 +21,7 @@ from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.analysis import CellAnalysis
+from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
 from etfarm.server.jobs.cells.dispatch import Dispatch
 from etfarm.server.jobs.cells.placement import Placement
 from etfarm.server.jobs.cells.requirements import Requirements
@@ -167,7 +168,8 @@ class World:
         """A conductor of the world's jobs, with a compiler."""
         registry, runs, readers = self.registry, self.runs, Readers()
         self.requirements = Requirements(registry, self.bundles, self.store, readers)
-        dispatch = Dispatch(registry, runs, Placement(registry, runs), self.bundles, self.requirements, self.ids)
+        attempts = DeviceAttempts(registry, runs, Placement(registry, runs), self.bundles, self.ids)
+        dispatch = Dispatch(attempts, self.requirements)
         analysis = CellAnalysis(self.analyst, self.log, Thresholds())  # type: ignore[arg-type]
         self.stages = CellStages(
             self.journal, self.log, self.announcer, compiler, self.requirements, dispatch,

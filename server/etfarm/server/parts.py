@@ -27,6 +27,7 @@ from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.jobs.cells.analysis import CellAnalysis
+from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
 from etfarm.server.jobs.cells.dispatch import Dispatch
 from etfarm.server.jobs.cells.placement import Placement
 from etfarm.server.jobs.cells.requirements import Requirements
@@ -206,9 +207,9 @@ class Jobs:
         screen = partial(screen_before_loading, operators=config.operators)
         analyst = Analyst(Findings(workers, database, now, deadline_s=config.analysis_deadline_s, screen=screen), store)
         analysis = CellAnalysis(analyst, joblog, config.thresholds)
-        placement = Placement(registry, runs)
         requirements = Requirements(registry, fleet.bundles, store, readers)
-        dispatch = Dispatch(registry, runs, placement, fleet.bundles, requirements, new_id)
+        attempts = DeviceAttempts(registry, runs, Placement(registry, runs), fleet.bundles, new_id)
+        dispatch = Dispatch(attempts, requirements)
         results = Results(runs, dispatch, store, readers)
         stages = CellStages(
             journal,
@@ -224,7 +225,7 @@ class Jobs:
             clock=time.monotonic,
             new_id=new_id,
         )
-        leasing = Leasing(registry, runs, placement, fleet.bundles, requirements, new_id)
+        leasing = Leasing(attempts, requirements)
         return cls(
             announcer=announcer,
             journal=journal,

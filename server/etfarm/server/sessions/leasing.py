@@ -3,19 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from contextlib import suppress
 from typing import Any, Final
 
 import structlog
 
-from etfarm.server.devices.bundles import Bundles
-from etfarm.server.devices.errors import DeviceOffline
-from etfarm.server.devices.registry import Registry
-from etfarm.server.devices.runners import demand_runner
-from etfarm.server.devices.runs import AttemptLost, Runs
+from etfarm.server.devices.runs import AttemptLost
 from etfarm.server.devices.schedule import Waiting
-from etfarm.server.jobs.cells.placement import Placement
+from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
 from etfarm.server.jobs.cells.requirements import Requirements, require_support
 from etfarm.server.sessions.errors import SessionLost
 from etfarm.server.sessions.session import Lease, Session, lost_error
@@ -40,21 +34,9 @@ _MAX_PLACEMENTS: Final = 3
 class Leasing:
     """The sequence of steps that leads a session through its leases on devices."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        runs: Runs,
-        placement: Placement,
-        bundles: Bundles,
-        requirements: Requirements,
-        new_id: Callable[[], str],
-    ) -> None:
-        self._registry = registry
-        self._runs = runs
-        self._placement = placement
-        self._bundles = bundles
+    def __init__(self, attempts: DeviceAttempts, requirements: Requirements) -> None:
+        self._attempts = attempts
         self._requirements = requirements
-        self._new_id = new_id
 
     async def lead(self, session: Session, selector: selectors.Selector, facts: list[compile_pb2.MethodFacts]) -> None:
         """Lead a session from the queue to its end. The last event states why it ended, unless the owner left."""
@@ -83,7 +65,6 @@ class Leasing:
         self, session: Session, selector: selectors.Selector, facts: list[compile_pb2.MethodFacts], avoid: frozenset[str]
     ) -> Lease:
         unfit = frozenset[str]().union(*(self._requirements.find_unfit(selector, method, session.project) for method in facts))
-        attempt_id = self._new_id()
 
         def on_wait(why: str) -> None:
             session.publish(SessionEvent(waiting=session_pb2.SessionWaiting(why=why)))
@@ -101,7 +82,8 @@ class Leasing:
             unfit=unfit,
             project=session.project,
         )
-        return Lease(attempt_id, await self._placement.device(waiting, attempt_id, on_progress, on_wait))
+        device, attempt_id = await self._attempts.place(waiting, on_progress, on_wait)
+        return Lease(attempt_id, device)
 
     async def _hold(self, session: Session, lease: Lease, facts: list[compile_pb2.MethodFacts]) -> EtfarmError:
         """Start the session on its device and wait for its end; return the reason of the end."""
@@ -130,9 +112,9 @@ class Leasing:
 
     async def _start(self, session: Session, lease: Lease, facts: list[compile_pb2.MethodFacts]) -> None:
         request = session.request
-        if starting := self._bundles.starting:
+        if starting := self._attempts.starting:
             session.publish(SessionEvent(waiting=session_pb2.SessionWaiting(why=starting)))
-        runner = await demand_runner(self._bundles, lease.device)
+        runner = await self._attempts.runner_of(lease.device)
         for method in facts:
             require_support(method, runner, lease.device)
         start = agent_pb2.StartRun(
@@ -149,19 +131,12 @@ class Leasing:
             ],
             session=agent_pb2.SessionStart(methods=request.methods, cores=request.cores),
         )
-        if runner.bundle is not None:
-            # The agent reads the operators from the bundle itself.
-            del start.candidates[0].bundle.operators[:]
-        agent = self._registry.session_of(lease.device.id)
-        self._runs.mark_sent(lease.attempt_id)
-        needed = [request.program.pte, *request.program.data.values(), *([runner.bundle.artifact] if runner.bundle else [])]
-        self._runs.permit(lease.attempt_id, [artifact.digest for artifact in needed])
-        agent.send(agent_pb2.ServerMessage(start_run=start))
+        self._attempts.send(start, [request.program.pte, *request.program.data.values()])
 
     async def _result(self, lease: Lease) -> EtfarmError:
         """Wait for the end of the attempt; return the reason that the agent reports."""
         try:
-            result = await self._runs.result(lease.attempt_id)
+            result = await self._attempts.result(lease.attempt_id)
         except AttemptLost as lost:
             return SessionLost(lost.message, "Open another session.", device=lease.device.id)
         return from_proto(result.error) if result.HasField("error") else lost_error(lease)
@@ -170,12 +145,8 @@ class Leasing:
         """Free the device. Its agent gets an acknowledgement of the result, or has to stop the attempt."""
         lease.end(SessionNotFound(f"The session {session.id} has ended.", session=session.id))
         session.wake()
-        with suppress(DeviceOffline):
-            agent = self._registry.session_of(lease.device.id)
-            if self._runs.has_answer(lease.attempt_id):
-                agent.send(agent_pb2.ServerMessage(ack=agent_pb2.Ack(attempt_id=lease.attempt_id)))
-            else:
-                cancel = agent_pb2.CancelRun(attempt_id=lease.attempt_id, reason="the session is over")
-                agent.send(agent_pb2.ServerMessage(cancel_run=cancel))
-        self._placement.free(lease.attempt_id)
+        if self._attempts.has_answer(lease.attempt_id):
+            self._attempts.acknowledge(lease.attempt_id, lease.device.id)
+        else:
+            self._attempts.cancel(lease.attempt_id, lease.device.id, "the session is over")
         session.lease = None

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Sequence
 
-from etfarm.server.devices.bundles import Bundles
-from etfarm.server.devices.errors import DeviceOffline
-from etfarm.server.devices.registry import Registry
-from etfarm.server.devices.runners import demand_runner
-from etfarm.server.devices.runs import Progressed, Runs
+from etfarm.server.devices.runs import Progressed
 from etfarm.server.devices.schedule import Waiting
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.cell_run import CellRun
-from etfarm.server.jobs.cells.placement import Placement
+from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
 from etfarm.server.jobs.cells.progress import OnLine, OnProgress
 from etfarm.server.jobs.cells.requirements import DeviceLacks, Requirements, require_support
 from etfarm.v1 import agent_pb2
+from etfarm.v1.common_pb2 import Artifact
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Attempt, Cell, Job, Progress
 from etfarm.wire import selectors
@@ -29,21 +25,9 @@ DEADLINE_S = 600.0
 class Dispatch:
     """The attempts that occupy devices, and the cells that share them."""
 
-    def __init__(
-        self,
-        registry: Registry,
-        runs: Runs,
-        placement: Placement,
-        bundles: Bundles,
-        requirements: Requirements,
-        new_id: Callable[[], str],
-    ) -> None:
-        self._registry = registry
-        self._runs = runs
-        self._placement = placement
-        self._bundles = bundles
+    def __init__(self, attempts: DeviceAttempts, requirements: Requirements) -> None:
+        self._attempts = attempts
         self._requirements = requirements
-        self._new_id = new_id
         self._sharing: dict[str, set[str]] = {}
         """Ids of the cells that still use an attempt, by attempt id."""
 
@@ -53,7 +37,6 @@ class Dispatch:
         Raises:
             DeviceLacks: no device that the selector matches can run them.
         """
-        attempt_id = self._new_id()
         job, first = cell_runs[0].job, cell_runs[0].cell
         selector = selectors.parse(first.selector)
 
@@ -71,7 +54,7 @@ class Dispatch:
             project=job.project,
         )
         listener = self._listener(job, [run.cell.id for run in cell_runs], on_progress, on_line)
-        device = await self._placement.device(waiting, attempt_id, listener, on_wait)
+        device, attempt_id = await self._attempts.place(waiting, listener, on_wait)
         self._sharing[attempt_id] = {run.cell.id for run in cell_runs}
         return device, Attempt(id=attempt_id, device_id=device.id)
 
@@ -81,21 +64,20 @@ class Dispatch:
             if cell.state != model.RUNNING:
                 continue
             attempt = cell.attempts[-1]
-            if self._runs.knows(attempt.id):
+            if self._attempts.is_live(attempt.id):
                 continue  # an earlier cell of the loop shares the attempt
             sharing = [each.id for each in job.cells if each.state == model.RUNNING and each.attempts[-1].id == attempt.id]
             self._sharing[attempt.id] = set(sharing)
             listener = self._listener(job, sharing, on_progress, on_line)
-            self._runs.begin(attempt.id, attempt.device_id, listener, sent=True, project=job.project)
-            self._runs.device_went(attempt.device_id)
+            self._attempts.rejoin(attempt.id, attempt.device_id, listener, project=job.project)
 
     def is_on_this_machine(self, device: Device) -> bool:
         """Return whether the device's agent runs on the server's own machine."""
-        return self._registry.is_on_this_machine(device.id)
+        return self._attempts.is_on_this_machine(device.id)
 
     def device_of(self, cell: Cell) -> Device:
         """Return the device of the cell's last attempt."""
-        return self._registry.get(cell.attempts[-1].device_id)
+        return self._attempts.device(cell.attempts[-1].device_id)
 
     def cells_of(self, attempt_id: str) -> set[str]:
         """Return the ids of the cells that still use an attempt."""
@@ -103,7 +85,7 @@ class Dispatch:
 
     def _listener(self, job: Job, cells: Sequence[str], on_progress: OnProgress, on_line: OnLine) -> Progressed:
         def announce(sent: agent_pb2.RunProgress) -> None:
-            device = self._registry.get(sent.device_id)
+            device = self._attempts.device(sent.device_id)
             cell_id = sent.cell_id if sent.cell_id in cells else cells[0]
             progress = Progress(cell_id=cell_id, actor=device.name, phase=sent.phase, message=sent.message)
             for name in ("duration_ms", "done", "total"):
@@ -118,7 +100,7 @@ class Dispatch:
     @property
     def starting(self) -> str:
         """Description of what the farm has to finish before anything can run; empty if nothing."""
-        return self._bundles.starting
+        return self._attempts.starting
 
     async def send(self, cell_runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
         """Send the last attempt, which the cells share, to its device.
@@ -132,7 +114,7 @@ class Dispatch:
         """
         job, device = cell_runs[0].job, cell_runs[0].device
         assert device is not None
-        runner = await demand_runner(self._bundles, device)
+        runner = await self._attempts.runner_of(device)
         errors: dict[str, EtfarmError] = {}
         start = agent_pb2.StartRun(
             attempt_id=cell_runs[0].cell.attempts[-1].id,
@@ -147,7 +129,7 @@ class Dispatch:
             except DeviceLacks as error:
                 errors[cell.id] = error
                 continue
-            candidate = start.candidates.add(
+            start.candidates.add(
                 cell_id=cell.id,
                 program=compilation.program,
                 method=cell.method,
@@ -156,30 +138,14 @@ class Dispatch:
                 threads=cell.threads if cell.HasField("threads") else None,
                 numerics_program=run.numerics.program if run.numerics is not None else None,
             )
-            if runner.bundle is not None:
-                # The agent reads the operators from the bundle itself.
-                del candidate.bundle.operators[:]
         if start.candidates:
             start.deadline_s = deadline_s(job, len(start.candidates))
-            session = self._registry.session_of(device.id)
-            self._runs.mark_sent(start.attempt_id)
-            self.permit(cell_runs, bundle=runner.bundle)
-            session.send(agent_pb2.ServerMessage(start_run=start))
+            self._attempts.send(start, _artifacts_of(cell_runs))
         return errors
 
-    def permit(self, cell_runs: Sequence[CellRun], *, bundle: agent_pb2.RunnerBundle | None = None) -> None:
-        """Permit the agent of the last attempt to read the artifacts that the programs of the cells need.
-
-        Args:
-            bundle: the runner bundle that the agent receives; None if it has the runner or needs none.
-        """
-        needed = [] if bundle is None else [bundle.artifact]
-        for run in cell_runs:
-            assert run.compilation is not None
-            programs = [run.compilation.program, *([run.numerics.program] if run.numerics is not None else [])]
-            needed += [artifact for program in programs for artifact in (program.pte, *program.data.values())]
-            needed += [] if run.inputs is None else [run.inputs]
-        self._runs.permit(cell_runs[0].cell.attempts[-1].id, [artifact.digest for artifact in needed])
+    def permit(self, cell_runs: Sequence[CellRun]) -> None:
+        """Permit the agent of the last attempt to read the artifacts that the programs of the cells need."""
+        self._attempts.permit(cell_runs[0].cell.attempts[-1].id, _artifacts_of(cell_runs))
 
     def end(self, cell: Cell) -> None:
         """End the cell's part in its last attempt after its result was written.
@@ -190,26 +156,20 @@ class Dispatch:
         if not cell.attempts:
             return
         attempt = cell.attempts[-1]
-        if not self._runs.has_answer(attempt.id):
+        if not self._attempts.has_answer(attempt.id):
             self.abandon(cell, "nobody waits for it any more")
             return
-        if not self._is_last(attempt.id, cell):
-            return
-        with suppress(DeviceOffline):
-            session = self._registry.session_of(attempt.device_id)
-            session.send(agent_pb2.ServerMessage(ack=agent_pb2.Ack(attempt_id=attempt.id)))
-        self._placement.free(attempt.id)
+        if self._is_last(attempt.id, cell):
+            self._attempts.acknowledge(attempt.id, attempt.device_id)
 
     def abandon(self, cell: Cell, reason: str) -> None:
         """Stop the cell's last attempt if it may still run and no other cell shares it, and free the device."""
         if not cell.attempts:
             return
         attempt = cell.attempts[-1]
-        if self._runs.knows(attempt.id) and not self._runs.has_answer(attempt.id) and self._is_last(attempt.id, cell):
-            with suppress(DeviceOffline):
-                cancel = agent_pb2.CancelRun(attempt_id=attempt.id, reason=reason)
-                self._registry.session_of(attempt.device_id).send(agent_pb2.ServerMessage(cancel_run=cancel))
-            self._placement.free(attempt.id)
+        is_live = self._attempts.is_live(attempt.id) and not self._attempts.has_answer(attempt.id)
+        if is_live and self._is_last(attempt.id, cell):
+            self._attempts.cancel(attempt.id, attempt.device_id, reason)
 
     def _is_last(self, attempt_id: str, cell: Cell) -> bool:
         """Remove the cell from those that share the attempt; return whether no cell is left."""
@@ -218,6 +178,17 @@ class Dispatch:
         if not sharing:
             self._sharing.pop(attempt_id, None)
         return not sharing
+
+
+def _artifacts_of(cell_runs: Sequence[CellRun]) -> Iterable[Artifact]:
+    """Yield the artifacts that an agent needs for the programs of cells, beside the runner bundle."""
+    for run in cell_runs:
+        assert run.compilation is not None
+        programs = [run.compilation.program, *([run.numerics.program] if run.numerics is not None else [])]
+        for program in programs:
+            yield from (program.pte, *program.data.values())
+        if run.inputs is not None:
+            yield run.inputs
 
 
 def deadline_s(job: Job, candidates: int) -> float:
