@@ -1,6 +1,6 @@
 """Generates the operators that an uploaded .pt2 may use; `--check` compares the committed list with the installed toolchain.
 
-The list is `etfarm/server/compile/screening/operators.txt`. It is made from the tables of the pinned torch, torchao and
+The list is `etfarm/server/compile/screening/operators.txt`. It is computed from the tables of the pinned torch, torchao and
 ExecuTorch, in three steps, so that a new version's new operators are refused until somebody has generated and reviewed the list
 again:
 
@@ -56,9 +56,9 @@ REFUSED: Final = {
         "is not checked against the bounds of memory",
     r".*sparse.*|smm|sspaddmm|hspmm|_?coalesced?_?|_?indices.*|_?values.*|_nnz|_dim[IV]|_?sobol.*|.*col_indices.*|"
     r".*row_indices.*|to_dense|_to_dense|_spdiags|_spsolve|_validate.*":
-        "takes sparse tensors, whose indices can be made without a check",
+        "takes sparse tensors, whose indices can be created without a check",
     r".*nested.*|_?jagged.*|_padded_dense.*|.*padded_tensor|_pack_padded.*|_pad_packed.*|_nested.*":
-        "takes nested tensors, whose offsets can be made without a check",
+        "takes nested tensors, whose offsets can be created without a check",
     r"_?(cudnn|miopen|mkldnn|fbgemm|mps|nnpack|cslt|thnn|triton|efficient_attention|flash_attention|native_multi_head)_.*|"
     r"to_mkldnn.*|.*_prepack(ed)?|_wrapped_.*|quantized_.*|_?choose_qparams_.*|_saturate.*|_weight_int.*|_dyn_quant.*|"
     r"_lu_with_info|_mixed_dtypes.*|_scaled_(grouped_)?mm.*|_grouped_mm|_transformer_encoder.*|_convert_weight.*":

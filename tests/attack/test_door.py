@@ -251,7 +251,7 @@ async def test_a_token_that_leaves_the_file_ends_its_streams_and_a_broken_edit_c
             await kept.read()
             door.write(LINES[0], "half a li")
             async with asyncio.timeout(WAIT_S):
-                while "the tokens of before stay" not in door.daemon.log.read_text():  # noqa: ASYNC110 - another process's log
+                while "the previous tokens stay valid" not in door.daemon.log.read_text():  # noqa: ASYNC110 - another process's log
                     await asyncio.sleep(0.1)  # until the server has looked
             await farm_info(users)
             assert not stream.done()

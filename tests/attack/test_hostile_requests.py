@@ -398,7 +398,9 @@ async def test_a_job_under_which_the_server_dies_three_times_is_set_aside(breaka
     for times in (1, 2):
         breakable.kill9()
         breakable.restart()
-        assert wait_until(lambda times=times: log.read_text().count("taking up a job with care") == times)  # type: ignore[misc]
+        assert wait_until(
+            lambda times=times: log.read_text().count("resuming a job that was being handled when the server died") == times
+        )  # type: ignore[misc]
     breakable.kill9()
     breakable.restart()
     async with open_channel(Access(breakable.address)) as channel:

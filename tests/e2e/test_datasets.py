@@ -163,7 +163,7 @@ def test_a_sample_that_fails_is_the_last_and_the_ones_before_it_are_done(pair: F
 
 
 def test_more_devices_than_there_are_is_refused(pair: FarmProcess) -> None:
-    with pair.client() as client, pytest.raises(EtfarmError, match="match 'cores>=1': 2, and 3 are wanted") as refused:
+    with pair.client() as client, pytest.raises(EtfarmError, match="match 'cores>=1': 2, but 3 are required") as refused:
         list(client.run_dataset(program("add").path, sums(1), "cores>=1", devices=3))
     assert refused.value.reason == "TOO_FEW_DEVICES"
 

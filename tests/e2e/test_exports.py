@@ -125,7 +125,7 @@ def test_the_page_says_whether_it_got_worse(job: Job) -> None:
     page = (job.folder / "compared.html").read_text()
     assert "Did it get worse?" in page and "1.000x" in page and "Both sides are the same." in page
     refused = job.export("--format", "csv", "--against", "latest")
-    assert refused.returncode == 2 and "--against is about html, not csv." in refused.stderr
+    assert refused.returncode == 2 and "--against requires html, got csv." in refused.stderr
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""What a farm keeps: tags that stand for jobs, a history over jobs, operators by view, and reports worked out again."""
+"""What a farm keeps: tags that stand for jobs, a history over jobs, operators by view, and reports analyzed again."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_history_is_read_on_the_command_line_and_as_json(kept: Kept, tmp_path:
     assert nobody.returncode == 2 and name in nobody.stderr
     assert json.loads((tmp_path / "n.json").read_text())["error"]["reason"] == "NO_HISTORY"
     none = etfarm("history", name, "--recipe", "portable", "--server", kept.farm.address, cwd=tmp_path)
-    assert none.returncode == 0 and "none of them fits --recipe portable" in none.stdout
+    assert none.returncode == 0 and "none matches --recipe portable" in none.stdout
 
 
 def test_other_inputs_are_a_change_that_history_and_compare_tell(kept: Kept, tmp_path: Path) -> None:
@@ -345,7 +345,7 @@ def test_what_hangs_or_is_gone_costs_what_it_is_for_and_a_killed_server_loses_no
 
 
 def assert_as_before(before: Any, after: Any) -> None:
-    """What could not be worked out again, and who the report is, are as they were."""
+    """What could not be analyzed again, and who the report is, are as they were."""
     assert (after.id, after.created_at, after.analysis.cached) == (before.id, before.created_at, False)
     assert list(after.operators) == list(before.operators) and after.operators
     assert (after.profile, after.latency, after.verdict) == (before.profile, before.latency, before.verdict)

@@ -111,7 +111,7 @@ async def test_a_data_folder_that_takes_nothing_is_one_sentence(
     assert await agent.ended() == 2
     assert agent.log == (
         f"etfarm: The agent cannot work in its data folder {data}: {why}. "
-        "Make it writable with some space left, or give another one with --data.\n"
+        "Make it writable and free some space, or give another one with --data.\n"
     )
 
 
@@ -162,7 +162,7 @@ async def test_a_bundle_of_another_architecture_is_never_started(server: Server,
     (cell,) = (await connection.result("a1")).candidates
     arch = connection.hello.devices[0].arch
     assert (cell.error.reason, cell.error.fault) == ("NO_RUNNER", common_pb2.FAULT_FARM)
-    assert cell.error.message == f"The runner that came is for aarch64, and this device is {arch}."
+    assert cell.error.message == f"The runner that arrived is for aarch64, but this device is {arch}."
     connection.start("a2", candidate, deadline_s=60)
     assert not (await connection.result("a2")).candidates[0].HasField("error")
 

@@ -117,7 +117,7 @@ async def test_a_whole_result_is_sent_whatever_lies_beside_it(server: Server, la
     connection = await server.connected()
     assert connection.hello.unacknowledged_attempts == ["whole"]
     assert await connection.result("whole") == kept
-    assert agent.log.count("is no whole result and is deleted") == 4
+    assert agent.log.count("is not a complete result and is deleted") == 4
     assert {each.name for each in path.parent.iterdir()} == {path.name, "folder"}
 
 

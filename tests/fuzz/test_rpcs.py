@@ -34,7 +34,7 @@ STREAM_S: Final = 1.0
 """After which a stream that waits for more is left: it was not refused, and needs no answer."""
 MEMORY_BYTES: Final = 400 << 20
 """What a server may take beyond what it had: its caches of SQLite, of gRPC and of imported modules are in it."""
-BUGS: Final = ("failed by a bug", "could not be taken", "never retrieved")
+BUGS: Final = ("failed because of a bug", "could not be handled", "never retrieved")
 CUT_SHORT: Final = "Internal error from Core"
 """What a grpc.aio client says of a stream that the server ended while a message was on its way."""
 

@@ -219,7 +219,7 @@ def refused(folder: Path, *arguments: str) -> str:
 def test_an_address_that_others_reach_is_refused_before_it_is_bound(tmp_path: Path) -> None:
     assert refused(tmp_path, "--listen", "0.0.0.0:0") == (
         "etfarm: Other machines can reach 0.0.0.0:0, and it has no --tls-cert, no --tls-key, no --tokens. "
-        "Give them, listen on 127.0.0.1, or say --insecure if you trust everybody who can reach it.\n"
+        "Give them, listen on 127.0.0.1, or pass --insecure if you trust everybody who can reach it.\n"
     )
     assert not (tmp_path / "data").exists()
 

@@ -153,7 +153,7 @@ async def test_two_agents_do_not_share_a_data_folder(server: Server, launch: Lau
     first = await server.connected()
     second = await launch()
     assert await second.ended() == 1
-    assert second.log.startswith("etfarm: Another agent works in ") and second.log.count("\n") == 1
+    assert second.log.startswith("etfarm: Another agent uses ") and second.log.count("\n") == 1
     await launch(data=tmp_path / "other")
     other = await server.connected()
     assert other.hello.agent_id != first.hello.agent_id

@@ -250,7 +250,7 @@ async def test_one_phone_that_is_listed_twice_is_one_device(server: Server, laun
     assert await asyncio.to_thread(wait_until, lambda: "as ONE (ONE)" in agent.log)
     twin = f"localhost:{adb_phone.serial.rpartition(':')[2]}"
     await adb_phone.server.connect(twin)
-    assert await asyncio.to_thread(wait_until, lambda: "is connected in two ways" in agent.log)
+    assert await asyncio.to_thread(wait_until, lambda: "is connected twice" in agent.log)
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id="ONE")
     await connection.phase("TIMED")
     await adb_phone.server.disconnect(twin)

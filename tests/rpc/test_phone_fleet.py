@@ -162,7 +162,7 @@ async def test_a_phone_that_is_connected_in_two_ways_is_served_by_the_other_when
     async with followed(adb_phone, server, tmp_path, retry_s=NEVER_S, retry_last_s=NEVER_S) as heard:
         await heard.until(is_served)
         await adb_phone.server.connect(f"localhost:{adb_phone.serial.rpartition(':')[2]}")
-        assert await asyncio.to_thread(wait_until, lambda: "is connected in two ways" in caplog.text)
+        assert await asyncio.to_thread(wait_until, lambda: "is connected twice" in caplog.text)
         known = len(heard.messages)
         await adb_phone.disconnect()
         await heard.until(is_served, known)
@@ -211,7 +211,7 @@ async def test_a_trace_that_is_too_long_on_a_slow_link_is_the_links_fault(
         cell = await measured(heard, server.candidate("conv"), measurement=measurement, deadline_s=25)
         assert (cell.error.fault, cell.error.reason) == (common_pb2.FAULT_DEVICE, "TRANSFER_TIMED_OUT")
         assert cell.error.stage == "UPLOAD"
-        assert f"files that it wrote, between the agent and {adb_phone.serial}, were still under way" in cell.error.message
+        assert f"files that it wrote, between the agent and {adb_phone.serial}, were still in progress" in cell.error.message
         assert [phase.phase for phase in cell.phases][-2:] == ["TIMED", "TRACED"]
 
 

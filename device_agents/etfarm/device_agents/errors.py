@@ -28,7 +28,7 @@ class FolderUnusable(UserError):
     def __init__(self, folder: Path, why: str) -> None:
         super().__init__(
             f"The agent cannot work in its data folder {folder}: {why}.",
-            "Make it writable with some space left, or give another one with --data.",
+            "Make it writable and free some space, or give another one with --data.",
             folder=folder,
             why=why,
         )
@@ -55,7 +55,7 @@ class DeviceGone(DeviceError):
     def __init__(self, name: str, why: str) -> None:
         super().__init__(
             f"{name} is gone: {why.rstrip('.')}.",
-            "Look at its cable, its power and its network; it is served again once it is back.",
+            "Check its cable, its power and its network; it is served again once it is back.",
             device=name,
             why=why,
         )
@@ -100,8 +100,8 @@ class SelfTestFailed(DeviceError):
 
     def __init__(self, why: str, program_error: EtfarmError) -> None:
         super().__init__(
-            f"The runner does not answer on this device any more ({why}), after a program ended with {program_error.reason}.",
-            "Look at the device: memory, disk, temperature, the kernel's log.",
+            f"The runner no longer answers on this device ({why}), after a program ended with {program_error.reason}.",
+            "Check the device: memory, disk, temperature, the kernel's log.",
             stage=program_error.stage,
         )
         self.metadata.update(
@@ -117,7 +117,7 @@ class RunnerDoesNotWork(DeviceError):
     def __init__(self, digest: str, arch: str, why: str) -> None:
         super().__init__(
             f"The runner bundle {digest[:12]} for {arch} does not work on this device: {why.rstrip('.')}.",
-            f"Offer another one, of `etfarm bundle build --arch {arch}`, with `etfarm bundle add`.",
+            f"Build another one with `etfarm bundle build --arch {arch}` and add it with `etfarm bundle add`.",
             digest=digest,
             arch=arch,
             why=why,
@@ -132,8 +132,8 @@ class TransferTimedOut(DeviceError):
 
     def __init__(self, stage: str, deadline_s: float, what: str = "artifacts") -> None:
         super().__init__(
-            f"The attempt's {deadline_s:g} s were over while {what} were still under way.",
-            "Look at the link, or give the job a longer timeout.",
+            f"The attempt's {deadline_s:g} s ended while {what} were still in progress.",
+            "Check the link, or give the job a longer timeout.",
             stage=stage,
             deadline_s=deadline_s,
         )
@@ -147,7 +147,7 @@ class NotReached(UserError):
 
     def __init__(self, deadline_s: float) -> None:
         super().__init__(
-            f"The attempt's {deadline_s:g} s were over before this candidate's turn.",
+            f"The attempt's {deadline_s:g} s ended before this candidate's turn.",
             "Give the job a longer timeout.",
             deadline_s=deadline_s,
         )

@@ -252,21 +252,21 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--name",
         metavar="N",
-        help="what people call the device; default: the host's name. Of phones: what stands before the name of each",
+        help="the device's name; default: the host's name. For phones: the prefix of each name",
     )
-    add("--label", metavar="K=V", type=_label, action="append", default=[], help="for selectors (label.K=V); several times")
+    add("--label", metavar="K=V", type=_label, action="append", default=[], help="for selectors (label.K=V); repeatable")
     add("--data", metavar="DIR", type=Path, help="the agent's id, cache and unsent results; default: "
         f"{str(default_data_folder()).replace('%', '%%')}, beside it for --adb and --emulate")  # fmt: skip
     add("--tls-ca", metavar="FILE", type=Path, help="certificates (PEM) that the server's is signed by; default: $ETFARM_TLS_CA")
     add("--tls-cert", metavar="FILE", type=Path, help="client certificate (PEM), where the server demands one")
     add("--tls-key", metavar="FILE", type=Path, help="the client certificate's key (PEM)")
-    add("--cores", metavar="LIST", type=_cores, help="cpus that programs may use, as 4-7 or 0,2; default: all. Not of phones")
+    add("--cores", metavar="LIST", type=_cores, help="cpus that programs may use, as 4-7 or 0,2; default: all. Not for phones")
     size = f"{DEFAULT_CACHE_LIMIT_BYTES >> 30}GiB"
     add("--cache-limit", metavar="BYTES", type=_size, default=DEFAULT_CACHE_LIMIT_BYTES, help=f"as 500MiB; default: {size}")
     emulation = parser.add_argument_group(
         "emulation",
         "Serve an emulated device instead of this machine: programs run on another processor in software (qemu), with its "
-        "kernels. Outputs count, times mean nothing: the verdict is NOT_BENCHMARKABLE.",
+        "kernels. Outputs are valid, times mean nothing: the verdict is NOT_BENCHMARKABLE.",
     )
     add = emulation.add_argument
     add("--emulate", metavar="ARCH", choices=sorted(DEFAULT_CPUS), help="the architecture: aarch64")
@@ -293,7 +293,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--cool-below", metavar="C", type=_number, default=limits.cool_below_c,
         help="temperature of the hottest sensor, in degrees Celsius; default: %(default)g")  # fmt: skip
     add("--cool-wait", metavar="S", type=_number, default=limits.cool_wait_s,
-        help="the longest wait for it, shorter where it does not get cooler; 0: none; default: %(default)g")  # fmt: skip
+        help="the longest wait for it, shorter if it does not get cooler; 0: none; default: %(default)g")  # fmt: skip
     add("--cool-down", metavar="S", type=_number, default=limits.cool_down_s,
         help="least pause between two measurements on a machine with temperature sensors; default: %(default)g")  # fmt: skip
     add("--idle-below", metavar="N", type=_number, default=limits.idle_below,
@@ -331,7 +331,7 @@ def _cores(text: str) -> frozenset[int]:
     try:
         return inventory.parse_cpu_list(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no list of cpus such as 4-7 or 0,2") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a list of cpus such as 4-7 or 0,2") from None
 
 
 def _users(text: str) -> range:
@@ -344,7 +344,7 @@ def _users(text: str) -> range:
 def _size(text: str) -> int:
     match = _SIZE.match(text.strip())
     if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 1000000 or 500MiB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 1000000 or 500MiB")
     number, unit = int(match.group(1)), (match.group(2) or "").upper()
     if not unit:
         return number
@@ -356,7 +356,7 @@ def _number(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number") from None
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number") from None
     # Refuse NaN and infinity.
     if not 0 <= value < 1e6:
         raise argparse.ArgumentTypeError(f"{text} is not between 0 and 1000000")

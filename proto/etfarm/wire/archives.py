@@ -96,7 +96,7 @@ def members(file: BinaryIO, *, max_bytes: int, max_members: int) -> Iterator[tup
         yield Member(info.name, size, info.mode, is_file), Content(source, size)
         source.skip(end - source.position)
     if count == 0:
-        raise BadArchive("it is no tar, or an empty one")
+        raise BadArchive("it is not a tar file, or is empty")
 
 
 def _padded(size: int) -> int:
@@ -122,7 +122,7 @@ class _Source:
             if not part:
                 if may_end and not self._buffer:
                     return b""
-                raise BadArchive("it ends early")
+                raise BadArchive("it is cut off")
             self._buffer += part
         data = bytes(self._buffer[:size])
         del self._buffer[:size]
@@ -166,7 +166,7 @@ class _Source:
             if not self._packed and needs_input:
                 self._packed = self._file.read(_READ_BYTES)
                 if not self._packed:
-                    raise BadArchive("it ends early")
+                    raise BadArchive("it is cut off")
             if isinstance(unpack, lzma.LZMADecompressor):
                 packed, self._packed = (self._packed, b"") if needs_input else (b"", self._packed)
                 data = unpack.decompress(packed, _READ_BYTES)

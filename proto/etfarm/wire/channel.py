@@ -106,7 +106,7 @@ def parse_address(text: str) -> Address:
         is_port = port.isascii() and port.isdigit() and int(port) < 65536
         if colon and is_port and (_is_ipv6(host[1:-1]) if host[:1] + host[-1:] == "[]" else _HOST.match(host)):
             return Address(text)
-    raise BadAddress(f"{text!r} is no address.", "Give HOST:PORT, [IPV6]:PORT or unix:PATH.", address=text)
+    raise BadAddress(f"{text!r} is not an address.", "Give HOST:PORT, [IPV6]:PORT or unix:PATH.", address=text)
 
 
 def token_file_of(socket: Path) -> Path:
@@ -144,7 +144,7 @@ class Access:
 
     @classmethod
     def of(cls, server: str, tls_ca: str | Path | None = None) -> Access:
-        """Return the access with the values of ETFARM_TOKEN, ETFARM_PROJECT and, unless `tls_ca` is given, ETFARM_TLS_CA."""
+        """Return the access with the values of ETFARM_TOKEN, ETFARM_PROJECT and, without `tls_ca`, ETFARM_TLS_CA."""
         ca = tls_ca or os.environ.get(TLS_CA_VARIABLE)
         project = os.environ.get(PROJECT_VARIABLE, "")
         token = socket_token(server) or os.environ.get(TOKEN_VARIABLE, "")
@@ -160,7 +160,7 @@ class Access:
             raise BadTlsFile("A client certificate needs its key.", "Give both --tls-cert and --tls-key.")
         if self.tls_ca is None:
             if self.tls_cert is not None:
-                raise BadTlsFile("A client certificate is shown over TLS only.", f"Give --tls-ca (or {TLS_CA_VARIABLE}) too.")
+                raise BadTlsFile("A client certificate requires TLS.", f"Give --tls-ca (or {TLS_CA_VARIABLE}) too.")
             return None
         authority = read_certificates(self.tls_ca, f"--tls-ca (or {TLS_CA_VARIABLE})")
         chain, key = read_identity(self.tls_cert, self.tls_key) if self.tls_cert and self.tls_key else (None, None)
@@ -194,8 +194,8 @@ def open_channel(access: Access) -> grpc.aio.Channel:
         return grpc.aio.secure_channel(target, credentials, options=options, interceptors=interceptors)
     if access.token and not address.is_local:
         raise BadAddress(
-            f"The token would travel to {access.server} in the clear.",
-            "Give --tls-ca FILE (or ETFARM_TLS_CA), or unset ETFARM_TOKEN for a server that asks for none.",
+            f"The token would be sent to {access.server} unencrypted.",
+            "Give --tls-ca FILE (or ETFARM_TLS_CA), or unset ETFARM_TOKEN for a server that requires none.",
         )
     return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
 

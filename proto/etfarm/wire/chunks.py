@@ -208,7 +208,7 @@ def _write(fd: int, hasher: hashlib._Hash, data: bytes) -> None:
 
 def _corrupt(artifact: common_pb2.Artifact) -> CorruptDownload:
     return CorruptDownload(
-        f"The bytes that arrived for {artifact.digest[:12]} have another sha256.",
-        "Try again; if it stays, the store's disk is damaged.",
+        f"The bytes that arrived for {artifact.digest[:12]} do not match their sha256.",
+        "Try again; if it persists, the store's disk is damaged.",
         digest=artifact.digest,
     )

@@ -120,7 +120,7 @@ def _help() -> str:
     return (
         "usage: etfarm COMMAND ...\n\nA device farm for ExecuTorch that you host yourself.\n\n"
         f"{_rows([name for name in SUMMARIES if '.' not in name])}\n\n"
-        "`etfarm COMMAND --help` tells more. --project NAME (or ETFARM_PROJECT) selects the project of what a command creates.\n"
+        "`etfarm COMMAND --help` shows more. --project NAME (or ETFARM_PROJECT) selects the project of what a command creates.\n"
         "Without --server or ETFARM_SERVER a command uses a farm of its own and leaves nothing running."
     )
 

@@ -43,5 +43,5 @@ def spreadsheet_cell(text: str) -> str:
 
 
 def spreadsheet_text(cell: str) -> str:
-    """Return the text from which `spreadsheet_cell` made `cell`."""
+    """Return the text from which `spreadsheet_cell` computed `cell`."""
     return cell[1:] if cell.startswith("'") and _FORMULA.match(cell) else cell

@@ -38,7 +38,7 @@ def _drain() -> None:
         try:
             if not os.read(_STDIN, 4096):
                 return
-        except BlockingIOError:  # another process made the shared descriptor non-blocking
+        except BlockingIOError:  # another process set the shared descriptor to non-blocking
             select.select([_STDIN], [], [])
         except OSError:  # a terminal that hung up
             return

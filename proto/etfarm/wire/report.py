@@ -123,7 +123,7 @@ def loads(text: str | bytes) -> Json:
         document = json.loads(text, parse_constant=_refuse)
         json.dumps(document, ensure_ascii=False).encode()  # a lone surrogate cannot be encoded
     except (ValueError, RecursionError) as error:
-        raise BadDocument(f"This is no JSON: {error}", _REMEDY) from None
+        raise BadDocument(f"This is not JSON: {error}", _REMEDY) from None
     schema = document.get("schema") if isinstance(document, dict) else None
     if schema != SCHEMA:
         what = f"Its schema is {schema!r}" if isinstance(schema, str) else "It names no schema"
@@ -134,7 +134,7 @@ def loads(text: str | bytes) -> Json:
     kept = [_completed(report, report_pb2.Report, f"reports[{place}]") for place, report in enumerate(reports)]
     job, ended = document.get("job"), document.get("error")
     if not all(part is None or isinstance(part, dict) for part in (job, ended)):
-        raise BadDocument("Its job or its error is no object.", _REMEDY)
+        raise BadDocument("Its job or its error is not an object.", _REMEDY)
     return {
         **document,
         "job": None if job is None else _completed_job(job),
@@ -159,7 +159,7 @@ def _completed(value: Any, kind: type[Message], where: str) -> Any:
             _require_type(list, present, at)
             full[field.name] = [_item(field, item, f"{at}[{place}]") for place, item in enumerate(present)]
             if field.name in _INTERVALS and len(present) not in (0, 2):
-                raise BadDocument(f"{at} is no lower and upper bound.", _REMEDY, where=at)
+                raise BadDocument(f"{at} is not a lower and an upper bound.", _REMEDY, where=at)
         else:
             full[field.name] = _item(field, present, at)
     _require_texts(full, _ALWAYS.get(kind.DESCRIPTOR.full_name, ()), where)
@@ -174,14 +174,16 @@ def _validate_relations(full: Json, kind: type[Message], where: str) -> None:
         for place, row in enumerate(full["operators"] or ()):
             if row["parent"] is not None and row["parent"] not in indexes:
                 at = f"{where}.operators[{place}].parent"
-                raise BadDocument(f"{at} is {row['parent']}, the index of no row.", _REMEDY, where=at)
+                raise BadDocument(f"{at} is {row['parent']}, which is not the index of a row.", _REMEDY, where=at)
     if kind is report_pb2.PairedRatio and not full["ratio"] > 0:
-        raise BadDocument(f"{where}.ratio is {full['ratio']}, no ratio of two times.", _REMEDY, where=f"{where}.ratio")
+        raise BadDocument(
+            f"{where}.ratio is {full['ratio']}, which is not a ratio of two times.", _REMEDY, where=f"{where}.ratio"
+        )
 
 
 def _require_type(kind: type, value: Any, at: str) -> None:
     if not isinstance(value, kind):
-        raise BadDocument(f"{at} is no {'list' if kind is list else 'object'}.", _REMEDY, where=at)
+        raise BadDocument(f"{at} is not {'a list' if kind is list else 'an object'}.", _REMEDY, where=at)
 
 
 def _item(field: Any, value: Any, at: str) -> Any:
@@ -200,7 +202,7 @@ def _completed_job(job: Json) -> Json:
     texts = {f"job.{key}": full[key] for key in _JOB if key != "labels" and full[key] is not None}
     for at, item in {**texts, **{f"job.labels.{key}": item for key, item in full["labels"].items()}}.items():
         if not isinstance(item, str):
-            raise BadDocument(f"{at} is {json.dumps(item)[:40]}, no text.", _REMEDY, where=at)
+            raise BadDocument(f"{at} is {json.dumps(item)[:40]}, not a text.", _REMEDY, where=at)
     _require_texts(full, _ALWAYS["job"], "job")
     return full
 
@@ -218,12 +220,12 @@ def _validate_value(field: Any, item: Any, at: str) -> None:
     allowed = types.get(field.type, numbers)
     has_type = isinstance(item, allowed) and isinstance(item, bool) == (allowed == (bool,))
     if not has_type or (int in allowed and not abs(item) < _BEYOND):
-        wanted = {bool: "true or false", str: "text"}.get(allowed[0], "number" if float in allowed else "whole number")
-        raise BadDocument(f"{at} is {json.dumps(item)[:40]}, no {wanted}.", _REMEDY, where=at)
+        wanted = {bool: "true or false", str: "a text"}.get(allowed[0], "a number" if float in allowed else "a whole number")
+        raise BadDocument(f"{at} is {json.dumps(item)[:40]}, not {wanted}.", _REMEDY, where=at)
 
 
 def _refuse(constant: str) -> None:
-    raise ValueError(f"{constant} is no number of JSON")
+    raise ValueError(f"{constant} is not a JSON number")
 
 
 def _instant(stamp: Timestamp) -> str:

@@ -119,7 +119,7 @@ def _number(key: str, value: str) -> float:
     match = _SIZE.match(value)
     if match is None or (key == "cores" and match.group(2)):
         example = "memory>=2GiB" if key == "memory" else "cores>=4"
-        raise BadSelector(f"{value!r} is no number for {key!r}.", f"Give for example {example}.", key=key, value=value)
+        raise BadSelector(f"{key!r} must be a number, got {value!r}.", f"Give for example {example}.", key=key, value=value)
     return float(match.group(1)) * _UNITS[match.group(2) or "B"]
 
 

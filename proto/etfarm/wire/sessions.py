@@ -46,21 +46,25 @@ def check_task(task: session_pb2.SessionTask) -> None:
         BadCall: a field is missing or out of range; the message names it.
     """
     if not task.method:
-        raise BadCall("The call names no method.", "Name one of the program's.")
+        raise BadCall("The call does not name a method.", "Name one of the program's.")
     if len(task.inputs.inline) > INLINE_BYTES:
         raise BadCall(
-            f"The inputs have {len(task.inputs.inline)} bytes inline; 1 MiB is the most.", "Upload them as an artifact."
+            f"The inputs have {len(task.inputs.inline)} bytes inline; at most 1 MiB is allowed.", "Upload them as an artifact."
         )
     if task.HasField("timeout_s") and not 0 < task.timeout_s <= 7 * 86_400:
-        raise BadCall(f"timeout_s is {task.timeout_s:g}.", "Give seconds above 0, a week at most.")
+        raise BadCall(
+            f"`timeout_s` must be above 0 and at most 604,800, got {task.timeout_s:g}.", "Give seconds above 0, a week at most."
+        )
     if not task.HasField("loop"):
         return
     loop = task.loop
     if not 1 <= loop.iterations <= 1_000_000:
-        raise BadCall(f"A loop of {loop.iterations} iterations is none.", "Give 1 to 1,000,000.")
+        raise BadCall(f"`iterations` must be 1 to 1,000,000, got {loop.iterations}.", "Give 1 to 1,000,000.")
     if loop.HasField("warmup") and not 0 <= loop.warmup <= 1_000_000:
-        raise BadCall(f"warmup is {loop.warmup}.", "Give 0 to 1,000,000.")
+        raise BadCall(f"`warmup` must be 0 to 1,000,000, got {loop.warmup}.", "Give 0 to 1,000,000.")
     if loop.HasField("min_time_s") and not 0 <= loop.min_time_s <= 3600:
-        raise BadCall(f"min_time_s is {loop.min_time_s:g}.", "Give 0 to 3600.")
+        raise BadCall(f"`min_time_s` must be 0 to 3600, got {loop.min_time_s:g}.", "Give 0 to 3600.")
     if loop.HasField("max_time_s") and not 0 < loop.max_time_s <= 86_400:
-        raise BadCall(f"max_time_s is {loop.max_time_s:g}.", "Give seconds above 0, a day at most.")
+        raise BadCall(
+            f"`max_time_s` must be above 0 and at most 86,400, got {loop.max_time_s:g}.", "Give seconds above 0, a day at most."
+        )

@@ -72,7 +72,7 @@ def check_name(stage: str) -> None:
     near = difflib.get_close_matches(stage.upper().replace("-", "_"), STAGES, n=1, cutoff=0.5)
     meant = f" Did you mean {near[0]}?" if near else ""
     raise BadStages(
-        f"{stage!r} is no stage.", f"The stages are {', '.join(STAGES)}.{meant}", stage_name=stage, nearest=",".join(near)
+        f"{stage!r} is not a stage.", f"The stages are {', '.join(STAGES)}.{meant}", stage_name=stage, nearest=",".join(near)
     )
 
 
@@ -89,7 +89,7 @@ def check_order(stages: Sequence[str]) -> None:
     order = ",".join(stages)
     for index, stage in enumerate(stages):
         if stage in stages[:index]:
-            raise BadStages(f"{stage} is there twice.", "Every stage runs once.", stages=order, stage_name=stage)
+            raise BadStages(f"{stage} occurs twice.", "Every stage runs once.", stages=order, stage_name=stage)
     if stages[0] not in STARTS:
         raise BadStages(
             f"{stages[0]} cannot be the first stage.", f"It follows {_either(PREDECESSORS[stages[0]])}.",
@@ -131,7 +131,7 @@ def _remedy(stages: Sequence[str], stage: str) -> str:
         example = "xnnpack_pt2e_int8_static_per_channel"
         return f"Take one that quantizes, such as {example}, or write a recipe file with `quantizers = [...]`."
     order = ", ".join(f'"{name}"' for name in order_with(stages, stage))
-    return f"To have it, write a recipe file with `stages = [{order}]`."
+    return f"To include it, write a recipe file with `stages = [{order}]`."
 
 
 def _misplaced(before: str, stage: str, order: str) -> BadStages:

@@ -81,9 +81,12 @@ def _unreachable(details: str) -> tuple[str, str]:
             "Give --tls-ca (or ETFARM_TLS_CA) the certificate of the authority that signed it.",
         )
     if "Hostname Verification Check failed" in details:
-        return "its certificate is for another address", "Name the server as its certificate does, or give it another."
+        return (
+            "its certificate is for another address",
+            "Use the server's name in the certificate, or give the server another certificate.",
+        )
     if "WRONG_VERSION_NUMBER" in details:
-        return "it speaks no TLS", "Leave out --tls-ca (and ETFARM_TLS_CA), or start it with --tls-cert and --tls-key."
+        return "it does not use TLS", "Leave out --tls-ca (and ETFARM_TLS_CA), or start it with --tls-cert and --tls-key."
     return (
         details.splitlines()[0].rstrip(".") if details else "no connection",
         "Check the address (--server or ETFARM_SERVER), that `etfarm serve` runs there, and TLS (--tls-ca).",

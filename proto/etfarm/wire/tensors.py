@@ -115,7 +115,7 @@ def _validate(name: str, dtype: str, shape: tuple[int, ...], dim_order: tuple[in
     if dtype not in ITEM_BYTES:
         raise BadTensorFile(f"Tensor {name!r} has the dtype {dtype[:80]!r}, which etfarm does not carry.")
     if len(dim_order) != len(shape) or sorted(dim_order) != list(range(len(shape))):
-        raise BadTensorFile(f"Tensor {name!r} has the dim order {dim_order[:MAX_RANK]}, no order of its dims.")
+        raise BadTensorFile(f"Tensor {name!r} has the dim order {dim_order[:MAX_RANK]}, which is not an order of its dims.")
     expected = math.prod(shape) * ITEM_BYTES[dtype]
     if size_bytes != expected:
         raise BadTensorFile(f"Tensor {name!r} has {size_bytes} bytes where {dtype} {list(shape)} needs {expected}.")
@@ -178,7 +178,7 @@ def read_header(path: Path) -> list[Layout | Scalar]:
 
 def _header_size(start: bytes, total: int) -> int:
     if len(start) < 8 or start[:4] != MAGIC:
-        raise BadTensorFile("These bytes are no etfarm tensor file.")
+        raise BadTensorFile("These bytes are not an etfarm tensor file.")
     (size,) = struct.unpack("<I", start[4:8])
     if 8 + size > total:
         raise BadTensorFile("The tensor file is cut off in its header.")
@@ -191,7 +191,7 @@ def _parse_header(text: bytes, payload_bytes: int) -> list[Layout | Scalar]:
     try:
         entries = json.loads(text)["values"]
         if not isinstance(entries, list):
-            raise ValueError("`values` is no list")
+            raise ValueError("`values` is not a list")
         if len(entries) > MAX_VALUES:
             raise BadTensorFile(f"A tensor file must have at most {MAX_VALUES} values, got {len(entries)}.")
         values = [_parse_value(entry, payload_bytes) for entry in entries]
@@ -215,7 +215,7 @@ def _parse_value(entry: dict[str, object], payload_bytes: int) -> Layout | Scala
     start, size = entry["offset"], entry["size_bytes"]
     shape, order = entry["shape"], entry["dim_order"]
     if not (_is_count(start) and _is_count(size) and _is_counts(shape) and _is_counts(order)):
-        raise ValueError(f"tensor {name!r} lacks its place or its shape")
+        raise ValueError(f"tensor {name!r} lacks its offset or its shape")
     if start + size > payload_bytes:
         raise BadTensorFile(f"The tensor file is cut off in {name!r}.")
     return Layout(name, str(entry["dtype"]), tuple(shape), tuple(order) or tuple(range(len(shape))), start, size)

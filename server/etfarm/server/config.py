@@ -84,7 +84,7 @@ class Config:
     """Thresholds beyond which a measurement is invalid."""
 
     quotas: Quotas = field(default_factory=Quotas)
-    """Limits of the work that one user or project may have under way."""
+    """Limits on the live work of one user or project."""
 
     @property
     def asks_for_tokens(self) -> bool:
@@ -112,7 +112,7 @@ class Config:
         if (self.tls_cert is None) != (self.tls_key is None):
             raise UserError("TLS needs a certificate and its key.", "Give both --tls-cert and --tls-key.")
         if self.tls_client_ca is not None and self.tls_cert is None:
-            raise UserError("Client certificates are asked for over TLS only.", "Give --tls-cert and --tls-key too.")
+            raise UserError("Client certificates require TLS.", "Give --tls-cert and --tls-key too.")
         self.identity(), self.client_ca()
         if self.listen.is_local or self.insecure:
             return
@@ -124,7 +124,7 @@ class Config:
         if missing:
             raise Exposed(
                 f"Other machines can reach {self.listen.text}, and it has no {', no '.join(missing)}.",
-                "Give them, listen on 127.0.0.1, or say --insecure if you trust everybody who can reach it.",
+                "Give them, listen on 127.0.0.1, or pass --insecure if you trust everybody who can reach it.",
                 address=self.listen.text,
             )  # fmt: skip
 

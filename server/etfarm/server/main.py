@@ -95,7 +95,7 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--thresholds", type=Path, metavar="FILE",
                        help="TOML of what makes a measurement INVALID, as max_drift = 0.2 (default: built in)")  # fmt: skip
     serve.add_argument("--quota", action="append", default=[], metavar="NAME=N",
-                       help="limit on what one user or project may have under way; repeatable. Names and defaults: "
+                       help="limit on the live work of one user or project; repeatable. Names and defaults: "
                        f"{_quotas()}")  # fmt: skip
     serve.add_argument("--require-jail", action=argparse.BooleanOptionalAction,
                        help="do not start unless the host allows every measure of the compile processes' jail (default: required "

@@ -173,7 +173,7 @@ def test_a_program_takes_places_in_their_order(tmp_path: Path) -> None:
         (("b", "a"), "x.pte has no input names: use 0, 1, ... as keys, not 'b'."),
         (("forward/0", "forward/y"), "not 'y'"),
         (("0", "2"), "forward: the input 1 is missing."),
-        (("0", "arr_0"), "are one input"),
+        (("0", "arr_0"), "both name the input"),
     ],
 )
 def test_a_program_takes_no_names_and_no_gaps(tmp_path: Path, keys: tuple[str, ...], says: str) -> None:
@@ -189,7 +189,7 @@ def test_example_inputs_are_refused_where_the_model_has_its_own() -> None:
 
 
 def test_what_is_no_model_is_told_what_is_one() -> None:
-    with pytest.raises(BadModel, match=r"^3 is no model: it is of the type int. Give the path of a .pt2"):
+    with pytest.raises(BadModel, match=r"^3 is not a model: its type is int. Give the path of a .pt2"):
         prepare(3)  # type: ignore[arg-type]
 
 
@@ -258,20 +258,20 @@ def test_a_programs_data_files_are_part_of_its_digest(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("name", "content", "says"),
-    [("none.ptd", None, "cannot be read: No such file"), ("x.ptd", b"PK", "is no .ptd file of ExecuTorch")],
+    [("none.ptd", None, "cannot be read: No such file"), ("x.ptd", b"PK", "is not a .ptd file of ExecuTorch")],
 )
 def test_what_is_no_data_file_is_refused(tmp_path: Path, name: str, content: bytes | None, says: str) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
     with pytest.raises(EtfarmError, match=says):
         prepare(PreparedModel("x", program=tmp_path / "x.pte"), data=[tmp_path / name])
-    with pytest.raises(EtfarmError, match="is compiled here"):
+    with pytest.raises(EtfarmError, match="Data files belong to a compiled program, but"):
         prepare(TWO, data=[tmp_path / name])
 
 
 def test_a_recipe_that_rewrites_modules_is_refused_for_what_is_exported_already() -> None:
     four_bit = "xnnpack_torchao_int8da_int4w_per_channel"
-    with pytest.raises(EtfarmError, match="works on an eager module") as caught:
+    with pytest.raises(EtfarmError, match="quantizes an eager module") as caught:
         prepare(TWO, recipes=["xnnpack_fp32", four_bit])
     assert (caught.value.reason, exit_code(caught.value)) == ("RECIPE_NEEDS_EAGER_MODULE", 2)
     done = PreparedModel.of("done", {"forward": PreparedMethod(b"", transformed=True)})

@@ -57,17 +57,17 @@ def test_keys_of_a_newer_version_stay() -> None:
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"\xff\xfe\x00", "no JSON"),
-        ("{", "no JSON"),
-        ("[" * 100_000, "no JSON"),
+        (b"\xff\xfe\x00", "not JSON"),
+        ("{", "not JSON"),
+        ("[" * 100_000, "not JSON"),
         ("[]", "names no schema"),
         ('{"schema": "etfarm.comparison/1"}', "'etfarm.comparison/1', not etfarm.report/1"),
         ('{"schema": "etfarm.report/1"}', "no list of reports"),
-        ('{"schema": "etfarm.report/1", "reports": [7]}', r"reports\[0\] is no object"),
-        ('{"schema": "etfarm.report/1", "reports": [{"operators": {}}]}', r"reports\[0\].operators is no list"),
-        ('{"schema": "etfarm.report/1", "reports": [{"operators": [3]}]}', r"operators\[0\] is no object"),
-        ('{"schema": "etfarm.report/1", "reports": [{"latency": []}]}', r"reports\[0\].latency is no object"),
-        ('{"schema": "etfarm.report/1", "reports": [{"compile": {"delegation": {"f": 1}}}]}', r"delegation.f is no object"),
+        ('{"schema": "etfarm.report/1", "reports": [7]}', r"reports\[0\] is not an object"),
+        ('{"schema": "etfarm.report/1", "reports": [{"operators": {}}]}', r"reports\[0\].operators is not a list"),
+        ('{"schema": "etfarm.report/1", "reports": [{"operators": [3]}]}', r"operators\[0\] is not an object"),
+        ('{"schema": "etfarm.report/1", "reports": [{"latency": []}]}', r"reports\[0\].latency is not an object"),
+        ('{"schema": "etfarm.report/1", "reports": [{"compile": {"delegation": {"f": 1}}}]}', r"delegation.f is not an object"),
     ],
 )
 def test_anything_else_is_refused_in_one_sentence(text: str | bytes, said: str) -> None:

@@ -67,7 +67,7 @@ def test_an_order_is_valid_where_each_stage_follows_one_of_its_predecessors() ->
             "TO_BACKEND TO_EXECUTORCH",
             "TO_BACKEND cannot be the first stage. It follows TO_EDGE or EDGE_PROGRAM_MANAGER_TRANSFORM.",
         ),
-        ("TORCH_EXPORT TORCH_EXPORT", "TORCH_EXPORT is there twice."),
+        ("TORCH_EXPORT TORCH_EXPORT", "TORCH_EXPORT occurs twice."),
         ("TORCH_EXPRT", "Did you mean TORCH_EXPORT?"),
         ("to-edge", "Did you mean TO_EDGE?"),
         ("", "There are no stages."),
@@ -86,7 +86,7 @@ def test_stopping_after_a_stage_that_the_recipe_lacks_is_refused_with_those_it_h
         stages.check_stop_after(recipe, stage)
     with pytest.raises(BadStages, match=r"has no stage QUANTIZE.*Its stages are TORCH_EXPORT, TO_EDGE_TRANSFORM"):
         stages.check_stop_after(recipe, "QUANTIZE")
-    with pytest.raises(BadStages, match=r"is no stage.*Did you mean TO_EXECUTORCH"):
+    with pytest.raises(BadStages, match=r"is not a stage.*Did you mean TO_EXECUTORCH"):
         stages.check_stop_after(recipe, "TO_EXECUTORH")
 
 

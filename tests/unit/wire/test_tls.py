@@ -74,7 +74,7 @@ def test_an_identity_of_other_files_is_refused(folder: Path, cert: str, key: str
             r"none\.pem holds no certificate .* --tls-ca \(or ETFARM_TLS_CA\)",
         ),
         (lambda at: Access("board:1", tls_ca=at / "ca.pem", tls_cert=at / "cert.pem"), "needs its key"),
-        (lambda at: Access("board:1", tls_cert=at / "cert.pem", tls_key=at / "key.pem"), "over TLS only"),
+        (lambda at: Access("board:1", tls_cert=at / "cert.pem", tls_key=at / "key.pem"), "requires TLS"),
     ],
 )
 def test_no_channel_is_opened_with_them(folder: Path, access: Callable[[Path], Access], said: str) -> None:

@@ -29,7 +29,7 @@ class NoSuchArtifact(UserError):
 
 
 class AmbiguousDigest(UserError):
-    """Several artifacts have digests that begin with the given digits."""
+    """Several artifacts have digests that begin with these digits."""
 
     reason = "AMBIGUOUS_DIGEST"
 
@@ -55,7 +55,7 @@ async def list_all(stubs: Stubs, limit: int | None = None) -> AsyncIterator[Stor
 
 
 async def find(stubs: Stubs, digest: str) -> common_pb2.Artifact:
-    """Return the artifact with a digest, given whole or by its first characters.
+    """Return the artifact with a digest, which may be shortened to its first characters.
 
     Raises:
         NoSuchArtifact: no artifact matches.

@@ -37,8 +37,8 @@ def require_data_program(data: Sequence[Path], specs: Sequence[ModelSpec]) -> No
         require_file(path)
     programs = [spec for spec in specs if isinstance(spec, PteFile)]
     if data and len(programs) != 1:
-        count = f"{len(programs)} of them are there" if programs else "there is none"
-        raise Usage(f"--data is of one .pte, and {count}.", "Give each program a command of its own.")
+        count = len(programs) or "none"
+        raise Usage(f"--data requires exactly one .pte, got {count}.", "Run a separate command for each program.")
 
 
 def prepare_archives(specs: Sequence[ModelSpec], recipes: Sequence[Recipe]) -> list[ModelSpec | PreparedModel]:
@@ -60,4 +60,4 @@ def report_generated_inputs(specs: Sequence[ModelSpec], inputs: Path | None) -> 
     programs = [spec.path.name for spec in specs if isinstance(spec, PteFile)]
     if programs and inputs is None:
         run = "runs" if len(programs) == 1 else "run"
-        tell(f"No --inputs: {', '.join(programs)} {run} on made-up inputs, seed 0.", to_stderr=True)
+        tell(f"No --inputs: {', '.join(programs)} {run} on generated inputs, seed 0.", to_stderr=True)

@@ -18,7 +18,7 @@ def require_writable(path: Path) -> None:
         OutputUnwritable: this user may not write there.
     """
     if not path.parent.is_dir():
-        raise Usage(f"There is no folder {path.parent} for {path}.", "Make it first.", path=path)
+        raise Usage(f"There is no folder {path.parent} for {path}.", "Create it first.", path=path)
     if path.is_dir():
         raise Usage(f"{path} is a folder.", "Name a file.", path=path)
     # A file is replaced, which its folder must allow; a pipe or a device is written to.

@@ -62,17 +62,17 @@ JsonFile = Annotated[
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, its first characters, a tag, or latest.")]
 Recipes = Annotated[
     list[str] | None,
-    typer.Option("--recipe", metavar="R", help="A recipe's name, name:key=value, or a TOML file. Again for more. [xnnpack_fp32]"),
+    typer.Option("--recipe", metavar="R", help="A recipe's name, name:key=value, or a TOML file; repeatable. [xnnpack_fp32]"),
 ]
-Labels = Annotated[list[str] | None, typer.Option("--label", metavar="K=V", help="A label of the job. Again for more.")]
+Labels = Annotated[list[str] | None, typer.Option("--label", metavar="K=V", help="A label of the job; repeatable.")]
 Name = Annotated[str, typer.Option("--name", metavar="N", help="The job's name.")]
-NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile again although the farm has done it before.")]
+NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile again even if the farm has a cached result.")]
 
 Calibration = Annotated[
     Path | None,
-    typer.Option("--calibration", metavar="PATH", help="Samples for int8: an .npz, or a folder with one .npz a sample."),
+    typer.Option("--calibration", metavar="PATH", help="Samples for int8: an .npz, or a folder with one .npz per sample."),
 ]
-Batched = Annotated[bool, typer.Option("--batched", help="Axis 0 of every array of --calibration is the samples'.")]
+Batched = Annotated[bool, typer.Option("--batched", help="Axis 0 of every array of --calibration is the sample axis.")]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show what compilers and runners print, and the original text of errors.")
 ]
@@ -81,12 +81,12 @@ Verbose = Annotated[
 def finite(value: float | None) -> float | None:
     """Check that a number is finite, as a callback: nan and inf may pass comparisons with a bound."""
     if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is no number of seconds")
+        raise typer.BadParameter(f"{value} is not a number of seconds")
     return value
 
 
 Timeout = Annotated[
-    float | None, typer.Option("--timeout", metavar="S", min=1, callback=finite, help="Seconds one run may take. [600]")
+    float | None, typer.Option("--timeout", metavar="S", min=1, callback=finite, help="Maximum seconds of one run. [600]")
 ]
 
 
@@ -112,14 +112,14 @@ def calibration_of(path: Path | None, batched: bool, recipes: Sequence[Recipe]) 
 
     if path is None:
         if batched:
-            raise Usage("--batched is about --calibration, which is not given.", "Give --calibration PATH too.")
+            raise Usage("--batched requires --calibration.", "Give --calibration PATH too.")
         return None
     if not path.exists():
         raise Usage(f"There is no file or folder {path}.", f"Paths start at the working folder, {Path.cwd()}.", path=path)
     if not any(reads_values(recipe) for recipe in recipes):
         texts = ", ".join(recipe.text for recipe in recipes)
         raise Usage(
-            f"No recipe of this job calibrates ({texts}), so that nothing would read --calibration.",
+            f"No recipe of this job calibrates ({texts}), so --calibration has no effect.",
             "Leave it out, or use a static int8 recipe such as xnnpack_pt2e_int8_static_per_channel.",
         )
     return path
@@ -134,7 +134,7 @@ def threads_of(texts: Sequence[str]) -> list[int]:
     counts: list[int] = []
     for part in (part.strip() for text in texts for part in text.split(",")):
         if not (part.isascii() and part.isdigit() and 0 < int(part) <= 1024):
-            raise Usage(f"--threads {part!r} is no number of threads.", "Give for example --threads 1,4.", value=part)
+            raise Usage(f"--threads {part!r} is not a number of threads.", "Give for example --threads 1,4.", value=part)
         counts.append(int(part))
     return once("--threads", counts)
 
@@ -156,7 +156,7 @@ def once(what: str, items: Sequence[Item], key: Callable[[Item], object] = lambd
         elif str(item) not in dropped:
             dropped.append(str(item))
     if dropped:
-        tell(f"Given twice, taken once: {what} {', '.join(dropped)}.", to_stderr=True)
+        tell(f"Duplicates are ignored: {what} {', '.join(dropped)}.", to_stderr=True)
     return kept
 
 
@@ -185,5 +185,5 @@ def labels_of(texts: Sequence[str]) -> dict[str, str]:
             raise Usage(f"--label {text!r} is not K=V.", "Give for example --label team=vision.", value=text)
         key, value = key.strip(), value.strip()
         if labels.setdefault(key, value) != value:
-            raise Usage(f"--label {key} is given twice, as {labels[key]!r} and as {value!r}.", "Give one.", key=key)
+            raise Usage(f"--label {key} is set twice, to {labels[key]!r} and to {value!r}.", "Give one.", key=key)
     return labels

@@ -45,9 +45,9 @@ class Outcome:
         if cause is not None and self.verbose:
             sys.stderr.write(printable("".join(traceback.format_exception(cause))))
         elif cause is not None and self.can_be_verbose:
-            print("The original error: the same command with --verbose.", file=sys.stderr)
+            print("To see the original error, repeat the command with --verbose.", file=sys.stderr)
         if self.failed_job and not self.verbose:
-            tell(f"What was printed meanwhile: `etfarm jobs logs {self.failed_job}`.", to_stderr=True)
+            tell(f"To see what the job printed, run `etfarm jobs logs {self.failed_job}`.", to_stderr=True)
 
     def goes_to(self, file: str | None) -> None:
         """Set FILE of `--json` after checking it, since a job of an hour should not end with an unwritable file.
@@ -67,7 +67,7 @@ class Outcome:
             Usage, OutputUnwritable: as `goes_to`.
         """
         if file == STDOUT:
-            raise Usage("--html writes a file, and - is none.", "Name one.")
+            raise Usage("--html cannot write to stdout.", "Name a file.")
         if file is not None:
             require_writable(Path(file))
         self.html_file = file

@@ -18,7 +18,7 @@ class Session(Blocking):
     Use it with `with`.
 
     Each method's buffers keep their state from call to call, separately for each method, until the session ends.
-    Calls are served in the order in which they are made. A call that fails because of its inputs changes nothing.
+    Calls are served in the order of the calls. A call that fails because of its inputs changes nothing.
     """
 
     _async: AsyncSession

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from etfarm.wire.recipes import Recipe
 
 LANES: Final = 2
-"""Samples in flight on one device: one that runs, and one on its way."""
+"""Samples in flight on one device: one that runs, and one in transfer."""
 
 WINDOW: Final = 8
 """Maximum number of samples that a device may be ahead of the next result."""
@@ -367,7 +367,7 @@ class Dataset:
                     )
                 labels[key] = _plain(value)
             elif own in inputs:
-                message = f"{method}: the input {own!r} is given twice, with its method and without."
+                message = f"{method}: the input {own!r} occurs twice, with its method and without."
                 raise input_names.DuplicateInput(message, method=method, key=own)
             else:
                 inputs[own] = value_of(own, value)

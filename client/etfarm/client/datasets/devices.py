@@ -59,7 +59,7 @@ def choose(devices: Sequence[Device], count: int | None, selector: str = "", *, 
         away = [device.name for device in devices if device.state not in _HERE]
         missing = f"; {', '.join(away)} {'is' if len(away) == 1 else 'are'} known and cannot be used now" if away else ""
         raise TooFewDevices(
-            f"Connected devices{which}: {len(here)}, and {wanted} are wanted{missing}.",
+            f"Connected devices{which}: {len(here)}, but {wanted} are required{missing}.",
             "Connect more, or ask for fewer.",
             selector=selector, wanted=wanted, known=len(here),
         )  # fmt: skip
@@ -74,7 +74,7 @@ def choose(devices: Sequence[Device], count: int | None, selector: str = "", *, 
     kinds = "; ".join(f"{', '.join(d.name for d in group)}: {arch} {soc}".rstrip() for (arch, soc), group in groups.items())
     raise DevicesDiffer(
         f"No {wanted} of the connected devices{which} are equal: {kinds}.",
-        "Select by arch or soc, or say --mixed (mixed=True) where results need not be comparable.",
+        "Select by arch or soc, or pass --mixed (mixed=True) if results need not be comparable.",
         selector=selector, wanted=wanted,
     )  # fmt: skip
 
@@ -112,7 +112,7 @@ def dataset(
     """
     selectors.parse(device)
     if devices is not None and devices < 1:
-        raise TooFewDevices(f"A data set on {devices} devices is none.", "Ask for one or more.", wanted=devices)
+        raise TooFewDevices(f"`devices` must be at least 1, got {devices}.", "Ask for one or more.", wanted=devices)
     method = options.get("method", "")
     model = SharedModel(
         ServedModel(

@@ -70,7 +70,7 @@ class Metric:
             reason = f"{type(error).__name__}: {error}"
             raise MetricFailed(
                 f"The metric {self.name} failed with {reason}",
-                "Labels are what the .npz holds beside the inputs.",
+                "Labels are the keys of the .npz other than the inputs.",
                 metric=self.name,
             ) from error
         named = returned if isinstance(returned, Mapping) else {self.name: returned}
@@ -82,8 +82,8 @@ class Metric:
             return float(value)
         except (TypeError, ValueError):
             raise MetricFailed(
-                f"The metric {self.name} gave {type(value).__name__} for {name}.",
-                "Give a number, or a dict of numbers by name.",
+                f"The metric {self.name} returned {type(value).__name__} for {name}.",
+                "Return a number, or a dict of numbers by name.",
                 metric=self.name,
             ) from None
 
@@ -115,7 +115,7 @@ def top1(inputs: Mapping[str, Any], outputs: Mapping[str, Any], index: int, labe
     import numpy as np
 
     if "label" not in labels:
-        there = f"Beside the inputs there is {', '.join(labels)}." if labels else "There is nothing beside the inputs."
+        there = f"Keys other than the inputs: {', '.join(labels)}." if labels else "There are no keys other than the inputs."
         raise MetricFailed("top1 needs a key label in the sample's .npz.", there, metric="top1")
     first: NDArray[np.generic] = np.asarray(next(iter(outputs.values())))
     wanted = np.asarray(labels["label"]).reshape(-1)
@@ -150,7 +150,9 @@ def find(text: str) -> Metric:
     if text not in points:
         known = ", ".join(sorted({*BUILT_IN, *points}))
         raise MetricNotFound(
-            f"There is no metric {text!r}.", f"There is {known}; your own is file.py:function or module:function.", metric=text
+            f"There is no metric {text!r}.",
+            f"Metrics: {known}; for your own give file.py:function or module:function.",
+            metric=text,
         )
     with _users_code(text):
         return Metric(text, _callable(text, points[text].load()))
@@ -170,7 +172,7 @@ def _of_user(where: str, name: str) -> Function:
 
 def _callable(text: str, candidate: Any) -> Function:
     if not callable(candidate):
-        raise MetricNotFound(f"{text} is {type(candidate).__name__} and no function.", "Name a function.", metric=text)
+        raise MetricNotFound(f"{text} is {type(candidate).__name__}, not a function.", "Name a function.", metric=text)
     return candidate  # type: ignore[no-any-return]
 
 
@@ -184,7 +186,7 @@ def _users_code(where: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         raise MetricNotFound(
             f"{where} cannot be imported: there is no module {error.name!r}.",
-            "It is looked for in the working folder and where Python finds installed packages.",
+            "Python searches the working folder and the installed packages.",
             metric=where,
         ) from error
     except (Exception, SystemExit) as error:

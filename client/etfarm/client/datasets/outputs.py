@@ -159,10 +159,11 @@ class Stack:
         for key, first in self._rows.items():
             array = rows.get(key)
             if array is None or array.shape != first.shape or array.dtype != first.dtype:
-                this = "is not there" if array is None else f"is {array.dtype} {list(array.shape)}"
+                this = "is missing" if array is None else f"is {array.dtype} {list(array.shape)}"
                 raise OutputsDiffer(
-                    f"The output {key} of {name} {this}, and {first.dtype} {list(first.shape)} before: they do not stack.",
-                    "Give -o a folder, for a file a sample.",
+                    f"The output {key} of {name} {this}, but was {first.dtype} {list(first.shape)} before, so they "
+                    "cannot be stacked.",
+                    "Give -o a folder for one file per sample.",
                     output=key,
                 )
 

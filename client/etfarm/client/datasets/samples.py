@@ -104,7 +104,7 @@ def of_batch(path: Path) -> Source:
     if len(set(lengths.values())) > 1:
         shown = ", ".join(f"{key} {length}" for key, length in lengths.items())
         raise npz.UnsupportedInputArray(
-            f"{path}: axis 0 has several lengths: {shown}.", "Give all keys as many samples.", path=path
+            f"{path}: axis 0 has several lengths: {shown}.", "Give all keys the same number of samples.", path=path
         )
     count = next(iter(lengths.values()), 0)
     if not count:
@@ -136,7 +136,7 @@ def _columns(path: Path, archive: zipfile.ZipFile) -> list[_Column]:
             raise npz.InputFileUnreadable(f"{path}: {key!r} holds Python objects, which are never loaded.", _AGAIN, path=path)
         if fortran and len(shape) > 1:
             raise npz.InputFileUnreadable(
-                f"{path}: {key!r} is in Fortran order, in which no sample lies in one piece.",
+                f"{path}: {key!r} is in Fortran order, in which samples are not contiguous.",
                 "Write it as numpy.ascontiguousarray(array).",
                 path=path, key=key,
             )  # fmt: skip
@@ -144,7 +144,7 @@ def _columns(path: Path, archive: zipfile.ZipFile) -> list[_Column]:
         shared = sibling or (not shape and f"{key}{npz.DTYPE}" in keys)
         if not shape and not shared:
             raise npz.UnsupportedInputArray(
-                f"{path}: {key!r} has no axis 0 to take samples from.", "Give it one value a sample.", path=path, key=key
+                f"{path}: {key!r} has no axis 0 to take samples from.", "Give it one value per sample.", path=path, key=key
             )
         columns.append(_Column(key, member, shape, dtype, shared))
     return columns

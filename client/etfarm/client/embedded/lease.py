@@ -66,12 +66,12 @@ class Place:
                 folder.mkdir(mode=0o700, parents=True, exist_ok=True)
                 owner = folder.lstat()
                 if owner.st_uid != os.getuid():
-                    raise EmbeddedFarmFailed(f"The folder {folder} belongs to somebody else.", "Set ETFARM_DATA.", folder=folder)
+                    raise EmbeddedFarmFailed(f"The folder {folder} belongs to another user.", "Set ETFARM_DATA.", folder=folder)
                 if owner.st_mode & 0o077:
                     folder.chmod(0o700)
             except OSError as error:
                 raise EmbeddedFarmFailed(
-                    f"The folder {folder} cannot be made: {error.strerror}.", "Set ETFARM_DATA to another.", folder=folder
+                    f"The folder {folder} cannot be created: {error.strerror}.", "Set ETFARM_DATA to another.", folder=folder
                 ) from None
 
     @property
@@ -213,7 +213,7 @@ async def join(*, place: Place | None = None, kind: str = "command", on_status: 
         lease = await _hold(connection, place, kind, on_status)
         if lease is not None:
             return lease
-    raise EmbeddedFarmFailed("The embedded farm ended again and again while it started.", f"Its logs are in {place.data}.")
+    raise EmbeddedFarmFailed("The embedded farm ended repeatedly while it started.", f"Its logs are in {place.data}.")
 
 
 async def is_lasting(place: Place | None = None) -> bool:

@@ -138,7 +138,7 @@ class Supervisor:
         loop = asyncio.get_running_loop()
         loop.add_reader(self._listener.fileno(), self._accept)
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-            loop.add_signal_handler(number, self._fail, "The embedded farm was told to end.")
+            loop.add_signal_handler(number, self._fail, "The embedded farm received a request to end.")
         self._start(self._serve(), "server and agent")
         try:
             await self._wait_until_unused()
@@ -241,7 +241,7 @@ class Supervisor:
                 while not self._accepted:
                     await self._change()
         except TimeoutError:
-            print("nobody connected", file=sys.stderr, flush=True)
+            print("no client connected", file=sys.stderr, flush=True)
         while True:
             while self._connections and not self._failure:
                 await self._change()
@@ -306,12 +306,12 @@ class Supervisor:
         try:
             return self._place.lock("running", wait=False)
         except BlockingIOError:
-            self._broadcast(status="Waiting for the embedded farm before this one to leave.")
+            self._broadcast(status="Waiting for the previous embedded farm to end.")
         try:
             async with asyncio.timeout(LEAVING_TIMEOUT_S):
                 return await asyncio.to_thread(self._place.lock, "running")
         except TimeoutError:
-            raise _Failed("The embedded farm before this one did not end; its processes hold the data folder.") from None
+            raise _Failed("The previous embedded farm did not end; its processes hold the data folder.") from None
 
     async def _launch(self, what: str, running: int, *command: str) -> _Child:
         log = self._place.data / f"{command[0]}.log"

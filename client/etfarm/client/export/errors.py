@@ -30,7 +30,7 @@ class BadModelArgument(UserError):
     reason = "BAD_MODEL_ARGUMENT"
 
     def __init__(self, model: str, hint: str = "") -> None:
-        super().__init__(f"{model!r} names no model.", hint or f"Give {FORMS}.", model=model)
+        super().__init__(f"{model!r} does not name a model.", hint or f"Give {FORMS}.", model=model)
 
 
 class ModelNotFound(UserError):
@@ -73,7 +73,7 @@ class TruncatedProgram(UserError):
 
     def __init__(self, path: str, size_bytes: int, expected_bytes: int) -> None:
         super().__init__(
-            f"{path} is cut off: it has {size_bytes} bytes, and its header promises {expected_bytes}.",
+            f"{path} is cut off: it has {size_bytes} bytes, but its header says {expected_bytes}.",
             "Copy or download it again.",
             path=path,
             size_bytes=size_bytes,
@@ -204,7 +204,7 @@ class ModelInTrainMode(UserError):
         part = f"its submodule {module!r}" if module else "the module"
         super().__init__(
             f"{method}: {part} is in train mode.",
-            "Call .eval() on the module before you return it.",
+            "Call .eval() on the module before returning it.",
             stage=STAGE,
             method=method,
             module=module,
@@ -268,7 +268,7 @@ class NoCalibrationSamples(UserError):
     def __init__(self, model: str) -> None:
         super().__init__(
             f"The calibration set for {model} has no sample.",
-            "Give arrays named as the inputs are, with at least one sample on axis 0 where it is batched; or leave it out.",
+            "Give arrays named like the inputs, with at least one sample on axis 0 if it is batched; or leave it out.",
             model=model,
         )
 
@@ -303,7 +303,7 @@ class DimSpecialized(UserError):
 
     def __init__(self, method: str, dim: str, why: str, remedy: str, place: str) -> None:
         super().__init__(
-            f"{method}: {dim} cannot be dynamic as it was asked for{f' at {place}' if place else ''}: {why}.",
+            f"{method}: {dim} cannot be dynamic as requested{f' at {place}' if place else ''}: {why}.",
             remedy,
             stage=STAGE,
             method=method,
@@ -343,7 +343,7 @@ class RecipeNeedsEagerModule(UserError):
 
     def __init__(self, recipe: str, model: str) -> None:
         super().__init__(
-            f"Recipe {recipe} works on an eager module, before the export, and {model} is exported already: nothing of it "
+            f"Recipe {recipe} quantizes an eager module before the export, but {model} is already exported: nothing of it "
             "would be quantized.",
             "Give the module itself, or file.py:factory; or use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
             recipe=recipe,

@@ -99,7 +99,7 @@ def _named_module(name: str) -> ModuleType:
         if missing and (name == missing or name.startswith(f"{missing}.")):
             raise ModelNotFound(
                 f"There is no module {missing!r}.",
-                f"It is looked for in the working folder, {Path.cwd()}, and where Python finds installed packages.",
+                f"Python searches the working folder, {Path.cwd()}, and the installed packages.",
                 module=name,
             ) from None
         raise

@@ -13,7 +13,7 @@ def flat_values(method: str, names: Sequence[str], args: tuple[Any, ...], kwargs
     """Return the inputs in the wire's order, `tree_leaves((args, kwargs))`, with the names in `names`.
 
     A tensor keeps its memory format as dim order (channels_last is (0, 2, 3, 1)); one whose elements are not dense in
-    any order, such as a slice or an expanded one, is made contiguous.
+    any order, such as a slice or an expanded one, becomes contiguous.
 
     Raises:
         UnsupportedInput: a leaf is neither a dense CPU tensor of a supported dtype nor a bool, int, float or None.
@@ -66,7 +66,7 @@ def wire_value(method: str, name: str, leaf: Any) -> Value:
     if leaf.is_quantized or dtype not in ITEM_BYTES:
         what = f"of the dtype {dtype}"
         remedy = (
-            "Give its real and imaginary parts, as torch.view_as_real makes them."
+            "Give its real and imaginary parts, as torch.view_as_real returns them."
             if leaf.is_complex()
             else f"The dtypes are {', '.join(ITEM_BYTES)}."
         )
@@ -105,7 +105,7 @@ def _must_be_plain(method: str, names: Sequence[str], args: tuple[Any, ...], kwa
             method,
             names[place] if place < len(names) else "inputs",
             f"inside {with_article(kind)}",
-            "Containers of inputs are tuples, lists and dicts; make anything else of them in forward.",
+            "Containers of inputs are tuples, lists and dicts; build other types in forward.",
         )
 
 
@@ -126,9 +126,9 @@ def must_match(method: str, sample: int, example: tuple[Any, ...], inputs: tuple
     for name, a, b in zip(names, wanted, got, strict=False):  # names continue with the keyword arguments
         if not isinstance(a, torch.Tensor) or not isinstance(b, torch.Tensor):
             if type(a) is not type(b) or a != b:
-                raise CalibrationMismatch(method, sample, f"{name!r} is {_shown(b)} and not {_shown(a)}")
+                raise CalibrationMismatch(method, sample, f"{name!r} is {_shown(b)}, not {_shown(a)}")
         elif a.dtype != b.dtype or a.dim() != b.dim():
-            raise CalibrationMismatch(method, sample, f"{name!r} is {_shown(b)} and not {_shown(a)}")
+            raise CalibrationMismatch(method, sample, f"{name!r} is {_shown(b)}, not {_shown(a)}")
 
 
 def unshared(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

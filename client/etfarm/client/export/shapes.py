@@ -106,12 +106,12 @@ def specialized(method: str, text: str, place: str) -> DimSpecialized | None:
         dim, why = (
             (_dim_named(match[3]), f"its range {match[1]} is not the {match[2]}") if match else ("a dim", "its range is another")
         )
-        return DimSpecialized(method, dim, why, "Give it a range of sizes that the model takes.", place)
+        return DimSpecialized(method, dim, why, "Give it a range of sizes that the model accepts.", place)
     reason = re.search(r"^\s*- (.+?)\.?$", text, re.MULTILINE)
     why = _SIZE.sub(lambda size: _dim_named(size[0]), reason[1]) if reason else "its constraints are violated"
     fixes = re.search(r"Suggested fixes:\n((?:  .+\n?)+)", text)
     fix = "; ".join(line.strip() for line in fixes[1].splitlines()) if fixes else ""
-    remedy = f"Write {fix}, or take what limits the size out of the model." if fix else "Export the dim as static."
+    remedy = f"Write {fix}, or remove what limits the size from the model." if fix else "Export the dim as static."
     return DimSpecialized(method, _dim_named(violated[1]), why[0].lower() + why[1:], remedy, place)
 
 
@@ -120,10 +120,10 @@ def _fixed(method: str, name: str, size: int, place: str) -> DimSpecialized:
     dim = _dim_named(name)
     if size < 2:
         why = f"its size in the example inputs is {size}, which torch.export takes as fixed"
-        return DimSpecialized(method, dim, why, "Give example inputs that have the size 2 or more there.", place)
+        return DimSpecialized(method, dim, why, "Give example inputs whose size there is 2 or more.", place)
     why = f"the model works with the size {size} only"
     remedy = (
-        "Take what fixes the size (a number in a reshape, a buffer or another input of that size) out of the model, or leave "
+        "Remove what fixes the size (a number in a reshape, a buffer or another input of that size) from the model, or leave "
         "the dim out of dynamic_shapes."
     )
     return DimSpecialized(method, dim, why, remedy, place)

@@ -72,7 +72,7 @@ class ModelSource:
         if isinstance(self.dynamic_shapes, Mapping):
             foreign = [str(key) for key in self.dynamic_shapes if key not in self.methods]
             if foreign:
-                raise _not_by_method(self.methods, f"{foreign[0]!r} is no method")
+                raise _not_by_method(self.methods, f"{foreign[0]!r} is not a method")
         else:
             raise _not_by_method(self.methods, f"it is {with_article(type(self.dynamic_shapes).__name__)}")
         for part in ("example_inputs", "example_kwargs", "calibration_inputs"):

@@ -126,7 +126,7 @@ def resolve(text: str) -> ModelSpec:
         check_pte(path)
         return PteFile(path)
     if suffix == ".py":
-        raise BadModelArgument(text, f"Name the function that makes the model, as in {text}:make_model.")
+        raise BadModelArgument(text, f"Name the function that creates the model, as in {text}:make_model.")
     where, colon, name = text.rpartition(":")
     if colon and where and name.isidentifier():
         if where.lower().endswith(".py"):
@@ -152,7 +152,7 @@ def check_pt2(path: Path) -> None:
         with path.open("rb") as file:
             if file.read(4) == b"PK\x03\x04":
                 raise damaged from None
-        raise NotAPt2(f"{shown} is no .pt2 archive: {str(error)[:1].lower()}{str(error)[1:]}.", again, path=shown) from None
+        raise NotAPt2(f"{shown} is not a .pt2 archive: {str(error)[:1].lower()}{str(error)[1:]}.", again, path=shown) from None
     # The example inputs are a zip within the zip: zipfile lists that one if the archive is truncated after it.
     if entries and min(entry.header_offset for entry in entries) > 0:
         raise damaged
@@ -169,7 +169,7 @@ def check_pt2(path: Path) -> None:
     elif "archive_format" in names:
         what = "is an archive without an exported program (a package of AOTInductor?)"
     else:
-        what = "is a zip file, and no archive of torch.export.save"
+        what = "is a zip file, but not an archive of torch.export.save"
     raise NotAPt2(f"{shown} {what}.", again, path=shown)
 
 
@@ -190,7 +190,7 @@ def check_pte(path: Path) -> None:
     identifier = pte.identifier_of(head)
     again = "Give the file that ExecuTorch's write_to_file or `etfarm compile -o` wrote."
     if not re.match(pte.FAMILY + rb"\d\d", identifier):
-        raise NotAPte(f"{shown} is no ExecuTorch program.", again, path=shown)
+        raise NotAPte(f"{shown} is not an ExecuTorch program.", again, path=shown)
     if identifier != pte.IDENTIFIER:
         version = identifier.decode()
         raise NotAPte(

@@ -1,4 +1,4 @@
-"""Source paths in stack traces, made equal for all users and free of the client's folders.
+"""Source paths in stack traces: equal for all users, and without the client's folders.
 
 torch.export stores `File "/home/ada/nets/models/net.py", line 31, in forward` with every node, and the report
 names the

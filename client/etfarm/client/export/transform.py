@@ -161,9 +161,9 @@ class Transform:
             if width % _XNNPACK_GROUP:
                 raise SourceTransformFailed(
                     method,
-                    f"{repr(path) if path else 'the module'} has {width} inputs, and XNNPACK takes 4-bit weights of a multiple "
+                    f"{repr(path) if path else 'the module'} has {width} inputs, but XNNPACK takes 4-bit weights of a multiple "
                     f"of {_XNNPACK_GROUP} inputs only.",
-                    "Give it such a number of inputs, or use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
+                    "Change its in_features, or use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
                     layer=path,
                 )
 

@@ -60,7 +60,7 @@ def verdict(report: Json) -> Answer:
     words = {
         "VALID": Answer("VALID", "the device was quiet and the samples agree", "good"),
         "INVALID": Answer("INVALID", "do not rely on these times", "bad"),
-        "NOT_BENCHMARKABLE": Answer("NOT BENCHMARKABLE", "times of this device say nothing", "fair"),
+        "NOT_BENCHMARKABLE": Answer("NOT BENCHMARKABLE", "times of this device mean nothing", "fair"),
     }
     return words.get(str(status or ""), Answer(str(status or "").replace("_", " ")))
 

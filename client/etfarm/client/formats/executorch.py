@@ -21,12 +21,12 @@ ABOUT = {
     "program.etrecord": "the ETRecord of exactly that export",
     "traced.etdp": "the ETDump of the traced pass",
     "inputs.npz": "the inputs of the run; `etfarm bench --inputs` reads them",
-    "outputs.npz": "what the program gave",
+    "outputs.npz": "the program's outputs",
     "report.json": "the report, etfarm.report/1",
     "numerics.pte": "the program of the numerics pass, with a delegate for each operator",
     "numerics.etrecord": "the ETRecord of that",
     "numerics.etdp": "the ETDump of the numerics pass, one iteration",
-    "numerics.debug": "the values that it refers to",
+    "numerics.debug": "the values that the trace refers to",
     SCRIPT: "loads all this into ExecuTorch's Inspector",
 }
 """Description of each file."""
@@ -83,14 +83,14 @@ METHOD = {method!r}
 
 
 def record(name):
-    """An ETRecord as the Inspector can read it, which knows `forward` alone and fails where there are several methods."""
-    found = parse_etrecord(str(HERE / name))
-    for maps in (found._debug_handle_map, found._delegate_map, found._instruction_id_to_num_outs_map):
+    """Return an ETRecord that the Inspector can read: it knows only `forward` and fails if there are several methods."""
+    etrecord = parse_etrecord(str(HERE / name))
+    for maps in (etrecord._debug_handle_map, etrecord._delegate_map, etrecord._instruction_id_to_num_outs_map):
         if maps and METHOD in maps:
             maps["forward"] = maps[METHOD]
-    if isinstance(found.edge_dialect_program, dict):
-        found.edge_dialect_program = found.edge_dialect_program[METHOD]
-    return found
+    if isinstance(etrecord.edge_dialect_program, dict):
+        etrecord.edge_dialect_program = etrecord.edge_dialect_program[METHOD]
+    return etrecord
 
 
 inspector = Inspector(etdump_path=str(HERE / "traced.etdp"), etrecord=record("program.etrecord"))
@@ -109,7 +109,7 @@ def inputs():
     """The inputs of the run. `KEY.dtype` says what numpy has no type for, `KEY.dim_order` how KEY lies in memory."""
     arrays = np.load(HERE / "inputs.npz")
     for key in arrays.files:
-        if any(key == of + told for of in arrays.files for told in (".dtype", ".dim_order")):
+        if any(key == name + suffix for name in arrays.files for suffix in (".dtype", ".dim_order")):
             continue
         dtype = str(arrays[key + ".dtype"]) if key + ".dtype" in arrays else None
         if dtype == "scalar":

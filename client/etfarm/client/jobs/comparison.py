@@ -83,7 +83,7 @@ async def _side(stubs: Stubs | None, what: Compared) -> Side:
     from etfarm.v1 import job_pb2
 
     if stubs is None:
-        raise NotConnected(f"{name} is a job, and no farm is connected.", "Compare files, or connect to the job's farm.")
+        raise NotConnected(f"{name} is a job, but no farm is connected.", "Compare files, or connect to the job's farm.")
     request = job_pb2.GetJobRequest(job_id=name)
     job = AsyncJob(stubs, await stubs.jobs.Get(request))
     document = await job.document()

@@ -244,12 +244,12 @@ class AsyncJob:
                 folder.mkdir(parents=True, exist_ok=True)
             except OSError as error:
                 raise OutputUnwritable(
-                    f"{folder} cannot be made: {error.strerror}.", "Give another folder.", path=folder
+                    f"{folder} cannot be created: {error.strerror}.", "Give another folder.", path=folder
                 ) from None
             to = {name: folder / safe_name(name) for name in there}
         for name in to:
             if name not in there:
-                raise NothingThere(f"The stage gave no {name}; it gave {', '.join(there)}.", job=self.id, cell=cell)
+                raise NothingThere(f"The stage wrote no {name}; it wrote {', '.join(there)}.", job=self.id, cell=cell)
         return await self._download({name: there[name] for name in to}, to)
 
     async def save_etrecord(self, path: Path, cell: int = 0) -> None:
@@ -332,6 +332,6 @@ class AsyncJob:
         if known.error is not None:
             raise known.error
         if not cell.HasField(what):  # type: ignore[arg-type]
-            why = "it has not come so far" if not CellState(known.state).is_terminal else "it made none"
+            why = "it has not reached that stage" if not CellState(known.state).is_terminal else "it produced none"
             raise NothingThere(f"Cell {index} of job {self.id} has no {what}: {why}.", job=self.id, cell=index)
         return getattr(cell, what)

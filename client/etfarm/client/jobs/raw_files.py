@@ -34,7 +34,7 @@ async def save(stubs: Stubs, job: job_pb2.Job, cell: job_pb2.Cell, report: repor
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise OutputUnwritable(f"{folder} cannot be made: {error.strerror}.", "Give another folder.", path=folder) from None
+        raise OutputUnwritable(f"{folder} cannot be created: {error.strerror}.", "Give another folder.", path=folder) from None
     compiled = await _compilation(stubs, cell.compilation_key)
     names = []
     for name, artifact in {**_of_program(cell, compiled), **await _of_numerics(stubs, cell, report)}.items():

@@ -77,8 +77,8 @@ class AsyncLocalSession(AsyncSession):
             model = await asyncio.to_thread(served.prepared, folder)
             if model.program is None:
                 raise LocalNeedsProgram(
-                    f"{model.name} is not compiled, and there is no farm to compile it.",
-                    "Give a .pte, which `etfarm compile MODEL -o x.pte` makes, or use Farm().session.",
+                    f"{model.name} is not compiled, and a local session has no farm to compile it.",
+                    "Give a .pte, as written by `etfarm compile MODEL -o x.pte`, or use Farm().session.",
                     model=model.name,
                 )
             server = await _start(stack, folder)
@@ -141,7 +141,7 @@ async def _start(stack: AsyncExitStack, folder: Path) -> str:
     if not line:
         log_lines = log.read_text(errors="replace").strip().splitlines()
         raise LocalRunnerFailed(
-            f"The local runner's server did not start: {log_lines[-1] if log_lines else 'it says nothing'}.",
+            f"The local runner's server did not start: {log_lines[-1] if log_lines else 'no output'}.",
             "Install etfarm[agent,export].",
         )
     return line.decode().strip().rpartition(" ")[2]

@@ -79,7 +79,7 @@ class AsyncSession:
     Use it with `async with`.
 
     Each method's buffers keep their state from call to call, separately for each method, until the session ends.
-    Calls are served in the order in which they are made. A call that fails because of its inputs changes nothing.
+    Calls are served in the order of the calls. A call that fails because of its inputs changes nothing.
     """
 
     _USE: ClassVar[str] = "with farm.session(...) as s:"
@@ -315,7 +315,9 @@ class AsyncSession:
         ready: asyncio.Future[None],
     ) -> None:
         """Process the session's events until the stream ends."""
-        error: EtfarmError = SessionCut(f"The server at {line.server} ended the session without a word.", "Open another session.")
+        error: EtfarmError = SessionCut(
+            f"The server at {line.server} ended the session without a reason.", "Open another session."
+        )
         try:
             async for event in events:
                 kind = event.WhichOneof("event")

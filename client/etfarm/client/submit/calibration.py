@@ -87,12 +87,12 @@ def _must_match(method: str, label: str, values: list[tensors.Value], types: tup
         if wanted is None:
             continue
         if not isinstance(value, tensors.Tensor):
-            raise CalibrationMismatch(method, label, f"{value.name!r} is {value.value!r} and not {wanted}", stage="")
+            raise CalibrationMismatch(method, label, f"{value.name!r} is {value.value!r}, not {wanted}", stage="")
         sizes = zip(value.shape, wanted.sizes, strict=False)
         fits = len(value.shape) == len(wanted.sizes) and all(want in (None, size) for size, want in sizes)
         if value.dtype != wanted.dtype or not fits:
             raise CalibrationMismatch(
-                method, label, f"{value.name!r} is {value.dtype} {list(value.shape)} and not {wanted}", stage=""
+                method, label, f"{value.name!r} is {value.dtype} {list(value.shape)}, not {wanted}", stage=""
             )
 
 

@@ -55,11 +55,11 @@ def by_method(named: Mapping[str, Named], methods: Sequence[str] | Mapping[str, 
         method = prefix or default
         if method not in known:
             if not values:
-                raise InputMissing("No input is given.", f"The methods are {', '.join(known)}.", methods=",".join(known))
+                raise InputMissing("There are no inputs.", f"The methods are {', '.join(known)}.", methods=",".join(known))
             first = next(iter(values))
             key = f"{prefix}/{first}" if prefix else first
             raise UnknownInput(
-                f"The input {key!r} belongs to no method.",
+                f"The input {key!r} does not belong to a method.",
                 f"The methods are {', '.join(known)}.",
                 key=key,
                 methods=",".join(known),
@@ -69,7 +69,7 @@ def by_method(named: Mapping[str, Named], methods: Sequence[str] | Mapping[str, 
         for name, value in values.items():
             if name in own:
                 raise DuplicateInput(
-                    f"{method}: the input {name!r} is given twice, with its method and without.", method=method, key=name
+                    f"{method}: the input {name!r} occurs twice, with its method and without.", method=method, key=name
                 )
             own[name] = value
     return result
@@ -103,7 +103,10 @@ def order(named: Mapping[str, Value], names: Sequence[str], method: str = "") ->
             raise UnknownInput(f"{prefix}there is no input {key!r}.", there, method=method, key=key, inputs=",".join(names))
         if place in by_place:
             raise DuplicateInput(
-                f"{prefix}{keys[place]!r} and {key!r} are one input, {names[place]!r}.", "Give it once.", method=method, key=key
+                f"{prefix}{keys[place]!r} and {key!r} both name the input {names[place]!r}.",
+                "Give it once.",
+                method=method,
+                key=key,
             )
         by_place[place], keys[place] = _called(names[place], value), key
     missing = [name for place, name in enumerate(names) if place not in by_place]

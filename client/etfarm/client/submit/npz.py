@@ -74,7 +74,9 @@ def read_named(path: Path) -> dict[str, Named]:
     for key, array in arrays.items():
         if key.endswith((DTYPE, _DIM_ORDER)):
             if told_of(key, arrays) is None:
-                raise UnsupportedInputArray(f"{path}: {key!r} tells of a key that is not there.", path=path, key=key)
+                raise UnsupportedInputArray(
+                    f"{path}: {key!r} has no matching array {key.rpartition('.')[0]!r}.", path=path, key=key
+                )
             continue
         method, slash, name = key.partition("/")
         method, name = (method, name) if slash else (UNSAID, key)
@@ -201,7 +203,7 @@ def load(path: Path) -> dict[str, NDArray[Any]]:
         raise InputFileUnreadable(f"There is no file {path}.", again, path=path) from None
     except _UNREADABLE as error:
         if "allow_pickle" in str(error):
-            what = "it is no .npz, or holds Python objects, which are never loaded"
+            what = "it is not an .npz, or holds Python objects, which are never loaded"
         else:
             what = str(error).strip().rstrip(".") or type(error).__name__
         raise InputFileUnreadable(f"{path} cannot be read: {what}.", again, path=path) from None
@@ -220,7 +222,7 @@ def _check_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo, archive_bytes:
 
     ratio = {zipfile.ZIP_STORED: 1, zipfile.ZIP_DEFLATED: _DEFLATE_RATIO}.get(info.compress_type)
     if ratio is None:
-        raise ValueError(f"{info.filename} is compressed in another way than numpy does")
+        raise ValueError(f"{info.filename} uses a compression that numpy does not write")
     if info.header_offset + info.compress_size > archive_bytes:
         raise ValueError(f"{info.filename} ends behind the file")
     most = min(info.file_size, ratio * info.compress_size)
@@ -231,7 +233,7 @@ def _check_entry(archive: zipfile.ZipFile, info: zipfile.ZipInfo, archive_bytes:
         version = np.lib.format.read_magic(file)
         read = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}.get(version)
         if read is None:
-            raise ValueError(f"{info.filename} is of numpy's format {version[0]}.{version[1]}, which no plain array needs")
+            raise ValueError(f"{info.filename} is of numpy's format {version[0]}.{version[1]}, which plain arrays do not use")
         shape, _, dtype = read(file)
         needed = math.prod(shape) * dtype.itemsize
         if needed > most or min(shape, default=0) < 0:
@@ -243,7 +245,7 @@ def _laid_out(path: Path, key: str, value: Value, dim_order: NDArray[Any]) -> Te
     order = tuple(int(dim) for dim in dim_order.reshape(-1)) if dim_order.dtype.kind in "iu" else ()
     if not isinstance(value, Tensor) or sorted(order) != list(range(len(value.shape))):
         raise UnsupportedInputArray(
-            f"{path}: {key + _DIM_ORDER!r} is no order of the dims of {key!r}.",
+            f"{path}: {key + _DIM_ORDER!r} is not an order of the dims of {key!r}.",
             "Give each dim once, outermost in memory first: channels_last is 0, 2, 3, 1.",
             path=path,
             key=key,
@@ -260,7 +262,7 @@ def value_of_entry(path: Path, key: str, name: str, array: NDArray[Any], dtype_e
     import numpy as np
 
     if not isinstance(array, np.ndarray):
-        raise InputFileUnreadable(f"{path}: {key!r} is no array.", "Write it with numpy.savez.", path=path, key=key)
+        raise InputFileUnreadable(f"{path}: {key!r} is not an array.", "Write it with numpy.savez.", path=path, key=key)
     if dtype_entry is not None:
         dtype = str(dtype_entry.reshape(-1)[0]) if isinstance(dtype_entry, np.ndarray) and dtype_entry.size == 1 else ""
         if dtype == _SCALAR and (array.size == 0 or (array.ndim == 0 and array.dtype.kind in "biuf")):
@@ -270,15 +272,15 @@ def value_of_entry(path: Path, key: str, name: str, array: NDArray[Any], dtype_e
             return from_array(name, bits.view(dtype_of(dtype)))
         if dtype not in ITEM_BYTES or dtype != array.dtype.name:
             raise UnsupportedInputArray(
-                f"{path}: {key + DTYPE!r} says {dtype or 'nothing'!r}, and {key!r} holds {array.dtype.name}.",
-                f"It is for {', '.join(_FOREIGN)}, held as uint16 or uint8, and for {_SCALAR!r}.",
+                f"{path}: {key + DTYPE!r} says {dtype or 'nothing'!r}, but {key!r} holds {array.dtype.name}.",
+                f"It marks {', '.join(_FOREIGN)}, stored as uint16 or uint8, and {_SCALAR!r}.",
                 path=path, key=key, dtype=dtype, held=array.dtype.name,
             )  # fmt: skip
     if array.dtype.name not in ITEM_BYTES:
         is_raw = array.dtype.kind == "V" and array.dtype.itemsize in (1, 2)
         raise UnsupportedInputArray(
-            f"{path}: {key!r} has the dtype {array.dtype.name}, which no program takes.",
-            f"If these are {' or '.join(_FOREIGN)}, say which in a key {key + DTYPE!r}."
+            f"{path}: {key!r} has the dtype {array.dtype.name}, which no program accepts.",
+            f"If these are {' or '.join(_FOREIGN)}, name the dtype in a key {key + DTYPE!r}."
             if is_raw
             else f"The dtypes are {', '.join(ITEM_BYTES)}.",
             path=path,
@@ -311,7 +313,9 @@ def split(path: str, named: Mapping[str, Named]) -> Iterator[dict[str, Named]]:
         if len({value.shape[0] for value in tensors.values()}) > 1:
             shown = ", ".join(f"{name} {value.shape[0]}" for name, value in tensors.items())
             raise UnsupportedInputArray(
-                f"{path}: axis 0 has several lengths: {shown}.", "Give all keys of a method as many samples.", path=path
+                f"{path}: axis 0 has several lengths: {shown}.",
+                "Give all keys of a method the same number of samples.",
+                path=path,
             )
         counts[method] = next((value.shape[0] for value in tensors.values()), 1)
     for index in range(max(counts.values(), default=0)):

@@ -193,7 +193,7 @@ def _in_memory(model: Any, example_inputs: Any) -> tuple[str, ModelSource | dict
 
     if isinstance(model, torch.nn.Module):
         if example_inputs is None:
-            raise BadModel(f"The module {label} came without example inputs.", "Give example_inputs=(x, ...).", model=label)
+            raise BadModel(f"The module {label} has no example inputs.", "Give example_inputs=(x, ...).", model=label)
         return label, ModelSource.of(model, example_inputs)
     if isinstance(model, torch.export.ExportedProgram):
         if example_inputs is not None:
@@ -217,7 +217,7 @@ def _of_methods(methods: Mapping[Any, Any], example_inputs: Any) -> tuple[str, M
     if kind == _MODULE:
         if not isinstance(example_inputs, Mapping):
             raise BadModel(
-                "A dict of modules came without example inputs by method.",
+                "A dict of modules has no example inputs by method.",
                 f'Give example_inputs={{"{next(iter(methods))}": (x, ...), ...}}.',
             )
         return "model", ModelSource(methods, example_inputs)
@@ -230,7 +230,7 @@ def _of_methods(methods: Mapping[Any, Any], example_inputs: Any) -> tuple[str, M
         for name, file in files.items():
             if not isinstance(file, Pt2File):
                 raise BadModel(
-                    f"The method {name!r} is {methods[name]}, and a dict takes paths of .pt2 files only.",
+                    f"The method {name!r} is {methods[name]}, but a dict takes paths of .pt2 files only.",
                     "Export it to a .pt2, or use a ModelSource for modules.",
                 )
         archives = {name: PreparedMethod.of_archive(file.path) for name, file in files.items() if isinstance(file, Pt2File)}
@@ -267,7 +267,7 @@ def _data(model: PreparedModel, files: Sequence[str | Path]) -> dict[str, Path]:
     """
     if model.program is None:
         raise BadData(
-            f"Data files belong to a ready program, and {model.name} is compiled here.", "Leave --data out.", model=model.name
+            f"Data files belong to a compiled program, but {model.name} is a model.", "Leave --data out.", model=model.name
         )
     named: dict[str, Path] = {}
     for file in map(Path, files):
@@ -278,7 +278,9 @@ def _data(model: PreparedModel, files: Sequence[str | Path]) -> dict[str, Path]:
             raise BadData(f"The data file {file} cannot be read: {error.strerror}.", "Check the path.", path=file) from None
         if head[8:12] != b"FH01":
             raise BadData(
-                f"{file} is no .ptd file of ExecuTorch.", "Give what `etfarm compile -o` wrote beside the .pte.", path=file
+                f"{file} is not a .ptd file of ExecuTorch.",
+                "Give the file that `etfarm compile -o` wrote beside the .pte.",
+                path=file,
             )
         name = file.name.removesuffix(".ptd")
         if name in named:
@@ -294,7 +296,7 @@ def _own_inputs(what: str) -> BadModel:
 def _no_model(value: object) -> BadModel:
     shown = repr(value)
     return BadModel(
-        f"{shown if len(shown) <= 40 else f'{shown[:39]}…'} is no model: it is of the type {type(value).__name__}.",
+        f"{shown if len(shown) <= 40 else f'{shown[:39]}…'} is not a model: its type is {type(value).__name__}.",
         "Give the path of a .pt2 or .pte, a text such as file.py:factory or demo:NAME, an nn.Module with example_inputs, "
         "an ExportedProgram, a dict of these by method, or a ModelSource.",
         model=type(value).__name__,

@@ -125,8 +125,8 @@ class PreparedModel:
         match = self.exports.get(export_key(recipe))
         if match is None:
             raise NotPrepared(
-                f"{self.name} was not prepared for {recipe.text}, which wants an export of its own.",
-                f"Give prepare(model, recipes=[{recipe.text!r}]).",
+                f"{self.name} was not prepared for {recipe.text}, which needs its own export.",
+                f"Call prepare(model, recipes=[{recipe.text!r}]).",
                 model=self.name,
                 recipe=recipe.text,
             )

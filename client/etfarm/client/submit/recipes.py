@@ -29,7 +29,7 @@ def read_recipe(text: str | Recipe) -> Recipe:
     try:
         content = Path(text).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        why = getattr(error, "strerror", None) or "it is no UTF-8 text"
+        why = getattr(error, "strerror", None) or "it is not UTF-8 text"
         raise recipes.BadRecipeText(f"The recipe file {text} cannot be read: {why}.", path=text) from None
     try:
         return recipes.from_toml(content, name=Path(text).stem)

@@ -53,7 +53,7 @@ class Connection:
         self._address = address or os.environ.get(names.SERVER_VARIABLE) or None
         if tls_ca is not None and self._address is None:
             raise BadAddress(
-                "--tls-ca is for a server that is named, and the embedded farm has no certificate.",
+                "--tls-ca requires a server's address; the embedded farm has no certificate.",
                 f"Give --server (or {names.SERVER_VARIABLE}) too, or leave --tls-ca out.",
             )
         if tls_ca is not None and not Path(tls_ca).is_file():
@@ -113,7 +113,7 @@ class Connection:
 
     def not_open(self) -> NotConnected:
         """Return the error of a use before the connection is open."""
-        return NotConnected("The farm is not connected.", "Use it inside of `with Farm(...) as farm:`.")
+        return NotConnected("The farm is not connected.", "Use it inside `with Farm(...) as farm:`.")
 
     @property
     def lease(self) -> Lease | None:

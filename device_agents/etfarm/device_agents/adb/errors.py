@@ -9,9 +9,7 @@ from etfarm.device_agents.errors import DiskFull
 from etfarm.wire.errors import DeviceError, Kind, UserError
 
 _START: Final = "Start it with `adb start-server`; where adb is not installed: `apt-get install adb` on Debian."
-_REPLUG: Final = (
-    "Look at the cable or the network, the phone's power and its USB debugging; `adb devices -l` tells what adb sees."
-)
+_REPLUG: Final = "Check the cable or the network, the phone's power and its USB debugging; `adb devices -l` shows what adb sees."
 _RULES: Final = "Install Debian's android-sdk-platform-tools-common for its udev rules, then plug the phone in again."
 _ALLOW: Final = "Unlock the phone and allow USB debugging for this machine in the dialog that it shows."
 _REFUSALS: Final = (
@@ -23,7 +21,10 @@ _REFUSALS: Final = (
     ("offline", "Plug the phone in again, or `adb reconnect offline`."),
     ("connecting", "Wait a moment; then plug the phone in again."),
     ("more than one", "Disconnect one of the two: `adb devices -l` shows them."),
-    ("failed to connect", "Look whether the phone is on, in the same network, and listens: `adb tcpip 5555` over USB makes it."),
+    (
+        "failed to connect",
+        "Check that the phone is on, in the same network, and listens: `adb tcpip 5555` over USB enables that.",
+    ),
 )
 
 
@@ -39,7 +40,7 @@ class AdbAddressMalformed(UserError):
 
     def __init__(self, address: str) -> None:
         super().__init__(
-            f"{address!r} is no address of an adb server.",
+            f"{address!r} is not an address of an adb server.",
             "Give tcp:HOST:PORT, tcp:PORT or localfilesystem:PATH in ADB_SERVER_SOCKET, or unset it.",
             address=address,
         )

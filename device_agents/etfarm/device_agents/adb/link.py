@@ -56,7 +56,7 @@ class Link:
         """
         encoded = service.encode("utf-8", "surrogateescape")
         if len(encoded) > _MAX_REQUEST_BYTES:
-            raise ValueError(f"a request of {len(encoded)} bytes, of which adb takes {_MAX_REQUEST_BYTES}: send it as input")
+            raise ValueError(f"a request of {len(encoded)} bytes, but adb takes {_MAX_REQUEST_BYTES}: send it as input")
         try:
             self.writer.write(b"%04x%b" % (len(encoded), encoded))
             await self.writer.drain()
@@ -66,7 +66,7 @@ class Link:
         if answer == b"OKAY":
             return
         if answer != b"FAIL":
-            raise AdbServerMissing(self._address, f"what listens there answers {answer!r}, which is no adb")
+            raise AdbServerMissing(self._address, f"what listens there answers {answer!r}, which is not adb")
         text = await self.text()
         if serial and _means_phone_missing(text, serial):
             raise PhoneGone(serial, f"adb says: {text.strip()}")
@@ -84,7 +84,7 @@ class Link:
         except (asyncio.IncompleteReadError, ConnectionError) as error:
             raise AdbServerMissing(self._address, "it ended the connection") from error
         except ValueError as error:
-            raise AdbServerMissing(self._address, f"{error}, which is no adb") from error
+            raise AdbServerMissing(self._address, f"{error}, which is not adb") from error
 
     def abort(self) -> None:
         """Close the connection at once, whatever is in progress; harmless if it is already closed."""

@@ -75,7 +75,7 @@ class AdbServer:
         try:
             return int(text, 16)
         except ValueError as error:
-            raise AdbServerMissing(self.address, f"its version is {text!r}, which is no adb") from error
+            raise AdbServerMissing(self.address, f"its version is {text!r}, which is not adb") from error
 
     async def phones(self) -> tuple[Phone, ...]:
         """Return the phones that the server knows now, in its order and in any state."""
@@ -98,7 +98,7 @@ class AdbServer:
         latest = None
         try:
             while True:
-                # adb 29 sets a phone with a broken connection to offline without a notification, until it returns or is given up.
+                # adb 29 sets a phone with a broken connection to offline without a notification, until it returns or is removed.
                 await asyncio.wait({reply}, timeout=None if latest is None else recheck_s)
                 if reply.done():
                     phones = phones_of(reply.result())

@@ -185,7 +185,7 @@ class Lease:
 def _checked(name: str) -> str:
     """Return the digest, which becomes a file name, if it is valid."""
     if not digest.is_digest(name):
-        raise MalformedDigest(f"{name!r} is no sha256.", digest=name)
+        raise MalformedDigest(f"{name!r} is not a sha256.", digest=name)
     return name
 
 
@@ -195,7 +195,7 @@ def _bundle_failed(artifact: common_pb2.Artifact, archive: Path, error: BadBundl
     return BundleUnusable(
         f"The runner bundle {artifact.digest[:12]} cannot be unpacked on this device: "
         f"{error.metadata['why'] if isinstance(error, BadBundle) else error}.",
-        "Look at the device's disk; `etfarm bundle build` makes another bundle.",
+        "Check the device's disk; `etfarm bundle build` builds another bundle.",
         digest=artifact.digest,
     )
 
@@ -203,7 +203,7 @@ def _bundle_failed(artifact: common_pb2.Artifact, archive: Path, error: BadBundl
 def _disk_full(artifact: common_pb2.Artifact, path: Path) -> DiskFull:
     free = shutil.disk_usage(path.parent).free
     return DiskFull(
-        f"The device's disk has {free} bytes left and the artifact {artifact.digest[:12]} needs {artifact.size_bytes}.",
+        f"The device's disk has {free} bytes left, but the artifact {artifact.digest[:12]} needs {artifact.size_bytes}.",
         "Free space there, or give the agent a smaller --cache-limit.",
         digest=artifact.digest,
         free_bytes=free,

@@ -43,7 +43,7 @@ async def fetch_program(
     manifest = digest.of_program(program.pte.digest, {name: data.digest for name, data in program.data.items()})
     if manifest != program.digest:
         raise ProgramMismatch(
-            f"The program {program.digest[:12]} came with the files of {manifest[:12]}.",
+            f"The program {program.digest[:12]} arrived with the files of {manifest[:12]}.",
             digest=program.digest,
             manifest=manifest,
         )
@@ -52,7 +52,7 @@ async def fetch_program(
         bundle = await lease.open_bundle(candidate.bundle.artifact, on_progress)
         if bundle.manifest.arch != arch:
             raise NoRunner(
-                f"The runner that came is for {bundle.manifest.arch}, and this device is {arch}.",
+                f"The runner that arrived is for {bundle.manifest.arch}, but this device is {arch}.",
                 bundle_arch=bundle.manifest.arch,
                 arch=arch,
             )

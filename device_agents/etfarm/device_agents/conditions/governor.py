@@ -92,7 +92,7 @@ class Governors:
             if _GOVERNOR_FILE.match(path) and isinstance(governor, str) and _NAME.match(governor):
                 unrestored[path] = governor
             else:
-                log.warning("%s has %r, which is no governor of a cpu", self._kept, path)
+                log.warning("%s has %r, which is not a governor of a cpu", self._kept, path)
         if not unrestored:
             self._kept.unlink(missing_ok=True)
         return unrestored
@@ -121,7 +121,7 @@ class Governors:
         try:
             return sorted((self._root / _POLICIES).glob("policy[0-9]*"))
         except OSError as error:
-            log.warning("governors cannot be looked at: %s", error)
+            log.warning("governors cannot be checked: %s", error)
             return []
 
     def _set(
@@ -171,7 +171,7 @@ class Governors:
             file.write_text(self._wanted)
             setting.applied = file.read_text().strip() == self._wanted
             if not setting.applied:
-                setting.why = "the kernel took another"
+                setting.why = "the kernel set another"
         except OSError as error:
             setting.why = error.strerror or str(error)
         return setting

@@ -29,7 +29,7 @@ the interval doubles."""
 FIRST_INTERVAL_S: Final = 0.2
 """The first interval: five points in the shortest usual pass, one second."""
 LONGEST_READING_S: Final = 5.0
-"""Longest time for a reading. Sensors behind a slow bus answer within 0.1 s; if one does not, all samples are given up."""
+"""Longest time for a reading. Sensors behind a slow bus answer within 0.1 s; if one does not, all samples are dropped."""
 _CPUS_READ: Final = 4
 """Number of cpus per cluster whose clock is read: on phones and boards all of them share it, and a PC may have a hundred."""
 

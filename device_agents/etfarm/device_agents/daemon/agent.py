@@ -122,7 +122,7 @@ class Agent:
         """Begin an attempt, or answer why that is impossible. A known attempt is left unchanged."""
         attempt_id = start.attempt_id
         if attempt_id in self._tasks or attempt_id in self.outbox or attempt_id in self._done:
-            log.info("attempt %s is known already", attempt_id)
+            log.info("attempt %s is already known", attempt_id)
             return
         target, former = self._targets.get(start.device_id), self._attempts.get(start.device_id)
         if target is None:
@@ -147,7 +147,7 @@ class Agent:
         if attempt_id in self.outbox:
             self.acknowledge(attempt_id)
         elif (task := self._tasks.get(attempt_id)) is not None and attempt_id not in self._cancelled:
-            self._cancelled[attempt_id] = Cancelled(f"The attempt was cancelled: {reason or 'no reason was given'}.", why=reason)
+            self._cancelled[attempt_id] = Cancelled(f"The attempt was cancelled: {reason or 'no reason'}.", why=reason)
             task.cancel()
 
     def acknowledge(self, attempt_id: str) -> None:
@@ -210,7 +210,7 @@ class Agent:
             log.error("attempt %s: %s", start.attempt_id, raised)
             result = failed_result(start, DeviceStorageFailed(attempt.phase, str(raised)))
         except Exception as raised:
-            log.exception("attempt %s failed by a bug", start.attempt_id)
+            log.exception("attempt %s failed because of a bug", start.attempt_id)
             result = failed_result(start, AgentFailed(f"The agent failed: {type(raised).__name__}: {raised}."))
         finally:
             if self._attempts.get(start.device_id) is attempt:

@@ -39,7 +39,7 @@ class DataFolder:
         except BlockingIOError:
             self._lock.close()
             raise FolderInUse(
-                f"Another agent works in {path}.", "Stop it, or give this one a folder of its own with --data.", folder=path
+                f"Another agent uses {path}.", "Stop it, or give this one its own folder with --data.", folder=path
             ) from None
         # Work folders of runs that ended with an earlier process.
         shutil.rmtree(self.runs, ignore_errors=True)

@@ -75,7 +75,7 @@ def _remembered(path: Path, versions: Mapping[str, str]) -> list[device_pb2.Devi
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
-        log.warning("%s is damaged and made again: %s", path, error)
+        log.warning("%s is damaged and built again: %s", path, error)
         return None
 
 

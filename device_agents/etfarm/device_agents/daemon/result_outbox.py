@@ -73,7 +73,7 @@ def _read_result(path: Path) -> agent_pb2.RunResult | None:
         digest, message = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
         if path.suffix == _SUFFIX and hashlib.sha256(message).digest() == digest:
             return agent_pb2.RunResult.FromString(message)
-        log.warning("%s is no whole result and is deleted", path)
+        log.warning("%s is not a complete result and is deleted", path)
         path.unlink()
     except OSError as error:
         log.warning("%s cannot be read: %s", path, error)

@@ -129,7 +129,7 @@ class LocalArtifacts(artifact_pb2_grpc.ArtifactServiceServicer):
                     await chunks.append(file.fileno(), hasher, request.chunk.data)
                     size += len(request.chunk.data)
             if hasher.hexdigest() != artifact.digest:
-                await _refuse(context, ArtifactDamaged(f"{artifact.digest[:12]!r} came damaged.", "Send it again."))
+                await _refuse(context, ArtifactDamaged(f"{artifact.digest[:12]!r} arrived damaged.", "Send it again."))
             part.replace(self._folder / artifact.digest)
         finally:
             part.unlink(missing_ok=True)

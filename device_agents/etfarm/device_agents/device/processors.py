@@ -88,7 +88,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
         first, dash, last = part.partition("-")
         low, high = int(first), int(last if dash else first)
         if not 0 <= low <= high < MOST_CPUS:
-            raise ValueError(f"{part[:40]!r} is no range of cpus")
+            raise ValueError(f"{part[:40]!r} is not a range of cpus")
         if (named := named + high - low + 1) > _MOST_LIST:
             raise ValueError(f"a list that names {named} cpus and more")
         numbers.update(range(low, high + 1))

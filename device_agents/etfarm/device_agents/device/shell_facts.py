@@ -37,9 +37,9 @@ def script(paths: Iterable[str], commands: Mapping[str, str] | None = None, *, m
     """
     listed = list(paths)
     if (odd := next((path for path in listed if not _GLOB.fullmatch(path)), None)) is not None:
-        raise ValueError(f"{odd!r} is no path of a fact")
+        raise ValueError(f"{odd!r} is not a path of a fact")
     if (odd := next((name for name in commands or () if not _NAME.fullmatch(name)), None)) is not None:
-        raise ValueError(f"{odd!r} is no name of a fact")
+        raise ValueError(f"{odd!r} is not a name of a fact")
     # `cat` and `echo` are built into mksh, which avoids a process per file. The blank line after a text ends its last line if
     # necessary.
     parts = [f"t={secrets.token_hex(16)}", 'echo "etfarm-facts $t"']

@@ -93,4 +93,6 @@ def require_plain_file(path: Path) -> None:
     """
     status = path.lstat()
     if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-        raise ForeignFile(f"The runner left no plain file at {path.name}.", "Check what the program does in its working folder.")
+        raise ForeignFile(
+            f"The runner left no regular file at {path.name}.", "Check what the program does in its working folder."
+        )

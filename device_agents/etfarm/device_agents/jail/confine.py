@@ -232,7 +232,8 @@ class Jail:
         """
         closed = next(path for path in programs if not _is_open_to_all(path))
         error = JailIncomplete(
-            f"A runner in Python would have the agent's user and files: {closed} is closed to others, and there is no Landlock.",
+            f"A runner in Python would have the agent's user and files: other users cannot read {closed}, and there "
+            "is no Landlock.",
             "Install etfarm where every user may read it, or use a kernel with Landlock.", missing=launch.LANDLOCK,
         )  # fmt: skip
         if self._options.required:

@@ -103,7 +103,7 @@ def build_bundle(
     if executorch is not None and not executorch.exists():
         raise UserError(f"There is no {executorch}.", "Check --executorch.", executorch=executorch)
     if not out.absolute().parent.is_dir():
-        raise UserError(f"There is no folder {out.parent}.", "Make it, or choose another -o.", output=out)
+        raise UserError(f"There is no folder {out.parent}.", "Create it, or choose another -o.", output=out)
     with _scratch(out) as scratch:
         compiler = Compiler.find(arch)
         package = _package(arch, executorch, scratch, say)
@@ -247,14 +247,14 @@ def _probed(arch: str, version: str, folder: Path) -> BundleManifest:
         )  # fmt: skip
         events = [json.loads(line) for line in process.stdout.splitlines()]
         if failed := [event["message"] for event in events if event["event"] == "error"]:
-            raise RunnerUnusable(f"The runner for {arch} was built and fails its self-test: {failed[0]}.", arch=arch)
+            raise RunnerUnusable(f"The runner for {arch} was built, but fails its self-test: {failed[0]}.", arch=arch)
         result = next(event for event in events if event["event"] == "result")
         backends, operators = tuple(result["backends"]), tuple(result["operators"])
     except subprocess.CalledProcessError as error:
         why = error.stderr.decode(errors="replace").strip() or f"exit code {error.returncode}"
-        raise RunnerUnusable(f"The runner for {arch} was built and does not start: {why}", arch=arch) from None
+        raise RunnerUnusable(f"The runner for {arch} was built, but does not start: {why}", arch=arch) from None
     except (OSError, subprocess.TimeoutExpired, ValueError, KeyError, StopIteration) as error:
-        raise RunnerUnusable(f"The runner for {arch} was built and does not answer: {error}", arch=arch) from None
+        raise RunnerUnusable(f"The runner for {arch} was built, but does not answer: {error}", arch=arch) from None
     return dataclasses.replace(manifest, backends=backends, operators=operators)
 
 
@@ -267,7 +267,7 @@ def _compressor(out: Path) -> Callable[[bytes], bytes]:
         return lambda data: gzip.compress(data, 6, mtime=0)
     if out.name.endswith(".tar.xz"):
         return lambda data: lzma.compress(data, preset=6)
-    raise UserError(f"{out.name} does not say how to compress.", "Name it *.tar.gz or *.tar.xz.", output=out)
+    raise UserError(f"{out.name} does not name a compression.", "Name it *.tar.gz or *.tar.xz.", output=out)
 
 
 def _add(tar: tarfile.TarFile, name: str, data: bytes, mode: int) -> None:

@@ -160,7 +160,7 @@ class ExecutorchPackage:
             raise ExecutorchMissing(arch, f"the one in {folder} is for {actual_arch or 'another architecture'}")
         match = re.search(r"""^__version__ = ['"]([^'"+]+)""", (folder / "version.py").read_text(), re.MULTILINE)
         if not match:
-            raise ExecutorchMissing(arch, f"{folder}/version.py tells no version")
+            raise ExecutorchMissing(arch, f"{folder}/version.py has no version")
         return cls(folder, match[1])
 
 
@@ -182,7 +182,7 @@ def _unpacked(arch: str, wheel: Path, scratch: Path) -> Path:
     except (OSError, zipfile.BadZipFile) as error:
         raise ExecutorchMissing(arch, f"{wheel} cannot be read ({error})") from None
     if not (scratch / "executorch" / "version.py").is_file():
-        raise ExecutorchMissing(arch, f"{wheel} is no wheel of executorch")
+        raise ExecutorchMissing(arch, f"{wheel} is not a wheel of executorch")
     return scratch / "executorch"
 
 

@@ -39,7 +39,9 @@ class BadBundle(UserError):
     reason = "BAD_BUNDLE"
 
     def __init__(self, why: str, *, file: str = "") -> None:
-        super().__init__(f"This is no usable runner bundle: {why}.", "Make one with `etfarm bundle build`.", why=why, file=file)
+        super().__init__(
+            f"This is not a usable runner bundle: {why}.", "Make one with `etfarm bundle build`.", why=why, file=file
+        )
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class BundleManifest:
             raise BadBundle(f"its {MANIFEST_NAME} cannot be read ({error})") from None
         for name, file in manifest.files.items():
             if not _is_plain(name) or not digest.is_digest(file.digest) or file.size < 0:
-                raise BadBundle(f"its {MANIFEST_NAME} lists {name!r} wrongly")
+                raise BadBundle(f"its {MANIFEST_NAME} has an invalid entry for {name!r}")
         for name in (manifest.loader, manifest.entry):
             if name not in manifest.files:
                 raise BadBundle(f"{name!r} is not among its files")
@@ -206,7 +208,7 @@ def open_folder(folder: Path) -> Bundle:
         with (folder / name).open("rb") as program:
             arch = elf.arch_of(program.read(elf.HEAD_BYTES))
         if arch is not None and arch != manifest.arch:
-            raise BadBundle(f"it says that it is for {manifest.arch}, and its {name} is a program for {arch}", file=name)
+            raise BadBundle(f"it says that it is for {manifest.arch}, but its {name} is a program for {arch}", file=name)
     return Bundle(folder, manifest)
 
 
@@ -214,7 +216,7 @@ def _extract(packed: BinaryIO, into: Path) -> None:
     """Extract plain files with plain names only, so that an archive cannot write outside `into`."""
     for member, content in archives.members(packed, max_bytes=_MAX_BYTES, max_members=_MAX_FILES):
         if not member.is_file or not _is_plain(member.name):
-            raise BadBundle(f"it holds {member.name[:100]!r}, which is no plain file")
+            raise BadBundle(f"it holds {member.name[:100]!r}, which is not a regular file")
         if (into / member.name).exists():
             raise BadBundle(f"it holds {member.name!r} twice")
         with (into / member.name).open("xb") as target:
@@ -228,5 +230,5 @@ def _is_plain(name: str) -> bool:
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise TypeError(f"{value!r} is no text")
+        raise TypeError(f"{value!r} is not a text")
     return value

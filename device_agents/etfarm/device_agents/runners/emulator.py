@@ -75,7 +75,7 @@ class CpuUnknown(UserError):
 
     def __init__(self, cpu: str, known: list[str], why: str) -> None:
         super().__init__(
-            f"The emulator cannot be a {cpu!r}: {why}.",
+            f"The emulator cannot emulate {cpu!r}: {why}.",
             f"Choose one of {', '.join(known)}; properties may follow, as in max,sme=off.",
             cpu=cpu,
             known=",".join(known),

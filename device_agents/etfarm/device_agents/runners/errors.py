@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from etfarm.wire.errors import DeviceError, FarmError, Kind, UserError
 
 _WITHOUT_DATA = "If its weights are in a .ptd file, give that too: without it XNNPACK crashes here."
-_KILLED = "Look for what kills processes on the device, such as a watchdog or a limit of a service."
-_CRASHED = "Look at its log. With the recipe portable, which has no delegate, you see whether a delegate crashes."
+_KILLED = "Check what kills processes on the device, such as a watchdog or a limit of a service."
+_CRASHED = "Check its log. The recipe portable, which has no delegate, shows whether a delegate crashes."
 
 
 class ProgramCrashed(UserError):
@@ -55,7 +55,7 @@ class ProgramHung(UserError):
     def __init__(self, stage: str, deadline_s: float, log: Sequence[str]) -> None:
         super().__init__(
             f"The program did not finish {stage} within {deadline_s:g} s and was killed.",
-            "Where it is only slow, give it more time with --timeout (timeout_s=).",
+            "If it is only slow, give it more time with --timeout (timeout_s=).",
             stage=stage,
             deadline_s=deadline_s,
             log="\n".join(log),
@@ -152,7 +152,7 @@ class DataMissing(UserError):
         shown = ", ".join(key if len(key) <= 40 else f"{key[:12]}..." for key in keys[:5])
         shown += f" and {len(keys) - 5} more" if len(keys) > 5 else ""
         super().__init__(
-            f"The program needs data that no .ptd file of it holds: {shown}.",
+            f"The program needs data that none of its .ptd files contains: {shown}.",
             "Give the .ptd files that were written with the .pte.",
             stage=stage,
             keys=",".join(keys),
@@ -167,7 +167,7 @@ class RunnerLacks(UserError):
     kind = Kind.FAILED_PRECONDITION
 
     def __init__(self, stage: str, message: str) -> None:
-        super().__init__(_sentence(message), "Offer a runner bundle for the device with `etfarm bundle add`.", stage=stage)
+        super().__init__(_sentence(message), "Add a runner bundle for the device with `etfarm bundle add`.", stage=stage)
 
 
 class CoresUnavailable(UserError):

@@ -252,7 +252,7 @@ class RunnerProcess:
                 else:
                     raise ValueError(f"a {kind} of {event.get('command')!r}")
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError, asyncio.LimitOverrunError) as error:
-                raise errors.RunnerBroken(f"The runner's answer to {command} is no protocol: {error}.") from error
+                raise errors.RunnerBroken(f"The runner's answer to {command} violates the protocol: {error}.") from error
 
     async def _over(self, error: EtfarmError | None) -> NoReturn:
         """End the process and raise `error`, or the error that its exit code implies."""

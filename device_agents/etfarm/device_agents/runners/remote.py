@@ -166,9 +166,7 @@ class RemoteRunner:
         """Set all inputs of the current method, in order; InputMismatch names the first that does not fit."""
         expected = self._method.inputs if self._method else ()
         if self._method and len(values) != len(expected):
-            raise errors.InputMismatch(
-                "INPUTS", f"method {self._method.name!r} takes {len(expected)} inputs, and {len(values)} are given"
-            )
+            raise errors.InputMismatch("INPUTS", f"method {self._method.name!r} takes {len(expected)} inputs, got {len(values)}")
         for index, value in enumerate(values):
             kind = expected[index].kind if self._method else ""
             arguments, payload = _input(index, value, kind)
@@ -261,7 +259,7 @@ class RemoteRunner:
         try:
             yield
         except (ValueError, TypeError, KeyError, OverflowError, BadTensorFile) as error:
-            broken = errors.RunnerBroken(f"The runner's answer to {command} is no protocol: {error}.")
+            broken = errors.RunnerBroken(f"The runner's answer to {command} violates the protocol: {error}.")
             self._process.distrust(broken)
             raise broken from error
 

@@ -35,8 +35,8 @@ def compare(base: Side, candidate: Side, gate: Gate | None = None) -> Json:
     pairing = pair(of_base, of_candidate)
     if not pairing.pairs:
         raise NothingToCompare(
-            f"No report of {base.name} has a counterpart in {candidate.name}: there is {base.listed} in the one, and "
-            f"{candidate.listed} in the other.",
+            f"No report of {base.name} has a counterpart in {candidate.name}: the base has {base.listed}, the "
+            f"candidate {candidate.listed}.",
             "Choose one of each: BASE#NUMBER CANDIDATE#NUMBER.",
             base=base.name,
             candidate=candidate.name,

@@ -57,7 +57,7 @@ class Limit:
         metric = (match["metric"] or LATENCY).lower() if match else ""
         if match is None or metric not in UNITS or match["unit"].lower() != UNITS[metric].lower():
             raise BadGate(
-                f"{text!r} is no gate.", "Give 3% (latency), latency=3%, size=1%, memory=5% or accuracy=1dB.", gate=text
+                f"{text!r} is not a gate.", "Give 3% (latency), latency=3%, size=1%, memory=5% or accuracy=1dB.", gate=text
             )
         return cls(metric, float(match["limit"]))
 
@@ -85,7 +85,7 @@ class Gate:
                 raise BadGate(f"There are two gates for {limit.metric}.", "Give one.", metric=limit.metric)
         if not limits and (strict or accept_invalid):
             option = "--strict" if strict else "--accept-invalid"
-            raise BadGate(f"{option} is about a gate, and there is none.", "Give --gate too, for example --gate 3%.")
+            raise BadGate(f"{option} requires --gate.", "Give --gate too, for example --gate 3%.")
         return cls(limits, strict, accept_invalid) if limits else None
 
 
@@ -153,7 +153,7 @@ def _failed(candidate: Json) -> Finding | None:
     if candidate["state"] == _SUCCEEDED:
         return None
     return Finding(
-        "FAILED", f"the candidate's cell {(candidate['state'] or '?').lower()} ({candidate['error'] or 'no error told'})"
+        "FAILED", f"the candidate's cell {(candidate['state'] or '?').lower()} ({candidate['error'] or 'no error reported'})"
     )
 
 
@@ -168,11 +168,11 @@ def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
         if status != "VALID" and not gate.accept_invalid:
             why = f" ({', '.join(verdict['codes'])})" if verdict and verdict["codes"] else ""
             message = f"no valid evidence: the {side}'s latency is {(status or 'not judged').replace('_', ' ')}{why}"
-            yield Finding("NO_VALID_EVIDENCE", f"{message}; --accept-invalid takes it as it is")
+            yield Finding("NO_VALID_EVIDENCE", f"{message}; --accept-invalid accepts it")
             return
     if "device" in pair["differs"] and not gate.accept_invalid:
         message = "no valid evidence: the two were measured on devices of different kinds"
-        yield Finding("NO_VALID_EVIDENCE", f"{message}; --accept-invalid takes it as it is")
+        yield Finding("NO_VALID_EVIDENCE", f"{message}; --accept-invalid accepts it")
         return
     ratio, ends, allowed = latency["ratio"], latency["ratio_ci95"], 1 + limit / 100
     if ratio is None:
@@ -189,7 +189,7 @@ def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
         at_least = f"at least {_percent(ends[0] - 1)} slower"
         yield Finding("SLOWER", f"{at_least}, {ratio:.3f}x [{ends[0]:.3f}, {ends[1]:.3f}]; {limit:g} % is allowed")
     elif ends[1] > allowed:
-        message = f"{ratio:.3f}x [{ends[0]:.3f}, {ends[1]:.3f}] does not tell whether it is within {limit:g} %"
+        message = f"{ratio:.3f}x [{ends[0]:.3f}, {ends[1]:.3f}] does not show whether it is within {limit:g} %"
         yield Finding("INCONCLUSIVE", f"{message}: measure for longer, or in turns with bench A B --interleave", gate.strict)
 
 
@@ -205,7 +205,7 @@ def _memory(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
 def _grown(part: Json | None, keys: Sequence[tuple[str, str]], limit: float, code: str, metric: str) -> Iterator[Finding]:
     known = [(what, number) for key, what in keys if (number := (part or {}).get(key)) and number["change"] is not None]
     if not known:
-        yield Finding("NOT_MEASURED", f"{metric} is not known of both sides")
+        yield Finding("NOT_MEASURED", f"{metric} is not known for both sides")
     for what, number in known:
         if number["candidate"] > number["base"] * (1 + limit / 100):
             grown = f"{_percent(number['candidate'] / number['base'] - 1)} more" if number["base"] else "more"
@@ -216,12 +216,12 @@ def _grown(part: Json | None, keys: Sequence[tuple[str, str]], limit: float, cod
 def _accuracy(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
     measured = [output for output in pair["accuracy"] if _sqnr_db(output["base"]) is not None]
     if not measured:
-        yield Finding("NOT_MEASURED", "accuracy is not known of both sides")
+        yield Finding("NOT_MEASURED", "accuracy is not known for both sides")
     for output in measured:
         references = [output[side]["reference"] for side in ("base", "candidate") if output[side]]
         if len(set(references)) > 1:
-            message = f"the base is told against the {references[0]}, the candidate against the {references[1]}"
-            yield Finding("NOT_MEASURED", f"accuracy is not known of both sides against one reference: {message}")
+            message = f"the base is compared with the {references[0]}, the candidate with the {references[1]}"
+            yield Finding("NOT_MEASURED", f"accuracy is not known for both sides against one reference: {message}")
             return
     for output in measured:
         name = f"output {output['output']}" if output["output"] else "the output"

@@ -53,7 +53,7 @@ PARTITIONERS: Final[Mapping[str, ComponentSpecification]] = {
         ComponentSpecification(
             "xnnpack", "XNNPACK: the CPUs' fast path",
             (
-                Argument("precision", "which numbers it takes; all where it is not said", list,
+                Argument("precision", "precisions that it accepts; default: all", list,
                          ("fp32", "static_quant", "dynamic_quant")),
                 Argument("per_op", "a delegate for each operator rather than for each stretch of them", bool, default=False),
             ),
@@ -71,7 +71,7 @@ QUANTIZERS: Final[Mapping[str, ComponentSpecification]] = {
             "xnnpack", "int8, symmetric weights",
             (
                 Argument("per_channel", "a scale for each output channel of a weight", bool, default=False),
-                Argument("dynamic", "activation scales are found at run time, without calibration", bool, default=False),
+                Argument("dynamic", "activation scales are computed at run time, without calibration", bool, default=False),
                 _modules("skip_modules", "modules that stay in fp32"),
                 _modules("only_modules", "the only modules that are quantized"),
             ),

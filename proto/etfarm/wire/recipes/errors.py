@@ -20,7 +20,7 @@ class UnknownRecipe(UserError):
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
         near = difflib.get_close_matches(name[:_COMPARED], list(known), n=3, cutoff=0.5)
-        remedy = f"Did you mean {alternatives(near)}?" if near else "`etfarm recipes list` shows those there are."
+        remedy = f"Did you mean {alternatives(near)}?" if near else "`etfarm recipes list` shows the known ones."
         super().__init__(f"There is no recipe {name!r}.", remedy, recipe=name, nearest=",".join(near))
 
 

@@ -35,7 +35,7 @@ def options(table: Mapping[str, object]) -> Options:
     """Return the options of a recipe file or a recipe's JSON.
 
     Args:
-        said: values by field.
+        table: values by field.
 
     Raises:
         BadRecipeField: a field is unknown, or its value is not allowed.
@@ -66,7 +66,7 @@ def _name(value: object) -> str:
     if value is None:
         return ""
     if not isinstance(value, str) or not _NAME.fullmatch(value) or value in RECIPES:
-        raise BadRecipeField("name", value, "up to 64 letters, digits, _, . and -, and not the name of a recipe that is another")
+        raise BadRecipeField("name", value, "up to 64 letters, digits, _, . and -, and not the name of another recipe")
     return value
 
 

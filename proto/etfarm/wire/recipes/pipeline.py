@@ -40,11 +40,11 @@ def check_combination(recipe: Recipe) -> None:
     names = [part.name for part in recipe.parts]
     if len(names) > 1 and "portable" in names:
         raise BadCombination(
-            "portable cannot be combined: it delegates nothing, and so adds nothing.", "Leave it out.", recipes=",".join(names)
+            "portable cannot be combined: it delegates nothing, so it adds nothing.", "Leave it out.", recipes=",".join(names)
         )
     if recipe.options.per_op and not recipe.takes_xnnpack:
         raise BadCombination(
-            f"per_op gives each operator a delegate of XNNPACK, which takes no part in {recipe.name}.", "Leave per_op out.",
+            f"per_op gives each operator a delegate of XNNPACK, which {recipe.name} does not use.", "Leave per_op out.",
             recipes=",".join(names),
         )  # fmt: skip
     _check_quantizers(recipe)

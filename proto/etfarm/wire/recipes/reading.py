@@ -42,7 +42,7 @@ def parse(text: str) -> Recipe:
 
 
 def resolve(name: str, arguments: Mapping[str, object]) -> Recipe:
-    """Return the recipe `name` with the arguments `given` and the defaults of the others.
+    """Return the recipe `name` with `arguments` and the defaults of the others.
 
     Raises:
         UnknownRecipe, UnknownRecipeArgument, BadRecipeArgument: the recipe is not valid.
@@ -67,7 +67,7 @@ def from_toml(text: str, name: str = "") -> Recipe:
     try:
         table = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise BadRecipeText(f"The recipe file is no TOML: {error}.") from None
+        raise BadRecipeText(f"The recipe file is not TOML: {error}.") from None
     parts, rest = _parts(table, fields.TOP)
     return _checked(Recipe(parts, fields.options(rest), "" if name in RECIPES else name))
 
@@ -84,12 +84,12 @@ def from_json(text: str) -> Recipe:
     try:
         table = json.loads(text, object_pairs_hook=_reject_duplicates, parse_constant=_reject_constant)
     except (ValueError, RecursionError) as error:
-        raise BadRecipeText(f"The recipe is no JSON: {error}.") from None
+        raise BadRecipeText(f"The recipe is not JSON: {error}.") from None
     if not isinstance(table, dict):
-        raise BadRecipeText("The recipe is no JSON object of `recipe`, `arguments` and `options`.")
+        raise BadRecipeText("The recipe is not a JSON object of `recipe`, `arguments` and `options`.")
     options = table.pop("options", {})
     if not isinstance(options, dict):
-        raise BadRecipeText("The recipe's `options` are no JSON object.")
+        raise BadRecipeText("The recipe's `options` are not a JSON object.")
     parts, rest = _parts(table, ("recipe", "arguments", "combine", "options"))
     for key in rest:
         raise fields.unknown("", key, ("recipe", "arguments", "combine", "options"))
@@ -169,13 +169,13 @@ def _part(text: str, whole: str) -> Part:
         key, equals, value = piece.partition("=")
         if not equals or not key.strip() or key.strip() in arguments:
             raise BadRecipeText(
-                f"{whole!r} is no recipe: {piece!r} is not one key=value.", "Write name:key=value,key=value.", text=whole
+                f"{whole!r} is not a recipe: {piece!r} is not one key=value.", "Write name:key=value,key=value.", text=whole
             )
         arguments[key.strip()] = spoken(value.strip()) if PLUGIN.fullmatch(name) else value.strip()
     if colon and not arguments:
-        raise BadRecipeText(f"{whole!r} is no recipe: nothing follows the colon.", "Write name:key=value.", text=whole)
+        raise BadRecipeText(f"{whole!r} is not a recipe: nothing follows the colon.", "Write name:key=value.", text=whole)
     if not name and "+" in whole:
-        raise BadRecipeText(f"{whole!r} is no recipe: nothing is on one side of a +.", "Write name+name.", text=whole)
+        raise BadRecipeText(f"{whole!r} is not a recipe: nothing is on one side of a +.", "Write name+name.", text=whole)
     return _named(name, arguments)
 
 
@@ -235,11 +235,11 @@ def _parts(table: Mapping[str, object], known: tuple[str, ...]) -> tuple[tuple[P
         return _combined(table["combine"]), rest
     if "recipe" not in table:
         if "arguments" in table:
-            raise BadRecipeText("The recipe has arguments and no name to go with them.", 'Write recipe = "name".')
+            raise BadRecipeText("The recipe has arguments but no name.", 'Write recipe = "name".')
         return (), rest
     name, arguments = table["recipe"], table.get("arguments", {})
     if not isinstance(name, str):
-        raise BadRecipeField("recipe", name, "a recipe's name; `etfarm recipes list` shows those there are")
+        raise BadRecipeField("recipe", name, "a recipe's name; `etfarm recipes list` shows the known ones")
     if not isinstance(arguments, dict):
         raise BadRecipeField("[arguments]", arguments, "a table of key = value")
     return (_named(name, arguments),), rest
@@ -266,9 +266,9 @@ def _combined(entries: object) -> tuple[Part, ...]:
 def _reject_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     table = dict(pairs)
     if len(table) != len(pairs):
-        raise ValueError("a key is there twice")
+        raise ValueError("a key occurs twice")
     return table
 
 
 def _reject_constant(text: str) -> object:
-    raise ValueError(f"{text} is no number")
+    raise ValueError(f"{text} is not a number")

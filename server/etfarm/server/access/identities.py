@@ -115,7 +115,7 @@ class Identities:
             if len(self._refused) > MAX_REFUSED:
                 self._refused.popitem(last=False)
             raise AgentUnbound(
-                f"Agent {agent_id} is older than agents' tokens and not bound, so {caller.name} cannot claim it.",
+                f"Agent {agent_id} was registered before agents had tokens and is not bound, so {caller.name} cannot claim it.",
                 f"Ask an admin to run `etfarm agents bind {agent_id} {caller.name}`.", agent_id=agent_id,
             )  # fmt: skip
         await self._claim(agent_id, caller.name)
@@ -152,8 +152,9 @@ class Identities:
             count = select(func.count()).select_from(table).where(table.c.principal == principal)
             if connection.execute(count).scalar_one() >= MAX_IDENTITIES:
                 raise TooManyAgents(
-                    f"{principal} is {MAX_IDENTITIES:,} agents already, which is the most.",
-                    "Give further agents a token of another name: `etfarm tokens create NAME --agent`.", limit=MAX_IDENTITIES,
+                    f"{principal} already has {MAX_IDENTITIES:,} agents, which is the limit.",
+                    "Create a token with another name for further agents: `etfarm tokens create NAME "
+                    "--agent`.", limit=MAX_IDENTITIES,
                 )  # fmt: skip
             row = {"id": agent_id, "principal": principal, "bound_at": self._now(), "bound_by": principal}
             connection.execute(insert(table).values(**row))

@@ -13,7 +13,7 @@ class NotYours(UserError):
 
 
 def require_owner(
-    owner: str, what: str, caller: str, *, is_admin: bool, remedy: str = "Ask them or an admin.", **metadata: str
+    owner: str, what: str, caller: str, *, is_admin: bool, remedy: str = "Ask the owner or an admin.", **metadata: str
 ) -> None:
     """Require that the caller is the owner or an admin.
 

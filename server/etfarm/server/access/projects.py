@@ -184,7 +184,7 @@ class Projects:
         def write(connection: Connection) -> None:
             inserted = connection.execute(insert(schema.projects).values(project).on_conflict_do_nothing())
             if inserted.rowcount != 1:
-                raise ProjectExists(f"There is a project {name!r} already.", "Choose another name.", project=name)
+                raise ProjectExists(f"Project {name!r} already exists.", "Choose another name.", project=name)
             if rows:
                 connection.execute(schema.members.insert(), rows)
 

@@ -268,7 +268,7 @@ class TokenTable:
             owner = connection.execute(select(agents.c.principal).where(agents.c.id == agent_id)).scalar()
             if owner != principal and (owner is not None or is_known):
                 raise AgentBound(
-                    f"The farm knows agent {agent_id}, which does not belong to {principal}.",
+                    f"Agent {agent_id} is registered and does not belong to {principal}.",
                     f"Ask an admin to run `etfarm agents bind {agent_id} {principal}`, or give the agent a new data folder.",
                     agent_id=agent_id,
                 )
@@ -301,7 +301,9 @@ def _validate(
     if enrolment and role != Role.ROLE_AGENT:
         raise BadTokenRequest("An enrolment token must have the role agent.")
     if projects and role == Role.ROLE_AGENT:
-        raise BadTokenRequest("An agent is a member of no project.", "Restrict its devices to projects instead.")
+        raise BadTokenRequest(
+            "A token with the role agent cannot be a member of a project.", "Restrict its devices to projects instead."
+        )
     if lifetime_s is not None and not (math.isfinite(lifetime_s) and 0 < lifetime_s <= MAX_LIFETIME_S):
         raise BadTokenRequest(f"lifetime_s must be above 0 and at most {MAX_LIFETIME_S:.0f}, got {lifetime_s}.")
 

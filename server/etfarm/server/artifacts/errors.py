@@ -33,8 +33,8 @@ class ArtifactDamaged(FarmError):
 
     def __init__(self, digest: str) -> None:
         super().__init__(
-            f"Artifact {digest[:12]} was damaged on the server's disk: its bytes have another sha256 than when they were stored.",
-            "Send the job again: what is uploaded or compiled anew takes its place. Have the server's disk checked.",
+            f"Artifact {digest[:12]} was damaged on the server's disk: its bytes no longer match its sha256.",
+            "Submit the job again: a new upload or compilation replaces the artifact. Have the server's disk checked.",
             digest=digest,
         )
 
@@ -100,7 +100,9 @@ class TooManyUploads(UserError):
     kind = Kind.RESOURCE_EXHAUSTED
 
     def __init__(self, limit: int) -> None:
-        super().__init__(f"At most {limit} uploads of one project may be under way.", "Wait for some of them.", limit=limit)
+        super().__init__(
+            f"A project may have at most {limit} uploads in progress.", "Wait until some of them finish.", limit=limit
+        )
 
 
 class QuotaExceeded(UserError):
@@ -114,12 +116,12 @@ class QuotaExceeded(UserError):
         what = f"The agent {agent!r}" if agent else f"The project {holder!r}"
         more = f" and needs {needed_bytes} more" if needed_bytes else ""
         remedy = (
-            "Wait for running attempts: results that the server has taken no longer count."
+            "Wait for running attempts: a result stops counting once the server has accepted it."
             if agent
             else "Ask the farm's admin for a larger storage limit of the project, or use another project."
         )
         super().__init__(
-            f"{what} holds {used_bytes} bytes of artifacts{more}, and its limit is {limit_bytes}.", remedy,
+            f"{what} holds {used_bytes} bytes of artifacts{more}; its limit is {limit_bytes}.", remedy,
             limit_bytes=limit_bytes, used_bytes=used_bytes, needed_bytes=needed_bytes,
         )  # fmt: skip
 

@@ -61,6 +61,6 @@ class Room:
         free = max(0, shutil.disk_usage(self._folder).free - taken)
         if needed + self._reserve_bytes > free:
             raise DiskFull(
-                f"The upload needs {needed} bytes, the store has {free} free and keeps {self._reserve_bytes} of them.",
+                f"The upload needs {needed} bytes; the store has {free} bytes free and reserves {self._reserve_bytes} of them.",
                 "Free disk on the server; nothing of yours was deleted.", needed_bytes=needed, free_bytes=free,
             )  # fmt: skip

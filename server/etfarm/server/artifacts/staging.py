@@ -163,7 +163,8 @@ class Staging:
         if hasher.hexdigest() != artifact.digest:
             part.unlink()
             raise DigestMismatch(
-                f"All {stream.received} bytes came and their sha256 is {hasher.hexdigest()[:12]}, not {artifact.digest[:12]}.",
+                f"All {stream.received} bytes arrived, but their sha256 is {hasher.hexdigest()[:12]}, not "
+                f"{artifact.digest[:12]}.",
                 "Send it again from 0.", digest=artifact.digest,
             )  # fmt: skip
         return True
@@ -205,13 +206,14 @@ class Staging:
 def _check_chunk(chunk: artifact_pb2.Chunk, received: int, size_bytes: int) -> None:
     if chunk.offset != received:
         raise ChunkOutOfPlace(
-            f"A chunk starts at {chunk.offset} where {received} bytes are committed.", "Ask GetUploadStatus and continue there.",
+            f"A chunk starts at offset {chunk.offset}, but {received} bytes are committed.", "Ask GetUploadStatus and "
+            "continue there.",
             committed_bytes=received,
         )  # fmt: skip
     if len(chunk.data) > MAX_CHUNK_BYTES:
-        raise _too_many_bytes(f"A chunk has {len(chunk.data)} bytes; 1 MiB is the most.")
+        raise _too_many_bytes(f"A chunk must have at most 1 MiB, got {len(chunk.data)} bytes.")
     if received + len(chunk.data) > size_bytes:
-        raise _too_many_bytes(f"More bytes came than the {size_bytes} announced.")
+        raise _too_many_bytes(f"More bytes arrived than the {size_bytes} announced.")
 
 
 def _too_many_bytes(message: str) -> BadUpload:

@@ -314,7 +314,7 @@ class Store:
         with self.path(digest).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
             if not 0 <= offset <= size:
-                error = BadUpload(f"{digest[:12]} has {size} bytes; {offset} is no offset in it.")
+                error = BadUpload(f"offset must be 0 to {size}, the size of {digest[:12]}, got {offset}.")
                 error.reason, error.kind = "OFFSET_PAST_END", Kind.OUT_OF_RANGE
                 raise error
             verified = asyncio.ensure_future(self.integrity.is_whole(digest))
@@ -379,7 +379,7 @@ class Store:
         for digest in orphans:
             self.place(digest).unlink(missing_ok=True)
         if orphans:
-            log.info("uploads of agents that no result names expired", count=len(orphans))
+            log.info("agents' uploads that no result refers to expired", count=len(orphans))
             await self.holdings.forget(orphans)
 
     def close(self) -> None:
@@ -419,7 +419,7 @@ def require_digest(digest: str) -> None:
         BadUpload: with the reason DIGEST_MALFORMED.
     """
     if not digests.is_digest(digest):
-        error = BadUpload(f"{digest!r} is no sha256 in lower-case hex.")
+        error = BadUpload(f"A digest must be a sha256 in lower-case hex, got {digest!r}.")
         error.reason = "DIGEST_MALFORMED"
         raise error
 

@@ -49,9 +49,9 @@ def parse(data: bytes) -> dict[str, Any]:
     try:
         value = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise BadWorkerAnswer(f"The compile worker's answer is no JSON: {error}.") from None
+        raise BadWorkerAnswer(f"The compile worker's answer is not JSON: {error}.") from None
     if not isinstance(value, dict):
-        raise BadWorkerAnswer("The compile worker's answer is no JSON object.")
+        raise BadWorkerAnswer("The compile worker's answer is not a JSON object.")
     return value
 
 
@@ -63,20 +63,20 @@ def stage_event(data: bytes) -> tuple[str, float | None]:
     """
     event = parse(data)
     if event.get("phase") not in ("START", "END"):
-        raise BadWorkerAnswer("The compile worker tells of a stage that neither starts nor ends.")
+        raise BadWorkerAnswer("The compile worker reported a stage that neither starts nor ends.")
     stage = _stage_name(event.get("stage"))
     return stage, None if event["phase"] == "START" else _milliseconds(event.get("duration_ms"))
 
 
 def _stage_name(value: object) -> str:
     if not isinstance(value, str) or value not in STAGES:
-        raise BadWorkerAnswer("The compile worker tells of a stage that there is not.")
+        raise BadWorkerAnswer("The compile worker reported an unknown stage.")
     return value
 
 
 def _milliseconds(value: object) -> float:
     if not isinstance(value, int | float) or not 0 <= value < _GREATEST_MS:
-        raise BadWorkerAnswer("The compile worker tells of a stage without its duration.")
+        raise BadWorkerAnswer("The compile worker reported a stage without its duration.")
     return float(value)
 
 
@@ -104,7 +104,7 @@ class Files:
             QuotaExceeded: the project's storage quota has no room for the file.
         """
         if self._remaining == 0:
-            raise BadWorkerAnswer(f"The compile worker names more than {MAX_FILES} files.")
+            raise BadWorkerAnswer(f"The compile worker returned more than {MAX_FILES} files.")
         self._remaining -= 1
         try:
             path = await asyncio.to_thread(output_files.claim, self._folder, name)
@@ -140,7 +140,7 @@ async def quantized(answer: Mapping[str, Any], files: Files, methods: Collection
     with _convert_errors():
         compilation = await asyncio.to_thread(_convert_quantized, answer)
         if set(answer["programs"]) != set(methods):
-            raise BadWorkerAnswer("The compile worker answers with other methods than it was asked for.")
+            raise BadWorkerAnswer("The compile worker returned other methods than were requested.")
         await files.adopt_all(answer["programs"], compilation.exported_programs)
     return compilation
 
@@ -156,7 +156,7 @@ async def lowered(answer: Mapping[str, Any], files: Files, stop_after: str = "")
     """
     with _convert_errors():
         if (answer["program"] is None or answer["facts"] is None) is not bool(stop_after):
-            raise BadWorkerAnswer("The compile worker answers with something else than it was asked for.")
+            raise BadWorkerAnswer("The compile worker returned another kind of result than was requested.")
         # In a thread: an answer may have a hundred thousand rows.
         compilation = await asyncio.to_thread(_convert_lowered, answer)
         # Concurrent: each task waits for the disk.

@@ -18,7 +18,7 @@ from etfarm.v1.compile_pb2 import Compilation
 from etfarm.wire.errors import EtfarmError, Fault, Kind, UserError
 from etfarm.wire.status import from_proto
 
-FOUND_EARLIER = "This was found by an earlier compilation; --no-cache compiles again."
+FOUND_EARLIER = "This error comes from an earlier compilation; --no-cache compiles again."
 
 _LASTING = (Kind.INVALID_ARGUMENT, Kind.PERMISSION_DENIED, Kind.OUT_OF_RANGE, Kind.UNIMPLEMENTED)
 """Kinds of errors that refuse the model itself. Other errors depend on the server's current state."""
@@ -56,7 +56,7 @@ class Outcome:
 
 
 def is_lasting(error: EtfarmError) -> bool:
-    """Return whether the same model with the same recipe would fail in the same way again."""
+    """Return whether the same model with the same recipe would fail again with the same error."""
     return error.fault is Fault.USER and error.kind in _LASTING
 
 

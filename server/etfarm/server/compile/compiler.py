@@ -288,7 +288,7 @@ class Compiler:
         def on_event(data: bytes) -> None:
             stage, duration_ms = answers.stage_event(data)
             if (stage, duration_ms is None) in reported:
-                raise answers.BadWorkerAnswer(f"The compile worker tells twice of {stage}.")
+                raise answers.BadWorkerAnswer(f"The compile worker reported {stage} twice.")
             reported.add((stage, duration_ms is None))
             if duration_ms is not None:
                 ended.append(compile_pb2.Stage(stage=stage, duration_ms=duration_ms, where=common_pb2.ACTOR_SERVER))
@@ -355,7 +355,7 @@ def _add_shared(compilation: Compilation, shared: Outcome) -> None:
 def _replay_log(known: Compilation, listener: Listener) -> None:
     """Replay the log of a cached failure for a job that receives the failure later."""
     if (log := known.error.metadata.get("log", "")) and known.HasField("error"):
-        listener.on_log("The end of what the compilation printed that found this:")
+        listener.on_log("The last lines of the compilation that failed with this error:")
         for line in log.splitlines():
             listener.on_log(line)
 

@@ -19,7 +19,7 @@ class RecipeNeedsEagerModule(UserError):
 
     def __init__(self, recipe: str, model: str) -> None:
         super().__init__(
-            f"Recipe {recipe} works on an eager module, before the export, and {model} arrives as an exported program: nothing "
+            f"Recipe {recipe} quantizes an eager module before the export, but {model} is an exported program: nothing "
             "of it would be quantized.",
             "Use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
             recipe=recipe, model=model,
@@ -46,7 +46,7 @@ class AlreadyQuantized(UserError):
 
     def __init__(self, recipe: str, method: str) -> None:
         super().__init__(
-            f"{method} is quantized already, and recipe {recipe} would quantize it again.",
+            f"{method} is already quantized, and recipe {recipe} would quantize it again.",
             "Lower it with xnnpack_fp32, which keeps its quantized operators, or export the fp32 model.",
             stage="QUANTIZE", recipe=recipe, method=method,
         )  # fmt: skip
@@ -72,7 +72,7 @@ class TrainingMode(UserError):
 
     def __init__(self, method: str, operator: str, stage: str = "TORCH_EXPORT") -> None:
         super().__init__(
-            f"{method} was exported in training mode: its {operator} would update or drop at inference.",
+            f"{method} was exported in training mode: its {operator} would change results at inference.",
             "Call .eval() on the module before the export.",
             stage=stage, method=method, operator=operator,
         )  # fmt: skip
@@ -90,9 +90,9 @@ class DataDependentBranch(UserError):
 
     def __init__(self, stage: str, expression: str, where: str) -> None:
         super().__init__(
-            f"The model branches on a tensor's value{f' at {where}' if where else ''}, and an exported program has one way only"
+            f"The model branches on a tensor's value{f' at {where}' if where else ''}, but an exported program has a single path"
             f"{f' ({expression})' if expression else ''}.",
-            "Use torch.where or torch.cond, take the branch out of the model, or bound a size with torch._check.",
+            "Use torch.where or torch.cond, remove the branch from the model, or bound a size with torch._check.",
             stage=stage, expression=expression, source=where,
         )  # fmt: skip
 
@@ -109,8 +109,8 @@ class DimSpecialized(UserError):
 
     def __init__(self, stage: str, dims: str, why: str, where: str) -> None:
         super().__init__(
-            f"Dynamic dim {dims} cannot be as it was asked for{f' at {where}' if where else ''}: {why}.",
-            "Take what fixes the size (a number in a reshape, an assert) out of the model, or export the dim as static.",
+            f"Dim {dims} cannot be dynamic as requested{f' at {where}' if where else ''}: {why}.",
+            "Remove what fixes the size (a number in a reshape, an assert) from the model, or export the dim as static.",
             stage=stage, dims=dims, why=why, source=where,
         )  # fmt: skip
 
@@ -122,9 +122,10 @@ class UnboundedSize(UserError):
 
     def __init__(self, stage: str, symbol: str, operators: str) -> None:
         super().__init__(
-            f"The size {symbol} depends on values and has no maximum{f' (made by {operators})' if operators else ''}, and "
-            "ExecuTorch plans memory for the largest.",
-            "Bound it in the model, for example torch._check(n <= 1024), or use operators whose sizes follow from the inputs'.",
+            f"The size {symbol} depends on values and has no maximum{f' (produced by {operators})' if operators else ''}, but "
+            "ExecuTorch plans memory for the largest size.",
+            "Bound it in the model, for example torch._check(n <= 1024), or use operators whose output sizes follow "
+            "from input sizes.",
             stage=stage, symbol=symbol, operators=operators,
         )  # fmt: skip
 
@@ -142,7 +143,7 @@ class MissingOutVariants(UserError):
     def __init__(self, stage: str, operators: str, names: str) -> None:
         super().__init__(
             f"ExecuTorch has no kernel for operators that no delegate took: {operators}.",
-            "Write them with operators of Core ATen, or use a recipe whose backend takes them.",
+            "Rewrite them with Core ATen operators, or use a recipe whose backend supports them.",
             stage=stage, operators=names, places=operators,
         )  # fmt: skip
 
@@ -157,8 +158,9 @@ class UnsupportedQuantizedOp(UserError):
 
     def __init__(self, stage: str, operators: str, names: str) -> None:
         super().__init__(
-            f"The recipe's backend did not take these quantized operators, and ExecuTorch has no kernel for them: {operators}.",
-            "Use a backend that takes this quantization (XNNPACK: per-tensor and per-channel int8, 4-bit linears), or leave "
+            "The recipe's backend does not support these quantized operators, and ExecuTorch has no kernel for them: "
+            f"{operators}.",
+            "Use a backend that supports this quantization (XNNPACK: per-tensor and per-channel int8, 4-bit linears), or leave "
             "these layers in fp32.",
             stage=stage, operators=names, places=operators,
         )  # fmt: skip
@@ -171,8 +173,8 @@ class OperatorNotCoreAten(UserError):
 
     def __init__(self, stage: str, operators: str, names: str) -> None:
         super().__init__(
-            f"Outside of Core ATen, which ExecuTorch's kernels are for: {operators}.",
-            "Write it with other operators; or, if the backend or the device's runtime has it, list it in the recipe file's "
+            f"ExecuTorch has kernels for Core ATen only, which does not include {operators}.",
+            "Use other operators; or, if the backend or the device's runtime has these, list them in the recipe file's "
             "[edge] core_aten_exceptions.",
             stage=stage, operators=names, places=operators,
         )  # fmt: skip
@@ -187,7 +189,7 @@ class UnsupportedDtypes(UserError):
         is_complex = "complex" in dtypes
         super().__init__(
             f"ExecuTorch has no kernel for these dtypes ({dtypes}): {operators}.",
-            "ExecuTorch has no complex numbers: compute real and imaginary parts apart." if is_complex
+            "ExecuTorch has no complex numbers: compute real and imaginary parts separately." if is_complex
             else "Convert one of the inputs with .to(dtype) before the operator.",
             stage=stage, operators=names, places=operators, dtypes=dtypes,
         )  # fmt: skip
@@ -201,7 +203,7 @@ class OperatorWithEffects(UserError):
     def __init__(self, stage: str, operators: str, names: str) -> None:
         super().__init__(
             f"The model has operators with side effects{f': {operators}' if operators else ''}, which ExecuTorch cannot lower.",
-            "Take prints, asserts and checks of values (torch.linalg makes some of them) out of the model.",
+            "Remove prints, asserts and checks of values (torch.linalg adds some) from the model.",
             stage=stage, operators=names, places=operators,
         )  # fmt: skip
 
@@ -218,7 +220,7 @@ class CalibrationFailed(UserError):
     def __init__(self, method: str, sample: str, why: str) -> None:
         super().__init__(
             f"{method} fails on {sample}: {why}.",
-            "Give samples that the model itself can be run on: indices within their tables, sizes within the dynamic dims.",
+            "Give samples that the model accepts: indices within their tables, sizes within the dynamic dims.",
             stage="QUANTIZE", method=method, sample=sample, why=why,
         )  # fmt: skip
 
@@ -230,8 +232,8 @@ class NoExampleInputs(UserError):
 
     def __init__(self, method: str) -> None:
         super().__init__(
-            f"The .pt2 carries no example inputs for {method}, and calibration needs some.",
-            "Export it anew: torch.export.save keeps the example inputs.",
+            f"The .pt2 has no example inputs for {method}, which calibration needs.",
+            "Export it again: torch.export.save keeps the example inputs.",
             stage="QUANTIZE", method=method,
         )  # fmt: skip
 
@@ -261,7 +263,7 @@ class CalibrationNotFinite(UserError):
 
     def __init__(self, method: str, sample: str, inputs: str) -> None:
         where = f"{sample} of {method}" if sample else f"the calibration of {method}"
-        what = f"has NaN or infinity in {inputs}" if inputs else "gives NaN or infinity inside of the model"
+        what = f"has NaN or infinity in {inputs}" if inputs else "gives NaN or infinity inside the model"
         super().__init__(
             f"{where[0].upper()}{where[1:]} {what}, and quantization takes its ranges from it.",
             "Give finite samples; a mask's -inf can be a large negative number such as -1e4.",
@@ -299,13 +301,13 @@ class ProgramCannotRun(UserError):
 
     def __init__(self, method: str, why: str, at: str = "", operator: str = "") -> None:
         if "planned memory" in why:
-            remedy = "ExecuTorch plans too little for sizes that depend on others: export narrower dynamic dims, or static ones."
+            remedy = "ExecuTorch plans too little memory for sizes that depend on others: export narrower or static dims."
         elif "no kernel" in why:
-            remedy = "Write the operator with others of Core ATen, or use a recipe whose backend takes it."
+            remedy = "Rewrite the operator with Core ATen operators, or use a recipe whose backend supports it."
         elif at:
             remedy = "It runs at the example inputs: narrow the dynamic dims to sizes that work, or use another recipe."
         else:
-            remedy = "Replace the operators that the runtime refuses (complex numbers are one case), or use another recipe."
+            remedy = "Replace the operators that the runtime refuses (for example on complex numbers), or use another recipe."
         super().__init__(
             f"{method} compiled, but ExecuTorch's runtime cannot run it{f' {at}' if at else ''}: {why}"
             f"{f', of {operator}' if operator else ''}.",
@@ -331,7 +333,7 @@ class ToolchainIncomplete(FarmError):
 
     def __init__(self, recipe: str, missing: str, stage: str = "") -> None:
         super().__init__(
-            f"This server cannot {f'compile recipe {recipe}' if recipe else f'do {stage}'}: {missing}.",
+            f"This server cannot {f'compile recipe {recipe}' if recipe else f'run {stage}'}: {missing}.",
             "Install it on the server, or choose a recipe that `etfarm recipes list` shows as available.",
             stage=stage, recipe=recipe, missing=missing,
         )  # fmt: skip

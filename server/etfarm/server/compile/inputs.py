@@ -31,7 +31,7 @@ class CountMismatch(InputMismatch):
         count, listed = len(names), ", ".join(names)
         takes = f"{count} input{'s' if count > 1 else ''} ({listed})" if names else "no inputs"
         super().__init__(
-            f"{method} takes {takes}, and {got or 'none'} {'are' if got > 1 else 'is'} given.",
+            f"{method} takes {takes}, got {got or 'none'}.",
             "Give one value for each, in this order." if names else "Give none.",
             method=method, input="", what="count", expected=f"{count} ({listed})" if names else "0", got=got,
         )  # fmt: skip
@@ -42,7 +42,7 @@ class ValueMismatch(InputMismatch):
 
     def __init__(self, method: str, argument: str, what: str, expected: str, got: str, remedy: str) -> None:
         super().__init__(
-            f"Input {argument!r} of {method} has the {what} {got}, and the program takes {expected}.",
+            f"Input {argument!r} of {method} has the {what} {got}, but the program takes {expected}.",
             remedy,
             method=method, input=argument, what=what, expected=expected, got=got,
         )  # fmt: skip

@@ -107,9 +107,9 @@ def _require_stages(recipe: Recipe) -> None:
     installed = {entry.name for entry in entry_points(group="etfarm.stages")}
     for stage, name in recipe.options.replace.items():
         if name not in installed:
-            hint = f"There are {', '.join(sorted(installed))}." if installed else "No plug-in with stages is installed."
+            hint = f"Installed: {', '.join(sorted(installed))}." if installed else "No plug-in with stages is installed."
             raise UnknownStage(
-                f"This server has no stage {name!r} to replace {stage} with.", f"{hint} They are installed on the server.",
+                f"This server has no stage {name!r} to replace {stage} with.", f"{hint} Plug-ins are installed on the server.",
                 stage_name=name, replaces=stage, known=",".join(sorted(installed)),
             )  # fmt: skip
 

@@ -238,8 +238,8 @@ def read_manifest(path: Path) -> agent_pb2.RunnerBundle:
             backends=manifest["backends"], operators=manifest["operators"],
         )  # fmt: skip
     except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
-        what = (str(error).splitlines() or ["it ends early"])[0].rstrip(":.")
-        raise NotABundle(f"This is no runner bundle: {what}.", "Make one with `etfarm bundle build -o FILE`.") from None
+        what = (str(error).splitlines() or ["it is cut off"])[0].rstrip(":.")
+        raise NotABundle(f"This is not a runner bundle: {what}.", "Make one with `etfarm bundle build -o FILE`.") from None
     if mismatch:
         raise WrongArch(bundle.arch, mismatch)
     return bundle
@@ -257,14 +257,14 @@ def _read_archive(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
             if member.name != _MANIFEST:
                 heads[member.name] = content.read(elf.HEAD_BYTES)
             elif not member.is_file or member.size_bytes > _MANIFEST_BYTES:
-                raise ValueError(f"{_MANIFEST} is no file of a sane size")
+                raise ValueError(f"{_MANIFEST} is not a file of a plausible size")
             else:
                 manifest = content.read()
     if not manifest:
         raise ValueError(f"it has no {_MANIFEST}")
     decoded = json.loads(manifest)
     if not isinstance(decoded, dict):
-        raise ValueError(f"its {_MANIFEST} is no object")
+        raise ValueError(f"its {_MANIFEST} is not a JSON object")
     return decoded, heads
 
 

@@ -26,8 +26,8 @@ class DeviceServed(AgentConnected):
 
     def __init__(self, device_id: str, agent_id: str) -> None:
         super().__init__(
-            f"Device {device_id} is served by the agent {agent_id} already.",
-            "Give the machines ids of their own (systemd-machine-id-setup), or this agent another --data.",
+            f"Device {device_id} is already served by agent {agent_id}.",
+            "Give each machine its own id (systemd-machine-id-setup), or start this agent with another --data.",
             device=device_id, agent_id=agent_id,
         )  # fmt: skip
 

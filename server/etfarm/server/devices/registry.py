@@ -240,7 +240,7 @@ class Registry:
                 continue
             raise AgentConnected(
                 f"Another process serves as agent {hello.agent_id}.",
-                "Stop it, or give this one a data folder of its own (--data).", agent_id=hello.agent_id,
+                "Stop it, or give this one its own data folder (--data).", agent_id=hello.agent_id,
             )  # fmt: skip
         permitted = [device for device in hello.devices if self._may_serve(session, device.id)]
         if hello.devices and not permitted:
@@ -389,7 +389,7 @@ class Registry:
         ):
             if known + len(new) > limit:
                 raise TooManyDevices(
-                    f"A device more than {limit:,} of {owner} was announced; {known:,} are known already.",
+                    f"{owner} would have more than {limit:,} devices; {known:,} are already registered.",
                     "Ask an admin to remove offline ones with `etfarm devices forget`.", limit=limit, known=known,
                 )  # fmt: skip
 

@@ -176,9 +176,9 @@ class Runs:
         for run in self._runs.values():
             if run.device_id == device_id and run.sent and run.giving_up is None:
                 loop = asyncio.get_running_loop()
-                run.giving_up = loop.call_later(self._patience_s, self._lose, run, f"was not heard of for {self._patience_s:g} s")
+                run.giving_up = loop.call_later(self._patience_s, self._lose, run, f"sent nothing for {self._patience_s:g} s")
 
-    def reconcile(self, device_ids: set[str], attempts: set[str], why: str = "came back without the run") -> None:
+    def reconcile(self, device_ids: set[str], attempts: set[str], why: str = "reconnected without the run") -> None:
         """Compare the live attempts with those of an agent that has connected: attempts that the agent no longer has are lost.
 
         Args:

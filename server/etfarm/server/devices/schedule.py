@@ -133,7 +133,7 @@ def matching(selector: Selector, text: str, devices: Sequence[Device]) -> list[D
             "No device has ever connected to this farm.", "Start `etfarm agent --server ADDRESS` on one.", known=""
         )
     known = "; ".join(describe(device) for device in devices[:10])
-    raise NoSuchDevice(f"No known device matches {text!r}.", f"There is: {known}.", selector=text, known=known)
+    raise NoSuchDevice(f"No known device matches {text!r}.", f"Known devices: {known}.", selector=text, known=known)
 
 
 def describe(device: Device) -> str:

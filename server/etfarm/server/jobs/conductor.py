@@ -95,7 +95,7 @@ class Conductor:
             await takeups.count(job.id)
             if self._held.pop(job.id, None) is None:
                 continue  # cancelled in the meantime
-            log.info("taking up a job with care", job=job.id)
+            log.info("resuming a job that was being handled when the server died", job=job.id)
             if await self._comes_to_rest(job):
                 await takeups.uncount(job.id)
         await asyncio.sleep(STABLE_S)
@@ -159,8 +159,8 @@ class Conductor:
         except EtfarmError as error:
             failure = error
             if error.fault is Fault.FARM:
-                log.error("a cell failed by the farm's fault", cell=run.cell.id, reason=error.reason, error=str(error))
+                log.error("a cell failed because of a fault of the farm", cell=run.cell.id, reason=error.reason, error=str(error))
         except Exception as error:
             failure = FarmError(f"etfarm has a bug: {error!r}.", "The server's log has the traceback.")
-            log.exception("a cell failed by a bug", cell=run.cell.id)
+            log.exception("a cell failed because of a bug", cell=run.cell.id)
         await self._stages.finish(run, to, failure)

@@ -158,24 +158,31 @@ class Submission:
                 raise ArtifactMissing(digest)
             if artifact.size_bytes not in (0, size_bytes):
                 raise BadJob(
-                    f"Artifact {artifact.digest[:12]} has {size_bytes} bytes, not {artifact.size_bytes}.", "Say its size, or 0."
+                    f"Artifact {artifact.digest[:12]} has {size_bytes} bytes, not {artifact.size_bytes}.", "Send its size, or 0."
                 )
             artifact.size_bytes = size_bytes
 
     def _check_measurement(self, spec: job_pb2.JobSpec) -> None:
         if any(count < 1 for count in spec.threads):
-            raise BadJob("A thread count is less than 1.", "Give --threads 1 or more.")
+            raise BadJob(f"`threads` must be at least 1, got {min(spec.threads)}.", "Give --threads 1 or more.")
         if spec.HasField("timeout_s") and not 0 < spec.timeout_s <= 86_400:
-            raise BadJob(f"A timeout of {spec.timeout_s:g} s is none.", "Give one above 0 s and at most a day.")
+            raise BadJob(
+                f"`timeout_s` must be above 0 and at most 86,400 (a day), got {spec.timeout_s:g}.",
+                "Give --timeout within this range.",
+            )
         measurement = spec.measurement
         for field, value in measurement.ListFields():
             least = {"warmup": 0, "iterations": 1, "min_time_s": 0, "max_time_s": 0, "max_samples": 1}.get(field.name)
             if least is not None and not least <= value <= 10_000_000:
-                raise BadJob(f"{field.name} cannot be {value:g}.", f"Give {least} to 10,000,000.", field=field.name)
+                raise BadJob(
+                    f"`{field.name}` must be {least} to 10,000,000, got {value:g}.",
+                    "Choose a value in this range, or leave it out.",
+                    field=field.name,
+                )
         most = measurement.max_samples if measurement.HasField("max_samples") else _MAX_TIMED
         if measurement.iterations > most:
-            what = f"iterations cannot be {measurement.iterations:,}: a timed pass keeps {most:,} samples."
-            raise BadJob(what, f"Give at most {most:,}.", field="iterations")
+            what = f"`iterations` must be at most {most:,}, the samples that a timed pass keeps, got {measurement.iterations:,}."
+            raise BadJob(what, "Choose a lower number, or leave it out.", field="iterations")
 
     async def _check_candidate(self, candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> str:
         """Validate a candidate; return its recipe's name for people, empty for a program."""
@@ -191,7 +198,7 @@ class Submission:
             raise BadJob(f"The recipe of {candidate.name} is not in canonical form.", f"Send {recipe.json}.")
         label = candidate.recipe_label
         if len(label) > _LABEL or not label.isprintable():
-            raise BadJob(f"A recipe of {candidate.name} has no label for people: {label[:_LABEL]!r}.", _LABELS)
+            raise BadJob(f"The recipe label of {candidate.name} is not valid: {label[:_LABEL]!r}.", _LABELS)
         recipe = replace(recipe, label=label)
         done = _check_done(candidate)
         recipes.check_methods(recipe, sorted(candidate.model.methods))
@@ -210,7 +217,7 @@ class Submission:
         """Return (index of the device choice, selector of the cell) for each cell on the device axis."""
         if spec.stop_after not in ("", "TO_EXECUTORCH") and (spec.devices or spec.HasField("measurement")):
             raise BadJob(
-                f"A compilation that stops after {spec.stop_after} gives no program, so nothing can run or be measured.",
+                f"A compilation that stops after {spec.stop_after} produces no program, so nothing can run or be measured.",
                 "Leave the devices and the measurement out, or do not stop.", stop_after=spec.stop_after,
             )  # fmt: skip
         if not spec.devices:
@@ -256,7 +263,8 @@ def _check_together(job: job_pb2.Job) -> None:
         return
     if len(job.spec.candidates) < 2:
         raise BadJob(
-            "Interleaving compares candidates, and there is one.", "Give a second model or recipe, or leave --interleave out."
+            "Interleaving compares candidates, but the job has only one.",
+            "Give a second model or recipe, or leave --interleave out.",
         )
     for cells in groups.together(job, job.cells):
         if len(cells) < 2:
@@ -279,7 +287,7 @@ def _check_program(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> None:
         raise BadJob(f"{candidate.name} is a compiled program; it has no stages to stop after.", "Leave --stop-after out.")
     if spec.measurement.numerics:
         raise BadJob(
-            f"{candidate.name} is a compiled program: no graph is known of it, so its operators can be compared with nothing.",
+            f"{candidate.name} is a compiled program without a graph, so its operators cannot be compared.",
             "Give the .pt2 or the model itself, or leave --numerics out.",
         )  # fmt: skip
 
@@ -290,10 +298,12 @@ def _check_methods(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> None:
         # In bytes, since child processes name files after methods.
         if not name.isidentifier() or len(name.encode()) > _METHOD_BYTES:
             remedy = f"Use a Python identifier of at most {_METHOD_BYTES} bytes."
-            raise BadJob(f"{name[:200]!r} of {candidate.name} is no name of a method.", remedy, method=name[:200])
+            raise BadJob(f"{name[:200]!r} of {candidate.name} is not a valid method name.", remedy, method=name[:200])
     if both := sorted(set(model.methods) & set(model.constant_methods)):
         raise BadJob(
-            f"{both[0]} of {candidate.name} is a method and a constant method.", "Give one of them another name.", method=both[0]
+            f"{both[0]} of {candidate.name} is both a method and a constant method.",
+            "Give one of them another name.",
+            method=both[0],
         )
     for name, method in model.methods.items():
         if len(method.calibration) > MAX_SAMPLES:
@@ -316,18 +326,19 @@ def _check_done(candidate: job_pb2.Candidate) -> list[str]:
     for stage in candidate.stages_done:
         if stage.stage not in _CLIENT_STAGES:
             raise stages.BadStages(
-                f"{stage.stage} of {candidate.name} cannot have been done: an exported program comes after TORCH_EXPORT.",
-                f"Only {', '.join(_CLIENT_STAGES)} are a client's.", stages=",".join(done), stage_name=stage.stage,
+                f"{stage.stage} of {candidate.name} cannot be done by the client.",
+                f"Stages of a client: {', '.join(_CLIENT_STAGES)}.", stages=",".join(done), stage_name=stage.stage,
             )  # fmt: skip
         if not 0 <= stage.duration_ms < math.inf:
             raise BadJob(
-                f"{stage.stage} of {candidate.name} cannot have taken {stage.duration_ms:g} ms.", "Say how long it took."
+                f"{stage.stage} of {candidate.name} must have a duration of 0 ms or more, got {stage.duration_ms:g}.",
+                "Send its duration.",
             )
         stage.where, stage.cached = common_pb2.ACTOR_CLIENT, False
     if done[-1] != "TORCH_EXPORT":
         raise stages.BadStages(
-            f"The stages of {candidate.name} that are done end with {done[-1]}, and what came is an exported program.",
-            "Send a program that TORCH_EXPORT gave, and say so.", stages=",".join(done),
+            f"The stages of {candidate.name} that are done end with {done[-1]}, but an exported program was sent.",
+            "Send the output of TORCH_EXPORT, and include it in the stages that are done.", stages=",".join(done),
         )  # fmt: skip
     return done
 

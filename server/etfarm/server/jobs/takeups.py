@@ -43,8 +43,9 @@ class SetAside(FarmError):
 
     def __init__(self, job_id: str) -> None:
         super().__init__(
-            f"The server died {MOST} times while it was handling job {job_id}, which is set aside so that the others go on.",
-            "Tell the farm's admin: the server's log has what happened. Submit the job again once that is understood.",
+            f"The server died {MOST} times while it was handling job {job_id}, which is now set aside so that other "
+            "jobs can continue.",
+            "Tell the farm's admin, who finds the cause in the server's log. Submit the job again once the cause is fixed.",
             job=job_id, times=MOST,
         )  # fmt: skip
 

@@ -111,8 +111,8 @@ def _fill_numerics(
         report.numerics_debug.CopyFrom(recorded.debug)
     if not (recorded.HasField("etdump") and recorded.HasField("debug")):
         error = recorded.error if recorded.HasField("error") else None
-        why = f"{error.message} {error.remedy}".strip() if error else "The device's agent told nothing of it: update it."
-        report.compile.warnings.add(code="NUMERICS_NOT_RUN", message=f"The numerics pass gave nothing. {why}")
+        why = f"{error.message} {error.remedy}".strip() if error else "The device's agent did not report it: update the agent."
+        report.compile.warnings.add(code="NUMERICS_NOT_RUN", message=f"The numerics pass produced no result. {why}")
 
 
 def model_digest(candidate: job_pb2.Candidate) -> str:

@@ -157,7 +157,7 @@ class Findings:
                     raise
                 what = " and ".join(_LOSES[name] for name in left_out)
                 log.warning("an analysis is done again without a part", left_out=left_out, reason=error.reason, error=str(error))
-                message = f"{error.message} The report is without {what}. `etfarm report analyze` tries again."
+                message = f"{error.message} The report lacks {what}. Run `etfarm report analyze` to try again."
                 warnings.append(compile_pb2.Warning(code=CUT_SHORT, message=message))
                 nothing: dict[str, Any] = dict.fromkeys(left_out)
                 request = replace(request, **nothing)
@@ -170,7 +170,7 @@ class Findings:
             try:
                 return await asyncio.to_thread(report_pb2.Report.FromString, finished.result)
             except DecodeError as error:
-                raise BadAnalysis(f"The analysis child's answer is no report: {error}.") from None
+                raise BadAnalysis(f"The analysis child's answer is not a report: {error}.") from None
 
     async def _known(self, key: str) -> report_pb2.Report | None:
         query = select(schema.analyses.c.body).where(schema.analyses.c.key == key)
@@ -242,7 +242,7 @@ def _stored(request: AnalyzeRequest) -> tuple[AnalyzeRequest, list[compile_pb2.W
         without |= {name: None for name, paths in missing.items() if paths}
         if part.stage == "JOIN":
             without["etdump"] = None  # without the other files, the rows would have less than those of the previous report
-        message = f"The {part.what} cannot be worked out: the farm no longer stores {', '.join(digests_of)}."
+        message = f"The {part.what} cannot be computed: the farm no longer stores {', '.join(digests_of)}."
         warnings.append(compile_pb2.Warning(code=FILE_MISSING, message=message))
     return replace(request, **without), warnings
 

@@ -96,7 +96,7 @@ def _drift(
         return None
     change = f"The last third of the run was {abs(drift):.0%} {'slower' if drift > 0 else 'faster'} than the first"
     if result.stop_reason == "DRIFTING":
-        change += f", though it was made longer, to {result.duration_ns / 1e9:.1f} s, for the times to settle"
+        change += f", although it was extended to {result.duration_ns / 1e9:.1f} s"
     if unsteady:
         message = (
             f"The warm-up ended before the times were steady, and {change[0].lower()}{change[1:]}; at most {most:.0%} is allowed."
@@ -205,17 +205,17 @@ def _throttled(result: agent_pb2.CandidateResult) -> report_pb2.VerdictReason | 
         return _reason("THERMAL_THROTTLED", f"{message}{_warm_start(result)}", times, 0)
     for device in (*after.cooling, *before.cooling):
         if device.state > 0:
-            message = f"The device was slowed down against heat: {device.name} is at step {device.state}."
+            message = f"The device was slowed down because of heat: {device.name} is at step {device.state}."
             return _reason("THERMAL_THROTTLED", f"{message}{_warm_start(result)}", device.state, 0)
     status = max(before.thermal_status, after.thermal_status)
     if status > 0:
-        message = f"Android slowed the phone down against heat: its thermal status is {status} ({_THERMAL[min(status, 6)]})."
+        message = f"Android slowed the phone down because of heat: its thermal status is {status} ({_THERMAL[min(status, 6)]})."
         return _reason("THERMAL_THROTTLED", f"{message}{_warm_start(result)}", status, 0)
     allowed = {cpu.cpu: cpu.limit_hz for cpu in before.cpus if cpu.HasField("limit_hz")}
     for cpu in after.cpus:
         if cpu.HasField("limit_hz") and cpu.limit_hz < allowed.get(cpu.cpu, 0):
             limits = f"{allowed[cpu.cpu] / 1e9:.2f} to {cpu.limit_hz / 1e9:.2f} GHz"
-            message = f"The clock of cpu {cpu.cpu} was limited meanwhile, from {limits}."
+            message = f"The clock of cpu {cpu.cpu} was limited during the run, from {limits}."
             return _reason("THERMAL_THROTTLED", f"{message}{_warm_start(result)}", cpu.limit_hz, allowed[cpu.cpu])
     return None
 
@@ -281,7 +281,7 @@ def _warm_start(result: agent_pb2.CandidateResult) -> str:
     failed = next((wait for wait in result.telemetry.waits if wait.gate == "COOL" and not wait.passed), None)
     if failed is None:
         return ""
-    after = f"after {failed.waited_ms / 1e3:.0f} s of waiting" if failed.waited_ms >= 500 else "as nobody waited"
+    after = f"after {failed.waited_ms / 1e3:.0f} s of waiting" if failed.waited_ms >= 500 else "without waiting"
     return f" It began at {failed.measured:.0f} °C instead of below {failed.threshold:.0f} °C, {after}."
 
 

@@ -57,7 +57,7 @@ class Leasing:
         except EtfarmError as raised:
             error = raised
         except Exception as bug:
-            log.exception("a session failed by a bug", session=session.id)
+            log.exception("a session failed because of a bug", session=session.id)
             error = FarmError(f"etfarm has a bug: {bug!r}.", "The server's log has the traceback.")
         session.end(error)
 

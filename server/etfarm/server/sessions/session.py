@@ -113,17 +113,17 @@ class Session:
         if self.lease is None or not self.lease.ready.done():
             raise SessionNotReady(f"The session {self.id} is not ready.", "Wait for the event READY.", session=self.id)
         if not call_id or call_id in self.calls:
-            raise CallKnown(f"A call of the id {call_id!r} is under way.", "Give each call an id of its own.")
+            raise CallKnown(f"A call with the id {call_id!r} is already in progress.", "Give each call its own id.")
         if len(self.calls) >= MAX_CALLS:
             raise TooManyCalls(
-                f"{MAX_CALLS} calls of the session {self.id} are under way, which is the most.",
+                f"The session {self.id} has {MAX_CALLS} calls in progress, which is the limit.",
                 "Wait for an answer before the next one.",
                 session=self.id,
                 limit=MAX_CALLS,
             )
         if self.calls and sum(self.calls.values()) + size_bytes > MAX_WAITING_BYTES:
             raise TooManyCalls(
-                f"The calls of the session {self.id} that are under way have {MAX_WAITING_BYTES >> 20} MiB of tensors.",
+                f"The session {self.id} has {MAX_WAITING_BYTES >> 20} MiB of tensors in calls in progress, which is the limit.",
                 "Wait for an answer before the next one.",
                 session=self.id,
                 limit=MAX_WAITING_BYTES,
@@ -164,7 +164,7 @@ class Session:
         if self.lease is None or self.lease.over.done():
             return
         idle_s = self.request.idle_timeout_s if self.request.HasField("idle_timeout_s") else IDLE_TIMEOUT_S
-        message = f"Nobody called the session for {idle_s:g} s."
+        message = f"The session received no call for {idle_s:g} s."
         error = SessionIdle(message, "Open another, with a longer idle_timeout_s.", idle_s=idle_s)
         self._idle = asyncio.get_running_loop().call_later(idle_s, self.lease.end, error)
 
@@ -177,9 +177,7 @@ class Session:
 
 def lost_error(lease: Lease) -> SessionLost:
     """Return the error for a session whose device states no reason for its end."""
-    return SessionLost(
-        f"{lease.device.name} does not serve the session any more.", "Open another session.", device=lease.device.id
-    )
+    return SessionLost(f"{lease.device.name} no longer serves the session.", "Open another session.", device=lease.device.id)
 
 
 def validate_request(request: session_pb2.OpenSessionRequest) -> None:
@@ -196,7 +194,7 @@ def validate_request(request: session_pb2.OpenSessionRequest) -> None:
         raise BadSession(f"`idle_timeout_s` must be above 0 and at most {_MAX_IDLE_S:g} (a day), got {request.idle_timeout_s:g}.")
     program = request.program
     if program.digest != digest.of_program(program.pte.digest, {name: data.digest for name, data in program.data.items()}):
-        raise BadSession("The program's digest is not the one of its files.", "Make it with digest.of_program.")
+        raise BadSession("The program's digest does not match its files.", "Make it with digest.of_program.")
 
 
 def stored_digests(*tensors: session_pb2.SessionTensors) -> list[str]:
@@ -209,5 +207,5 @@ def limit_answer(answer: SessionAnswer) -> SessionAnswer:
     size = max(len(answer.outputs.inline), len(answer.measured.samples.inline))
     if size <= sessions.INLINE_BYTES:
         return answer
-    error = BadAnswer(f"The device answered with {size} bytes inline; 1 MiB is the most.", "Update its etfarm.")
+    error = BadAnswer(f"The device answered with {size} bytes inline; at most 1 MiB is allowed.", "Update its etfarm.")
     return SessionAnswer(error=to_proto(error))

@@ -196,7 +196,7 @@ class Sessions:
         reader = aiter(replies)
         first = await anext(reader, None)
         if first is None or first.WhichOneof("reply") != "ready":
-            raise NoReady("The first message of a session's stream is ready.")
+            raise NoReady("The first message of a session's stream must be `ready`.")
         session, lease = self._find_by_attempt(first.attempt_id)
         # Others may know an attempt's id, so only the agent of the device, identified by its token, may serve the attempt.
         if self._registry.session_of(lease.device.id).principal != principal:
@@ -271,7 +271,7 @@ class Sessions:
         for session in self._sessions.values():
             if session.lease is not None and session.lease.attempt_id == attempt_id and not session.lease.gone.done():
                 return session, session.lease
-        raise SessionNotFound(f"Nobody waits for the attempt {attempt_id!r}.", attempt=attempt_id)
+        raise SessionNotFound(f"No session waits for the attempt {attempt_id!r}.", attempt=attempt_id)
 
     def _end_lost(self) -> None:
         """End the sessions whose devices are no longer connected."""

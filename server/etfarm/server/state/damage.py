@@ -84,11 +84,11 @@ def check(path: Path, head: str, known: Iterable[str]) -> None:
     wal = path.with_name(path.name + "-wal")
     if not path.exists() or path.stat().st_size == 0:
         if wal.exists() and wal.stat().st_size:
-            raise DatabaseDamaged(path, "the file is empty, and there is a write-ahead log of it")
+            raise DatabaseDamaged(path, "the file is empty, but it has a write-ahead log")
         return
     with path.open("rb") as file:
         if file.read(len(_MAGIC)) != _MAGIC:
-            raise DatabaseDamaged(path, "it does not begin as a SQLite database does")
+            raise DatabaseDamaged(path, "it does not begin like a SQLite database")
     with _translated(path):
         connection = _open(path)
         try:

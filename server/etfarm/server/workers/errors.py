@@ -36,7 +36,7 @@ class ChildDied(FarmError):
         how = signal_name(-status) if status < 0 else f"exit code {status}"
         where = f" in {stage}" if stage else ""
         super().__init__(
-            f"The job's process died of {how}{where}.",
+            f"The job's process ended with {how}{where}.",
             "Its last log lines are in the error's metadata; the job's log has all of them.",
             stage=stage, task=task, signal=how if status < 0 else "", exit=how, log=log,
         )  # fmt: skip
@@ -51,7 +51,7 @@ class ChildOutOfMemory(UserError):
     def __init__(self, task: str, memory_bytes: int, stage: str = "", detail: str = "") -> None:
         where = f" in {stage}" if stage else ""
         super().__init__(
-            f"The job needs more than the {memory_bytes >> 20} MiB of memory that it is given{where}.",
+            f"The job needs more than the {memory_bytes >> 20} MiB of memory that it may use{where}.",
             "Use a smaller model, or raise the server's limit with `etfarm serve --memory-gib`.",
             stage=stage, task=task, memory_bytes=memory_bytes, detail=detail[:MAX_TEXT],
         )  # fmt: skip
@@ -96,7 +96,7 @@ class ChildTimedOut(UserError):
         where = f" in {stage}" if stage else ""
         what = f"The job was not done after {deadline_s:g} s of {clock} time{where}"
         if clock == "stage":
-            what = f"{stage or 'What comes before the first stage'} was not done after {deadline_s:g} s, the most for a stage"
+            what = f"{stage or 'What comes before the first stage'} was not done after {deadline_s:g} s, the limit for a stage"
         super().__init__(
             f"{what}.", "Use a smaller model, or raise the server's limit: `etfarm serve --help` lists its timeouts.",
             stage=stage, task=task, deadline_s=deadline_s, clock=clock,

@@ -77,7 +77,7 @@ class ForkserverProcess:
             channel.close()
             status.close()
             os.close(log)
-            raise WorkersDown(f"The forkserver takes no orders: {error.strerror}.") from error
+            raise WorkersDown(f"The forkserver does not accept requests: {error.strerror}.") from error
         finally:
             channel_child.close()
             status_child.close()

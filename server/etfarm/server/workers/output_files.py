@@ -29,22 +29,22 @@ def claim(folder: Path, name: str) -> Path:
         BadOutputFile: `name` names anything else, or leads out of the folder.
     """
     if not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise BadOutputFile(f"The child names {name[:100]!r}, which is no file of its folder.")
+        raise BadOutputFile(f"The child names {name[:100]!r}, which is not a file in its folder.")
     try:
         parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        raise BadOutputFile("The child's folder is no folder any more.") from None
+        raise BadOutputFile("The child's folder is no longer a folder.") from None
     try:
         # O_NONBLOCK: opening a FIFO would wait for its writer.
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=parent)
     except (OSError, ValueError):
-        raise BadOutputFile(f"The child names {name[:100]!r}, which is no file of its folder.") from None
+        raise BadOutputFile(f"The child names {name[:100]!r}, which is not a file in its folder.") from None
     finally:
         os.close(parent)
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            raise BadOutputFile(f"The child names {name[:100]!r}, which is no regular file of its own.")
+            raise BadOutputFile(f"The child names {name[:100]!r}, which is not a regular file of its own.")
         if os.geteuid() == 0:
             os.fchown(file, os.geteuid(), os.getegid())
         os.fchmod(file, _MODE)

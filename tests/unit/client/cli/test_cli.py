@@ -69,9 +69,9 @@ def test_each_error_has_its_exit_code(error: EtfarmError, code: int) -> None:
         (bench.main, ["nothere.pt2"], "There is no file nothere.pt2."),
         (bench.main, ["demo:resnet8", "--recipe", "xnnpack_fp31"], "Did you mean xnnpack_fp32"),
         (bench.main, ["demo:resnet8", "--device", "arhc=aarch64"], "Did you mean 'arch'?"),
-        (bench.main, ["demo:resnet8", "--threads", "1,two"], "--threads 'two' is no number of threads."),
+        (bench.main, ["demo:resnet8", "--threads", "1,two"], "--threads 'two' is not a number of threads."),
         (bench.main, ["demo:resnet8", "--label", "team"], "--label 'team' is not K=V."),
-        (bench.main, ["demo:resnet8", "--label", "a=b", "--label", "a=c"], "--label a is given twice, as 'b' and as 'c'."),
+        (bench.main, ["demo:resnet8", "--label", "a=b", "--label", "a=c"], "--label a is set twice, to 'b' and to 'c'."),
         (bench.main, ["demo:resnet8", "--cores", "medium"], "--cores 'medium' names no cores. Give big, little, or cpus"),
         (bench.main, ["demo:resnet8", "--cores", "3-1"], "--cores '3-1' names no cores."),
         (bench.main, ["demo:resnet8", "--timeout", "0.5"], "--timeout"),
@@ -82,43 +82,55 @@ def test_each_error_has_its_exit_code(error: EtfarmError, code: int) -> None:
         (jobs.main, ["retry", "latest"], "etfarm: `etfarm jobs retry` is not available in this version.\n"),
         (devices.main, ["drain", "--now"], "etfarm: `etfarm devices drain` is not available in this version.\n"),
         (report.main, ["export", "x.json"], "--format is missing. Give one of json, csv, parquet, html, markdown, perfetto"),
-        (report.main, ["export", "x.json", "--format", "xml"], "--format 'xml' is no format. Give one of json, csv"),
+        (report.main, ["export", "x.json", "--format", "xml"], "--format 'xml' is not a known format. Give one of json, csv"),
         (report.main, ["export", "x.json", "--format", "html", "-o", "no/x.html"], "There is no folder no for no/x.html."),
         (report.main, ["export", "x.json", "--format", "html"], "There is no file x.json."),
-        (report.main, ["export", "x.json", "--format", "html", "--what", "samples"], "--what is about csv and parquet, not html"),
-        (report.main, ["export", "x.json", "--format", "csv", "--what", "rows"], "--what 'rows' is no table."),
-        (report.main, ["export", "x.json", "--format", "executorch"], "ExecuTorch's files lie in a farm's store"),
-        (report.main, ["export", "latest", "--format", "executorch", "-o", "here.ptd"], "here.ptd is no folder."),
+        (report.main, ["export", "x.json", "--format", "html", "--what", "samples"], "--what requires csv or parquet, got html"),
+        (report.main, ["export", "x.json", "--format", "csv", "--what", "rows"], "--what 'rows' is not a table."),
+        (report.main, ["export", "x.json", "--format", "executorch"], "ExecuTorch's files are in a farm's store"),
+        (report.main, ["export", "latest", "--format", "executorch", "-o", "here.ptd"], "here.ptd is not a folder."),
         (bench.main, ["demo:resnet8", "--inputs", "nothere.npz"], "There is no file nothere.npz."),
         (bench.main, ["demo:resnet8", "--html", "no/x.html"], "There is no folder no for no/x.html."),
-        (bench.main, ["demo:resnet8", "--interleave"], "--interleave compares candidates, and there is one. Give a second MODEL"),
+        (
+            bench.main,
+            ["demo:resnet8", "--interleave"],
+            "--interleave requires two or more candidates, got one. Give a second MODEL",
+        ),
         (
             bench.main,
             ["plain.pte", "--numerics"],
-            "plain.pte is compiled: --numerics has no graph to compare its operators with.",
+            "--numerics requires a model's graph, which the compiled program plain.pte lacks.",
         ),
         (bench.main, ["demo:resnet8", "--data", "x.ptd"], "There is no file x.ptd."),
-        (bench.main, ["demo:resnet8", "--data", "here.ptd"], "--data is of one .pte, and there is none."),
-        (bench.main, ["demo:resnet8", "--batched"], "--batched is about --calibration, which is not given."),
+        (bench.main, ["demo:resnet8", "--data", "here.ptd"], "--data requires exactly one .pte, got none."),
+        (bench.main, ["demo:resnet8", "--batched"], "--batched requires --calibration."),
         (bench.main, ["demo:resnet8", "--recipe", INT8, "--calibration", "none"], "There is no file or folder none."),
-        (bench.main, ["demo:resnet8", "--calibration", "."], "nothing would read --calibration. Leave it out, or use a static"),
-        (bench.main, ["plain.pt2", "--recipe", FOUR_BIT], "works on an eager module, before the export, and plain is exported"),
-        (run.main, ["plain.pt2", "--recipe", FOUR_BIT], "works on an eager module, before the export, and plain is exported"),
-        (compile.main, ["plain.pt2", "--recipe", FOUR_BIT, "-o", "x.pte"], "and plain is exported already"),
+        (bench.main, ["demo:resnet8", "--calibration", "."], "--calibration has no effect. Leave it out, or use a static"),
+        (
+            bench.main,
+            ["plain.pt2", "--recipe", FOUR_BIT],
+            "quantizes an eager module before the export, but plain is already exported",
+        ),
+        (
+            run.main,
+            ["plain.pt2", "--recipe", FOUR_BIT],
+            "quantizes an eager module before the export, but plain is already exported",
+        ),
+        (compile.main, ["plain.pt2", "--recipe", FOUR_BIT, "-o", "x.pte"], "but plain is already exported"),
         (bench.main, ["demo:resnet8", "--iterations", "0"], "--iterations"),
-        (compile.main, ["demo:resnet8"], "There is nowhere to put the program. Give -o FILE.pte."),
+        (compile.main, ["demo:resnet8"], "-o is missing. Give -o FILE.pte."),
         (compile.main, ["demo:resnet8", "-o", "no/x.pte"], "There is no folder no for no/x.pte."),
         (compile.main, ["demo:resnet8", "-o", "x.pte", "--stop-after", "QUANTISE"], "QUANTISE"),
         (compile.main, ["demo:resnet8", "-o", "x.pt2", "--stop-after", "QUANTIZE"], "has no stage QUANTIZE"),
-        (compile.main, [*STATIC, "-o", "x.pte", "--stop-after", "quantize"], "A .pte cannot come of QUANTIZE"),
-        (compile.main, [*STATIC, "-o", "x.csv", "--stop-after", "QUANTIZE"], "What is delegated is not known after QUANTIZE."),
-        (compile.main, [*STATIC, "-o", "x.pt2"], "A .pt2 comes of a stage, and all stages give a .pte."),
+        (compile.main, [*STATIC, "-o", "x.pte", "--stop-after", "quantize"], "QUANTIZE produces no .pte"),
+        (compile.main, [*STATIC, "-o", "x.csv", "--stop-after", "QUANTIZE"], "The delegation is not known after QUANTIZE."),
+        (compile.main, [*STATIC, "-o", "x.pt2"], "A .pt2 is the output of one stage; all stages together produce a .pte."),
         (compile.main, [*STATIC, "-o", "x.pt2", "--stop-after", "QUANTIZE", "--etrecord", "x"], "There is no ETRecord after"),
         (compile.main, [*STATIC, "-o", "plain.pt2/x", "--stop-after", "QUANTIZE"], "There is no folder plain.pt2"),
-        (compile.main, [*STATIC, "-o", "here.ptd", "--stop-after", "QUANTIZE"], "here.ptd is a file, and a stage's files"),
+        (compile.main, [*STATIC, "-o", "here.ptd", "--stop-after", "QUANTIZE"], "here.ptd is a file, but a stage's files"),
         (run.main, ["nothere.pte"], "There is no file nothere.pte."),
         (jobs.main, ["shw"], "Did you mean 'show'?"),
-        (jobs.main, ["list", "--server", "nowhere"], "'nowhere' is no address."),
+        (jobs.main, ["list", "--server", "nowhere"], "'nowhere' is not an address."),
     ],
 )
 def test_wrong_usage_is_one_sentence_and_exit_code_2(
@@ -228,13 +240,13 @@ def test_a_pte_refuses_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[st
     pte = tmp_path / "x.pte"
     pte.write_bytes((4).to_bytes(4, "little") + b"ET12" + bytes(64))
     assert bench.main([str(pte), "--recipe", "portable"]) == 2
-    assert "compiled already" in capsys.readouterr().err
+    assert "already compiled" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["--tls-ca", "ca.pem"], "--tls-ca is for a server that is named"),
+        (["--tls-ca", "ca.pem"], "--tls-ca requires a server's address"),
         (["--tls-ca", "ca.pem", "--server", NOBODY], "There is no file ca.pem, which --tls-ca names."),
     ],
 )
@@ -254,7 +266,7 @@ def test_a_pte_without_inputs_says_that_they_are_made_up(tmp_path: Path, capsys:
     pte = tmp_path / "x.pte"
     pte.write_bytes((4).to_bytes(4, "little") + b"ET12" + bytes(64))
     assert run.main([str(pte), "--server", NOBODY]) == 4
-    assert capsys.readouterr().err.splitlines()[0] == "No --inputs: x.pte runs on made-up inputs, seed 0."
+    assert capsys.readouterr().err.splitlines()[0] == "No --inputs: x.pte runs on generated inputs, seed 0."
 
 
 def test_threads_are_read_from_lists_and_repetitions() -> None:
@@ -265,7 +277,7 @@ def test_threads_are_read_from_lists_and_repetitions() -> None:
 
 def test_what_is_given_twice_is_taken_once_and_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert options.once("MODEL", ["demo:resnet8", "demo:ds_cnn", "demo:resnet8"], spec.resolve) == ["demo:resnet8", "demo:ds_cnn"]
-    assert capsys.readouterr().err == "Given twice, taken once: MODEL demo:resnet8.\n"
+    assert capsys.readouterr().err == "Duplicates are ignored: MODEL demo:resnet8.\n"
     assert options.once("--threads", [2, 1]) == [2, 1]
     assert capsys.readouterr().err == ""
 
@@ -307,7 +319,7 @@ def test_what_lies_behind_an_error_is_shown_where_it_is_asked_for(verbose: bool,
     if verbose:
         assert said[1].startswith("Traceback") and said[-1] == "ValueError: torch's own words"
     else:
-        assert said[1:] == ["The original error: the same command with --verbose."]
+        assert said[1:] == ["To see the original error, repeat the command with --verbose."]
 
 
 def test_a_job_that_failed_names_its_log_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -317,7 +329,7 @@ def test_a_job_that_failed_names_its_log_once(capsys: pytest.CaptureFixture[str]
         return 1
 
     assert execute(command, [], "test") == 1
-    assert capsys.readouterr().err == "What was printed meanwhile: `etfarm jobs logs j1`.\n"
+    assert capsys.readouterr().err == "To see what the job printed, run `etfarm jobs logs j1`.\n"
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ def test_top1_is_the_share_of_right_classes(label: Any, share: float) -> None:
 
 
 def test_top1_says_what_it_lacks() -> None:
-    with pytest.raises(EtfarmError, match=r"needs a key label in the sample's \.npz\. Beside the inputs there is class\."):
+    with pytest.raises(EtfarmError, match=r"needs a key label in the sample's \.npz\. Keys other than the inputs: class\."):
         find("top1")({}, LOGITS, 0, {"class": 1})
     with pytest.raises(EtfarmError, match=r"top1 has 2 classifications, of an output of the shape .*, and 3 labels"):
         find("top1")({}, LOGITS, 0, {"label": np.zeros(3)})
@@ -30,11 +30,11 @@ def test_top1_says_what_it_lacks() -> None:
 @pytest.mark.parametrize(
     ("text", "reason", "says"),
     [
-        ("top5", "METRIC_NOT_FOUND", "There is no metric 'top5'. There is top1"),
+        ("top5", "METRIC_NOT_FOUND", "There is no metric 'top5'. Metrics: top1"),
         ("none.py:f", "METRIC_NOT_FOUND", "There is no file none.py."),
         ("no.such.module:f", "METRIC_NOT_FOUND", "there is no module 'no'"),
         ("mine.py:g", "METRIC_NOT_FOUND", "mine.py has no g"),
-        ("mine.py:x", "METRIC_NOT_FOUND", "mine.py:x is int and no function"),
+        ("mine.py:x", "METRIC_NOT_FOUND", "mine.py:x is int, not a function"),
         ("bad.py:f", "METRIC_FAILED", "Importing bad.py failed with ValueError: no"),
     ],
 )
@@ -57,8 +57,8 @@ def test_a_metric_that_is_none_is_refused(
         ("return True", {"f": 1.0}),
         ("import numpy; return numpy.float32(0.5)", {"f": 0.5}),
         ("import torch; return {'a': torch.tensor(3.0), 'b': 1}", {"a": 3.0, "b": 1.0}),
-        ("return [1, 2]", "The metric f gave list for f."),
-        ("return None", "The metric f gave NoneType for f."),
+        ("return [1, 2]", "The metric f returned list for f."),
+        ("return None", "The metric f returned NoneType for f."),
         ("return inputs['x']", "The metric f failed with KeyError: 'x'"),
     ],
     ids=range(7),

@@ -297,7 +297,7 @@ def test_an_example_size_of_1_of_a_dynamic_dim_is_told_with_what_to_do(dim: obje
         export_source(source, name="m", strict=strict)
     shown = shown.replace("'x'", "'input'")
     assert f"{shown} cannot be dynamic" in caught.value.message and "example inputs is 1" in caught.value.message
-    assert "size 2 or more" in caught.value.remedy and "\n" not in str(caught.value)
+    assert "size there is 2 or more" in caught.value.remedy and "\n" not in str(caught.value)
 
 
 @pytest.mark.parametrize("strict", [False, True])

@@ -238,7 +238,7 @@ def test_a_source_whose_parts_do_not_fit_is_refused() -> None:
         ModelSource(methods={"a": net}, example_inputs={"a": (x,), "b": (x,)})
     with pytest.raises(e.BadModelSource, match="both"):
         ModelSource.of(net, (x,), constant_methods={"forward": 1})
-    with pytest.raises(e.DynamicShapesForm, match="'input' is no method"):
+    with pytest.raises(e.DynamicShapesForm, match="'input' is not a method"):
         ModelSource(methods={"a": net}, example_inputs={"a": (x,)}, dynamic_shapes={"input": {0: None}})
     with pytest.raises(e.ExampleInputsNotATuple):
         ModelSource.of(net, (x,), calibration_inputs=[x])  # type: ignore[list-item]

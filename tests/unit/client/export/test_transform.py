@@ -75,7 +75,7 @@ def test_recipes_that_want_the_same_share_an_export() -> None:
     plain = made.export_for(recipes.parse("xnnpack_fp32"))
     assert plain is made.export_for(recipes.parse("portable")) and stages(plain) == ["TORCH_EXPORT"]
     assert made.export_for(recipes.parse(GROUPS)) is not made.export_for(recipes.parse(FOUR_BIT))
-    with pytest.raises(NotPrepared, match=r"Give prepare\(model, recipes="):
+    with pytest.raises(NotPrepared, match=r"Call prepare\(model, recipes="):
         made.export_for(recipes.parse("xnnpack_torchao_int8da_int4w_per_tensor:group_size=128"))
 
 
@@ -108,7 +108,7 @@ def test_a_group_size_that_does_not_divide_is_told_with_the_layer_and_what_fits(
 def test_a_layer_that_xnnpack_would_refuse_is_named_before_it_is_exported(recipe: str) -> None:
     module = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 8)).eval()
     error = refusal(module, recipe, example_inputs=X)
-    assert "'1' has 48 inputs, and XNNPACK takes" in str(error) and "use a pt2e recipe" in str(error)
+    assert "'1' has 48 inputs, but XNNPACK takes" in str(error) and "use a pt2e recipe" in str(error)
     assert (error.reason, error.metadata["layer"]) == ("SOURCE_TRANSFORM_FAILED", "1")
 
 
@@ -166,7 +166,7 @@ def test_a_dict_of_modules_is_a_model_of_several_methods() -> None:
     export = export_of({"encode": Encoder().eval(), "decode": mlp()}, FOUR_BIT, example_inputs=inputs)
     assert {name: method.input_names for name, method in export.methods.items()} == {"encode": ("image",), "decode": ("input",)}
     assert set(export.stages_done()[1].methods) == {"encode", "decode"}
-    with pytest.raises(BadModel, match="without example inputs by method"):
+    with pytest.raises(BadModel, match="has no example inputs by method"):
         prepare({"encode": Encoder()}, example_inputs=(torch.ones(2),))
 
 

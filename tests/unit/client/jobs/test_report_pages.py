@@ -66,7 +66,7 @@ async def finished(tmp_path: Path) -> AsyncIterator[Finished]:
         report.compile.stage_files["forward.txt"].digest = f"d{cell.index}"
         await journal.change(model.advance(cell, model.CANCELLED, at=AT), report=report)
     history, tags = History(database, lambda scope: (), page_bytes=PAGE_BYTES), Tags(database, lambda: AT)
-    revision: Any = None  # nothing here is worked out again
+    revision: Any = None  # nothing here is analyzed again
     server = grpc.aio.server(interceptors=[AuthErrorInterceptor(Tokens())])
     add_ReportServiceServicer_to_server(
         ReportService(journal, history, tags, revision, version="1", page_bytes=PAGE_BYTES), server

@@ -45,8 +45,8 @@ def test_the_program_s_own_names_serve_where_the_model_s_are_not_known() -> None
     ("names", "given", "named", "words"),
     [
         (["a", "b"], (X,), {"c": Y}, "a, b"),
-        (["a", "b"], (X, Y), {"a": X}, "one input"),
-        (["a", "b"], (X,), {"a": X}, "one input"),
+        (["a", "b"], (X, Y), {"a": X}, "name the input"),
+        (["a", "b"], (X,), {"a": X}, "name the input"),
         (["a", "b"], (), {"b": Y}, "'a' is missing"),
         ([], (X,), {"b": Y}, "no input names"),
         ([], ({"x": X},), {}, "numbers"),

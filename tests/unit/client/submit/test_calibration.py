@@ -145,13 +145,16 @@ def test_an_archive_is_checked_against_without_loading_it(tmp_path: Path, folder
 @pytest.mark.parametrize(
     ("arrays_", "says"),
     [
-        ({"x": np.zeros((1, 2))}, r"sample bad.npz differs .*: 'x' is float64 \[1, 2\] and not float32 \[1, 2\]"),
-        ({"x": np.zeros((1, 3), np.float32)}, r"'x' is float32 \[1, 3\] and not float32 \[1, 2\]"),
-        ({"x": np.zeros(2, np.float32)}, r"'x' is float32 \[2\] and not"),
-        ({"x": np.asarray(1.0), "x.dtype": np.asarray("scalar")}, "'x' is 1.0 and not float32"),
+        ({"x": np.zeros((1, 2))}, r"sample bad.npz differs .*: 'x' is float64 \[1, 2\], not float32 \[1, 2\]"),
+        ({"x": np.zeros((1, 3), np.float32)}, r"'x' is float32 \[1, 3\], not float32 \[1, 2\]"),
+        ({"x": np.zeros(2, np.float32)}, r"'x' is float32 \[2\], not"),
+        ({"x": np.asarray(1.0), "x.dtype": np.asarray("scalar")}, "'x' is 1.0, not float32"),
         ({"y": np.zeros((1, 2), np.float32)}, "sample bad.npz: forward: there is no input 'y'. The inputs are x."),
         ({}, "sample bad.npz: forward: the input 'x' is missing. The inputs are x."),
-        ({"decode/x": np.zeros((1, 2), np.float32)}, "bad.npz: .*'decode/x' belongs to no method. The methods are forward."),
+        (
+            {"decode/x": np.zeros((1, 2), np.float32)},
+            "bad.npz: .*'decode/x' does not belong to a method. The methods are forward.",
+        ),
     ],
 )
 def test_a_sample_that_does_not_fit_is_named(tmp_path: Path, arrays_: dict[str, Any], says: str) -> None:

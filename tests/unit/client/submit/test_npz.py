@@ -48,7 +48,7 @@ def test_a_file_without_keys_gives_a_method_none(tmp_path: Path) -> None:
         (sample,) = npz.read_samples(path, batched=batched)
         with pytest.raises(input_names.InputMissing, match="forward: the input 'x' is missing"):
             input_names.order(input_names.by_method(sample, ["forward"])["forward"], ["x"], "forward")
-    with pytest.raises(input_names.InputMissing, match=r"No input is given\. The methods are encode, decode\."):
+    with pytest.raises(input_names.InputMissing, match=r"There are no inputs\. The methods are encode, decode\."):
         npz.read_inputs(path, {"encode": ["x"], "decode": ["x"]})
 
 
@@ -117,7 +117,7 @@ def test_keys_that_do_not_fit_are_told_with_those_that_would() -> None:
         input_names.order({"2": one}, ["x", "y"])
     with pytest.raises(input_names.InputMissing, match="'y' is missing"):
         input_names.order({"x": one}, ["x", "y"])
-    with pytest.raises(input_names.DuplicateInput, match="'x' and '0' are one input"):
+    with pytest.raises(input_names.DuplicateInput, match="'x' and '0' both name the input 'x'"):
         input_names.order({"x": one, "0": one, "y": one}, ["x", "y"])
 
 

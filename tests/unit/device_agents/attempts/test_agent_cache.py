@@ -26,7 +26,7 @@ from etfarm.wire.errors import DeviceError, Fault
 
 
 class Store(artifact_pb2_grpc.ArtifactServiceServicer):
-    """Blobs, and the offsets that were asked for."""
+    """Blobs, and the offsets that were requested."""
 
     def __init__(self) -> None:
         self.blobs: dict[str, bytes] = {}

@@ -193,7 +193,7 @@ def test_why_one_was_not_applied_is_told_where_the_kernel_lists_none(tmp_path: P
         governor.symlink_to("/proc/self/comm" if policy == "policy0" else "/proc/version")
     with Governors(tmp_path / "kept", "a-governor-of-no-kernel", root).held({0}) as settings:
         (told,) = settings
-    assert (told.applied, told.why) == (False, "the kernel took another")
+    assert (told.applied, told.why) == (False, "the kernel set another")
     with Governors(tmp_path / "kept", "nosuch", root).held({4}) as settings:
         (told,) = settings
     assert not told.applied and told.why

@@ -158,7 +158,7 @@ def test_the_command_prints_a_unit_and_does_nothing_else(tmp_path: Path) -> None
 
 
 def test_what_a_unit_cannot_hold_is_refused() -> None:
-    with pytest.raises(UserError, match="is no UTF-8") as refused:
+    with pytest.raises(UserError, match="is not UTF-8") as refused:
         unit(["--name", os.fsdecode(b"\xff")], program=PROGRAM)
     assert str(refused.value).isprintable()
 

@@ -158,13 +158,13 @@ def test_each_line_frames_with_a_word_of_its_own() -> None:
 
 @pytest.mark.parametrize("path", ["relative", "/a b", "/a;id", "/$(id)", "/`id`", "/a\nb", "/a'b", "/~", "/é", ""])
 def test_what_is_no_path_of_a_fact_is_refused(path: str) -> None:
-    with pytest.raises(ValueError, match="no path of a fact"):
+    with pytest.raises(ValueError, match="not a path of a fact"):
         shell_facts.script([path])
 
 
 @pytest.mark.parametrize("name", ["", "two\nlines", "a\rb"])
 def test_what_is_no_name_of_a_fact_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match="no name of a fact"):
+    with pytest.raises(ValueError, match="not a name of a fact"):
         shell_facts.script([], {name: "true"})
 
 

@@ -115,8 +115,8 @@ def test_a_foreign_wheel_says_where_to_get_the_right_one(runner_bundle: Bundle, 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["-o", "{here}/bundle.zip"], "bundle.zip does not say how to compress. Name it *.tar.gz or *.tar.xz."),
-        (["-o", "{here}/no/b.tar.gz"], "There is no folder {here}/no. Make it, or choose another -o."),
+        (["-o", "{here}/bundle.zip"], "bundle.zip does not name a compression. Name it *.tar.gz or *.tar.xz."),
+        (["-o", "{here}/no/b.tar.gz"], "There is no folder {here}/no. Create it, or choose another -o."),
         (["-o", "{here}/b.tar.gz", "--executorch", "{here}/no.whl"], "There is no {here}/no.whl. Check --executorch."),
     ],
 )
@@ -176,7 +176,7 @@ def test_a_full_disk_is_not_the_bundles_fault(tmp_path: Path, monkeypatch: pytes
 DAMAGES: dict[str, Callable[[str, bytes], tuple[str, bytes] | None]] = {
     "is damaged": lambda name, data: (name, data[:-1] + b"?" if name == build.ENTRY else data),
     "are not those": lambda name, data: None if name == "libc.so.6" else (name, data),
-    "no plain file": lambda name, data: (f"../{name}" if name == "libc.so.6" else name, data),
+    "not a regular file": lambda name, data: (f"../{name}" if name == "libc.so.6" else name, data),
     "cannot be read": lambda name, data: (name, b"{}" if name == "bundle.json" else data),
     "its schema is": lambda name, data: (name, data.replace(b"etfarm.bundle/1", b"etfarm.bundle/9")),
 }
@@ -206,7 +206,7 @@ def test_links_and_repeated_names_are_refused(tmp_path: Path) -> None:
             info = tarfile.TarInfo(name)
             info.type, info.linkname = kind, "/etc/passwd"
             tar.addfile(info)
-        with pytest.raises(BadBundle, match="no plain file"):
+        with pytest.raises(BadBundle, match="not a regular file"):
             unpack(tmp_path / "odd.tar.gz", tmp_path / "bundle")
     with tarfile.open(tmp_path / "twice.tar.gz", "w:gz") as tar:
         for _ in range(2):

@@ -207,7 +207,7 @@ async def test_what_the_runner_lacks_is_named(
 async def test_weights_that_did_not_come_are_named_and_crash_nothing(runner: RemoteRunner, name: str, key: str) -> None:
     model = program(name)
     await runner.load(model.path, [path for path in model.data if path.stem == "bias"])
-    with pytest.raises(errors.DataMissing, match=f"no .ptd file of it holds: (bias, )?{key}") as caught:
+    with pytest.raises(errors.DataMissing, match=f"none of its .ptd files contains: (bias, )?{key}") as caught:
         await runner.load_method("forward")
     assert caught.value.stage == "LOAD_METHOD"
     await runner.memory()  # XNNPACK alone would have ended the process with SIGSEGV

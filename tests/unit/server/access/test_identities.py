@@ -100,6 +100,6 @@ async def test_one_token_claims_a_bounded_number_of_identities(database: Databas
     farm = of(database)
     for agent_id in ("a1", "a2", "a1"):
         await farm.admit(agent_id, RACK)
-    with pytest.raises(TooManyAgents, match="2 agents already"):
+    with pytest.raises(TooManyAgents, match="already has 2 agents"):
         await farm.admit("a3", RACK)
     await farm.admit("a3", DESK)

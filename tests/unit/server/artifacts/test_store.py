@@ -106,7 +106,7 @@ async def test_a_stream_that_breaks_keeps_what_came(store: Store) -> None:
 @pytest.mark.parametrize("offset", [0, 99, 101])
 async def test_a_chunk_out_of_place_is_refused_and_what_is_committed_stays(store: Store, offset: int) -> None:
     await send(store, DATA[:100])
-    with pytest.raises(ChunkOutOfPlace, match=f"starts at {offset} where 100 bytes are committed") as refused:
+    with pytest.raises(ChunkOutOfPlace, match=f"starts at offset {offset}, but 100 bytes are committed") as refused:
         await send(store, DATA[100:], offset=offset)
     assert refused.value.kind is Kind.OUT_OF_RANGE
     assert refused.value.metadata["committed_bytes"] == "100"
@@ -115,7 +115,7 @@ async def test_a_chunk_out_of_place_is_refused_and_what_is_committed_stays(store
 
 
 async def test_other_bytes_of_the_same_size_are_discarded(store: Store) -> None:
-    with pytest.raises(DigestMismatch, match=f"All {len(DATA)} bytes came") as refused:
+    with pytest.raises(DigestMismatch, match=f"All {len(DATA)} bytes arrived") as refused:
         await send(store, DATA[::-1])
     assert refused.value.kind is Kind.DATA_LOSS
     assert await store.upload_status(artifact_of(DATA).digest, "vision") == status(0, complete=False)

@@ -36,9 +36,9 @@ def test_orders_that_lay_the_same_bytes_are_one() -> None:
 @pytest.mark.parametrize(
     ("values", "words"),
     [
-        ([tensor(1, 2)], ["forward takes 2 inputs (x, 1), and 1 is given. Give one value for each, in this order."]),
-        ([], ["forward takes 2 inputs (x, 1), and none is given."]),
-        ([tensor(1, 2)] * 3, ["forward takes 2 inputs (x, 1), and 3 are given."]),
+        ([tensor(1, 2)], ["forward takes 2 inputs (x, 1), got 1. Give one value for each, in this order."]),
+        ([], ["forward takes 2 inputs (x, 1), got none."]),
+        ([tensor(1, 2)] * 3, ["forward takes 2 inputs (x, 1), got 3."]),
         ([tensor(5, 2), Scalar("", 3)], ["'x'", "[1..4, 2]", "[5, 2]"]),
         ([tensor(2), Scalar("", 3)], ["'x'", "shape", "[2]"]),
         ([tensor(1, 2, dtype="float64", item=8), Scalar("", 3)], ["'x'", "float64", "float32", "astype"]),
@@ -60,6 +60,6 @@ def test_what_does_not_fit_is_named(values: list[Value], words: list[str]) -> No
 def test_a_method_that_takes_none_is_given_none() -> None:
     none: MethodFacts = {"inputs": [], "outputs": [], "operators": [], "backends": [], "planned_bytes": []}
     assert check_inputs("reset", none, []) is None  # type: ignore[func-returns-value]
-    with pytest.raises(InputMismatch, match=r"^reset takes no inputs, and 1 is given. Give none.$") as caught:
+    with pytest.raises(InputMismatch, match=r"^reset takes no inputs, got 1. Give none.$") as caught:
         check_inputs("reset", none, [tensor(1)])
     assert (caught.value.metadata["what"], caught.value.metadata["got"]) == ("count", "1")

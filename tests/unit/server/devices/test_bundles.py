@@ -135,7 +135,7 @@ async def test_a_bundle_that_is_not_stored_is_to_be_uploaded_first(world: World)
 )
 async def test_what_is_no_bundle_is_refused(world: World, data: bytes) -> None:
     artifact = await world.store.put(data, "ann")
-    with pytest.raises(NotABundle, match=r"This is no runner bundle: .*etfarm bundle build") as refused:
+    with pytest.raises(NotABundle, match=r"This is not a runner bundle: .*etfarm bundle build") as refused:
         await world.bundles.add(artifact.digest)
     assert refused.value.kind is Kind.INVALID_ARGUMENT
     assert world.bundles.list() == []

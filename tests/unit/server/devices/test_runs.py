@@ -83,7 +83,7 @@ async def test_an_agent_that_comes_back_without_the_attempt_has_lost_it() -> Non
     runs = begun()
     runs.device_went("pi")
     runs.reconcile({"pi", "other"}, {"a2"})
-    with pytest.raises(AttemptLost, match="pi came back without the run") as lost:
+    with pytest.raises(AttemptLost, match="pi reconnected without the run") as lost:
         await result(runs)
     assert lost.value.fault is Fault.DEVICE
     assert lost.value.metadata == {"device": "pi", "attempt": "a1"}
@@ -98,7 +98,7 @@ async def test_another_agents_hello_says_nothing_of_the_attempt() -> None:
 async def test_a_device_that_stays_away_longer_than_the_patience_has_lost_it() -> None:
     runs = begun(AT_ONCE_S)
     runs.device_went("pi")
-    with pytest.raises(AttemptLost, match=r"was not heard of for 0\.001 s"):
+    with pytest.raises(AttemptLost, match=r"sent nothing for 0\.001 s"):
         await result(runs)
     assert runs.on_device("pi") == "a1", "the device is free only when the attempt was ended"
 

@@ -129,7 +129,7 @@ def test_a_device_that_cannot_be_used_matches_and_gets_nothing() -> None:
 def test_no_match_is_refused_with_what_there_is() -> None:
     known = [device("pi", OFFLINE, arch="aarch64", soc="BCM", cores=4), device("emu", emulated=True)]
     with pytest.raises(
-        NoSuchDevice, match=r"No known device matches 'arch=riscv'\. There is: pi \(id=pi, arch=aarch64"
+        NoSuchDevice, match=r"No known device matches 'arch=riscv'\. Known devices: pi \(id=pi, arch=aarch64"
     ) as refused:
         schedule.matching(selectors.parse("arch=riscv"), "arch=riscv", known)
     assert refused.value.kind is Kind.FAILED_PRECONDITION

@@ -1,4 +1,4 @@
-"""Reports worked out again: what cannot be any more stays as it was, part by part, and a page's token is checked."""
+"""Reports analyzed again: what cannot be any more stays as it was, part by part, and a page's token is checked."""
 
 from __future__ import annotations
 

@@ -142,7 +142,7 @@ def test_inputs_that_the_model_does_not_take_are_told(tmp_path: Path) -> None:
     inputs.write_bytes(tensors.encode([Scalar("x", 1), Scalar("y", 2)]))
     report, _ = _analyze(replace(request, inputs=inputs), tmp_path)
     assert _codes(report) == ["ANALYSIS_ACCURACY_FAILED"]
-    assert "takes 1 inputs and was run with 2" in report.compile.warnings[0].message
+    assert "takes 1 inputs, but was run with 2" in report.compile.warnings[0].message
     inputs.write_bytes(tensors.encode([Tensor("x", "float32", (1, 3, 16, 16), bytes(4 * 3 * 256))]))
     report, _ = _analyze(replace(request, inputs=inputs), tmp_path)
     assert _codes(report) == ["ANALYSIS_ACCURACY_FAILED"]

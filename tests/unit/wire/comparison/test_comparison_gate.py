@@ -41,14 +41,14 @@ def test_a_gate_is_a_limit_to_a_metric(text: str, metric: str, limit: float, uni
      "1.03x", "99999999999%"],
 )  # fmt: skip
 def test_what_is_no_gate_is_answered_with_what_is(text: str) -> None:
-    with pytest.raises(BadGate, match=r"is no gate\. Give 3% \(latency\), latency=3%, size=1%, memory=5% or accuracy=1dB\."):
+    with pytest.raises(BadGate, match=r"is not a gate\. Give 3% \(latency\), latency=3%, size=1%, memory=5% or accuracy=1dB\."):
         Limit.parse(text)
 
 
 def test_a_metric_has_one_gate_and_options_of_gates_want_one() -> None:
     with pytest.raises(BadGate, match="two gates for latency"):
         Gate.parse(["3%", "latency=4%"])
-    with pytest.raises(BadGate, match="--accept-invalid is about a gate, and there is none"):
+    with pytest.raises(BadGate, match="--accept-invalid requires --gate"):
         Gate.parse([], accept_invalid=True)
     assert Gate.parse([]) is None
     assert compare(Side([report()]), Side([report()]))["gate"] is None
@@ -159,8 +159,8 @@ def test_accuracies_against_different_references_are_not_measured() -> None:
     (reason,) = against(base, candidate, "accuracy=1dB")["gate"]["reasons"]
     assert reason["code"] == "NOT_MEASURED"
     assert reason["message"] == (
-        "accuracy is not known of both sides against one reference: the base is told against the program before quantization, "
-        "the candidate against the quantized program"
+        "accuracy is not known for both sides against one reference: the base is compared with the program before quantization, "
+        "the candidate with the quantized program"
     )
 
 

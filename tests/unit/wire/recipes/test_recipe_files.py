@@ -387,7 +387,7 @@ EDGE_STAGES = "TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"
         (f'{XNNPACK}quantizers = ["xnnpack"]\n', ("TORCH_EXPORT", *EDGE_STAGES), "its stages leave out QUANTIZE"),
         (XNNPACK, ("TORCH_EXPORT", "TO_EDGE"), "`etfarm compile --stop-after TO_EDGE`"),
         (XNNPACK, ("TO_EDGE", "TO_EXECUTORCH"), "Put TO_BACKEND between them"),
-        (XNNPACK, ("TORCH_EXPORT", "TORCH_EXPORT"), "is there twice"),
+        (XNNPACK, ("TORCH_EXPORT", "TORCH_EXPORT"), "occurs twice"),
         (XNNPACK, (), "There are no stages."),
     ],
 )

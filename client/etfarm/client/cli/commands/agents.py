@@ -52,7 +52,7 @@ def bind(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> None:
-    """Bind an agent identity to a principal, and end a connection that another principal's token made."""
+    """Bind an agent identity to a principal, and end a connection that uses another principal's token."""
     from etfarm.client.aio import AsyncFarm
 
     async def change() -> Agent:

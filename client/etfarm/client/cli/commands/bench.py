@@ -39,32 +39,33 @@ def bench(
     ] = None,
     all_devices: Annotated[bool, typer.Option("--all-devices", help="One cell on each device that matches.")] = False,
     inputs: Annotated[
-        Path | None, typer.Option("--inputs", metavar="FILE.npz", help="Inputs by argument name or place; METHOD/ before it.")
+        Path | None, typer.Option("--inputs", metavar="FILE.npz", help="Inputs by argument name or position; prefix METHOD/.")
     ] = None,
-    method: Annotated[list[str] | None, typer.Option("--method", metavar="M", help="A method. Again for more. [forward]")] = None,
+    method: Annotated[list[str] | None, typer.Option("--method", metavar="M", help="A method; repeatable. [forward]")] = None,
     threads: Annotated[
         list[str] | None, typer.Option("--threads", metavar="N[,N]...", help="Thread counts. [the fastest cluster's cores]")
     ] = None,
     cores: Annotated[str, typer.Option("--cores", metavar="C", help="big, little, or cpus as 0-3.")] = "",
     iterations: Annotated[
-        int | None, typer.Option("--iterations", metavar="N", min=1, max=1_000_000, help="At least so many. [100]")
+        int | None,
+        typer.Option("--iterations", metavar="N", min=1, max=1_000_000, help="Minimum number of timed iterations. [100]"),
     ] = None,
     warmup: Annotated[
-        int | None, typer.Option("--warmup", metavar="N", min=0, max=2**31 - 1, help="Runs before, not counted. [until steady]")
+        int | None, typer.Option("--warmup", metavar="N", min=0, max=2**31 - 1, help="Number of warm-up runs. [until steady]")
     ] = None,
     min_time: Annotated[
         float | None,
-        typer.Option("--min-time", metavar="S", min=0, callback=options.finite, help="At least so many seconds. [1]"),
+        typer.Option("--min-time", metavar="S", min=0, callback=options.finite, help="Minimum seconds of timed iterations. [1]"),
     ] = None,
     interleave: Annotated[
         bool, typer.Option("--interleave", help="Measure the candidates in turns, and compare each with the first.")
     ] = False,
     no_profile: Annotated[bool, typer.Option("--no-profile", help="No traced pass, so no operators.")] = False,
     numerics: Annotated[
-        bool, typer.Option("--numerics", help="Compare the outputs of each operator too, in a program and a run of their own.")
+        bool, typer.Option("--numerics", help="Also compare each operator's outputs, in a separate program and run.")
     ] = False,
     data: Annotated[
-        list[Path] | None, typer.Option("--data", metavar="X.ptd", help="A named data file of the .pte. Again for more.")
+        list[Path] | None, typer.Option("--data", metavar="X.ptd", help="A named data file of the .pte; repeatable.")
     ] = None,
     calibration: options.Calibration = None,
     batched: options.Batched = False,
@@ -77,7 +78,7 @@ def bench(
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Write all reports to one HTML file, on failure too.")
     ] = None,
-    detach: Annotated[bool, typer.Option("--detach", help="Submit, print the job's id and leave.")] = False,
+    detach: Annotated[bool, typer.Option("--detach", help="Submit, print the job's id and exit.")] = False,
     verbose: options.Verbose = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
@@ -106,7 +107,7 @@ def bench(
     # A program that alternates with itself shows the difference that occurs by chance.
     specs = [resolve(model) for model in (models if interleave else options.once("MODEL", models, resolve))]
     if recipe and all(isinstance(spec, PteFile) for spec in specs):
-        raise Usage("A .pte is compiled already, so that --recipe says nothing about it.", "Leave --recipe out.")
+        raise Usage("--recipe cannot be combined with a .pte, which is already compiled.", "Leave --recipe out.")
     if interleave:
         require_several_candidates(specs, recipes)
     if inputs is not None:
@@ -190,7 +191,7 @@ def require_several_candidates(specs: Sequence[ModelSpec], recipes: Sequence[Rec
     from etfarm.client.export.spec import PteFile
 
     if len(specs) == 1 and (len(recipes) < 2 or isinstance(specs[0], PteFile)):
-        raise Usage("--interleave compares candidates, and there is one.", "Give a second MODEL or --recipe.")
+        raise Usage("--interleave requires two or more candidates, got one.", "Give a second MODEL or --recipe.")
 
 
 def require_graphs(specs: Sequence[ModelSpec]) -> None:
@@ -204,6 +205,6 @@ def require_graphs(specs: Sequence[ModelSpec]) -> None:
     for spec in specs:
         if isinstance(spec, PteFile):
             raise Usage(
-                f"{spec.path.name} is compiled: --numerics has no graph to compare its operators with.",
+                f"--numerics requires a model's graph, which the compiled program {spec.path.name} lacks.",
                 "Give the .pt2 or the model itself, or leave --numerics out.",
             )

@@ -27,7 +27,7 @@ def list_(argv: list[str]) -> int:
 
 
 def add_(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="What `etfarm bundle build -o FILE` made.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="A file that `etfarm bundle build -o FILE` wrote.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
@@ -46,7 +46,9 @@ def add_(
     _show([added])
     if added not in used:
         first = next(bundle for bundle in used if bundle.arch == added.arch)
-        tell(f"It is kept and not used: the one of ExecuTorch {first.executorch}, which the farm lowers with, goes before it.")
+        tell(
+            f"It is stored but not used: the one of ExecuTorch {first.executorch}, which the farm lowers with, takes precedence."
+        )
 
 
 def list_bundles(server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None) -> None:
@@ -59,7 +61,7 @@ def list_bundles(server: options.Server = None, tls_ca: options.TlsCa = None, pr
 
     bundles = run_async(fetch)
     if not bundles:
-        print("There is no runner bundle so far: `etfarm serve` builds its own, `etfarm bundle add FILE` adds others.")
+        print("There are no runner bundles yet: `etfarm serve` builds its own, `etfarm bundle add FILE` adds others.")
         return
     _show(bundles)
 

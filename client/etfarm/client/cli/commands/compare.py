@@ -39,21 +39,19 @@ def main(argv: list[str]) -> int:
 def compare(
     context: typer.Context,
     base: Annotated[str, typer.Argument(metavar="BASE", help=_SIDE)],
-    candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="What is compared with it, said in the same way.")],
+    candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="What to compare with BASE, in the same form.")],
     gate: Annotated[
         list[str] | None,
-        typer.Option("--gate", metavar="[METRIC=]LIMIT", help="3% (latency), size=1%, memory=5%, accuracy=1dB. Again for more."),
+        typer.Option("--gate", metavar="[METRIC=]LIMIT", help="3% (latency), size=1%, memory=5%, accuracy=1dB; repeatable."),
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Fail the gate also where the interval leaves open whether the limit is kept.")
+        bool, typer.Option("--strict", help="Fail the gate also if the interval does not show that the limit is kept.")
     ] = False,
     accept_invalid: Annotated[
         bool,
-        typer.Option(
-            "--accept-invalid", help="Gate latencies that are INVALID, NOT BENCHMARKABLE or of different devices as they are."
-        ),
+        typer.Option("--accept-invalid", help="Also gate latencies that are INVALID, NOT BENCHMARKABLE or of different devices."),
     ] = False,
-    top: Annotated[int, typer.Option("--top", metavar="N", min=0, help="So many operators that changed; 0 is all.")] = 5,
+    top: Annotated[int, typer.Option("--top", metavar="N", min=0, help="Number of changed operators to show; 0: all.")] = 5,
     markdown: Annotated[
         str | None, typer.Option("--markdown", metavar="FILE", help="Write Markdown for a pull request there; - is stdout.")
     ] = None,
@@ -67,7 +65,7 @@ def compare(
     """Compare CANDIDATE with BASE: latency, operators, size, memory, accuracy, delegation, and what else is not the same.
 
     Reports are paired by model, recipe, method, threads and device (the same one, else one of its kind); two single ones are
-    paired whatever they are. Several of one job are told apart by # and the cell's number from 0 as `etfarm jobs show` has it,
+    paired whatever they are. Select among several of one job with # and the cell's number from 0, as in `etfarm jobs show`,
     its recipe or its model: `compare latest#0 latest#1`. Two files need no server.
 
     Latencies are compared as a ratio of medians with its 95 % interval: round by round where both took turns (`bench
@@ -177,7 +175,7 @@ def _pair(pair: Json, top: int, width: int) -> Iterator[RenderableType]:
         yield Padding(_moved(moved, width - 2), (0, 0, 0, 2))
     rows: list[tuple[str, RenderableType]] = []
     if pair["operators"] and not moved:
-        rows.append(("operators", Text("none takes another part of the time by 1 % or more of all")))
+        rows.append(("operators", Text("no share of the time changed by 1 % or more")))
     rows += [("delegation", Text(line)) for line in compared.joined(pair)]
     rows += [("changed", Text(line)) for line in compared.changed(pair)]
     if rows:

@@ -49,11 +49,13 @@ def compile_(
             "-o",
             "--output",
             metavar="FILE",
-            help="Where the program goes, x.pte; of a stage x.pt2 its program, x.txt that printed, x.csv what is delegated, "
+            help="Output file, x.pte; after a stage x.pt2 (its program), x.txt (the program printed), x.csv (delegation), "
             "or a folder for all of these.",
         ),
     ] = None,
-    etrecord: Annotated[Path | None, typer.Option("--etrecord", metavar="x.etrecord", help="Where the ETRecord goes.")] = None,
+    etrecord: Annotated[
+        Path | None, typer.Option("--etrecord", metavar="x.etrecord", help="Output file of the ETRecord.")
+    ] = None,
     stop_after: Annotated[
         str, typer.Option("--stop-after", metavar="STAGE", help="The last stage to run, as QUANTIZE. [TO_EXECUTORCH]")
     ] = "",
@@ -68,7 +70,7 @@ def compile_(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> int:
-    """Lowers a model to a .pte and its ETRecord, or stops after a stage and fetches what that made.
+    """Lowers a model to a .pte and its ETRecord, or stops after a stage and fetches that stage's files.
 
     A program's named data files (.ptd) are written beside it; of several methods, each one's files are x.METHOD.pt2.
     """
@@ -83,10 +85,10 @@ def compile_(
     read = read_recipe(recipe)
     stage = _stage(stop_after, read)
     if output is None and json is None:
-        raise Usage("There is nowhere to put the program.", "Give -o FILE.pte.")
+        raise Usage("-o is missing.", "Give -o FILE.pte.")
     spec = resolve(model)
     if isinstance(spec, PteFile):
-        raise Usage(f"{model} is compiled already.", "Run it with `etfarm run` or measure it with `etfarm bench`.", path=model)
+        raise Usage(f"{model} is already compiled.", "Run it with `etfarm run` or measure it with `etfarm bench`.", path=model)
     _must_fit(stage, output, etrecord)
     samples = options.calibration_of(calibration, batched, [read])
     sources = prepare_archives([spec], [read])
@@ -156,21 +158,23 @@ def _must_fit(stage: str, output: Path | None, etrecord: Path | None) -> None:
     """
     kind = output.suffix.lower() if output is not None else ""
     if stage and etrecord is not None:
-        raise Usage(f"There is no ETRecord after {stage}: it is of a whole program.", "Leave --stop-after or --etrecord out.")
+        raise Usage(
+            f"There is no ETRecord after {stage}: it belongs to a complete program.", "Leave --stop-after or --etrecord out."
+        )
     if stage and kind == ".pte":
         raise Usage(
-            f"A .pte cannot come of {stage}: it comes of {LAST}, the last stage.",
-            "Give -o x.pt2 for the program, x.txt for it printed, or a folder; or leave --stop-after out.",
+            f"{stage} produces no .pte; {LAST}, the last stage, does.",
+            "Give -o x.pt2 for the program, x.txt for the printed program, or a folder; or leave --stop-after out.",
         )
     if not stage and kind in _OF_STAGES:
         raise Usage(
-            f"A {kind} comes of a stage, and all stages give a .pte.",
+            f"A {kind} is the output of one stage; all stages together produce a .pte.",
             "Give -o x.pte, or --stop-after STAGE as well.",
             path=output,
         )
     if kind == ".csv" and stage not in _DELEGATING:
         raise Usage(
-            f"What is delegated is not known after {stage}.",
+            f"The delegation is not known after {stage}.",
             f"Give -o x.pt2 or x.txt, or stop after {' or '.join(_DELEGATING)}.",
         )
     for path in filter(None, (output, etrecord)):
@@ -183,10 +187,10 @@ def _must_fit(stage: str, output: Path | None, etrecord: Path | None) -> None:
 def _must_be_folder(path: Path) -> None:
     if path.exists() and not path.is_dir():
         raise Usage(
-            f"{path} is a file, and a stage's files need a folder.", "Give -o x.pt2, x.txt, x.csv, or another name.", path=path
+            f"{path} is a file, but a stage's files need a folder.", "Give -o x.pt2, x.txt, x.csv, or another name.", path=path
         )
     if not path.parent.is_dir():
-        raise Usage(f"There is no folder {path.parent} for {path}.", "Make it first.", path=path)
+        raise Usage(f"There is no folder {path.parent} for {path}.", "Create it first.", path=path)
 
 
 async def _save_stage(job: AsyncJob, output: Path) -> list[Path]:
@@ -200,7 +204,7 @@ async def _save_stage(job: AsyncJob, output: Path) -> list[Path]:
     names = await job.stage_files()
     chosen = [name for name in names if Path(name).suffix == kind]
     if not chosen:
-        raise NothingThere(f"The stage gave no {kind} file; it gave {', '.join(names)}.", "Give -o FOLDER for all of these.")
+        raise NothingThere(f"The stage wrote no {kind} file; it wrote {', '.join(names)}.", "Give -o FOLDER for all of these.")
     several = len(chosen) > 1
     to = {name: method_file(output, Path(name).stem) if several else output for name in chosen}
     return await job.save_stage_files(output.parent, to=to)

@@ -47,7 +47,7 @@ def list_(
 
     devices = run_async(fetch)
     if not devices:
-        tell(f"No device matches {device!r}." if device else "No device has connected so far: run `etfarm agent` on one.")
+        tell(f"No device matches {device!r}." if device else "No device has connected yet: run `etfarm agent` on one.")
         return
     now = datetime.now(UTC)
     rows = [
@@ -152,7 +152,7 @@ def facts(device: Device, now: datetime) -> Iterator[tuple[str, RenderableType]]
         ("soc", device.soc),
         ("os", device.os),
         ("arch", device.arch),
-        ("emulated", "its outputs are those of a real one, its times say nothing about it" if device.emulated else ""),
+        ("emulated", "its outputs equal a real one's; its times mean nothing" if device.emulated else ""),
         ("cores", _all({"": str(device.cores), **telemetry}, "", "cpu_share", "load_1m", "frequency_hz")),
         *[("", _clusters(device.clusters))][: len(device.clusters)],
         ("features", " ".join(device.features)),
@@ -236,7 +236,7 @@ def _battery(has_one: bool | None, telemetry: Mapping[str, str]) -> str:
 def _runner(used: str, own: Collection[str]) -> str:
     """Return the runner of a device's programs, and its other runners."""
     if not used:
-        return "none: `etfarm bundle build` makes one, `etfarm bundle add` offers it"
+        return "none: `etfarm bundle build` builds one, `etfarm bundle add` adds it"
     if used in own:
         return f"{used}, its own"
     return f"{used}, the farm's bundle" + (f"; {', '.join(own)} of its own" if own else "")

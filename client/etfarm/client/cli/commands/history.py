@@ -41,8 +41,10 @@ def history(
     ] = "",
     recipe: Annotated[str, typer.Option("--recipe", metavar="R", help="Only of this recipe, as reports name it.")] = "",
     method: Annotated[str, typer.Option("--method", metavar="M", help="Only of this method.")] = "",
-    threads: Annotated[int | None, typer.Option("--threads", metavar="N", min=1, help="Only with so many threads.")] = None,
-    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="So many reports, the newest.")] = 20,
+    threads: Annotated[
+        int | None, typer.Option("--threads", metavar="N", min=1, help="Only with this number of threads.")
+    ] = None,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Number of reports, newest first.")] = 20,
     json: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write etfarm.history/1 there, on failure too; - is stdout.")
     ] = None,
@@ -79,7 +81,7 @@ def history(
 
         filters = {"--device": device, "--recipe": recipe, "--method": method, "--threads": threads}
         selection = " ".join(f"{name} {value}" for name, value in filters.items() if value)
-        message = f"There are reports of {model}, and none of them fits {selection}. `etfarm history {model}` shows all."
+        message = f"There are reports of {model}, but none matches {selection}. `etfarm history {model}` shows all."
         output.show(output.line(message), to_stderr=to_stderr)
     elif len(entries) == limit:
         from etfarm.client.cli.terminal import output
@@ -102,7 +104,7 @@ def _show(series: Series, *, blank: bool, to_stderr: bool) -> None:
         head.append(f"p50 {units.time(min(medians))} to {units.time(max(medians))}", style="not bold")
     lines = [*([Text()] if blank else ()), head, *_lines(series.points)]
     if any(point.overlaps for point in series.points):
-        lines.append(Text("≈: the 95 % intervals of the two medians overlap, they may be the same.", style="dim"))
+        lines.append(Text("≈: the 95 % intervals of the two medians overlap, so they may be equal.", style="dim"))
     output.say(output.open_console(to_stderr=to_stderr), *lines)
 
 

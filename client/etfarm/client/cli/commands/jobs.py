@@ -24,7 +24,7 @@ def main(argv: list[str]) -> int:
 
 
 def list_(
-    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="So many, the newest.")] = 20,
+    limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Number of jobs, newest first.")] = 20,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
@@ -159,7 +159,7 @@ def cancel(
             handle = await farm.job(job)
             before = handle.state
             if before.is_terminal:
-                return f"Job {handle.id} was done already: {before.value}."
+                return f"Job {handle.id} was already done: {before.value}."
             after = await handle.cancel()
             return f"Job {handle.id}: {after.value}."
 
@@ -169,7 +169,7 @@ def cancel(
 def logs(
     job: options.JobId,
     cell: Annotated[int | None, typer.Option("--cell", metavar="N", min=0, help="One cell's lines only.")] = None,
-    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the job is done.")] = False,
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Follow the log until the job is done.")] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,

@@ -47,7 +47,7 @@ def list_(server: options.Server = None, tls_ca: options.TlsCa = None, project: 
 
 def create(
     project: Annotated[str, typer.Argument(metavar="PROJECT", help="Lower-case letters, digits, dots, dashes, underscores.")],
-    member: Annotated[list[str] | None, typer.Option("--member", metavar="NAME", help="A token's name. Again for more.")] = None,
+    member: Annotated[list[str] | None, typer.Option("--member", metavar="NAME", help="A token's name; repeatable.")] = None,
     storage: Storage = "",
     server: options.Server = None,
     tls_ca: options.TlsCa = None,

@@ -85,7 +85,7 @@ def _part(name: str, here: RecipeInfo | None) -> list[tuple[str, str]]:
     elif here is not None:
         facts = [("what", here.summary), ("backend", here.backend), ("quantization", here.quantization)]
     else:
-        return [("recipe", name), ("here", "not available: this farm has no plug-in of that name")]
+        return [("recipe", name), ("here", "not available: this farm has no plug-in with that name")]
     pairs = [("recipe", name), *facts]
     if here is not None:
         pairs.append(("here", "available" if here.available else f"not available: {here.missing}"))

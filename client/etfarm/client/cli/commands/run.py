@@ -24,20 +24,22 @@ def main(argv: list[str]) -> int:
 
 def run(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="x.pte; or what `etfarm bench` takes, compiled before.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="x.pte; or a model as in `etfarm bench`, which is compiled first.")
+    ],
     recipe: Annotated[
-        str | None, typer.Option("--recipe", metavar="R", help="For a model that is no .pte. [xnnpack_fp32]")
+        str | None, typer.Option("--recipe", metavar="R", help="For a model that is not a .pte. [xnnpack_fp32]")
     ] = None,
     inputs: Annotated[
         Path | None,
         typer.Option(
-            "--inputs", metavar="PATH", help="An .npz, keys by argument name or place, METHOD/ before it; a folder: a data set."
+            "--inputs", metavar="PATH", help="An .npz, keys by argument name or position, prefix METHOD/; a folder: a data set."
         ),
     ] = None,
-    batched: Annotated[bool, typer.Option("--batched", help="Axis 0 of every array of --inputs is the samples'.")] = False,
+    batched: Annotated[bool, typer.Option("--batched", help="Axis 0 of every array of --inputs is the sample axis.")] = False,
     output: Annotated[
         Path | None,
-        typer.Option("-o", "--output", metavar="PATH", help="Where the outputs go: X.npz, or of a data set a folder."),
+        typer.Option("-o", "--output", metavar="PATH", help="Output file X.npz, or a folder for a data set."),
     ] = None,
     device: Annotated[str, typer.Option("--device", metavar="SELECTOR", help="A device that matches. [any]")] = "",
     devices: Annotated[
@@ -47,16 +49,16 @@ def run(
     mixed: Annotated[bool, typer.Option("--mixed", help="They may differ in arch and soc.")] = False,
     metric: Annotated[
         str | None,
-        typer.Option("--metric", metavar="M", help="top1, an installed one, file.py:function or package.module:function."),
+        typer.Option("--metric", metavar="M", help="top1, an installed metric, file.py:function or package.module:function."),
     ] = None,
-    keep_going: Annotated[bool, typer.Option("--keep-going", help="Go on after a sample that failed.")] = False,
-    reset: Annotated[bool, typer.Option("--reset", help="Load the program anew for each sample, without its state.")] = False,
+    keep_going: Annotated[bool, typer.Option("--keep-going", help="Continue after a sample that failed.")] = False,
+    reset: Annotated[bool, typer.Option("--reset", help="Load the program again for each sample, without its state.")] = False,
     method: Annotated[str, typer.Option("--method", metavar="M", help="The method to run. [forward, or the only one]")] = "",
     threads: Annotated[
         int | None, typer.Option("--threads", metavar="N", min=1, max=1024, help="Threads. [the fastest cluster's cores]")
     ] = None,
     data: Annotated[
-        list[Path] | None, typer.Option("--data", metavar="X.ptd", help="A named data file of the .pte. Again for more.")
+        list[Path] | None, typer.Option("--data", metavar="X.ptd", help="A named data file of the .pte; repeatable.")
     ] = None,
     name: options.Name = "",
     timeout: options.Timeout = None,
@@ -82,7 +84,7 @@ def run(
     selectors.parse(device)
     spec = resolve(model)
     if recipe is not None and isinstance(spec, PteFile):
-        raise Usage("A .pte is compiled already, so that --recipe says nothing about it.", "Leave --recipe out.")
+        raise Usage("--recipe cannot be combined with a .pte, which is already compiled.", "Leave --recipe out.")
     require_data_program(data or (), [spec])
     (source,) = prepare_archives([spec], [read])
     if is_dataset(
@@ -91,9 +93,9 @@ def run(
     ):  # fmt: skip
         assert inputs is not None
         if name:
-            raise Usage("--name is a job's, and a data set is none.", "Leave it out.")
+            raise Usage("--name applies to a job, and a data set is not a job.", "Leave it out.")
         if devices is not None and all_devices:
-            raise Usage("--devices and --all-devices are both given.", "Give one of them.")
+            raise Usage("--devices and --all-devices cannot be combined.", "Give one of them.")
         from etfarm.client.cli.workflows import dataset
         from etfarm.client.datasets.dataset import Options
 
@@ -163,12 +165,12 @@ def is_dataset(inputs: Path | None, batched: bool, options_of_one: Mapping[str, 
         Usage: `--batched` without `--inputs`, or a set option of `options_of_one` without a data set.
     """
     if inputs is None and batched:
-        raise Usage("--batched is about --inputs, which is not given.", "Give --inputs X.npz too.")
+        raise Usage("--batched requires --inputs.", "Give --inputs X.npz too.")
     if batched or (inputs is not None and inputs.is_dir()):
         return True
     for option, value in options_of_one.items():
         if value:
-            raise Usage(f"{option} is for a data set.", "Give --inputs FOLDER, or --inputs X.npz --batched.", option=option)
+            raise Usage(f"{option} requires a data set.", "Give --inputs FOLDER, or --inputs X.npz --batched.", option=option)
     return False
 
 

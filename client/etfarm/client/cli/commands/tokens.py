@@ -53,7 +53,7 @@ def create(
         ),
     ] = "",
     project: Annotated[
-        list[str] | None, typer.Option("--project", metavar="P", help="Make NAME a member of this project. Again for more.")
+        list[str] | None, typer.Option("--project", metavar="P", help="Make NAME a member of this project; repeatable.")
     ] = None,
     json: Json = None,
     server: options.Server = None,
@@ -167,7 +167,7 @@ def _show_secret(token: Token, secret: str, json: str | None) -> None:
     if json != STDOUT:
         until = f", until {token.expires_at.astimezone():%Y-%m-%d %H:%M}" if token.expires_at else ""
         use = "for one enrolment" if token.kind == "enrolment" else f"of {token.principal} ({token.role})"
-        sentence = in_a_line(f"Token {token.id} {use}{until}. It is not shown again; ETFARM_TOKEN takes it:")
+        sentence = in_a_line(f"Token {token.id} {use}{until}. It is not shown again; set ETFARM_TOKEN to it:")
         print(sentence, file=sys.stderr, flush=True)
         print(in_a_line(secret))
 

@@ -25,9 +25,9 @@ def up() -> int:
         lease = await join(kind="up", on_status=lambda text: print(text, file=sys.stderr, flush=True))
         try:
             print(f"The embedded farm runs at {lease.address}; its data is in {lease.data}.")
-            print("Commands of yours use it by themselves. From elsewhere on this machine:")
+            print("Your commands use it automatically. Elsewhere on this machine, set:")
             print(f"  export {SERVER_VARIABLE}={shlex.quote(lease.address)}")
-            print("Ctrl-C ends it, and the jobs that run.", flush=True)
+            print("Ctrl-C ends it and its running jobs.", flush=True)
             await lease.lost()
         finally:
             if sys.stderr.isatty():

@@ -253,10 +253,10 @@ def _notes(
     if rest >= _LEAST_UNEXPLAINED:
         ticks = [row["resolution_ns"] for row in operators if row["kind"] == "KERNEL" and row["resolution_ns"]]
         scale, unit = units.unit_of(max(ticks, default=1.0))
-        clock = f", and what a clock of {max(ticks) / scale:g} {unit} cuts off each kernel" if ticks else ""
+        clock = f", and the part of each kernel below the clock's {max(ticks) / scale:g} {unit}" if ticks else ""
         notes.append(f"{views.NOT_EXPLAINED}: time between operators and around kernels{clock}")
     if weights:
-        notes.append("weights: with those of the modules below; planned: the most that a module's own tensors hold at one time")
+        notes.append("weights: including submodules; planned: peak size of a module's own tensors")
     return notes
 
 

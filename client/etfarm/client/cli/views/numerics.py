@@ -67,7 +67,7 @@ def gap(document: Json, *, width: int, top: int, job: str = "") -> RenderableTyp
         how = f": etfarm report show {job} --top 0" if job else ""
         parts.append(Text(f"and {len(operators) - len(shown)} more with a higher SNR{how}", style="dim"))
     if not numerics["is_timed_program"]:
-        note = "The values are of a program made for this, with a delegate for each operator, not of the timed one."
+        note = "The values come from a separate program with one delegate per operator, not from the timed one."
         parts.append(Text(note, style="dim"))
     return Group(*parts)
 

@@ -26,4 +26,4 @@ def print_result(result: JobResult, *, to_stderr: bool) -> None:
 def print_detached(job_id: str, *, to_stderr: bool) -> None:
     """Print a job's id, alone on its stream, and on stderr the commands that watch and show it."""
     tell(job_id, to_stderr=to_stderr)
-    tell(f"It goes on: `etfarm jobs watch {job_id}`, then `etfarm report show {job_id}`.", to_stderr=True)
+    tell(f"The job continues: `etfarm jobs watch {job_id}`, then `etfarm report show {job_id}`.", to_stderr=True)

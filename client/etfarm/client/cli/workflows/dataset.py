@@ -102,7 +102,7 @@ def source_of(inputs: Path, batched: bool) -> Source:
     """
     if inputs.is_dir():
         if batched:
-            raise Usage("--batched is about one .npz, and a folder has a sample a file.", "Leave it out.", path=inputs)
+            raise Usage("--batched requires one .npz; a folder has one file per sample.", "Leave it out.", path=inputs)
         return of_folder(inputs)
     if not inputs.is_file():
         raise Usage(f"There is no file or folder {inputs}.", f"Paths start at the working folder, {Path.cwd()}.", path=inputs)
@@ -130,7 +130,7 @@ def sink_of(path: Path, inputs: Path) -> Sink:
     if path.is_dir():
         return open_sink(path)
     if path.exists() and path.suffix.lower() != ".npz":
-        raise Usage(f"{path} is a file.", "Name a folder, for a file a sample, or X.npz for all in one.", path=path)
+        raise Usage(f"{path} is a file.", "Name a folder for one file per sample, or X.npz for all in one.", path=path)
     require_writable(path)
     return open_sink(path)
 
@@ -274,7 +274,7 @@ def _show(dataset: Dataset, taken: Taken, source: Source, wanted: Wanted, kept: 
         rows_of = [(name, f"{mean.value:.6g}", f"{mean.count:,}") for name, mean in taken.means.items()]
         output.show_table(("METRIC", "MEAN", "SAMPLES"), rows_of, right=("MEAN", "SAMPLES"), to_stderr=to_stderr)
     if taken.failed:
-        remedy = "Each is named above." if taken.keep_going else "--keep-going goes on with the others."
+        remedy = "Each is named above." if taken.keep_going else "--keep-going continues with the others."
         output.show(output.line(f"{units.count(len(taken.failed), 'sample')} failed. {remedy}", style="red"), to_stderr=to_stderr)
     if wanted.output is not None and kept:
         output.show(output.line(f"{wanted.output}: {units.count(kept, 'sample')}", style="dim"), to_stderr=to_stderr)

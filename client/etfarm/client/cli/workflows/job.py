@@ -239,14 +239,14 @@ async def _finish_log(log_task: asyncio.Task[None], job: AsyncJob, display: Disp
 
     A log that breaks off is reported, but does not affect the result.
     """
-    more = f"`etfarm jobs logs {job.id}` has it whole"
+    more = f"`etfarm jobs logs {job.id}` shows all of it"
     try:
         async with asyncio.timeout(LAST_LINES_S):
             await log_task
     except TimeoutError:
-        display.log(f"The log's last lines did not come in time; {more}.", "")
+        display.log(f"The log's last lines did not arrive in time; {more}.", "")
     except EtfarmError as error:
-        display.log(f"The log broke off: {error} {more}.", "")
+        display.log(f"The log ended early: {error} {more}.", "")
 
 
 async def _show_log(job: AsyncJob, display: Display) -> None:
@@ -259,14 +259,14 @@ async def _cancel(job: AsyncJob, outcome: Outcome, display: Display) -> Interrup
     """Cancel the job of an interrupted command, and return the error that describes its end."""
     if job.state.is_terminal:
         return Interrupted(f"Interrupted; job {job.id} was done: `etfarm report show {job.id}`.", job=job.id)
-    display.status(f"Cancelling job {job.id}. Ctrl-C again leaves at once.")
+    display.status(f"Cancelling job {job.id}. Press Ctrl-C again to exit at once.")
     try:
         async with asyncio.timeout(CANCEL_TIMEOUT_S):
             await job.cancel()
             outcome.document = ended(JobResult.from_dict(await job.document()))
     except (EtfarmError, TimeoutError) as failed:
         return Interrupted(
-            f"Interrupted; whether job {job.id} was cancelled is not known: {failed}",
+            f"Interrupted; it is unknown whether job {job.id} was cancelled: {failed}",
             f"Run `etfarm jobs cancel {job.id}`.",
             job=job.id,
         )

@@ -17,7 +17,7 @@ ACTORS = ("CLIENT", "SERVER", "DEVICE")
 
 
 def measurement(report: Json) -> Iterator[Fact]:
-    """Yield how the measurement was made and how the samples spread."""
+    """Yield how the measurement was taken and how the samples spread."""
     measured, latency, load = report["measurement"], report["latency"], report["load"]
     if inputs := sentences.inputs(report["inputs"]):
         yield "inputs", inputs

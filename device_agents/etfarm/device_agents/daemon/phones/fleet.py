@@ -156,7 +156,7 @@ class Fleet:
         finally:
             # A phone in another state is still present until more is known.
             if serial not in self._listed and (device_id := self._announced.pop(serial, None)) is not None:
-                await self._agent.detach(device_id, "adb does not list it any more")
+                await self._agent.detach(device_id, "adb no longer lists it")
 
     async def _serve_once(self, listed: Listed) -> None:
         """Serve a phone until it cannot be served any more.
@@ -200,7 +200,7 @@ class Fleet:
             try:
                 if self._served.pop(serial, None) is not None:
                     # Even if adb reports a change meanwhile: a run may still have something to send.
-                    await _whole(self._agent.detach(device.id, "adb does not reach it any more"))
+                    await _whole(self._agent.detach(device.id, "adb no longer reaches it"))
             finally:
                 claim.release()
 
@@ -238,7 +238,7 @@ class Fleet:
         former = self._announced.get(serial)
         self._announced[serial] = device_id
         if former not in (None, device_id):
-            await self._agent.detach(former, "it is known by its own serial now")
+            await self._agent.detach(former, "it now has its own serial")
 
     async def _handle_failure(self, listed: Listed, error: EtfarmError) -> None:
         """Announce why a phone cannot be served, try remedies, and return when another try is due."""

@@ -54,7 +54,7 @@ class PhoneTooOld(DeviceError):
 
     def __init__(self, serial: str) -> None:
         super().__init__(
-            f"The phone {serial} is too old: its adb cannot tell exit codes (shell_v2).",
+            f"The phone {serial} is too old: its adb does not report exit codes (shell_v2).",
             "Use one with Android 8 or later.",
             serial=serial,
         )
@@ -69,7 +69,7 @@ class PhoneListedTwice(DeviceError):
     def __init__(self, serial: str, device_id: str) -> None:
         self.device_id = device_id
         super().__init__(
-            f"The phone {serial} is served already, as {device_id}: it is connected in two ways.", serial=serial, device=device_id
+            f"The phone {serial} is already served as {device_id}: it is connected twice.", serial=serial, device=device_id
         )
 
 
@@ -81,7 +81,7 @@ class PhoneTaken(DeviceError):
 
     def __init__(self, serial: str, owner: str) -> None:
         super().__init__(
-            f"The phone {serial} is served by another agent ({owner or 'it does not say which'}).",
+            f"The phone {serial} is served by another agent ({owner or 'unknown'}).",
             "Stop that one, or leave the phone to it; two at once would disturb each other's measurements.",
             serial=serial,
             owner=owner,
@@ -95,7 +95,7 @@ class PhoneRefused(DeviceError):
 
     def __init__(self, serial: str, what: str, complaint: str) -> None:
         super().__init__(
-            f"The phone {serial} cannot {what}: {complaint.strip() or 'it does not say why'}.",
+            f"The phone {serial} cannot {what}: {complaint.strip() or 'no reason'}.",
             "Its shell user needs /data/local/tmp, with room for 100 MB, and the programs of Android 8 or later.",
             serial=serial,
             what=what,
@@ -112,7 +112,7 @@ class OwnRunnerFailed(DeviceError):
     def __init__(self, serial: str, command: str, why: str) -> None:
         super().__init__(
             f"The runner {command} on the phone {serial} does not work: {why.rstrip('.')}.",
-            "Put it there, executable, with `adb push`; without --phone-runner the farm's own is used.",
+            "Put it there, executable, with `adb push`; without --phone-runner the farm's runner is used.",
             serial=serial,
             command=command,
             why=why,
@@ -127,8 +127,8 @@ class PhoneStorageDamaged(DeviceError):
 
     def __init__(self, serial: str, files: str) -> None:
         super().__init__(
-            f"The phone {serial} does not keep what is written to it: {files}.",
-            "Look at its storage: `adb shell df /data` and `adb shell dmesg`.",
+            f"The phone {serial} loses what is written to it: {files}.",
+            "Check its storage: `adb shell df /data` and `adb shell dmesg`.",
             serial=serial,
             files=files,
         )
@@ -142,7 +142,7 @@ class RunnerNotConfined(DeviceError):
 
     def __init__(self, active: Sequence[str]) -> None:
         super().__init__(
-            f"The runner on the phone must be confined by seccomp, and is confined by {', '.join(active) or 'nothing'} only.",
+            f"The runner on the phone must be confined by seccomp, but is confined by {', '.join(active) or 'nothing'} only.",
             "Build a new bundle with `etfarm bundle build`, or start the agent without --require-jail.",
             active=",".join(active),
         )

@@ -31,7 +31,7 @@ _TOOLS: Final = {
 """Python packages without which a recipe's provider loads but compilation fails, by the prefix of the recipe's name."""
 
 _NOT_HERE: Final = {
-    "qnn": "Qualcomm's AI Engine Direct SDK, which no package registry has",
+    "qnn": "Qualcomm's AI Engine Direct SDK, which is not in any package registry",
     "arm_vgf": "Arm's ML SDK for Vulkan (its model converter)",
 }
 

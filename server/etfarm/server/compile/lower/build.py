@@ -95,7 +95,9 @@ def export_recipe(recipe: Recipe, methods: Sequence[str]) -> ExportRecipe:
         names = " and ".join(part.name for part in recipe.parts)
         why = first_line(error).removeprefix("Cannot combine recipes").removeprefix(":").strip()
         raise BadCombination(
-            f"{names} cannot be combined: ExecuTorch finds {why}.", "Leave one out, or say it once in [edge].", recipes=names
+            f"{names} cannot be combined: ExecuTorch reports {why}.",
+            "Leave one out, or set the option once in [edge].",
+            recipes=names,
         ) from error
     built.name = recipe.name
     _apply_partitioners(recipe, methods, built)

@@ -81,7 +81,7 @@ def _coreml_partitioner(arguments: Arguments) -> Any:
     return CoreMLPartitioner(
         compile_specs=CoreMLBackend.generate_compile_specs(**options),
         lower_full_graph=bool(lower_full_graph),
-        # Core ML supports state since iOS 18; the provider of Core ML's recipes decides in the same way.
+        # Core ML supports state since iOS 18; the provider of Core ML's recipes decides likewise.
         take_over_mutable_buffer=target is None or target >= ios18,
     )
 

@@ -30,8 +30,8 @@ class ExternalConstantsClash(UserError):
 
     def __init__(self, constant: str, first: str, second: str) -> None:
         super().__init__(
-            f"The constant {constant} is another one in {first} than in {second}, and a data file knows constants by name only: "
-            "one of them would be read for both.",
+            f"The constant {constant} differs between {first} and {second}, but a data file identifies constants by name only: "
+            "both methods would read the same one.",
             "Name the methods' modules differently (wrap each in a module with its own attribute), or leave out "
             "external_constants.",
             stage="TO_EXECUTORCH", constant=constant, methods=f"{first},{second}",
@@ -270,8 +270,9 @@ def _check_replacement(name: str, stage: Any) -> None:
     wanted = ExecutorchProgramManager if name == "TO_EXECUTORCH" else EdgeProgramManager
     if not isinstance(result, wanted):
         raise StageFailed(
-            name, "TypeError", f"the plug-in's stage {type(stage).__name__} gave {type(result).__name__}, not {wanted.__name__}",
-            "Its run() must keep a PipelineArtifact of what the replaced stage gives.",
+            name, "TypeError", f"the plug-in's stage {type(stage).__name__} returned {type(result).__name__}, not "
+            f"{wanted.__name__}",
+            "Its run() must store a PipelineArtifact of the same type as the replaced stage's.",
         )  # fmt: skip
 
 

@@ -35,7 +35,7 @@ class PluginFailed(ToolchainIncomplete):
         FarmError.__init__(
             self,
             f"This server cannot use {name}: {missing}.",
-            "Tell the server's owner, or use another; the job's log has all that the plug-in raised.",
+            "Tell the server's owner, or use another plug-in. The job's log has the plug-in's traceback.",
             recipe=name, missing=missing,
         )  # fmt: skip
 
@@ -76,7 +76,7 @@ def recipe(name: str, arguments: Mapping[str, object]) -> Any:
     _check_arguments(name, _load(point), arguments)
     result = _call(point, dict(arguments))
     if not isinstance(result, ExportRecipe):
-        raise PluginFailed(name, f"{_display_name(point)} gave {type(result).__name__} and no ExportRecipe")
+        raise PluginFailed(name, f"{_display_name(point)} returned {type(result).__name__}, not an ExportRecipe")
     return result
 
 
@@ -104,10 +104,10 @@ def stage(name: str, replaced: str) -> Any:
     point = _find_entry_point(STAGES, name)
     result = _call(point, {})
     if not isinstance(result, Stage):
-        raise PluginFailed(name, f"{_display_name(point)} gave {type(result).__name__} and no Stage")
+        raise PluginFailed(name, f"{_display_name(point)} returned {type(result).__name__}, not a Stage")
     kind = getattr(result.stage_type, "name", str(result.stage_type))
     if kind != replaced:
-        allowed = f"a plug-in's stage that replaces it, and {_display_name(point)} replaces {kind}"
+        allowed = f"a plug-in's stage that replaces it, but {_display_name(point)} replaces {kind}"
         raise BadRecipeField(f"[replace] {replaced}", name, allowed)
     return result
 
@@ -149,7 +149,7 @@ def _check_arguments(name: str, factory: Any, arguments: Mapping[str, object]) -
     for argument, parameter in parameters.items():
         variable = parameter.kind in (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
         if parameter.default is parameter.empty and argument not in arguments and not variable:
-            raise BadRecipeArgument(name, argument, None, "what the plug-in takes, which has no default for it")
+            raise BadRecipeArgument(name, argument, None, "a value that the plug-in accepts (it has no default)")
 
 
 def _failure(point: EntryPoint, what: str, error: Exception) -> Exception:

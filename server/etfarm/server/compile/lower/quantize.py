@@ -91,8 +91,10 @@ def quantize(program: Any, recipe: Any, name: str, method: str, calibration: Seq
         StageFailed: the recipe requires quantization-aware training.
     """
     if recipe.is_qat:
-        why = f"recipe {name} trains while it quantizes, and {method} arrives as an exported program"
-        raise StageFailed("QUANTIZE", "QuantizationAwareTraining", why, "Train it before, or use a recipe that calibrates only.")
+        why = f"recipe {name} trains while it quantizes, but {method} is an exported program"
+        raise StageFailed(
+            "QUANTIZE", "QuantizationAwareTraining", why, "Train the model first, or use a recipe that only calibrates."
+        )
     stage = QuantizeStage(recipe)
     # check_inputs checks the guards; as a submodule they would break prepare_pt2e.
     captured = stage._apply_passes(program.module(check_guards=False), recipe.pre_prepare_passes)

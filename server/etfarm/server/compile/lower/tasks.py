@@ -69,13 +69,13 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
             if not calibration and quantize.is_static(modules[method]):
                 _warn(
                     result["warnings"], "FEW_CALIBRATION_INPUTS",
-                    f"{method} was calibrated with one input; eight or more give int8 its accuracy. "
-                    "Give the model calibration inputs.",
+                    f"{method} was calibrated with one input; int8 needs eight or more to be accurate. "
+                    "Give more calibration inputs.",
                 )  # fmt: skip
         if not modules:
             raise failures[0] if failures else QuantizedNothing(name, " or ".join(programs))
         for failure in failures:
-            _warn(result["warnings"], failure.reason, f"{failure.message} It stays as it is.")
+            _warn(result["warnings"], failure.reason, f"{failure.message} The method stays as it is.")
     with stages.stage("TORCH_EXPORT") as times:
         for method in sorted(programs):
             file = folder / f"{method}.pt2"
@@ -210,7 +210,7 @@ def _load(models: Mapping[str, Path], folder: Path, operators: Operators) -> dic
     programs = {}
     for method, path in sorted(models.items()):
         if not method.isidentifier():
-            raise ValueError(f"{method!r} is no method's name")
+            raise ValueError(f"{method!r} is not a valid method name")
         subfolder = folder / f"load-{len(list(folder.glob('load-*')))}"
         subfolder.mkdir()
         programs[method] = loading.load(path, subfolder, operators)
@@ -267,7 +267,7 @@ def _add_footprint(lowered: lowering.Lowered, result: LowerResult) -> None:
         result["modules"] = footprint.of_program(lowered.manager, lowered.graphs)
     except Exception as error:  # noqa: BLE001 - the program is complete; results of plug-ins may not be readable here
         traceback.print_exc()
-        _warn(result["warnings"], "FOOTPRINT_FAILED", f"What each module takes is not known: {first_line(error)}.")
+        _warn(result["warnings"], "FOOTPRINT_FAILED", f"The sizes of the modules are unknown: {first_line(error)}.")
 
 
 def _save_etrecord(lowered: lowering.Lowered, exported: Mapping[str, Any], folder: Path, result: LowerResult) -> None:

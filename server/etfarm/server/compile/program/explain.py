@@ -182,13 +182,13 @@ def _combine(stage: str, match: re.Match[str], text: str, programs: Programs) ->
 
 
 def _passed_through(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    why = f"XNNPACK gives a value out once, and {match[1]} leaves it twice or unchanged (a buffer's new value that is an output)"
-    remedy = "Return a value of its own (self.count * 1), or give the method no partitioners in a recipe file."
+    why = f"XNNPACK returns a value once, but {match[1]} is returned twice or unchanged (a buffer's new value that is an output)"
+    remedy = "Return a copy (self.count * 1), or give the method no partitioners in a recipe file."
     return StageFailed(stage, "RuntimeError", f"{why}.", remedy)
 
 
 def _decomposed_linear(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    why = "XNNPACK cannot take a linear with an input of more than two dims once TO_EDGE has decomposed it"
+    why = "XNNPACK does not support a linear with an input of more than two dims once TO_EDGE has decomposed it"
     return StageFailed(stage, "RuntimeError", f"{why}.", "Use TO_EDGE_TRANSFORM_AND_LOWER, which keeps such operators whole.")
 
 
@@ -200,8 +200,8 @@ def _stack_traces(stage: str, match: re.Match[str], text: str, programs: Program
 
 def _no_output(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     empty = [name for name, program in programs.items() if not any(_outputs_present(program))]
-    method = f"{', '.join(empty)} gives" if empty else "a method gives"
-    return StageFailed(stage, "InternalError", f"{method} nothing out, and a program needs an output.", "Return a tensor.")
+    method = f"{', '.join(empty)} returns" if empty else "a method returns"
+    return StageFailed(stage, "InternalError", f"{method} nothing, but a program needs an output.", "Return a tensor.")
 
 
 def _outputs_present(program: Any) -> Iterable[bool]:
@@ -210,14 +210,16 @@ def _outputs_present(program: Any) -> Iterable[bool]:
 
 
 def _small_groups(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    why = f"XNNPACK takes 4-bit weights in groups of 32 or a multiple, and a linear of the model has groups of {match[1]}"
-    remedy = "Give each nn.Linear inputs that 32 divides, and group_size 32 or more; or use a pt2e recipe."
+    why = f"XNNPACK takes 4-bit weights in groups of a multiple of 32, but a linear of the model has groups of {match[1]}"
+    remedy = "Make each nn.Linear's in_features a multiple of 32 and group_size 32 or more; or use a pt2e recipe."
     return StageFailed(stage, "AssertionError", f"{why}.", remedy)
 
 
 def _number_too_large(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     why = "a number of the program does not fit its file format, which has 32 bits for sizes of a delegate's tensors"
-    return StageFailed(stage, "CalledProcessError", f"{why}.", "Give dynamic dims maximums that inputs will really have.")
+    return StageFailed(
+        stage, "CalledProcessError", f"{why}.", "Lower the maximums of dynamic dims to sizes that inputs really have."
+    )
 
 
 def _training_mode(stage: str, name: str, programs: Programs) -> EtfarmError:

@@ -73,7 +73,7 @@ def tensor_records(name: str, data: bytes) -> Records:
         # The archive stays open as long as its reader exists.
         return _records(zipfile.ZipFile(io.BytesIO(data)), len(data))
     except (zipfile.BadZipFile, EOFError, struct.error, NotImplementedError, UnicodeDecodeError, NotAPt2):
-        raise UnsafeModel("NOT_WEIGHTS_ONLY", name, "is no torch.save file, so it would be unpickled") from None
+        raise UnsafeModel("NOT_WEIGHTS_ONLY", name, "is not a torch.save file, so it would be unpickled") from None
 
 
 def _records(archive: zipfile.ZipFile, size: int) -> Records:
@@ -84,7 +84,8 @@ def _records(archive: zipfile.ZipFile, size: int) -> Records:
     _check_places(members, size)
     if any(member.filename == "serialized_exported_program.json" for member in members):
         raise NotAPt2(
-            "it is of a torch before 2.8, or the edge-dialect program of executorch.exir.serde, and ATen dialect is wanted"
+            "it was written by a torch before 2.8, or is an edge-dialect program of executorch.exir.serde; an "
+            "ATen-dialect program is required"
         )
     root = members[0].filename.partition("/")[0] + "/"
     seen: set[str] = set()
@@ -94,18 +95,18 @@ def _records(archive: zipfile.ZipFile, size: int) -> Records:
         name = member.filename
         inner = name.removeprefix(root)
         if len(name) > MAX_NAME or not name.isprintable() or member.orig_filename != name:
-            raise UnsafeModel("AMBIGUOUS_ZIP", _escape(name), "is no name of a member")
+            raise UnsafeModel("AMBIGUOUS_ZIP", _escape(name), "is not a valid member name")
         if not name.startswith(root) or not inner or ".." in inner.split("/") or "\\" in name or "\0" in name:
-            raise UnsafeModel("AMBIGUOUS_ZIP", _escape(name), f"does not lie in {_escape(root)}")
+            raise UnsafeModel("AMBIGUOUS_ZIP", _escape(name), f"is not in {_escape(root)}")
         if inner.lower() in seen:
-            raise UnsafeModel("AMBIGUOUS_ZIP", _escape(name), "is there twice")
+            raise UnsafeModel("AMBIGUOUS_ZIP", _escape(name), "occurs twice")
         if member.compress_type != _ONLY_STORED or member.file_size != member.compress_size:
-            raise UnsafeModel("AMBIGUOUS_ZIP", _escape(name), "is packed, which torch never does")
+            raise UnsafeModel("AMBIGUOUS_ZIP", _escape(name), "is compressed, which torch never does")
         if member.flag_bits & 0x1:
             raise UnsafeModel("AMBIGUOUS_ZIP", _escape(name), "is encrypted")
         total += member.file_size
         if total > min(MAX_BYTES, size):
-            raise UnsafeModel("TOO_LARGE", _escape(name), "says that it is larger than the file")
+            raise UnsafeModel("TOO_LARGE", _escape(name), "claims to be larger than the file")
         seen.add(inner.lower())
         sizes[inner] = member.file_size
 
@@ -128,7 +129,7 @@ def _check_places(members: list[zipfile.ZipInfo], size: int) -> None:
     ends = [member.header_offset for member in ordered[1:]] + [size]
     for member, end in zip(ordered, ends, strict=True):
         if member.header_offset + _LOCAL_HEADER_BYTES + member.compress_size > size:
-            raise UnsafeModel("TOO_LARGE", _escape(member.filename), "says that it is larger than the file")
+            raise UnsafeModel("TOO_LARGE", _escape(member.filename), "claims to be larger than the file")
         if member.header_offset + _LOCAL_HEADER_BYTES + member.compress_size > end:
             raise UnsafeModel("AMBIGUOUS_ZIP", _escape(member.filename), "shares bytes with another member")
 
@@ -170,7 +171,7 @@ def _check_directory(file: BinaryIO, size: int) -> None:
         end = size - len(ends)
         # torch's reader follows the locator; Python's reader uses the record right before it.
         if struct.unpack("<Q", ends[64:72])[0] != end:
-            raise UnsafeModel("AMBIGUOUS_ZIP", "its zip64 locator", "points somewhere else than at the record before it")
+            raise UnsafeModel("AMBIGUOUS_ZIP", "its zip64 locator", "does not point at the record before it")
     if start + length != end:
         raise NotAPt2("its zip directory cannot be found")
     if length > MAX_DIRECTORY_BYTES:
@@ -187,5 +188,5 @@ def _check_ends(head: bytes, tail: bytes, where: str = "") -> None:
     if head == b"PK\x03\x04" and tail[:4] == b"PK\x05\x06" and tail[-2:] == b"\0\0":
         return
     if where:
-        raise UnsafeModel("NOT_WEIGHTS_ONLY", where, "is no torch.save file, so it would be unpickled")
-    raise NotAPt2("it is no zip, or not a whole one")
+        raise UnsafeModel("NOT_WEIGHTS_ONLY", where, "is not a torch.save file, so it would be unpickled")
+    raise NotAPt2("it is not a zip file, or is cut off")

@@ -11,7 +11,9 @@ class NotAPt2(UserError):
     reason = "NOT_A_PT2"
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"The model is no .pt2: {why}.", 'Write one with torch.export.save(program, "model.pt2").', why=why)
+        super().__init__(
+            f"The model is not a valid .pt2: {why}.", 'Write one with torch.export.save(program, "model.pt2").', why=why
+        )
 
 
 class Pt2OfAnotherTorch(UserError):
@@ -39,7 +41,7 @@ class NotAPte(UserError):
     reason = "NOT_A_PTE"
 
     def __init__(self, why: str) -> None:
-        super().__init__(f"The program is no .pte: {why}.", "Export it again with ExecuTorch 1.x.", why=why)
+        super().__init__(f"The program is not a valid .pte: {why}.", "Export it again with ExecuTorch 1.x.", why=why)
 
 
 class TruncatedProgram(UserError):
@@ -49,7 +51,7 @@ class TruncatedProgram(UserError):
 
     def __init__(self, needed_bytes: int, size_bytes: int) -> None:
         super().__init__(
-            f"The program has {size_bytes} bytes, and its header says {needed_bytes}.",
+            f"The program has {size_bytes} bytes, but its header says {needed_bytes}.",
             "Copy or export it again.",
             needed_bytes=needed_bytes,
             size_bytes=size_bytes,
@@ -90,7 +92,7 @@ class OperatorNotAllowed(UnsafeModel):
         listed = ".".join(filter(None, (namespace, name, overload)))
         super().__init__(
             "OPERATOR_NOT_ALLOWED", where, f"uses the operator {namespace}::{name}, which is not on the server's list",
-            "Decompose it before the export (program.run_decompositions()). If it does nothing but compute, the server's owner "
+            "Decompose it before the export (program.run_decompositions()). If it only computes, the server's owner "
             f"can add the line {listed} to a file for `etfarm serve --allow-operators FILE`.",
         )  # fmt: skip
         self.metadata["operator"] = listed

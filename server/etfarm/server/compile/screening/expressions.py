@@ -46,8 +46,8 @@ class EdgeDialectProgram(UserError):
 
     def __init__(self, what: str) -> None:
         super().__init__(
-            f"The model is an edge-dialect program, which to_edge or a stage after it made ({what}), and was not loaded.",
-            "Give the ATen-dialect program that it was lowered from, as torch.export.export gives it; the farm lowers it.",
+            f"The model is an edge-dialect program, the output of to_edge or a later stage ({what}), and was not loaded.",
+            "Give the ATen-dialect program that it was lowered from, as torch.export.export returns it; the farm lowers it.",
             what=what,
         )  # fmt: skip
 

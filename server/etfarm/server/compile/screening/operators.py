@@ -98,12 +98,12 @@ def _of_file(file: Path) -> list[Added]:
         with file.open("rb") as opened:
             data = opened.read(MAX_LIST_BYTES + 1)
         if len(data) > MAX_LIST_BYTES:
-            raise BadOperators(f"{file} must be at most {MAX_LIST_BYTES} bytes.", "Name one operator a line.")
+            raise BadOperators(f"{file} must be at most {MAX_LIST_BYTES} bytes.", "List one operator per line.")
         lines = data.decode().splitlines()
     except OSError as error:
         raise BadOperators(f"The list of operators {file} cannot be read: {error.strerror}.", "Check its path.") from None
     except UnicodeDecodeError:
-        raise BadOperators(f"The list of operators {file} is not text.", "Name one operator a line.") from None
+        raise BadOperators(f"The list of operators {file} is not text.", "List one operator per line.") from None
     names = [line.partition("#")[0].strip() for line in lines]
     for name in filter(None, names):
         _require_operator(name, str(file))
@@ -113,6 +113,6 @@ def _of_file(file: Path) -> list[Added]:
 def _require_operator(name: str, where: str) -> None:
     if not _NAME.fullmatch(name) and not _HIGHER_ORDER.fullmatch(name):
         raise BadOperators(
-            f"{where} allows {name[:100]!r}, which is no operator's name.",
+            f"{where} allows {name[:100]!r}, which is not an operator name.",
             "Name it like aten.add.Tensor: the namespace, the name, and the overload or `default`.", operator=name[:100],
         )  # fmt: skip

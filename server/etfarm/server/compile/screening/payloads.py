@@ -31,16 +31,16 @@ def check(name: str, config: object, sizes: Mapping[str, int]) -> None:
         UnsafeModel: a tensor is a pickle or an object, or exceeds its member.
     """
     if not isinstance(config, dict) or not isinstance(config.get("config"), dict):
-        raise NotAPt2(f"{name} is no payload config")
+        raise NotAPt2(f"{name} is not a payload config")
     folder = name.rpartition("/")[0]
     for payload in config["config"].values():
         if not isinstance(payload, dict):
-            raise NotAPt2(f"{name} is no payload config")
+            raise NotAPt2(f"{name} is not a payload config")
         if payload.get("use_pickle"):
             raise UnsafeModel("PICKLED_WEIGHTS", name, "has tensors of a subclass, which are unpickled")
         file = payload.get("path_name")
         if not isinstance(file, str) or not file.startswith(("weight_", "tensor_")) or "/" in file:
-            raise UnsafeModel("CODE_CONSTANT", name, f"names {str(file)[:80]!r}, which is no plain tensor")
+            raise UnsafeModel("CODE_CONSTANT", name, f"names {str(file)[:80]!r}, which is not a plain tensor")
         meta = payload.get("tensor_meta")
         if not isinstance(meta, dict):
             raise NotAPt2(f"{name} has no tensor_meta for {file[:80]}")
@@ -72,5 +72,5 @@ def _ints(name: str, values: object) -> list[int]:
         raise NotAPt2(f"{name} has a tensor without sizes, strides and an offset")
     numbers = [value.get("as_int") if isinstance(value, dict) and len(value) == 1 else None for value in values]
     if any(isinstance(number, bool) or not isinstance(number, int) or not 0 <= number < 1 << 62 for number in numbers):
-        raise NotAPt2(f"{name} has a size, a stride or an offset that is no plain number")
+        raise NotAPt2(f"{name} has a size, a stride or an offset that is not a plain number")
     return [number for number in numbers if isinstance(number, int)]

@@ -50,6 +50,6 @@ def check(data: bytes, where: str) -> None:
             if opcode.name == "GLOBAL" and not _GLOBALS.fullmatch(str(argument)):
                 raise UnsafeModel("NOT_WEIGHTS_ONLY", where, f"would call {str(argument)[:100]!r}")
     except (ValueError, UnicodeDecodeError, IndexError) as error:
-        raise UnsafeModel("NOT_WEIGHTS_ONLY", where, f"is no whole pickle ({str(error)[:80]})") from None
+        raise UnsafeModel("NOT_WEIGHTS_ONLY", where, f"is not a complete pickle ({str(error)[:80]})") from None
     if end + 1 != len(data):
-        raise UnsafeModel("NOT_WEIGHTS_ONLY", where, "goes on after its pickle's end")
+        raise UnsafeModel("NOT_WEIGHTS_ONLY", where, "continues after the end of its pickle")

@@ -10,7 +10,7 @@ child, whose memory is limited, screens everything with `screen_pt2` and `screen
 - `opaque_obj_*` and `custom_obj_*` constants are unpickled; AOTInductor's members are shared objects that are loaded.
 - `expr_str` is passed to sympy's sympify, `guards_code` to exec: see `expressions`.
 - node targets, and operators as arguments, are looked up with getattr from `torch` and `operator`: only those on the list
-  pass, at every depth of the graph (see `operators`). `source_fn_stack` is looked up in the same way: only plain paths pass.
+  pass, at every depth of the graph (see `operators`). `source_fn_stack` is looked up likewise: only plain paths pass.
 - treespecs import modules for enums and default factories: see `expressions.check_tree`.
 - names of nodes, arguments and parameters are pasted into the Python source that torch.fx generates and executes.
 
@@ -108,7 +108,7 @@ def screen_records(
         if needed not in names:
             raise NotAPt2(f"it has no {needed}")
     if records.sizes.get("archive_format", 3) != 3 or records.read("archive_format") != b"pt2":
-        raise NotAPt2("its archive_format is another")
+        raise NotAPt2("its archive_format is not pt2")
     parsed = [(name, screen) for name in records.names if (screen := _select_screen(name)) is not None]
     if at_most_bytes is not None and sum(records.sizes[name] for name, _ in parsed) > at_most_bytes:
         return
@@ -157,7 +157,7 @@ def _select_screen(name: str) -> _Screen | None:
     folder, _, file = name.rpartition("/")
     if folder == "models":
         if not file.endswith(".json"):
-            raise UnsafeModel("UNKNOWN_MEMBER", name, "is no exported program's JSON")
+            raise UnsafeModel("UNKNOWN_MEMBER", name, "is not the JSON of an exported program")
         return _screen_program
     if folder == "data/sample_inputs":
         return _screen_samples
@@ -199,7 +199,7 @@ def _screen_payloads(name: str, records: Records, opened: Opened, rules: _Rules)
 def _screen_program(name: str, records: Records, opened: Opened, rules: _Rules) -> None:
     program = _parse_json(name, records)
     if not isinstance(program, dict) or not isinstance(program.get("graph_module"), dict):
-        raise NotAPt2(f"{name} is no exported program")
+        raise NotAPt2(f"{name} is not an exported program")
     target = partial(expressions.check_target, allowed=rules.allowed)
     checks: dict[str, _Check] = {**_CHECKS, "target": target, "as_operator": target}
     parsed = set()
@@ -309,5 +309,5 @@ def _parse_json(name: str, records: Records) -> object:
         # Decoded first, as torch does; json would guess the encoding of bytes.
         parsed: object = json.loads(data.decode())
     except (ValueError, RecursionError) as error:
-        raise NotAPt2(f"{name} is no JSON ({error})") from None
+        raise NotAPt2(f"{name} is not JSON ({error})") from None
     return parsed

@@ -289,7 +289,7 @@ def _compare(
     check = _host_check(method, trial, ran=True)
     checked.checks.append(check)
     if len(expected) != len(outputs):
-        check["why"] = f"it gave {len(outputs)} outputs where the model gives {len(expected)}"
+        check["why"] = f"it returned {len(outputs)} outputs, but the model returns {len(expected)}"
         checked.warn("OUTPUTS_DIFFER", f"{method} on the server{_where(trial)}: {check['why']}.")
         return
     differences = [difference(v.name or str(i), v, actual) for i, (v, actual) in enumerate(zip(expected, outputs, strict=True))]
@@ -298,7 +298,7 @@ def _compare(
     if not problems:
         return
     if _is_random(original, trial, expected):
-        check["why"] = "the model gives other outputs each time it is run"
+        check["why"] = "the model returns other outputs each time it runs"
         checked.warn("NOT_COMPARED", f"{method} was not compared with eager PyTorch: {check['why']}.")
     elif program.quantized:
         checked.warn(
@@ -309,7 +309,7 @@ def _compare(
     else:
         checked.warn(
             "OUTPUTS_DIFFER",
-            f"{method} computes something else than eager PyTorch{_where(trial)}: {'; '.join(problems)}. Compile it with the "
+            f"{method} gives other results than eager PyTorch{_where(trial)}: {'; '.join(problems)}. Compile it with the "
             "recipe portable too: if that agrees, the backend is the reason.",
         )
 
@@ -325,7 +325,7 @@ def _find_problem(output: Difference, *, quantized: bool) -> str:
     if quantized:
         if output.is_constant or db is None or db >= QUANTIZED_DB:
             return ""
-        return f"{reported['output']} has {db:.1f} dB, and {QUANTIZED_DB:g} dB is little already"
+        return f"{reported['output']} has {db:.1f} dB, less than the {QUANTIZED_DB:g} dB that quantization should keep"
     error = reported["max_abs_error"] or 0.0
     if reported["equal"] or error <= _ROUNDING:
         return ""

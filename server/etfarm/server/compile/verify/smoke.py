@@ -36,7 +36,7 @@ _CODES = {
     0x12: "an operator refused its arguments", 0x13: "an operator refused a type", 0x14: "an operator has no kernel",
     0x20: "not found", 0x21: "out of planned memory", 0x22: "access failed", 0x23: "invalid program",
     0x25: "out of resources", 0x30: "incompatible delegate", 0x31: "a delegate ran out of memory",
-    0x32: "a delegate could not be made",
+    0x32: "a delegate could not be created",
 }  # fmt: skip
 """Descriptions of executorch::runtime::Error. Source: executorch/runtime/core/error.h."""
 
@@ -131,7 +131,7 @@ class SmokeRunner:
             traceback.print_exc()
         text = _read_log(log)
         if not line:
-            return Outcome(False, run.method, "the process that tries programs is gone", text or _read_log(self._log))
+            return Outcome(False, run.method, "the process that tries programs has ended", text or _read_log(self._log))
         answer = json.loads(line)
         out_of_memory = is_out_of_memory(RuntimeError(f"{answer.get('error', '')}\n{text}"))
         if answer["ran"]:

@@ -157,7 +157,7 @@ class Dispatch:
             return
         attempt = cell.attempts[-1]
         if not self._attempts.has_answer(attempt.id):
-            self.abandon(cell, "nobody waits for it any more")
+            self.abandon(cell, "the attempt's result is no longer needed")
             return
         if self._is_last(attempt.id, cell):
             self._attempts.acknowledge(attempt.id, attempt.device_id)

@@ -150,7 +150,7 @@ class Groups:
         for run, _ in group.arrived:
             names = [_name(cell) for cell in run.job.cells if cell.id in missing]
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            self._on_wait(run, f"{names[0]}{more}, with which it takes turns, is not compiled yet")
+            self._on_wait(run, f"{names[0]}{more}, which it is interleaved with, is not compiled yet")
 
     async def _lead(self, leader: CellRun, turn: Turn) -> None:
         failure: Exception | None = None

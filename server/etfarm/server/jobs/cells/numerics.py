@@ -71,7 +71,7 @@ class NumericsPrograms:
         try:
             self._take(run, await self._compiler.get(run.cell.numerics_compilation_key))
         except CompilationNotFound:
-            _warn(run, "It failed on an earlier server, which kept no reason.")
+            _warn(run, "It failed on an earlier version of the server, which did not store the reason.")
 
     def _is_wanted(self, run: CellRun) -> bool:
         if not run.job.spec.measurement.numerics:
@@ -81,7 +81,10 @@ class NumericsPrograms:
             return False
         compilation = run.compilation
         if run.cell.method not in run.job.spec.inputs and compilation and run.cell.method not in compilation.example_inputs:
-            _warn(run, "The model has no example inputs, and what a runner makes up is not known on the host. Give --inputs.")
+            _warn(
+                run,
+                "The model has no example inputs, and the host does not know the inputs that a runner generates. Give --inputs.",
+            )
             return False
         return True
 
@@ -90,7 +93,7 @@ class NumericsPrograms:
         if compilation.HasField("error"):
             _warn(run, str(from_proto(compilation.error)))
         elif not compilation.HasField("etrecord"):
-            _warn(run, "It came without an ETRecord, which tells its operators.")
+            _warn(run, "It was uploaded without an ETRecord, which lists its operators.")
         else:
             run.numerics = compilation
 

@@ -111,7 +111,7 @@ def check_candidate(result: agent_pb2.CandidateResult, plan: Plan, path: Callabl
         return
     if plan.measurement is None:
         if result.HasField("samples"):
-            raise ImplausibleResult("it has samples of a measurement, and the job asked for none")
+            raise ImplausibleResult("it has samples of a measurement that the job did not request")
         return
     _check_counts(result, plan.measurement)
     _check_samples(result, plan, path(result.samples.digest))
@@ -155,7 +155,7 @@ def _check_counts(result: agent_pb2.CandidateResult, measurement: job_pb2.Measur
         raise ImplausibleResult(f"its timed pass ended for the reason {result.stop_reason[:40]!r}, which does not exist")
     max_samples = measurement.max_samples if measurement.HasField("max_samples") else MAX_SAMPLES
     if not 1 <= result.iterations <= max_samples:
-        raise ImplausibleResult(f"{result.iterations:,} timed iterations were measured where 1 to {max_samples:,} may be")
+        raise ImplausibleResult(f"{result.iterations:,} timed iterations were measured; 1 to {max_samples:,} are possible")
     if result.samples.size_bytes != _SAMPLE_BYTES * result.iterations:
         raise ImplausibleResult(f"{result.iterations:,} iterations have {result.samples.size_bytes:,} bytes of samples")
     if result.blocks and sum(block.samples for block in result.blocks) != result.iterations:
@@ -163,10 +163,12 @@ def _check_counts(result: agent_pb2.CandidateResult, measurement: job_pb2.Measur
     if result.stop_reason == "ENOUGH":
         requested = measurement.iterations if measurement.HasField("iterations") else 1
         if result.iterations < requested:
-            raise ImplausibleResult(f"{result.iterations:,} iterations were called enough where {requested:,} were asked for")
+            raise ImplausibleResult(f"{result.iterations:,} iterations were reported as enough, but {requested:,} were requested")
         min_time_s = measurement.min_time_s if measurement.HasField("min_time_s") else 0.0
         if result.duration_ns < min_time_s * 1e9 * (1 - CLOCK_TOLERANCE):
-            raise ImplausibleResult(f"{result.duration_ns / 1e9:.3g} s were called enough where {min_time_s:g} s were asked for")
+            raise ImplausibleResult(
+                f"{result.duration_ns / 1e9:.3g} s were reported as enough, but {min_time_s:g} s were requested"
+            )
 
 
 def _check_samples(result: agent_pb2.CandidateResult, plan: Plan, path: Path) -> None:
@@ -191,7 +193,7 @@ def _check_samples(result: agent_pb2.CandidateResult, plan: Plan, path: Path) ->
     max_gap_ns = _PYTHON_GAP_NS if result.runner.kind == "python" else _GAP_NS
     max_between_ns = result.iterations * (max_gap_ns + _COPY_NS_PER_BYTE * plan.planned_bytes) + _STALL * total_ns + _STALL_NS
     if result.duration_ns - total_ns > max_between_ns:
-        raise ImplausibleResult(f"its samples take {total_ns / 1e9:.3g} s only of a pass of {result.duration_ns / 1e9:.3g} s")
+        raise ImplausibleResult(f"its samples take only {total_ns / 1e9:.3g} s of a pass of {result.duration_ns / 1e9:.3g} s")
     if 2 * below_least > result.iterations:
         raise ImplausibleResult(f"more than half of its iterations take less than {LEAST_MEDIAN_NS} ns")
 

@@ -83,7 +83,7 @@ class Results:
             async with asyncio.timeout(overdue_s):
                 answer = await self._runs.result(attempt.id)
         except TimeoutError:
-            raise AttemptOverdue(f"The agent gave no result within {overdue_s:g} s.", device=attempt.device_id) from None
+            raise AttemptOverdue(f"The agent sent no result within {overdue_s:g} s.", device=attempt.device_id) from None
         if answer.HasField("error"):
             raise from_proto(answer.error)
         plan = self._plan(cell_runs)
@@ -111,7 +111,7 @@ class Results:
         """Return a candidate's result, or the reason to reject it. The job's project holds the files of an accepted result."""
         cell_id = run.cell.id
         if candidate is None:
-            return ResultMissing(f"The agent's result has nothing of cell {cell_id}.", cell=cell_id)
+            return ResultMissing(f"The agent's result does not contain cell {cell_id}.", cell=cell_id)
         holder = self._runs.holder_of(run.cell.attempts[-1].id)
         project = run.job.project or DEFAULT_PROJECT
         own = [

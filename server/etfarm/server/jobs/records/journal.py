@@ -228,7 +228,9 @@ class Journal:
         with self._announcer.subscribe(job_id) as subscription:
             job, last = await self._database.read(partial(_job_and_last, job_id=job_id))
             if after > last:
-                raise SequenceUnknown(f"The job has {last} events, {after} is none of them.", "Watch from 0.", last=last)
+                raise SequenceUnknown(
+                    f"`after` must be 0 to {last}, the number of the job's events, got {after}.", "Watch from 0.", last=last
+                )
             seen = after
             while seen < last:
                 # A page may contain events after `last`, which happened in the meantime, including the end of the job.

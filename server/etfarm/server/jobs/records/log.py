@@ -53,7 +53,7 @@ class JobLog:
         text = text[:_LINE]
         self._characters[job_id] = characters + len(text)
         if number == MAX_LINES or characters + len(text) > MAX_CHARACTERS:
-            cell_id, source, text = "", "FARM", "The job's log is full: what follows is left out."
+            cell_id, source, text = "", "FARM", "The job's log is full: further lines are dropped."
         at = self._now()
         self._waiting.append({"job_id": job_id, "number": number, "at": at, "cell_id": cell_id, "source": source, "text": text})
         line = LogLine(number=number, cell_id=cell_id, source=source, text=text)

@@ -86,7 +86,11 @@ class ReportRecords:
         query = of_scope.where(schema.reports.c.id == report_id, scope.clause(jobs.project))
         body = await self._database.read(lambda connection: connection.execute(query).scalar())
         if body is None:
-            raise ReportNotFound(f"There is no report {report_id!r}.", "The reports of a job have their ids.", report=report_id)
+            raise ReportNotFound(
+                f"There is no report {report_id!r}.",
+                "`etfarm report show JOB --json -` lists the ids of a job's reports.",
+                report=report_id,
+            )
         return await asyncio.to_thread(report_pb2.Report.FromString, body)
 
     async def replace(self, job: Job, reports: Sequence[report_pb2.Report]) -> None:

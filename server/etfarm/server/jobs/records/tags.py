@@ -158,12 +158,12 @@ def tags_of(connection: Connection, job_id: str) -> Sequence[str]:
 def _check(tag: str) -> None:
     if not _TAG.match(tag):
         raise BadTag(
-            f"{tag[:80]!r} is no tag.",
+            f"{tag[:80]!r} is not a valid tag.",
             "Use letters, digits, dots, dashes and underscores, 64 at most, a letter or digit first.",
             tag=tag[:80],
         )
     if tag == LATEST or _JOB_ID.match(tag):
-        raise BadTag(f"{tag!r} stands for a job already.", "Choose another tag, for example baseline.", tag=tag)
+        raise BadTag(f"{tag!r} is reserved: it already selects a job.", "Choose another tag, for example baseline.", tag=tag)
 
 
 def _validate_owner(name: str, tag: Tag | None, caller: str, is_admin: bool) -> None:
@@ -173,5 +173,5 @@ def _validate_owner(name: str, tag: Tag | None, caller: str, is_admin: bool) -> 
         NotYours: the tag belongs to another user.
     """
     if tag is not None:
-        remedy = "Ask them or an admin, or choose another."
+        remedy = "Ask the owner or an admin, or choose another tag."
         require_owner(tag.owner, f"The tag {name!r}", caller, is_admin=is_admin, remedy=remedy, tag=name)

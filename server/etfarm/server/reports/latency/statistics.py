@@ -55,7 +55,7 @@ def read_samples(path: Path) -> NDArray[np.int64]:
     """
     data = path.read_bytes()
     if len(data) % 8:
-        raise BadSamples(f"The samples have {len(data)} bytes, no multiple of 8.", size_bytes=len(data))
+        raise BadSamples(f"The samples have {len(data)} bytes, which is not a multiple of 8.", size_bytes=len(data))
     samples = np.frombuffer(data, dtype="<i8").astype(np.int64, copy=False)
     if samples.size and samples.min() < 0:
         raise BadSamples(f"A sample is negative: {int(samples.min())} ns.", sample_ns=int(samples.min()))

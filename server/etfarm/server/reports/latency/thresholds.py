@@ -92,7 +92,7 @@ def read(path: Path) -> Thresholds:
     except OSError as error:
         raise BadThresholds(f"{path} cannot be read: {error.strerror}.", path=path) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise BadThresholds(f"{path} is no TOML: {error}.", path=path) from None
+        raise BadThresholds(f"{path} is not valid TOML: {error}.", path=path) from None
 
 
 def of_mapping(values: Mapping[str, object]) -> Thresholds:
@@ -108,13 +108,13 @@ def of_mapping(values: Mapping[str, object]) -> Thresholds:
             close = difflib.get_close_matches(name, known, 1)
             raise BadThresholds(
                 f"There is no threshold {name!r}.",
-                f"Did you mean {close[0]}?" if close else f"There are {', '.join(known)}.",
+                f"Did you mean {close[0]}?" if close else f"Thresholds: {', '.join(known)}.",
                 name=name,
             )
         # bool is a subclass of int.
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-            raise BadThresholds(f"{name} = {value!r} is no number from 0 on.", name=name)
+            raise BadThresholds(f"{name} must be a number of at least 0, got {value!r}.", name=name)
         if name == "min_samples" and not isinstance(value, int):
-            raise BadThresholds(f"{name} = {value!r} is no whole number.", name=name)
+            raise BadThresholds(f"{name} must be a whole number, got {value!r}.", name=name)
         chosen[name] = value
     return Thresholds(**chosen)  # type: ignore[arg-type]  # min_samples is an int, see above

@@ -60,7 +60,7 @@ def pair(references: list[Value], outputs: list[Value]) -> list[tuple[Value, Val
     """
     if len(references) != len(outputs):
         raise OutputsDoNotMatch(
-            f"The program gave {len(outputs)} outputs where the model gives {len(references)}.",
+            f"The program returned {len(outputs)} outputs, but the model returns {len(references)}.",
             outputs=len(outputs), expected=len(references),
         )  # fmt: skip
     return list(zip(references, outputs, strict=True))

@@ -67,7 +67,7 @@ def fill(
     Args:
         model: the program before quantization; None if it is not available.
         inputs: tensor file of the device's inputs.
-        given: the files of the numerics pass.
+        files: the files of the numerics pass.
         deadline_s: by time.monotonic(); nodes that the host has not reached by then have no row.
         warn: called with a code ANALYSIS_NUMERICS_... and a sentence for each part that is left out.
         screen: as in `reference.load`.
@@ -89,14 +89,14 @@ def fill(
     known = [recorded for recorded in recording.instructions if executed.get(recorded.instruction)]
     if 2 * len({id(output.group) for output in outputs}) < len(known):
         raise OtherExport(
-            f"The recorded values are of another program: most of the {len(known)} instructions gave another type or shape than "
+            f"The recorded values come from another program: most of the {len(known)} instructions gave another type "
+            "or shape than "
             "the graph does."
         )  # fmt: skip
     ran = [operator for group in executed.values() for operator in group]
     if unrecorded := sum(operator.is_bfloat16 for operator in ran):
-        message = (
-            f"{_NO_BFLOAT16}: {unrecorded} of {len(ran)} operators give such, and are compared with the next one that does not."
-        )
+        message = f"{_NO_BFLOAT16}: {unrecorded} of {len(ran)} operators produce them; each is compared at the next "
+        "operator that does not."
         warn("ANALYSIS_NUMERICS_BFLOAT16", message)
     leaves = tensors.decode(inputs.read_bytes())
     # Kernels are not to blame for quantization error, so they are judged against the quantized program if there is one.
@@ -136,7 +136,7 @@ def _recording(numerics: Numerics, method: str) -> Recording:
         return Recording(numerics.etdump, numerics.debug)
     except NothingRecorded as error:
         if any(operator.is_bfloat16 for operator in edge.read(numerics.etrecord, method).operators):
-            raise NothingRecorded(f"{_NO_BFLOAT16}, and the program gives no others.") from error
+            raise NothingRecorded(f"{_NO_BFLOAT16}, and the program produces no other values.") from error
         raise
 
 

@@ -110,7 +110,7 @@ class Observer:
 
     def __call__(self, node: Node, value: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         if time.monotonic() > self._deadline_s:
-            raise OutOfTime("the host has not run the whole graph in the time that the analysis has.")
+            raise OutOfTime("the host could not run the whole graph within the analysis's time limit.")
         self._learn(node, args, kwargs)
         for slot in self._slots.get(node.name, ()):
             if (candidates := _candidates(slot, value)) is not None:
@@ -133,7 +133,7 @@ class Observer:
             try:
                 result = node.target(*args, **kwargs)
             except _REFUSALS as error:
-                _LOG.warning("numerics: %s does not take what the device gave before it: %s", node.name, error)
+                _LOG.warning("numerics: %s refuses the device's values of its inputs: %s", node.name, error)
                 self._refuse(node)
             if writes:
                 self._values[node.all_input_nodes[0]] = result

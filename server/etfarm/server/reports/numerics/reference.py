@@ -113,7 +113,7 @@ def _check_count(program: ExportedProgram, inputs: Sequence[Value]) -> None:
     if spec is None or spec.num_leaves != len(inputs):
         wanted = 0 if spec is None else spec.num_leaves
         raise ReferenceNotRunnable(
-            f"The model takes {wanted} inputs and was run with {len(inputs)}.", inputs=len(inputs), expected=wanted
+            f"The model takes {wanted} inputs, but was run with {len(inputs)}.", inputs=len(inputs), expected=wanted
         )
 
 

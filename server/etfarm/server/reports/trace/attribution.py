@@ -109,8 +109,8 @@ def _undelegated(record: Record, program: Mapping[tuple[int, int], Instruction])
 def _why(graph: xnnpack.XGraph, lost: Set[int]) -> str:
     kinds = ", ".join(sorted({graph.nodes[at].kind for at in lost}))
     return (
-        f"XNNPACK's graph does not tell which operators {len(lost)} of its {len(graph.nodes)} nodes come from ({kinds}), "
-        "and neither do their order and what flows through them."
+        f"XNNPACK's graph does not say which operators {len(lost)} of its {len(graph.nodes)} nodes come from ({kinds}), "
+        "and their order and data flow do not determine it."
     )
 
 

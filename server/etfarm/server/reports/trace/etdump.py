@@ -112,10 +112,10 @@ def read(data: bytes) -> Trace:
     if not data:
         raise BadTrace("The trace is empty: its run wrote no events.", size_bytes=0)
     if data[8:12] != _IDENTIFIER:
-        raise BadTrace(f"The trace of {len(data)} bytes is no ETDump.", size_bytes=len(data))
+        raise BadTrace(f"The trace of {len(data)} bytes is not an ETDump.", size_bytes=len(data))
     wanted = 4 + int.from_bytes(data[:4], "little")
     if wanted > len(data):
-        raise BadTrace(f"The trace is cut short: {len(data)} of its {wanted} bytes are there.", size_bytes=len(data))
+        raise BadTrace(f"The trace is cut short: {len(data)} of its {wanted} bytes are present.", size_bytes=len(data))
     try:
         table, left_out = _table(data)
     except (IndexError, ValueError) as error:
@@ -158,7 +158,7 @@ class _Events:
         places = np.array(root.positions(_RUNS), dtype=np.int64)
         starts, lengths = columns.vectors(columns.targets(places), _EVENTS, 4)
         if int(lengths.sum()) * _SMALLEST_EVENT > len(data):
-            raise ValueError("it says more events than its bytes can hold")
+            raise ValueError("it claims more events than its bytes can hold")
         within = np.arange(lengths.sum()) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         tables = columns.targets(np.repeat(starts, lengths) + 4 * within)
         tables = columns.targets(columns.fields(tables, _PROFILE_EVENT))

@@ -209,7 +209,7 @@ def read_program(path: Path, method: str) -> dict[tuple[int, int], Instruction]:
     try:
         file = memoryview(path.read_bytes())
         if not pte.identifier_of(file).startswith(pte.FAMILY):
-            raise ValueError("it is no ExecuTorch program")
+            raise ValueError("it is not an ExecuTorch program")
         program = Table.root(file)
         plan = next((plan for plan in program.tables(_PLANS) if plan.text(_PLAN_NAME) == method), None)
         if plan is None:

@@ -229,10 +229,10 @@ def _kernel_name(call: Call, program: Mapping[tuple[int, int], Instruction]) -> 
 
 def _unaligned_reason(backend: str | None, record: Record) -> str:
     if backend is None:
-        return "The program that ran cannot be read, which tells the delegate's backend and graph."
+        return "The program that ran, which names the delegate's backend and graph, cannot be read."
     if not record.nodes:
-        return "No ETRecord tells where its operators come from."
-    return f"{backend} told the compiler no operators of its kernels."
+        return "No ETRecord says where its operators come from."
+    return f"{backend} reported no operators of its kernels to the compiler."
 
 
 def _whole(times: Times) -> list[int]:

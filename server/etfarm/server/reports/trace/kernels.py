@@ -10,7 +10,7 @@ whether it had one. The rules, each with an example:
     copy               x.clone() is dropped if only one neighbour uses it.
     reshape            x.flatten(1).reshape(2, 3): of two in a row the second one runs; one that changes nothing does not.
     transpose          q @ k.transpose(1, 2): the product reads its second operand transposed.
-    dynamic quantize   linear(x) in int8 with scales found at run time: the linear's kernel quantizes its own input.
+    dynamic quantize   linear(x) in int8 with scales computed at run time: the linear's kernel quantizes its own input.
     square             (x ** 2).mean(-1): one kernel, Mean Squared. x * x runs as Square.
     table              int8 -> gelu -> int8: a chain of elementwise nodes between two 8-bit values is one lookup in a table.
     1x1 convolution    runs as Fully Connected.
@@ -106,7 +106,7 @@ _FAMILY: Final = re.compile(r"(.+?)(?: \(.*| #\d+)?$")
 
 
 class Unaligned(FarmError):
-    """A delegate whose kernels do not match its graph, or match it in more than one way."""
+    """A delegate whose kernels do not match its graph, or match it ambiguously."""
 
     reason = "KERNELS_UNALIGNED"
 
@@ -231,7 +231,7 @@ def _count_alignments(roles: Sequence[_Role], families: Sequence[str]) -> list[d
 def _refusal(graph: XGraph, events: Sequence[str], ways: Sequence[Mapping[int, int]], parts: Sequence[Part]) -> Unaligned:
     counts = f"{len(events)} kernels ran for {len(graph.nodes)} nodes"
     if ways[-1].get(len(events), 0) > 1:
-        how = ", and they match in more than one way."
+        how = "; several assignments are possible."
     else:
         stuck = next((index for index, reached in enumerate(ways) if not reached), len(ways)) - 1
         at = max(ways[stuck], default=0)

@@ -45,7 +45,7 @@ def fill(report: report_pb2.Report, request: AnalyzeRequest, warn: Warn) -> None
     if trace.left_out:
         warn(
             "ANALYSIS_ITERATIONS_DIFFER",
-            f"{trace.left_out} traced iterations executed other instructions than the other {trace.method_ns.size} did "
+            f"{trace.left_out} traced iterations executed other instructions than the other {trace.method_ns.size} "
             "and are left out of the profile.",
         )
     origins = attribution.attribute(trace, program, record)
@@ -81,7 +81,7 @@ def _fill_times(profile: report_pb2.Profile, request: AnalyzeRequest) -> None:
 
 def _trace(request: AnalyzeRequest, warn: Warn) -> etdump.Trace | None:
     if request.etdump is None or not request.etdump.exists():
-        warn("ANALYSIS_TRACE_MISSING", f"The run was traced, and its trace is not there. {_NO_ROWS}")
+        warn("ANALYSIS_TRACE_MISSING", f"The run was traced, but its trace is missing. {_NO_ROWS}")
         return None
     return etdump.read(request.etdump.read_bytes())
 

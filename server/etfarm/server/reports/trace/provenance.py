@@ -28,7 +28,7 @@ def misfit_of_record(record: Record, program: Program) -> str | None:
         return None
     delegates = {at: known.name for (_, at), known in program.items() if known.delegate}
     if record.delegates != delegates:
-        return f"it knows {_listed(record.delegates)}, and the program has {_listed(delegates)}"
+        return f"it has {_listed(record.delegates)}, but the program has {_listed(delegates)}"
     strangers = set(record.handles) - {at for _, at in program}
     if strangers:
         return f"the program runs nothing at its instruction {min(strangers)}"
@@ -40,9 +40,8 @@ def misfit_of_record(record: Record, program: Program) -> str | None:
             misfits += [at] if base_name(instruction.name) not in types else []
     # Lowering renames some kernels (view_copy runs as et_view), so only a majority is conclusive.
     if 2 * len(misfits) > known:
-        return (
-            f"{len(misfits)} of the program's {known} kernels are of none of its operators, the first at instruction {misfits[0]}"
-        )
+        return f"{len(misfits)} of the program's {known} kernels belong to none of its operators, the first at "
+        f"instruction {misfits[0]}"
     return _misfit_of_graphs(record, program)
 
 
@@ -67,7 +66,7 @@ def _misfit_of_graphs(record: Record, program: Program) -> str | None:
                 known += 1
                 misfits += not operators & types
     if 2 * misfits > known:
-        return f"{misfits} of the {known} nodes in the program's delegates are of none of its operators"
+        return f"{misfits} of the {known} nodes in the program's delegates belong to none of its operators"
     return None
 
 

@@ -85,9 +85,9 @@ class Recording:
         data = etdump.read_bytes()
         wanted = 4 + int.from_bytes(data[:4], "little")
         if data[8:12] != _IDENTIFIER:
-            raise BadRecording(f"The numerics pass's trace of {len(data)} bytes is no ETDump.", size_bytes=len(data))
+            raise BadRecording(f"The numerics pass's trace of {len(data)} bytes is not an ETDump.", size_bytes=len(data))
         if wanted > len(data):
-            raise BadRecording(f"The numerics pass's trace is cut short: {len(data)} of its {wanted} bytes are there.")
+            raise BadRecording(f"The numerics pass's trace is cut short: {len(data)} of its {wanted} bytes are present.")
         try:
             self.instructions = tuple(_instructions(data))
         except (struct.error, IndexError, ValueError) as error:
@@ -97,7 +97,7 @@ class Recording:
         try:
             size = debug.stat().st_size
         except OSError as error:
-            raise BadRecording(f"The debug file, which has the values, is missing ({error.strerror}).") from error
+            raise BadRecording(f"The debug file with the values is missing ({error.strerror}).") from error
         end = max((_end(value) for recorded in self.instructions for value in recorded.values), default=0)
         if end > size:
             raise BadRecording(
@@ -130,7 +130,7 @@ def _instructions(data: bytes) -> Iterator[Recorded]:
     for run in runs:
         events_in_all += len(run.positions(_EVENTS))
         if events_in_all * _SMALLEST_EVENT > len(data):
-            raise ValueError("it says more events than its bytes can hold")
+            raise ValueError("it claims more events than its bytes can hold")
         events = columns.targets(np.array(run.positions(_EVENTS), dtype=np.int64))
         tables = columns.targets(columns.fields(events, _DEBUG_EVENT))
         tables = tables[tables > 0]
@@ -149,7 +149,7 @@ def _instructions(data: bytes) -> Iterator[Recorded]:
             tensors_by_place.setdefault(place, []).extend(values)
             before = place
     if with_values > 1:
-        raise ValueError(f"it holds {with_values} executions where one was asked for")
+        raise ValueError(f"it holds {with_values} executions, but one was requested")
     for (chain, instruction), tensors in tensors_by_place.items():
         if (chain, instruction) not in repeated and instruction >= 0:
             yield Recorded(chain, instruction, tuple(tensors))
@@ -167,7 +167,7 @@ def _values(data: bytes, columns: Columns, entries: Positions) -> Iterator[list[
         elif kind == _LIST_KIND:
             places = Table(data, several).positions(0)
             if (left := left - len(places)) < 0:
-                raise ValueError("it says more tensors than its bytes can hold")
+                raise ValueError("it claims more tensors than its bytes can hold")
             yield [_stored(data, at + _offset(data, at)) for at in places]
         else:
             yield []

@@ -103,7 +103,7 @@ class Authentication:
                     saved = loop.time()
                     await self._table.save_uses()
             except Exception:
-                log.exception("the tokens could not be looked at")
+                log.exception("the tokens could not be checked")
             end_invalid()
 
     async def close(self) -> None:
@@ -124,7 +124,7 @@ class Authentication:
                 self._tokens = await asyncio.to_thread(_read, self._file)
                 log.info("the token file was read again", path=str(self._file), tokens=len(self._tokens.by_hash or {}))
             except BadTokenFile as error:
-                log.error("the changed token file cannot be used; the tokens of before stay", why=str(error))
+                log.error("the changed token file cannot be used; the previous tokens stay valid", why=str(error))
         self._last_signature = signature
 
 

@@ -112,7 +112,7 @@ def active_project() -> str:
     return require_active(caller())
 
 
-def require_owner(owner: str, what: str, remedy: str = "Ask them or an admin.") -> None:
+def require_owner(owner: str, what: str, remedy: str = "Ask the owner or an admin.") -> None:
     """Require that the caller is the owner or an admin.
 
     Args:

@@ -141,7 +141,7 @@ class Connections:
             try:
                 closed = await asyncio.to_thread(self.look, port)
             except Exception:
-                log.exception("the connections could not be looked at")
+                log.exception("the connections could not be checked")
                 continue
             if closed:
                 log.warning("closed connections without a valid token or beyond the limits", connections=closed)

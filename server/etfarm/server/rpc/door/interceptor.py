@@ -219,7 +219,7 @@ async def _awaited(value: Any) -> Any:
 
 async def _abort(context: ServicerContext[Any, Any], error: Exception, method: str) -> NoReturn:
     if not isinstance(error, EtfarmError):
-        log.exception("an rpc failed by a bug", method=method)
+        log.exception("an rpc failed because of a bug", method=method)
         error = FarmError(f"etfarm has a bug: {error!r}.", "The server's log has the traceback.")
     await context.abort_with_status(to_status(error))
     raise AssertionError("abort raises")

@@ -323,7 +323,7 @@ def _text_rule(name: str, limit: Limit, unit: str) -> Callable[[Any], None]:
         if len(value) > limit.most:
             raise exceeded(name, limit, unit, len(value))
         if is_digest and not digest.is_digest(value):
-            error = LimitExceeded(f"{value!r} is no sha256 in lower-case hex.", field=name)
+            error = LimitExceeded(f"A digest must be a sha256 in lower-case hex, got {value!r}.", field=name)
             error.reason = "DIGEST_MALFORMED"
             raise error
 

@@ -47,9 +47,9 @@ class Tokens:
         except OSError as error:
             raise BadTokenFile(f"The token file {path} cannot be read: {error.strerror}.", "Check --tokens.") from None
         except UnicodeDecodeError:
-            raise BadTokenFile(f"The token file {path} is no UTF-8 text.", "Check --tokens.") from None
+            raise BadTokenFile(f"The token file {path} is not UTF-8 text.", "Check --tokens.") from None
         if mode & 0o077:
-            raise BadTokenFile(f"Others than its owner may read the token file {path}.", f"Run `chmod 600 {path}`.")
+            raise BadTokenFile(f"Users other than its owner can read the token file {path}.", f"Run `chmod 600 {path}`.")
         by_hash: dict[bytes, Principal] = {}
         for number, line in enumerate(text.splitlines(), 1):
             words = line.partition("#")[0].split()
@@ -61,7 +61,9 @@ class Tokens:
                     "ROLE is admin, user, agent or viewer; TOKEN has 16 characters or more (try `openssl rand -hex 24`).",
                 )
             if key_of(words[2]) in by_hash:
-                raise BadTokenFile(f"Line {number} of {path} has a token of a line before.", "Give each its own.")
+                raise BadTokenFile(
+                    f"Line {number} of {path} repeats the token of an earlier line.", "Give each line its own token."
+                )
             by_hash[key_of(words[2])] = Principal(name=words[0], role=common_pb2.Role.Value(f"ROLE_{words[1].upper()}"))
         if not by_hash:
             raise BadTokenFile(f"The token file {path} has no token.", "Add a line NAME ROLE TOKEN.")
@@ -104,7 +106,7 @@ def sent_key(header: str | None) -> bytes:
         Unauthenticated: the header has no bearer token.
     """
     if header is None or not header.startswith("Bearer "):
-        raise Unauthenticated("This server asks for a token and none came.", "Set ETFARM_TOKEN.")
+        raise Unauthenticated("This server requires a token, and the call has none.", "Set ETFARM_TOKEN.")
     return key_of(header.removeprefix("Bearer ").strip())
 
 

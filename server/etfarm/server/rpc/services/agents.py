@@ -68,7 +68,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         request_iterator = Salvaged(request_iterator)
         first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("message") != "hello":
-            raise NoHello("The first message of an agent is Hello.")
+            raise NoHello("The first message of an agent must be Hello.")
         hello = first.hello
         if hello.protocol_version != PROTOCOL_VERSION:
             raise ProtocolUnsupported(
@@ -152,9 +152,9 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 session.mark_alive()
                 await self._take(session, message)
         except TimeoutError:
-            log.warning("an agent fell silent", agent=session.agent_id)
+            log.warning("an agent stopped responding", agent=session.agent_id)
         except Exception:
-            log.exception("an agent's message could not be taken", agent=session.agent_id)
+            log.exception("an agent's message could not be handled", agent=session.agent_id)
         finally:
             session.end()
 
@@ -178,6 +178,6 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 await self._registry.update(session, message.device_update.device)
             except (AgentConnected, DeviceNotYours, DeviceTooLarge, TooManyDevices) as error:
                 # The agent's other devices are not affected.
-                log.warning("a device is left out", agent=session.agent_id, why=error.message)
+                log.warning("a device was rejected", agent=session.agent_id, why=error.message)
         elif kind == "device_gone":
             self._registry.gone(session, message.device_gone.device_id, message.device_gone.reason)

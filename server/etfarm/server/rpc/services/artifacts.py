@@ -65,7 +65,10 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
         self, request: artifact_pb2.FindMissingArtifactsRequest, context: object
     ) -> artifact_pb2.FindMissingArtifactsResponse:
         if len(request.digests) > _MAX_DIGESTS:
-            error = BadUpload(f"{len(request.digests)} digests are too many.", f"Ask for {_MAX_DIGESTS} at a time.")
+            error = BadUpload(
+                f"A request must have at most {_MAX_DIGESTS} digests, got {len(request.digests)}.",
+                f"Ask for {_MAX_DIGESTS} at a time.",
+            )
             error.reason = "DIGEST_MALFORMED"
             raise error
         missing = await self._store.missing(request.digests, holder_of(caller()))
@@ -83,7 +86,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
             async with asyncio.timeout(self._store.limits.upload_idle_s):
                 first = await anext(aiter(request_iterator), None)
         if first is None or first.WhichOneof("message") != "header":
-            error = BadUpload("An upload begins with a header.", "Send UploadArtifactRequest.header first.")
+            error = BadUpload("The first message of an upload must be its header.", "Send UploadArtifactRequest.header first.")
             error.reason = "NO_HEADER"
             raise error
         principal = caller()
@@ -182,5 +185,5 @@ def _read_token(token: str) -> tuple[datetime, str, str]:
 async def _chunks(requests: AsyncIterator[artifact_pb2.UploadArtifactRequest]) -> AsyncIterator[artifact_pb2.Chunk]:
     async for request in requests:
         if request.WhichOneof("message") != "chunk":
-            raise BadUpload("After an upload's header come chunks only.")
+            raise BadUpload("The messages after an upload's header must be chunks.")
         yield request.chunk

@@ -225,7 +225,7 @@ def _remove_network() -> None:
     try:
         namespaces.leave_network()
     except OSError as error:
-        raise NetworkNotRemoved(f"unshare said {os.strerror(error.errno or 0)!r}") from None
+        raise NetworkNotRemoved(f"unshare failed with {os.strerror(error.errno or 0)!r}") from None
 
 
 def _select_user(progress: Progress, jail: Jail, shared: Sequence[Step]) -> int:
@@ -234,13 +234,13 @@ def _select_user(progress: Progress, jail: Jail, shared: Sequence[Step]) -> int:
     closed = next((step.path for step in shared if step.action is Action.SHOW and not step.is_open), None)
     if own == 0 and closed is not None:
         # An installation with umask 077 is not importable for other users.
-        progress.fail(measures.USER, f"the code in {closed} is root's alone: chmod -R o+rX lets other users read it")
+        progress.fail(measures.USER, f"the code in {closed} can be read by root only: chmod -R o+rX lets other users read it")
         return own
     if jail.user is not None and own == 0 and has_user(jail.user):
         progress.add(measures.USER, f"user {jail.user}, of this child alone")
         return jail.user
     if own == 0:
-        progress.fail(measures.USER, "the server is root, and its namespace has no users to give away")
+        progress.fail(measures.USER, "the server is root, but its namespace has no other user ids")
     else:
         progress.add(measures.USER, f"user {own} in a user namespace of its own")
     return own

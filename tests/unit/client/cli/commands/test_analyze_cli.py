@@ -18,13 +18,13 @@ def found(cached: bool | None = False, state: str = "SUCCEEDED", version: str = 
 @pytest.mark.parametrize(
     ("reports", "said"),
     [
-        ([found()], "1 of 1 report worked out again  etfarm 1.2.0"),
-        ([found(), found(cached=True)], "1 of 2 reports worked out again, 1 known already  etfarm 1.2.0"),
-        ([found(), found(version="1.3.0")], "2 of 2 reports worked out again  etfarm 1.2.0, 1.3.0"),
-        ([found(None)], "0 of 1 report worked out again, 1 only compiled, so nothing ran on a device"),
+        ([found()], "1 of 1 report analyzed again  etfarm 1.2.0"),
+        ([found(), found(cached=True)], "1 of 2 reports analyzed again, 1 known already  etfarm 1.2.0"),
+        ([found(), found(version="1.3.0")], "2 of 2 reports analyzed again  etfarm 1.2.0, 1.3.0"),
+        ([found(None)], "0 of 1 report analyzed again, 1 only compiled, so nothing ran on a device"),
         (
             [found(), found(None, "FAILED"), found(None, "CANCELLED")],
-            "1 of 3 reports worked out again, 2 not measured to the end, so there is nothing to work out  etfarm 1.2.0",
+            "1 of 3 reports analyzed again, 2 not measured to the end, so there is nothing to analyze  etfarm 1.2.0",
         ),
     ],
 )

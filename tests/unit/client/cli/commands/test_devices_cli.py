@@ -139,7 +139,7 @@ def test_a_device_that_cannot_be_used_says_why_and_what_to_do(served: Devices, t
 def test_the_machine_below_an_emulated_device_is_not_told_as_the_device(served: Devices, terminal: Terminal) -> None:
     served.known = [_device("odroid-c2", emulated=True, telemetry=LOADED, memory_bytes=4 << 30)]
     shown = "\n".join(terminal.lines(80, "show", "odroid-c2"))
-    assert "its times say nothing about it" in shown and "4.00 GiB, 3.00 GiB free" in shown
+    assert "its times mean nothing" in shown and "4.00 GiB, 3.00 GiB free" in shown
     for own in ("busy", "load", "clock", "°C", "battery"):
         assert own not in shown
 

@@ -51,7 +51,7 @@ def test_a_path_without_a_slash_is_a_file_unless_a_folder_is_there(file: str) ->
 
 @pytest.mark.parametrize(
     ("output", "says"),
-    [("kept.json/", "kept.json is no folder."), ("nowhere/both/", "There is no folder nowhere for nowhere/both.")],
+    [("kept.json/", "kept.json is not a folder."), ("nowhere/both/", "There is no folder nowhere for nowhere/both.")],
 )
 def test_a_folder_that_cannot_be_made_is_refused(file: str, output: str, says: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert export(file, "csv", output) == 2

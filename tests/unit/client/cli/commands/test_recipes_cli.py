@@ -42,7 +42,7 @@ def test_a_plugins_recipe_is_what_the_server_tells_of_it() -> None:
     told = dict(command._part("acme.fast", here))
     assert (told["what"], told["backend"], told["quantization"]) == ("acme's fast path", "acme", "pt2e-static")
     assert told["argument"] == "level=an integer from 0 to 3: how much"
-    assert dict(command._part("acme.fast", None))["here"] == "not available: this farm has no plug-in of that name"
+    assert dict(command._part("acme.fast", None))["here"] == "not available: this farm has no plug-in with that name"
     assert dict(command._whole(recipes.parse("acme.fast")))["stages"].endswith("unless its plug-in quantizes")
 
 

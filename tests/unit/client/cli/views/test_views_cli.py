@@ -91,7 +91,7 @@ def test_modules_are_a_tree_with_their_weights_and_planned_memory() -> None:
     assert conv[0].index("conv") == next(line for line in lines if "layer1" in line).index("layer1") + 2
     assert table == ["1.00", "KiB", "512", "B", "table"]
     assert not any("9.76" in line for line in lines)  # another method's
-    assert "weights: with those of the modules below" in lines[-1]
+    assert "weights: including submodules" in lines[-1]
 
 
 def test_a_compilation_alone_has_its_modules_and_no_times() -> None:
@@ -113,7 +113,7 @@ def test_backends_have_people_s_names() -> None:
 
 
 def test_unexplained_time_is_explained() -> None:
-    assert any("a clock of 1 µs cuts off each kernel" in line for line in _lines("op"))
+    assert any("below the clock's 1 µs" in line for line in _lines("op"))
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 140, 200])
@@ -153,7 +153,7 @@ def test_a_file_is_shown_without_a_farm(
         (["{folder}/other.json"], "names no schema, not etfarm.report/1"),
         (["{folder}/report.json", "--by", "layer"], "cannot be grouped by 'layer'. Give one of op, type, module, line, backend."),
         (["{folder}/report.json", "--by", "op", "--sort", "size"], "cannot be sorted by 'size'"),
-        (["{folder}/report.json", "--sort", "own"], "--sort orders groups, and --by, which makes them, is not given."),
+        (["{folder}/report.json", "--sort", "own"], "--sort requires --by."),
         (["{folder}"], "cannot be read: Is a directory"),
     ],
 )

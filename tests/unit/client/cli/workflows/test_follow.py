@@ -91,11 +91,11 @@ async def test_a_log_that_breaks_off_is_said_and_takes_no_result_along() -> None
     lost = error_of(Fault.FARM, "SERVER_UNREACHABLE", "The server is away.")
     result, shown = await _followed(Job(1, [_line(1, 0, "words")], lost), verbose=True)
     assert result.state is JobState.SUCCEEDED
-    assert shown[-1] == "The log broke off: The server is away. `etfarm jobs logs j1` has it whole."
+    assert shown[-1] == "The log ended early: The server is away. `etfarm jobs logs j1` shows all of it."
 
 
 async def test_a_log_that_does_not_end_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(flow, "LAST_LINES_S", 0.01)
     result, shown = await _followed(Job(1, hangs=True), verbose=True)
     assert result.state is JobState.SUCCEEDED
-    assert shown[-1] == "The log's last lines did not come in time; `etfarm jobs logs j1` has it whole."
+    assert shown[-1] == "The log's last lines did not arrive in time; `etfarm jobs logs j1` shows all of it."

@@ -176,7 +176,7 @@ async def test_a_plug_ins_stage_stands_in_for_executorchs(workers: Workers, tmp_
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        ("acme.text", "the plug-in acme.text of acme gave str and no ExportRecipe"),
+        ("acme.text", "the plug-in acme.text of acme gave str, not an ExportRecipe"),
         ("acme.broken", "the plug-in acme.broken of acme cannot be imported"),
         ("acme.failing", "the plug-in acme.failing of acme failed (no licence)"),
         ("other.fast", "no installed package has the entry point other.fast"),
@@ -214,7 +214,7 @@ async def test_what_a_plug_in_does_not_take_is_the_users_to_mend(
 
 
 async def test_a_stage_that_gives_nothing_is_told(workers: Workers, tmp_path: Path) -> None:
-    with pytest.raises(EtfarmError, match=r"the plug-in's stage Nothing gave NoneType, not EdgeProgramManager"):
+    with pytest.raises(EtfarmError, match=r"the plug-in's stage Nothing returned NoneType, not EdgeProgramManager"):
         await compiled(workers, tmp_path, models.conv, replaced("TO_BACKEND", "acme.gives_nothing"))
 
 
@@ -227,4 +227,4 @@ async def test_plug_ins_are_listed_behind_the_others(workers: Workers) -> None:
     assert rows["acme.int8"]["quantization"] == "pt2e-static"
     assert rows["acme.levelled"]["available"]
     assert "cannot be imported" in rows["acme.broken"]["missing"]
-    assert "no ExportRecipe" in rows["acme.text"]["missing"]
+    assert "not an ExportRecipe" in rows["acme.text"]["missing"]

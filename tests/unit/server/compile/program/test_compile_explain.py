@@ -205,7 +205,7 @@ def test_a_linear_that_was_decomposed_is_told_by_the_stage_that_keeps_it() -> No
 
 def test_a_method_that_gives_nothing_out_is_told() -> None:
     program = exported(lambda x: None, torch.ones(2))
-    assert promised(lowered(program, portable(checked=False)), "STAGE_FAILED", "forward gives nothing out", "Return a tensor")
+    assert promised(lowered(program, portable(checked=False)), "STAGE_FAILED", "forward returns nothing", "Return a tensor")
 
 
 def test_groups_of_weights_that_xnnpack_does_not_take_are_told() -> None:
@@ -217,7 +217,7 @@ def test_groups_of_weights_that_xnnpack_does_not_take_are_told() -> None:
     unwrap_tensor_subclass(module)
     program = torch.export.export(module, (torch.ones(1, 48),))
     error = lowered(program, ExportRecipe.get_recipe(XNNPackRecipeType.FP32))
-    assert promised(error, "STAGE_FAILED", "groups of 16", "inputs that 32 divides")
+    assert promised(error, "STAGE_FAILED", "groups of 16", "in_features a multiple of 32")
 
 
 def test_a_maximum_that_no_program_can_hold_is_told() -> None:

@@ -78,7 +78,7 @@ def test_the_owner_adds_operators_with_a_file(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_a_line_that_names_no_operator_is_refused(tmp_path: Path, line: str) -> None:
     (tmp_path / "operators").write_text(line)
-    with pytest.raises(BadOperators, match="is no operator's name") as caught:
+    with pytest.raises(BadOperators, match="is not an operator name") as caught:
         operators.read([tmp_path / "operators"])
     assert caught.value.remedy.startswith("Name it like aten.add.Tensor")
 

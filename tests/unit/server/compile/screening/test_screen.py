@@ -274,7 +274,7 @@ def test_an_archive_that_two_readers_see_differently_is_refused(good: Members, t
         for name, data in good.items():
             archive.writestr("archive/" + name, data)
     path.write_bytes(packed.getvalue())
-    with pytest.raises(UnsafeModel, match="packed"):
+    with pytest.raises(UnsafeModel, match="compressed"):
         screen.screen_pt2(path)
     whole = write(path, good).read_bytes()
     for other in (b"MZ" + whole, whole + b"x", write(path, good).read_bytes()[:-2] + b"\x01\x00x"):
@@ -414,7 +414,7 @@ def test_a_program_of_the_edge_dialect_is_told_as_one_before_it_is_loaded(tmp_pa
         assert "is an edge-dialect program" in caught.value.message and "executorch.exir.dialects.edge." in caught.value.message
         assert "Give the ATen-dialect program" in caught.value.remedy
     save(edge, str(tmp_path / "serde.pt2"))
-    with pytest.raises(NotAPt2, match=r"edge-dialect program of executorch\.exir\.serde, and ATen dialect is wanted"):
+    with pytest.raises(NotAPt2, match=r"edge-dialect program of executorch\.exir\.serde; an ATen-dialect program is required"):
         screen.screen_pt2(tmp_path / "serde.pt2")
 
 

@@ -98,7 +98,7 @@ async def test_a_lost_initial_value_is_found(workers: Workers) -> None:
         ("fft", "an operator refused its arguments (0x12)", "complex numbers"),
         ("histogram", "kernel 'aten::histc.out' not found, of aten::histc at ", "Core ATen"),
         ("unknown", "an operator has no kernel (0x14): kernel 'aten::_linalg_svd.U' not found", "Core ATen"),
-        ("unplanned", "out of planned memory (0x21)", "narrower dynamic dims"),
+        ("unplanned", "out of planned memory (0x21)", "narrower or static dims"),
     ],
 )
 async def test_what_compiles_and_cannot_run_is_refused(workers: Workers, original: str, why: str, remedy: str) -> None:

@@ -125,7 +125,7 @@ async def test_a_group_waits_for_all_of_it_and_is_one_attempt(farm: World) -> No
         async with asyncio.timeout(WAIT_S):
             while "WAIT_FOR_OTHERS" not in phases:
                 phases |= {event.progress.phase: event.progress.message for event in await heard.take()}
-    assert phases["WAIT_FOR_OTHERS"] == "b, with which it takes turns, is not compiled yet"
+    assert phases["WAIT_FOR_OTHERS"] == "b, which it is interleaved with, is not compiled yet"
     gate.set()
     run = await agent.started()
     assert [candidate.cell_id for candidate in run.candidates] == [cell.id for cell in job.cells]

@@ -143,8 +143,8 @@ async def test_a_second_program_that_does_not_compile_is_a_warning(world: World,
 @pytest.mark.parametrize(
     ("given", "says"),
     [
-        (agent_pb2.NumericsResult(error=error("USER", "PROGRAM_CRASHED")), "The numerics pass gave nothing. No."),
-        (None, "The device's agent told nothing of it: update it."),
+        (agent_pb2.NumericsResult(error=error("USER", "PROGRAM_CRASHED")), "The numerics pass produced no result. No."),
+        (None, "The device's agent did not report it: update the agent."),
     ],
 )
 async def test_a_pass_that_gave_nothing_is_a_warning(
@@ -189,7 +189,7 @@ async def test_inputs_that_only_the_device_knows_can_be_compared_with_nothing(wo
     agent.answer(await agent.started())
     _, (report,) = await world.end(job)
     assert codes(report) == ["NUMERICS_NOT_COMPILED"]
-    assert report.compile.warnings[0].message.endswith("is not known on the host. Give --inputs.")
+    assert report.compile.warnings[0].message.endswith("the inputs that a runner generates. Give --inputs.")
     assert [key for key, _ in both.asked] == [TIMED]
 
 

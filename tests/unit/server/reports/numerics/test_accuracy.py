@@ -127,5 +127,5 @@ def test_outputs_of_other_shapes_are_refused(pair: tuple[Any, Any]) -> None:
 
 
 def test_another_number_of_outputs_is_refused() -> None:
-    with pytest.raises(accuracy.OutputsDoNotMatch, match="1 outputs where the model gives 2"):
+    with pytest.raises(accuracy.OutputsDoNotMatch, match="1 outputs, but the model returns 2"):
         accuracy.pair([Scalar("", 1), Scalar("", 2)], [Scalar("", 1)])

@@ -194,14 +194,14 @@ def test_operators_without_a_recorded_value_are_named_with_the_next_one_that_has
     lines = {line.line for line in group.sources}
     assert {line_of("short ="), line_of("long =")} <= lines and line_of("return long.sigmoid") not in lines
     (told,) = _warnings(report).values()
-    assert told.startswith("ExecuTorch's ETDump records no bfloat16 values: 2 of 5 operators give such")
+    assert told.startswith("ExecuTorch's ETDump records no bfloat16 values: 2 of 5 operators produce them")
     assert not report.numerics.HasField("first_bad")
 
 
 def test_a_program_of_bfloat16_says_that_none_of_its_values_are_recorded(tmp_path: Path) -> None:
     report = _analyzed(_request(recorded("short")), tmp_path)
     assert _warnings(report) == {
-        "ANALYSIS_NUMERICS_FAILED": "ExecuTorch's ETDump records no bfloat16 values, and the program gives no others."
+        "ANALYSIS_NUMERICS_FAILED": "ExecuTorch's ETDump records no bfloat16 values, and the program produces no other values."
     }
 
 
@@ -246,7 +246,7 @@ def test_without_the_quantized_program_nothing_is_judged_and_integers_are_not_co
 
 def test_a_host_out_of_time_tells_what_it_has_and_that_nothing_further_is_compared(tmp_path: Path) -> None:
     report = _analyzed(replace(_request(recorded("cnn")), limit_s=0.0), tmp_path)
-    assert "in the time that the analysis has" in _warnings(report)["ANALYSIS_NUMERICS_FAILED"]
+    assert "within the analysis's time limit" in _warnings(report)["ANALYSIS_NUMERICS_FAILED"]
     assert report.operators and report.accuracy
 
 
@@ -271,10 +271,10 @@ def _without_handles(etrecord: Path, folder: Path) -> Path:
         (lambda n, folder: replace(n, etrecord=recorded("mixed").etrecord), "of another export"),
         (lambda n, folder: replace(n, etrecord=_without_handles(n.etrecord, folder)), "no debug handles"),
         (lambda n, folder: replace(n, etrecord=_cut(n.etrecord, folder, 0.5)), "cannot be read"),
-        (lambda n, folder: replace(n, debug=folder / "gone"), "debug file, which has the values, is missing"),
+        (lambda n, folder: replace(n, debug=folder / "gone"), "debug file with the values is missing"),
         (lambda n, folder: replace(n, debug=_cut(n.debug, folder, 0.5)), "debug file is cut short, or is another run's"),
         (lambda n, folder: replace(n, etdump=_cut(n.etdump, folder, 0.5)), "cut short"),
-        (lambda n, folder: replace(n, etdump=_cut(n.etdump, folder, 0)), "no ETDump"),
+        (lambda n, folder: replace(n, etdump=_cut(n.etdump, folder, 0)), "not an ETDump"),
         (lambda n, folder: replace(n, etdump=recorded("attention_int8").etdump), "of another program"),
         (lambda n, folder: replace(n, pte=recorded("mixed").pte), "of another export"),
     ],

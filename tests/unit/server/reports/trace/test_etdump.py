@@ -106,7 +106,7 @@ def test_a_clock_that_went_back_says_nothing_and_one_that_leapt_is_refused() -> 
 
 
 @pytest.mark.parametrize(
-    ("data", "told"), [(b"", "is empty"), (b"no etdump at all", "of 16 bytes is no ETDump"), (bytes(200), "is no ETDump")]
+    ("data", "told"), [(b"", "is empty"), (b"no etdump at all", "of 16 bytes is not an ETDump"), (bytes(200), "is not an ETDump")]
 )
 def test_bytes_that_are_no_trace_are_refused(data: bytes, told: str) -> None:
     with pytest.raises(BadTrace, match=told):

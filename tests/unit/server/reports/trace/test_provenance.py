@@ -78,7 +78,7 @@ def test_an_etrecord_of_another_export_costs_the_lines_only(tmp_path: Path) -> N
     report = analyzed(traced("xnnpack"), tmp_path, etrecord=traced("residual").etrecord)
     assert told(report) == (
         "ANALYSIS_ETRECORD_OF_ANOTHER_EXPORT",
-        "The ETRecord is of another export: it knows 1 delegates (XnnpackBackend at instruction 0), and the program has 2 "
+        "The ETRecord is of another export: it has 1 delegates (XnnpackBackend at instruction 0), but the program has 2 "
         "delegates (XnnpackBackend at instruction 0, XnnpackBackend at instruction 2). The rows have no modules and no source "
         "lines.",
     )
@@ -87,7 +87,7 @@ def test_an_etrecord_of_another_export_costs_the_lines_only(tmp_path: Path) -> N
     assert [list(row.times_ns) for row in report.operators] == [list(row.times_ns) for row in whole.operators]
     assert not any(row.HasField("source") or row.HasField("module") or row.debug_handles for row in report.operators)
     (reason,) = {row.unaligned_reason for row in report.operators if row.HasField("unaligned_reason")}
-    assert reason == "No ETRecord tells where its operators come from."
+    assert reason == "No ETRecord says where its operators come from."
 
 
 def test_a_trace_of_another_program_costs_the_operators(tmp_path: Path) -> None:
@@ -122,7 +122,7 @@ def test_a_run_of_before_is_told_by_its_times() -> None:
 
 @pytest.mark.parametrize(
     ("data", "how"),
-    [(b"", "The trace is empty"), (b"\x00" * 40, "is no ETDump"), (None, "is cut short"), (written(), "holds no execution")],
+    [(b"", "The trace is empty"), (b"\x00" * 40, "is not an ETDump"), (None, "is cut short"), (written(), "holds no execution")],
 )
 def test_a_trace_that_cannot_be_read_costs_the_operators(tmp_path: Path, data: bytes | None, how: str) -> None:
     run = traced("xnnpack")
@@ -141,7 +141,7 @@ def test_a_trace_that_is_not_there_costs_the_operators(tmp_path: Path, where: st
     report = analyzed(run, tmp_path, etdump=None if where == "none" else tmp_path / "gone")
     assert told(report) == (
         "ANALYSIS_TRACE_MISSING",
-        "The run was traced, and its trace is not there. There are no operators.",
+        "The run was traced, but its trace is missing. There are no operators.",
     )
     assert report.profile.iterations == len(run.traced_ns)
 

@@ -68,7 +68,7 @@ def test_a_token_file_that_others_may_read_is_refused_with_the_command_that_help
         (f"ann admin {ANN} more", "Line 1"),
         (f"\nann root {ANN}", "Line 2"),
         ("ann admin short", "16 characters"),
-        (f"ann admin {ANN}\nbob viewer {ANN}", "Line 2 .* token of a line before"),
+        (f"ann admin {ANN}\nbob viewer {ANN}", "Line 2 .* repeats the token of an earlier line"),
         (b"ann admin \xff\xfe" + b"x" * 20, "UTF-8"),
     ],
 )

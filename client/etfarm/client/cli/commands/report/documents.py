@@ -13,7 +13,7 @@ from etfarm.client.cli.outcome import Outcome
 
 JobOrFile = Annotated[
     str,
-    typer.Argument(metavar="JOB|FILE", help="A job's id, its first characters, a tag or latest; or x.json, what --json wrote."),
+    typer.Argument(metavar="JOB|FILE", help="A job's id, its first characters, a tag or latest; or x.json, written by --json."),
 ]
 
 

@@ -37,18 +37,20 @@ _SLASHES = tuple(filter(None, (os.sep, os.altsep)))
 def export(
     context: typer.Context,
     job: documents.JobOrFile,
-    format_: Annotated[str, typer.Option("--format", "-f", metavar="|".join(formats.NAMES), help="What to write.")] = "",
+    format_: Annotated[str, typer.Option("--format", "-f", metavar="|".join(formats.NAMES), help="The format to write.")] = "",
     output: Annotated[
         str | None,
         typer.Option("--output", "-o", metavar="PATH", help="A file, or FOLDER/; - is stdout. [stdout, or a file here]"),
     ] = None,
     report: Annotated[
         list[str] | None,
-        typer.Option("--report", metavar="R", help="Only this one: its number from 0, or its cell's beginning. Again for more."),
+        typer.Option(
+            "--report", metavar="R", help="Only this report: its number from 0, or the start of its cell's id; repeatable."
+        ),
     ] = None,
     what: Annotated[
         str | None,
-        typer.Option("--what", metavar="|".join(tables.WHAT), help="Of csv and parquet. [operators; a folder: both]"),
+        typer.Option("--what", metavar="|".join(tables.WHAT), help="Table of csv and parquet. [operators; a folder: both]"),
     ] = None,
     against: Annotated[
         str | None,
@@ -62,11 +64,11 @@ def export(
     outcome: Outcome = context.obj
     must_be_format(format_)
     if what is not None and format_ not in ("csv", "parquet"):
-        raise Usage(f"--what is about csv and parquet, not {format_}.", "Leave it out.")
+        raise Usage(f"--what requires csv or parquet, got {format_}.", "Leave it out.")
     if what is not None and what not in tables.WHAT:
-        raise Usage(f"--what {what!r} is no table.", f"Give {' or '.join(tables.WHAT)}.", what=what)
+        raise Usage(f"--what {what!r} is not a table.", f"Give {' or '.join(tables.WHAT)}.", what=what)
     if against is not None and format_ != "html":
-        raise Usage(f"--against is about html, not {format_}.", "Use `etfarm compare` with --markdown or --json.")
+        raise Usage(f"--against requires html, got {format_}.", "Use `etfarm compare` with --markdown or --json.")
     if format_ == "parquet":
         from etfarm.client.formats import parquet
 
@@ -131,7 +133,7 @@ def must_be_format(name: str) -> None:
         Usage: it is not, or is missing.
     """
     if name not in formats.NAMES:
-        message = f"--format {name!r} is no format." if name else "--format is missing."
+        message = f"--format {name!r} is not a known format." if name else "--format is missing."
         raise Usage(message, f"Give one of {', '.join(formats.NAMES)}.", format=name)
 
 
@@ -192,11 +194,11 @@ def save_raw_files(
 
     if report_file.is_named(job):
         raise Usage(
-            "ExecuTorch's files lie in a farm's store, and not in a report file.",
+            "ExecuTorch's files are in a farm's store, not in a report file.",
             "Name the job: etfarm report export JOB --format executorch.",
         )
     if output == STDOUT:
-        raise Usage("ExecuTorch's files are several.", "Name a folder: -o FOLDER.")
+        raise Usage("--format executorch writes several files.", "Name a folder: -o FOLDER.")
     if output is not None:
         must_be_folder(Path(output))
 
@@ -232,7 +234,7 @@ def make_folder(folder: Path) -> None:
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise OutputUnwritable(
-            f"{folder} cannot be made: {error.strerror or error}.", "Give another path.", path=folder
+            f"{folder} cannot be created: {error.strerror or error}.", "Give another path.", path=folder
         ) from None
 
 
@@ -244,8 +246,8 @@ def must_be_folder(path: Path) -> None:
         OutputUnwritable: this user may not write there.
     """
     if path.exists() and not path.is_dir():
-        raise Usage(f"{path} is no folder.", "Name a folder.", path=path)
+        raise Usage(f"{path} is not a folder.", "Name a folder.", path=path)
     if not path.exists() and not path.parent.is_dir():
-        raise Usage(f"There is no folder {path.parent} for {path}.", "Make it first.", path=path)
+        raise Usage(f"There is no folder {path.parent} for {path}.", "Create it first.", path=path)
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise OutputUnwritable(f"{path} cannot be written: Permission denied.", "Give another path.", path=path)

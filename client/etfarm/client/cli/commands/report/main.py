@@ -32,7 +32,7 @@ def show(
         str | None, typer.Option("--sort", metavar="|".join(views.SORTS), help="With --by: what comes first. [total]")
     ] = None,
     top: Annotated[
-        int | None, typer.Option("--top", metavar="N", min=0, help="So many rows; 0 is all. [10; with --by 30]")
+        int | None, typer.Option("--top", metavar="N", min=0, help="Number of rows; 0: all. [10; with --by 30]")
     ] = None,
     json: options.JsonFile = None,
     server: options.Server = None,
@@ -49,7 +49,7 @@ def show(
     outcome: Outcome = context.obj
     outcome.goes_to(json)
     if by is None and sort is not None:
-        raise Usage("--sort orders groups, and --by, which makes them, is not given.", f"Give --by {', '.join(views.BY)} too.")
+        raise Usage("--sort requires --by.", f"Give --by {', '.join(views.BY)} too.")
     if by is not None:
         views.check(by, sort or "total")
     source = documents.find(job, outcome, server=server, tls_ca=tls_ca)

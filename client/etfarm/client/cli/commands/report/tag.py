@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def tag(
     job: Annotated[str, typer.Argument(metavar="JOB", help="A job's id, its first characters, a tag, or latest.")],
     name: Annotated[str, typer.Argument(metavar="[NAME]", help="Letters, digits, dots, dashes and underscores.")] = "",
-    remove: Annotated[bool, typer.Option("--remove", help="Take it away; `tag NAME --remove` does as well.")] = False,
+    remove: Annotated[bool, typer.Option("--remove", help="Remove the tag, as does `tag NAME --remove`.")] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
@@ -83,9 +83,9 @@ def worked_out(reports: Sequence[Mapping[str, Any]]) -> str:
     counts = (
         (len(done) - again, "known already"),
         (compiled, "only compiled, so nothing ran on a device"),
-        (len(others) - compiled, "not measured to the end, so there is nothing to work out"),
+        (len(others) - compiled, "not measured to the end, so there is nothing to analyze"),
     )
-    parts = [f"{again} of {units.count(len(reports), 'report')} worked out again"]
+    parts = [f"{again} of {units.count(len(reports), 'report')} analyzed again"]
     parts += [f"{count} {why}" for count, why in counts if count]
     versions = ", ".join(sorted({analysis["version"] for analysis in done}))
     return f"{', '.join(parts)}{f'  etfarm {versions}' if versions else ''}"
