@@ -319,7 +319,7 @@ def test_a_narrow_page_gives_a_line_its_room_and_names_the_file_first(browser: B
         told = [head for head in said.evaluate_all(heads) if head != "none"]
         assert {"Can it be trusted?", "Delegated", "Accuracy", "Size", "Memory"} <= set(told)
         longest = "(one) => Math.max(...[...one.querySelectorAll('i')].map((bar) => bar.offsetWidth)) / one.offsetWidth"
-        assert page.locator("#r0 .way").evaluate(longest) > 0.2
+        assert page.locator("#r0 .phases").evaluate(longest) > 0.2
     finally:
         browser.page.set_viewport_size({"width": 1280, "height": 900})
 

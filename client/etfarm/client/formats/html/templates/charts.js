@@ -1,4 +1,4 @@
-// Charts over time and distributions, by uPlot. Each is made anew when the width or the colours change.
+// Charts over time and distributions, by uPlot. Each is drawn again when the width or the colours change.
 
 const HIGH = 250;
 
@@ -57,14 +57,14 @@ function overTime(target, data) {
   const beyond = drawn.some((ns) => ns > top);
   const dots = stretch === 1 && x.length < 1500;
   const within = (values) => values.map((ns) => Math.min(ns, top) / scale);
-  const told = (values) => (_, one, __, place) => (place === null || place === undefined ? "" : time(values[place]));
+  const timeLabel = (values) => (_, one, __, place) => (place === null || place === undefined ? "" : time(values[place]));
   const thin = { stroke: colour("--bar"), width: 0.7, points: { show: false } };
   const series = y
-    ? [{ label: "latency", stroke: colour("--accent"), width: dots ? 0 : 0.7, points: { show: dots, size: 3, fill: colour("--accent") }, value: told(y) }]
+    ? [{ label: "latency", stroke: colour("--accent"), width: dots ? 0 : 0.7, points: { show: dots, size: 3, fill: colour("--accent") }, value: timeLabel(y) }]
     : [
-        { ...thin, label: "highest", value: told(high) },
-        { ...thin, label: "lowest", value: told(low) },
-        { label: `median of ${stretch.toLocaleString("en")}`, stroke: colour("--accent"), width: 1.2, points: { show: false }, value: told(middle) },
+        { ...thin, label: "highest", value: timeLabel(high) },
+        { ...thin, label: "lowest", value: timeLabel(low) },
+        { label: `median of ${stretch.toLocaleString("en")}`, stroke: colour("--accent"), width: 1.2, points: { show: false }, value: timeLabel(middle) },
       ];
   const lines = y ? [within(y)] : [within(high), within(low), within(middle)];
   chart(
@@ -145,20 +145,20 @@ function gapChart(target, data) {
       cursor: { y: false },
       hooks: {
         draw: [
-          (made) => {
+          (plotted) => {
             if (bad < 0) return;
-            const { top, height } = made.bbox;
-            const place = made.valToPos(bad, "x", true);
-            made.ctx.save();
-            made.ctx.strokeStyle = made.ctx.fillStyle = colour("--bad");
-            made.ctx.lineWidth = 1.5 * devicePixelRatio;
-            made.ctx.beginPath();
-            made.ctx.moveTo(place, top);
-            made.ctx.lineTo(place, top + height);
-            made.ctx.stroke();
-            made.ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
-            made.ctx.fillText("first bad", place + 5 * devicePixelRatio, top + 12 * devicePixelRatio);
-            made.ctx.restore();
+            const { top, height } = plotted.bbox;
+            const place = plotted.valToPos(bad, "x", true);
+            plotted.ctx.save();
+            plotted.ctx.strokeStyle = plotted.ctx.fillStyle = colour("--bad");
+            plotted.ctx.lineWidth = 1.5 * devicePixelRatio;
+            plotted.ctx.beginPath();
+            plotted.ctx.moveTo(place, top);
+            plotted.ctx.lineTo(place, top + height);
+            plotted.ctx.stroke();
+            plotted.ctx.font = `${11 * devicePixelRatio}px system-ui, sans-serif`;
+            plotted.ctx.fillText("first bad", place + 5 * devicePixelRatio, top + 12 * devicePixelRatio);
+            plotted.ctx.restore();
           },
         ],
       },
@@ -172,10 +172,10 @@ function gapChart(target, data) {
 function seriesChart(target, data) {
   const points = data.series;
   const clusters = Math.max(...points.map((point) => point.frequency_hz.length));
-  const found = [];
-  for (let cluster = 0; cluster < clusters; cluster++) found.push([`cluster ${cluster}, GHz`, "y", points.map((point) => (point.frequency_hz[cluster] ? point.frequency_hz[cluster] / 1e9 : null))]);
-  found.push(["busy cpus", "y", points.map((point) => point.busy_cpus)], ["waiting for a cpu", "share", points.map((point) => point.psi_cpu)], ["hottest, °C", "heat", points.map((point) => point.temperature_c)]);
-  const kept = found.filter(([, , values]) => values.some((value) => value !== null));
+  const curves = [];
+  for (let cluster = 0; cluster < clusters; cluster++) curves.push([`cluster ${cluster}, GHz`, "y", points.map((point) => (point.frequency_hz[cluster] ? point.frequency_hz[cluster] / 1e9 : null))]);
+  curves.push(["busy cpus", "y", points.map((point) => point.busy_cpus)], ["waiting for a cpu", "share", points.map((point) => point.psi_cpu)], ["hottest, °C", "heat", points.map((point) => point.temperature_c)]);
+  const kept = curves.filter(([, , values]) => values.some((value) => value !== null));
   if (!kept.length) {
     target.parentElement.remove();
     return;

@@ -19,45 +19,45 @@ function flameOf(svg, data) {
     const wide = svg.clientWidth || 1000;
     svg.setAttribute("height", String((deepest + 1) * ROW_PX));
     svg.setAttribute("viewBox", `0 0 ${wide} ${(deepest + 1) * ROW_PX}`);
-    const made = [];
+    const drawn = [];
     for (const box of boxes) {
       const above = box.d < whole.d && inside(whole, box);
       if (!above && !(box.d >= whole.d && inside(box, whole))) continue;
       const left = above ? 0 : ((box.x - whole.x) / whole.w) * wide;
       const length = above ? wide : (box.w / whole.w) * wide;
-      if (length >= LEAST_PX) made.push(one(box, left, length));
+      if (length >= LEAST_PX) drawn.push(drawBox(box, left, length));
     }
-    svg.replaceChildren(...made);
+    svg.replaceChildren(...drawn);
   }
 
-  function one(box, left, length) {
+  function drawBox(box, left, length) {
     const row = box.row === undefined ? null : rows.get(box.row);
     const kind = box.rest || (row && row.kind === "REST") ? "rest" : row ? (row.delegated ? "delegated" : "portable") : "module";
-    const made = draw("g", { class: kind, tabindex: "0", "data-box": box.name });
-    made.append(draw("rect", { x: left, y: box.d * ROW_PX, width: Math.max(length - 0.5, 0.5), height: ROW_PX - 1, rx: 2 }));
+    const group = draw("g", { class: kind, tabindex: "0", "data-box": box.name });
+    group.append(draw("rect", { x: left, y: box.d * ROW_PX, width: Math.max(length - 0.5, 0.5), height: ROW_PX - 1, rx: 2 }));
     const room = Math.floor((length - 10) / 6.4);
     if (room >= 3) {
       const text = `${box.name}  ${percent(box.w)}`;
-      made.append(draw("text", { x: left + 5, y: box.d * ROW_PX + 15 }, text.length <= room ? text : box.name.length <= room ? box.name : `${box.name.slice(0, room - 1)}…`));
+      group.append(draw("text", { x: left + 5, y: box.d * ROW_PX + 15 }, text.length <= room ? text : box.name.length <= room ? box.name : `${box.name.slice(0, room - 1)}…`));
     }
     const zoom = () => {
       whole = box === whole ? boxes[0] : box;
       hideTip();
       render();
     };
-    made.addEventListener("click", zoom);
-    made.addEventListener("keydown", (event) => {
+    group.addEventListener("click", zoom);
+    group.addEventListener("keydown", (event) => {
       if (event.key === "Enter" || event.key === " ") {
         event.preventDefault();
         zoom();
       }
     });
-    made.addEventListener("pointermove", (event) => showTip(event, told(box, row)));
-    made.addEventListener("pointerleave", hideTip);
-    return made;
+    group.addEventListener("pointermove", (event) => showTip(event, describe(box, row)));
+    group.addEventListener("pointerleave", hideTip);
+    return group;
   }
 
-  function told(box, row) {
+  function describe(box, row) {
     if (!row) {
       const own = box.own === null ? "" : `own operators ${percent(box.own)}`;
       const took = data.latency && wholeNs() ? `, about ${time(box.total * wholeNs())}` : "";

@@ -5,18 +5,18 @@ const SVG_SPACE = SVG.content.firstChild.namespaceURI;
 
 /** An element with attributes and children; strings become text. */
 function make(tag, attributes, ...children) {
-  const made = document.createElement(tag);
-  for (const [name, value] of Object.entries(attributes || {})) if (value !== null && value !== undefined) made.setAttribute(name, value);
-  made.append(...children.filter((child) => child !== null && child !== undefined));
-  return made;
+  const element = document.createElement(tag);
+  for (const [name, value] of Object.entries(attributes || {})) if (value !== null && value !== undefined) element.setAttribute(name, value);
+  element.append(...children.filter((child) => child !== null && child !== undefined));
+  return element;
 }
 
 /** The same for SVG. */
 function draw(tag, attributes, ...children) {
-  const made = document.createElementNS(SVG_SPACE, tag);
-  for (const [name, value] of Object.entries(attributes || {})) made.setAttribute(name, value);
-  made.append(...children);
-  return made;
+  const element = document.createElementNS(SVG_SPACE, tag);
+  for (const [name, value] of Object.entries(attributes || {})) element.setAttribute(name, value);
+  element.append(...children);
+  return element;
 }
 
 function significant(value, digits = 3) {

@@ -144,7 +144,7 @@ function operatorRow(row, largest, parent) {
   const types = parent || rest ? "" : row.op_types.map(shortType).join(" + ");
   const clock = row.p50_ns !== null ? time(row.p50_ns) : row.resolution_ns ? `< ${time(row.resolution_ns)}` : time(row.mean_ns);
   const spread = row.p10_ns !== null && row.p90_ns !== null && row.p10_ns !== row.p90_ns ? `${time(row.p10_ns)} – ${time(row.p90_ns)}` : "";
-  const made = make(
+  return make(
     "tr",
     { class: css, "data-index": row.index },
     make("td", { class: "n quiet" }, rest ? "" : String(row.index)),
@@ -155,7 +155,6 @@ function operatorRow(row, largest, parent) {
     make("td", { class: "module" }, ...breakable(row.module || "")),
     placeCell(row, parent),
   );
-  return made;
 }
 
 /** The other lines of a row of several operators: `line 29, 30 and net.py:7`. */
@@ -198,12 +197,12 @@ function groupHeads(view) {
 }
 
 function groupLines(groups, state) {
-  const found = groups.filter((one) => !state.search || `${one.key} ${one.detail}`.toLowerCase().includes(state.search));
+  const matches = groups.filter((one) => !state.search || `${one.key} ${one.detail}`.toLowerCase().includes(state.search));
   const keys = { share: (one) => one.own_share, time: (one) => one.own_ns, name: (one) => one.key.toLowerCase() };
-  if (keys[state.sort]) found.sort(ordering(keys[state.sort], state.up));
+  if (keys[state.sort]) matches.sort(ordering(keys[state.sort], state.up));
   const tree = state.view === "module" && state.sort === "order";
   const largest = Math.max(...groups.map((one) => one.own_share || 0), 1e-9);
-  return found.map((one) => () => {
+  return matches.map((one) => () => {
     const kind = one.key === "not explained" ? "rest" : "";
     const name = make("td", { class: "place" }, state.view === "line" ? pathOf(one.key) : make("span", null, ...breakable(one.key)), one.detail ? make("code", null, one.detail) : null);
     if (tree) name.style.paddingLeft = `${one.depth * 18}px`;
@@ -235,14 +234,14 @@ function gapTable(section, data) {
   const bad = data.gap.find((row) => row.first_bad);
   const quantized = values.some((one) => one.QUANTIZED);
   if (bad) {
-    const told = `The first bad operator is ${bad.ops.map(shortType).join(" + ")}: ${bad.snr_db === null ? "no SNR" : `${bad.snr_db.toFixed(1)} dB`} against the ${referenceOf(bad)}.`;
+    const sentence = `The first bad operator is ${bad.ops.map(shortType).join(" + ")}: ${bad.snr_db === null ? "no SNR" : `${bad.snr_db.toFixed(1)} dB`} against the ${referenceOf(bad)}.`;
     const lines = bad.sources.length ? bad.sources : bad.source ? [bad.source] : [];
-    section.querySelector(".first-bad").append(make("div", { class: "callout bad" }, make("b", null, told), ...lines.map((one) => make("div", null, `${one.file}:${one.line}  `, make("code", null, (one.code || "").trim())))));
+    section.querySelector(".first-bad").append(make("div", { class: "callout bad" }, make("b", null, sentence), ...lines.map((one) => make("div", null, `${one.file}:${one.line}  `, make("code", null, (one.code || "").trim())))));
   } else {
     const judged = quantized ? "quantized program" : "program before quantization";
     const rest = data.judged < values.length ? ` ${data.judged} of ${values.length} values judged.` : "";
-    const told = data.judged ? `No bad operator among ${data.judged}, against the ${judged}.${rest}` : `None of ${values.length} values could be judged: the warnings say why.`;
-    section.querySelector(".first-bad").append(make("p", { class: data.judged ? "callout good" : "callout" }, told));
+    const sentence = data.judged ? `No bad operator among ${data.judged}, against the ${judged}.${rest}` : `None of ${values.length} values could be judged: the warnings say why.`;
+    section.querySelector(".first-bad").append(make("p", { class: data.judged ? "callout good" : "callout" }, sentence));
   }
   const heads = [["#", "n"], ["operators", ""], ...(quantized ? [["against quantized", "n"]] : []), [quantized ? "against eager" : "SNR", "n"], ["MSE", "n"], ["max abs error", "n"], ["host", "n"], ["device", "n"], ["values", ""], ["where it comes from", ""]];
   const rows = values.map(({ place, judged, QUANTIZED, EAGER }) =>
@@ -279,10 +278,10 @@ function bothHistograms(histogram) {
   const [wide, high] = [120, 26];
   const top = Math.max(...histogram.expected, ...histogram.actual, 1);
   const bins = Math.max(histogram.expected.length, 1);
-  const made = draw("svg", { width: wide, height: high, viewBox: `0 0 ${wide} ${high}` });
-  histogram.expected.forEach((count, place) => made.append(draw("rect", { class: "expected", x: (wide * place) / bins, y: high - (high * count) / top, width: wide / bins, height: (high * count) / top })));
+  const svg = draw("svg", { width: wide, height: high, viewBox: `0 0 ${wide} ${high}` });
+  histogram.expected.forEach((count, place) => svg.append(draw("rect", { class: "expected", x: (wide * place) / bins, y: high - (high * count) / top, width: wide / bins, height: (high * count) / top })));
   const points = histogram.actual.map((count, place) => `${(wide * (place + 0.5)) / bins},${high - (high * count) / top}`);
-  made.append(draw("polyline", { class: "actual", points: points.join(" ") }));
-  made.append(draw("title", null, `${number(histogram.low)} to ${number(histogram.high)}: bars are expected, the line is the device`));
-  return made;
+  svg.append(draw("polyline", { class: "actual", points: points.join(" ") }));
+  svg.append(draw("title", null, `${number(histogram.low)} to ${number(histogram.high)}: bars are expected, the line is the device`));
+  return svg;
 }
