@@ -106,7 +106,7 @@ WarmUp warm_up(LoadedMethod& method, const std::vector<std::optional<Input>>& in
   if (plan.warmup == 0 && !plan.steady) return done;
   report("WARMUP", 0, 0);
   const std::int64_t start = now_ns();
-  std::int64_t told = 0;
+  std::int64_t reported = 0;
   // Returns false once the time is up: more iterations would not warm the program up further.
   const auto iterate = [&](std::int64_t* sample) {
     const Span span = method.execute(inputs);
@@ -114,9 +114,9 @@ WarmUp warm_up(LoadedMethod& method, const std::vector<std::optional<Input>>& in
     ++done.iterations;
     done.elapsed_ns = span.end - start;
     if (done.elapsed_ns >= plan.max_warmup_ns) return false;
-    if (done.elapsed_ns - told >= kProgressNs) {
+    if (done.elapsed_ns - reported >= kProgressNs) {
       report("WARMUP", done.iterations, done.elapsed_ns);
-      told = done.elapsed_ns;
+      reported = done.elapsed_ns;
     }
     return true;
   };
@@ -166,7 +166,7 @@ void measure(Session& session, const Plan& plan, Json result) {
   const char* stop_reason = nullptr;
   const Usage before = Usage::now();
   const std::int64_t start = now_ns();
-  for (std::int64_t told = 0; !stop_reason;) {
+  for (std::int64_t reported = 0; !stop_reason;) {
     const Span span = method.execute(inputs);
     samples[count++] = span.ns();
     elapsed = span.end - start;
@@ -176,9 +176,9 @@ void measure(Session& session, const Plan& plan, Json result) {
       stop_reason = "MAX_SAMPLES";
     } else if (elapsed >= plan.max_time_ns) {
       stop_reason = "MAX_TIME";
-    } else if (elapsed - told >= kProgressNs) {
+    } else if (elapsed - reported >= kProgressNs) {
       report("TIMED", count, elapsed);
-      told = elapsed;
+      reported = elapsed;
     }
   }
   const Usage after = Usage::now();
@@ -213,12 +213,12 @@ void trace(Session& session, std::int64_t warmup, std::int64_t iterations, const
   std::vector<std::int64_t> samples;
   samples.reserve(static_cast<std::size_t>(iterations));
   const std::int64_t start = now_ns();
-  for (std::int64_t i = 0, told = start; i < iterations; ++i) {
+  for (std::int64_t i = 0, reported = start; i < iterations; ++i) {
     const Span span = method.execute(inputs);
     samples.push_back(span.ns());
-    if (span.end - told >= kProgressNs) {
+    if (span.end - reported >= kProgressNs) {
       report("TRACED", i + 1, span.end - start);
-      told = span.end;
+      reported = span.end;
     }
   }
   const std::size_t size = write_etdump(*method.tracer(), path);

@@ -273,9 +273,9 @@ LoadedMethod& Session::loaded_method() {
 
 LoadedMethod& Session::ready() {
   LoadedMethod& method = loaded_method();
-  const auto& given = inputs_[method.name()];
-  for (std::size_t i = 0; i < given.size(); ++i) {
-    if (!given[i]) throw Failure{"INPUT_MISMATCH", "input " + std::to_string(i) + " of " + std::to_string(given.size()) + " is not set", "", {}};
+  const auto& values = inputs_[method.name()];
+  for (std::size_t i = 0; i < values.size(); ++i) {
+    if (!values[i]) throw Failure{"INPUT_MISMATCH", "input " + std::to_string(i) + " of " + std::to_string(values.size()) + " is not set", "", {}};
   }
   return method;
 }
