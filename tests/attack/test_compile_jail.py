@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.workers import output_files, pool
-from etfarm.server.workers.errors import ChildDiskFull, ChildOutOfMemory, ChildTooManyProcesses
+from etfarm.server.workers.errors import BadWorkerAnswer, ChildDiskFull, ChildOutOfMemory, ChildTooManyProcesses
 from etfarm.server.workers.jail.measures import NAMES
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
@@ -144,7 +144,7 @@ async def test_only_real_files_of_its_own_leave_a_childs_folder(workers: Workers
     ]
     async with await workers.run(f"{TASKS}:leave_traps", {"secret": str(tmp_path / "secret")}, deadline_s=60) as finished:
         for name in no_files:
-            with pytest.raises(output_files.BadOutputFile) as caught:
+            with pytest.raises(BadWorkerAnswer) as caught:
                 output_files.claim(finished.folder, name)
             assert str(finished.folder) not in str(caught.value)
         assert (finished.folder / "good").stat().st_uid != os.geteuid()

@@ -3,7 +3,7 @@
 A model's bytes are its orders, a line each, to the task that they name first:
 `TASK refuse`, `TASK die`, `TASK hang`, `TASK wait FILE` (while somebody holds its lock), `TASK escape`, `TASK flood` (it
 tells of each stage again and again), `TASK move` (its folder is a link to another), `TASK say KEY JSON` (in place of what
-it would answer).
+it would answer), `TASK answer HEX` (these bytes in place of its whole answer), `TASK add HEX` (these bytes behind it).
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from etfarm.server.compile.request import InspectRequest, LowerRequest, QuantizeRequest
+from etfarm.server.compile.result import encode, encode_recipes
 from etfarm.wire.errors import UserError
 
 Emit = Callable[[bytes], None]
@@ -42,7 +43,8 @@ def quantize(request: QuantizeRequest, folder: Path, emit: Emit) -> bytes:
         (folder / f"{method}.pt2").write_bytes(b"quantized " + samples + b"\n" + path.read_bytes())
     stayed = {method: [{"op": "aten.sin", "count": 2, "places": PLACES}] for method in programs}
     said = _said("quantize", request.models)
-    return _json(**{"stages": stages, "programs": programs, "warnings": [FEW], "stayed_fp32": stayed} | said)
+    result: Any = {"stages": stages, "programs": programs, "warnings": [FEW], "stayed_fp32": stayed} | said
+    return _answer("quantize", request.models, encode(result))
 
 
 def lower(request: LowerRequest, folder: Path, emit: Emit) -> bytes:
@@ -54,7 +56,8 @@ def lower(request: LowerRequest, folder: Path, emit: Emit) -> bytes:
     }  # fmt: skip
     if request.stop_after is not None:
         (folder / "delegation.csv").write_text(request.stop_after)
-        return _json(**result | {"stage_files": {"delegation.csv": "delegation.csv"}})
+        stopped: Any = result | {"stage_files": {"delegation.csv": "delegation.csv"}}
+        return _answer("lower", request.models, encode(stopped))
     stages.append(_stage("lower", "TO_EXECUTORCH", request.models, emit))
     models = sorted(request.models.items())
     constants = [path.read_bytes() for _, path in sorted(request.constant_methods.items())]
@@ -67,8 +70,8 @@ def lower(request: LowerRequest, folder: Path, emit: Emit) -> bytes:
         folder.symlink_to("elsewhere")
     pte = "../model.pte" if _told("lower", "escape", request.models) else "model.pte"
     outputs = [{"output": "0", "equal": False, "max_abs_error": 0.5, "sqnr_db": None}]
-    return _json(
-        **result
+    whole: Any = (
+        result
         | {
             "program": {"pte": pte, "data": {"weights": "weights.ptd"}},
             "etrecord": "model.etrecord",
@@ -92,19 +95,21 @@ def lower(request: LowerRequest, folder: Path, emit: Emit) -> bytes:
         }
         | _said("lower", request.models)
     )  # fmt: skip
+    return _answer("lower", request.models, encode(whole))
 
 
 def inspect(request: InspectRequest, folder: Path, emit: Emit) -> bytes:
-    return _json(warnings=[], facts={"methods": {"forward": FACTS}}, sizes=None)
+    result: Any = {"warnings": [], "facts": {"methods": {"forward": FACTS}}, "stayed_fp32": {}}
+    return encode(result)
 
 
 def list_recipes(request: object, folder: Path, emit: Emit) -> bytes:
     row = {"summary": "", "backend": "", "missing": "", "arguments": [], "available": True}
     known = {"xnnpack_fp32": "none", "acme.static": "pt2e-static", "acme.plain": "none"}
     rows = [row | {"name": name, "quantization": how} for name, how in known.items()]
-    return _json(
-        recipes=[*rows, row | {"name": "coreml_fp16", "quantization": "none", "available": False, "missing": "coremltools"}]
-    )
+    absent = row | {"name": "coreml_fp16", "quantization": "none", "available": False, "missing": "coremltools"}
+    result: Any = {"recipes": [*rows, absent]}
+    return encode_recipes(result)
 
 
 def _stage(task: str, stage: str, models: Mapping[str, Path], emit: Emit) -> dict[str, Any]:
@@ -133,6 +138,12 @@ def _told(task: str, order: str, models: Mapping[str, Path]) -> list[str]:
 
 def _said(task: str, models: Mapping[str, Path]) -> dict[str, Any]:
     return {key: json.loads(value) for key, _, value in (said.partition(" ") for said in _told(task, "say", models))}
+
+
+def _answer(task: str, models: Mapping[str, Path], answer: bytes) -> bytes:
+    for instead in _told(task, "answer", models):
+        answer = bytes.fromhex(instead)
+    return answer + b"".join(map(bytes.fromhex, _told(task, "add", models)))
 
 
 def _json(**values: object) -> bytes:

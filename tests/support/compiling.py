@@ -18,8 +18,10 @@ from etfarm.server.compile.request import LowerRequest, QuantizeRequest
 from etfarm.server.compile.result import LowerResult, QuantizeResult
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
+from etfarm.v1 import child_pb2, common_pb2, compile_pb2
 from etfarm.wire import recipes, tensors
 from etfarm.wire.recipes import Recipe
+from etfarm.wire.report import message_json
 from tests.support import models
 
 Make = Callable[[], Any]
@@ -109,7 +111,40 @@ async def _ran(workers: Workers, task: str, request: object, answer: Compiled) -
         on_event=lambda event: answer.events.append(json.loads(event)), on_log=answer.log.append,
     ) as finished:  # fmt: skip
         files = {p.name: p.read_bytes() for p in finished.folder.iterdir() if p.is_file() and not p.is_symlink()}
-        return json.loads(finished.result), files
+        return plain(finished.result), files
+
+
+def plain(answer: bytes) -> Any:
+    """The result that a compiling child answered with: a LowerResult with the keys of a QuantizeResult."""
+    message = child_pb2.CompileResult.FromString(answer)
+    compilation = message_json(message.compilation)
+    facts, sizes = compilation["facts"], compilation["sizes"]
+    for method, described in message.compilation.facts.methods.items():
+        for side in ("inputs", "outputs"):
+            facts["methods"][method][side] = [_plain_value(spec) for spec in getattr(described, side)]
+    return {
+        **{key: compilation[key] for key in ("stages", "warnings", "delegation", "checks", "toolchain")},
+        "program": {"pte": message.pte, "data": dict(message.data)} if message.HasField("pte") else None,
+        "etrecord": message.etrecord or None, "inputs": dict(message.example_inputs), "facts": facts, "sizes": sizes,
+        "modules": [{**row, "module": row["module"] or ""} for row in compilation["modules"]],
+        "stayed_fp32": {method: rows["operators"] for method, rows in compilation["stayed_fp32"].items()},
+        "stage_files": dict(message.stage_files), "programs": dict(message.exported_programs),
+    }  # fmt: skip
+
+
+def listed(answer: bytes) -> list[dict[str, Any]]:
+    """The recipes that a child listed; texts that are absent are empty."""
+    rows = message_json(compile_pb2.ListRecipesResponse.FromString(answer))["recipes"]
+    return [{key: "" if value is None else value for key, value in row.items()} for row in rows]
+
+
+def _plain_value(spec: compile_pb2.ValueSpec) -> dict[str, Any]:
+    dims = [dim.min if dim.min == dim.max else {"min": dim.min, "max": dim.max} for dim in spec.dims]
+    is_tensor = spec.kind == common_pb2.VALUE_KIND_TENSOR
+    known = message_json(spec)
+    order = known["dim_order"] if is_tensor else None
+    value = {**{key: known[key] for key in ("name", "kind", "dtype")}, "dims": dims if is_tensor else None, "dim_order": order}
+    return {**value, "value": known["value"]} if spec.HasField("value") else value
 
 
 def run(pte: bytes, leaves: Sequence[Any], method: str = "forward", times: int = 1, data: Path | None = None) -> list[Any]:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 from etfarm.server.access.scope import Scope
 from etfarm.server.artifacts.store import Store
@@ -22,6 +22,7 @@ from etfarm.server.compile.request import InspectRequest, LowerRequest, Quantize
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.compile.single_flight import Listener, SingleFlight, Subscribers
 from etfarm.server.state.engine import Database
+from etfarm.server.workers.errors import BadWorkerAnswer
 from etfarm.server.workers.pool import Workers
 from etfarm.v1 import common_pb2, compile_pb2, job_pb2
 from etfarm.v1.compile_pb2 import Compilation
@@ -274,7 +275,7 @@ class Compiler:
         owner: str,
         project: str,
         subscribers: Subscribers,
-        read: Callable[[Mapping[str, Any], answers.Files], Awaitable[Compilation]],
+        read: Callable[[bytes, answers.Files], Awaitable[Compilation]],
     ) -> Outcome:
         """Run one child and add its answer to `compilation`; if it fails, add the stages that ended and the error."""
         ended: list[compile_pb2.Stage] = []
@@ -288,7 +289,7 @@ class Compiler:
         def on_event(data: bytes) -> None:
             stage, duration_ms = answers.stage_event(data)
             if (stage, duration_ms is None) in reported:
-                raise answers.BadWorkerAnswer(f"The compile worker reported {stage} twice.")
+                raise BadWorkerAnswer(f"A compile child reports {stage} twice.")
             reported.add((stage, duration_ms is None))
             if duration_ms is not None:
                 ended.append(compile_pb2.Stage(stage=stage, duration_ms=duration_ms, where=common_pb2.ACTOR_SERVER))
@@ -301,8 +302,7 @@ class Compiler:
             )  # fmt: skip
             async with finished:
                 files = answers.Files(self._store, finished.folder, owner, project)
-                answer = await asyncio.to_thread(answers.parse, finished.result)
-                compilation.MergeFrom(await read(answer, files))
+                compilation.MergeFrom(await read(finished.result, files))
         except EtfarmError as error:
             compilation.stages.extend(ended)
             if lines and is_lasting(error):

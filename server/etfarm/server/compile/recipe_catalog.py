@@ -55,7 +55,7 @@ class RecipeCatalog:
             if self._listed is None:
                 finished = await self._workers.run(self._task, None, deadline_s=self._deadline_s)
                 async with finished:
-                    self._listed = answers.recipes(answers.parse(finished.result))
+                    self._listed = answers.recipes(finished.result)
         return self._listed
 
     async def check(self, recipe: Recipe) -> Recipe:

@@ -1,11 +1,14 @@
-"""The answers of compiling children: JSON in UTF-8, typed for both ends. Standard library only.
+"""The results of compiling children as they are collected, and their encoding as messages for the server.
 
 Named files are directly in the child's folder.
 """
 
 from __future__ import annotations
 
-from typing import Literal, NotRequired, TypedDict
+from typing import Any, Final, Literal, NotRequired, TypedDict
+
+from etfarm.v1 import child_pb2, compile_pb2
+from etfarm.wire.messages import fill, to_scalar
 
 
 class StageEvent(TypedDict):
@@ -238,3 +241,44 @@ class RecipesResult(TypedDict):
     """The answer of `list_recipes`."""
 
     recipes: list[RecipeRow]
+
+
+_SAME: Final = ("stages", "warnings", "delegation", "sizes", "modules", "checks", "toolchain")
+"""Keys of results whose values have the form of the Compilation's fields."""
+
+
+def encode(result: QuantizeResult | LowerResult) -> bytes:
+    """Return the answer of a compiling child: the result as a CompileResult."""
+    parts: dict[str, Any] = {**result}
+    answer = child_pb2.CompileResult()
+    fill(answer.compilation, {key: parts.get(key) for key in _SAME})
+    for method, rows in result["stayed_fp32"].items():
+        fill(answer.compilation.stayed_fp32[method], {"operators": rows})
+    for method, facts in (parts.get("facts") or {"methods": {}})["methods"].items():
+        _fill_facts(answer.compilation.facts.methods[method], facts)
+    if parts.get("facts") is not None:
+        answer.compilation.facts.SetInParent()
+    program: ProgramFiles | None = parts.get("program")
+    files = {
+        "pte": program and program["pte"], "data": program and program["data"], "etrecord": parts.get("etrecord"),
+        "example_inputs": parts.get("inputs"), "exported_programs": parts.get("programs"),
+        "stage_files": parts.get("stage_files"),
+    }  # fmt: skip
+    return fill(answer, files).SerializeToString()
+
+
+def encode_recipes(result: RecipesResult) -> bytes:
+    """Return the answer of a child that lists recipes: the result as a ListRecipesResponse."""
+    return fill(compile_pb2.ListRecipesResponse(), result).SerializeToString()
+
+
+def _fill_facts(message: compile_pb2.MethodFacts, facts: MethodFacts) -> None:
+    fill(message, {key: facts[key] for key in ("operators", "backends", "planned_bytes")})
+    for specs, values in ((message.inputs, facts["inputs"]), (message.outputs, facts["outputs"])):
+        for value in values:
+            spec = fill(specs.add(), {key: value[key] for key in ("name", "kind", "dtype", "dim_order")})
+            for dim in value["dims"] or ():
+                low, high = (dim, dim) if isinstance(dim, int) else (dim["min"], dim["max"])
+                spec.dims.add(min=low, max=high)
+            if "value" in value:
+                spec.value.CopyFrom(to_scalar(value["value"]))

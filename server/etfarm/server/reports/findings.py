@@ -17,18 +17,17 @@ from pathlib import Path
 from typing import Any, Final
 
 import structlog
-from google.protobuf.message import DecodeError
 from sqlalchemy import Connection, delete, func, select
 from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.reports.request import AnalyzeRequest
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
-from etfarm.server.workers.errors import BadAnswer, ChildDied, ChildOutOfMemory, ChildTimedOut
+from etfarm.server.workers import answers
+from etfarm.server.workers.errors import BadAnswer, BadWorkerAnswer, ChildDied, ChildOutOfMemory, ChildTimedOut
 from etfarm.server.workers.pool import Workers
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import digest as digests
-from etfarm.wire.errors import FarmError
 
 log = structlog.get_logger()
 
@@ -41,12 +40,6 @@ operators."""
 FILE_MISSING: Final = "ANALYSIS_FILE_MISSING"
 CUT_SHORT: Final = "ANALYSIS_CUT_SHORT"
 """Warning codes of parts that were left out because a file is no longer stored, or because a child failed on them."""
-
-
-class BadAnalysis(FarmError):
-    """An answer of the analysis child that cannot be read."""
-
-    reason = "BAD_WORKER_ANSWER"
 
 
 @dataclass(frozen=True)
@@ -84,7 +77,16 @@ _LOSES: Final = {
 }
 """The missing part of the report, by the field of the request that is left out."""
 
-_DEADLY: Final = (ChildDied, ChildTimedOut, ChildOutOfMemory, BadAnswer, BadAnalysis)
+_DEADLY: Final = (ChildDied, ChildTimedOut, ChildOutOfMemory, BadAnswer, BadWorkerAnswer)
+
+_MEASURED: Final = (
+    "inputs.tensors", "latency", "interleaved", "accuracy", "profile", "operators", "numeric_gap", "compile.warnings",
+    "numerics.threshold_db", "numerics.first_bad", "numerics.judged",
+)  # fmt: skip
+"""The fields of a Report that a child computes."""
+
+_MAX_ANSWER_BYTES: Final = 64 << 20
+"""Maximum size of a child's report, which has the samples of the run and the times of every operator."""
 
 
 class Findings:
@@ -167,10 +169,9 @@ class Findings:
         request = replace(request, limit_s=self._deadline_s, screen=self._screen)
         finished = await self._workers.run(ANALYZE_TASK, request, deadline_s=self._deadline_s, whose=project, on_log=on_log)
         async with finished:
-            try:
-                return await asyncio.to_thread(report_pb2.Report.FromString, finished.result)
-            except DecodeError as error:
-                raise BadAnalysis(f"The analysis child's answer is not a report: {error}.") from None
+            return await asyncio.to_thread(
+                answers.decode, finished.result, report_pb2.Report, _MEASURED, most_bytes=_MAX_ANSWER_BYTES
+            )
 
     async def _known(self, key: str) -> report_pb2.Report | None:
         query = select(schema.analyses.c.body).where(schema.analyses.c.key == key)

@@ -109,6 +109,12 @@ class BadAnswer(FarmError):
     reason = "CHILD_ANSWER_UNREADABLE"
 
 
+class BadWorkerAnswer(FarmError):
+    """The answer of a child, or a file that it names, is not one that its task can have."""
+
+    reason = "BAD_WORKER_ANSWER"
+
+
 def signal_name(number: int) -> str:
     """Return a signal's name: `SIGSEGV` for 11, `signal 77` for a number without a name."""
     try:

@@ -9,15 +9,9 @@ import uuid
 from pathlib import Path
 from typing import Final
 
-from etfarm.wire.errors import FarmError
+from etfarm.server.workers.errors import BadWorkerAnswer
 
 _MODE: Final = 0o644
-
-
-class BadOutputFile(FarmError):
-    """The output that a child names is not a regular file in its folder."""
-
-    reason = "BAD_WORKER_ANSWER"
 
 
 def claim(folder: Path, name: str) -> Path:
@@ -26,25 +20,25 @@ def claim(folder: Path, name: str) -> Path:
     Only a regular file with a single name qualifies, never a symbolic link, a hard link, a FIFO, a socket or a device.
 
     Raises:
-        BadOutputFile: `name` names anything else, or leads out of the folder.
+        BadWorkerAnswer: `name` names anything else, or leads out of the folder.
     """
     if not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise BadOutputFile(f"The child names {name[:100]!r}, which is not a file in its folder.")
+        raise BadWorkerAnswer(f"The child names {name[:100]!r}, which is not a file in its folder.")
     try:
         parent = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:
-        raise BadOutputFile("The child's folder is no longer a folder.") from None
+        raise BadWorkerAnswer("The child's folder is no longer a folder.") from None
     try:
         # O_NONBLOCK: opening a FIFO would wait for its writer.
         file = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=parent)
     except (OSError, ValueError):
-        raise BadOutputFile(f"The child names {name[:100]!r}, which is not a file in its folder.") from None
+        raise BadWorkerAnswer(f"The child names {name[:100]!r}, which is not a file in its folder.") from None
     finally:
         os.close(parent)
     try:
         status = os.fstat(file)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink != 1:
-            raise BadOutputFile(f"The child names {name[:100]!r}, which is not a regular file of its own.")
+            raise BadWorkerAnswer(f"The child names {name[:100]!r}, which is not a regular file of its own.")
         if os.geteuid() == 0:
             os.fchown(file, os.geteuid(), os.getegid())
         os.fchmod(file, _MODE)

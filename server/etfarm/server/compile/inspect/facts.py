@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, Literal
@@ -17,7 +16,7 @@ from etfarm.server.compile.program import loading
 from etfarm.server.compile.program.toolchain import toolchain
 from etfarm.server.compile.program.values import input_names, output_names
 from etfarm.server.compile.request import InspectRequest
-from etfarm.server.compile.result import DimRange, LowerResult, MethodFacts, ProgramFacts, ProgramSizes, ValueFacts
+from etfarm.server.compile.result import DimRange, LowerResult, MethodFacts, ProgramFacts, ProgramSizes, ValueFacts, encode
 from etfarm.server.compile.screening import screen
 
 _DTYPES = {
@@ -33,7 +32,7 @@ _SCALARS: dict[type[Any], tuple[Literal["int", "double", "bool", "none", "str"],
 
 
 def inspect_pte(request: InspectRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """Task: describe an uploaded .pte. Return a `LowerResult` with facts and sizes, without stages, program and ETRecord.
+    """Task: describe an uploaded .pte. Return a CompileResult with facts and sizes.
 
     Raises:
         NotAPte, TruncatedProgram: as `screen_pte`.
@@ -46,7 +45,7 @@ def inspect_pte(request: InspectRequest, folder: Path, emit: Callable[[bytes], N
         "toolchain": toolchain(), "warnings": [], "facts": facts, "sizes": program_sizes, "modules": [], "checks": [],
         "stayed_fp32": {},
     }  # fmt: skip
-    return json.dumps(result).encode()
+    return encode(result)
 
 
 def describe(described: sizes.Described) -> tuple[ProgramFacts, ProgramSizes]:

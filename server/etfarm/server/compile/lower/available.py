@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Final, Literal
 
 from etfarm.server.compile.lower import build, plugins
 from etfarm.server.compile.program.explain import first_line
-from etfarm.server.compile.result import RecipeRow, RecipesResult
+from etfarm.server.compile.result import RecipeRow, RecipesResult, encode_recipes
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.recipes import RECIPES, Argument, BadRecipeArgument, Part, Plain, Quantization, Specification, resolve
 
@@ -37,10 +36,10 @@ _NOT_HERE: Final = {
 
 
 def list_recipes(request: object, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """Task: return a RecipesResult as JSON: every recipe of etfarm, in the table's order, then those of plug-ins."""
+    """Task: return a ListRecipesResponse: every recipe of etfarm, in the table's order, then those of plug-ins."""
     rows = [_row(specification, _missing(specification)) for specification in RECIPES.values()]
     result: RecipesResult = {"recipes": rows + [_plugin_row(name) for name in plugins.names(plugins.RECIPES)]}
-    return json.dumps(result).encode()
+    return encode_recipes(result)
 
 
 def _plugin_row(name: str) -> RecipeRow:

@@ -20,7 +20,7 @@ from etfarm.server.compile.program import values as wire_values
 from etfarm.server.compile.program.explain import first_line
 from etfarm.server.compile.program.toolchain import toolchain
 from etfarm.server.compile.request import LowerRequest, QuantizeRequest
-from etfarm.server.compile.result import Fp32Operator, LowerResult, QuantizeResult, StageEvent, Warning
+from etfarm.server.compile.result import Fp32Operator, LowerResult, QuantizeResult, StageEvent, Warning, encode
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.compile.verify import checks
 from etfarm.server.compile.verify.smoke import SmokeRunner
@@ -36,7 +36,7 @@ _log = logging.getLogger(__name__)
 
 
 def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """Task: run QUANTIZE and the TORCH_EXPORT after it for all methods. Emit StageEvents, return a QuantizeResult, all as JSON.
+    """Task: run QUANTIZE and the TORCH_EXPORT after it for all methods. Emit StageEvents as JSON, return a CompileResult.
 
     A method without quantizers, or without anything that they quantize, stays unchanged.
 
@@ -92,11 +92,11 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                 torch.export.save(exported, str(file))
             fp32_operators = places.fp32(exported, xnnpack=fp32_layers.by_xnnpack(quantizing[method].quantizers))
             _add_fp32(name, method, fp32_operators, result["stayed_fp32"], result["warnings"])
-    return json.dumps(result).encode()
+    return encode(result)
 
 
 def lower_model(request: LowerRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """Task: run the stages from exported programs to a .pte. Emit StageEvents, return a LowerResult, all as JSON.
+    """Task: run the stages from exported programs to a .pte. Emit StageEvents as JSON, return a CompileResult.
 
     Raises:
         UserError: the model or the recipe is at fault; see `compile.errors`.
@@ -104,7 +104,7 @@ def lower_model(request: LowerRequest, folder: Path, emit: Callable[[bytes], Non
     """
     smoke = SmokeRunner(folder / "smoke.log")  # forks, so it must come first; see SmokeRunner
     try:
-        return json.dumps(_lower(request, folder, _emitter(emit), smoke)).encode()
+        return encode(_lower(request, folder, _emitter(emit), smoke))
     finally:
         smoke.close()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import subprocess
 import sys
 from pathlib import Path
@@ -24,7 +23,9 @@ from etfarm.server.compile.inspect import facts, sizes  # noqa: E402
 from etfarm.server.compile.program import places  # noqa: E402
 from etfarm.server.compile.request import InspectRequest  # noqa: E402
 from etfarm.server.compile.screening.errors import NotAPte  # noqa: E402
+from etfarm.v1 import child_pb2  # noqa: E402
 from tests.support import models  # noqa: E402
+from tests.support.compiling import plain  # noqa: E402
 
 pytestmark = pytest.mark.slow(reason="exports and compiles real models")
 
@@ -181,7 +182,7 @@ def written(program: Any, path: Path) -> Path:
 
 def test_a_ready_program_tells_its_values_and_sizes(tmp_path: Path) -> None:
     pte = written(models.dict_inputs(), tmp_path / "model.pte")
-    result = json.loads(facts.inspect_pte(InspectRequest(pte, "model"), tmp_path, lambda _: None))
+    result = plain(facts.inspect_pte(InspectRequest(pte, "model"), tmp_path, lambda _: None))
     method = result["facts"]["methods"]["forward"]
     assert [value["kind"] for value in method["inputs"]] == ["tensor", "tensor", "int", "tensor"]
     assert method["inputs"][2]["value"] == 3
@@ -195,11 +196,11 @@ def test_a_ready_program_tells_its_values_and_sizes(tmp_path: Path) -> None:
 
 
 def test_the_whole_contract_is_answered(tmp_path: Path) -> None:
-    from etfarm.server.compile.result import LowerResult
-
     pte = written(models.elementwise(), tmp_path / "model.pte")
-    result = json.loads(facts.inspect_pte(InspectRequest(pte, "model"), tmp_path, lambda _: None))
-    assert set(result) == set(LowerResult.__annotations__)
+    answer = facts.inspect_pte(InspectRequest(pte, "model"), tmp_path, lambda _: None)
+    result = child_pb2.CompileResult.FromString(answer)
+    assert [field.name for field, _ in result.ListFields()] == ["compilation"]
+    assert {field.name for field, _ in result.compilation.ListFields()} == {"facts", "sizes", "toolchain"}
 
 
 def test_a_method_takes_its_names_and_ranges_from_the_exported_program(tmp_path: Path) -> None:

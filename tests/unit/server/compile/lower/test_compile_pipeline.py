@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Callable
@@ -23,7 +22,7 @@ from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import recipes, tensors  # noqa: E402
 from etfarm.wire.errors import EtfarmError, Fault  # noqa: E402
 from tests.support import models  # noqa: E402
-from tests.support.compiling import DYNAMIC, FOUR_BIT, STATIC, compiled, run  # noqa: E402
+from tests.support.compiling import DYNAMIC, FOUR_BIT, STATIC, compiled, listed, plain, run  # noqa: E402
 
 pytestmark = pytest.mark.asyncio(loop_scope="session")
 
@@ -180,7 +179,7 @@ async def test_a_ready_program_is_described(workers: Workers, tmp_path: Path) ->
     (tmp_path / "p").write_bytes(one.files["model.pte"])
     request = InspectRequest(tmp_path / "p", "tiny")
     async with await workers.run("etfarm.server.compile.inspect.facts:inspect_pte", request, deadline_s=60) as finished:
-        result: LowerResult = json.loads(finished.result)
+        result: LowerResult = plain(finished.result)
     assert result["stages"] == []
     assert result["facts"] is not None
     method = result["facts"]["methods"]["forward"]
@@ -211,7 +210,7 @@ def test_the_reference_is_the_model_before_quantization() -> None:
 
 async def test_the_recipes_that_this_host_has_are_listed(workers: Workers) -> None:
     async with await workers.run("etfarm.server.compile.lower.available:list_recipes", None, deadline_s=60) as finished:
-        rows = {row["name"]: row for row in json.loads(finished.result)["recipes"]}
+        rows = {row["name"]: row for row in listed(finished.result)}
     assert list(rows) == list(recipes.RECIPES)
     for name, row in rows.items():
         assert row["available"] == (not row["missing"]), row

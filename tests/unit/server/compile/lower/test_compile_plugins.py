@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zipfile
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -18,7 +17,7 @@ from etfarm.server.workers.pool import Workers  # noqa: E402 - needs torch
 from etfarm.wire import recipes  # noqa: E402
 from etfarm.wire.errors import EtfarmError, Fault  # noqa: E402
 from tests.support import models  # noqa: E402
-from tests.support.compiling import compiled, run, warm_workers  # noqa: E402
+from tests.support.compiling import compiled, listed, run, warm_workers  # noqa: E402
 
 pytestmark = [
     pytest.mark.asyncio(loop_scope="module"),
@@ -220,7 +219,7 @@ async def test_a_stage_that_gives_nothing_is_told(workers: Workers, tmp_path: Pa
 
 async def test_plug_ins_are_listed_behind_the_others(workers: Workers) -> None:
     async with await workers.run("etfarm.server.compile.lower.available:list_recipes", None, deadline_s=120) as finished:
-        rows = {row["name"]: row for row in json.loads(finished.result)["recipes"]}
+        rows = {row["name"]: row for row in listed(finished.result)}
     assert list(rows) == [*recipes.RECIPES, "acme.broken", "acme.failing", "acme.fast", "acme.int8", "acme.levelled", "acme.text"]
     assert (rows["acme.fast"]["summary"], rows["acme.fast"]["available"]) == ("quick", True)
     assert rows["acme.fast"]["arguments"] == ["each=true, false: a delegate for each operator"]
