@@ -282,7 +282,7 @@ async def test_a_runner_of_ones_own_takes_the_bundles_place(
     connection, told = await attached(server, launch, adb_phone, "--phone-runner", command)
     device = told.device_update.device
     (own,) = device.own_runners
-    assert own.kind == "own" and "XnnpackBackend" in own.backends and len(own.operators) > 200
+    assert own.kind == common_pb2.RUNNER_KIND_OWN and "XnnpackBackend" in own.backends and len(own.operators) > 200
     connection.start("a1", server.candidate("conv"), deadline_s=60, device_id=device.id)
     (cell,) = (await connection.result("a1")).candidates
     assert not cell.HasField("error"), cell.error

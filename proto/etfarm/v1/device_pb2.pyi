@@ -100,8 +100,8 @@ class DeviceRunner(_message.Message):
     EXECUTORCH_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
     OPERATORS_FIELD_NUMBER: _builtins.int
-    kind: _builtins.str
-    """"python": ExecuTorch's Python binding. "own": one that was put on the device beforehand, used in place of any bundle."""
+    kind: _common_pb2.RunnerKind.ValueType
+    """PYTHON or OWN."""
     executorch: _builtins.str
     """Its ExecuTorch's version."""
     @_builtins.property
@@ -113,7 +113,7 @@ class DeviceRunner(_message.Message):
     def __init__(
         self,
         *,
-        kind: _builtins.str = ...,
+        kind: _common_pb2.RunnerKind.ValueType = ...,
         executorch: _builtins.str = ...,
         backends: _abc.Iterable[_builtins.str] | None = ...,
         operators: _abc.Iterable[_builtins.str] | None = ...,
@@ -203,8 +203,8 @@ class Device(_message.Message):
     """The attempt that it runs; empty when idle, and where the attempt belongs to none of the caller's projects."""
     operator_count: _builtins.int
     """How many kernels the runner of `backends` has."""
-    runner: _builtins.str
-    """What runs would be given now: "native", the farm's bundle for it, else one of its own; empty before there is one."""
+    runner: _common_pb2.RunnerKind.ValueType
+    """What runs would be given now: NATIVE, the farm's bundle for it, else one of its own; UNSPECIFIED before there is one."""
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """What all cores have: dotprod, fp16, i8mm, bf16, sve, sve2, sme; avx2, avx512f, ..."""
@@ -266,7 +266,7 @@ class Device(_message.Message):
         attempt_id: _builtins.str = ...,
         telemetry: Global___DeviceTelemetry | None = ...,
         operator_count: _builtins.int | None = ...,
-        runner: _builtins.str = ...,
+        runner: _common_pb2.RunnerKind.ValueType = ...,
         projects: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "has_battery", b"has_battery", "last_seen_time", b"last_seen_time", "operator_count", b"operator_count", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "telemetry", b"telemetry"]  # noqa: Y015

@@ -848,14 +848,17 @@ class Progress(_message.Message):
 
     CELL_ID_FIELD_NUMBER: _builtins.int
     ACTOR_FIELD_NUMBER: _builtins.int
+    DEVICE_NAME_FIELD_NUMBER: _builtins.int
     PHASE_FIELD_NUMBER: _builtins.int
     DURATION_MS_FIELD_NUMBER: _builtins.int
     DONE_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     cell_id: _builtins.str
-    actor: _builtins.str
-    """SERVER or a device's name."""
+    actor: _common_pb2.Actor.ValueType
+    """The server or a device."""
+    device_name: _builtins.str
+    """The device's name where the actor is a device; empty otherwise."""
     phase: _builtins.str
     """A compile stage, or LOAD, WARMUP, TIMED, TRACED, ..."""
     duration_ms: _builtins.float
@@ -868,7 +871,8 @@ class Progress(_message.Message):
         self,
         *,
         cell_id: _builtins.str = ...,
-        actor: _builtins.str = ...,
+        actor: _common_pb2.Actor.ValueType = ...,
+        device_name: _builtins.str = ...,
         phase: _builtins.str = ...,
         duration_ms: _builtins.float | None = ...,
         done: _builtins.int | None = ...,
@@ -877,7 +881,7 @@ class Progress(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_done", b"_done", "_duration_ms", b"_duration_ms", "_total", b"_total", "done", b"done", "duration_ms", b"duration_ms", "total", b"total"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_done", b"_done", "_duration_ms", b"_duration_ms", "_total", b"_total", "actor", b"actor", "cell_id", b"cell_id", "done", b"done", "duration_ms", b"duration_ms", "message", b"message", "phase", b"phase", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_done", b"_done", "_duration_ms", b"_duration_ms", "_total", b"_total", "actor", b"actor", "cell_id", b"cell_id", "device_name", b"device_name", "done", b"done", "duration_ms", b"duration_ms", "message", b"message", "phase", b"phase", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__done: _TypeAlias = _typing.Literal["done"]  # noqa: Y015
     _WhichOneofArgType__done: _TypeAlias = _typing.Literal["_done", b"_done"]  # noqa: Y015
@@ -970,8 +974,7 @@ class LogLine(_message.Message):
     number: _builtins.int
     """From 1, in order of arrival within the job."""
     cell_id: _builtins.str
-    source: _builtins.str
-    """COMPILE, RUNNER, ANALYSIS or FARM."""
+    source: _common_pb2.LogSource.ValueType
     text: _builtins.str
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp: ...
@@ -981,7 +984,7 @@ class LogLine(_message.Message):
         number: _builtins.int = ...,
         time: _timestamp_pb2.Timestamp | None = ...,
         cell_id: _builtins.str = ...,
-        source: _builtins.str = ...,
+        source: _common_pb2.LogSource.ValueType = ...,
         text: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015

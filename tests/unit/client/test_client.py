@@ -339,7 +339,7 @@ def test_events_are_plain_values() -> None:
         job_pb2.JobEvent(sequence=1, job=job_pb2.Job(id="j", state=job_pb2.JOB_STATE_QUEUED), job_state=job_pb2.JOB_STATE_QUEUED),
         job_pb2.JobEvent(sequence=2, cell=cell, job_state=job_pb2.JOB_STATE_RUNNING),
         job_pb2.JobEvent(progress=job_pb2.Progress(cell_id="c", phase="TIMED")),
-        job_pb2.JobEvent(log=job_pb2.LogLine(number=1, source="RUNNER", text="hello")),
+        job_pb2.JobEvent(log=job_pb2.LogLine(number=1, source=common_pb2.LOG_SOURCE_RUNNER, text="hello")),
     ]
     events = [decode.event(message) for message in messages]
     assert [type(event) for event in events] == [JobChanged, CellChanged, Progress, LogLine]

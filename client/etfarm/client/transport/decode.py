@@ -84,7 +84,7 @@ def event(message: job_pb2.JobEvent) -> Event | None:
             return Progress(
                 at=at,
                 cell_id=progress.cell_id,
-                actor=progress.actor,
+                actor=progress.device_name or word_of(common_pb2.Actor.DESCRIPTOR, progress.actor) or "",
                 phase=progress.phase,
                 duration_ms=progress.duration_ms if progress.HasField("duration_ms") else None,
                 done=progress.done if progress.HasField("done") else None,
@@ -98,7 +98,12 @@ def event(message: job_pb2.JobEvent) -> Event | None:
 
 def log_line(message: job_pb2.LogLine) -> LogLine:
     """Return a LogLine."""
-    return LogLine(_instant(message.time), message.number, message.cell_id, message.source, message.text)
+    source = word_of(common_pb2.LogSource.DESCRIPTOR, message.source) or ""
+    return LogLine(_instant(message.time), message.number, message.cell_id, source, message.text)
+
+
+def _runner_kind(kind: common_pb2.RunnerKind.ValueType) -> str:
+    return word_of(common_pb2.RunnerKind.DESCRIPTOR, kind) or ""
 
 
 def device(message: device_pb2.Device) -> Device:
@@ -133,8 +138,8 @@ def device(message: device_pb2.Device) -> Device:
         last_seen_at=_instant(message.last_seen_time) if message.HasField("last_seen_time") else None,
         attempt_id=message.attempt_id,
         operator_count=message.operator_count if message.HasField("operator_count") else None,
-        runner=message.runner,
-        own_runners=tuple(runner.kind for runner in message.own_runners),
+        runner=_runner_kind(message.runner),
+        own_runners=tuple(_runner_kind(runner.kind) for runner in message.own_runners),
         telemetry={field.name: value for field, value in message.telemetry.ListFields() if field.name != "time"},
         model=message.model,
         page_size_bytes=message.page_size_bytes if message.HasField("page_size_bytes") else None,

@@ -14,8 +14,10 @@ from typing import Any, Final
 
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.v1 import device_pb2
+from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.wire.atomic_write import write_atomically
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.words import number_of
 
 log = logging.getLogger(__name__)
 
@@ -56,7 +58,7 @@ async def own_runners(folder: Path) -> list[device_pb2.DeviceRunner]:
         }
         text = json.dumps({"versions": versions, "runners": [description]}, indent=1)
         await asyncio.to_thread(write_atomically, path, text.encode(), durable=True)
-        return [device_pb2.DeviceRunner(**description)]
+        return [_message(description)]
     except (EtfarmError, TimeoutError, OSError) as error:
         reason = str(error) or f"it did not answer within {_ANSWER_S:g} s"
         log.warning("ExecuTorch is installed here, and its Python binding cannot be used: %s", reason)
@@ -71,12 +73,20 @@ def _remembered(path: Path, versions: Mapping[str, str]) -> list[device_pb2.Devi
         kept: Any = json.loads(path.read_text())
         if kept["versions"] != versions:
             return None
-        return [device_pb2.DeviceRunner(**runner) for runner in kept["runners"]]
+        return [_message(runner) for runner in kept["runners"]]
     except FileNotFoundError:
         return None
     except (OSError, ValueError, KeyError, TypeError) as error:
         log.warning("%s is damaged and built again: %s", path, error)
         return None
+
+
+def _message(description: Mapping[str, Any]) -> device_pb2.DeviceRunner:
+    """Return the message of a runner that the agent's data folder describes, with the word for its kind."""
+    kind = number_of(RunnerKind.DESCRIPTOR, description["kind"])
+    if kind is None:
+        raise ValueError(f"no kind of runner: {description['kind']!r}")
+    return device_pb2.DeviceRunner(**{**description, "kind": kind})
 
 
 def _versions() -> dict[str, str] | None:

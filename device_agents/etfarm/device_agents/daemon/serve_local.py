@@ -38,6 +38,7 @@ from etfarm.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
+from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.wire import chunks
 from etfarm.wire.channel import SERVER_OPTIONS, Access
 from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Kind, UserError
@@ -293,7 +294,7 @@ def _in_use(device: device_pb2.Device, kind: str, hello: Hello) -> device_pb2.De
     """Return the device as a farm would describe it while it serves this session."""
     description = device_pb2.Device(
         state=device_pb2.DEVICE_STATE_BUSY,
-        runner=kind,
+        runner=RunnerKind.Value(f"RUNNER_KIND_{kind.upper()}"),
         backends=[name for name in hello.backends if name in WORKING_BACKENDS],
         operator_count=len(hello.operators),
     )

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.schedule import own_scope
 from etfarm.v1 import agent_pb2
+from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire.errors import EtfarmError
 
@@ -16,8 +17,7 @@ from etfarm.wire.errors import EtfarmError
 class Runner:
     """A runner for a device."""
 
-    kind: str
-    """One of `own`, `native` and `python`."""
+    kind: RunnerKind.ValueType
     backends: Sequence[str] = field(repr=False)
     operators: Sequence[str] = field(repr=False)
     """Kernels; empty if unknown."""
@@ -29,11 +29,11 @@ class Runner:
 
 def known_runner(bundles: Bundles, device: Device) -> Runner | None:
     """Return the runner that the device would use now; None while that is undecided, or if it has no runner."""
-    if (runner := _of_kind(device, "own")) is not None:
+    if (runner := _of_kind(device, RunnerKind.RUNNER_KIND_OWN)) is not None:
         return runner
     if (bundle := bundles.get(device.arch)) is not None:
         return _of_bundle(bundle)
-    return None if bundles.is_coming(device.arch) else _of_kind(device, "python")
+    return None if bundles.is_coming(device.arch) else _of_kind(device, RunnerKind.RUNNER_KIND_PYTHON)
 
 
 async def demand_runner(bundles: Bundles, device: Device) -> Runner:
@@ -43,21 +43,21 @@ async def demand_runner(bundles: Bundles, device: Device) -> Runner:
         BundleMissing: there is no runner.
         EtfarmError: building the bundle failed.
     """
-    if (runner := _of_kind(device, "own")) is not None:
+    if (runner := _of_kind(device, RunnerKind.RUNNER_KIND_OWN)) is not None:
         return runner
     try:
         return _of_bundle(await bundles.demand(device.arch))
     except EtfarmError:
-        if (runner := _of_kind(device, "python")) is None:
+        if (runner := _of_kind(device, RunnerKind.RUNNER_KIND_PYTHON)) is None:
             raise
         return runner
 
 
 def _of_bundle(bundle: agent_pb2.RunnerBundle) -> Runner:
-    return Runner("native", bundle.backends, bundle.operators, bundle.arch, bundle)
+    return Runner(RunnerKind.RUNNER_KIND_NATIVE, bundle.backends, bundle.operators, bundle.arch, bundle)
 
 
-def _of_kind(device: Device, kind: str) -> Runner | None:
-    """Return a runner on the device: `own`, which takes precedence over any bundle, or `python`, the last resort."""
+def _of_kind(device: Device, kind: RunnerKind.ValueType) -> Runner | None:
+    """Return a runner on the device: OWN, which takes precedence over any bundle, or PYTHON, the last resort."""
     selected = next((runner for runner in device.own_runners if runner.kind == kind), None)
     return None if selected is None else Runner(selected.kind, selected.backends, selected.operators, own_scope(device.id))

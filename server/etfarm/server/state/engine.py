@@ -25,7 +25,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-HEAD = "0006"
+HEAD = "0007"
 """The newest migration, to which `Database.open` upgrades older databases."""
 
 

@@ -11,6 +11,7 @@ import pytest
 from etfarm.device_agents.daemon import own_runners as module
 from etfarm.device_agents.daemon.own_runners import REMEMBERED, own_runners
 from etfarm.device_agents.runners.python import PythonRunner
+from etfarm.v1.common_pb2 import RunnerKind
 
 pytestmark = pytest.mark.skipif(not PythonRunner.available(), reason="torch and executorch are not installed")
 
@@ -23,7 +24,7 @@ def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_the_binding_is_announced_with_the_backends_that_work_on_this_machine(tmp_path: Path) -> None:
     (runner,) = await own_runners(tmp_path)
-    assert runner.kind == "python"
+    assert runner.kind == RunnerKind.RUNNER_KIND_PYTHON
     assert list(runner.backends) == ["XnnpackBackend"], "the wheel registers QnnBackend as well, which needs what is not here"
     assert "aten::add.out" in runner.operators
     assert [path.name for path in tmp_path.iterdir()] == [REMEMBERED]
@@ -51,10 +52,11 @@ async def test_it_is_asked_once_for_each_version(tmp_path: Path, monkeypatch: py
 async def test_a_damaged_memory_is_made_again(tmp_path: Path) -> None:
     versions = module._versions()
     assert versions is not None
-    for text in ("{", "[]", '{"versions": {}}'):
+    unknown = json.dumps({"versions": versions, "runners": [{"kind": "unknown"}]})
+    for text in ("{", "[]", '{"versions": {}}', unknown):
         (tmp_path / REMEMBERED).write_text(text)
         assert module._remembered(tmp_path / REMEMBERED, versions) is None
-    assert [runner.kind for runner in await own_runners(tmp_path)] == ["python"]
+    assert [runner.kind for runner in await own_runners(tmp_path)] == [RunnerKind.RUNNER_KIND_PYTHON]
     assert json.loads((tmp_path / REMEMBERED).read_text())["runners"]
 
 

@@ -22,7 +22,7 @@ from etfarm.server.devices.runs import AttemptLost, Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
 from etfarm.server.state.engine import Database
 from etfarm.v1.agent_pb2 import Heartbeat, Hello, RunnerBundle
-from etfarm.v1.common_pb2 import Error
+from etfarm.v1.common_pb2 import Error, RunnerKind
 from etfarm.v1.device_pb2 import Device, DeviceRunner, DeviceState, DeviceTelemetry
 from etfarm.wire.errors import Kind
 
@@ -278,7 +278,7 @@ async def test_a_device_has_the_backends_of_the_bundle_for_its_architecture(worl
 
 async def test_a_device_has_its_own_runners_backends_where_the_farm_has_no_bundle_for_it(world: World) -> None:
     session = world.session()
-    own = DeviceRunner(kind="python", backends=["XnnpackBackend"], operators=["a"])
+    own = DeviceRunner(kind=RunnerKind.RUNNER_KIND_PYTHON, backends=["XnnpackBackend"], operators=["a"])
     for arch, settled in (("aarch64", False), (platform.machine(), False), (platform.machine(), True)):
         if settled:
             world.bundles.settled.set()
@@ -287,10 +287,14 @@ async def test_a_device_has_its_own_runners_backends_where_the_farm_has_no_bundl
         await world.registry.connect(session, hello)
         device = world.registry.get(arch)
         is_coming = arch == platform.machine() and not settled
-        assert (device.runner, list(device.backends)) == (("", []) if is_coming else ("python", ["XnnpackBackend"]))
+        assert (device.runner, list(device.backends)) == (
+            (RunnerKind.RUNNER_KIND_UNSPECIFIED, []) if is_coming else (own.kind, own.backends)
+        )
     world.bundles._by_arch[arch] = RunnerBundle(arch=arch, backends=["Other"], operators=["a", "b"])
     device = world.registry.get(arch)
-    assert (device.runner, list(device.backends), device.operator_count) == ("native", ["Other"], 2), "the farm's is better"
+    assert (device.runner, list(device.backends), device.operator_count) == (RunnerKind.RUNNER_KIND_NATIVE, ["Other"], 2), (
+        "the farm's is better"
+    )
 
 
 async def test_a_device_of_a_live_agent_is_not_given_to_another(world: World) -> None:

@@ -159,7 +159,7 @@ async def test_a_program_that_the_device_cannot_run_is_refused_without_being_sen
     assert agent.session._outgoing.empty(), "nothing was said to the agent"
 
 
-PYTHON = DeviceRunner(kind="python", backends=["XnnpackBackend"], operators=["aten::add.out"])
+PYTHON = DeviceRunner(kind=common_pb2.RUNNER_KIND_PYTHON, backends=["XnnpackBackend"], operators=["aten::add.out"])
 
 
 async def test_without_a_bundle_a_run_is_sent_for_the_devices_own_runner(world: World) -> None:
@@ -178,7 +178,7 @@ async def test_without_a_bundle_a_run_is_sent_for_the_devices_own_runner(world: 
 async def test_without_a_bundle_a_program_that_the_own_runner_lacks_a_backend_for_is_refused(world: World) -> None:
     world.bundles._by_arch.clear()
     agent = Agent(world, "pi")
-    agent.device.own_runners.add(kind="python", backends=["Other"])
+    agent.device.own_runners.add(kind=common_pb2.RUNNER_KIND_PYTHON, backends=["Other"])
     await agent.connect()
     states, (report,) = await world.end(await world.submit())
     assert (states[-1], report.error.reason) == ("FAILED", "BACKEND_MISSING")
@@ -199,7 +199,7 @@ async def test_without_a_bundle_a_device_with_a_runner_of_its_own_is_preferred(w
 async def test_without_a_bundle_a_device_without_a_runner_of_its_own_is_refused(world: World) -> None:
     world.bundles._by_arch.clear()
     agent = Agent(world, "pi")
-    agent.device.own_runners.add(kind="of a later version", backends=["XnnpackBackend"])
+    agent.device.own_runners.add(kind=99, backends=["XnnpackBackend"])
     await agent.connect()
     states, (report,) = await world.end(await world.submit())
     assert (states[-1], report.error.reason) == ("FAILED", "BUNDLE_MISSING")

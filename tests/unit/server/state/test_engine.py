@@ -16,6 +16,7 @@ from sqlalchemy.exc import OperationalError
 
 from etfarm.server.access.projects import Projects
 from etfarm.server.access.scope import Scope
+from etfarm.server.devices.records import DeviceRecords
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.rows import JobNotFound
 from etfarm.server.jobs.records.watch import Announcer
@@ -23,6 +24,8 @@ from etfarm.server.state import engine as engine_module
 from etfarm.server.state import schema
 from etfarm.server.state.engine import HEAD, Database, DatabaseTooNew
 from etfarm.v1 import job_pb2, report_pb2
+from etfarm.v1.common_pb2 import RunnerKind
+from etfarm.v1.device_pb2 import Device, DeviceRunner
 
 NOW = "2025-01-02 03:04:05"
 MIGRATIONS = Path(engine_module.__file__).parent / "migrations"
@@ -274,3 +277,36 @@ async def test_all_that_an_older_etfarm_has_belongs_to_the_project_default(tmp_p
         assert abs((datetime.now(UTC) - project.created_at).total_seconds()) < 86_400
     finally:
         database.close()
+
+
+def _field(number: int, value: bytes) -> bytes:
+    """A length-delimited field of an encoded message, with fewer than 128 bytes."""
+    return bytes([number << 3 | 2, len(value)]) + value
+
+
+async def test_the_runners_of_an_older_etfarms_devices_keep_their_kinds(tmp_path: Path) -> None:
+    path = tmp_path / "farm.sqlite"
+    engine = create_engine(f"sqlite:///{path}")
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    described = Device(id="pi", cores=4, memory_bytes=1 << 33, own_runners=[DeviceRunner()]).SerializeToString()
+    runners = [_field(1, kind) + _field(3, b"XnnpackBackend") for kind in (b"python", b"own", b"of a later version")]
+    body = described + b"".join(_field(15, runner) for runner in runners)
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0006")
+        connection.execute(text(f"INSERT INTO devices VALUES ('pi', :body, '{NOW}')"), {"body": body})
+    engine.dispose()
+    database = Database(path)
+    await database.open()
+    try:
+        ((device,), _) = await DeviceRecords(database).load()
+    finally:
+        database.close()
+    nothing = DeviceRunner()
+    python, own, later = (
+        DeviceRunner(kind=kind, backends=["XnnpackBackend"])
+        for kind in (RunnerKind.RUNNER_KIND_PYTHON, RunnerKind.RUNNER_KIND_OWN, RunnerKind.RUNNER_KIND_UNSPECIFIED)
+    )
+    assert list(device.own_runners) == [nothing, python, own, later]
+    assert (device.id, device.cores, device.memory_bytes) == ("pi", 4, 1 << 33)

@@ -18,6 +18,7 @@ from etfarm.device_agents.targets.phones.errors import OwnRunnerFailed
 from etfarm.device_agents.targets.phones.phone import Phone
 from etfarm.v1 import agent_pb2, device_pb2, farm_pb2
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
+from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.v1.farm_pb2_grpc import FarmServiceStub
 from etfarm.wire.channel import open_channel
 from etfarm.wire.errors import FarmError, UserError
@@ -87,7 +88,10 @@ class Trial:
             why = f"it does not answer within {phone.self_test_s:g} s"
             raise OwnRunnerFailed(phone.serial, self._options.runner or "", why) from None
         return device_pb2.DeviceRunner(
-            kind=runner.kind, executorch=hello.executorch, backends=hello.backends, operators=hello.operators
+            kind=RunnerKind.RUNNER_KIND_OWN,
+            executorch=hello.executorch,
+            backends=hello.backends,
+            operators=hello.operators,
         )
 
 

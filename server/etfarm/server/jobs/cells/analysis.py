@@ -13,6 +13,7 @@ from etfarm.server.reports.analyst import Analyst
 from etfarm.server.reports.assembly import assemble
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.v1 import agent_pb2, report_pb2
+from etfarm.v1.common_pb2 import LogSource
 from etfarm.v1.job_pb2 import Cell
 
 
@@ -37,7 +38,7 @@ class CellAnalysis:
             run.cell.method,
             run.inputs,
             run.result,
-            partial(self._joblog.add, run.job.id, run.cell.id, "ANALYSIS"),
+            partial(self._joblog.add, run.job.id, run.cell.id, LogSource.LOG_SOURCE_ANALYSIS),
             base=base_of(run.cell.id, results),
             numerics=run.numerics,
             fresh=run.job.spec.no_cache,

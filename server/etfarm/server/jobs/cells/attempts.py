@@ -19,6 +19,7 @@ from etfarm.server.jobs.cells.transitions import CellTransitions
 from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.reports.assembly import since
 from etfarm.server.workers.measurement_lock import MeasurementLock
+from etfarm.v1.common_pb2 import LogSource
 from etfarm.wire.errors import EtfarmError, Fault
 from etfarm.wire.status import from_proto, to_proto
 
@@ -110,7 +111,9 @@ class Attempts:
         continuing = _without(cell_runs, failed)
         for run in continuing if is_retried else ():
             log.warning("placing a cell again", cell=run.cell.id, device=run.cell.attempts[-1].device_id, error=str(faults[0]))
-            self._joblog.add(run.job.id, run.cell.id, "FARM", f"placed again after a device fault: {faults[0]}")
+            self._joblog.add(
+                run.job.id, run.cell.id, LogSource.LOG_SOURCE_FARM, f"placed again after a device fault: {faults[0]}"
+            )
         if continuing:
             await self._transitions.advance(continuing, model.WAITING if is_retried else model.ANALYZING)
         for run in continuing:

@@ -8,6 +8,7 @@ from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.cells.numerics import NumericsPrograms
 from etfarm.server.jobs.cells.progress import CellProgress, PhaseTimer
 from etfarm.server.jobs.records.log import JobLog
+from etfarm.v1.common_pb2 import Actor, LogSource
 from etfarm.v1.job_pb2 import Progress
 
 
@@ -68,11 +69,11 @@ class CellCompilation:
         job, cell_id = run.job, run.cell.id
 
         def on_stage(stage: str, duration_ms: float | None, *, cached: bool = False) -> None:
-            progress = Progress(cell_id=cell_id, actor="SERVER", phase=f"{prefix}{stage}", duration_ms=duration_ms)
+            progress = Progress(cell_id=cell_id, actor=Actor.ACTOR_SERVER, phase=f"{prefix}{stage}", duration_ms=duration_ms)
             progress.message = "from an earlier compilation" if cached else ""
             self._progress.announce(job.id, progress)
 
-        return Listener(on_stage, lambda line: self._joblog.add(job.id, cell_id, "COMPILE", line))
+        return Listener(on_stage, lambda line: self._joblog.add(job.id, cell_id, LogSource.LOG_SOURCE_COMPILE, line))
 
 
 def _add_client_stages(run: CellRun) -> None:

@@ -12,7 +12,7 @@ from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
 from etfarm.server.jobs.cells.progress import OnLine, OnProgress
 from etfarm.server.jobs.cells.requirements import DeviceLacks, Requirements, require_support
 from etfarm.v1 import agent_pb2
-from etfarm.v1.common_pb2 import Artifact
+from etfarm.v1.common_pb2 import Actor, Artifact, LogSource
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Attempt, Cell, Job, Progress
 from etfarm.wire import selectors
@@ -42,7 +42,7 @@ class Dispatch:
 
         def on_wait(why: str) -> None:
             for run in cell_runs:
-                on_progress(job.id, Progress(cell_id=run.cell.id, actor="SERVER", phase="WAIT_FOR_DEVICE", message=why))
+                on_progress(job.id, Progress(cell_id=run.cell.id, actor=Actor.ACTOR_SERVER, phase="WAIT_FOR_DEVICE", message=why))
 
         waiting = Waiting(
             cell_id=first.id,
@@ -87,13 +87,14 @@ class Dispatch:
         def announce(sent: agent_pb2.RunProgress) -> None:
             device = self._attempts.device(sent.device_id)
             cell_id = sent.cell_id if sent.cell_id in cells else cells[0]
-            progress = Progress(cell_id=cell_id, actor=device.name, phase=sent.phase, message=sent.message)
+            progress = Progress(cell_id=cell_id, actor=Actor.ACTOR_DEVICE, device_name=device.name)
+            progress.phase, progress.message = sent.phase, sent.message
             for name in ("duration_ms", "done", "total"):
                 if sent.HasField(name):
                     setattr(progress, name, getattr(sent, name))
             on_progress(job.id, progress)
             for text in sent.log_lines:
-                on_line(job.id, cell_id, "RUNNER", text)
+                on_line(job.id, cell_id, LogSource.LOG_SOURCE_RUNNER, text)
 
         return announce
 

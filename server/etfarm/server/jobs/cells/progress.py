@@ -9,12 +9,13 @@ from datetime import datetime
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.reports.assembly import since
+from etfarm.v1.common_pb2 import Actor, LogSource
 from etfarm.v1.job_pb2 import Job, JobEvent, Progress
 
 OnProgress = Callable[[str, Progress], None]
 """Function that receives (job id, progress)."""
 
-OnLine = Callable[[str, str, str, str], None]
+OnLine = Callable[[str, str, LogSource.ValueType, str], None]
 """Function that receives (job id, cell id, source, text) of a line that a compiler or runner printed."""
 
 
@@ -34,7 +35,7 @@ class CellProgress:
     def announce_phase(self, cell_runs: Iterable[CellRun], phase: str, message: str = "") -> None:
         """Announce what the server is doing for cells."""
         for run in cell_runs:
-            self.announce(run.job.id, Progress(cell_id=run.cell.id, actor="SERVER", phase=phase, message=message))
+            self.announce(run.job.id, Progress(cell_id=run.cell.id, actor=Actor.ACTOR_SERVER, phase=phase, message=message))
 
 
 class PhaseTimer:

@@ -17,6 +17,7 @@ from etfarm.server.jobs.cells.progress import OnProgress
 from etfarm.server.state.engine import retry_when_full
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import agent_pb2, compile_pb2
+from etfarm.v1.common_pb2 import Actor
 from etfarm.v1.job_pb2 import Progress
 from etfarm.wire import digest
 from etfarm.wire.errors import DeviceError, EtfarmError
@@ -61,7 +62,9 @@ class Results:
 
         def on_wait(why: str) -> None:
             for run in cell_runs:
-                on_progress(run.job.id, Progress(cell_id=run.cell.id, actor="SERVER", phase="WAIT_FOR_ROOM", message=why))
+                on_progress(
+                    run.job.id, Progress(cell_id=run.cell.id, actor=Actor.ACTOR_SERVER, phase="WAIT_FOR_ROOM", message=why)
+                )
 
         await self._store.wait_for_room(cell_runs[0].cell.id, sum(map(_estimate_bytes, cell_runs)), on_wait)
 

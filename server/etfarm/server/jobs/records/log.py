@@ -17,8 +17,10 @@ from etfarm.server.jobs.records.rows import job_row
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.v1.common_pb2 import LogSource
 from etfarm.v1.job_pb2 import JobEvent, LogLine
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.words import word_of
 
 log = structlog.get_logger()
 
@@ -30,6 +32,9 @@ MAX_CHARACTERS: Final = 32 << 20
 
 _LINE: Final = 8000
 """Maximum number of characters of a line."""
+
+_SOURCES: Final = {word_of(LogSource.DESCRIPTOR, source): source for source in LogSource.values()}
+"""Sources by the word that the database has for them."""
 
 
 class JobLog:
@@ -44,7 +49,7 @@ class JobLog:
         self._waiting: list[dict[str, object]] = []
         self._flushing: asyncio.Task[None] | None = None
 
-    def add(self, job_id: str, cell_id: str, source: str, text: str) -> None:
+    def add(self, job_id: str, cell_id: str, source: LogSource.ValueType, text: str) -> None:
         """Add a line. Watchers receive it at once; it is written to the database soon."""
         number, characters = self._numbers.get(job_id, 0) + 1, self._characters.get(job_id, 0)
         if number > MAX_LINES or characters > MAX_CHARACTERS:
@@ -53,9 +58,10 @@ class JobLog:
         text = text[:_LINE]
         self._characters[job_id] = characters + len(text)
         if number == MAX_LINES or characters + len(text) > MAX_CHARACTERS:
-            cell_id, source, text = "", "FARM", "The job's log is full: further lines are dropped."
+            cell_id, source, text = "", LogSource.LOG_SOURCE_FARM, "The job's log is full: further lines are dropped."
         at = self._now()
-        self._waiting.append({"job_id": job_id, "number": number, "at": at, "cell_id": cell_id, "source": source, "text": text})
+        row = {"job_id": job_id, "number": number, "at": at, "cell_id": cell_id, "text": text}
+        self._waiting.append(row | {"source": word_of(LogSource.DESCRIPTOR, source)})
         line = LogLine(number=number, cell_id=cell_id, source=source, text=text)
         line.time.FromDatetime(at)
         self._announcer.announce(job_id, JobEvent(time=line.time, log=line))
@@ -117,7 +123,8 @@ def _lines(connection: Connection, job_id: str, after: int) -> Sequence[LogLine]
     query = select(table).where(table.c.job_id == job_id, table.c.number > after).order_by(table.c.number).limit(_PAGE)
     lines = []
     for row in connection.execute(query):
-        line = LogLine(number=row.number, cell_id=row.cell_id, source=row.source, text=row.text)
+        source = _SOURCES.get(row.source, LogSource.LOG_SOURCE_UNSPECIFIED)
+        line = LogLine(number=row.number, cell_id=row.cell_id, source=source, text=row.text)
         line.time.FromDatetime(row.at)
         lines.append(line)
     return lines

@@ -88,7 +88,7 @@ def terminal(served: Devices, capsys: pytest.CaptureFixture[str], monkeypatch: p
 def test_a_phone_is_shown_with_all_that_is_known_of_it(served: Devices, terminal: Terminal, columns: int) -> None:
     phone = _device(
         "pixel-8", thermal_zones=["LITTLE", "BIG"], has_battery=True, page_size_bytes=4096, memory_bytes=8 << 30,
-        backends=["XnnpackBackend"], operator_count=312, runner="native", labels={"rack": "3"}, telemetry=LOADED,
+        backends=["XnnpackBackend"], operator_count=312, runner="RUNNER_KIND_NATIVE", labels={"rack": "3"}, telemetry=LOADED,
     )  # fmt: skip
     phone.clusters[2].features[:] = phone.features[:] = ["dotprod", "fp16", "sve"]
     served.known = [phone]

@@ -15,6 +15,7 @@ from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state.engine import Database
+from etfarm.v1.common_pb2 import LogSource
 from etfarm.v1.job_pb2 import Job, JobSpec, LogLine
 
 WAIT_S = 60.0
@@ -60,11 +61,11 @@ def texts(lines: list[LogLine]) -> list[str]:
 
 async def test_lines_come_back_numbered_with_their_source(world: World) -> None:
     for number in range(1200):
-        world.log.add("j", "c" if number % 2 else "d", "COMPILE", f"line {number}")
+        world.log.add("j", "c" if number % 2 else "d", LogSource.LOG_SOURCE_COMPILE, f"line {number}")
     lines = await world.tail()
     assert texts(lines) == [f"line {number}" for number in range(1200)]
     assert [line.number for line in lines] == list(range(1, 1201))
-    assert {line.source for line in lines} == {"COMPILE"}
+    assert {line.source for line in lines} == {LogSource.LOG_SOURCE_COMPILE}
     assert lines[0].time.ToDatetime(UTC) == AT
     assert texts(await world.tail(cell="c")) == [f"line {number}" for number in range(1, 1200, 2)]
 
@@ -72,7 +73,7 @@ async def test_lines_come_back_numbered_with_their_source(world: World) -> None:
 async def test_a_line_whose_writing_has_begun_is_not_missed(world: World) -> None:
     gate = threading.Event()
     blocked = asyncio.create_task(world.database.write(lambda _: gate.wait(WAIT_S)))
-    world.log.add("j", "c", "COMPILE", "early")
+    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "early")
     flushing = world.log._flushing
     assert flushing is not None
     await asyncio.sleep(0)  # the flush's first step: it holds the line now, and waits for the database
@@ -102,7 +103,7 @@ async def test_who_stops_tailing_takes_no_line_along(world: World) -> None:
 
 
 async def test_following_gives_what_was_and_what_comes_until_the_job_ends(world: World) -> None:
-    world.log.add("j", "c", "COMPILE", "before")
+    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "before")
     got: list[str] = []
     arrived = asyncio.Event()
 
@@ -116,28 +117,28 @@ async def test_following_gives_what_was_and_what_comes_until_the_job_ends(world:
         await arrived.wait()
         for number in range(3):
             arrived.clear()
-            world.log.add("j", "c", "RUNNER", f"later {number}")
+            world.log.add("j", "c", LogSource.LOG_SOURCE_RUNNER, f"later {number}")
             await arrived.wait()
         await world.end_job()
     assert got == ["before", "later 0", "later 1", "later 2"]
 
 
 async def test_following_a_job_that_is_over_ends(world: World) -> None:
-    world.log.add("j", "c", "COMPILE", "all")
+    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "all")
     await world.end_job()
     assert texts(await world.tail(follow=True)) == ["all"]
 
 
 async def test_a_new_server_goes_on_counting(world: World) -> None:
-    world.log.add("j", "c", "COMPILE", "one")
+    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "one")
     await world.log.flush()
     world.log = world.new_log()
     await world.log.resume("j")
-    world.log.add("j", "c", "COMPILE", "two")
+    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "two")
     assert [(line.number, line.text) for line in await world.tail()] == [(1, "one"), (2, "two")]
 
 
 async def test_a_line_without_end_is_cut(world: World) -> None:
-    world.log.add("j", "c", "COMPILE", "x" * 100_000)
+    world.log.add("j", "c", LogSource.LOG_SOURCE_COMPILE, "x" * 100_000)
     (line,) = await world.tail()
     assert line.text == "x" * 8000
