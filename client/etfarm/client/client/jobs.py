@@ -58,21 +58,27 @@ class Job(Blocking):
         """
         return self._each(self._async.watch(after))
 
-    def wait(self) -> JobState:
+    def wait(self, *, progress: bool = False) -> JobState:
         """Wait until the job's state is final and return it.
+
+        Args:
+            progress: show a progress bar, in a notebook or on a terminal.
 
         Raises:
             EtfarmError: as `watch`.
         """
-        return self._run(self._async.wait())
+        return self._run(self._async.wait(progress=progress))
 
-    def result(self) -> JobResult:
+    def result(self, *, progress: bool = False) -> JobResult:
         """Wait until the job's state is final and return its reports, including those of failed cells.
+
+        Args:
+            progress: as in `wait`.
 
         Raises:
             EtfarmError: as `watch`. A failed cell raises only on `JobResult.report`.
         """
-        return self._run(self._async.result())
+        return self._run(self._async.result(progress=progress))
 
     def document(self, error: EtfarmError | None = None) -> dict[str, Any]:
         """Return the current document etfarm.report/1, without the reports of unfinished cells.

@@ -102,25 +102,34 @@ class AsyncJob:
                 if error.code() is not grpc.StatusCode.UNAVAILABLE or not await backoff.wait():
                     raise from_rpc_error(error, server=self._stubs.server) from None
 
-    async def wait(self) -> JobState:
+    async def wait(self, *, progress: bool = False) -> JobState:
         """Wait until the job's state is final and return it.
+
+        Args:
+            progress: show a progress bar, in a notebook or on a terminal.
 
         Raises:
             EtfarmError: as `watch`.
         """
         if not self.state.is_terminal:
-            async for _ in self.watch():
-                pass
+            if progress:
+                await self._show_progress()
+            else:
+                async for _ in self.watch():
+                    pass
             await self.refresh()
         return self.state
 
-    async def result(self) -> JobResult:
+    async def result(self, *, progress: bool = False) -> JobResult:
         """Wait until the job's state is final and return its reports, including those of failed cells.
+
+        Args:
+            progress: as in `wait`.
 
         Raises:
             EtfarmError: as `watch`. A failed cell raises only on `JobResult.report`.
         """
-        await self.wait()
+        await self.wait(progress=progress)
         return JobResult.from_dict(await self.document())
 
     async def document(self, error: EtfarmError | None = None) -> dict[str, Any]:
@@ -281,6 +290,16 @@ class AsyncJob:
         raise NothingThere(
             f"Cell {cell} of job {self.id} has no report: it is {decode.cell(message).state}.", job=self.id, cell=cell
         )
+
+    async def _show_progress(self) -> None:
+        """Show a progress bar until the job's state is final."""
+        from etfarm.client.jobs.progress_bar import JobProgress, open_bar
+
+        progress = JobProgress(self.info)
+        with open_bar(progress) as bar:
+            async for event in self.watch():
+                progress.observe(event)
+                bar.show(progress)
 
     async def _files(self, cell: int, what: str) -> dict[str, common_pb2.Artifact]:
         """Return the artifacts of a map in the cell's report, by key."""
