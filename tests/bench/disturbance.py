@@ -89,7 +89,7 @@ async def measured(
 def verdict(result: agent_pb2.CandidateResult, summary: summaries.Summary) -> tuple[str, ...]:
     """The codes of what is wrong with a measurement."""
     latency = report_pb2.Latency(
-        samples_ns=[1] * result.iterations, p50_ns=summary.p50, p50_ci95_ns=summary.p50_ci95 or (), drift=summary.drift,
+        p50_ns=summary.p50, p50_ci95_ns=summary.p50_ci95 or (), drift=summary.drift,
         effective_samples=summary.effective_samples,
     )  # fmt: skip
     told = judge(result, latency, emulated=False, thresholds=Thresholds(), cores=os.cpu_count() or 1)

@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Final
 
@@ -81,12 +82,21 @@ def join_here(folder: Path) -> dict[str, Any]:
     )  # fmt: skip
     before = _peak_bytes()
     start = time.perf_counter()
-    report, warnings = report_pb2.Report(), []
-    profile.fill(report, request, lambda code, message: warnings.append(f"{code}: {message}"))
+    report, warnings, times_ns = report_pb2.Report(), [], []
+
+    def keep(rows: Sequence[Sequence[int]]) -> None:
+        times_ns[:] = rows
+
+    profile.fill(report, request, lambda code, message: warnings.append(f"{code}: {message}"), keep)
     took_s = time.perf_counter() - start
     peak = _peak_bytes()
     rows = {
-        str(row.instruction_id): [row.name.partition(".")[2], list(row.op_types), [*row.debug_handles], [*row.times_ns]]
+        str(row.instruction_id): [
+            row.name.partition(".")[2],
+            list(row.op_types),
+            [*row.debug_handles],
+            [*times_ns[1 + row.index]],
+        ]
         for row in report.operators
         if row.kind == report_pb2.OPERATOR_KIND_OPERATOR
     }

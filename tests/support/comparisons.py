@@ -6,12 +6,10 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from google.protobuf import json_format
 from hypothesis import strategies as st
 
-from etfarm.v1 import report_pb2
-from etfarm.wire import report as projection
 from etfarm.wire.comparison import Gate, Side, compare
+from tests.support.documents import completed
 
 
 def report(cell: str = "c1", **changes: Any) -> dict[str, Any]:
@@ -23,14 +21,14 @@ def report(cell: str = "c1", **changes: Any) -> dict[str, Any]:
         "device": {"id": "d1", "name": "pi5-a", "arch": "aarch64", "soc": "cortex-a76", "os": "Linux", "cores": 4},
         "latency": {"samples_ns": [1000] * 9, "p50_ns": 1000.0, "p50_ci95_ns": [990.0, 1020.0]},
         "profile": {"iterations": 10, "p50_ns": 1100.0},
-        "verdict": {"status": "VERDICT_STATUS_VALID"},
+        "verdict": {"status": "VALID"},
         "compile": {"program": {"digest": "1" * 64, "size_bytes": 1000}, "toolchain": {"torch": "2.13.0"}},
         "memory": {"peak_rss_bytes": 1000, "planned_bytes": [100, 50]},
         "accuracy": [{"output": "y", "sqnr_db": 40.0, "max_abs_error": 0.1}],
     }  # fmt: skip
     message.update(changes)
     message = {key: value for key, value in message.items() if value is not None}
-    return projection.report_json(json_format.ParseDict(message, report_pb2.Report()))
+    return completed(message)
 
 
 def timed(cell: str, p50_ns: float, ci95: Sequence[float] = (), **changes: Any) -> dict[str, Any]:
@@ -53,7 +51,7 @@ POSITIVE = st.floats(1e-3, 1e12)
 def row(draw: st.DrawFn, index: int) -> dict[str, Any]:
     source = {"file": "m.py", "line": draw(st.integers(1, 3)), "code": draw(st.sampled_from(["a(x)", "b(x)"]))}
     return {
-        "index": index, "kind": f"OPERATOR_KIND_{draw(st.sampled_from(['OPERATOR', 'REST']))}", "name": f"kernel {index}",
+        "index": index, "kind": draw(st.sampled_from(["OPERATOR", "REST"])), "name": f"kernel {index}",
         "op_types": draw(st.lists(st.sampled_from(["aten.add.Tensor", "aten.relu.default"]), max_size=2)),
         "debug_handles": draw(st.lists(st.integers(1, 4), max_size=2)),
         **({"module": draw(st.sampled_from(["", "layer1", "layer2.conv"]))} if draw(st.booleans()) else {}),
@@ -81,7 +79,7 @@ def reports(draw: st.DrawFn, cell: str = "c1") -> dict[str, Any]:
             "sizes": {"program_bytes": 1},
             "delegation": {"forward": {"subgraphs": 1, "operators": [{"op": "add", "delegated": 2}]}},
         },
-        "verdict": {"status": draw(st.sampled_from(["VERDICT_STATUS_VALID", "VERDICT_STATUS_INVALID"]))},
+        "verdict": {"status": draw(st.sampled_from(["VALID", "INVALID"]))},
         "profile": {"p50_ns": draw(NUMBERS)},
         "device": {"id": draw(st.sampled_from(["d1", "d2"])), "soc": "x"},
     }  # fmt: skip
@@ -90,5 +88,5 @@ def reports(draw: st.DrawFn, cell: str = "c1") -> dict[str, Any]:
 
 
 def operator(index: int, share: float, **more: Any) -> dict[str, Any]:
-    kind = f"OPERATOR_KIND_{more.pop('kind', 'OPERATOR')}"
+    kind = more.pop("kind", "OPERATOR")
     return {"index": index, "kind": kind, "name": f"kernel {index}", "share": share, **more}

@@ -21,7 +21,7 @@ from etfarm.server.workers.pool import Workers
 from etfarm.v1 import child_pb2, common_pb2, compile_pb2
 from etfarm.wire import recipes, tensors
 from etfarm.wire.recipes import Recipe
-from etfarm.wire.report import message_json
+from etfarm.wire.report_keys import project
 from tests.support import models
 
 Make = Callable[[], Any]
@@ -117,7 +117,7 @@ async def _ran(workers: Workers, task: str, request: object, answer: Compiled) -
 def plain(answer: bytes) -> Any:
     """The result that a compiling child answered with: a LowerResult with the keys of a QuantizeResult."""
     message = child_pb2.CompileResult.FromString(answer)
-    compilation = message_json(message.compilation)
+    compilation = project(message.compilation)
     facts, sizes = compilation["facts"], compilation["sizes"]
     for method, described in message.compilation.facts.methods.items():
         for side in ("inputs", "outputs"):
@@ -134,14 +134,14 @@ def plain(answer: bytes) -> Any:
 
 def listed(answer: bytes) -> list[dict[str, Any]]:
     """The recipes that a child listed; texts that are absent are empty."""
-    rows = message_json(compile_pb2.ListRecipesResponse.FromString(answer))["recipes"]
+    rows = project(compile_pb2.ListRecipesResponse.FromString(answer))["recipes"]
     return [{key: "" if value is None else value for key, value in row.items()} for row in rows]
 
 
 def _plain_value(spec: compile_pb2.ValueSpec) -> dict[str, Any]:
     dims = [dim.min if dim.min == dim.max else {"min": dim.min, "max": dim.max} for dim in spec.dims]
     is_tensor = spec.kind == common_pb2.VALUE_KIND_TENSOR
-    known = message_json(spec)
+    known = project(spec)
     order = known["dim_order"] if is_tensor else None
     value = {**{key: known[key] for key in ("name", "kind", "dtype")}, "dims": dims if is_tensor else None, "dim_order": order}
     return {**value, "value": known["value"]} if spec.HasField("value") else value

@@ -4,19 +4,41 @@ from __future__ import annotations
 
 from typing import Any
 
-from google.protobuf import json_format
+from google.protobuf import message_factory
+from google.protobuf.descriptor import Descriptor
 
 from etfarm.v1 import report_pb2
-from etfarm.wire import report as projection
 from etfarm.wire.report import SCHEMA
+from etfarm.wire.report_keys import Key, Shape, Type, keys_of, project
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(2)>\"'&`|_*"
 """A name that does harm wherever it is not escaped."""
 
 
+def completed(values: dict[str, Any], message: Descriptor = report_pb2.Report.DESCRIPTOR) -> dict[str, Any]:
+    """A REPORT, or another object, with every key: those of `values`, and the others empty. Required texts may be missing."""
+    full = project(message_factory.GetMessageClass(message)())
+    for key in keys_of(message):
+        value = values.get(key.name)
+        if value is None or value == []:
+            continue
+        if key.shape is Shape.MAP:
+            full[key.name] = {name: _item(key, item) for name, item in sorted(value.items())}
+        else:
+            full[key.name] = [_item(key, item) for item in value] if key.shape is Shape.LIST else _item(key, value)
+    assert set(values) <= set(full), f"no keys of {message.name}: {set(values) - set(full)}"
+    return full
+
+
+def _item(key: Key, value: Any) -> Any:
+    if key.message is not None:
+        return completed(value, key.message)
+    return float(value) if key.type is Type.NUMBER else value
+
+
 def row(index: int, kind: str, name: str, share: float, p50_ns: float | None, **more: Any) -> dict[str, Any]:
     """An operator's row, as the contract's JSON has it."""
-    return {"index": index, "kind": f"OPERATOR_KIND_{kind}", "name": name, "share": share, "p50_ns": p50_ns, **more}
+    return {"index": index, "kind": kind, "name": name, "share": share, "p50_ns": p50_ns, **more}
 
 
 def report(**changes: Any) -> dict[str, Any]:
@@ -31,7 +53,7 @@ def report(**changes: Any) -> dict[str, Any]:
         "latency": {"samples_ns": [1_840_000, 1_850_000, 1_830_000, 2_900_000], "p50_ns": 1_840_000,
                     "p50_ci95_ns": [1_820_000, 1_860_000]},
         "profile": {"iterations": 10, "p50_ns": 1_880_000},
-        "verdict": {"status": "VERDICT_STATUS_VALID"},
+        "verdict": {"status": "VALID"},
         "operators": [
             row(0, "DELEGATE", "XnnpackBackend", 0.8, 1_504_000, backend="XnnpackBackend", delegated=True),
             row(1, "KERNEL", "Convolution (NHWC, F32) IGEMM #2", 0.412, 760_000, parent=0, backend="XnnpackBackend",
@@ -59,7 +81,7 @@ def report(**changes: Any) -> dict[str, Any]:
         ],
     }  # fmt: skip
     message.update(changes)
-    return projection.report_json(json_format.ParseDict(message, report_pb2.Report()))
+    return completed(message)
 
 
 def document(*reports: dict[str, Any], error: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -48,7 +48,7 @@ def _run(folder: Path, *cells: str) -> list[Any]:
 
 def _job(states: str) -> JobProgress:
     cells = [
-        job_pb2.Cell(id=str(place), state=job_pb2.CellState.Value(f"CELL_STATE_{state}"), candidate_name=HOSTILE)
+        job_pb2.Cell(id=str(place), state=common_pb2.CellState.Value(f"CELL_STATE_{state}"), candidate_name=HOSTILE)
         for place, state in enumerate(states.split())
     ]
     return JobProgress(decode.job(job_pb2.Job(id="j", state=job_pb2.JOB_STATE_RUNNING, cells=cells)))
@@ -57,7 +57,7 @@ def _job(states: str) -> JobProgress:
 def test_a_bar_counts_the_steps_of_all_cells() -> None:
     progress = _job("QUEUED SUCCEEDED")
     assert (progress.done, progress.total, progress.text) == (5, 10, "running")
-    cell = decode.cell(job_pb2.Cell(id="0", state=job_pb2.CELL_STATE_RUNNING, candidate_name="net"))
+    cell = decode.cell(job_pb2.Cell(id="0", state=common_pb2.CELL_STATE_RUNNING, candidate_name="net"))
     progress.observe(CellChanged(1, NOW, cell, JobState.RUNNING))
     assert (progress.done, progress.text) == (8, "net: RUNNING")
     progress.observe(Progress(NOW, "0", "board", "TIMED", None, 50, 200, ""))

@@ -161,6 +161,7 @@ class Report(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     ETDUMP_FIELD_NUMBER: _builtins.int
+    TRACE_TIMES_FIELD_NUMBER: _builtins.int
     NUMERICS_ETDUMP_FIELD_NUMBER: _builtins.int
     NUMERICS_DEBUG_FIELD_NUMBER: _builtins.int
     CREATED_AT_FIELD_NUMBER: _builtins.int
@@ -226,12 +227,24 @@ class Report(_message.Message):
 
     @_builtins.property
     def outputs(self) -> _common_pb2.Artifact:
-        """Not in the JSON: where the raw material lies."""
+        """The files of the run. A report has no series inline whose length depends on the number of iterations. The farm may delete
+        these files while it keeps the report.
+        """
 
     @_builtins.property
-    def samples(self) -> _common_pb2.Artifact: ...
+    def samples(self) -> _common_pb2.Artifact:
+        """The latency of each timed iteration in the order measured: int64, little-endian, nanoseconds."""
+
     @_builtins.property
     def etdump(self) -> _common_pb2.Artifact: ...
+    @_builtins.property
+    def trace_times(self) -> _common_pb2.Artifact:
+        """The times of the traced pass: a matrix of int64, little-endian, nanoseconds, in row-major order. It has one column for each
+        traced iteration (Profile.iterations). Row 0 has the times of the whole method, row 1 + i those of operators[i], as whole
+        multiples of its resolution_ns. Operator percentiles are over its row. A row without times has -1 in every column.
+        Absent where nothing was traced.
+        """
+
     @_builtins.property
     def numerics_etdump(self) -> _common_pb2.Artifact:
         """Of the numerics pass: its events, and the intermediate outputs that they refer to."""
@@ -274,13 +287,14 @@ class Report(_message.Message):
         outputs: _common_pb2.Artifact | None = ...,
         samples: _common_pb2.Artifact | None = ...,
         etdump: _common_pb2.Artifact | None = ...,
+        trace_times: _common_pb2.Artifact | None = ...,
         numerics_etdump: _common_pb2.Artifact | None = ...,
         numerics_debug: _common_pb2.Artifact | None = ...,
         created_at: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "analysis", b"analysis", "attempt", b"attempt", "compile", b"compile", "created_at", b"created_at", "device", b"device", "error", b"error", "etdump", b"etdump", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "telemetry", b"telemetry", "threads", b"threads", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "analysis", b"analysis", "attempt", b"attempt", "compile", b"compile", "created_at", b"created_at", "device", b"device", "error", b"error", "etdump", b"etdump", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "telemetry", b"telemetry", "threads", b"threads", "trace_times", b"trace_times", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "accuracy", b"accuracy", "analysis", b"analysis", "attempt", b"attempt", "cell", b"cell", "compile", b"compile", "created_at", b"created_at", "device", b"device", "error", b"error", "etdump", b"etdump", "id", b"id", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numeric_gap", b"numeric_gap", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "operators", b"operators", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "state", b"state", "telemetry", b"telemetry", "threads", b"threads", "timeline", b"timeline", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "accuracy", b"accuracy", "analysis", b"analysis", "attempt", b"attempt", "cell", b"cell", "compile", b"compile", "created_at", b"created_at", "device", b"device", "error", b"error", "etdump", b"etdump", "id", b"id", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numeric_gap", b"numeric_gap", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "operators", b"operators", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "state", b"state", "telemetry", b"telemetry", "threads", b"threads", "timeline", b"timeline", "trace_times", b"trace_times", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
     _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
@@ -424,7 +438,7 @@ class PairedRatio(_message.Message):
 
     @_builtins.property
     def ratios(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Of each round, in the order measured."""
+        """Of each round, in the order measured; at most 1,000. A result with more rounds is refused."""
 
     def __init__(
         self,
@@ -545,216 +559,42 @@ class Runner(_message.Message):
 Global___Runner: _TypeAlias = Runner  # noqa: Y015
 
 @_typing.final
-class ProgramSize(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    DIGEST_FIELD_NUMBER: _builtins.int
-    SIZE_BYTES_FIELD_NUMBER: _builtins.int
-    digest: _builtins.str
-    size_bytes: _builtins.int
-    def __init__(
-        self,
-        *,
-        digest: _builtins.str = ...,
-        size_bytes: _builtins.int = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "size_bytes", b"size_bytes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___ProgramSize: _TypeAlias = ProgramSize  # noqa: Y015
-
-@_typing.final
 class ReportCompile(_message.Message):
+    """The compilation that made the program."""
+
     DESCRIPTOR: _descriptor.Descriptor
-
-    @_typing.final
-    class DelegationEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        @_builtins.property
-        def value(self) -> _compile_pb2.Delegation: ...
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _compile_pb2.Delegation | None = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    @_typing.final
-    class StayedFp32Entry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        @_builtins.property
-        def value(self) -> _compile_pb2.Fp32Operators: ...
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: _compile_pb2.Fp32Operators | None = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    @_typing.final
-    class DataEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        @_builtins.property
-        def value(self) -> Global___ProgramSize: ...
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: Global___ProgramSize | None = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    @_typing.final
-    class ExportedProgramsEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        @_builtins.property
-        def value(self) -> Global___ProgramSize: ...
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: Global___ProgramSize | None = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-    @_typing.final
-    class StageFilesEntry(_message.Message):
-        DESCRIPTOR: _descriptor.Descriptor
-
-        KEY_FIELD_NUMBER: _builtins.int
-        VALUE_FIELD_NUMBER: _builtins.int
-        key: _builtins.str
-        @_builtins.property
-        def value(self) -> Global___ProgramSize: ...
-        def __init__(
-            self,
-            *,
-            key: _builtins.str = ...,
-            value: Global___ProgramSize | None = ...,
-        ) -> None: ...
-        _HasFieldArgType: _TypeAlias = _typing.Literal["value", b"value"]  # noqa: Y015
-        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
-        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     CACHED_FIELD_NUMBER: _builtins.int
     STAGES_FIELD_NUMBER: _builtins.int
-    PROGRAM_FIELD_NUMBER: _builtins.int
-    ETRECORD_FIELD_NUMBER: _builtins.int
-    DELEGATION_FIELD_NUMBER: _builtins.int
-    TOOLCHAIN_FIELD_NUMBER: _builtins.int
     WARNINGS_FIELD_NUMBER: _builtins.int
-    SIZES_FIELD_NUMBER: _builtins.int
-    CHECKS_FIELD_NUMBER: _builtins.int
-    STAYED_FP32_FIELD_NUMBER: _builtins.int
-    DATA_FIELD_NUMBER: _builtins.int
-    EXPORTED_PROGRAMS_FIELD_NUMBER: _builtins.int
-    STOPPED_AFTER_FIELD_NUMBER: _builtins.int
-    STAGE_FILES_FIELD_NUMBER: _builtins.int
-    MODULES_FIELD_NUMBER: _builtins.int
+    COMPILATION_FIELD_NUMBER: _builtins.int
     cached: _builtins.bool
-    stopped_after: _builtins.str
-    """Set where the job asked for a stage's result instead of a program, with that stage's files."""
+    """Whether an earlier job's compilation was used."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.Stage]:
-        """As they ran; empty for a ready program. From the compilation that made the program when cached."""
+        """The stages that the client executed before it submitted the job. Those of the server are in `compilation`."""
 
     @_builtins.property
-    def program(self) -> Global___ProgramSize: ...
-    @_builtins.property
-    def etrecord(self) -> Global___ProgramSize: ...
-    @_builtins.property
-    def delegation(self) -> _containers.MessageMap[_builtins.str, _compile_pb2.Delegation]: ...
-    @_builtins.property
-    def toolchain(self) -> _compile_pb2.Toolchain: ...
-    @_builtins.property
-    def warnings(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.Warning]: ...
-    @_builtins.property
-    def sizes(self) -> _compile_pb2.ProgramSizes:
-        """As Compilation has them."""
+    def warnings(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.Warning]:
+        """Warnings about this run and its analysis. Those of the compiler are in `compilation`."""
 
     @_builtins.property
-    def checks(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.HostCheck]: ...
-    @_builtins.property
-    def stayed_fp32(self) -> _containers.MessageMap[_builtins.str, _compile_pb2.Fp32Operators]: ...
-    @_builtins.property
-    def data(self) -> _containers.MessageMap[_builtins.str, Global___ProgramSize]:
-        """The named data files (.ptd) beside the program."""
-
-    @_builtins.property
-    def exported_programs(self) -> _containers.MessageMap[_builtins.str, Global___ProgramSize]:
-        """Each method's exported program as it was lowered."""
-
-    @_builtins.property
-    def stage_files(self) -> _containers.MessageMap[_builtins.str, Global___ProgramSize]: ...
-    @_builtins.property
-    def modules(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.ModuleFootprint]:
-        """As Compilation has them."""
+    def compilation(self) -> _compile_pb2.Compilation:
+        """As CompileService.GetCompilation returns it. Absent where the compilation is unknown."""
 
     def __init__(
         self,
         *,
         cached: _builtins.bool = ...,
         stages: _abc.Iterable[_compile_pb2.Stage] | None = ...,
-        program: Global___ProgramSize | None = ...,
-        etrecord: Global___ProgramSize | None = ...,
-        delegation: _abc.Mapping[_builtins.str, _compile_pb2.Delegation] | None = ...,
-        toolchain: _compile_pb2.Toolchain | None = ...,
         warnings: _abc.Iterable[_compile_pb2.Warning] | None = ...,
-        sizes: _compile_pb2.ProgramSizes | None = ...,
-        checks: _abc.Iterable[_compile_pb2.HostCheck] | None = ...,
-        stayed_fp32: _abc.Mapping[_builtins.str, _compile_pb2.Fp32Operators] | None = ...,
-        data: _abc.Mapping[_builtins.str, Global___ProgramSize] | None = ...,
-        exported_programs: _abc.Mapping[_builtins.str, Global___ProgramSize] | None = ...,
-        stopped_after: _builtins.str | None = ...,
-        stage_files: _abc.Mapping[_builtins.str, Global___ProgramSize] | None = ...,
-        modules: _abc.Iterable[_compile_pb2.ModuleFootprint] | None = ...,
+        compilation: _compile_pb2.Compilation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_stopped_after", b"_stopped_after", "etrecord", b"etrecord", "program", b"program", "sizes", b"sizes", "stopped_after", b"stopped_after", "toolchain", b"toolchain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["compilation", b"compilation"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_stopped_after", b"_stopped_after", "cached", b"cached", "checks", b"checks", "data", b"data", "delegation", b"delegation", "etrecord", b"etrecord", "exported_programs", b"exported_programs", "modules", b"modules", "program", b"program", "sizes", b"sizes", "stage_files", b"stage_files", "stages", b"stages", "stayed_fp32", b"stayed_fp32", "stopped_after", b"stopped_after", "toolchain", b"toolchain", "warnings", b"warnings"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "compilation", b"compilation", "stages", b"stages", "warnings", b"warnings"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType__stopped_after: _TypeAlias = _typing.Literal["stopped_after"]  # noqa: Y015
-    _WhichOneofArgType__stopped_after: _TypeAlias = _typing.Literal["_stopped_after", b"_stopped_after"]  # noqa: Y015
-    def WhichOneof(self, oneof_group: _WhichOneofArgType__stopped_after) -> _WhichOneofReturnType__stopped_after | None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ReportCompile: _TypeAlias = ReportCompile  # noqa: Y015
 
@@ -899,7 +739,6 @@ class Latency(_message.Message):
 
     DESCRIPTOR: _descriptor.Descriptor
 
-    SAMPLES_NS_FIELD_NUMBER: _builtins.int
     MIN_NS_FIELD_NUMBER: _builtins.int
     P50_NS_FIELD_NUMBER: _builtins.int
     P90_NS_FIELD_NUMBER: _builtins.int
@@ -922,10 +761,6 @@ class Latency(_message.Message):
     effective_samples: _builtins.float
     """As many independent samples would tell as much about the median; at most the number of samples."""
     @_builtins.property
-    def samples_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """In the order measured."""
-
-    @_builtins.property
     def p50_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Two values: the 95 % interval of the median by a block bootstrap, which neighbouring samples that resemble each other
         make wider. Empty where it cannot be told. A percentile is absent where no sample lies beyond it.
@@ -934,7 +769,6 @@ class Latency(_message.Message):
     def __init__(
         self,
         *,
-        samples_ns: _abc.Iterable[_builtins.int] | None = ...,
         min_ns: _builtins.float | None = ...,
         p50_ns: _builtins.float | None = ...,
         p90_ns: _builtins.float | None = ...,
@@ -948,7 +782,7 @@ class Latency(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_effective_samples", b"_effective_samples", "_mean_ns", b"_mean_ns", "_min_ns", b"_min_ns", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_p99_ns", b"_p99_ns", "_stddev_ns", b"_stddev_ns", "drift", b"drift", "effective_samples", b"effective_samples", "mean_ns", b"mean_ns", "min_ns", b"min_ns", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "p99_ns", b"p99_ns", "stddev_ns", b"stddev_ns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_effective_samples", b"_effective_samples", "_mean_ns", b"_mean_ns", "_min_ns", b"_min_ns", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_p99_ns", b"_p99_ns", "_stddev_ns", b"_stddev_ns", "drift", b"drift", "effective_samples", b"effective_samples", "mean_ns", b"mean_ns", "min_ns", b"min_ns", "p10_ns", b"p10_ns", "p50_ci95_ns", b"p50_ci95_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "p99_ns", b"p99_ns", "samples_ns", b"samples_ns", "stddev_ns", b"stddev_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_effective_samples", b"_effective_samples", "_mean_ns", b"_mean_ns", "_min_ns", b"_min_ns", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_p99_ns", b"_p99_ns", "_stddev_ns", b"_stddev_ns", "drift", b"drift", "effective_samples", b"effective_samples", "mean_ns", b"mean_ns", "min_ns", b"min_ns", "p10_ns", b"p10_ns", "p50_ci95_ns", b"p50_ci95_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "p99_ns", b"p99_ns", "stddev_ns", b"stddev_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drift: _TypeAlias = _typing.Literal["drift"]  # noqa: Y015
     _WhichOneofArgType__drift: _TypeAlias = _typing.Literal["_drift", b"_drift"]  # noqa: Y015
@@ -1162,28 +996,24 @@ class Profile(_message.Message):
 
     ITERATIONS_FIELD_NUMBER: _builtins.int
     P50_NS_FIELD_NUMBER: _builtins.int
-    TIMES_NS_FIELD_NUMBER: _builtins.int
     SHOWN_FIELD_NUMBER: _builtins.int
     iterations: _builtins.int
     p50_ns: _builtins.float
     """Median time of one traced execution of the method."""
     shown: _builtins.int
-    """The execution that rows' start_ns and duration_ns are of: that with the median time. Its place in times_ns."""
-    @_builtins.property
-    def times_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of each traced execution, in order."""
-
+    """The execution that start_ns and duration_ns of the rows belong to: the one with the median time. Its column in
+    Report.trace_times.
+    """
     def __init__(
         self,
         *,
         iterations: _builtins.int = ...,
         p50_ns: _builtins.float = ...,
-        times_ns: _abc.Iterable[_builtins.int] | None = ...,
         shown: _builtins.int | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_shown", b"_shown", "shown", b"shown"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shown", b"_shown", "iterations", b"iterations", "p50_ns", b"p50_ns", "shown", b"shown", "times_ns", b"times_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shown", b"_shown", "iterations", b"iterations", "p50_ns", b"p50_ns", "shown", b"shown"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__shown: _TypeAlias = _typing.Literal["shown"]  # noqa: Y015
     _WhichOneofArgType__shown: _TypeAlias = _typing.Literal["_shown", b"_shown"]  # noqa: Y015
@@ -1211,7 +1041,6 @@ class OperatorRow(_message.Message):
     ALIGNED_FIELD_NUMBER: _builtins.int
     INSTRUCTION_ID_FIELD_NUMBER: _builtins.int
     DEBUG_HANDLES_FIELD_NUMBER: _builtins.int
-    TIMES_NS_FIELD_NUMBER: _builtins.int
     P10_NS_FIELD_NUMBER: _builtins.int
     P90_NS_FIELD_NUMBER: _builtins.int
     START_NS_FIELD_NUMBER: _builtins.int
@@ -1258,10 +1087,6 @@ class OperatorRow(_message.Message):
     @_builtins.property
     def debug_handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def times_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Of each traced execution, as in Profile.times_ns; whole ticks of resolution_ns. Percentiles are over these."""
-
-    @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.SourceLine]:
         """All lines of a row that stands for several operators, that of `source` first; empty where there is one or none."""
 
@@ -1284,7 +1109,6 @@ class OperatorRow(_message.Message):
         aligned: _builtins.bool | None = ...,
         instruction_id: _builtins.int | None = ...,
         debug_handles: _abc.Iterable[_builtins.int] | None = ...,
-        times_ns: _abc.Iterable[_builtins.int] | None = ...,
         p10_ns: _builtins.float | None = ...,
         p90_ns: _builtins.float | None = ...,
         start_ns: _builtins.float | None = ...,
@@ -1295,7 +1119,7 @@ class OperatorRow(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_duration_ns", b"_duration_ns", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_share", b"_share", "_start_ns", b"_start_ns", "_unaligned_reason", b"_unaligned_reason", "aligned", b"aligned", "backend", b"backend", "duration_ns", b"duration_ns", "instruction_id", b"instruction_id", "mean_ns", b"mean_ns", "module", b"module", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "parent", b"parent", "resolution_ns", b"resolution_ns", "share", b"share", "source", b"source", "start_ns", b"start_ns", "unaligned_reason", b"unaligned_reason"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_duration_ns", b"_duration_ns", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_share", b"_share", "_start_ns", b"_start_ns", "_unaligned_reason", b"_unaligned_reason", "aligned", b"aligned", "backend", b"backend", "debug_handles", b"debug_handles", "delegated", b"delegated", "duration_ns", b"duration_ns", "index", b"index", "instruction_id", b"instruction_id", "kind", b"kind", "mean_ns", b"mean_ns", "module", b"module", "name", b"name", "op_types", b"op_types", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "parent", b"parent", "reconstructed", b"reconstructed", "resolution_ns", b"resolution_ns", "share", b"share", "source", b"source", "sources", b"sources", "start_ns", b"start_ns", "times_ns", b"times_ns", "unaligned_reason", b"unaligned_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_duration_ns", b"_duration_ns", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_share", b"_share", "_start_ns", b"_start_ns", "_unaligned_reason", b"_unaligned_reason", "aligned", b"aligned", "backend", b"backend", "debug_handles", b"debug_handles", "delegated", b"delegated", "duration_ns", b"duration_ns", "index", b"index", "instruction_id", b"instruction_id", "kind", b"kind", "mean_ns", b"mean_ns", "module", b"module", "name", b"name", "op_types", b"op_types", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "parent", b"parent", "reconstructed", b"reconstructed", "resolution_ns", b"resolution_ns", "share", b"share", "source", b"source", "sources", b"sources", "start_ns", b"start_ns", "unaligned_reason", b"unaligned_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__aligned: _TypeAlias = _typing.Literal["aligned"]  # noqa: Y015
     _WhichOneofArgType__aligned: _TypeAlias = _typing.Literal["_aligned", b"_aligned"]  # noqa: Y015
@@ -1380,13 +1204,13 @@ class Numerics(_message.Message):
     the pass gave nothing.
     """
     @_builtins.property
-    def program(self) -> Global___ProgramSize:
+    def program(self) -> _compile_pb2.Program:
         """What ran: the timed program itself, or one made for this, with a delegate for each operator."""
 
     def __init__(
         self,
         *,
-        program: Global___ProgramSize | None = ...,
+        program: _compile_pb2.Program | None = ...,
         is_timed_program: _builtins.bool = ...,
         threshold_db: _builtins.float | None = ...,
         first_bad: _builtins.int | None = ...,
@@ -2426,7 +2250,7 @@ class HistoryEntry(_message.Message):
     def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def report(self) -> Global___Report:
-        """Without samples, operators, numeric gap and the series of telemetry."""
+        """Without operators, numeric gap, the series of telemetry and the ratios of rounds."""
 
     def __init__(
         self,

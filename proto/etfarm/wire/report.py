@@ -6,37 +6,21 @@ Every key is present; values that were not measured or do not exist are null, ne
 from __future__ import annotations
 
 import json
-import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from google.protobuf import message_factory
-from google.protobuf.message import Message
+from google.protobuf.descriptor import Descriptor
 from google.protobuf.timestamp_pb2 import Timestamp
 
-from etfarm.v1 import common_pb2, compile_pb2, job_pb2, report_pb2
+from etfarm.v1 import common_pb2, job_pb2, report_pb2
 from etfarm.wire.errors import EtfarmError, UserError
-from etfarm.wire.messages import KEYS, from_scalar
+from etfarm.wire.report_keys import Json as Json
+from etfarm.wire.report_keys import Key, Shape, Type, keys_of, project
+from etfarm.wire.series import Series, add_series
 from etfarm.wire.words import word_of
 
 SCHEMA: Final = "etfarm.report/1"
-
-_LEFT_OUT: Final = {"etfarm.v1.Report": {"outputs", "samples", "etdump", "numerics_etdump", "numerics_debug", "created_at"}}
-"""Fields that the JSON omits: references to raw data in a server's store."""
-
-_NULL_WHEN_EMPTY: Final = {
-    "etfarm.v1.Report": {"accuracy", "operators", "numeric_gap"},
-    "etfarm.v1.Memory": {"planned_bytes"},
-    "etfarm.v1.Latency": {"p50_ci95_ns"},
-    "etfarm.v1.PairedRatio": {"ratio_ci95"},
-    "etfarm.v1.OperatorRow": {"times_ns"},
-    "etfarm.v1.Profile": {"times_ns"},
-    "etfarm.v1.ReportCompile": {"modules"},
-    "etfarm.v1.ReportInputs": {"tensors"},
-    "etfarm.v1.LatencyChange": {"ratio_ci95"},
-    "etfarm.v1.ComparedPair": {"delegation"},
-}
-"""Lists and maps of measurements, which are null if not measured. Every other empty list is [], every other map {}."""
 
 _BEYOND: Final = 1e300
 """Limit of numbers, far above any measured one; it prevents overflow to infinity, which JSON cannot represent."""
@@ -47,7 +31,7 @@ _ALWAYS: Final = {
     "etfarm.v1.Report": ("id", "state"),
     "etfarm.v1.ReportModel": ("name",),
     "etfarm.v1.ReportDevice": ("id", "name"),
-    "etfarm.v1.ProgramSize": ("digest",),
+    "etfarm.v1.Artifact": ("digest",),
     "etfarm.v1.Error": ("message",),
     "etfarm.v1.Warning": ("message",),
     "etfarm.v1.SourceLine": ("file",),
@@ -58,14 +42,23 @@ _ALWAYS: Final = {
 _INTERVALS: Final = {"p50_ci95_ns", "ratio_ci95"}
 """Lists that hold a lower and an upper bound, or are empty."""
 
+_TYPES: Final[dict[Type, tuple[type, ...]]] = {
+    Type.TRUTH: (bool,), Type.NUMBER: (int, float), Type.TEXT: (str,), Type.INTEGER: (int,),
+}  # fmt: skip
+
 _REMEDY: Final = "Give a file that --json or `etfarm report export --format json` wrote."
 
-Json = dict[str, Any]
 
+def report_json(report: report_pb2.Report, series: Series | None = None) -> Json:
+    """Return a REPORT with every key.
 
-def report_json(report: report_pb2.Report) -> Json:
-    """Return a REPORT with every key."""
-    return message_json(report)
+    Args:
+        series: the values of each iteration; without them `samples_ns` is empty and `times_ns` is null.
+    """
+    written = project(report)
+    if series is not None:
+        add_series(written, series)
+    return written
 
 
 def error_json(error: EtfarmError | common_pb2.Error) -> Json:
@@ -92,12 +85,21 @@ def job_json(job: job_pb2.Job) -> Json:
     }
 
 
-def document(job: job_pb2.Job | None, reports: Iterable[report_pb2.Report], error: EtfarmError | None) -> Json:
-    """Return the document of `--json`: {schema, job, reports, error}."""
+def document(
+    job: job_pb2.Job | None,
+    reports: Iterable[report_pb2.Report],
+    error: EtfarmError | None,
+    series: Mapping[str, Series] | None = None,
+) -> Json:
+    """Return the document of `--json`: {schema, job, reports, error}.
+
+    Args:
+        series: the values of each iteration, by report id.
+    """
     return {
         "schema": SCHEMA,
         "job": None if job is None else job_json(job),
-        "reports": [report_json(report) for report in reports],
+        "reports": [report_json(report, (series or {}).get(report.id)) for report in reports],
         "error": None if error is None else error_json(error),
     }
 
@@ -131,7 +133,7 @@ def loads(text: str | bytes) -> Json:
     reports = document.get("reports")
     if not isinstance(reports, list):
         raise BadDocument("It has no list of reports.", _REMEDY)
-    kept = [_completed(report, report_pb2.Report, f"reports[{place}]") for place, report in enumerate(reports)]
+    kept = [complete(report, f"reports[{place}]") for place, report in enumerate(reports)]
     job, ended = document.get("job"), document.get("error")
     if not all(part is None or isinstance(part, dict) for part in (job, ended)):
         raise BadDocument("Its job or its error is not an object.", _REMEDY)
@@ -139,43 +141,56 @@ def loads(text: str | bytes) -> Json:
         **document,
         "job": None if job is None else _completed_job(job),
         "reports": kept,
-        "error": None if ended is None else _completed(ended, common_pb2.Error, "error"),
+        "error": None if ended is None else _completed(ended, common_pb2.Error.DESCRIPTOR, "error"),
     }
 
 
-def _completed(value: Any, kind: type[Message], where: str) -> Any:
-    """Return `value`, the JSON of a message, validated and with every key."""
-    _require_type(dict, value, where)
-    full = {**message_json(kind()), **{key: item for key, item in value.items() if item is not None}}
-    for field in kind.DESCRIPTOR.fields:
-        present, inner, at = value.get(field.name), field.message_type, f"{where}.{field.name}"
-        if present is None:
-            continue
-        if inner is not None and inner.GetOptions().map_entry:
-            _require_type(dict, present, at)
-            values = inner.fields_by_name["value"]
-            full[field.name] = {key: _item(values, item, f"{at}.{key}") for key, item in present.items()}
-        elif field.is_repeated:
-            _require_type(list, present, at)
-            full[field.name] = [_item(field, item, f"{at}[{place}]") for place, item in enumerate(present)]
-            if field.name in _INTERVALS and len(present) not in (0, 2):
-                raise BadDocument(f"{at} is not a lower and an upper bound.", _REMEDY, where=at)
-        else:
-            full[field.name] = _item(field, present, at)
-    _require_texts(full, _ALWAYS.get(kind.DESCRIPTOR.full_name, ()), where)
-    _validate_relations(full, kind, where)
+def complete(report: Json, where: str = "report") -> Json:
+    """Return a REPORT, validated and with every key; missing ones have empty values.
+
+    Raises:
+        BadDocument: a required text is missing, or a value has another type than its key.
+    """
+    full: Json = _completed(report, report_pb2.Report.DESCRIPTOR, where)
     return full
 
 
-def _validate_relations(full: Json, kind: type[Message], where: str) -> None:
+def _completed(value: Any, message: Descriptor, where: str) -> Any:
+    """Return `value`, the object of a message, validated and with every key."""
+    _require_type(dict, value, where)
+    full = {**_empty(message), **{key: item for key, item in value.items() if item is not None}}
+    for key in keys_of(message):
+        present, at = value.get(key.name), f"{where}.{key.name}"
+        if present is None:
+            continue
+        if key.shape is Shape.MAP:
+            _require_type(dict, present, at)
+            full[key.name] = {name: _item(key, item, f"{at}.{name}") for name, item in present.items()}
+        elif key.shape is Shape.LIST:
+            _require_type(list, present, at)
+            full[key.name] = [_item(key, item, f"{at}[{place}]") for place, item in enumerate(present)]
+            if key.name in _INTERVALS and len(present) not in (0, 2):
+                raise BadDocument(f"{at} is not a lower and an upper bound.", _REMEDY, where=at)
+        else:
+            full[key.name] = _item(key, present, at)
+    _require_texts(full, _ALWAYS.get(message.full_name, ()), where)
+    _validate_relations(full, message, where)
+    return full
+
+
+def _empty(message: Descriptor) -> Json:
+    return project(message_factory.GetMessageClass(message)())
+
+
+def _validate_relations(full: Json, message: Descriptor, where: str) -> None:
     """Validate values that depend on others or on a range: the parents of operator rows, and ratios."""
-    if kind is report_pb2.Report:
+    if message is report_pb2.Report.DESCRIPTOR:
         indexes = {row["index"] for row in full["operators"] or ()}
         for place, row in enumerate(full["operators"] or ()):
             if row["parent"] is not None and row["parent"] not in indexes:
                 at = f"{where}.operators[{place}].parent"
                 raise BadDocument(f"{at} is {row['parent']}, which is not the index of a row.", _REMEDY, where=at)
-    if kind is report_pb2.PairedRatio and not full["ratio"] > 0:
+    if message is report_pb2.PairedRatio.DESCRIPTOR and not full["ratio"] > 0:
         raise BadDocument(
             f"{where}.ratio is {full['ratio']}, which is not a ratio of two times.", _REMEDY, where=f"{where}.ratio"
         )
@@ -186,12 +201,12 @@ def _require_type(kind: type, value: Any, at: str) -> None:
         raise BadDocument(f"{at} is not {'a list' if kind is list else 'an object'}.", _REMEDY, where=at)
 
 
-def _item(field: Any, value: Any, at: str) -> Any:
-    """Return a validated value of a field, list or map; objects have every key. Null is not allowed."""
-    if field.message_type in (None, Timestamp.DESCRIPTOR):
-        _validate_value(field, value, at)
+def _item(key: Key, value: Any, at: str) -> Any:
+    """Return a validated value of a key, list or map; objects have every key. Null is not allowed."""
+    if key.message is None:
+        _validate_value(key, value, at)
         return value
-    return _completed(value, message_factory.GetMessageClass(field.message_type), at)
+    return _completed(value, key.message, at)
 
 
 def _completed_job(job: Json) -> Json:
@@ -213,15 +228,12 @@ def _require_texts(full: Json, names: Iterable[str], where: str) -> None:
             raise BadDocument(f"{where} has no {name}.", _REMEDY, where=f"{where}.{name}")
 
 
-def _validate_value(field: Any, item: Any, at: str) -> None:
+def _validate_value(key: Key, item: Any, at: str) -> None:
     """Validate the type and range of a value."""
-    types: dict[int, tuple[type, ...]] = {field.TYPE_BOOL: (bool,), field.TYPE_DOUBLE: (int, float)}
-    numbers: tuple[type, ...] = (str,) if field.type in (field.TYPE_STRING, field.TYPE_ENUM, field.TYPE_MESSAGE) else (int,)
-    allowed = types.get(field.type, numbers)
+    allowed = _TYPES[key.type]
     has_type = isinstance(item, allowed) and isinstance(item, bool) == (allowed == (bool,))
     if not has_type or (int in allowed and not abs(item) < _BEYOND):
-        wanted = {bool: "true or false", str: "a text"}.get(allowed[0], "a number" if float in allowed else "a whole number")
-        raise BadDocument(f"{at} is {json.dumps(item)[:40]}, not {wanted}.", _REMEDY, where=at)
+        raise BadDocument(f"{at} is {json.dumps(item)[:40]}, not {key.type.value}.", _REMEDY, where=at)
 
 
 def _refuse(constant: str) -> None:
@@ -230,44 +242,3 @@ def _refuse(constant: str) -> None:
 
 def _instant(stamp: Timestamp) -> str:
     return stamp.ToJsonString()
-
-
-def message_json(message: Message) -> Json:
-    """Return the object of a message, with every key."""
-    name = message.DESCRIPTOR.full_name
-    if isinstance(message, common_pb2.Error):
-        return error_json(message)
-    left_out, keys = _LEFT_OUT.get(name, ()), KEYS.get(name, {})
-    fields = [field for field in message.DESCRIPTOR.fields if field.name not in left_out]
-    return {keys.get(field.name, field.name): _field(message, field) for field in fields}
-
-
-def _field(message: Message, field: Any) -> Any:
-    value = getattr(message, field.name)
-    if field.is_repeated:
-        if not value and field.name in _NULL_WHEN_EMPTY.get(message.DESCRIPTOR.full_name, ()):
-            return None
-        if field.message_type is not None and field.message_type.GetOptions().map_entry:
-            of_messages = field.message_type.fields_by_name["value"].message_type is not None
-            return {key: message_json(value[key]) if of_messages else value[key] for key in sorted(value)}
-        return [_single(field, item) for item in value]
-    if field.has_presence and not message.HasField(field.name):
-        return None
-    # A string field that is not `optional` is empty if absent.
-    if value == "" and not field.has_presence:
-        return None
-    return _single(field, value)
-
-
-def _single(field: Any, value: Any) -> Any:
-    if isinstance(value, Timestamp):
-        return _instant(value)
-    if isinstance(value, compile_pb2.Scalar):
-        value = from_scalar(value)
-    if isinstance(value, Message):
-        return message_json(value)
-    if field.enum_type is not None:
-        return word_of(field.enum_type, value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

@@ -6,7 +6,7 @@ import re
 from functools import cache
 from typing import Final
 
-from google.protobuf.descriptor import EnumDescriptor
+from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
 
 _WORDS: Final[dict[str, dict[str, str]]] = {
     "etfarm.v1.LatencyOutcome": {
@@ -25,23 +25,25 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "UNSUPPORTED": "unsupported",
     },
 }  # fmt: skip
-"""Words that differ from the name of the value without the enum's prefix."""
+"""Words that differ from the name of the value without the enum's prefix, by the enum or by one field of it."""
 
 
-def word_of(enum: EnumDescriptor, number: int) -> str | None:
-    """Return the word for an enum's value; None for UNSPECIFIED and for a number that is unknown to this version."""
+def word_of(enum: EnumDescriptor | FieldDescriptor, number: int) -> str | None:
+    """Return the word for a value of an enum or of one field; None for UNSPECIFIED and for an unknown number."""
     return _tables(enum)[0].get(number)
 
 
-def number_of(enum: EnumDescriptor, word: str) -> int | None:
+def number_of(enum: EnumDescriptor | FieldDescriptor, word: str) -> int | None:
     """Return the number of the value with a word; None for an unknown word."""
     return _tables(enum)[1].get(word)
 
 
 @cache
-def _tables(enum: EnumDescriptor) -> tuple[dict[int, str], dict[str, int]]:
+def _tables(of: EnumDescriptor | FieldDescriptor) -> tuple[dict[int, str], dict[str, int]]:
+    enum = of.enum_type if isinstance(of, FieldDescriptor) else of
+    assert enum is not None, f"{of.full_name} is no enum"
     prefix = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", enum.name).upper() + "_"
-    own = _WORDS.get(enum.full_name, {})
+    own = _WORDS.get(of.full_name) or _WORDS.get(enum.full_name, {})
     names = {value.number: value.name.removeprefix(prefix) for value in enum.values if value.number}
     words = {number: own.get(name, name) for number, name in names.items()}
     return words, {word: number for number, word in words.items()}

@@ -18,6 +18,7 @@ from etfarm.server.access.audit import AuditLog, Entry
 from etfarm.server.access.identities import Identities
 from etfarm.server.access.projects import Projects
 from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
+from etfarm.server.artifacts.blobs import ARTIFACTS
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.prewarm import PRELOAD as COMPILE_PRELOAD
@@ -116,7 +117,7 @@ class Storage:
         """
         database = Database(config.data / DATABASE)
         database.on_damaged = on_damaged
-        return cls(database, Store(config.data / "artifacts", database, config.store_limits), Readers())
+        return cls(database, Store(config.data / ARTIFACTS, database, config.store_limits), Readers())
 
     def close(self) -> None:
         """Close the parts, the database last."""
@@ -205,7 +206,7 @@ class Jobs:
             operators=config.operators,
         )
         screen = partial(screen_before_loading, operators=config.operators)
-        analyst = Analyst(Findings(workers, database, now, deadline_s=config.analysis_deadline_s, screen=screen), store)
+        analyst = Analyst(Findings(workers, store, database, now, deadline_s=config.analysis_deadline_s, screen=screen), store)
         analysis = CellAnalysis(analyst, joblog, config.thresholds)
         requirements = Requirements(registry, fleet.bundles, store, readers)
         attempts = DeviceAttempts(registry, runs, Placement(registry, runs), fleet.bundles, new_id)

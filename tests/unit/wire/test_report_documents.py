@@ -6,10 +6,9 @@ import json
 from typing import Any
 
 import pytest
-from google.protobuf import json_format
 
-from etfarm.v1 import report_pb2
 from etfarm.wire import report
+from tests.support.documents import completed
 from tests.support.report_keys import KEYS
 
 
@@ -23,7 +22,7 @@ def written() -> dict[str, Any]:
         },
         "error": {"reason": "PROGRAM_CRASHED", "message": "It crashed."},
     }  # fmt: skip
-    return report.document(None, [json_format.ParseDict(message, report_pb2.Report())], None)
+    return report.document(None, (), None) | {"reports": [completed(message)]}
 
 
 def test_what_was_written_is_read_back() -> None:

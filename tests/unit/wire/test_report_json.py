@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from etfarm.v1 import common_pb2, job_pb2, report_pb2
 from etfarm.wire import report as projection
 from etfarm.wire.errors import Fault, error_of
+from etfarm.wire.series import Series
 from tests.support.report_keys import KEYS
 
 
@@ -58,6 +59,10 @@ def test_a_full_report_has_every_key_and_no_other() -> None:
     report = projection.report_json(filled(report_pb2.Report()))  # type: ignore[arg-type]
     # The free-form objects: their keys are the user's.
     report["error"]["metadata"] = None
+    for name in ("stages", "warnings"):  # one each of the compilation and of the run
+        first, second = report["compile"][name]
+        assert first == second
+        report["compile"][name] = [first]
     assert list(report) == list(KEYS)
     assert_keys(report, KEYS)
 
@@ -79,7 +84,7 @@ def test_what_is_absent_within_is_null_and_never_zero_or_empty() -> None:
         getattr(message, name).SetInParent()
     message.operators.add(index=0)
     message.accuracy.add(output="0")
-    message.compile.toolchain.SetInParent()
+    message.compile.compilation.toolchain.SetInParent()
     report = projection.report_json(message)
     assert report["latency"] == {**dict.fromkeys(KEYS["latency"]), "samples_ns": []}
     assert report["load"] == dict.fromkeys(KEYS["load"])
@@ -123,9 +128,10 @@ def test_a_zero_that_was_measured_stays_zero() -> None:
 
 def test_integers_stay_integers_beyond_what_a_double_holds() -> None:
     message = report_pb2.Report()
-    message.latency.samples_ns.extend([2**53 + 1, 7])
+    message.id = "r"
+    message.latency.SetInParent()
     message.memory.peak_rss_bytes = 2**62 + 1
-    again = json.loads(projection.dumps(projection.document(None, [message], None)))["reports"][0]
+    again = json.loads(projection.dumps(projection.document(None, [message], None, {"r": Series([2**53 + 1, 7])})))["reports"][0]
     assert again["latency"]["samples_ns"] == [2**53 + 1, 7]
     assert again["memory"]["peak_rss_bytes"] == 2**62 + 1
     assert all(type(sample) is int for sample in again["latency"]["samples_ns"])

@@ -35,6 +35,11 @@ class Outcome:
     failed_job: str = ""
     """The job that the command waited for, if it failed after printing something."""
 
+    @property
+    def needs_series(self) -> bool:
+        """Whether a file is written that shows samples and times of single iterations."""
+        return self.json_file is not None or self.html_file is not None
+
     def takes_verbose(self, verbose: bool) -> None:
         """Record that the command has `--verbose`, and its value."""
         self.can_be_verbose, self.verbose = True, verbose

@@ -28,6 +28,12 @@ REFERENCES = {"EAGER": "program before quantization", "QUANTIZED": "quantized pr
 """The references of numeric gaps, in words."""
 
 
+def sample_count(report: Json) -> int:
+    """Return the number of timed iterations of a REPORT, which may have been read without its samples."""
+    samples = len(report["latency"]["samples_ns"]) if report["latency"] else 0
+    return samples or (report["measurement"] or {}).get("iterations") or 0
+
+
 @dataclass(frozen=True)
 class Answer:
     """One answer."""

@@ -86,5 +86,5 @@ async def _side(stubs: Stubs | None, what: Compared) -> Side:
         raise NotConnected(f"{name} is a job, but no farm is connected.", "Compare files, or connect to the job's farm.")
     request = job_pb2.GetJobRequest(job_id=name)
     job = AsyncJob(stubs, await stubs.jobs.Get(request))
-    document = await job.document()
+    document = await job.document(with_series=False)
     return Side(document["reports"], document["job"], None, choice)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import grpc
 
 from etfarm.client.errors import FarmError, Kind, OutputUnwritable, UserError, from_rpc_error
-from etfarm.client.jobs import raw_files
+from etfarm.client.jobs import raw_files, series
 from etfarm.client.jobs.file_names import data_file_name, method_file, safe_name
 from etfarm.client.models import CellState, Event, JobInfo, JobResult, JobState, LogLine
 from etfarm.client.transport import decode, transfers
@@ -132,13 +132,19 @@ class AsyncJob:
         await self.wait(progress=progress)
         return JobResult.from_dict(await self.document())
 
-    async def document(self, error: EtfarmError | None = None) -> dict[str, Any]:
+    async def document(self, error: EtfarmError | None = None, *, with_series: bool = True) -> dict[str, Any]:
         """Return the current document etfarm.report/1, without the reports of unfinished cells.
 
         Args:
             error: the error that ended the caller.
+            with_series: whether to download the samples and the times of traced iterations; otherwise `samples_ns` is empty
+                and `times_ns` is null.
         """
-        return report.document(self._job, await self._reports(), error)
+        reports = await self._reports()
+        document = report.document(self._job, reports, error)
+        if with_series:
+            document["reports"] = await series.documents(self._stubs, reports)
+        return document
 
     def document_without_reports(self, error: EtfarmError | None) -> dict[str, Any]:
         """Return the document etfarm.report/1 when the server cannot be reached any more."""
@@ -307,10 +313,9 @@ class AsyncJob:
         if (error := decode.cell(message).error) is not None:
             raise error
         for entry in await self._reports(message.id):
-            entries = getattr(entry.compile, what).items()
-            artifacts = {name: common_pb2.Artifact(digest=s.digest, size_bytes=s.size_bytes) for name, s in sorted(entries)}
+            artifacts = getattr(entry.compile.compilation, what)
             if artifacts:
-                return artifacts
+                return dict(sorted(artifacts.items()))
         raise NothingThere(f"Cell {cell} of job {self.id} has no {what.replace('_', ' ')}.", job=self.id, cell=cell)
 
     async def _reports(self, cell_id: str = "") -> list[report_pb2.Report]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from etfarm.client.errors import OutputUnwritable
 from etfarm.client.formats import executorch
+from etfarm.client.jobs import series
 from etfarm.client.jobs.file_names import data_file_name, safe_name
 from etfarm.client.submit import npz
 from etfarm.client.transport import transfers
@@ -48,8 +49,8 @@ async def save(stubs: Stubs, job: job_pb2.Job, cell: job_pb2.Cell, report: repor
     if report.HasField("etdump"):
         await transfers.download_file(stubs.artifacts, report.etdump, folder / "traced.etdp", server=stubs.server)
         names.append("traced.etdp")
-    report_json = projection.report_json(report)
-    texts = {"report.json": projection.dumps(projection.document(job, [report], None))}
+    (report_json,) = await series.documents(stubs, [report])
+    texts = {"report.json": projection.dumps({**projection.document(job, (), None), "reports": [report_json]})}
     if {"traced.etdp", "program.etrecord"} <= set(names):
         texts[executorch.SCRIPT] = executorch.script(report_json, names)
     texts["README.txt"] = executorch.readme(report_json, sorted([*names, *texts]))

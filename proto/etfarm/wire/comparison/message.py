@@ -7,7 +7,7 @@ from typing import Final
 from etfarm.v1 import comparison_pb2
 from etfarm.wire.comparison.document import SCHEMA
 from etfarm.wire.messages import fill
-from etfarm.wire.report import Json, message_json
+from etfarm.wire.report_keys import Json, project
 
 _OWN: Final = ("base", "candidate", "pairs", "unpaired", "notes")
 """Keys of a document that a farm's answer has. A gate is judged, and an error reported, where the document is written."""
@@ -23,7 +23,7 @@ def to_message(document: Json) -> comparison_pb2.Comparison:
 
 def from_message(message: comparison_pb2.Comparison) -> Json:
     """Return the document etfarm.comparison/1 of a farm's comparison, without a gate."""
-    values = message_json(message)
+    values = project(message)
     for side in ("base", "candidate"):
         values[side] = {"job": values[side]["job"], "file": None, **values[side]}
     return {"schema": SCHEMA, **values, "gate": None, "error": None}

@@ -13,6 +13,7 @@ from typing import TypeVar
 import structlog
 
 from etfarm.server.access.scope import DEFAULT_PROJECT, agent_holder
+from etfarm.server.artifacts.blobs import BLOBS, place_of, settle
 from etfarm.server.artifacts.errors import (
     ArtifactDamaged,
     ArtifactMissing,
@@ -68,7 +69,7 @@ class Store:
 
     def __init__(self, folder: Path, database: Database, limits: StoreLimits | None = None) -> None:
         self.limits = limits or StoreLimits()
-        self._blobs = folder / "blobs"
+        self._blobs = folder / BLOBS
         self._blobs_text = os.fspath(self._blobs)
         self._uploads = folder / "uploads"
         for path in (self._blobs, self._uploads):
@@ -330,7 +331,7 @@ class Store:
     def place(self, digest: str) -> Path:
         """Return the path at which an artifact is stored, whether or not it exists. Read the file, never write it."""
         require_digest(digest)
-        return self._blobs / digest[:2] / digest
+        return place_of(self._blobs, digest)
 
     async def page(self, holders: Collection[str] | None, after: tuple[datetime, str, str] | None, size: int) -> list[Holding]:
         """Return a page of the holders' artifacts; see `Holdings.page`."""
@@ -388,13 +389,7 @@ class Store:
         self._verifiers.shutdown(wait=False, cancel_futures=True)
 
     def _settle(self, path: Path, digest: str) -> None:
-        place = self.place(digest)
-        place.parent.mkdir(exist_ok=True)
-        path.chmod(0o444)
-        # Sync the bytes before the rename, so that after a power failure every named file is complete.
-        _sync(path)
-        path.replace(place)
-        _sync(place.parent)
+        settle(path, self.place(digest))
         self.integrity.settled(digest)
 
     async def _record(self, artifact: common_pb2.Artifact, holder: str, owner: str) -> None:
@@ -426,11 +421,3 @@ def require_digest(digest: str) -> None:
 
 def _is_agent(holder: str) -> bool:
     return holder.startswith(agent_holder(""))
-
-
-def _sync(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

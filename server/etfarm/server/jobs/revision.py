@@ -24,7 +24,7 @@ from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import Kind, UserError
 
-_PARTS = ("latency", "interleaved", "verdict", "profile", "operators", "numerics", "numeric_gap")
+_PARTS = ("latency", "interleaved", "verdict", "profile", "operators", "trace_times", "numerics", "numeric_gap")
 """Report parts that an analysis computes. Parts that can no longer be computed stay; accuracy is kept per reference."""
 
 _ROWS = {"operators": "profile", "numeric_gap": "numerics"}
@@ -112,6 +112,8 @@ def keep(before: report_pb2.Report, revised: report_pb2.Report) -> None:
     if _is_placed(before) and not _is_placed(revised):
         missing.add("operators")
     missing |= {_ROWS[name] for name in missing if name in _ROWS}
+    if missing & {"profile", "operators"}:
+        missing.add("trace_times")  # its rows are those of the profile and the operators
     for name in missing:
         revised.ClearField(name)  # type: ignore[arg-type]
         if name in _ROWS:

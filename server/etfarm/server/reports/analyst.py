@@ -41,6 +41,7 @@ class Analyst:
         numerics: compile_pb2.Compilation | None = None,
         fresh: bool = False,
         project: str = "",
+        owner: str = "",
     ) -> report_pb2.Report:
         """Return the analysis of an attempt's artifacts.
 
@@ -49,7 +50,7 @@ class Analyst:
 
         Args:
             numerics: the compilation that the result's numerics pass ran, which may be `compilation`.
-            fresh, project: as in `Findings.of`, whose errors are also raised.
+            fresh, project, owner: as in `Findings.of`, whose errors are also raised.
         """
         path = self._store.place
         sent = candidate.model.methods.get(method)
@@ -76,7 +77,7 @@ class Analyst:
         )
         # Look up missing files: the analysis leaves out parts whose files are no longer stored.
         await self._store.absent(path.name for path in _paths(request))
-        report = await self._findings.of(request, on_log, fresh=fresh, project=project)
+        report = await self._findings.of(request, on_log, fresh=fresh, project=project, owner=owner)
         if base is not None and report.HasField("interleaved"):
             report.interleaved.base_cell = base.cell_id
         return report

@@ -5,19 +5,20 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 
 from etfarm.server.reports.latency import interleaved, statistics
 from etfarm.server.reports.numerics import accuracy, numeric_gap, reference
-from etfarm.server.reports.request import AnalyzeRequest
+from etfarm.server.reports.request import TRACE_TIMES, AnalyzeRequest
 from etfarm.server.reports.trace import profile
 from etfarm.v1 import compile_pb2, report_pb2
-from etfarm.wire import tensors
+from etfarm.wire import series, tensors
 from etfarm.wire.errors import EtfarmError
 
 _LOG = logging.getLogger(__name__)
@@ -31,12 +32,13 @@ Emit = Callable[[bytes], None]
 def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
     """Return a serialized etfarm.v1.Report with the measured parts and `compile.warnings`.
 
-    The measured parts are `inputs.tensors`, `latency`, `interleaved`, `accuracy`, `profile`, `operators`, `numerics` and
-    `numeric_gap`. A part for which the request has no files stays empty. A part that fails adds a warning with a code
-    ANALYSIS_... and does not affect the others; its traceback goes to the job's log.
+    The measured parts are `inputs.tensors`, `latency`, `interleaved`, `accuracy`, `profile`, `operators`, `trace_times`,
+    `numerics` and `numeric_gap`. A part for which the request has no files stays empty. A part that fails adds a warning with
+    a code ANALYSIS_... and does not affect the others; its traceback goes to the job's log.
 
     Args:
-        folder: folder of the child; unused, since temporary files belong in the jail's TMPDIR.
+        folder: folder of the child. TRACE_TIMES is written there if the run was traced, and `trace_times.size_bytes` is set;
+            temporary files belong in the jail's TMPDIR.
         emit: called with JSON objects {"stage": "INPUTS" | "STATISTICS" | "COMPARISON" | "ACCURACY" | "QUANTIZED_ACCURACY" |
             "JOIN" | "NUMERICS", "phase": "START" | "END", "duration_ms": X}; X is null at START.
     """
@@ -62,7 +64,9 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
             _fill_accuracy(report, request, request.outputs, request.inputs, request.quantized, accuracy.QUANTIZED)
     if request.etdump is not None or request.traced_ns:
         with _part("JOIN", report, emit):
-            profile.fill(report, request, lambda code, message: _warn(report, code, message))
+            profile.fill(
+                report, request, lambda code, message: _warn(report, code, message), partial(_save_times, report, folder)
+            )
     if request.numerics is not None and request.inputs is not None:
         with _part("NUMERICS", report, emit):
             numeric_gap.fill(
@@ -128,7 +132,7 @@ def _input(value: tensors.Value) -> report_pb2.InputTensor:
 def _fill_latency(report: report_pb2.Report, path: Path) -> None:
     samples = statistics.read_samples(path)
     summary = statistics.summarize(samples)
-    report.latency.samples_ns.extend(samples.tolist())
+    report.latency.SetInParent()
     if summary is None:
         return
     report.latency.MergeFrom(
@@ -138,6 +142,11 @@ def _fill_latency(report: report_pb2.Report, path: Path) -> None:
             effective_samples=summary.effective_samples,
         )
     )  # fmt: skip
+
+
+def _save_times(report: report_pb2.Report, folder: Path, rows: Sequence[Sequence[int]]) -> None:
+    """Write the traced times of the method and of each operator, the file of Report.trace_times."""
+    report.trace_times.size_bytes = (folder / TRACE_TIMES).write_bytes(series.encode_trace_times(rows, len(rows[0])))
 
 
 def _fill_interleaved(report: report_pb2.Report, request: AnalyzeRequest, samples: Path, base: Path) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from datetime import UTC, datetime
 
 from etfarm.server.reports.verdict import Thresholds, judge
@@ -50,7 +50,9 @@ def assemble(
         report.threads = cell.threads
     report.model.CopyFrom(report_pb2.ReportModel(name=candidate.name, digest=model_digest(candidate)))
     if compilation is not None:
-        report.compile.CopyFrom(_compile(candidate, compilation, cell.compile_cached))
+        report.compile.cached = cell.compile_cached
+        report.compile.stages.extend(candidate.stages_done)
+        report.compile.compilation.CopyFrom(compilation)
     if device is not None:
         report.device.CopyFrom(_device(device))
     if result is not None:
@@ -63,7 +65,7 @@ def assemble(
             report.memory.planned_bytes.extend(compilation.facts.methods[cell.method].planned_bytes)
     if analysis is not None:
         # Copy only the parts that an analysis computes: the child that computed them loaded untrusted files.
-        for name in ("latency", "profile", "interleaved", "analysis"):
+        for name in ("latency", "profile", "trace_times", "interleaved", "analysis"):
             if analysis.HasField(name):
                 getattr(report, name).CopyFrom(getattr(analysis, name))
         if report.HasField("inputs"):
@@ -97,7 +99,7 @@ def _fill_numerics(
     if numerics is None:
         return
     program = numerics.program
-    report.numerics.program.CopyFrom(report_pb2.ProgramSize(digest=program.digest, size_bytes=_program_bytes(program)))
+    report.numerics.program.CopyFrom(program)
     report.numerics.is_timed_program = timed is not None and program.digest == timed.program.digest
     for name in ("threshold_db", "first_bad", "judged"):
         if analysis.numerics.HasField(name):
@@ -126,37 +128,6 @@ def model_digest(candidate: job_pb2.Candidate) -> str:
 def since(job: job_pb2.Job, at: datetime) -> float:
     """Return the time from the job's submission to `at`, in milliseconds."""
     return (at - job.create_time.ToDatetime(UTC)).total_seconds() * 1e3
-
-
-def _compile(candidate: job_pb2.Candidate, compilation: compile_pb2.Compilation, cached: bool) -> report_pb2.ReportCompile:
-    program = compilation.program
-    compiled = report_pb2.ReportCompile(
-        cached=cached, stages=[*candidate.stages_done, *compilation.stages], delegation=compilation.delegation,
-        toolchain=compilation.toolchain, warnings=compilation.warnings, checks=compilation.checks,
-        modules=compilation.modules,
-        stayed_fp32=compilation.stayed_fp32, data=_sizes(program.data),
-        exported_programs=_sizes(compilation.exported_programs), stage_files=_sizes(compilation.stage_files),
-        stopped_after=compilation.stopped_after or None,
-    )  # fmt: skip
-    if compilation.HasField("program"):
-        compiled.program.CopyFrom(report_pb2.ProgramSize(digest=program.digest, size_bytes=_program_bytes(program)))
-    if compilation.HasField("etrecord"):
-        compiled.etrecord.CopyFrom(_size(compilation.etrecord))
-    if compilation.HasField("sizes"):
-        compiled.sizes.CopyFrom(compilation.sizes)
-    return compiled
-
-
-def _program_bytes(program: compile_pb2.Program) -> int:
-    return program.pte.size_bytes + sum(data.size_bytes for data in program.data.values())
-
-
-def _sizes(artifacts: Mapping[str, common_pb2.Artifact]) -> dict[str, report_pb2.ProgramSize]:
-    return {name: _size(artifact) for name, artifact in artifacts.items()}
-
-
-def _size(artifact: common_pb2.Artifact) -> report_pb2.ProgramSize:
-    return report_pb2.ProgramSize(digest=artifact.digest, size_bytes=artifact.size_bytes)
 
 
 def _device(device: Device) -> report_pb2.ReportDevice:

@@ -20,22 +20,24 @@ import structlog
 from sqlalchemy import Connection, delete, func, select
 from sqlalchemy.dialects.sqlite import insert
 
-from etfarm.server.reports.request import AnalyzeRequest
+from etfarm.server.access.scope import DEFAULT_PROJECT
+from etfarm.server.artifacts.store import Store
+from etfarm.server.reports.request import TRACE_TIMES, AnalyzeRequest
 from etfarm.server.state import schema
-from etfarm.server.state.engine import Database
-from etfarm.server.workers import answers
+from etfarm.server.state.engine import Database, retry_when_full
+from etfarm.server.workers import answers, output_files
 from etfarm.server.workers.errors import BadAnswer, BadWorkerAnswer, ChildDied, ChildOutOfMemory, ChildTimedOut
 from etfarm.server.workers.pool import Workers
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import digest as digests
+from etfarm.wire import series
 
 log = structlog.get_logger()
 
 ANALYZE_TASK: Final = "etfarm.server.reports.analyze:analyze"
 
 KEPT_BYTES: Final = 256 << 20
-"""Maximum size of all stored findings; the oldest are deleted. One has 10 KiB to several MiB, depending on its samples and
-operators."""
+"""Maximum size of all stored findings; the oldest are deleted. One has 10 KiB to a few MiB, depending on its operators."""
 
 FILE_MISSING: Final = "ANALYSIS_FILE_MISSING"
 CUT_SHORT: Final = "ANALYSIS_CUT_SHORT"
@@ -81,12 +83,21 @@ _DEADLY: Final = (ChildDied, ChildTimedOut, ChildOutOfMemory, BadAnswer, BadWork
 
 _MEASURED: Final = (
     "inputs.tensors", "latency", "interleaved", "accuracy", "profile", "operators", "numeric_gap", "compile.warnings",
-    "numerics.threshold_db", "numerics.first_bad", "numerics.judged",
+    "numerics.threshold_db", "numerics.first_bad", "numerics.judged", "trace_times",
 )  # fmt: skip
 """The fields of a Report that a child computes."""
 
 _MAX_ANSWER_BYTES: Final = 64 << 20
-"""Maximum size of a child's report, which has the samples of the run and the times of every operator."""
+"""Maximum size of a child's report, which has a row for every operator."""
+
+
+@dataclass(frozen=True)
+class _Caller:
+    """The caller of an analysis."""
+
+    project: str
+    owner: str
+    on_log: Callable[[str], None]
 
 
 class Findings:
@@ -101,6 +112,7 @@ class Findings:
     def __init__(
         self,
         workers: Workers,
+        store: Store,
         database: Database,
         now: Callable[[], datetime],
         *,
@@ -109,6 +121,7 @@ class Findings:
         screen: Callable[[Path], None] | None = None,
     ) -> None:
         self._workers = workers
+        self._store = store
         self._database = database
         self._now = now
         self._deadline_s = deadline_s
@@ -116,26 +129,35 @@ class Findings:
         self._screen = screen
 
     async def of(
-        self, request: AnalyzeRequest, on_log: Callable[[str], None], *, fresh: bool = False, project: str = ""
+        self,
+        request: AnalyzeRequest,
+        on_log: Callable[[str], None],
+        *,
+        fresh: bool = False,
+        project: str = DEFAULT_PROJECT,
+        owner: str = "",
     ) -> report_pb2.Report:
         """Return the measured parts of a report, as `etfarm.server.reports.analyze` computes them, and `analysis`.
 
-        A part whose file is no longer stored, or on which a child failed, is left out with a warning.
+        The project holds the file `trace_times`. A part whose file is no longer stored, or on which a child failed, is left
+        out with a warning.
 
         Args:
             fresh: ignore stored results and compute again.
             project: the caller's project.
+            owner: owner of new files.
 
         Raises:
             EtfarmError: a child failed on the samples themselves, or no child can be started.
         """
         request, warnings = await asyncio.to_thread(_stored, request)
         key = await asyncio.to_thread(key_of, request)
-        known = None if fresh else await self._known(key)
+        caller = _Caller(project or DEFAULT_PROJECT, owner, on_log)
+        known = None if fresh else await self._known(key, caller)
         if known is not None:
             report = known
         else:
-            report, cut_short = await self._compute(request, on_log, project)
+            report, cut_short = await self._compute(request, caller)
             report.analysis.CopyFrom(report_pb2.Analysis(version=_version("etfarm"), key=key))
             report.analysis.at.FromDatetime(self._now())
             if cut_short:
@@ -146,13 +168,11 @@ class Findings:
         report.compile.warnings.extend(warnings)
         return report
 
-    async def _compute(
-        self, request: AnalyzeRequest, on_log: Callable[[str], None], project: str
-    ) -> tuple[report_pb2.Report, list[compile_pb2.Warning]]:
+    async def _compute(self, request: AnalyzeRequest, caller: _Caller) -> tuple[report_pb2.Report, list[compile_pb2.Warning]]:
         warnings: list[compile_pb2.Warning] = []
         while True:
             try:
-                return await self._child(request, on_log, project), warnings
+                return await self._child(request, caller), warnings
             except _DEADLY as error:
                 left_out = _left_out(request, error.stage)
                 if not left_out:
@@ -164,19 +184,48 @@ class Findings:
                 nothing: dict[str, Any] = dict.fromkeys(left_out)
                 request = replace(request, **nothing)
 
-    async def _child(self, request: AnalyzeRequest, on_log: Callable[[str], None], project: str) -> report_pb2.Report:
+    async def _child(self, request: AnalyzeRequest, caller: _Caller) -> report_pb2.Report:
         # These are not in the key, since a complete result does not depend on them.
         request = replace(request, limit_s=self._deadline_s, screen=self._screen)
-        finished = await self._workers.run(ANALYZE_TASK, request, deadline_s=self._deadline_s, whose=project, on_log=on_log)
+        finished = await self._workers.run(
+            ANALYZE_TASK, request, deadline_s=self._deadline_s, whose=caller.project, on_log=caller.on_log
+        )
         async with finished:
-            return await asyncio.to_thread(
+            report = await asyncio.to_thread(
                 answers.decode, finished.result, report_pb2.Report, _MEASURED, most_bytes=_MAX_ANSWER_BYTES
             )
+            if report.HasField("trace_times"):
+                await self._adopt_times(report, finished.folder, caller)
+            return report
 
-    async def _known(self, key: str) -> report_pb2.Report | None:
+    async def _adopt_times(self, report: report_pb2.Report, folder: Path, caller: _Caller) -> None:
+        """Move the child's file of traced times into the store.
+
+        Raises:
+            BadWorkerAnswer: the file is missing, or does not have the size of the report's rows.
+        """
+        path = await asyncio.to_thread(output_files.claim, folder, TRACE_TIMES)
+        size_bytes = path.stat().st_size
+        if size_bytes != series.trace_times_bytes(report):
+            what = f"{len(report.operators)} rows of {report.profile.iterations} iterations"
+            raise BadWorkerAnswer(f"The analysis child's traced times have {size_bytes} bytes, which are not those of {what}.")
+        # Times that took an hour to measure must not be lost because the disk is full for a moment.
+        adopted = await retry_when_full(lambda: self._store.adopt(path, caller.owner, holder=caller.project))
+        report.trace_times.CopyFrom(adopted)
+
+    async def _known(self, key: str, caller: _Caller) -> report_pb2.Report | None:
+        """Return a stored result, if its file is still stored, too."""
         query = select(schema.analyses.c.body).where(schema.analyses.c.key == key)
         body = await self._database.read(lambda connection: connection.execute(query).scalar())
-        return None if body is None else await asyncio.to_thread(report_pb2.Report.FromString, body)
+        if body is None:
+            return None
+        report = await asyncio.to_thread(report_pb2.Report.FromString, body)
+        if report.HasField("trace_times"):
+            digest = report.trace_times.digest
+            if await self._store.absent([digest]):
+                return None
+            await self._store.hold(caller.project, [digest], caller.owner)
+        return report
 
     async def _keep(self, key: str, report: report_pb2.Report) -> None:
         table = schema.analyses

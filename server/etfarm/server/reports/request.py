@@ -5,8 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 from etfarm.server.reports.latency.interleaved import Block
+
+TRACE_TIMES: Final = "trace_times.i64"
+"""Name of the file that an analysis writes to its folder, with the times that become Report.trace_times."""
 
 
 @dataclass(frozen=True)

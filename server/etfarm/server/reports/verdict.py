@@ -45,7 +45,7 @@ def judge(
     if not emulated:
         crowd = _crowd(result, cores)
         checks += [
-            _samples(result, latency, max(asked_samples, thresholds.min_samples)),
+            _samples(result, max(asked_samples, thresholds.min_samples)),
             crowd,
             _cpu_share(result, thresholds.min_cpu_share),
             # Threads that share a cpu wait for each other, so these numbers would not indicate other processes.
@@ -57,7 +57,7 @@ def judge(
             _frequency(result, clusters, thresholds.max_frequency_spread),
             # Checked last, since the preceding reasons are often the cause.
             _drift(result, latency, thresholds),
-            _interval(latency, thresholds.max_interval),
+            _interval(result, latency, thresholds.max_interval),
         ]
     reasons = [reason for reason in checks if reason is not None]
     if emulated:
@@ -68,11 +68,11 @@ def judge(
     return report_pb2.Verdict(status=status, reasons=reasons)
 
 
-def _interval(latency: report_pb2.Latency, most: float) -> report_pb2.VerdictReason | None:
+def _interval(result: agent_pb2.CandidateResult, latency: report_pb2.Latency, most: float) -> report_pb2.VerdictReason | None:
     worth = ""
     if latency.HasField("effective_samples"):
-        worth = f": its {len(latency.samples_ns)} samples are worth {latency.effective_samples:.0f} independent ones"
-    if len(latency.p50_ci95_ns) != 2 and len(latency.samples_ns) >= MIN_FOR_INTERVAL and worth:
+        worth = f": its {result.iterations} samples are worth {latency.effective_samples:.0f} independent ones"
+    if len(latency.p50_ci95_ns) != 2 and result.iterations >= MIN_FOR_INTERVAL and worth:
         return _reason("TOO_FEW_SAMPLES", f"The median has no interval{worth}.", latency.effective_samples, MIN_FOR_INTERVAL)
     if len(latency.p50_ci95_ns) != 2 or not latency.p50_ns:
         return None
@@ -115,8 +115,8 @@ def _crowd(result: agent_pb2.CandidateResult, cores: int) -> report_pb2.VerdictR
     return _reason("MORE_THREADS_THAN_CPUS", message, result.threads, allowed)
 
 
-def _samples(result: agent_pb2.CandidateResult, latency: report_pb2.Latency, wanted: int) -> report_pb2.VerdictReason | None:
-    count = len(latency.samples_ns)
+def _samples(result: agent_pb2.CandidateResult, wanted: int) -> report_pb2.VerdictReason | None:
+    count = result.iterations
     if count >= wanted:
         return None
     why = {"MAX_TIME": " before the time limit", "MAX_SAMPLES": " before the limit of samples"}.get(result.stop_reason, "")

@@ -66,7 +66,7 @@ class Database:
     def _open(self) -> None:
         damage.check(self._path, HEAD, _revisions())
         with _translated(self._path):
-            _migrate(self._engine)
+            _migrate(self._engine, self._path.parent)
 
     async def write(self, do: Callable[[Connection], T], *, durable: bool = False) -> T:
         """Run `do` in a transaction, in order with all other writes, and return its result.
@@ -176,7 +176,7 @@ def _configure(connection: object, _record: object) -> None:
     cursor.close()
 
 
-def _migrate(engine: Engine) -> None:
+def _migrate(engine: Engine, data: Path) -> None:
     with engine.connect() as connection:
         revision = None
         if inspect(connection).has_table("alembic_version"):
@@ -191,4 +191,5 @@ def _migrate(engine: Engine) -> None:
     config.set_main_option("script_location", str(Path(__file__).parent / "migrations"))
     with engine.begin() as connection:
         config.attributes["connection"] = connection
+        config.attributes["data"] = data
         command.upgrade(config, "head")

@@ -149,8 +149,6 @@ reports = Table(
     Column("recipe", String),
     Column("method", String),
     Column("threads", Integer),
-    # The body without its large parts, for the history.
-    Column("slim", LargeBinary),
     Index("reports_of_a_job", "job_id"),
     Index("reports_of_a_model", "model_name", "created_at"),
     Index("reports_of_a_model_digest", "model_digest", "created_at"),

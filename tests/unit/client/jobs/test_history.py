@@ -23,8 +23,9 @@ def report(p50_ns: float | None = 1000.0, verdict: str = "VALID", **changed: Any
     made.model.CopyFrom(report_pb2.ReportModel(name="net", digest="a" * 64))
     made.device.CopyFrom(report_pb2.ReportDevice(id="board", name="pi5-a"))
     made.runner.kind = "native"
-    made.compile.program.CopyFrom(report_pb2.ProgramSize(digest="d" * 64, size_bytes=2048))
-    made.compile.toolchain.torch = "2.13.0"
+    compiled = made.compile.compilation
+    compiled.program.digest, compiled.program.pte.size_bytes = "d" * 64, 2048
+    compiled.toolchain.torch = "2.13.0"
     made.accuracy.add(output="logits", sqnr_db=300, reference="program before quantization")
     made.accuracy.add(output="logits", sqnr_db=20, reference="quantized program")
     made.verdict.status = report_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{verdict}")

@@ -28,7 +28,7 @@ from etfarm.v1.report_service_pb2_grpc import add_ReportServiceServicer_to_serve
 from etfarm.wire.channel import Access, open_channel
 
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
-SAMPLES = (10, 3000, 10, 10, 10)
+NAME_LENGTHS = (10, 3000, 10, 10, 10)
 """Of the cells' reports: the second alone exceeds a page, and two of the others fit into one."""
 PAGE_BYTES = 200
 
@@ -54,16 +54,16 @@ async def finished(tmp_path: Path) -> AsyncIterator[Finished]:
     journal = Journal(database, Announcer(), lambda: AT)
     job = Job(id="job00000", owner="ann")
     job.create_time.FromDatetime(AT)
-    for index in range(len(SAMPLES)):
+    for index in range(len(NAME_LENGTHS)):
         job.cells.add(id=f"c{index}", job_id=job.id, index=index, state=model.QUEUED, version=1)
     job, _ = await journal.submit(job, "once")
-    for cell, samples in zip(job.cells, SAMPLES, strict=True):
+    for cell, length in zip(job.cells, NAME_LENGTHS, strict=True):
         report = Report(id=f"r{cell.index}", cell=cell.id)
         report.model.name = "net"
         report.created_at.FromDatetime(AT)
         report.latency.p50_ns = 1000
-        report.latency.samples_ns.extend(range(samples))
-        report.compile.stage_files["forward.txt"].digest = f"d{cell.index}"
+        report.operators.add(name="x" * length)
+        report.compile.compilation.stage_files["forward.txt"].digest = f"d{cell.index}"
         await journal.change(model.advance(cell, model.CANCELLED, at=AT), report=report)
     history, tags = History(database, lambda scope: (), page_bytes=PAGE_BYTES), Tags(database, lambda: AT)
     revision: Any = None  # nothing here is analyzed again
@@ -105,8 +105,8 @@ async def test_a_history_is_slim_and_its_pages_have_what_fits(finished: Finished
         request.page_token = answer.next_page_token
     found = [report for page in pages for report in page]
     assert [report.id for report in found] == ["r4", "r3", "r2", "r1", "r0"]
-    assert 1 < len(pages) < len(found), "the report of many samples is no larger than the others"
-    assert all(report.latency.p50_ns == 1000 and not report.latency.samples_ns for report in found)
+    assert 1 < len(pages) < len(found), "the report with a long row is no larger than the others"
+    assert all(report.latency.p50_ns == 1000 and not report.operators for report in found)
 
 
 async def test_a_cell_s_report_comes_alone(finished: Finished) -> None:
@@ -116,7 +116,7 @@ async def test_a_cell_s_report_comes_alone(finished: Finished) -> None:
 
 async def test_the_client_has_all_reports_of_all_pages(finished: Finished) -> None:
     document = await finished.client.document()
-    assert [len(report["latency"]["samples_ns"]) for report in document["reports"]] == list(SAMPLES)
+    assert [len(report["operators"][0]["name"]) for report in document["reports"]] == list(NAME_LENGTHS)
 
 
 async def test_the_client_asks_for_one_cell_s_files(finished: Finished) -> None:

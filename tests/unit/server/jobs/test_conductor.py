@@ -63,7 +63,7 @@ async def test_a_compilation_that_failed_leaves_its_stages_in_the_report_and_say
     states, (report,) = await world.end(job)
     assert states == ["COMPILING", "FAILED"]
     assert (report.error.reason, FOUND_EARLIER in report.error.remedy) == ("STAGE_FAILED", cached)
-    assert (report.compile.cached, [stage.stage for stage in report.compile.stages]) == (cached, ["TORCH_EXPORT"])
+    assert (report.compile.cached, [stage.stage for stage in report.compile.compilation.stages]) == (cached, ["TORCH_EXPORT"])
     assert not report.compile.HasField("program")
     assert [phase.phase for phase in report.timeline] == ["COMPILE"]
     (cell,) = (await world.journal.get(job.id, EVERYTHING)).cells
@@ -76,7 +76,7 @@ async def test_a_compilation_that_stops_ends_without_a_program(world: World) -> 
     job = await world.submit(on_device=False, stop_after="TORCH_EXPORT")
     states, (report,) = await world.end(job)
     assert states == ["COMPILING", "SUCCEEDED"]
-    assert world.compiler.stop_after == report.compile.stopped_after == "TORCH_EXPORT"
+    assert world.compiler.stop_after == report.compile.compilation.stopped_after == "TORCH_EXPORT"
 
 
 async def test_a_stage_of_an_earlier_compilation_is_told_as_such(world: World) -> None:

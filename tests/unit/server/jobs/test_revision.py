@@ -23,6 +23,7 @@ def worked_out(*references: str, places: bool = True, gap: bool = True) -> Repor
         for output in ("a", "b"):
             report.accuracy.add(output=output, reference=reference, sqnr_db=20)
     report.profile.p50_ns = 3000
+    report.trace_times.digest = f"times of operators with{'' if places else 'out'} places"
     for index in range(2):
         report.operators.add(index=index, name="add", module="layer" if places else None)
     report.numerics.program.digest = "p"  # always there with --numerics
@@ -57,6 +58,7 @@ def test_operators_that_lost_their_places_are_those_of_then() -> None:
     made.profile.p50_ns = 4000
     keep(before, made)
     assert (made.profile, list(made.operators)) == (before.profile, list(before.operators))
+    assert made.trace_times == before.trace_times
 
 
 def test_what_is_all_there_is_new() -> None:

@@ -13,6 +13,7 @@ from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import digest, recipes
 from etfarm.wire.chunks import artifact_of
+from etfarm.wire.report import report_json
 
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 RECIPE = recipes.parse("xnnpack_fp32").json
@@ -61,7 +62,7 @@ def result() -> agent_pb2.CandidateResult:
 def analysis() -> report_pb2.Report:
     made = report_pb2.Report()
     made.latency.p50_ns = 5.0
-    made.latency.samples_ns.extend([5] * 100)
+    made.trace_times.size_bytes = 8
     made.interleaved.ratio = 0.9
     made.compile.warnings.add(code="ANALYSIS", message="second")
     return made
@@ -86,10 +87,11 @@ def test_a_measured_cell_has_everything() -> None:
     assert report.attempt == "a2"
     assert report.threads == 4, "what was used, not what was asked for"
     assert report.compile.cached
-    assert report.compile.program.digest == "d"
-    assert report.compile.program.size_bytes == len(b"pte") + len(b"weights")
-    assert report.compile.etrecord.size_bytes == len(b"etrecord")
-    assert [warning.code for warning in report.compile.warnings] == ["COMPILE", "ANALYSIS"]
+    assert report.compile.compilation == compilation()
+    shown = report_json(report)["compile"]
+    assert shown["program"] == {"digest": "d", "size_bytes": len(b"pte") + len(b"weights")}
+    assert shown["etrecord"]["size_bytes"] == len(b"etrecord")
+    assert [warning["code"] for warning in shown["warnings"]] == ["COMPILE", "ANALYSIS"]
     assert (report.device.id, report.device.soc, report.device.emulated) == ("pi", "BCM", False)
     assert report.runner.kind == "native"
     assert (report.measurement.iterations, report.measurement.stop_reason) == (100, "ENOUGH")
@@ -99,7 +101,7 @@ def test_a_measured_cell_has_everything() -> None:
     assert (report.memory.peak_rss_bytes, list(report.memory.planned_bytes)) == (1000, [64, 128])
     assert (report.latency.p50_ns, report.interleaved.ratio) == (5.0, 0.9)
     assert report.verdict.status != report_pb2.VERDICT_STATUS_UNSPECIFIED
-    assert report.samples == artifact_of(b"samples")
+    assert (report.samples, report.trace_times.size_bytes) == (artifact_of(b"samples"), 8)
     assert [phase.phase for phase in report.timeline] == ["COMPILE"]
 
 
@@ -124,29 +126,28 @@ def test_a_compilation_tells_all_that_it_found_out() -> None:
     made.checks.add(method="forward", inputs=compile_pb2.HOST_CHECK_INPUTS_EXAMPLE, ran=True)
     made.stayed_fp32["forward"].operators.add(op="aten.sin", count=2)
     made.exported_programs["forward"].CopyFrom(artifact_of(b"quantized"))
-    found = assemble("r", submitted, cell(), at=AT, compilation=made).compile
-    assert [(stage.stage, stage.where, stage.cached) for stage in found.stages] == [
-        ("TORCH_EXPORT", common_pb2.ACTOR_CLIENT, False),
-        ("TO_EXECUTORCH", common_pb2.ACTOR_SERVER, True),
+    report = assemble("r", submitted, cell(), at=AT, compilation=made)
+    assert report.compile.compilation == made
+    found = report_json(report)["compile"]
+    assert [(stage["stage"], stage["where"], stage["cached"]) for stage in found["stages"]] == [
+        ("TORCH_EXPORT", "CLIENT", False),
+        ("TO_EXECUTORCH", "SERVER", True),
     ]
-    assert found.stages[1].methods["forward"] == 4.0
-    assert (found.sizes, found.checks[0], found.stayed_fp32["forward"]) == (
-        made.sizes,
-        made.checks[0],
-        made.stayed_fp32["forward"],
-    )
-    assert found.data["w"].size_bytes == len(b"weights")
-    assert found.exported_programs["forward"].size_bytes == len(b"quantized")
-    assert not found.HasField("stopped_after") and not found.stage_files
+    assert found["stages"][1]["methods"] == {"forward": 4.0}
+    assert found["sizes"]["delegate_bytes"] == 7
+    assert (found["checks"][0]["inputs"], found["checks"][0]["ran"]) == ("EXAMPLE", True)
+    assert [row["op"] for row in found["stayed_fp32"]["forward"]["operators"]] == ["aten.sin"]
+    assert found["data"]["w"]["size_bytes"] == len(b"weights")
+    assert found["exported_programs"]["forward"]["size_bytes"] == len(b"quantized")
+    assert found["stopped_after"] is None and not found["stage_files"]
 
 
 def test_a_compilation_that_stopped_has_its_stage_s_files_and_no_program() -> None:
     stopped = compile_pb2.Compilation(key="k", stopped_after="TORCH_EXPORT")
     stopped.stage_files["forward.txt"].CopyFrom(artifact_of(b"printed"))
-    found = assemble("r", job(), cell(), at=AT, compilation=stopped).compile
-    assert (found.stopped_after, found.stage_files["forward.txt"].size_bytes) == ("TORCH_EXPORT", len(b"printed"))
-    for name in ("program", "etrecord", "sizes"):
-        assert not found.HasField(name)
+    found = report_json(assemble("r", job(), cell(), at=AT, compilation=stopped))["compile"]
+    assert (found["stopped_after"], found["stage_files"]["forward.txt"]["size_bytes"]) == ("TORCH_EXPORT", len(b"printed"))
+    assert [found[name] for name in ("program", "etrecord", "sizes")] == [None, None, None]
 
 
 def test_it_is_a_function_of_its_arguments_and_leaves_them_as_they_are() -> None:

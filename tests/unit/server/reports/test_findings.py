@@ -14,6 +14,7 @@ import psutil
 import pytest
 from sqlalchemy import func, select
 
+from etfarm.server.artifacts.store import Store
 from etfarm.server.reports.findings import CUT_SHORT, FILE_MISSING, Findings, key_of
 from etfarm.server.reports.latency.interleaved import Block
 from etfarm.server.reports.request import AnalyzeRequest, Numerics
@@ -43,6 +44,13 @@ async def workers(tmp_path: Path) -> AsyncIterator[Workers]:
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
     made = Database(tmp_path / "farm.sqlite")
     await made.open()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+async def store(tmp_path: Path, database: Database) -> AsyncIterator[Store]:
+    made = Store(tmp_path / "store", database)
     yield made
     made.close()
 
@@ -92,8 +100,8 @@ def quiet(_: str) -> None:
     """Nobody reads the log."""
 
 
-async def test_the_same_files_are_analyzed_once(workers: Workers, database: Database, tmp_path: Path) -> None:
-    findings = Findings(workers, database, Clock(), deadline_s=60)
+async def test_the_same_files_are_analyzed_once(workers: Workers, store: Store, database: Database, tmp_path: Path) -> None:
+    findings = Findings(workers, store, database, Clock(), deadline_s=60)
     first = await findings.of(request(tmp_path), quiet)
     assert (first.latency.min_ns, first.analysis.cached) == (1000, False)
     assert first.analysis.key == key_of(request(tmp_path)) and first.analysis.version
@@ -104,8 +112,8 @@ async def test_the_same_files_are_analyzed_once(workers: Workers, database: Data
     assert again == first
 
 
-async def test_what_is_asked_for_anew_is_found_anew(workers: Workers, database: Database, tmp_path: Path) -> None:
-    findings = Findings(workers, database, Clock(), deadline_s=60)
+async def test_what_is_asked_for_anew_is_found_anew(workers: Workers, store: Store, database: Database, tmp_path: Path) -> None:
+    findings = Findings(workers, store, database, Clock(), deadline_s=60)
     first = await findings.of(request(tmp_path), quiet)
     again = await findings.of(request(tmp_path), quiet, fresh=True)
     assert not again.analysis.cached and again.analysis.at.seconds > first.analysis.at.seconds
@@ -134,24 +142,24 @@ def test_whatever_it_hangs_on_is_in_the_key(other: Callable[[AnalyzeRequest, Pat
     assert key_of(request(elsewhere)) == key_of(asked), "where the store lies says nothing"
 
 
-async def test_the_oldest_findings_make_room(workers: Workers, database: Database, tmp_path: Path) -> None:
-    findings = Findings(workers, database, Clock(), deadline_s=60, kept_bytes=1300)
+async def test_the_oldest_findings_make_room(workers: Workers, store: Store, database: Database, tmp_path: Path) -> None:
+    findings = Findings(workers, store, database, Clock(), deadline_s=60, kept_bytes=500)
     keys = [(await findings.of(request(tmp_path, first), quiet)).analysis.key for first in (1000, 2000, 3000)]
     table = schema.analyses.c
     rows = await database.read(
         lambda connection: connection.execute(select(table.key, func.length(table.body)).order_by(table.made_at)).all()
     )
-    assert 0 < sum(size for _, size in rows) <= 1300
+    assert 0 < sum(size for _, size in rows) <= 500
     kept = [key for key, _ in rows]
     assert 0 < len(kept) < 3 and kept == keys[-len(kept) :]
 
 
 @pytest.mark.slow(reason="waits for the deadline of an analysis that hangs")
 async def test_a_child_that_hangs_over_its_files_costs_what_they_are_for(
-    workers: Workers, database: Database, tmp_path: Path
+    workers: Workers, store: Store, database: Database, tmp_path: Path
 ) -> None:
     await workers.ready()
-    findings = Findings(workers, database, Clock(), deadline_s=DEADLINE_S)
+    findings = Findings(workers, store, database, Clock(), deadline_s=DEADLINE_S)
     asked = replace(request(tmp_path), etdump=hanging(tmp_path, "etdump"), traced_ns=(7000, 8000, 9000))
     found = await findings.of(asked, quiet)
     assert found.latency.min_ns == 1000 and found.profile.p50_ns == 8000
@@ -163,21 +171,23 @@ async def test_a_child_that_hangs_over_its_files_costs_what_they_are_for(
 
 
 @pytest.mark.slow(reason="waits for the deadline of an analysis that hangs")
-async def test_a_child_that_hangs_over_the_samples_is_an_error(workers: Workers, database: Database, tmp_path: Path) -> None:
+async def test_a_child_that_hangs_over_the_samples_is_an_error(
+    workers: Workers, store: Store, database: Database, tmp_path: Path
+) -> None:
     await workers.ready()
-    findings = Findings(workers, database, Clock(), deadline_s=DEADLINE_S)
+    findings = Findings(workers, store, database, Clock(), deadline_s=DEADLINE_S)
     with pytest.raises(ChildTimedOut) as failed:
         await findings.of(replace(request(tmp_path), samples=hanging(tmp_path, "samples")), quiet)
     assert failed.value.stage == "STATISTICS"
 
 
 async def test_an_analysis_that_nobody_wants_any_more_leaves_no_process(
-    workers: Workers, database: Database, tmp_path: Path
+    workers: Workers, store: Store, database: Database, tmp_path: Path
 ) -> None:
     await workers.ready()
     assert workers.forkserver_pid is not None
     forkserver = psutil.Process(workers.forkserver_pid)
-    findings = Findings(workers, database, Clock(), deadline_s=60)
+    findings = Findings(workers, store, database, Clock(), deadline_s=60)
     asked = replace(request(tmp_path), etdump=hanging(tmp_path, "etdump"))
     writing = asyncio.create_task(asyncio.to_thread(asked.etdump.open, "wb"))  # type: ignore[union-attr]
     analysis = asyncio.create_task(findings.of(asked, quiet))
@@ -191,9 +201,9 @@ async def test_an_analysis_that_nobody_wants_any_more_leaves_no_process(
 
 
 async def test_a_file_that_is_not_stored_any_more_costs_what_it_is_for(
-    workers: Workers, database: Database, tmp_path: Path
+    workers: Workers, store: Store, database: Database, tmp_path: Path
 ) -> None:
-    findings = Findings(workers, database, Clock(), deadline_s=60)
+    findings = Findings(workers, store, database, Clock(), deadline_s=60)
     asked = replace(request(tmp_path), etdump=tmp_path / ("e" * 64), etrecord=stored(tmp_path, b"record"))
     found = await findings.of(asked, quiet)
     assert found.latency.min_ns == 1000 and not found.operators

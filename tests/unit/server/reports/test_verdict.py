@@ -23,11 +23,10 @@ def _judge(
         "affinity": affinity or None,
     }  # fmt: skip
     result = agent_pb2.CandidateResult(
-        threads=threads, outputs_equal=outputs_equal, duration_ns=SECOND, stop_reason=stop_reason,
+        threads=threads, outputs_equal=outputs_equal, iterations=samples, duration_ns=SECOND, stop_reason=stop_reason,
         telemetry=report_pb2.RunTelemetry(**counters | telemetry),
     )  # fmt: skip
-    latency = report_pb2.Latency(samples_ns=[5_000_000] * samples)
-    return judge(result, latency, emulated=emulated, thresholds=THRESHOLDS, asked_samples=asked, cores=cores)
+    return judge(result, report_pb2.Latency(), emulated=emulated, thresholds=THRESHOLDS, asked_samples=asked, cores=cores)
 
 
 def test_a_quiet_run_is_valid() -> None:
@@ -101,26 +100,26 @@ def test_wrong_outputs_of_an_emulated_device_are_told_too() -> None:
 
 
 def test_what_the_device_does_not_measure_is_not_held_against_it() -> None:
-    result = agent_pb2.CandidateResult(threads=1)
-    latency = report_pb2.Latency(samples_ns=[1] * 100)
+    result = agent_pb2.CandidateResult(threads=1, iterations=100)
+    latency = report_pb2.Latency()
     assert judge(result, latency, emulated=False, thresholds=THRESHOLDS).status == report_pb2.VERDICT_STATUS_VALID
 
 
 def test_thresholds_are_configuration() -> None:
-    result = agent_pb2.CandidateResult(threads=1)
-    latency = report_pb2.Latency(samples_ns=[1] * 10)
+    result = agent_pb2.CandidateResult(threads=1, iterations=10)
+    latency = report_pb2.Latency()
     assert judge(result, latency, emulated=False, thresholds=Thresholds(min_samples=10)).status == report_pb2.VERDICT_STATUS_VALID
 
 
 def _measured(**telemetry: Any) -> agent_pb2.CandidateResult:
     counted = report_pb2.RunTelemetry(cpu_time_ns=SECOND, wall_time_ns=SECOND, **telemetry)
-    return agent_pb2.CandidateResult(threads=1, duration_ns=SECOND, telemetry=counted)
+    return agent_pb2.CandidateResult(threads=1, iterations=200, duration_ns=SECOND, telemetry=counted)
 
 
 def _codes(
     result: agent_pb2.CandidateResult, latency: dict[str, Any] | None = None, **more: Any
 ) -> dict[str, report_pb2.VerdictReason]:
-    told = report_pb2.Latency(samples_ns=[5_000_000] * 200, p50_ns=5e6, **latency or {})
+    told = report_pb2.Latency(p50_ns=5e6, **latency or {})
     verdict = judge(result, told, emulated=False, thresholds=THRESHOLDS, **more)
     assert (verdict.status == report_pb2.VERDICT_STATUS_INVALID) is bool(verdict.reasons)
     return {reason.code: reason for reason in verdict.reasons}

@@ -16,6 +16,8 @@ from sqlalchemy.exc import OperationalError
 
 from etfarm.server.access.projects import Projects
 from etfarm.server.access.scope import Scope
+from etfarm.server.artifacts.blobs import ARTIFACTS
+from etfarm.server.artifacts.store import Store
 from etfarm.server.devices.records import DeviceRecords
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.rows import JobNotFound
@@ -26,6 +28,9 @@ from etfarm.server.state.engine import HEAD, Database, DatabaseTooNew
 from etfarm.v1 import job_pb2, report_pb2
 from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.v1.device_pb2 import Device, DeviceRunner
+from etfarm.wire import digest
+from etfarm.wire.release_0_1.messages import message_class
+from etfarm.wire.series import decode_samples, decode_trace_times, encode_samples
 
 NOW = "2025-01-02 03:04:05"
 MIGRATIONS = Path(engine_module.__file__).parent / "migrations"
@@ -143,19 +148,21 @@ async def test_a_database_of_an_older_etfarm_is_brought_up_with_all_that_it_has(
     database.close()
 
 
-async def test_reports_of_an_older_etfarm_are_found_by_what_they_are_of(tmp_path: Path) -> None:
+async def test_reports_of_an_older_etfarm_become_thin_and_are_found_by_what_they_are_of(tmp_path: Path) -> None:
     path = tmp_path / "farm.sqlite"
     engine = create_engine(f"sqlite:///{path}")
     config = Config()
     config.set_main_option("script_location", str(MIGRATIONS))
-    whole = report_pb2.Report(id="r1", recipe="xnnpack_fp32", method="forward", threads=4)
-    whole.model.CopyFrom(report_pb2.ReportModel(name="net", digest="a" * 64))
-    slim = report_pb2.Report.FromString(whole.SerializeToString())
-    for report in (whole, slim):
-        report.latency.p50_ns = 1000
+    old_report = message_class("Report")
+    whole = old_report(id="r1", recipe="xnnpack_fp32", method="forward", threads=4)
+    whole.model.name, whole.model.digest = "net", "a" * 64
+    whole.latency.p50_ns = 1000
     whole.latency.samples_ns.extend([1000] * 9)
-    whole.operators.add(name="add")
-    bare = report_pb2.Report(id="r2")
+    whole.samples.digest, whole.samples.size_bytes = digest.of_bytes(encode_samples([1000] * 9)), 72
+    whole.profile.iterations = 2
+    whole.profile.times_ns.extend([30, 40])
+    whole.operators.add(name="add", times_ns=[10, 20])
+    bare = old_report(id="r2")
     with engine.begin() as connection:
         config.attributes["connection"] = connection
         command.upgrade(config, "0003")
@@ -171,14 +178,19 @@ async def test_reports_of_an_older_etfarm_are_found_by_what_they_are_of(tmp_path
     await database.open()
     table = schema.reports.c
     found = select(table.id, table.model_digest, table.recipe, table.method, table.threads, table.body).order_by(table.id)
-    assert await database.read(lambda connection: [tuple(row) for row in connection.execute(found)]) == [
-        ("r1", "a" * 64, "xnnpack_fp32", "forward", 4, whole.SerializeToString()),
-        ("r2", "", None, None, None, bare.SerializeToString()),
-    ]
-    slim_ones = select(table.slim).order_by(table.id)
-    assert await database.read(lambda connection: list(connection.execute(slim_ones).scalars())) == [
-        slim.SerializeToString(), bare.SerializeToString(),
-    ]  # fmt: skip
+    rows = await database.read(lambda connection: [tuple(row) for row in connection.execute(found)])
+    assert [row[:5] for row in rows] == [("r1", "a" * 64, "xnnpack_fp32", "forward", 4), ("r2", "", None, None, None)]
+    thin, empty = (report_pb2.Report.FromString(row[5]) for row in rows)
+    assert empty == report_pb2.Report(id="r2")
+    assert (thin.id, thin.recipe, thin.model.name, thin.latency.p50_ns) == ("r1", "xnnpack_fp32", "net", 1000)
+    assert thin.samples.digest == whole.samples.digest
+    store = Store(tmp_path / ARTIFACTS, database)
+    assert decode_samples(store.path(thin.samples.digest).read_bytes()) == [1000] * 9
+    assert decode_trace_times(store.path(thin.trace_times.digest).read_bytes(), 2) == [[30, 40], [10, 20]]
+    await store.require([thin.samples.digest, thin.trace_times.digest], "default")
+    store.close()
+    columns = await database.read(lambda connection: {column["name"] for column in inspect(connection).get_columns("reports")})
+    assert columns == {column.name for column in schema.reports.columns}
     database.close()
 
 

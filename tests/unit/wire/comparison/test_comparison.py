@@ -7,13 +7,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
-from google.protobuf import json_format
 from hypothesis import given, settings
 
-from etfarm.v1 import report_pb2
-from etfarm.wire import report as projection
 from etfarm.wire.comparison import NoSuchReport, NothingToCompare, Side, compare, failed, split_choice
 from tests.support.comparisons import against, operator, report, reports, timed
+from tests.support.documents import completed
 
 PAIR = [
     "base", "candidate", "differs", "latency", "operators", "size", "memory", "accuracy", "delegation", "changes",
@@ -104,11 +102,9 @@ def in_turns(base: Sequence[float], other: Sequence[float] = ()) -> list[dict[st
         return {**rounds, "ratio": ratio[0], "ratio_ci95": ratio[1:], "ratios": [ratio[0]] * 24}
 
     cells = [timed(f"c{place}", 1000, (999, 1001), attempt="a", recipe=f"r{place}") for place in range(3)]
-    plain = [report_pb2.Report(), report_pb2.Report(), report_pb2.Report()]
     for place, ratio in ((1, base), (2, other)):
         if ratio:
-            json_format.ParseDict({"interleaved": of(ratio)}, plain[place])
-            cells[place]["interleaved"] = projection.report_json(plain[place])["interleaved"]
+            cells[place]["interleaved"] = completed({"interleaved": of(ratio)})["interleaved"]
     return cells
 
 

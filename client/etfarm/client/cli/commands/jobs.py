@@ -139,7 +139,7 @@ def watch(
             async with AsyncFarm(server, tls_ca=tls_ca, on_status=display.status) as farm:
                 handle = await farm.job(job)
                 outcome.document = handle.document_without_reports
-                result = await flow.follow(handle, display, verbose=verbose)
+                result = await flow.follow(handle, display, verbose=verbose, with_series=outcome.needs_series)
                 outcome.document = flow.ended(result)
                 display.stop()
                 print_result(result, to_stderr=json == STDOUT)

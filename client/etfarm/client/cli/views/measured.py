@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import RenderableType
 from rich.text import Text
 
-from etfarm.client.formats import sentences, units
+from etfarm.client.formats import answers, sentences, units
 
 FAR_FEWER = 0.5
 """Ratio of independent samples to samples below which it is shown: clocks and caches make neighbours similar."""
@@ -57,7 +57,7 @@ def times(document: Json) -> Iterator[Fact]:
         parts = [f"{name} {units.time(value)}" for name, value in shown if value is not None]
         if latency["drift"] is not None:
             parts.append(f"drift {sentences.change(latency['drift'])}")
-        samples, worth = len(latency["samples_ns"]), latency["effective_samples"]
+        samples, worth = answers.sample_count(document), latency["effective_samples"]
         if worth is not None and worth < FAR_FEWER * samples:
             parts.append(f"worth {worth:,.0f} independent samples")
         if parts:

@@ -15,7 +15,7 @@ from rich.text import Text
 
 from etfarm.client.cli.views import compiled as compiling
 from etfarm.client.cli.views import measured, numerics, paired
-from etfarm.client.formats import sentences, units
+from etfarm.client.formats import answers, sentences, units
 
 TOP = 10
 """Default number of shown operators."""
@@ -116,7 +116,7 @@ def headline(document: Json, width: int) -> RenderableType:
             right.append(f" {_interval(latency)}")
         if (verdict := document["verdict"]) and verdict["status"]:
             right.append("  ").append(verdict["status"].replace("_", " "), _STATE_STYLES.get(verdict["status"], ""))
-        right.append(f"  {units.count(len(latency['samples_ns']), 'sample')}", "dim")
+        right.append(f"  {units.count(answers.sample_count(document), 'sample')}", "dim")
         if profile:
             right.append(f"  traced {units.time(profile['p50_ns'])}", "dim")
     elif document["state"] == "SUCCEEDED":

@@ -189,7 +189,7 @@ async def _with_farm(
     if farm.lease is not None:
         farm.lease.hold_job(job.id)
     try:
-        result = await follow(job, display, verbose=task.verbose)
+        result = await follow(job, display, verbose=task.verbose, with_series=outcome.needs_series)
         outcome.document = ended(result)
         outcome.failed_job = job.id if await _printed(job, result) else ""
         if task.finish is not None:
@@ -214,11 +214,12 @@ async def _printed(job: AsyncJob, result: JobResult) -> bool:
         return False  # the farm is gone, and its log too
 
 
-async def follow(job: AsyncJob, display: Display, *, verbose: bool = False) -> JobResult:
+async def follow(job: AsyncJob, display: Display, *, verbose: bool = False, with_series: bool = True) -> JobResult:
     """Show the job's events until its state is final, and return its result.
 
     Args:
         verbose: also show the lines that compilers and runners print.
+        with_series: as in `AsyncJob.document`.
     """
     display.cells(job.info.cells)
     log_task = asyncio.create_task(_show_log(job, display), name="job's log") if verbose else None
@@ -231,7 +232,7 @@ async def follow(job: AsyncJob, display: Display, *, verbose: bool = False) -> J
     finally:
         if log_task is not None:
             log_task.cancel()
-    return JobResult.from_dict(await job.document())
+    return JobResult.from_dict(await job.document(with_series=with_series))
 
 
 async def _finish_log(log_task: asyncio.Task[None], job: AsyncJob, display: Display) -> None:
@@ -263,7 +264,7 @@ async def _cancel(job: AsyncJob, outcome: Outcome, display: Display) -> Interrup
     try:
         async with asyncio.timeout(CANCEL_TIMEOUT_S):
             await job.cancel()
-            outcome.document = ended(JobResult.from_dict(await job.document()))
+            outcome.document = ended(JobResult.from_dict(await job.document(with_series=outcome.needs_series)))
     except (EtfarmError, TimeoutError) as failed:
         return Interrupted(
             f"Interrupted; it is unknown whether job {job.id} was cancelled: {failed}",

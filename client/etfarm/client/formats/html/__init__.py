@@ -113,7 +113,7 @@ def _shown(report: Json, reports: list[Json], against: Json | None) -> dict[str,
         "warnings": facts.warnings(report),
         "timeline": facts.timeline(report),
         "modules": _modules(report),
-        "samples": len(report["latency"]["samples_ns"]) if report["latency"] else 0,
+        "samples": answers.sample_count(report) if report["latency"] else 0,
     }
 
 

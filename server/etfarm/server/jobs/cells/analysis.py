@@ -43,6 +43,7 @@ class CellAnalysis:
             numerics=run.numerics,
             fresh=run.job.spec.no_cache,
             project=run.job.project,
+            owner=run.job.owner,
         )
 
     def report(self, run: CellRun, cell: Cell, report_id: str, *, at: datetime) -> report_pb2.Report:

@@ -26,6 +26,8 @@ CLOCK_TOLERANCE: Final = 0.05
 CLOCK_SLACK_S: Final = 5.0
 """Tolerance added to the server's time: the agent's phases are rounded, and begin before the message has arrived."""
 _SAMPLE_BYTES: Final = 8
+MAX_SERIES: Final = {"traced iterations": 1_000, "blocks": 100_000, "points of telemetry": 120}
+"""Maximum lengths of the lists in a result. What grows with the number of timed iterations is an artifact."""
 _PIECE_BYTES: Final = _SAMPLE_BYTES << 14
 _GAP_NS: Final = 20_000
 """Maximum time between two timed iterations, for reading clocks and passing inputs; the slowest clock source takes some
@@ -104,6 +106,9 @@ def check_candidate(result: agent_pb2.CandidateResult, plan: Plan, path: Callabl
     for name, value in _durations_ns(result):
         if value > plan.longest_ns:
             raise _too_long(name, value, plan)
+    for what, values in zip(MAX_SERIES, (result.traced_ns, result.blocks, result.telemetry.series), strict=True):
+        if len(values) > MAX_SERIES[what]:
+            raise ImplausibleResult(f"it has {len(values):,} {what} where {MAX_SERIES[what]:,} may be")
     for artifact in artifacts_of(result):
         if not digests.is_digest(artifact.digest):
             raise ImplausibleResult(f"{artifact.digest[:80]!r} is not a digest")

@@ -55,7 +55,7 @@ class History:
 
     Args:
         devices: returns the devices that a scope knows, offline ones included.
-        page_bytes: maximum total size of the slim reports of a page; a single report may exceed it.
+        page_bytes: maximum total size of the reports of a page; a single report may exceed it.
     """
 
     def __init__(self, database: Database, devices: Callable[[Scope], Sequence[Device]], *, page_bytes: int = PAGE_BYTES) -> None:
@@ -64,9 +64,9 @@ class History:
         self._devices = devices
 
     async def page(self, wanted: Wanted, size: int, token: str, scope: Scope) -> report_pb2.ListHistoryResponse:
-        """Return a page of slim reports, newest first.
+        """Return a page of reports, newest first, without operators, numeric gap, telemetry series and ratios of rounds.
 
-        Slim reports have no samples, operators, numeric gap and telemetry series. Devices are matched by their current
+        Devices are matched by their current
         description; devices that the farm no longer knows by the description in their reports, which has neither labels, features
         nor backends. Reports outside the scope are invisible.
 
@@ -94,19 +94,30 @@ class History:
             answer = report_pb2.ListHistoryResponse()
             bytes_left = self._page_bytes
             for row in rows[:size]:
-                body = connection.execute(select(table.c.slim).where(table.c.id == row.id)).scalar_one()
-                if answer.entries and len(body) > bytes_left:
+                body = connection.execute(select(table.c.body).where(table.c.id == row.id)).scalar_one()
+                report = _without_rows(report_pb2.Report.FromString(body))
+                size_bytes = report.ByteSize()
+                if answer.entries and size_bytes > bytes_left:
                     break
-                bytes_left -= len(body)
-                answer.entries.add(
-                    job_id=row.job_id, tags=tags_of(connection, row.job_id), report=report_pb2.Report.FromString(body)
-                )
+                bytes_left -= size_bytes
+                answer.entries.add(job_id=row.job_id, tags=tags_of(connection, row.job_id), report=report)
             if len(rows) > len(answer.entries):
                 last = rows[len(answer.entries) - 1]
                 answer.next_page_token = f"{(last.created_at - _EPOCH) // _MICROSECOND}.{last.id}"
             return answer
 
         return await self._database.read(read)
+
+
+def _without_rows(report: report_pb2.Report) -> report_pb2.Report:
+    """Remove what a history does not show, in place: the rows of operators and values, and the series."""
+    for name in ("operators", "numeric_gap"):
+        report.ClearField(name)
+    if report.HasField("telemetry"):
+        report.telemetry.ClearField("series")
+    if report.HasField("interleaved"):
+        report.interleaved.ClearField("ratios")
+    return report
 
 
 def _in_scope(scope: Scope) -> ColumnElement[bool]:
@@ -140,7 +151,7 @@ def _devices(
     for device_id in connection.execute(select(table.c.device_id).where(of_model, table.c.device_id != "").distinct()).scalars():
         device = known.get(device_id)
         if device is None:
-            of_device = select(table.c.slim).where(table.c.device_id == device_id, _in_scope(scope))
+            of_device = select(table.c.body).where(table.c.device_id == device_id, _in_scope(scope))
             newest = connection.execute(of_device.order_by(table.c.created_at.desc()).limit(1)).scalar_one()
             device = _device_of(report_pb2.Report.FromString(newest).device)
         if selector.matches(device):

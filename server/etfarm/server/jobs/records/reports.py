@@ -1,4 +1,4 @@
-"""Reports of jobs in the database: complete, and slim for lists."""
+"""Reports of jobs in the database."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Final
 from sqlalchemy import Connection, func, select, update
 
 from etfarm.server.access.scope import Scope
-from etfarm.server.reports.latency.series import without_rows
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.paging import PAGE_SIZES
@@ -18,8 +17,8 @@ from etfarm.v1 import report_pb2
 from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import Kind, UserError
 
-PAGE_BYTES: Final = 16 << 20
-"""Maximum total size of the reports of a page: a quarter of a message's limit; one report has a few MiB at most."""
+PAGE_BYTES: Final = 4 << 20
+"""Maximum total size of the reports of a page; a single report may exceed it."""
 
 
 class ReportNotFound(UserError):
@@ -107,7 +106,6 @@ class ReportRecords:
 
 def report_row(cell: Cell, report: report_pb2.Report) -> dict[str, object]:
     """Return the database row of a report."""
-    body = report.SerializeToString()
     return {
         "id": report.id,
         "job_id": cell.job_id,
@@ -121,6 +119,5 @@ def report_row(cell: Cell, report: report_pb2.Report) -> dict[str, object]:
         "device_id": report.device.id,
         "p50_ns": report.latency.p50_ns if report.latency.HasField("p50_ns") else None,
         "created_at": report.created_at.ToDatetime(UTC),
-        "body": body,
-        "slim": without_rows(report_pb2.Report.FromString(body)).SerializeToString(),
+        "body": report.SerializeToString(),
     }

@@ -53,6 +53,8 @@ class Joined:
     profile: report_pb2.Profile
     operators: tuple[report_pb2.OperatorRow, ...]
     """In order of execution: a delegate, its kernels, its REST, ...; the method's REST comes last."""
+    times_ns: tuple[list[int], ...]
+    """Times of each traced iteration: of the method, then of each of `operators`."""
 
 
 def join(
@@ -107,10 +109,9 @@ def join(
             rows.add(report_pb2.OPERATOR_KIND_OPERATOR, name, call.times_ns, share, origin, call.instruction, place=place)
     rows.add_rest(f"rest of {method}", trace.method_ns, [call.times_ns for call in trace.calls], rest)
     profile = report_pb2.Profile(
-        iterations=trace.method_ns.size, p50_ns=float(np.median(trace.method_ns)), times_ns=_whole(trace.method_ns),
-        shown=rows.shown,
+        iterations=trace.method_ns.size, p50_ns=float(np.median(trace.method_ns)), shown=rows.shown,
     )  # fmt: skip
-    return Joined(profile, tuple(rows.rows))
+    return Joined(profile, tuple(rows.rows), (_whole(trace.method_ns), *rows.times_ns))
 
 
 class _Rows:
@@ -118,6 +119,7 @@ class _Rows:
 
     def __init__(self, trace: Trace) -> None:
         self.rows: list[report_pb2.OperatorRow] = []
+        self.times_ns: list[list[int]] = []
         low, high = np.percentile(trace.method_ns, (25, 75), method="closest_observation")
         self._typical: NDArray[np.bool_] = (trace.method_ns >= low) & (trace.method_ns <= high)
         self._tick = _smallest([trace.method_ns, *(call.times_ns for call in trace.calls)])
@@ -158,7 +160,7 @@ class _Rows:
             parent=None if parent is None else parent.index, share=share, module=origin.module, instruction_id=instruction,
             p50_ns=p50 if p50 >= least else None, mean_ns=mean if mean > 0 else None,
             p10_ns=p10 if has_tails and p10 >= least else None, p90_ns=p90 if has_tails and p90 >= least else None,
-            resolution_ns=resolution if resolution or p50 > 0 else self._tick, times_ns=_whole(times),
+            resolution_ns=resolution if resolution or p50 > 0 else self._tick,
         )  # fmt: skip
         if place is not None:
             row.start_ns = place[0]
@@ -172,6 +174,7 @@ class _Rows:
             row.source.CopyFrom(_line(origin.source))
         row.sources.extend(map(_line, origin.sources))
         self.rows.append(row)
+        self.times_ns.append(_whole(times))
         return row
 
     def add_delegate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -13,12 +13,15 @@ from etfarm.v1 import report_pb2
 Warn = Callable[[str, str], None]
 """Called with a code and a sentence."""
 
+SaveTimes = Callable[[Sequence[Sequence[int]]], None]
+"""Called with the traced times of the method, then of each operator; the last call counts."""
+
 _NO_LINES = "The rows have no modules and no source lines."
 _NO_ROWS = "There are no operators."
 
 
-def fill(report: report_pb2.Report, request: AnalyzeRequest, warn: Warn) -> None:
-    """Set `profile` and `operators`.
+def fill(report: report_pb2.Report, request: AnalyzeRequest, warn: Warn, save_times: SaveTimes) -> None:
+    """Set `profile` and `operators`, and save their times.
 
     A file that is missing, damaged or does not match costs the facts that only it provides, and adds one warning: the trace
     provides all rows, the ETRecord modules and lines, the program names and backends. The runner's own times of the pass are
@@ -29,6 +32,7 @@ def fill(report: report_pb2.Report, request: AnalyzeRequest, warn: Warn) -> None
     """
     if request.traced_ns:
         _fill_times(report.profile, request)
+        save_times([request.traced_ns])
     trace = _trace(request, warn)
     if trace is None:
         return
@@ -71,12 +75,12 @@ def fill(report: report_pb2.Report, request: AnalyzeRequest, warn: Warn) -> None
     joined = join.join(trace, record, program, request.method, origins.kernels, {**origins.unaligned, **origins.partial})
     report.profile.CopyFrom(joined.profile)
     report.operators.extend(joined.operators)
+    save_times(joined.times_ns)
 
 
 def _fill_times(profile: report_pb2.Profile, request: AnalyzeRequest) -> None:
     profile.iterations = len(request.traced_ns)
     profile.p50_ns = float(np.median(request.traced_ns))
-    profile.times_ns.extend(request.traced_ns)
 
 
 def _trace(request: AnalyzeRequest, warn: Warn) -> etdump.Trace | None:

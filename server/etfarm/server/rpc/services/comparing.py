@@ -8,7 +8,6 @@ from typing import Final
 
 from etfarm.server.access.scope import Scope
 from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.reports.latency.series import without_series
 from etfarm.v1 import comparison_pb2, job_pb2, report_pb2
 from etfarm.wire import comparison
 from etfarm.wire.comparison import Side
@@ -55,13 +54,13 @@ async def _select(journal: Journal, reference: str, version: str, scope: Scope) 
 
 
 async def _reports(journal: Journal, job_id: str) -> Sequence[report_pb2.Report]:
-    """Return all reports of a job without series, which a comparison does not read. Only one page is in memory with series."""
-    stripped: list[report_pb2.Report] = []
+    """Return all reports of a job, which are read page by page."""
+    of_job: list[report_pb2.Report] = []
     start: int | None = 0
     while start is not None:
         reports, start = await journal.reports.page(job_id, start=start)
-        stripped += await asyncio.to_thread(lambda page: [without_series(report) for report in page], reports)
-    return stripped
+        of_job += reports
+    return of_job
 
 
 def _answer(base: Selected, candidate: Selected) -> comparison_pb2.CompareResponse:

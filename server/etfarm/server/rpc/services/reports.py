@@ -12,7 +12,6 @@ from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.reports import PAGE_BYTES
 from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.revision import Revision
-from etfarm.server.reports.latency.series import without_series
 from etfarm.server.rpc.door.caller import caller, require_owner, scope
 from etfarm.server.rpc.door.roles import ADMIN
 from etfarm.server.rpc.services.comparing import compare
@@ -108,7 +107,7 @@ def _tag_scope(job: job_pb2.Job) -> Scope:
 
 def _operators(report: report_pb2.Report, by: str, sort: str, start: int, size: int) -> report_pb2.ListOperatorsResponse:
     answer = report_pb2.ListOperatorsResponse()
-    rows = report_json(without_series(report_pb2.Report(operators=report.operators)))["operators"] or []
+    rows = report_json(report_pb2.Report(operators=report.operators))["operators"] or []
     if by:
         groups = views.group(rows, by, sort)
         count = len(groups)

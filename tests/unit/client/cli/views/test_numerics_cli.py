@@ -5,13 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from google.protobuf import json_format
 from rich.console import Console
 
 from etfarm.client.cli.views import render
 from etfarm.client.formats import markdown
-from etfarm.v1 import report_pb2
-from etfarm.wire import report
+from tests.support.documents import completed
 
 
 def _row(op: str, reference: str, snr_db: float | None, line: int, **more: Any) -> dict[str, Any]:
@@ -29,7 +27,7 @@ def _document(rows: list[dict[str, Any]], *, timed: bool = False, **more: Any) -
         "cell": "c1", "state": "SUCCEEDED", "model": {"name": "net"}, "numeric_gap": rows,
         "numerics": {"is_timed_program": timed, "threshold_db": 20.0}, **more,
     }  # fmt: skip
-    return report.report_json(json_format.ParseDict(message, report_pb2.Report()))
+    return completed(message)
 
 
 def _text(document: dict[str, Any], width: int = 120, **options: Any) -> str:

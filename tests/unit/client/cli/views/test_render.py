@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from google.protobuf import json_format
 from rich.console import Console
 
 from etfarm.client.cli.commands import jobs
@@ -15,13 +14,12 @@ from etfarm.client.cli.terminal.display import LiveDisplay, PlainDisplay
 from etfarm.client.cli.views import render
 from etfarm.client.formats import units
 from etfarm.client.models import Cell, CellChanged, CellState, JobInfo, JobState, Progress
-from etfarm.v1 import report_pb2
-from etfarm.wire import report
 from etfarm.wire.errors import Fault, error_of
+from tests.support.documents import completed
 
 
 def _row(index: int, kind: str, name: str, share: float, p50_ns: float | None, **more: Any) -> dict[str, Any]:
-    return {"index": index, "kind": f"OPERATOR_KIND_{kind}", "name": name, "share": share, "p50_ns": p50_ns, **more}
+    return {"index": index, "kind": kind, "name": name, "share": share, "p50_ns": p50_ns, **more}
 
 
 def _document(**changes: Any) -> dict[str, Any]:
@@ -31,7 +29,7 @@ def _document(**changes: Any) -> dict[str, Any]:
         "device": {"id": "d1", "name": "pi5-a", "arch": "aarch64", "soc": "cortex-a76", "os": "Linux", "cores": 4},
         "latency": {"samples_ns": [1_840_000] * 543, "p50_ns": 1_840_000, "p50_ci95_ns": [1_820_000, 1_860_000]},
         "profile": {"iterations": 10, "p50_ns": 1_880_000},
-        "verdict": {"status": "VERDICT_STATUS_VALID"},
+        "verdict": {"status": "VALID"},
         "operators": [
             _row(0, "DELEGATE", "XnnpackBackend", 0.8, 1_504_000, backend="XnnpackBackend", delegated=True),
             _row(1, "KERNEL", "Convolution (NHWC, F32) IGEMM #2", 0.412, 760_000, parent=0, backend="XnnpackBackend",
@@ -53,7 +51,7 @@ def _document(**changes: Any) -> dict[str, Any]:
         "memory": {"peak_rss_bytes": 8 << 20, "planned_bytes": [24_800]},
     }  # fmt: skip
     message.update(changes)
-    return report.report_json(json_format.ParseDict(message, report_pb2.Report()))
+    return completed(message)
 
 
 def _text(document: dict[str, Any], width: int = 120, **options: Any) -> str:
@@ -140,7 +138,7 @@ def test_inputs_are_told_by_name_dtype_and_shape() -> None:
 
 def test_a_verdict_says_what_to_do() -> None:
     reason = {"code": "CPU_PRESSURE", "message": "Some task waited."}
-    text = _text(_document(verdict={"status": "VERDICT_STATUS_INVALID", "reasons": [reason]}))
+    text = _text(_document(verdict={"status": "INVALID", "reasons": [reason]}))
     assert "INVALID" in text.splitlines()[0]
     assert "Some task waited. Stop other programs on the device." in text
 
@@ -189,7 +187,7 @@ def test_state_that_a_program_keeps_is_told_in_a_sentence(width: int) -> None:
 def test_what_the_verdict_says_of_outputs_is_not_said_again() -> None:
     reason = {"code": "OUTPUTS_DIFFER", "message": "Passes over the same inputs gave different outputs."}
     measurement = {"warmup": 10, "repeatability": {"outcome": "NONDETERMINISTIC"}}
-    verdict = {"status": "VERDICT_STATUS_INVALID", "reasons": [reason]}
+    verdict = {"status": "INVALID", "reasons": [reason]}
     assert "repeated" not in _text(_document(measurement=measurement, verdict=verdict))
     assert "nondeterministic" in _text(_document(measurement=measurement))
 
@@ -210,16 +208,16 @@ def test_waits_and_settings_that_were_not_applied_have_a_line_each() -> None:
 
 def test_reasons_with_one_remedy_say_it_once() -> None:
     reasons = [{"code": code, "message": f"{code}."} for code in ("CPU_PRESSURE", "BACKGROUND_LOAD", "CPU_STOLEN")]
-    text = _text(_measured(verdict={"status": "VERDICT_STATUS_INVALID", "reasons": reasons}))
+    text = _text(_measured(verdict={"status": "INVALID", "reasons": reasons}))
     assert text.count("Stop other programs on the device.") == 1
     assert "CPU_STOLEN. Use a device on another host" in text
 
 
 def test_what_a_disturbance_brings_about_has_no_remedy_of_its_own() -> None:
     few, load, late = ({"code": code, "message": f"{code}."} for code in ("TOO_FEW_SAMPLES", "BACKGROUND_LOAD", "NOT_STEADY"))
-    text = _text(_measured(verdict={"status": "VERDICT_STATUS_INVALID", "reasons": [few, load, late]}))
+    text = _text(_measured(verdict={"status": "INVALID", "reasons": [few, load, late]}))
     assert "--iterations" in text and "Stop other programs" in text and "--warmup" not in text
-    text = _text(_measured(verdict={"status": "VERDICT_STATUS_INVALID", "reasons": [late]}))
+    text = _text(_measured(verdict={"status": "INVALID", "reasons": [late]}))
     assert "NOT_STEADY. Warm up for longer: give --warmup more than the 3,895 of this run." in text
 
 
@@ -227,14 +225,14 @@ def test_what_a_disturbance_brings_about_has_no_remedy_of_its_own() -> None:
     "code", ["BACKGROUND_LOAD", "FREQUENCY_MOVED", "THERMAL_THROTTLED", "DRIFT", "NOT_STEADY", "CPU_STOLEN", "TOO_FEW_SAMPLES"]
 )
 def test_every_reason_of_a_verdict_has_a_remedy(code: str) -> None:
-    verdict = {"status": "VERDICT_STATUS_INVALID", "reasons": [{"code": code, "message": "It was so."}]}
+    verdict = {"status": "INVALID", "reasons": [{"code": code, "message": "It was so."}]}
     assert len(" ".join(_text(_document(verdict=verdict)).split("It was so.")[1].splitlines()[0].split())) > 20
 
 
 def test_a_pass_that_a_limit_ended_says_so_and_gets_no_remedy_that_cannot_help() -> None:
     measurement = {"warmup": 10, "iterations": 1_000_000, "duration_ns": 450_000_000, "stop_reason": "MAX_SAMPLES"}
     reason = {"code": "TOO_FEW_SAMPLES", "message": "The median has no interval."}
-    text = _text(_document(measurement=measurement, verdict={"status": "VERDICT_STATUS_INVALID", "reasons": [reason]}))
+    text = _text(_document(measurement=measurement, verdict={"status": "INVALID", "reasons": [reason]}))
     assert "timed     450 ms, up to the limit of samples: 1,000,000 samples" in text
     assert "It has as many samples as a pass keeps. Stop other programs on the device." in text and "--min-time" not in text
 
@@ -548,7 +546,7 @@ def test_what_is_compared_is_told_apart_by_model_recipe_or_place() -> None:
 
 
 def test_a_comparison_is_as_valid_as_both_of_its_measurements() -> None:
-    invalid = {"verdict": {"status": "VERDICT_STATUS_INVALID"}}
+    invalid = {"verdict": {"status": "INVALID"}}
     assert _compared(1, [], base=invalid).endswith("(INVALID)")
     assert _compared(1, [], **invalid).endswith("(INVALID)")
-    assert _compared(1, [], verdict={"status": "VERDICT_STATUS_NOT_BENCHMARKABLE"}).endswith("(NOT BENCHMARKABLE)")
+    assert _compared(1, [], verdict={"status": "NOT_BENCHMARKABLE"}).endswith("(NOT BENCHMARKABLE)")

@@ -6,19 +6,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from google.protobuf import json_format
 from rich.console import Console
 
 from etfarm.client.cli.commands.report import main as command
 from etfarm.client.cli.views import groupings
-from etfarm.v1 import report_pb2
 from etfarm.wire import report
+from tests.support.documents import completed
 
 XNNPACK = {"delegated": True, "backend": "XnnpackBackend", "parent": 0, "resolution_ns": 1000.0}
 
 
 def _row(index: int, kind: str, name: str, share: float, mean_ns: float | None, **more: Any) -> dict[str, Any]:
-    row = {"index": index, "kind": f"OPERATOR_KIND_{kind}", "name": name, "share": share, "mean_ns": mean_ns, **more}
+    row = {"index": index, "kind": kind, "name": name, "share": share, "mean_ns": mean_ns, **more}
     return {key: value for key, value in row.items() if value is not None}
 
 
@@ -52,7 +51,7 @@ def _document(**changes: Any) -> dict[str, Any]:
         ]},
     }  # fmt: skip
     message.update(changes)
-    return report.report_json(json_format.ParseDict(message, report_pb2.Report()))
+    return completed(message)
 
 
 def _lines(by: str, sort: str = "total", width: int = 140, document: dict[str, Any] | None = None, **options: Any) -> list[str]:

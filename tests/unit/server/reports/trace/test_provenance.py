@@ -21,6 +21,7 @@ from etfarm.server.reports.trace.etdump import Trace
 from etfarm.server.reports.trace.graph import Record
 from etfarm.v1 import report_pb2
 from tests.support.etdumps import event, written
+from tests.support.series import traced_times
 from tests.support.traces import ITERATIONS, Traced, traced
 
 NAMES = ["residual", "residual_int8", "gated_dynamic", "xnnpack", "int8", "portable", "methods", "renamed"]
@@ -82,9 +83,10 @@ def test_an_etrecord_of_another_export_costs_the_lines_only(tmp_path: Path) -> N
         "delegates (XnnpackBackend at instruction 0, XnnpackBackend at instruction 2). The rows have no modules and no source "
         "lines.",
     )
+    times_ns = traced_times(report, tmp_path)
     whole = analyzed(traced("xnnpack"), tmp_path)
     assert [row.name for row in report.operators] == [row.name for row in whole.operators]
-    assert [list(row.times_ns) for row in report.operators] == [list(row.times_ns) for row in whole.operators]
+    assert times_ns == traced_times(whole, tmp_path)
     assert not any(row.HasField("source") or row.HasField("module") or row.debug_handles for row in report.operators)
     (reason,) = {row.unaligned_reason for row in report.operators if row.HasField("unaligned_reason")}
     assert reason == "No ETRecord says where its operators come from."
@@ -97,7 +99,7 @@ def test_a_trace_of_another_program_costs_the_operators(tmp_path: Path) -> None:
     assert code == "ANALYSIS_TRACE_OF_ANOTHER_PROGRAM"
     assert message.startswith("The trace is of another program: instruction 0 is a kernel in it, and a delegate in the program.")
     assert not report.operators
-    assert list(report.profile.times_ns) == list(run.traced_ns)
+    assert traced_times(report, tmp_path) == [list(run.traced_ns)]
 
 
 @pytest.mark.parametrize(
@@ -110,7 +112,7 @@ def test_a_trace_of_another_run_costs_the_operators(tmp_path: Path, traced_ns: t
     assert code == "ANALYSIS_TRACE_OF_ANOTHER_RUN"
     assert how in message
     assert not report.operators
-    assert (report.profile.iterations, list(report.profile.times_ns)) == (len(traced_ns), list(traced_ns))
+    assert (report.profile.iterations, traced_times(report, tmp_path)) == (len(traced_ns), [list(traced_ns)])
 
 
 def test_a_run_of_before_is_told_by_its_times() -> None:

@@ -19,6 +19,7 @@ from etfarm.server.reports.trace.graph import Instruction, Record
 from etfarm.server.reports.trace.join import join
 from etfarm.server.reports.trace.timeline import Place, lay
 from etfarm.v1 import report_pb2
+from tests.support.series import traced_times
 from tests.support.traces import traced
 
 NAMES = ["residual", "residual_int8", "gated_dynamic", "portable", "methods", "xnnpack"]
@@ -46,19 +47,20 @@ def _report(name: str, folder: Path) -> report_pb2.Report:
 def test_rows_nest_in_the_execution_of_the_median_time(name: str, tmp_path: Path) -> None:
     report = _report(name, tmp_path)
     profile = report.profile
-    assert profile.times_ns[profile.shown] == statistics.median_low(profile.times_ns)
+    method_ns, *times_ns = traced_times(report, tmp_path)
+    assert method_ns[profile.shown] == statistics.median_low(method_ns)
     placed: dict[int | None, list[Place]] = {None: []}
     for row in report.operators:
         if row.kind == REST:
             assert not row.HasField("start_ns") and not row.HasField("duration_ns")
             continue
         assert row.HasField("start_ns")
-        assert row.HasField("duration_ns") == (row.times_ns[profile.shown] > 0)
+        assert row.HasField("duration_ns") == (times_ns[row.index][profile.shown] > 0)
         parent = row.parent if row.HasField("parent") else None
         placed.setdefault(parent, []).append((row.start_ns, row.duration_ns))
     for index, places in placed.items():
         whole = report.operators[index] if index is not None else None
-        outer = (whole.start_ns, whole.duration_ns) if whole else (0.0, float(profile.times_ns[profile.shown]))
+        outer = (whole.start_ns, whole.duration_ns) if whole else (0.0, float(method_ns[profile.shown]))
         assert all(timeline.within(place, outer) for place in places)
         assert all(one[0] + one[1] <= other[0] for one, other in pairwise(places))
 
@@ -66,20 +68,21 @@ def test_rows_nest_in_the_execution_of_the_median_time(name: str, tmp_path: Path
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_have_their_time_in_each_execution(name: str, tmp_path: Path) -> None:
     report = _report(name, tmp_path)
-    count = len(report.profile.times_ns)
-    assert (report.profile.iterations, report.profile.p50_ns) == (count, statistics.median(report.profile.times_ns))
+    method_ns, *times_ns = traced_times(report, tmp_path)
+    count = len(method_ns)
+    assert (report.profile.iterations, report.profile.p50_ns) == (count, statistics.median(method_ns))
     tops = np.zeros(count)
-    for row in report.operators:
-        assert len(row.times_ns) == count
-        low, middle, high = np.percentile(row.times_ns, (10, 50, 90))
+    for row, row_ns in zip(report.operators, times_ns, strict=True):
+        assert len(row_ns) == count
+        low, middle, high = np.percentile(row_ns, (10, 50, 90))
         for field, value in (("p10_ns", low), ("p50_ns", middle), ("p90_ns", high)):
             assert getattr(row, field) == (pytest.approx(value) if row.HasField(field) else 0)
-            assert row.HasField(field) or value < row.resolution_ns or value <= min(report.profile.times_ns)
+            assert row.HasField(field) or value < row.resolution_ns or value <= min(method_ns)
         if row.kind == KERNEL:
-            assert not np.array(row.times_ns) @ np.ones(count) % 1000, "XNNPACK tells whole microseconds"
+            assert not np.array(row_ns) @ np.ones(count) % 1000, "XNNPACK tells whole microseconds"
         if not row.HasField("parent"):
-            tops += np.array(row.times_ns)
-    assert (tops >= np.array(report.profile.times_ns)).all()
+            tops += np.array(row_ns)
+    assert (tops >= np.array(method_ns)).all()
 
 
 def test_kernels_of_xnnpack_are_marked_as_made_up(tmp_path: Path) -> None:

@@ -27,8 +27,11 @@ class ReportDocument:
     """The job's id in the farm; empty for a file, whose job may be unknown to the farm."""
 
 
-def find(name: str, outcome: Outcome, *, server: str | None, tls_ca: str | None) -> ReportDocument:
+def find(name: str, outcome: Outcome, *, server: str | None, tls_ca: str | None, with_series: bool) -> ReportDocument:
     """Return the reports that JOB|FILE names; for a job, those of the finished cells.
+
+    Args:
+        with_series: as in `AsyncJob.document`; a file has what it has.
 
     Raises:
         BadDocument: the file does not exist, or has other content.
@@ -43,6 +46,6 @@ def find(name: str, outcome: Outcome, *, server: str | None, tls_ca: str | None)
     async def fetch() -> ReportDocument:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             job = await farm.job(name)
-            return ReportDocument(await job.document(), job.id)
+            return ReportDocument(await job.document(with_series=with_series), job.id)
 
     return run_async(fetch, outcome)

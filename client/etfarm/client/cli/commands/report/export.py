@@ -30,6 +30,9 @@ _TO_STDOUT = ("json", "csv", "markdown")
 
 _BINARY = ("parquet",)
 
+_WITHOUT_SERIES = ("markdown",)
+"""Formats that show neither samples nor times of single iterations."""
+
 _SLASHES = tuple(filter(None, (os.sep, os.altsep)))
 """Last characters of a path that names a folder, whether it exists or not."""
 
@@ -83,7 +86,7 @@ def export(
         if format_ in _BINARY and sys.stdout.isatty():
             raise Usage(f"A terminal cannot show {format_}.", "Give -o FILE.")
         target = Path(STDOUT)
-    source = documents.find(job, outcome, server=server, tls_ca=tls_ca)
+    source = documents.find(job, outcome, server=server, tls_ca=tls_ca, with_series=format_ not in _WITHOUT_SERIES)
     document = formats.only(source.document, report or [])
     if against is not None:
         from etfarm.client.formats import html
@@ -205,7 +208,7 @@ def save_raw_files(
     async def fetch() -> list[Path]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             handle = await farm.job(job)
-            document = formats.only(await handle.document(), reports)
+            document = formats.only(await handle.document(with_series=False), reports)
             folder = Path(output) if output is not None else Path(f"{stem_of(document)}-executorch")
             cells = {cell.id: cell.index for cell in handle.info.cells}
             chosen = [(cells[entry["cell"]], entry) for entry in document["reports"]]

@@ -52,7 +52,7 @@ def show(
         raise Usage("--sort requires --by.", f"Give --by {', '.join(views.BY)} too.")
     if by is not None:
         views.check(by, sort or "total")
-    source = documents.find(job, outcome, server=server, tls_ca=tls_ca)
+    source = documents.find(job, outcome, server=server, tls_ca=tls_ca, with_series=json is not None)
     outcome.document = lambda error: source.document
     console = output.open_console(to_stderr=json == STDOUT)
     reports = source.document["reports"]

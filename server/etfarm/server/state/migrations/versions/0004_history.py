@@ -3,7 +3,7 @@
 import sqlalchemy as sa
 from alembic import op
 
-from etfarm.v1 import report_pb2
+from etfarm.wire.release_0_1.messages import message_class
 
 revision = "0004"
 down_revision = "0003"
@@ -36,7 +36,7 @@ def upgrade() -> None:
     # One body at a time: each may have a million samples.
     for report_id in connection.execute(sa.select(reports.c.id)).scalars().all():
         body = connection.execute(sa.select(reports.c.body).where(reports.c.id == report_id)).scalar_one()
-        report = report_pb2.Report.FromString(body)
+        report = message_class("Report").FromString(body)
         connection.execute(
             sa.update(reports)
             .where(reports.c.id == report_id)

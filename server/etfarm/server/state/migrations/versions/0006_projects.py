@@ -3,7 +3,7 @@
 import sqlalchemy as sa
 from alembic import op
 
-from etfarm.v1 import job_pb2
+from etfarm.wire.release_0_1.messages import message_class
 
 revision = "0006"
 down_revision = "0005"
@@ -101,7 +101,7 @@ def _create_project_compilations() -> None:
     cells = sa.table("cells", sa.column("body"))
     keys = set()
     for body in connection.execute(sa.select(cells.c.body)).scalars():
-        cell = job_pb2.Cell.FromString(body)
+        cell = message_class("Cell").FromString(body)
         keys |= {cell.compilation_key, cell.numerics_compilation_key}
     table = sa.table("project_compilations", sa.column("project"), sa.column("key"))
     for key in sorted(keys - {""}):

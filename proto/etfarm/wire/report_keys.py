@@ -1,0 +1,216 @@
+"""The keys of the documents etfarm.report/1: their types, and how each is read from a message.
+
+A message's keys are its fields in the order of the .proto, except where a table below says otherwise.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from typing import Any, Final
+
+from google.protobuf.descriptor import Descriptor, FieldDescriptor
+from google.protobuf.message import Message
+from google.protobuf.timestamp_pb2 import Timestamp
+
+from etfarm.v1 import common_pb2, compile_pb2, report_pb2
+from etfarm.wire.messages import KEYS, from_scalar
+from etfarm.wire.words import word_of
+
+Json = dict[str, Any]
+
+
+class Type(Enum):
+    """The JSON type of a key's non-null values."""
+
+    TEXT = "a text"
+    INTEGER = "a whole number"
+    NUMBER = "a number"
+    TRUTH = "true or false"
+    OBJECT = "an object"
+
+
+class Shape(Enum):
+    """Whether a key holds one value, a list of values, or an object of values by name."""
+
+    ONE = 0
+    LIST = 1
+    MAP = 2
+
+
+@dataclass(frozen=True)
+class Key:
+    """One key of an object."""
+
+    name: str
+    type: Type
+    shape: Shape
+    read: Callable[[Any], Any]
+    """Returns the key's JSON value of a message."""
+    message: Descriptor | None = None
+    """The message of the values, if they are objects."""
+
+
+_LEFT_OUT: Final = {
+    "etfarm.v1.Report": {"outputs", "samples", "etdump", "trace_times", "numerics_etdump", "numerics_debug", "created_at"}
+}
+"""Fields that the JSON omits: references to files in a server's store."""
+
+_NULL_WHEN_EMPTY: Final = {
+    "etfarm.v1.Report": {"accuracy", "operators", "numeric_gap"},
+    "etfarm.v1.Memory": {"planned_bytes"},
+    "etfarm.v1.Latency": {"p50_ci95_ns"},
+    "etfarm.v1.PairedRatio": {"ratio_ci95"},
+    "etfarm.v1.Compilation": {"modules"},
+    "etfarm.v1.ReportInputs": {"tensors"},
+    "etfarm.v1.LatencyChange": {"ratio_ci95"},
+    "etfarm.v1.ComparedPair": {"delegation"},
+}
+"""Lists and maps of measurements, which are null if not measured. Every other empty list is [], every other map {}."""
+
+
+@cache
+def keys_of(message: Descriptor) -> tuple[Key, ...]:
+    """Return the keys of a message's object, in order."""
+    if message.full_name in _COMPOSED:
+        return tuple(_COMPOSED[message.full_name]())
+    left_out = _LEFT_OUT.get(message.full_name, set())
+    names = KEYS.get(message.full_name, {})
+    own = [_field_key(field, names.get(field.name, "")) for field in message.fields if field.name not in left_out]
+    for before, key in _ADDED.get(message.full_name, ()):
+        present = [existing.name for existing in own]
+        own.insert(present.index(before) if before else len(own), key)
+    return tuple(own)
+
+
+def project(message: Message) -> Json:
+    """Return the object of a message, with every key. Lists of series are empty."""
+    return {key.name: key.read(message) for key in keys_of(message.DESCRIPTOR)}
+
+
+def _field_key(field: FieldDescriptor, name: str = "") -> Key:
+    def read(message: Message) -> Any:
+        return _read(message, field)
+
+    shape = Shape.LIST if field.is_repeated else Shape.ONE
+    values = _map_values(field)
+    if values is not None:
+        shape = Shape.MAP
+    else:
+        values = field
+    kind = _type_of(values)
+    return Key(name or field.name, kind, shape, read, values.message_type if kind is Type.OBJECT else None)
+
+
+def _type_of(field: FieldDescriptor) -> Type:
+    if field.message_type is not None:
+        return Type.TEXT if field.message_type.full_name == Timestamp.DESCRIPTOR.full_name else Type.OBJECT
+    by_type = {
+        field.TYPE_BOOL: Type.TRUTH, field.TYPE_DOUBLE: Type.NUMBER, field.TYPE_STRING: Type.TEXT, field.TYPE_ENUM: Type.TEXT,
+    }  # fmt: skip
+    return by_type.get(field.type, Type.INTEGER)
+
+
+def _map_values(field: FieldDescriptor) -> FieldDescriptor | None:
+    """Return the field of a map's values; None for a field that is no map."""
+    if field.message_type is None or not field.message_type.GetOptions().map_entry:
+        return None
+    return field.message_type.fields_by_name["value"]
+
+
+def _read(message: Message, field: FieldDescriptor) -> Any:
+    value = getattr(message, field.name)
+    if field.is_repeated:
+        if not value and field.name in _NULL_WHEN_EMPTY.get(message.DESCRIPTOR.full_name, ()):
+            return None
+        if (values := _map_values(field)) is not None:
+            return {key: _single(values, value[key]) for key in sorted(value)}
+        return [_single(field, item) for item in value]
+    if field.has_presence and not message.HasField(field.name):
+        return None
+    # A string field that is not `optional` is empty if absent.
+    if value == "" and not field.has_presence:
+        return None
+    return _single(field, value)
+
+
+def _single(field: FieldDescriptor, value: Any) -> Any:
+    if isinstance(value, Timestamp):
+        return value.ToJsonString()
+    if isinstance(value, compile_pb2.Scalar):
+        value = from_scalar(value)
+    if isinstance(value, Message):
+        return project(value)
+    if field.enum_type is not None:
+        return word_of(field, value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value
+
+
+def _compile() -> Iterable[Key]:
+    """Yield the keys of REPORT.compile, which are those of the compilation beside those of the run."""
+    own = report_pb2.ReportCompile.DESCRIPTOR.fields_by_name
+    of_compilation = compile_pb2.Compilation.DESCRIPTOR.fields_by_name
+
+    def joined(name: str) -> Key:
+        first, second = (own[name], of_compilation[name]) if name == "stages" else (of_compilation[name], own[name])
+
+        def read(message: report_pb2.ReportCompile) -> list[Any]:
+            holders = {own[name]: message, of_compilation[name]: message.compilation}
+            return [item for field in (first, second) for item in _read(holders[field], field)]
+
+        return Key(name, Type.OBJECT, Shape.LIST, read, own[name].message_type)
+
+    def inner(name: str) -> Key:
+        key = _field_key(of_compilation[name])
+        return Key(name, key.type, key.shape, lambda message: key.read(message.compilation), key.message)
+
+    artifact = common_pb2.Artifact.DESCRIPTOR
+    yield _field_key(own["cached"])
+    yield joined("stages")
+    yield Key("program", Type.OBJECT, Shape.ONE, lambda message: program_json(message.compilation), artifact)
+    for name in ("etrecord", "delegation", "toolchain"):
+        yield inner(name)
+    yield joined("warnings")
+    for name in ("sizes", "checks", "stayed_fp32"):
+        yield inner(name)
+    data = _field_key(compile_pb2.Program.DESCRIPTOR.fields_by_name["data"])
+    yield Key("data", Type.OBJECT, Shape.MAP, lambda message: data.read(message.compilation.program), artifact)
+    for name in ("exported_programs", "stopped_after", "stage_files", "modules"):
+        yield inner(name)
+
+
+def program_json(holder: compile_pb2.Compilation | report_pb2.Numerics) -> Json | None:
+    """Return the digest of a holder's program, and the size of its .pte and data files; None if it has no program."""
+    if not holder.HasField("program"):
+        return None
+    program = holder.program
+    data_bytes = sum(data.size_bytes for data in program.data.values())
+    return {"digest": program.digest or None, "size_bytes": program.pte.size_bytes + data_bytes}
+
+
+def _numerics() -> Iterable[Key]:
+    artifact = common_pb2.Artifact.DESCRIPTOR
+    for field in report_pb2.Numerics.DESCRIPTOR.fields:
+        if field.name == "program":
+            yield Key("program", Type.OBJECT, Shape.ONE, program_json, artifact)
+        else:
+            yield _field_key(field)
+
+
+_COMPOSED: Final[Mapping[str, Callable[[], Iterable[Key]]]] = {
+    "etfarm.v1.ReportCompile": _compile,
+    "etfarm.v1.Numerics": _numerics,
+}
+"""Messages whose objects are not their fields."""
+
+_ADDED: Final[Mapping[str, tuple[tuple[str, Key], ...]]] = {
+    "etfarm.v1.Latency": (("min_ns", Key("samples_ns", Type.INTEGER, Shape.LIST, lambda _: [])),),
+    "etfarm.v1.Profile": (("shown", Key("times_ns", Type.INTEGER, Shape.LIST, lambda _: None)),),
+    "etfarm.v1.OperatorRow": (("p10_ns", Key("times_ns", Type.INTEGER, Shape.LIST, lambda _: None)),),
+}
+"""Keys without a field, each with the key that follows it: the series, which `etfarm.wire.series` reads from files."""
