@@ -1,5 +1,7 @@
 """Generates the Python code of etfarm.v1 from the .proto files beside it; `--check` says whether it is up to date.
 
+`--release VERSION` records the contract of a release in releases/VERSION.binpb, which later versions must not break.
+
 Runs protoc of a pinned grpcio-tools in a venv of its own, kept in the user's cache folder: code of 1.76 runs on every
 protobuf from 6.31 to 7, and is the same byte for byte wherever it is generated.
 """
@@ -18,6 +20,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent
 PACKAGE = Path("etfarm") / "v1"
+RELEASES = ROOT / "releases"
 TOOLS = ("grpcio-tools==1.76.0", "mypy-protobuf==5.1.0", "setuptools<81")
 
 
@@ -35,13 +38,24 @@ def tools() -> Path:
 
 def generate(out: Path) -> None:
     """Writes the generated modules under `out`/etfarm/v1."""
+    protoc(f"--python_out={out}", f"--grpc_python_out={out}", f"--mypy_out=quiet:{out}", f"--mypy_grpc_out=quiet:{out}")
+
+
+def record(version: str) -> Path:
+    """Writes the descriptor set of the .proto files, imports included, as that of a release."""
+    RELEASES.mkdir(exist_ok=True)
+    path = RELEASES / f"{version}.binpb"
+    protoc("--include_imports", f"--descriptor_set_out={path}")
+    return path
+
+
+def protoc(*outputs: str) -> None:
+    """Runs protoc on all .proto files."""
     binaries = tools()
     protos = sorted(str(path.relative_to(ROOT)) for path in (ROOT / PACKAGE).glob("*.proto"))
-    subprocess.run(
-        [binaries / "python", "-m", "grpc_tools.protoc", "-I.", f"--python_out={out}", f"--grpc_python_out={out}",
-         f"--mypy_out=quiet:{out}", f"--mypy_grpc_out=quiet:{out}", *protos],
-        cwd=ROOT, check=True, env={**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ.get('PATH', '')}"},
-    )  # fmt: skip
+    environment = {**os.environ, "PATH": f"{binaries}{os.pathsep}{os.environ.get('PATH', '')}"}
+    command = [str(binaries / "python"), "-m", "grpc_tools.protoc", "-I.", *outputs, *protos]
+    subprocess.run(command, cwd=ROOT, check=True, env=environment)
 
 
 def main() -> int:
@@ -51,7 +65,11 @@ def main() -> int:
         action="store_true",
         help="write nothing; exit 1 if the committed code is not what would be generated",
     )
+    parser.add_argument("--release", metavar="VERSION", help="only write releases/VERSION.binpb, the contract of a release")
     arguments = parser.parse_args()
+    if arguments.release:
+        print(record(arguments.release))
+        return 0
     committed = ROOT / PACKAGE
     with tempfile.TemporaryDirectory() as folder:
         generate(Path(folder))
