@@ -193,7 +193,7 @@ class World:
     async def submit(self, cells: int = 1, *, on_device: bool = True, stop_after: str = "") -> job_pb2.Job:
         job = job_pb2.Job(id=f"job-{self.ids()}", owner="ann")
         job.spec.stop_after = stop_after
-        job.submitted_at.FromDatetime(AT)
+        job.create_time.FromDatetime(AT)
         job.spec.candidates.add(name="net").program.pte.CopyFrom(artifact_of(b"pte"))
         for index in range(cells):
             job.cells.add(
