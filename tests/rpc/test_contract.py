@@ -51,7 +51,7 @@ def declared_for_later() -> set[str]:
             if line.strip().startswith("//"):
                 comment += line
                 continue
-            if (rpc := re.match(r"  rpc (\w+)", line)) and "Later work" in comment:
+            if (rpc := re.match(r"  rpc (\w+)", line)) and "Not implemented" in comment:
                 found.add(f"{service}.{rpc[1]}")
             comment = ""
     return found

@@ -922,7 +922,7 @@ class EnrollAgentResponse(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     PRINCIPAL_FIELD_NUMBER: _builtins.int
     token: _builtins.str
-    """The bearer token of the agent. It cannot be read again."""
+    """The bearer token of the agent. The server cannot return it again."""
     principal: _builtins.str
     def __init__(
         self,
@@ -949,10 +949,10 @@ class Agent(_message.Message):
     REFUSED_PRINCIPAL_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     principal: _builtins.str
-    """Whose token may use the identity; empty where it is not bound."""
+    """The principal whose tokens may use the identity; empty if it is not bound."""
     connected: _builtins.bool
     refused_principal: _builtins.str
-    """Of an identity that is not bound: who tried to connect as it last."""
+    """For an identity that is not bound: the principal that last tried to connect with it."""
     @_builtins.property
     def device_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -979,7 +979,7 @@ class ListAgentsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """50 when 0, 500 at most."""
+    """50 by default, at most 500."""
     page_token: _builtins.str
     def __init__(
         self,

@@ -109,11 +109,11 @@ class AgentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Enroll(self, request, context):
-        """Exchanges a one-time enrolment token for a token of the agent's own, which is bound to `agent_id` and to nothing else. The
-        enrolment token is void afterwards.
+        """Exchanges a one-time enrolment token for a token of the agent, which is bound to `agent_id`. The enrolment token becomes
+        invalid.
 
         Errors:
-        FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is no enrolment token, or it was used.
+        FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is not an enrolment token, or was used before.
         ALREADY_EXISTS       AGENT_BOUND: the identity belongs to another token; metadata has `agent_id`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -121,17 +121,20 @@ class AgentServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListAgents(self, request, context):
-        """The known agent identities, and those whose connection was refused because nothing binds them.
+        """Lists the known agent identities, and those whose connection was refused because they are not bound, sorted by id.
+
+        Errors:
+        INVALID_ARGUMENT     BAD_PAGE_TOKEN
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def BindAgent(self, request, context):
-        """Binds an agent identity to the principal whose token may use it from now on.
+        """Binds an agent identity to a principal: from now on only tokens of this principal may use it.
 
         Errors:
-        NOT_FOUND            AGENT_NOT_FOUND: no agent of this id ever connected or tried to.
+        NOT_FOUND            AGENT_NOT_FOUND: no agent with this id has ever connected or tried to connect.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -68,20 +68,24 @@ class AgentServiceStub:
       PERMISSION_DENIED    NOT_YOURS: the device's agent has connected with another token.
     """
     Enroll: _grpc.UnaryUnaryMultiCallable[_agent_pb2.EnrollAgentRequest, _agent_pb2.EnrollAgentResponse]
-    """Exchanges a one-time enrolment token for a token of the agent's own, which is bound to `agent_id` and to nothing else. The
-    enrolment token is void afterwards.
+    """Exchanges a one-time enrolment token for a token of the agent, which is bound to `agent_id`. The enrolment token becomes
+    invalid.
 
     Errors:
-      FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is no enrolment token, or it was used.
+      FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is not an enrolment token, or was used before.
       ALREADY_EXISTS       AGENT_BOUND: the identity belongs to another token; metadata has `agent_id`.
     """
     ListAgents: _grpc.UnaryUnaryMultiCallable[_agent_pb2.ListAgentsRequest, _agent_pb2.ListAgentsResponse]
-    """The known agent identities, and those whose connection was refused because nothing binds them."""
-    BindAgent: _grpc.UnaryUnaryMultiCallable[_agent_pb2.BindAgentRequest, _agent_pb2.Agent]
-    """Binds an agent identity to the principal whose token may use it from now on.
+    """Lists the known agent identities, and those whose connection was refused because they are not bound, sorted by id.
 
     Errors:
-      NOT_FOUND            AGENT_NOT_FOUND: no agent of this id ever connected or tried to.
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+    """
+    BindAgent: _grpc.UnaryUnaryMultiCallable[_agent_pb2.BindAgentRequest, _agent_pb2.Agent]
+    """Binds an agent identity to a principal: from now on only tokens of this principal may use it.
+
+    Errors:
+      NOT_FOUND            AGENT_NOT_FOUND: no agent with this id has ever connected or tried to connect.
     """
 
 @_typing.type_check_only
@@ -124,20 +128,24 @@ class AgentServiceAsyncStub(AgentServiceStub):
       PERMISSION_DENIED    NOT_YOURS: the device's agent has connected with another token.
     """
     Enroll: _aio.UnaryUnaryMultiCallable[_agent_pb2.EnrollAgentRequest, _agent_pb2.EnrollAgentResponse]  # type: ignore[assignment]
-    """Exchanges a one-time enrolment token for a token of the agent's own, which is bound to `agent_id` and to nothing else. The
-    enrolment token is void afterwards.
+    """Exchanges a one-time enrolment token for a token of the agent, which is bound to `agent_id`. The enrolment token becomes
+    invalid.
 
     Errors:
-      FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is no enrolment token, or it was used.
+      FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is not an enrolment token, or was used before.
       ALREADY_EXISTS       AGENT_BOUND: the identity belongs to another token; metadata has `agent_id`.
     """
     ListAgents: _aio.UnaryUnaryMultiCallable[_agent_pb2.ListAgentsRequest, _agent_pb2.ListAgentsResponse]  # type: ignore[assignment]
-    """The known agent identities, and those whose connection was refused because nothing binds them."""
-    BindAgent: _aio.UnaryUnaryMultiCallable[_agent_pb2.BindAgentRequest, _agent_pb2.Agent]  # type: ignore[assignment]
-    """Binds an agent identity to the principal whose token may use it from now on.
+    """Lists the known agent identities, and those whose connection was refused because they are not bound, sorted by id.
 
     Errors:
-      NOT_FOUND            AGENT_NOT_FOUND: no agent of this id ever connected or tried to.
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+    """
+    BindAgent: _aio.UnaryUnaryMultiCallable[_agent_pb2.BindAgentRequest, _agent_pb2.Agent]  # type: ignore[assignment]
+    """Binds an agent identity to a principal: from now on only tokens of this principal may use it.
+
+    Errors:
+      NOT_FOUND            AGENT_NOT_FOUND: no agent with this id has ever connected or tried to connect.
     """
 
 class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -195,11 +203,11 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_pb2.EnrollAgentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_pb2.EnrollAgentResponse, _abc.Awaitable[_agent_pb2.EnrollAgentResponse]]:
-        """Exchanges a one-time enrolment token for a token of the agent's own, which is bound to `agent_id` and to nothing else. The
-        enrolment token is void afterwards.
+        """Exchanges a one-time enrolment token for a token of the agent, which is bound to `agent_id`. The enrolment token becomes
+        invalid.
 
         Errors:
-          FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is no enrolment token, or it was used.
+          FAILED_PRECONDITION  NOT_AN_ENROLMENT_TOKEN: the caller's token is not an enrolment token, or was used before.
           ALREADY_EXISTS       AGENT_BOUND: the identity belongs to another token; metadata has `agent_id`.
         """
 
@@ -209,7 +217,11 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_pb2.ListAgentsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_pb2.ListAgentsResponse, _abc.Awaitable[_agent_pb2.ListAgentsResponse]]:
-        """The known agent identities, and those whose connection was refused because nothing binds them."""
+        """Lists the known agent identities, and those whose connection was refused because they are not bound, sorted by id.
+
+        Errors:
+          INVALID_ARGUMENT     BAD_PAGE_TOKEN
+        """
 
     @_abc_1.abstractmethod
     def BindAgent(
@@ -217,10 +229,10 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _agent_pb2.BindAgentRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_pb2.Agent, _abc.Awaitable[_agent_pb2.Agent]]:
-        """Binds an agent identity to the principal whose token may use it from now on.
+        """Binds an agent identity to a principal: from now on only tokens of this principal may use it.
 
         Errors:
-          NOT_FOUND            AGENT_NOT_FOUND: no agent of this id ever connected or tried to.
+          NOT_FOUND            AGENT_NOT_FOUND: no agent with this id has ever connected or tried to connect.
         """
 
 def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

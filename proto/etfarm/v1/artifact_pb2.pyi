@@ -88,9 +88,9 @@ class UploadStatus(_message.Message):
     COMPLETE_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     committed_bytes: _builtins.int
-    """Bytes that survive a broken stream; the next chunk's offset."""
+    """Number of bytes that the server has stored, and so the offset of the next chunk."""
     complete: _builtins.bool
-    """Whether the artifact is stored whole and verified."""
+    """Whether the whole artifact is stored and verified."""
     def __init__(
         self,
         *,
@@ -159,7 +159,7 @@ class Chunk(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
-    """From the start of the artifact."""
+    """Position of the first byte in the artifact."""
     data: _builtins.bytes
     """At most 1 MiB."""
     def __init__(
@@ -184,6 +184,7 @@ class DownloadArtifactRequest(_message.Message):
     OFFSET_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     offset: _builtins.int
+    """Number of bytes to skip."""
     def __init__(
         self,
         *,
@@ -205,6 +206,7 @@ class ListArtifactsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
+    """100 by default, at most 1000. A page has at most about 1 MiB."""
     page_token: _builtins.str
     def __init__(
         self,
@@ -230,7 +232,7 @@ class StoredArtifact(_message.Message):
     PROJECT_FIELD_NUMBER: _builtins.int
     owner: _builtins.str
     project: _builtins.str
-    """The project that holds it; an artifact of several projects is listed for each."""
+    """The project that holds the artifact. An artifact of several projects is listed once for each."""
     @_builtins.property
     def artifact(self) -> _common_pb2.Artifact: ...
     @_builtins.property
@@ -314,6 +316,7 @@ class CollectArtifactsRequest(_message.Message):
 
     KEEP_BYTES_FIELD_NUMBER: _builtins.int
     keep_bytes: _builtins.int
+    """Total size of the artifacts to keep; only those that something refers to when absent."""
     def __init__(
         self,
         *,
@@ -372,11 +375,12 @@ class VerifyArtifactsProgress(_message.Message):
     DONE_BYTES_FIELD_NUMBER: _builtins.int
     DAMAGED_FIELD_NUMBER: _builtins.int
     done: _builtins.int
+    """Number of artifacts that were read, out of `total`."""
     total: _builtins.int
     done_bytes: _builtins.int
     @_builtins.property
     def damaged(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Artifact]:
-        """Those that were found damaged since the message before."""
+        """Artifacts that were found damaged since the previous message."""
 
     def __init__(
         self,

@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class ArtifactServiceStub(object):
-    """Moves bytes into and out of the store. Identity is the content: a digest that is stored already needs no bytes.
-    Blobs ride only these streams; control streams carry digests.
+    """Moves files into and out of the store. A file is identified by its content: a stored digest needs no upload. Only these
+    streams contain files; all other messages contain digests.
     """
 
     def __init__(self, channel):
@@ -79,61 +79,66 @@ class ArtifactServiceStub(object):
 
 
 class ArtifactServiceServicer(object):
-    """Moves bytes into and out of the store. Identity is the content: a digest that is stored already needs no bytes.
-    Blobs ride only these streams; control streams carry digests.
+    """Moves files into and out of the store. A file is identified by its content: a stored digest needs no upload. Only these
+    streams contain files; all other messages contain digests.
     """
 
     def FindMissing(self, request, context):
-        """Which of the digests the caller's project does not hold. Ask before every upload. Whether another project holds them is not
-        disclosed.
+        """Returns those of the digests that the caller's project does not hold. Call it before every upload. Whether another project
+        holds them is not disclosed.
 
         Errors:
-        INVALID_ARGUMENT     DIGEST_MALFORMED: a digest is no lower-case hex sha256, or there are more than 10,000.
+        INVALID_ARGUMENT     DIGEST_MALFORMED: a digest is not a sha256 in lower-case hexadecimal, or there are more than
+        10,000: split the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def GetUploadStatus(self, request, context):
-        """How far an upload of yours came. A digest that nobody began has 0 committed bytes.
+        """Returns the state of an upload to the caller's project. An upload that has not begun has 0 committed bytes.
+
+        Errors:
+        INVALID_ARGUMENT     DIGEST_MALFORMED
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Upload(self, request_iterator, context):
-        """The client sends exactly one header first, then chunks in order without gaps. The server keeps what it has written when
-        the stream breaks: ask GetUploadStatus and go on from `committed_bytes`. A digest that is stored already is answered at
-        once with `complete`; the rest of the stream is not read.
+        """The client sends exactly one header first, then chunks in order and without gaps. If the stream breaks, the server keeps
+        what it has written: call GetUploadStatus and continue at `committed_bytes`. For a digest that is already stored, the server
+        answers at once with `complete`, without reading the rest of the stream.
 
         Errors:
-        OUT_OF_RANGE         CHUNK_OUT_OF_PLACE: chunk.offset is not the committed size: ask GetUploadStatus, continue there.
-        ABORTED              UPLOAD_IN_PROGRESS: another stream of your project is writing this upload: wait for it, or try again.
-        UPLOAD_IDLE: the stream sent nothing for a minute: ask GetUploadStatus, continue there.
-        DATA_LOSS            DIGEST_MISMATCH: all bytes came and their sha256 is another: the upload is discarded, start at 0.
-        RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`; nothing of yours was deleted.
-        QUOTA_EXCEEDED: the project would hold more than `limit_bytes`; `used_bytes` includes uploads under way.
-        LIMIT_EXCEEDED: the artifact is larger than `limit_bytes`; or `limit` uploads are under way: wait for some.
-        INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES, BAD_UPLOAD: the stream breaks the rules above.
+        OUT_OF_RANGE         CHUNK_OUT_OF_PLACE: chunk.offset is not the committed size: call GetUploadStatus and continue there.
+        ABORTED              UPLOAD_IN_PROGRESS: another stream of the project is writing this upload: wait for it, or try again.
+        UPLOAD_IDLE: the stream was silent for a minute: call GetUploadStatus and continue there.
+        DATA_LOSS            DIGEST_MISMATCH: all bytes arrived, but their sha256 differs. The upload is discarded: begin at 0.
+        RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`. No stored artifact was deleted.
+        QUOTA_EXCEEDED: the project would hold more than `limit_bytes`; `used_bytes` includes live uploads.
+        LIMIT_EXCEEDED: the artifact is larger than `limit_bytes`, or the caller has `limit` live uploads:
+        wait for one of them.
+        INVALID_ARGUMENT     NO_HEADER, DIGEST_MALFORMED, TOO_MANY_BYTES, BAD_UPLOAD: the stream violates the rules above.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Download(self, request, context):
-        """The bytes from `offset` on, in order, in chunks of at most 1 MiB. The receiver verifies the sha256 of the whole.
+        """Sends the bytes from `offset` on, in order, in chunks of at most 1 MiB. The receiver verifies the sha256 of the whole file.
 
         Errors:
-        NOT_FOUND            ARTIFACT_NOT_FOUND: the store does not hold it for any of your projects: upload it.
-        FAILED_PRECONDITION  ARTIFACT_DAMAGED: its bytes changed on the server's disk: upload or compile it again.
-        OUT_OF_RANGE         OFFSET_PAST_END: `offset` is larger than the size.
+        NOT_FOUND            ARTIFACT_NOT_FOUND: none of the caller's projects holds the artifact: upload it.
+        FAILED_PRECONDITION  ARTIFACT_DAMAGED: the bytes on the server's disk have changed: upload or compile it again.
+        OUT_OF_RANGE         OFFSET_PAST_END: `offset` is larger than the file.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """The artifacts that the caller's projects hold, newest first.
+        """Lists the artifacts that the caller's projects hold, newest first.
 
         Errors:
         INVALID_ARGUMENT     BAD_PAGE_TOKEN
@@ -143,22 +148,23 @@ class ArtifactServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Delete(self, request, context):
-        """Later work: takes away an artifact that nothing refers to. UNIMPLEMENTED.
+        """Deletes an artifact that nothing refers to. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Collect(self, request, context):
-        """Later work: deletes what nothing refers to, oldest use first, down to a limit. UNIMPLEMENTED.
+        """Deletes artifacts that nothing refers to, least recently used first, down to a total size. Not implemented: answers
+        UNIMPLEMENTED, UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Verify(self, request, context):
-        """Reads every stored artifact again and compares its sha256. A damaged one is moved out of the store, so that the next upload of
-        its bytes heals it. The last message has `done` equal to `total`.
+        """Reads every stored artifact and compares its sha256. A damaged artifact is moved out of the store, so that the next upload
+        of its bytes repairs it. The last message has `done` equal to `total`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -216,8 +222,8 @@ def add_ArtifactServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ArtifactService(object):
-    """Moves bytes into and out of the store. Identity is the content: a digest that is stored already needs no bytes.
-    Blobs ride only these streams; control streams carry digests.
+    """Moves files into and out of the store. A file is identified by its content: a stored digest needs no upload. Only these
+    streams contain files; all other messages contain digests.
     """
 
     @staticmethod

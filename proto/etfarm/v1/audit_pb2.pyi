@@ -36,17 +36,18 @@ class AuditEntry(_message.Message):
     number: _builtins.int
     """From 1, without gaps."""
     principal: _builtins.str
-    """Empty where the caller was not authenticated."""
+    """The caller's name; empty if it was not authenticated."""
     role: _common_pb2.Role.ValueType
     peer: _builtins.str
     """The caller's network address."""
     action: _builtins.str
-    """The rpc, "JobService.Submit", or what the server did by itself, "artifact.quarantine"."""
+    """The rpc, such as "JobService.Submit", or an action of the server itself, such as "artifact.quarantine"."""
     subject: _builtins.str
-    """What it was done to: a job's, device's or token's id, a project's or principal's name."""
+    """The object of the action: the id of a job, device or token, or the name of a project or principal."""
     outcome: _builtins.str
-    """"OK", or the reason of the refusal."""
+    """"OK", or the reason of the error."""
     detail: _builtins.str
+    """More about the action, for people; may be empty."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -79,10 +80,12 @@ class ListAuditEntriesRequest(_message.Message):
     PRINCIPAL_FIELD_NUMBER: _builtins.int
     ACTION_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
+    """100 by default, at most 1000."""
     page_token: _builtins.str
     principal: _builtins.str
-    """Only entries of this principal, this action, or both."""
+    """Only entries of this principal; of every principal when empty."""
     action: _builtins.str
+    """Only entries of this action; of every action when empty."""
     def __init__(
         self,
         *,

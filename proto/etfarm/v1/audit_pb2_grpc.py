@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class AuditServiceStub(object):
-    """Who did what: an append-only record of changes, of refused calls and of refused tokens. Admins only.
+    """The audit log: an append-only record of changes, refused calls and refused tokens. Admins only.
     """
 
     def __init__(self, channel):
@@ -43,11 +43,11 @@ class AuditServiceStub(object):
 
 
 class AuditServiceServicer(object):
-    """Who did what: an append-only record of changes, of refused calls and of refused tokens. Admins only.
+    """The audit log: an append-only record of changes, refused calls and refused tokens. Admins only.
     """
 
     def List(self, request, context):
-        """Newest first.
+        """Lists the entries, newest first.
 
         Errors:
         INVALID_ARGUMENT     BAD_PAGE_TOKEN
@@ -73,7 +73,7 @@ def add_AuditServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class AuditService(object):
-    """Who did what: an append-only record of changes, of refused calls and of refused tokens. Admins only.
+    """The audit log: an append-only record of changes, refused calls and refused tokens. Admins only.
     """
 
     @staticmethod

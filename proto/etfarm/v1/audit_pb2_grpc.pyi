@@ -27,14 +27,14 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AuditServiceStub:
-    """Who did what: an append-only record of changes, of refused calls and of refused tokens. Admins only."""
+    """The audit log: an append-only record of changes, refused calls and refused tokens. Admins only."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AuditServiceAsyncStub: ...
     List: _grpc.UnaryUnaryMultiCallable[_audit_pb2.ListAuditEntriesRequest, _audit_pb2.ListAuditEntriesResponse]
-    """Newest first.
+    """Lists the entries, newest first.
 
     Errors:
       INVALID_ARGUMENT     BAD_PAGE_TOKEN
@@ -42,18 +42,18 @@ class AuditServiceStub:
 
 @_typing.type_check_only
 class AuditServiceAsyncStub(AuditServiceStub):
-    """Who did what: an append-only record of changes, of refused calls and of refused tokens. Admins only."""
+    """The audit log: an append-only record of changes, refused calls and refused tokens. Admins only."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     List: _aio.UnaryUnaryMultiCallable[_audit_pb2.ListAuditEntriesRequest, _audit_pb2.ListAuditEntriesResponse]  # type: ignore[assignment]
-    """Newest first.
+    """Lists the entries, newest first.
 
     Errors:
       INVALID_ARGUMENT     BAD_PAGE_TOKEN
     """
 
 class AuditServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Who did what: an append-only record of changes, of refused calls and of refused tokens. Admins only."""
+    """The audit log: an append-only record of changes, refused calls and refused tokens. Admins only."""
 
     @_abc_1.abstractmethod
     def List(
@@ -61,7 +61,7 @@ class AuditServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _audit_pb2.ListAuditEntriesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_audit_pb2.ListAuditEntriesResponse, _abc.Awaitable[_audit_pb2.ListAuditEntriesResponse]]:
-        """Newest first.
+        """Lists the entries, newest first.
 
         Errors:
           INVALID_ARGUMENT     BAD_PAGE_TOKEN

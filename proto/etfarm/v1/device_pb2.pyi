@@ -33,7 +33,7 @@ class _DeviceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeviceSta
     DEVICE_STATE_OFFLINE: _DeviceState.ValueType  # 3
     DEVICE_STATE_DRAINING: _DeviceState.ValueType  # 4
     DEVICE_STATE_UNUSABLE: _DeviceState.ValueType  # 5
-    """Connected, and can be given no runs now: Device.problem says why and what to do."""
+    """Connected, but unable to run programs now. Device.problem says why, and what to do."""
 
 class DeviceState(_DeviceState, metaclass=_DeviceStateEnumTypeWrapper): ...
 
@@ -43,12 +43,12 @@ DEVICE_STATE_BUSY: DeviceState.ValueType  # 2
 DEVICE_STATE_OFFLINE: DeviceState.ValueType  # 3
 DEVICE_STATE_DRAINING: DeviceState.ValueType  # 4
 DEVICE_STATE_UNUSABLE: DeviceState.ValueType  # 5
-"""Connected, and can be given no runs now: Device.problem says why and what to do."""
+"""Connected, but unable to run programs now. Device.problem says why, and what to do."""
 Global___DeviceState: _TypeAlias = DeviceState  # noqa: Y015
 
 @_typing.final
 class Cluster(_message.Message):
-    """Cores of one kind."""
+    """The cores of one kind."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -59,14 +59,14 @@ class Cluster(_message.Message):
     FEATURES_FIELD_NUMBER: _builtins.int
     PHYSICAL_CORES_FIELD_NUMBER: _builtins.int
     part: _builtins.str
-    """"Cortex-A76", or what the machine calls it."""
+    """The core's name: "Cortex-A76", or the one that the system reports."""
     max_frequency_hz: _builtins.int
     governor: _builtins.str
     physical_cores: _builtins.int
-    """Physical cores; fewer than cpus where two share one."""
+    """Number of physical cores, which is smaller than the number of `cpus` if two of them share a core."""
     @_builtins.property
     def cpus(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Logical cpu numbers."""
+        """Numbers of the logical CPUs."""
 
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
@@ -92,7 +92,7 @@ Global___Cluster: _TypeAlias = Cluster  # noqa: Y015
 
 @_typing.final
 class DeviceRunner(_message.Message):
-    """A runner that is installed on a device, where none has to be sent."""
+    """A runner that is installed on a device, so that the farm does not send one."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -101,15 +101,17 @@ class DeviceRunner(_message.Message):
     BACKENDS_FIELD_NUMBER: _builtins.int
     OPERATORS_FIELD_NUMBER: _builtins.int
     kind: _common_pb2.RunnerKind.ValueType
-    """PYTHON or OWN."""
+    """PYTHON: ExecuTorch's Python binding. OWN: an executable that was put on the device, used instead of any bundle."""
     executorch: _builtins.str
-    """Its ExecuTorch's version."""
+    """Version of the ExecuTorch that it contains."""
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Those that work on the device; a binding may register more."""
+        """Backends that work on the device; a binding may register more."""
 
     @_builtins.property
-    def operators(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def operators(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of its kernels; empty if unknown."""
+
     def __init__(
         self,
         *,
@@ -177,37 +179,39 @@ class Device(_message.Message):
     RUNNER_FIELD_NUMBER: _builtins.int
     PROJECTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Stable over reboots and reinstallations of the agent."""
+    """Stays the same after reboots and reinstallations of the agent."""
     agent_id: _builtins.str
     name: _builtins.str
-    """A label for people; need not be unique."""
+    """A name for people, not necessarily unique."""
     arch: _builtins.str
-    """What programs have to be built for: aarch64 or x86_64. What the farm has no runner for is told as well: a phone whose
-    kernel has 64 bits and whose programs may have 32 only is an armv7l.
+    """The architecture of its programs, such as aarch64 or x86_64, even if the farm has no runner for it: a phone with a 64-bit
+    kernel that only runs 32-bit programs is an armv7l.
     """
     soc: _builtins.str
-    """A phone's system on a chip, "Google Tensor G3"; elsewhere the board, else what the cpu calls itself."""
+    """A phone's system on a chip ("Google Tensor G3"); for other devices the board's name, else the CPU's."""
     os: _builtins.str
     cores: _builtins.int
-    """Logical cpus that programs may use."""
+    """Number of logical CPUs that programs may use."""
     memory_bytes: _builtins.int
     emulated: _builtins.bool
     page_size_bytes: _builtins.int
     has_battery: _builtins.bool
-    """Absent where nothing tells."""
+    """Absent if unknown."""
     model: _builtins.str
-    """The product, where `soc` does not say it: "Google Pixel 8"."""
+    """The product, if `soc` does not name it: "Google Pixel 8"."""
     state: Global___DeviceState.ValueType
-    """Below: what the server adds. An agent leaves them unset."""
+    """The server sets the following fields; agents leave them unset."""
     attempt_id: _builtins.str
-    """The attempt that it runs; empty when idle, and where the attempt belongs to none of the caller's projects."""
+    """The attempt that it runs; empty if it is idle, or if the attempt belongs to none of the caller's projects."""
     operator_count: _builtins.int
-    """How many kernels the runner of `backends` has."""
+    """Number of kernels of `runner`; absent without a runner."""
     runner: _common_pb2.RunnerKind.ValueType
-    """What runs would be given now: NATIVE, the farm's bundle for it, else one of its own; UNSPECIFIED before there is one."""
+    """The runner that a run would use now: NATIVE is the farm's bundle for the device, the others are in own_runners. UNSPECIFIED
+    if it has none yet.
+    """
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What all cores have: dotprod, fp16, i8mm, bf16, sve, sve2, sme; avx2, avx512f, ..."""
+        """Instruction set extensions that all cores have: dotprod, fp16, i8mm, bf16, sve, sve2, sme; avx2, avx512f, ..."""
 
     @_builtins.property
     def clusters(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cluster]: ...
@@ -215,20 +219,20 @@ class Device(_message.Message):
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def backends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Of the runner that runs would be given now, see `runner`; empty before there is one."""
+        """Backends of `runner`; empty without a runner."""
 
     @_builtins.property
     def own_runners(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceRunner]:
-        """Used where the farm has no runner bundle for the device."""
+        """Runners that are installed on the device. PYTHON is used if the farm has no bundle for the device."""
 
     @_builtins.property
     def thermal_zones(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Names of its temperature sensors, each once; empty where none may be read."""
+        """Names of its temperature sensors, each once; empty if none can be read."""
 
     @_builtins.property
     def problem(self) -> _common_pb2.Error:
-        """Why it can be given no runs now, with the remedy: a phone that has not allowed its host to debug it. Unset where it can.
-        Jobs that match no other device wait until it is gone.
+        """Why the device cannot run programs now, with the remedy: a phone that has not allowed its host to debug it, for example.
+        Absent if it can. Jobs that match no other device wait until the problem is solved.
         """
 
     @_builtins.property
@@ -237,7 +241,9 @@ class Device(_message.Message):
     def telemetry(self) -> Global___DeviceTelemetry: ...
     @_builtins.property
     def projects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """The projects whose jobs and sessions it runs; any project's when empty. A caller sees those of its own projects."""
+        """The projects that the device is restricted to; empty if it runs jobs and sessions of every project. A caller only sees its
+        own projects.
+        """
 
     def __init__(
         self,
@@ -290,7 +296,7 @@ Global___Device: _TypeAlias = Device  # noqa: Y015
 
 @_typing.final
 class DeviceTelemetry(_message.Message):
-    """What a heartbeat tells of a device. A field that the device does not have is absent, never 0."""
+    """Readings of a device in a heartbeat. A reading that the device does not have is absent, never 0."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -305,19 +311,19 @@ class DeviceTelemetry(_message.Message):
     CHARGING_FIELD_NUMBER: _builtins.int
     AGENT_RSS_BYTES_FIELD_NUMBER: _builtins.int
     cpu_share: _builtins.float
-    """0 to 1, over all cpus, since the last heartbeat."""
+    """Utilization of all CPUs since the last heartbeat, 0 to 1."""
     load_1m: _builtins.float
     memory_available_bytes: _builtins.int
     disk_free_bytes: _builtins.int
     temperature_c: _builtins.float
-    """The hottest sensor."""
+    """Of the hottest sensor."""
     frequency_hz: _builtins.int
-    """Mean over the cpus."""
+    """Mean of all CPUs."""
     battery_share: _builtins.float
-    """0 to 1."""
+    """Charge of the battery, 0 to 1."""
     charging: _builtins.bool
     agent_rss_bytes: _builtins.int
-    """Bytes of physical memory that the agent itself has."""
+    """Resident memory of the agent itself."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
@@ -385,8 +391,9 @@ class ListDevicesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     selector: _builtins.str
+    """Conditions as in DeviceChoice.selector; empty matches every device."""
     page_size: _builtins.int
-    """50 when 0, 500 at most."""
+    """50 by default, at most 500. A page has at most about 4 MiB."""
     page_token: _builtins.str
     def __init__(
         self,
@@ -410,7 +417,6 @@ class ListDevicesResponse(_message.Message):
     DEVICES_FIELD_NUMBER: _builtins.int
     NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     next_page_token: _builtins.str
-    """Set where there are more: ask again with it."""
     @_builtins.property
     def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Device]: ...
     def __init__(
@@ -433,6 +439,7 @@ class GetDeviceRequest(_message.Message):
 
     DEVICE_ID_FIELD_NUMBER: _builtins.int
     device_id: _builtins.str
+    """An id, a unique prefix of an id, or a name. Every request that names a device accepts the same."""
     def __init__(
         self,
         *,
@@ -644,6 +651,7 @@ class DrainDeviceRequest(_message.Message):
     UNDRAIN_FIELD_NUMBER: _builtins.int
     device_id: _builtins.str
     undrain: _builtins.bool
+    """Whether to resume placing runs."""
     def __init__(
         self,
         *,
@@ -700,7 +708,9 @@ class RestrictDeviceRequest(_message.Message):
     PROJECTS_FIELD_NUMBER: _builtins.int
     device_id: _builtins.str
     @_builtins.property
-    def projects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
+    def projects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Names of projects; empty for every project."""
+
     def __init__(
         self,
         *,

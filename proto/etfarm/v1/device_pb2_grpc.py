@@ -26,7 +26,7 @@ if _version_not_supported:
 
 
 class DeviceServiceStub(object):
-    """Devices: what the farm can measure on. A device is known from its first connection on, for good.
+    """Devices that the farm can run programs on. The farm knows a device from its first connection until an admin removes it.
     """
 
     def __init__(self, channel):
@@ -88,82 +88,84 @@ class DeviceServiceStub(object):
 
 
 class DeviceServiceServicer(object):
-    """Devices: what the farm can measure on. A device is known from its first connection on, for good.
+    """Devices that the farm can run programs on. The farm knows a device from its first connection until an admin removes it.
     """
 
     def List(self, request, context):
-        """All known devices, offline ones included.
+        """Lists the known devices that match a selector, offline ones included, sorted by name.
 
         Errors:
-        INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR: the sentence names the keys and operators.
+        INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR: the message names the keys and operators. BAD_PAGE_TOKEN
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Errors:
-        NOT_FOUND            DEVICE_NOT_FOUND: neither an id, a unique prefix of one, nor a name.
+        """Returns a device.
+
+        Errors:
+        NOT_FOUND            DEVICE_NOT_FOUND: no device has this id or name, and not exactly one has this prefix of an id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Later work: the devices as they come, go and change. UNIMPLEMENTED.
+        """Sends the devices as they connect, leave and change. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Later work: a device for one owner alone, for a time. UNIMPLEMENTED.
+        """Reserves a device for one owner, for a limited time. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Later work. UNIMPLEMENTED.
+        """Extends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Later work. UNIMPLEMENTED.
+        """Ends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Label(self, request, context):
-        """Later work: sets and removes labels. UNIMPLEMENTED.
+        """Sets and removes labels. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Later work: no new runs on a device, or again some. UNIMPLEMENTED.
+        """Stops placing runs on a device, or resumes it. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Forget(self, request, context):
-        """Removes an offline device from the farm's memory; its reports stay. It is known again when an agent announces it.
+        """Removes an offline device; its reports stay. The farm knows it again as soon as an agent announces it.
 
         Errors:
         NOT_FOUND            DEVICE_NOT_FOUND
-        FAILED_PRECONDITION  DEVICE_CONNECTED: stop its agent first.
+        FAILED_PRECONDITION  DEVICE_CONNECTED: the device is connected: stop its agent first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Restrict(self, request, context):
-        """Restricts a device to the jobs and sessions of some projects; to all projects where none is named.
+        """Restricts a device to the jobs and sessions of some projects; an empty list of projects removes the restriction.
 
         Errors:
         NOT_FOUND            DEVICE_NOT_FOUND, PROJECT_NOT_FOUND
@@ -234,7 +236,7 @@ def add_DeviceServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class DeviceService(object):
-    """Devices: what the farm can measure on. A device is known from its first connection on, for good.
+    """Devices that the farm can run programs on. The farm knows a device from its first connection until an admin removes it.
     """
 
     @staticmethod

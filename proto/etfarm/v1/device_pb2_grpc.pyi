@@ -27,43 +27,45 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class DeviceServiceStub:
-    """Devices: what the farm can measure on. A device is known from its first connection on, for good."""
+    """Devices that the farm can run programs on. The farm knows a device from its first connection until an admin removes it."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> DeviceServiceAsyncStub: ...
     List: _grpc.UnaryUnaryMultiCallable[_device_pb2.ListDevicesRequest, _device_pb2.ListDevicesResponse]
-    """All known devices, offline ones included.
+    """Lists the known devices that match a selector, offline ones included, sorted by name.
 
     Errors:
-      INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR: the sentence names the keys and operators.
+      INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR: the message names the keys and operators. BAD_PAGE_TOKEN
     """
     Get: _grpc.UnaryUnaryMultiCallable[_device_pb2.GetDeviceRequest, _device_pb2.Device]
-    """Errors:
-      NOT_FOUND            DEVICE_NOT_FOUND: neither an id, a unique prefix of one, nor a name.
+    """Returns a device.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND: no device has this id or name, and not exactly one has this prefix of an id.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_device_pb2.WatchDevicesRequest, _device_pb2.DeviceEvent]
-    """Later work: the devices as they come, go and change. UNIMPLEMENTED."""
+    """Sends the devices as they connect, leave and change. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
     Reserve: _grpc.UnaryUnaryMultiCallable[_device_pb2.ReserveDeviceRequest, _device_pb2.Reservation]
-    """Later work: a device for one owner alone, for a time. UNIMPLEMENTED."""
+    """Reserves a device for one owner, for a limited time. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
     Renew: _grpc.UnaryUnaryMultiCallable[_device_pb2.RenewReservationRequest, _device_pb2.Reservation]
-    """Later work. UNIMPLEMENTED."""
+    """Extends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
     Release: _grpc.UnaryUnaryMultiCallable[_device_pb2.ReleaseReservationRequest, _device_pb2.ReleaseReservationResponse]
-    """Later work. UNIMPLEMENTED."""
+    """Ends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
     Label: _grpc.UnaryUnaryMultiCallable[_device_pb2.LabelDeviceRequest, _device_pb2.Device]
-    """Later work: sets and removes labels. UNIMPLEMENTED."""
+    """Sets and removes labels. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
     Drain: _grpc.UnaryUnaryMultiCallable[_device_pb2.DrainDeviceRequest, _device_pb2.Device]
-    """Later work: no new runs on a device, or again some. UNIMPLEMENTED."""
+    """Stops placing runs on a device, or resumes it. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
     Forget: _grpc.UnaryUnaryMultiCallable[_device_pb2.ForgetDeviceRequest, _device_pb2.ForgetDeviceResponse]
-    """Removes an offline device from the farm's memory; its reports stay. It is known again when an agent announces it.
+    """Removes an offline device; its reports stay. The farm knows it again as soon as an agent announces it.
 
     Errors:
       NOT_FOUND            DEVICE_NOT_FOUND
-      FAILED_PRECONDITION  DEVICE_CONNECTED: stop its agent first.
+      FAILED_PRECONDITION  DEVICE_CONNECTED: the device is connected: stop its agent first.
     """
     Restrict: _grpc.UnaryUnaryMultiCallable[_device_pb2.RestrictDeviceRequest, _device_pb2.Device]
-    """Restricts a device to the jobs and sessions of some projects; to all projects where none is named.
+    """Restricts a device to the jobs and sessions of some projects; an empty list of projects removes the restriction.
 
     Errors:
       NOT_FOUND            DEVICE_NOT_FOUND, PROJECT_NOT_FOUND
@@ -71,47 +73,49 @@ class DeviceServiceStub:
 
 @_typing.type_check_only
 class DeviceServiceAsyncStub(DeviceServiceStub):
-    """Devices: what the farm can measure on. A device is known from its first connection on, for good."""
+    """Devices that the farm can run programs on. The farm knows a device from its first connection until an admin removes it."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     List: _aio.UnaryUnaryMultiCallable[_device_pb2.ListDevicesRequest, _device_pb2.ListDevicesResponse]  # type: ignore[assignment]
-    """All known devices, offline ones included.
+    """Lists the known devices that match a selector, offline ones included, sorted by name.
 
     Errors:
-      INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR: the sentence names the keys and operators.
+      INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR: the message names the keys and operators. BAD_PAGE_TOKEN
     """
     Get: _aio.UnaryUnaryMultiCallable[_device_pb2.GetDeviceRequest, _device_pb2.Device]  # type: ignore[assignment]
-    """Errors:
-      NOT_FOUND            DEVICE_NOT_FOUND: neither an id, a unique prefix of one, nor a name.
+    """Returns a device.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND: no device has this id or name, and not exactly one has this prefix of an id.
     """
     Watch: _aio.UnaryStreamMultiCallable[_device_pb2.WatchDevicesRequest, _device_pb2.DeviceEvent]  # type: ignore[assignment]
-    """Later work: the devices as they come, go and change. UNIMPLEMENTED."""
+    """Sends the devices as they connect, leave and change. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
     Reserve: _aio.UnaryUnaryMultiCallable[_device_pb2.ReserveDeviceRequest, _device_pb2.Reservation]  # type: ignore[assignment]
-    """Later work: a device for one owner alone, for a time. UNIMPLEMENTED."""
+    """Reserves a device for one owner, for a limited time. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
     Renew: _aio.UnaryUnaryMultiCallable[_device_pb2.RenewReservationRequest, _device_pb2.Reservation]  # type: ignore[assignment]
-    """Later work. UNIMPLEMENTED."""
+    """Extends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
     Release: _aio.UnaryUnaryMultiCallable[_device_pb2.ReleaseReservationRequest, _device_pb2.ReleaseReservationResponse]  # type: ignore[assignment]
-    """Later work. UNIMPLEMENTED."""
+    """Ends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
     Label: _aio.UnaryUnaryMultiCallable[_device_pb2.LabelDeviceRequest, _device_pb2.Device]  # type: ignore[assignment]
-    """Later work: sets and removes labels. UNIMPLEMENTED."""
+    """Sets and removes labels. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
     Drain: _aio.UnaryUnaryMultiCallable[_device_pb2.DrainDeviceRequest, _device_pb2.Device]  # type: ignore[assignment]
-    """Later work: no new runs on a device, or again some. UNIMPLEMENTED."""
+    """Stops placing runs on a device, or resumes it. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
     Forget: _aio.UnaryUnaryMultiCallable[_device_pb2.ForgetDeviceRequest, _device_pb2.ForgetDeviceResponse]  # type: ignore[assignment]
-    """Removes an offline device from the farm's memory; its reports stay. It is known again when an agent announces it.
+    """Removes an offline device; its reports stay. The farm knows it again as soon as an agent announces it.
 
     Errors:
       NOT_FOUND            DEVICE_NOT_FOUND
-      FAILED_PRECONDITION  DEVICE_CONNECTED: stop its agent first.
+      FAILED_PRECONDITION  DEVICE_CONNECTED: the device is connected: stop its agent first.
     """
     Restrict: _aio.UnaryUnaryMultiCallable[_device_pb2.RestrictDeviceRequest, _device_pb2.Device]  # type: ignore[assignment]
-    """Restricts a device to the jobs and sessions of some projects; to all projects where none is named.
+    """Restricts a device to the jobs and sessions of some projects; an empty list of projects removes the restriction.
 
     Errors:
       NOT_FOUND            DEVICE_NOT_FOUND, PROJECT_NOT_FOUND
     """
 
 class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Devices: what the farm can measure on. A device is known from its first connection on, for good."""
+    """Devices that the farm can run programs on. The farm knows a device from its first connection until an admin removes it."""
 
     @_abc_1.abstractmethod
     def List(
@@ -119,10 +123,10 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.ListDevicesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.ListDevicesResponse, _abc.Awaitable[_device_pb2.ListDevicesResponse]]:
-        """All known devices, offline ones included.
+        """Lists the known devices that match a selector, offline ones included, sorted by name.
 
         Errors:
-          INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR: the sentence names the keys and operators.
+          INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR: the message names the keys and operators. BAD_PAGE_TOKEN
         """
 
     @_abc_1.abstractmethod
@@ -131,8 +135,10 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.GetDeviceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.Device, _abc.Awaitable[_device_pb2.Device]]:
-        """Errors:
-          NOT_FOUND            DEVICE_NOT_FOUND: neither an id, a unique prefix of one, nor a name.
+        """Returns a device.
+
+        Errors:
+          NOT_FOUND            DEVICE_NOT_FOUND: no device has this id or name, and not exactly one has this prefix of an id.
         """
 
     @_abc_1.abstractmethod
@@ -141,7 +147,7 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.WatchDevicesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_device_pb2.DeviceEvent], _abc.AsyncIterator[_device_pb2.DeviceEvent]]:
-        """Later work: the devices as they come, go and change. UNIMPLEMENTED."""
+        """Sends the devices as they connect, leave and change. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
 
     @_abc_1.abstractmethod
     def Reserve(
@@ -149,7 +155,7 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.ReserveDeviceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.Reservation, _abc.Awaitable[_device_pb2.Reservation]]:
-        """Later work: a device for one owner alone, for a time. UNIMPLEMENTED."""
+        """Reserves a device for one owner, for a limited time. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
 
     @_abc_1.abstractmethod
     def Renew(
@@ -157,7 +163,7 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.RenewReservationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.Reservation, _abc.Awaitable[_device_pb2.Reservation]]:
-        """Later work. UNIMPLEMENTED."""
+        """Extends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
 
     @_abc_1.abstractmethod
     def Release(
@@ -165,7 +171,7 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.ReleaseReservationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.ReleaseReservationResponse, _abc.Awaitable[_device_pb2.ReleaseReservationResponse]]:
-        """Later work. UNIMPLEMENTED."""
+        """Ends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
 
     @_abc_1.abstractmethod
     def Label(
@@ -173,7 +179,7 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.LabelDeviceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.Device, _abc.Awaitable[_device_pb2.Device]]:
-        """Later work: sets and removes labels. UNIMPLEMENTED."""
+        """Sets and removes labels. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
 
     @_abc_1.abstractmethod
     def Drain(
@@ -181,7 +187,7 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.DrainDeviceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.Device, _abc.Awaitable[_device_pb2.Device]]:
-        """Later work: no new runs on a device, or again some. UNIMPLEMENTED."""
+        """Stops placing runs on a device, or resumes it. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
 
     @_abc_1.abstractmethod
     def Forget(
@@ -189,11 +195,11 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.ForgetDeviceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.ForgetDeviceResponse, _abc.Awaitable[_device_pb2.ForgetDeviceResponse]]:
-        """Removes an offline device from the farm's memory; its reports stay. It is known again when an agent announces it.
+        """Removes an offline device; its reports stay. The farm knows it again as soon as an agent announces it.
 
         Errors:
           NOT_FOUND            DEVICE_NOT_FOUND
-          FAILED_PRECONDITION  DEVICE_CONNECTED: stop its agent first.
+          FAILED_PRECONDITION  DEVICE_CONNECTED: the device is connected: stop its agent first.
         """
 
     @_abc_1.abstractmethod
@@ -202,7 +208,7 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.RestrictDeviceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.Device, _abc.Awaitable[_device_pb2.Device]]:
-        """Restricts a device to the jobs and sessions of some projects; to all projects where none is named.
+        """Restricts a device to the jobs and sessions of some projects; an empty list of projects removes the restriction.
 
         Errors:
           NOT_FOUND            DEVICE_NOT_FOUND, PROJECT_NOT_FOUND

@@ -52,24 +52,27 @@ class ServerInfo(_message.Message):
     JAIL_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     workers_ready: _builtins.bool
+    """Whether the compile workers are ready."""
     devices_online: _builtins.int
     devices_known: _builtins.int
     live_jobs: _builtins.int
     starting: _builtins.str
-    """What the server is doing before it can do everything: "building the runner bundle for x86_64"; empty when ready."""
+    """What the server has to finish before it can run jobs, such as "building the runner bundle for x86_64"; empty when it is
+    ready.
+    """
     @_builtins.property
     def toolchain(self) -> _compile_pb2.Toolchain:
-        """Absent until the compile workers are prewarmed."""
+        """Absent until the compile workers are ready."""
 
     @_builtins.property
     def principal(self) -> _common_pb2.Principal: ...
     @_builtins.property
     def bundle_error(self) -> _common_pb2.Error:
-        """Why there is no runner bundle for the server's own architecture, when that failed."""
+        """Why the runner bundle for the server's own architecture could not be built; absent if it could."""
 
     @_builtins.property
     def jail(self) -> _containers.RepeatedCompositeFieldContainer[Global___JailMeasure]:
-        """What keeps a compile child apart from the server's host. Admins only; empty for other callers."""
+        """The measures that isolate compile children from the server's host; empty for callers who are not admins."""
 
     def __init__(
         self,
@@ -95,7 +98,7 @@ Global___ServerInfo: _TypeAlias = ServerInfo  # noqa: Y015
 
 @_typing.final
 class JailMeasure(_message.Message):
-    """One measure of the compile children's jail."""
+    """A measure of the compile children's jail."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -106,7 +109,7 @@ class JailMeasure(_message.Message):
     """"network", "user", "mounts", "processes", "memory", "seccomp", ..."""
     active: _builtins.bool
     detail: _builtins.str
-    """How it is done ("cgroup v1"), or why the host does not allow it and what to do."""
+    """How the measure works ("cgroup v1"), or why the host does not allow it, and what to do."""
     def __init__(
         self,
         *,
@@ -129,7 +132,7 @@ class ListBundlesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """50 when 0, 500 at most."""
+    """50 by default, at most 500."""
     page_token: _builtins.str
     def __init__(
         self,
@@ -174,6 +177,7 @@ class AddBundleRequest(_message.Message):
 
     DIGEST_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
+    """Digest of the uploaded bundle."""
     def __init__(
         self,
         *,

@@ -27,9 +27,9 @@ if _version_not_supported:
 
 
 class FarmServiceStub(object):
-    """The farm as a whole. Who may call what: reading rpcs (Get*, List*, Watch, TailLog, Download) ADMIN, USER and VIEWER;
-    Submit, Cancel, Upload and FindMissing ADMIN and USER; Connect and ServeSession ADMIN and AGENT, which may also move
-    artifacts; AddBundle, Delete, Collect, Label and Drain ADMIN alone.
+    """The farm as a whole. Outline of the roles: ADMIN, USER and VIEWER may call rpcs that read (Get, List, Watch, TailLog,
+    Download); ADMIN and USER may call Submit, Cancel, Upload and FindMissing; ADMIN and AGENT may call Connect and ServeSession,
+    and AGENT may also upload and download artifacts; only ADMIN may call AddBundle, Delete, Collect, Label and Drain.
     """
 
     def __init__(self, channel):
@@ -56,32 +56,32 @@ class FarmServiceStub(object):
 
 
 class FarmServiceServicer(object):
-    """The farm as a whole. Who may call what: reading rpcs (Get*, List*, Watch, TailLog, Download) ADMIN, USER and VIEWER;
-    Submit, Cancel, Upload and FindMissing ADMIN and USER; Connect and ServeSession ADMIN and AGENT, which may also move
-    artifacts; AddBundle, Delete, Collect, Label and Drain ADMIN alone.
+    """The farm as a whole. Outline of the roles: ADMIN, USER and VIEWER may call rpcs that read (Get, List, Watch, TailLog,
+    Download); ADMIN and USER may call Submit, Cancel, Upload and FindMissing; ADMIN and AGENT may call Connect and ServeSession,
+    and AGENT may also upload and download artifacts; only ADMIN may call AddBundle, Delete, Collect, Label and Drain.
     """
 
     def GetServerInfo(self, request, context):
-        """What the server is, and what the caller is to it.
+        """Returns the server's versions and state, and the caller as the server sees it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListBundles(self, request, context):
-        """The runner bundles that agents are sent, newest first.
+        """Lists the runner bundles that the farm sends to agents, one for each architecture, newest first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def AddBundle(self, request, context):
-        """Offers an uploaded bundle to the devices of its architecture. The newest one of the server's own ExecuTorch version is used;
-        where there is none, the newest of another.
+        """Offers an uploaded bundle to the devices of its architecture. The farm uses the newest bundle with the server's ExecuTorch
+        version, or, without such a bundle, the newest of all.
 
         Errors:
         FAILED_PRECONDITION  ARTIFACT_MISSING: upload it first.
-        INVALID_ARGUMENT     NOT_A_BUNDLE: the artifact has no valid bundle.json.
+        INVALID_ARGUMENT     NOT_A_BUNDLE: the artifact has no valid bundle.json: make one with `etfarm bundle build`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -114,9 +114,9 @@ def add_FarmServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class FarmService(object):
-    """The farm as a whole. Who may call what: reading rpcs (Get*, List*, Watch, TailLog, Download) ADMIN, USER and VIEWER;
-    Submit, Cancel, Upload and FindMissing ADMIN and USER; Connect and ServeSession ADMIN and AGENT, which may also move
-    artifacts; AddBundle, Delete, Collect, Label and Drain ADMIN alone.
+    """The farm as a whole. Outline of the roles: ADMIN, USER and VIEWER may call rpcs that read (Get, List, Watch, TailLog,
+    Download); ADMIN and USER may call Submit, Cancel, Upload and FindMissing; ADMIN and AGENT may call Connect and ServeSession,
+    and AGENT may also upload and download artifacts; only ADMIN may call AddBundle, Delete, Collect, Label and Drain.
     """
 
     @staticmethod

@@ -28,9 +28,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class FarmServiceStub:
-    """The farm as a whole. Who may call what: reading rpcs (Get*, List*, Watch, TailLog, Download) ADMIN, USER and VIEWER;
-    Submit, Cancel, Upload and FindMissing ADMIN and USER; Connect and ServeSession ADMIN and AGENT, which may also move
-    artifacts; AddBundle, Delete, Collect, Label and Drain ADMIN alone.
+    """The farm as a whole. Outline of the roles: ADMIN, USER and VIEWER may call rpcs that read (Get, List, Watch, TailLog,
+    Download); ADMIN and USER may call Submit, Cancel, Upload and FindMissing; ADMIN and AGENT may call Connect and ServeSession,
+    and AGENT may also upload and download artifacts; only ADMIN may call AddBundle, Delete, Collect, Label and Drain.
     """
 
     @_typing.overload
@@ -38,43 +38,43 @@ class FarmServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> FarmServiceAsyncStub: ...
     GetServerInfo: _grpc.UnaryUnaryMultiCallable[_farm_pb2.GetServerInfoRequest, _farm_pb2.ServerInfo]
-    """What the server is, and what the caller is to it."""
+    """Returns the server's versions and state, and the caller as the server sees it."""
     ListBundles: _grpc.UnaryUnaryMultiCallable[_farm_pb2.ListBundlesRequest, _farm_pb2.ListBundlesResponse]
-    """The runner bundles that agents are sent, newest first."""
+    """Lists the runner bundles that the farm sends to agents, one for each architecture, newest first."""
     AddBundle: _grpc.UnaryUnaryMultiCallable[_farm_pb2.AddBundleRequest, _agent_pb2.RunnerBundle]
-    """Offers an uploaded bundle to the devices of its architecture. The newest one of the server's own ExecuTorch version is used;
-    where there is none, the newest of another.
+    """Offers an uploaded bundle to the devices of its architecture. The farm uses the newest bundle with the server's ExecuTorch
+    version, or, without such a bundle, the newest of all.
 
     Errors:
       FAILED_PRECONDITION  ARTIFACT_MISSING: upload it first.
-      INVALID_ARGUMENT     NOT_A_BUNDLE: the artifact has no valid bundle.json.
+      INVALID_ARGUMENT     NOT_A_BUNDLE: the artifact has no valid bundle.json: make one with `etfarm bundle build`.
     """
 
 @_typing.type_check_only
 class FarmServiceAsyncStub(FarmServiceStub):
-    """The farm as a whole. Who may call what: reading rpcs (Get*, List*, Watch, TailLog, Download) ADMIN, USER and VIEWER;
-    Submit, Cancel, Upload and FindMissing ADMIN and USER; Connect and ServeSession ADMIN and AGENT, which may also move
-    artifacts; AddBundle, Delete, Collect, Label and Drain ADMIN alone.
+    """The farm as a whole. Outline of the roles: ADMIN, USER and VIEWER may call rpcs that read (Get, List, Watch, TailLog,
+    Download); ADMIN and USER may call Submit, Cancel, Upload and FindMissing; ADMIN and AGENT may call Connect and ServeSession,
+    and AGENT may also upload and download artifacts; only ADMIN may call AddBundle, Delete, Collect, Label and Drain.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     GetServerInfo: _aio.UnaryUnaryMultiCallable[_farm_pb2.GetServerInfoRequest, _farm_pb2.ServerInfo]  # type: ignore[assignment]
-    """What the server is, and what the caller is to it."""
+    """Returns the server's versions and state, and the caller as the server sees it."""
     ListBundles: _aio.UnaryUnaryMultiCallable[_farm_pb2.ListBundlesRequest, _farm_pb2.ListBundlesResponse]  # type: ignore[assignment]
-    """The runner bundles that agents are sent, newest first."""
+    """Lists the runner bundles that the farm sends to agents, one for each architecture, newest first."""
     AddBundle: _aio.UnaryUnaryMultiCallable[_farm_pb2.AddBundleRequest, _agent_pb2.RunnerBundle]  # type: ignore[assignment]
-    """Offers an uploaded bundle to the devices of its architecture. The newest one of the server's own ExecuTorch version is used;
-    where there is none, the newest of another.
+    """Offers an uploaded bundle to the devices of its architecture. The farm uses the newest bundle with the server's ExecuTorch
+    version, or, without such a bundle, the newest of all.
 
     Errors:
       FAILED_PRECONDITION  ARTIFACT_MISSING: upload it first.
-      INVALID_ARGUMENT     NOT_A_BUNDLE: the artifact has no valid bundle.json.
+      INVALID_ARGUMENT     NOT_A_BUNDLE: the artifact has no valid bundle.json: make one with `etfarm bundle build`.
     """
 
 class FarmServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The farm as a whole. Who may call what: reading rpcs (Get*, List*, Watch, TailLog, Download) ADMIN, USER and VIEWER;
-    Submit, Cancel, Upload and FindMissing ADMIN and USER; Connect and ServeSession ADMIN and AGENT, which may also move
-    artifacts; AddBundle, Delete, Collect, Label and Drain ADMIN alone.
+    """The farm as a whole. Outline of the roles: ADMIN, USER and VIEWER may call rpcs that read (Get, List, Watch, TailLog,
+    Download); ADMIN and USER may call Submit, Cancel, Upload and FindMissing; ADMIN and AGENT may call Connect and ServeSession,
+    and AGENT may also upload and download artifacts; only ADMIN may call AddBundle, Delete, Collect, Label and Drain.
     """
 
     @_abc_1.abstractmethod
@@ -83,7 +83,7 @@ class FarmServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _farm_pb2.GetServerInfoRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_farm_pb2.ServerInfo, _abc.Awaitable[_farm_pb2.ServerInfo]]:
-        """What the server is, and what the caller is to it."""
+        """Returns the server's versions and state, and the caller as the server sees it."""
 
     @_abc_1.abstractmethod
     def ListBundles(
@@ -91,7 +91,7 @@ class FarmServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _farm_pb2.ListBundlesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_farm_pb2.ListBundlesResponse, _abc.Awaitable[_farm_pb2.ListBundlesResponse]]:
-        """The runner bundles that agents are sent, newest first."""
+        """Lists the runner bundles that the farm sends to agents, one for each architecture, newest first."""
 
     @_abc_1.abstractmethod
     def AddBundle(
@@ -99,12 +99,12 @@ class FarmServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _farm_pb2.AddBundleRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_agent_pb2.RunnerBundle, _abc.Awaitable[_agent_pb2.RunnerBundle]]:
-        """Offers an uploaded bundle to the devices of its architecture. The newest one of the server's own ExecuTorch version is used;
-        where there is none, the newest of another.
+        """Offers an uploaded bundle to the devices of its architecture. The farm uses the newest bundle with the server's ExecuTorch
+        version, or, without such a bundle, the newest of all.
 
         Errors:
           FAILED_PRECONDITION  ARTIFACT_MISSING: upload it first.
-          INVALID_ARGUMENT     NOT_A_BUNDLE: the artifact has no valid bundle.json.
+          INVALID_ARGUMENT     NOT_A_BUNDLE: the artifact has no valid bundle.json: make one with `etfarm bundle build`.
         """
 
 def add_FarmServiceServicer_to_server(servicer: FarmServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

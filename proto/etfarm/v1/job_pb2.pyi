@@ -102,7 +102,7 @@ class Model(_message.Message):
     def methods(self) -> _containers.MessageMap[_builtins.str, Global___MethodSource]: ...
     @_builtins.property
     def constant_methods(self) -> _containers.MessageMap[_builtins.str, _common_pb2.Artifact]:
-        """Methods that only return a constant: a tensor file of its flattened leaves each."""
+        """Methods that only return a constant: for each, a tensor file of the flattened leaves."""
 
     def __init__(
         self,
@@ -128,18 +128,18 @@ class MethodSource(_message.Message):
     REFERENCE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def exported_program(self) -> _common_pb2.Artifact:
-        """A .pt2: an exported program, its example inputs inside."""
+        """A .pt2: an exported program with its example inputs."""
 
     @_builtins.property
     def calibration(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Artifact]:
-        """Tensor files, one sample each: flattened leaves of (args, kwargs). Used by stages that read values, beside the
-        program's own example inputs.
+        """Tensor files of one sample each: the flattened leaves of (args, kwargs). Stages that need values use them beside the
+        program's example inputs.
         """
 
     @_builtins.property
     def reference(self) -> _common_pb2.Artifact:
-        """The same method exported before SOURCE_TRANSFORM quantized its weights: what outputs are compared with. Absent: the
-        exported program itself.
+        """The same method, exported before SOURCE_TRANSFORM quantized its weights; outputs are compared with it. When absent, they are
+        compared with the exported program itself.
         """
 
     def __init__(
@@ -168,23 +168,23 @@ class Candidate(_message.Message):
     STAGES_DONE_FIELD_NUMBER: _builtins.int
     RECIPE_LABEL_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """What reports call it."""
+    """The candidate's name in reports."""
     recipe: _builtins.str
-    """The recipe's canonical JSON. recipe_digest is its sha256."""
+    """The recipe as canonical JSON. Its sha256 is recipe_digest."""
     recipe_label: _builtins.str
-    """What people call a recipe that says no name of itself, its file's stem for example: Cell.recipe_name is then
-    "label [8 digits of recipe_digest]". At most 100 printable characters; nothing depends on it.
+    """A name for a recipe without one, such as its file's stem: Cell.recipe_name is then "label [8 digits of recipe_digest]". At
+    most 100 printable characters. It affects nothing else.
     """
     @_builtins.property
     def model(self) -> Global___Model: ...
     @_builtins.property
     def program(self) -> _compile_pb2.Program:
-        """A ready program: nothing is compiled, and `recipe` is empty."""
+        """A ready program. Nothing is compiled, and `recipe` is empty."""
 
     @_builtins.property
     def stages_done(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.Stage]:
-        """Stages that the client has done, with their times, in their order. SOURCE_TRANSFORM and QUANTIZE among them are not
-        done again by the server.
+        """Stages that the client has completed, with their durations, in their order. The server does not repeat SOURCE_TRANSFORM and
+        QUANTIZE if they are among them.
         """
 
     def __init__(
@@ -209,14 +209,14 @@ Global___Candidate: _TypeAlias = Candidate  # noqa: Y015
 
 @_typing.final
 class DeviceChoice(_message.Message):
-    """Where cells run. One choice is one cell on one matching device, or with `all` one cell for each match at Submit."""
+    """Where cells run. A choice is one cell on one matching device; with `all`, one cell for each device that matches at Submit."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     SELECTOR_FIELD_NUMBER: _builtins.int
     ALL_FIELD_NUMBER: _builtins.int
     selector: _builtins.str
-    """KEY OP VALUE, "," is and; empty matches everything. Emulated devices come last."""
+    """Conditions KEY OP VALUE, separated by "," (and); empty matches every device. Emulated devices are used last."""
     all: _builtins.bool
     def __init__(
         self,
@@ -247,27 +247,31 @@ class Measurement(_message.Message):
     CORES_FIELD_NUMBER: _builtins.int
     MAX_WARMUP_S_FIELD_NUMBER: _builtins.int
     warmup: _builtins.int
-    """Warm-up iterations, not counted. Absent: until the running median is steady, for at most max_warmup_s."""
+    """Number of warm-up iterations, which are not counted. When absent, the warm-up lasts until the running median is steady, at
+    most max_warmup_s.
+    """
     iterations: _builtins.int
-    """At least so many timed iterations (100 when absent) and at least min_time_s seconds (1 when absent) ..."""
+    """Minimum number of timed iterations; 100 when absent."""
     min_time_s: _builtins.float
+    """Minimum duration of the timed pass in seconds; 1 when absent."""
     max_time_s: _builtins.float
-    """... and at most so many seconds (60 when absent) or samples (1,000,000 when absent)."""
+    """Maximum duration of the timed pass in seconds; 60 when absent. It takes precedence over the minimums."""
     max_samples: _builtins.int
+    """Maximum number of samples; 1,000,000 when absent. It takes precedence over the minimums."""
     no_profile: _builtins.bool
-    """No traced pass."""
+    """Whether to skip the traced pass."""
     numerics: _builtins.bool
-    """A numerics pass as well: the outputs of each operator against the host's (Report.numeric_gap). Not of ready programs, which
-    no graph is known of.
+    """Whether to add a numerics pass, which compares each operator's outputs with the host's (Report.numeric_gap). Not available
+    for ready programs, whose graph is unknown.
     """
     interleave: _builtins.bool
-    """The candidates of each device choice, method and thread count in one attempt, in alternating blocks of randomised order:
-    at least 20 rounds over several starts of the processes. There are two candidates at least.
+    """Whether to measure the candidates of each device choice, method and thread count in one attempt, in alternating blocks of
+    random order: at least 20 rounds over several starts of the processes. Requires at least two candidates.
     """
     cores: _builtins.str
-    """big, little or a list as 0-3; the device's default when empty."""
+    """"big", "little" or a list such as "0-3"; the device's default when empty."""
     max_warmup_s: _builtins.float
-    """The longest warm-up. When absent, 10 without a number of iterations, and no limit with one."""
+    """Maximum duration of the warm-up in seconds. When absent, 10 if `warmup` is absent, and unlimited if it is set."""
     def __init__(
         self,
         *,
@@ -372,14 +376,14 @@ class JobSpec(_message.Message):
     STOP_AFTER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     priority: _builtins.int
-    """Higher first; 0 is usual."""
+    """Cells with a higher priority run first; 0 is the default."""
     timeout_s: _builtins.float
-    """How long one attempt may take on the device; 600 s when absent."""
+    """Time limit of an attempt on the device, in seconds; 600 when absent."""
     no_cache: _builtins.bool
-    """Compile again although the cache has an answer, and analyze again, here and in ReportService.Analyze."""
+    """Whether to ignore cached compilations and analyses, here and in ReportService.Analyze."""
     stop_after: _builtins.str
-    """Stop after this stage of the recipe's pipeline: the job gives the stage's files (Compilation.stage_files) and no program,
-    so it has no devices. Empty, or TO_EXECUTORCH: a program.
+    """The last stage of the recipe's pipeline to do. The result is then the stage's files (Compilation.stage_files) instead of a
+    program, so the job must have no devices. Empty or TO_EXECUTORCH produces a program.
     """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
@@ -387,24 +391,24 @@ class JobSpec(_message.Message):
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___Candidate]: ...
     @_builtins.property
     def devices(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceChoice]:
-        """None: compile only."""
+        """Compile only when empty."""
 
     @_builtins.property
     def methods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Method names; when empty "forward", or where there is none of that name all but constant methods."""
+        """Method names. When empty, "forward"; for a model without it, all methods except constant ones."""
 
     @_builtins.property
     def threads(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Thread counts; the physical cores of the fastest cluster when empty."""
+        """Thread counts; the number of physical cores of the fastest cluster when empty."""
 
     @_builtins.property
     def measurement(self) -> Global___Measurement:
-        """Absent: run once, no measurement."""
+        """When absent, the program runs once and is not measured."""
 
     @_builtins.property
     def inputs(self) -> _containers.MessageMap[_builtins.str, _common_pb2.Artifact]:
-        """Inputs by method: tensor files of flattened leaves. The model's own example inputs where absent, and for a ready
-        program deterministic ones that the runner makes.
+        """Inputs by method: tensor files of flattened leaves. A method without an entry runs on the model's example inputs; a ready
+        program, on deterministic inputs that the runner creates.
         """
 
     def __init__(
@@ -440,7 +444,7 @@ class SubmitJobRequest(_message.Message):
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
-    """Made by the caller, unique among the owner's; a UUID does."""
+    """A unique id among the owner's requests, chosen by the caller, such as a UUID."""
     @_builtins.property
     def spec(self) -> Global___JobSpec: ...
     def __init__(
@@ -459,7 +463,7 @@ Global___SubmitJobRequest: _TypeAlias = SubmitJobRequest  # noqa: Y015
 
 @_typing.final
 class Cell(_message.Message):
-    """One candidate on one device choice with one method and one thread count; gives one report."""
+    """One candidate on one device choice with one method and one thread count. It produces one report."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -490,7 +494,7 @@ class Cell(_message.Message):
     id: _builtins.str
     job_id: _builtins.str
     index: _builtins.int
-    """Its place among the job's cells, from 0."""
+    """Position among the job's cells, from 0."""
     candidate_index: _builtins.int
     device_index: _builtins.int
     """Absent for a compile-only job."""
@@ -498,32 +502,32 @@ class Cell(_message.Message):
     threads: _builtins.int
     state: _common_pb2.CellState.ValueType
     version: _builtins.int
-    """Counts its changes; every change is a compare-and-set on it."""
+    """Number of the cell's changes. Every change is a compare-and-set of it."""
     compilation_key: _builtins.str
     candidate_name: _builtins.str
-    """What the cell is compiled from and to, for people: "resnet8" and "xnnpack_fp32"."""
+    """Names of the model and of the recipe for people: "resnet8" and "xnnpack_fp32"."""
     recipe_name: _builtins.str
     selector: _builtins.str
-    """The narrowed selector: a device id when DeviceChoice.all made the cell."""
+    """The choice's selector; a device id if DeviceChoice.all created the cell."""
     report_id: _builtins.str
-    """Set in a terminal state, on failure too."""
+    """Set in a terminal state, also after a failure."""
     numerics_compilation_key: _builtins.str
-    """The compilation of the numerics pass's program; empty where there is none, and where it is the cell's own."""
+    """Key of the compilation of the numerics pass's program; empty without such a pass, and if the pass runs the cell's program."""
     waiting_for: _builtins.str
-    """Why it waits, where that is worth saying ("board-7 is known but offline")."""
+    """Why the cell waits, such as "board-7 is known but offline"; may be empty."""
     compile_cached: _builtins.bool
-    """Whether the compilation was answered from the cache."""
+    """Whether the compilation came from the cache."""
     @_builtins.property
     def error(self) -> _common_pb2.Error: ...
     @_builtins.property
     def attempts(self) -> _containers.RepeatedCompositeFieldContainer[Global___Attempt]: ...
     @_builtins.property
     def outputs(self) -> _common_pb2.Artifact:
-        """What the last attempt's program gave: a tensor file of flattened leaves."""
+        """Outputs of the last attempt's program: a tensor file of flattened leaves."""
 
     @_builtins.property
     def program(self) -> _compile_pb2.Program:
-        """The compiled program; set once it exists."""
+        """The compiled program; absent until it exists."""
 
     @_builtins.property
     def etrecord(self) -> _common_pb2.Artifact: ...
@@ -531,7 +535,7 @@ class Cell(_message.Message):
     def update_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def timeline(self) -> _containers.RepeatedCompositeFieldContainer[_report_pb2.Phase]:
-        """The steps so far."""
+        """The completed steps."""
 
     def __init__(
         self,
@@ -578,7 +582,7 @@ Global___Cell: _TypeAlias = Cell  # noqa: Y015
 
 @_typing.final
 class Attempt(_message.Message):
-    """One placement of a cell on one device. Its id is the fence: a late answer of another attempt changes nothing."""
+    """One placement of a cell on one device. Its id is a fence: a late answer of an earlier attempt changes nothing."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -595,7 +599,7 @@ class Attempt(_message.Message):
     def end_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def error(self) -> _common_pb2.Error:
-        """Why it ended without a result."""
+        """Why the attempt ended without a result; absent if it has one."""
 
     def __init__(
         self,
@@ -656,7 +660,7 @@ class Job(_message.Message):
     state: Global___JobState.ValueType
     server_version: _builtins.str
     project: _builtins.str
-    """The project that it belongs to."""
+    """The project that the job belongs to."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
@@ -671,7 +675,7 @@ class Job(_message.Message):
     def cells(self) -> _containers.RepeatedCompositeFieldContainer[Global___Cell]: ...
     @_builtins.property
     def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """See ReportService.Tag."""
+        """Names that ReportService.Tag gave the job."""
 
     def __init__(
         self,
@@ -703,7 +707,9 @@ class GetJobRequest(_message.Message):
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
-    """The id; else a tag; else a unique prefix of an id, of at least 4 characters. Or "latest". So wherever a job is named."""
+    """An id, a tag, a unique prefix of an id with at least 4 characters, or "latest", looked up in this order. Every request that
+    names a job accepts the same.
+    """
     def __init__(
         self,
         *,
@@ -724,7 +730,7 @@ class ListJobsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """50 when 0, 500 at most."""
+    """50 by default, at most 500."""
     page_token: _builtins.str
     def __init__(
         self,
@@ -749,7 +755,7 @@ class ListJobsResponse(_message.Message):
     next_page_token: _builtins.str
     @_builtins.property
     def jobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Job]:
-        """Without specs."""
+        """Jobs without their specs."""
 
     def __init__(
         self,
@@ -773,6 +779,7 @@ class WatchJobRequest(_message.Message):
     AFTER_SEQUENCE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     after_sequence: _builtins.int
+    """The last received sequence; 0 for all events."""
     def __init__(
         self,
         *,
@@ -799,14 +806,14 @@ class JobEvent(_message.Message):
     LOG_FIELD_NUMBER: _builtins.int
     JOB_STATE_FIELD_NUMBER: _builtins.int
     sequence: _builtins.int
-    """Set on journaled events only."""
+    """Set only on journaled events, which are `job` and `cell`."""
     job_state: Global___JobState.ValueType
     """The job's state after a journaled event."""
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def job(self) -> Global___Job:
-        """The job was submitted or became terminal; without spec and cells."""
+        """The job was submitted or became terminal. Without spec and cells."""
 
     @_builtins.property
     def cell(self) -> Global___Cell: ...
@@ -842,7 +849,7 @@ Global___JobEvent: _TypeAlias = JobEvent  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
-    """What a live cell is doing now."""
+    """The current step of a live cell."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -862,9 +869,9 @@ class Progress(_message.Message):
     phase: _builtins.str
     """A compile stage, or LOAD, WARMUP, TIMED, TRACED, ..."""
     duration_ms: _builtins.float
-    """Set when the phase just ended."""
+    """Duration of the phase; set when it has just ended."""
     done: _builtins.int
-    """How far the phase is, where that can be told: `done` of `total` units."""
+    """How far the phase is: `done` of `total` units. Absent if the phase cannot be counted."""
     total: _builtins.int
     message: _builtins.str
     def __init__(
@@ -945,7 +952,7 @@ class TailJobLogRequest(_message.Message):
     FOLLOW_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
     cell_id: _builtins.str
-    """One cell's lines only."""
+    """A cell's id: only its lines. All lines when empty."""
     follow: _builtins.bool
     def __init__(
         self,
@@ -972,7 +979,7 @@ class LogLine(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     TEXT_FIELD_NUMBER: _builtins.int
     number: _builtins.int
-    """From 1, in order of arrival within the job."""
+    """Position in the job's log, from 1, in order of arrival."""
     cell_id: _builtins.str
     source: _common_pb2.LogSource.ValueType
     text: _builtins.str

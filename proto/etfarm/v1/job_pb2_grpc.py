@@ -26,12 +26,12 @@ if _version_not_supported:
 
 
 class JobServiceStub(object):
-    """Jobs: what a user submits, and how it goes. Invariants:
+    """Jobs: what a user submits, and its progress. Invariants:
 
-    - A job's cells are made at Submit, candidate x device choice x method x threads, and never change in number afterwards.
-    - A job's state is derived from its cells: it is terminal when all of them are; it FAILED if one failed, else CANCELLED if
-    one was cancelled. Every report is kept.
-    - Every change of a cell is written down before anybody hears of it.
+    - Submit creates a job's cells, candidate x device choice x method x threads. Their number never changes afterwards.
+    - A job's state follows from its cells: it is terminal when all of them are. It is FAILED if a cell failed, else CANCELLED if
+    a cell was cancelled, else SUCCEEDED. Every report is kept.
+    - Every change of a cell is stored before it is announced.
     """
 
     def __init__(self, channel):
@@ -78,28 +78,27 @@ class JobServiceStub(object):
 
 
 class JobServiceServicer(object):
-    """Jobs: what a user submits, and how it goes. Invariants:
+    """Jobs: what a user submits, and its progress. Invariants:
 
-    - A job's cells are made at Submit, candidate x device choice x method x threads, and never change in number afterwards.
-    - A job's state is derived from its cells: it is terminal when all of them are; it FAILED if one failed, else CANCELLED if
-    one was cancelled. Every report is kept.
-    - Every change of a cell is written down before anybody hears of it.
+    - Submit creates a job's cells, candidate x device choice x method x threads. Their number never changes afterwards.
+    - A job's state follows from its cells: it is terminal when all of them are. It is FAILED if a cell failed, else CANCELLED if
+    a cell was cancelled, else SUCCEEDED. Every report is kept.
+    - Every change of a cell is stored before it is announced.
     """
 
     def Submit(self, request, context):
-        """Writes the job down and answers; the work begins then. A request_id that this owner used before answers the job of then,
-        whatever the spec says now: after a lost answer, send the same request again. The artifacts that the spec names must
-        be stored (ArtifactService.FindMissing).
+        """Stores the job and answers; then the work begins. A request_id that this owner has used before is answered with the job of
+        that request, whatever the spec says now: after a lost response, send the same request again. The artifacts that the spec
+        names must be stored before (ArtifactService.FindMissing).
 
         Errors:
         INVALID_ARGUMENT     UNKNOWN_RECIPE, UNKNOWN_SELECTOR_KEY, NOT_A_PT2, UNSAFE_MODEL, NOT_A_PTE, TRUNCATED_PROGRAM,
-        RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS, BAD_STAGES (an order of
-        stages that is none), METHOD_MISSING (the job names a
-        method that a model has not), BAD_RECIPE_FIELD (a recipe does), UNKNOWN_STAGE (no plug-in
-        has it), BAD_JOB (the spec contradicts itself): the sentence names the remedy.
-        UNIMPLEMENTED        NOT_IMPLEMENTED: later work.
+        RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS; BAD_STAGES: the order of stages is invalid;
+        METHOD_MISSING: a model lacks a method that the job names; BAD_RECIPE_FIELD: a recipe names a method
+        that its model lacks, or has an invalid value; UNKNOWN_STAGE: no plug-in has the stage; BAD_JOB: the
+        spec contradicts itself. The message says what to change.
         FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
-        what there is. RECIPE_UNAVAILABLE: this server lacks what the recipe needs.
+        the devices. RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
         ARTIFACT_MISSING: upload `digest` first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -107,54 +106,59 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Get(self, request, context):
-        """Errors:
-        NOT_FOUND            JOB_NOT_FOUND: no job has this id, and no single one this prefix.
+        """Returns a job with its spec and cells.
+
+        Errors:
+        NOT_FOUND            JOB_NOT_FOUND: no job has this id, and not exactly one has this prefix.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """Newest first.
+        """Lists the jobs of the caller's projects, newest first.
+
+        Errors:
+        INVALID_ARGUMENT     BAD_PAGE_TOKEN
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """The journaled events after `after_sequence` first, then what happens, as it happens; the stream ends when the job is
-        terminal and everything was sent. Sequences are contiguous from 1: after a broken stream, watch again with the last one
-        seen. Progress and log lines have no sequence: the latest wins, and a new watcher is sent the latest of each live cell.
+        """Sends the journaled events after `after_sequence`, then new events as they happen. The stream ends when the job is terminal
+        and every event was sent. Sequences are contiguous from 1: after a broken stream, watch again with the last received one.
+        Progress and log lines have no sequence: only the latest matters, and a new watcher receives the latest of each live cell.
 
         Errors:
         NOT_FOUND            JOB_NOT_FOUND
-        OUT_OF_RANGE         SEQUENCE_UNKNOWN: `after_sequence` is larger than the last one: watch from 0.
+        OUT_OF_RANGE         SEQUENCE_UNKNOWN: `after_sequence` is larger than the last sequence: watch from 0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Cancel(self, request, context):
-        """Ends what is live: compile children and runners are killed. Answers when all cells are terminal. A job that is terminal
-        stays as it is.
+        """Cancels what is live: the server kills compile children, and agents kill runners. Answers when all cells are terminal. A
+        terminal job does not change.
 
         Errors:
         NOT_FOUND            JOB_NOT_FOUND
-        PERMISSION_DENIED    NOT_YOURS: it belongs to somebody else and you are no admin.
+        PERMISSION_DENIED    NOT_YOURS: the job belongs to another owner, and the caller is not an admin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Retry(self, request, context):
-        """Later work: a new job of the failed cells of one. UNIMPLEMENTED.
+        """Submits the failed cells of a job as a new job. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def TailLog(self, request, context):
-        """What the compilers and runners of a job printed, in order of arrival; with `follow` until the job is terminal.
+        """Sends the output of a job's compilers and runners in order of arrival; with `follow`, until the job is terminal.
 
         Errors:
         NOT_FOUND            JOB_NOT_FOUND
@@ -210,12 +214,12 @@ def add_JobServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class JobService(object):
-    """Jobs: what a user submits, and how it goes. Invariants:
+    """Jobs: what a user submits, and its progress. Invariants:
 
-    - A job's cells are made at Submit, candidate x device choice x method x threads, and never change in number afterwards.
-    - A job's state is derived from its cells: it is terminal when all of them are; it FAILED if one failed, else CANCELLED if
-    one was cancelled. Every report is kept.
-    - Every change of a cell is written down before anybody hears of it.
+    - Submit creates a job's cells, candidate x device choice x method x threads. Their number never changes afterwards.
+    - A job's state follows from its cells: it is terminal when all of them are. It is FAILED if a cell failed, else CANCELLED if
+    a cell was cancelled, else SUCCEEDED. Every report is kept.
+    - Every change of a cell is stored before it is announced.
     """
 
     @staticmethod

@@ -31,12 +31,13 @@ class Project(_message.Message):
     STORAGE_BYTES_FIELD_NUMBER: _builtins.int
     LIVE_JOBS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Lower-case letters, digits, dots, dashes and underscores, at most 64, a letter or digit first."""
+    """At most 64 lower-case letters, digits, dots, dashes and underscores; the first is a letter or digit."""
     created_by: _builtins.str
+    """Name of the principal that created it."""
     storage_limit_bytes: _builtins.int
-    """What the project's artifacts may take together; the server's default when absent."""
+    """Maximum total size of the project's artifacts; the server's default when absent."""
     storage_bytes: _builtins.int
-    """What they take now."""
+    """Current total size of the project's artifacts."""
     live_jobs: _builtins.int
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp: ...
@@ -72,6 +73,7 @@ class CreateProjectRequest(_message.Message):
     STORAGE_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     storage_limit_bytes: _builtins.int
+    """The server's default when absent."""
     @_builtins.property
     def members(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -98,6 +100,7 @@ class ListProjectsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
+    """100 by default, at most 500."""
     page_token: _builtins.str
     def __init__(
         self,
@@ -144,7 +147,7 @@ class UpdateProjectRequest(_message.Message):
     STORAGE_LIMIT_BYTES_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     storage_limit_bytes: _builtins.int
-    """The server's default when absent."""
+    """Absent sets the server's default."""
     def __init__(
         self,
         *,

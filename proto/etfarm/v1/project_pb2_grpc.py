@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class ProjectServiceStub(object):
-    """Projects: whose jobs, artifacts, tags, sessions and reports are whose. Members see what belongs to their projects; admins see
-    everything. A principal that is a member of no project is one of "default", which always exists.
+    """Projects, to which jobs, artifacts, tags, sessions and reports belong. Members see what belongs to their projects; admins see
+    everything. A principal that is a member of no project is a member of "default", which always exists.
     """
 
     def __init__(self, channel):
@@ -64,28 +64,33 @@ class ProjectServiceStub(object):
 
 
 class ProjectServiceServicer(object):
-    """Projects: whose jobs, artifacts, tags, sessions and reports are whose. Members see what belongs to their projects; admins see
-    everything. A principal that is a member of no project is one of "default", which always exists.
+    """Projects, to which jobs, artifacts, tags, sessions and reports belong. Members see what belongs to their projects; admins see
+    everything. A principal that is a member of no project is a member of "default", which always exists.
     """
 
     def Create(self, request, context):
-        """Errors:
-        INVALID_ARGUMENT     BAD_PROJECT: the name is not allowed; the message says what is.
-        ALREADY_EXISTS       PROJECT_EXISTS
+        """Creates a project.
+
+        Errors:
+        INVALID_ARGUMENT     BAD_PROJECT: the name is not allowed; the message says which names are.
+        ALREADY_EXISTS       PROJECT_EXISTS: choose another name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """The caller's projects; all of them for an admin.
+        """Lists the caller's projects; all projects for an admin. Sorted by name.
+
+        Errors:
+        INVALID_ARGUMENT     BAD_PAGE_TOKEN
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Update(self, request, context):
-        """Changes a project's limits.
+        """Sets a project's limits.
 
         Errors:
         NOT_FOUND            PROJECT_NOT_FOUND
@@ -95,7 +100,9 @@ class ProjectServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def AddMember(self, request, context):
-        """Errors:
+        """Adds a principal to a project's members.
+
+        Errors:
         NOT_FOUND            PROJECT_NOT_FOUND
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -103,7 +110,9 @@ class ProjectServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def RemoveMember(self, request, context):
-        """Errors:
+        """Removes a principal from a project's members.
+
+        Errors:
         NOT_FOUND            PROJECT_NOT_FOUND, MEMBER_NOT_FOUND
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -147,8 +156,8 @@ def add_ProjectServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ProjectService(object):
-    """Projects: whose jobs, artifacts, tags, sessions and reports are whose. Members see what belongs to their projects; admins see
-    everything. A principal that is a member of no project is one of "default", which always exists.
+    """Projects, to which jobs, artifacts, tags, sessions and reports belong. Members see what belongs to their projects; admins see
+    everything. A principal that is a member of no project is a member of "default", which always exists.
     """
 
     @staticmethod

@@ -27,8 +27,8 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ProjectServiceStub:
-    """Projects: whose jobs, artifacts, tags, sessions and reports are whose. Members see what belongs to their projects; admins see
-    everything. A principal that is a member of no project is one of "default", which always exists.
+    """Projects, to which jobs, artifacts, tags, sessions and reports belong. Members see what belongs to their projects; admins see
+    everything. A principal that is a member of no project is a member of "default", which always exists.
     """
 
     @_typing.overload
@@ -36,59 +36,79 @@ class ProjectServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ProjectServiceAsyncStub: ...
     Create: _grpc.UnaryUnaryMultiCallable[_project_pb2.CreateProjectRequest, _project_pb2.Project]
-    """Errors:
-      INVALID_ARGUMENT     BAD_PROJECT: the name is not allowed; the message says what is.
-      ALREADY_EXISTS       PROJECT_EXISTS
+    """Creates a project.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_PROJECT: the name is not allowed; the message says which names are.
+      ALREADY_EXISTS       PROJECT_EXISTS: choose another name.
     """
     List: _grpc.UnaryUnaryMultiCallable[_project_pb2.ListProjectsRequest, _project_pb2.ListProjectsResponse]
-    """The caller's projects; all of them for an admin."""
+    """Lists the caller's projects; all projects for an admin. Sorted by name.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+    """
     Update: _grpc.UnaryUnaryMultiCallable[_project_pb2.UpdateProjectRequest, _project_pb2.Project]
-    """Changes a project's limits.
+    """Sets a project's limits.
 
     Errors:
       NOT_FOUND            PROJECT_NOT_FOUND
     """
     AddMember: _grpc.UnaryUnaryMultiCallable[_project_pb2.AddMemberRequest, _project_pb2.Project]
-    """Errors:
+    """Adds a principal to a project's members.
+
+    Errors:
       NOT_FOUND            PROJECT_NOT_FOUND
     """
     RemoveMember: _grpc.UnaryUnaryMultiCallable[_project_pb2.RemoveMemberRequest, _project_pb2.Project]
-    """Errors:
+    """Removes a principal from a project's members.
+
+    Errors:
       NOT_FOUND            PROJECT_NOT_FOUND, MEMBER_NOT_FOUND
     """
 
 @_typing.type_check_only
 class ProjectServiceAsyncStub(ProjectServiceStub):
-    """Projects: whose jobs, artifacts, tags, sessions and reports are whose. Members see what belongs to their projects; admins see
-    everything. A principal that is a member of no project is one of "default", which always exists.
+    """Projects, to which jobs, artifacts, tags, sessions and reports belong. Members see what belongs to their projects; admins see
+    everything. A principal that is a member of no project is a member of "default", which always exists.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Create: _aio.UnaryUnaryMultiCallable[_project_pb2.CreateProjectRequest, _project_pb2.Project]  # type: ignore[assignment]
-    """Errors:
-      INVALID_ARGUMENT     BAD_PROJECT: the name is not allowed; the message says what is.
-      ALREADY_EXISTS       PROJECT_EXISTS
+    """Creates a project.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_PROJECT: the name is not allowed; the message says which names are.
+      ALREADY_EXISTS       PROJECT_EXISTS: choose another name.
     """
     List: _aio.UnaryUnaryMultiCallable[_project_pb2.ListProjectsRequest, _project_pb2.ListProjectsResponse]  # type: ignore[assignment]
-    """The caller's projects; all of them for an admin."""
+    """Lists the caller's projects; all projects for an admin. Sorted by name.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+    """
     Update: _aio.UnaryUnaryMultiCallable[_project_pb2.UpdateProjectRequest, _project_pb2.Project]  # type: ignore[assignment]
-    """Changes a project's limits.
+    """Sets a project's limits.
 
     Errors:
       NOT_FOUND            PROJECT_NOT_FOUND
     """
     AddMember: _aio.UnaryUnaryMultiCallable[_project_pb2.AddMemberRequest, _project_pb2.Project]  # type: ignore[assignment]
-    """Errors:
+    """Adds a principal to a project's members.
+
+    Errors:
       NOT_FOUND            PROJECT_NOT_FOUND
     """
     RemoveMember: _aio.UnaryUnaryMultiCallable[_project_pb2.RemoveMemberRequest, _project_pb2.Project]  # type: ignore[assignment]
-    """Errors:
+    """Removes a principal from a project's members.
+
+    Errors:
       NOT_FOUND            PROJECT_NOT_FOUND, MEMBER_NOT_FOUND
     """
 
 class ProjectServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Projects: whose jobs, artifacts, tags, sessions and reports are whose. Members see what belongs to their projects; admins see
-    everything. A principal that is a member of no project is one of "default", which always exists.
+    """Projects, to which jobs, artifacts, tags, sessions and reports belong. Members see what belongs to their projects; admins see
+    everything. A principal that is a member of no project is a member of "default", which always exists.
     """
 
     @_abc_1.abstractmethod
@@ -97,9 +117,11 @@ class ProjectServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _project_pb2.CreateProjectRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_project_pb2.Project, _abc.Awaitable[_project_pb2.Project]]:
-        """Errors:
-          INVALID_ARGUMENT     BAD_PROJECT: the name is not allowed; the message says what is.
-          ALREADY_EXISTS       PROJECT_EXISTS
+        """Creates a project.
+
+        Errors:
+          INVALID_ARGUMENT     BAD_PROJECT: the name is not allowed; the message says which names are.
+          ALREADY_EXISTS       PROJECT_EXISTS: choose another name.
         """
 
     @_abc_1.abstractmethod
@@ -108,7 +130,11 @@ class ProjectServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _project_pb2.ListProjectsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_project_pb2.ListProjectsResponse, _abc.Awaitable[_project_pb2.ListProjectsResponse]]:
-        """The caller's projects; all of them for an admin."""
+        """Lists the caller's projects; all projects for an admin. Sorted by name.
+
+        Errors:
+          INVALID_ARGUMENT     BAD_PAGE_TOKEN
+        """
 
     @_abc_1.abstractmethod
     def Update(
@@ -116,7 +142,7 @@ class ProjectServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _project_pb2.UpdateProjectRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_project_pb2.Project, _abc.Awaitable[_project_pb2.Project]]:
-        """Changes a project's limits.
+        """Sets a project's limits.
 
         Errors:
           NOT_FOUND            PROJECT_NOT_FOUND
@@ -128,7 +154,9 @@ class ProjectServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _project_pb2.AddMemberRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_project_pb2.Project, _abc.Awaitable[_project_pb2.Project]]:
-        """Errors:
+        """Adds a principal to a project's members.
+
+        Errors:
           NOT_FOUND            PROJECT_NOT_FOUND
         """
 
@@ -138,7 +166,9 @@ class ProjectServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _project_pb2.RemoveMemberRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_project_pb2.Project, _abc.Awaitable[_project_pb2.Project]]:
-        """Errors:
+        """Removes a principal from a project's members.
+
+        Errors:
           NOT_FOUND            PROJECT_NOT_FOUND, MEMBER_NOT_FOUND
         """
 

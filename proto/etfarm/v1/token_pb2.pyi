@@ -36,27 +36,30 @@ class Token(_message.Message):
     ENROLMENT_FIELD_NUMBER: _builtins.int
     FROM_FILE_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """Identifies the token without giving it away."""
+    """Identifies the token; it is not the secret."""
     principal: _builtins.str
     role: _common_pb2.Role.ValueType
     created_by: _builtins.str
+    """Name of the principal that created it."""
     agent_id: _builtins.str
-    """The agent identity that it is bound to."""
+    """The agent identity that the token is bound to; empty if it is bound to none."""
     enrolment: _builtins.bool
-    """Valid for one AgentService.Enroll only."""
+    """Whether the token is only valid for one call of AgentService.Enroll."""
     from_file: _builtins.bool
-    """It stands in the `--tokens` file."""
+    """Whether the token is from the `--tokens` file."""
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def expire_time(self) -> _timestamp_pb2.Timestamp:
-        """Absent: the token does not expire."""
+        """Absent if the token does not expire."""
 
     @_builtins.property
-    def revoke_time(self) -> _timestamp_pb2.Timestamp: ...
+    def revoke_time(self) -> _timestamp_pb2.Timestamp:
+        """Absent if the token is not revoked."""
+
     @_builtins.property
     def last_used_time(self) -> _timestamp_pb2.Timestamp:
-        """To the minute."""
+        """Accurate to the minute; absent if the token was never used."""
 
     def __init__(
         self,
@@ -91,15 +94,15 @@ class CreateTokenRequest(_message.Message):
     ENROLMENT_FIELD_NUMBER: _builtins.int
     PROJECTS_FIELD_NUMBER: _builtins.int
     principal: _builtins.str
-    """Whose token it is: letters, digits, dots, dashes and underscores, at most 64."""
+    """Name of the principal: at most 64 letters, digits, dots, dashes and underscores."""
     role: _common_pb2.Role.ValueType
     lifetime_s: _builtins.float
-    """Seconds until it expires; never when absent."""
+    """Seconds until the token expires; it does not expire when absent."""
     enrolment: _builtins.bool
-    """Makes a one-time enrolment token for an agent; `role` is ROLE_AGENT."""
+    """Whether to create a one-time enrolment token for an agent; `role` must be ROLE_AGENT."""
     @_builtins.property
     def projects(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Makes the principal a member of these projects."""
+        """Projects that the principal becomes a member of."""
 
     def __init__(
         self,
@@ -127,7 +130,7 @@ class CreateTokenResponse(_message.Message):
     TOKEN_FIELD_NUMBER: _builtins.int
     SECRET_FIELD_NUMBER: _builtins.int
     secret: _builtins.str
-    """The bearer token. It cannot be read again."""
+    """The bearer token. The server cannot return it again."""
     @_builtins.property
     def token(self) -> Global___Token: ...
     def __init__(
@@ -151,6 +154,7 @@ class ListTokensRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
+    """100 by default, at most 1000."""
     page_token: _builtins.str
     def __init__(
         self,
@@ -195,6 +199,7 @@ class RevokeTokenRequest(_message.Message):
 
     ID_FIELD_NUMBER: _builtins.int
     id: _builtins.str
+    """Token.id."""
     def __init__(
         self,
         *,
@@ -214,7 +219,7 @@ class RotateTokenRequest(_message.Message):
 
     ID_FIELD_NUMBER: _builtins.int
     id: _builtins.str
-    """The caller's own token when empty."""
+    """Token.id; the token of the call when empty."""
     def __init__(
         self,
         *,

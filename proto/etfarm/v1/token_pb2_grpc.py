@@ -26,8 +26,9 @@ if _version_not_supported:
 
 
 class TokenServiceStub(object):
-    """The farm's tokens. A token belongs to a principal, has a role, and is stored as a hash: its secret is shown once. Tokens of
-    the `--tokens` file are listed and cannot be changed here. Only admins call this service, but for Rotate of one's own token.
+    """The farm's tokens. A token belongs to a principal and has a role. The server stores a hash of its secret, which it returns
+    only once. Tokens of the `--tokens` file are listed, but cannot be changed here. Only admins may call this service, except
+    Rotate for the caller's own token.
     """
 
     def __init__(self, channel):
@@ -59,15 +60,16 @@ class TokenServiceStub(object):
 
 
 class TokenServiceServicer(object):
-    """The farm's tokens. A token belongs to a principal, has a role, and is stored as a hash: its secret is shown once. Tokens of
-    the `--tokens` file are listed and cannot be changed here. Only admins call this service, but for Rotate of one's own token.
+    """The farm's tokens. A token belongs to a principal and has a role. The server stores a hash of its secret, which it returns
+    only once. Tokens of the `--tokens` file are listed, but cannot be changed here. Only admins may call this service, except
+    Rotate for the caller's own token.
     """
 
     def Create(self, request, context):
-        """Makes a token.
+        """Creates a token.
 
         Errors:
-        INVALID_ARGUMENT     BAD_TOKEN_REQUEST: the name, role or expiry is not allowed; the message says what is.
+        INVALID_ARGUMENT     BAD_TOKEN_REQUEST: the name, role or lifetime is not allowed; the message says what is.
         NOT_FOUND            PROJECT_NOT_FOUND
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -75,14 +77,17 @@ class TokenServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def List(self, request, context):
-        """Every token without its secret, newest first.
+        """Lists all tokens without their secrets, newest first.
+
+        Errors:
+        INVALID_ARGUMENT     BAD_PAGE_TOKEN
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Revoke(self, request, context):
-        """Ends a token at once: calls that use it are ended too.
+        """Revokes a token at once. Calls that use it end, too.
 
         Errors:
         NOT_FOUND            TOKEN_NOT_FOUND
@@ -92,10 +97,10 @@ class TokenServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Rotate(self, request, context):
-        """Replaces a token's secret at once; role, projects and agent identity stay. Callers may rotate the token that they call with.
+        """Replaces a token's secret at once; role, projects and agent identity stay. Every caller may rotate the token of its call.
 
         Errors:
-        NOT_FOUND            TOKEN_NOT_FOUND: there is none of this id, or it is not the caller's.
+        NOT_FOUND            TOKEN_NOT_FOUND: no token has this id, or the caller may not rotate it.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -133,8 +138,9 @@ def add_TokenServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class TokenService(object):
-    """The farm's tokens. A token belongs to a principal, has a role, and is stored as a hash: its secret is shown once. Tokens of
-    the `--tokens` file are listed and cannot be changed here. Only admins call this service, but for Rotate of one's own token.
+    """The farm's tokens. A token belongs to a principal and has a role. The server stores a hash of its secret, which it returns
+    only once. Tokens of the `--tokens` file are listed, but cannot be changed here. Only admins may call this service, except
+    Rotate for the caller's own token.
     """
 
     @staticmethod

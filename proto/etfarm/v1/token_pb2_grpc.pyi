@@ -27,8 +27,9 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class TokenServiceStub:
-    """The farm's tokens. A token belongs to a principal, has a role, and is stored as a hash: its secret is shown once. Tokens of
-    the `--tokens` file are listed and cannot be changed here. Only admins call this service, but for Rotate of one's own token.
+    """The farm's tokens. A token belongs to a principal and has a role. The server stores a hash of its secret, which it returns
+    only once. Tokens of the `--tokens` file are listed, but cannot be changed here. Only admins may call this service, except
+    Rotate for the caller's own token.
     """
 
     @_typing.overload
@@ -36,59 +37,69 @@ class TokenServiceStub:
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> TokenServiceAsyncStub: ...
     Create: _grpc.UnaryUnaryMultiCallable[_token_pb2.CreateTokenRequest, _token_pb2.CreateTokenResponse]
-    """Makes a token.
+    """Creates a token.
 
     Errors:
-      INVALID_ARGUMENT     BAD_TOKEN_REQUEST: the name, role or expiry is not allowed; the message says what is.
+      INVALID_ARGUMENT     BAD_TOKEN_REQUEST: the name, role or lifetime is not allowed; the message says what is.
       NOT_FOUND            PROJECT_NOT_FOUND
     """
     List: _grpc.UnaryUnaryMultiCallable[_token_pb2.ListTokensRequest, _token_pb2.ListTokensResponse]
-    """Every token without its secret, newest first."""
+    """Lists all tokens without their secrets, newest first.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+    """
     Revoke: _grpc.UnaryUnaryMultiCallable[_token_pb2.RevokeTokenRequest, _token_pb2.Token]
-    """Ends a token at once: calls that use it are ended too.
+    """Revokes a token at once. Calls that use it end, too.
 
     Errors:
       NOT_FOUND            TOKEN_NOT_FOUND
     """
     Rotate: _grpc.UnaryUnaryMultiCallable[_token_pb2.RotateTokenRequest, _token_pb2.CreateTokenResponse]
-    """Replaces a token's secret at once; role, projects and agent identity stay. Callers may rotate the token that they call with.
+    """Replaces a token's secret at once; role, projects and agent identity stay. Every caller may rotate the token of its call.
 
     Errors:
-      NOT_FOUND            TOKEN_NOT_FOUND: there is none of this id, or it is not the caller's.
+      NOT_FOUND            TOKEN_NOT_FOUND: no token has this id, or the caller may not rotate it.
     """
 
 @_typing.type_check_only
 class TokenServiceAsyncStub(TokenServiceStub):
-    """The farm's tokens. A token belongs to a principal, has a role, and is stored as a hash: its secret is shown once. Tokens of
-    the `--tokens` file are listed and cannot be changed here. Only admins call this service, but for Rotate of one's own token.
+    """The farm's tokens. A token belongs to a principal and has a role. The server stores a hash of its secret, which it returns
+    only once. Tokens of the `--tokens` file are listed, but cannot be changed here. Only admins may call this service, except
+    Rotate for the caller's own token.
     """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Create: _aio.UnaryUnaryMultiCallable[_token_pb2.CreateTokenRequest, _token_pb2.CreateTokenResponse]  # type: ignore[assignment]
-    """Makes a token.
+    """Creates a token.
 
     Errors:
-      INVALID_ARGUMENT     BAD_TOKEN_REQUEST: the name, role or expiry is not allowed; the message says what is.
+      INVALID_ARGUMENT     BAD_TOKEN_REQUEST: the name, role or lifetime is not allowed; the message says what is.
       NOT_FOUND            PROJECT_NOT_FOUND
     """
     List: _aio.UnaryUnaryMultiCallable[_token_pb2.ListTokensRequest, _token_pb2.ListTokensResponse]  # type: ignore[assignment]
-    """Every token without its secret, newest first."""
+    """Lists all tokens without their secrets, newest first.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+    """
     Revoke: _aio.UnaryUnaryMultiCallable[_token_pb2.RevokeTokenRequest, _token_pb2.Token]  # type: ignore[assignment]
-    """Ends a token at once: calls that use it are ended too.
+    """Revokes a token at once. Calls that use it end, too.
 
     Errors:
       NOT_FOUND            TOKEN_NOT_FOUND
     """
     Rotate: _aio.UnaryUnaryMultiCallable[_token_pb2.RotateTokenRequest, _token_pb2.CreateTokenResponse]  # type: ignore[assignment]
-    """Replaces a token's secret at once; role, projects and agent identity stay. Callers may rotate the token that they call with.
+    """Replaces a token's secret at once; role, projects and agent identity stay. Every caller may rotate the token of its call.
 
     Errors:
-      NOT_FOUND            TOKEN_NOT_FOUND: there is none of this id, or it is not the caller's.
+      NOT_FOUND            TOKEN_NOT_FOUND: no token has this id, or the caller may not rotate it.
     """
 
 class TokenServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The farm's tokens. A token belongs to a principal, has a role, and is stored as a hash: its secret is shown once. Tokens of
-    the `--tokens` file are listed and cannot be changed here. Only admins call this service, but for Rotate of one's own token.
+    """The farm's tokens. A token belongs to a principal and has a role. The server stores a hash of its secret, which it returns
+    only once. Tokens of the `--tokens` file are listed, but cannot be changed here. Only admins may call this service, except
+    Rotate for the caller's own token.
     """
 
     @_abc_1.abstractmethod
@@ -97,10 +108,10 @@ class TokenServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _token_pb2.CreateTokenRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_token_pb2.CreateTokenResponse, _abc.Awaitable[_token_pb2.CreateTokenResponse]]:
-        """Makes a token.
+        """Creates a token.
 
         Errors:
-          INVALID_ARGUMENT     BAD_TOKEN_REQUEST: the name, role or expiry is not allowed; the message says what is.
+          INVALID_ARGUMENT     BAD_TOKEN_REQUEST: the name, role or lifetime is not allowed; the message says what is.
           NOT_FOUND            PROJECT_NOT_FOUND
         """
 
@@ -110,7 +121,11 @@ class TokenServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _token_pb2.ListTokensRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_token_pb2.ListTokensResponse, _abc.Awaitable[_token_pb2.ListTokensResponse]]:
-        """Every token without its secret, newest first."""
+        """Lists all tokens without their secrets, newest first.
+
+        Errors:
+          INVALID_ARGUMENT     BAD_PAGE_TOKEN
+        """
 
     @_abc_1.abstractmethod
     def Revoke(
@@ -118,7 +133,7 @@ class TokenServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _token_pb2.RevokeTokenRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_token_pb2.Token, _abc.Awaitable[_token_pb2.Token]]:
-        """Ends a token at once: calls that use it are ended too.
+        """Revokes a token at once. Calls that use it end, too.
 
         Errors:
           NOT_FOUND            TOKEN_NOT_FOUND
@@ -130,10 +145,10 @@ class TokenServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _token_pb2.RotateTokenRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_token_pb2.CreateTokenResponse, _abc.Awaitable[_token_pb2.CreateTokenResponse]]:
-        """Replaces a token's secret at once; role, projects and agent identity stay. Callers may rotate the token that they call with.
+        """Replaces a token's secret at once; role, projects and agent identity stay. Every caller may rotate the token of its call.
 
         Errors:
-          NOT_FOUND            TOKEN_NOT_FOUND: there is none of this id, or it is not the caller's.
+          NOT_FOUND            TOKEN_NOT_FOUND: no token has this id, or the caller may not rotate it.
         """
 
 def add_TokenServiceServicer_to_server(servicer: TokenServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
