@@ -19,7 +19,7 @@ from etfarm.server.jobs.submission import BadJob, Submission
 from etfarm.server.rpc.door.caller import active_project, caller, require_owner, scope
 from etfarm.server.rpc.services.unimplemented import unimplemented
 from etfarm.server.state.cut import fit
-from etfarm.server.state.paging import PAGE_SIZES, BadPageToken, page_size, page_start
+from etfarm.server.state.paging import PAGE_SIZES, page_size, page_start
 from etfarm.v1 import job_pb2, job_pb2_grpc
 
 
@@ -78,10 +78,7 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         return self._own(job)
 
     async def List(self, request: job_pb2.ListJobsRequest, context: object) -> job_pb2.ListJobsResponse:
-        try:
-            size, before = page_size(request.page_size, *PAGE_SIZES), page_start(request.page_token)
-        except BadPageToken as error:  # clients know this error of a list of jobs as BAD_JOB
-            raise BadJob(error.message, error.remedy) from None
+        size, before = page_size(request.page_size, *PAGE_SIZES), page_start(request.page_token)
         jobs, following = await self._journal.list(size, before if request.page_token else None, scope())
         token = "" if following is None else str(following)
         return job_pb2.ListJobsResponse(jobs=[self._own(job) for job in jobs], next_page_token=token)
