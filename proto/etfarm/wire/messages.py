@@ -5,9 +5,11 @@ An object's keys are the fields of its message, except for `KEYS`. Enums have th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import cache
 from typing import Any, Final, TypeVar
 
+from google.protobuf.descriptor import Descriptor, EnumDescriptor
 from google.protobuf.message import Message
 from google.protobuf.timestamp_pb2 import Timestamp
 
@@ -33,24 +35,12 @@ def fill(message: M, values: Mapping[str, Any]) -> M:
     Raises:
         ValueError, TypeError, AttributeError: a key has no field, or a value does not fit its field.
     """
-    keys = KEYS.get(message.DESCRIPTOR.full_name, {})
-    fields = {keys.get(field.name, field.name): field for field in message.DESCRIPTOR.fields}
+    writers = _writers(message.DESCRIPTOR)
     for key, value in values.items():
-        if key not in fields:
+        if key not in writers:
             raise ValueError(f"{message.DESCRIPTOR.full_name} has no field for the key {key!r}")
-        if value is None:
-            continue
-        field = fields[key]
-        if _is_map(field):
-            _fill_map(getattr(message, field.name), field, value)
-        elif field.is_repeated:
-            _fill_list(getattr(message, field.name), field, value)
-        elif field.message_type is not None:
-            _fill_inner(getattr(message, field.name), value)
-        elif field.enum_type is not None:
-            setattr(message, field.name, _number(field, value))
-        elif isinstance(value, bool) or not isinstance(value, int) or value in _INT64:
-            setattr(message, field.name, value)
+        if value is not None:
+            writers[key](message, value)
     return message
 
 
@@ -72,25 +62,48 @@ def from_scalar(message: compile_pb2.Scalar) -> bool | int | float | str | None:
     return value
 
 
-def _is_map(field: Any) -> bool:
-    return field.message_type is not None and bool(field.message_type.GetOptions().map_entry)
+_Writer = Callable[[Any, Any], None]
+"""Function that sets one field of a message to a JSON value other than null."""
 
 
-def _fill_map(target: Any, field: Any, items: Mapping[str, Any]) -> None:
-    of_messages = field.message_type.fields_by_name["value"].message_type is not None
-    for key, item in items.items():
-        if not of_messages:
-            target[key] = item
-        else:
-            _fill_inner(target[key], item)
+@cache
+def _writers(message: Descriptor) -> dict[str, _Writer]:
+    """Return the writers of a message's fields by key."""
+    keys = KEYS.get(message.full_name, {})
+    return {keys.get(field.name, field.name): _writer(field) for field in message.fields}
 
 
-def _fill_list(target: Any, field: Any, items: Any) -> None:
+def _writer(field: Any) -> _Writer:
+    name, enum = field.name, field.enum_type
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        of_messages = field.message_type.fields_by_name["value"].message_type is not None
+        return lambda message, items: _fill_map(getattr(message, name), items, of_messages)
+    if field.is_repeated and field.message_type is not None:
+        return lambda message, items: _fill_list(getattr(message, name), items)
+    if field.is_repeated and enum is not None:
+        return lambda message, words: getattr(message, name).extend(_number(enum, word) for word in words)
+    if field.is_repeated:
+        return lambda message, items: getattr(message, name).extend(items)
     if field.message_type is not None:
-        for item in items:
-            _fill_inner(target.add(), item)
-    else:
-        target.extend(items if field.enum_type is None else [_number(field, item) for item in items])
+        return lambda message, value: _fill_inner(getattr(message, name), value)
+    if enum is not None:
+        return lambda message, word: setattr(message, name, _number(enum, word))
+    if field.type == field.TYPE_INT64:
+        return lambda message, value: setattr(message, name, value) if value in _INT64 else None
+    return lambda message, value: setattr(message, name, value)
+
+
+def _fill_map(target: Any, items: Mapping[str, Any], of_messages: bool) -> None:
+    for key, item in items.items():
+        if of_messages:
+            _fill_inner(target[key], item)
+        else:
+            target[key] = item
+
+
+def _fill_list(target: Any, items: Iterable[Any]) -> None:
+    for item in items:
+        _fill_inner(target.add(), item)
 
 
 def _fill_inner(target: Message, value: Any) -> None:
@@ -103,8 +116,8 @@ def _fill_inner(target: Message, value: Any) -> None:
         fill(target, value)
 
 
-def _number(field: Any, word: str) -> int:
-    number = number_of(field.enum_type, word)
+def _number(enum: EnumDescriptor, word: str) -> int:
+    number = number_of(enum, word)
     if number is None:
-        raise ValueError(f"{field.full_name} has no value {word!r}")
+        raise ValueError(f"{enum.full_name} has no value {word!r}")
     return number
