@@ -33,6 +33,7 @@ NAMES: Final = (
     "selectors",
     "statuses",
     "tensor_files",
+    "worker_answers",
     "worker_frames",
     "xnnpack_graphs",
 )
