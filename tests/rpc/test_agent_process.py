@@ -13,6 +13,7 @@ import pytest
 
 from etfarm.v1 import job_pb2
 from etfarm.wire.errors import Fault, Kind, error_of
+from etfarm.wire.names import PROTOCOL_VERSION
 from tests.support.agent import LONG, WAIT_S, Launch, Server, gone, launch, server
 from tests.support.farm import PROMPTLY_S, wait_until
 
@@ -25,7 +26,7 @@ async def test_an_agent_introduces_its_machine_and_beats(server: Server, launch:
     agent = await launch("--name", "board-7", "--label", "rack=3")
     connection = await server.connected()
     hello, device = connection.hello, connection.hello.devices[0]
-    assert hello.protocol_version == 1
+    assert hello.protocol_version == PROTOCOL_VERSION == 2
     assert (device.name, device.labels["rack"], device.agent_id) == ("board-7", "3", hello.agent_id)
     assert device.arch == os.uname().machine
     assert device.cores == len(os.sched_getaffinity(0))

@@ -32,6 +32,7 @@ from etfarm.v1 import (
 )
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.contract import RPCS, SERVICES, WAIT_S, address_of, call
 from tests.support.farm import Daemon
@@ -283,7 +284,7 @@ async def test_an_agents_device_comes_goes_and_stays_known(channel: grpc.aio.Cha
     )
     device = device_pb2.Device(id="contract-pi", name="board", arch="aarch64")
     hello = agent_pb2.Hello(
-        agent_id="agent-1", protocol_version=1, devices=[device], active_attempts=["long gone"], boot_id="here"
+        agent_id="agent-1", protocol_version=PROTOCOL_VERSION, devices=[device], active_attempts=["long gone"], boot_id="here"
     )
 
     async def state() -> int:
@@ -301,7 +302,7 @@ async def test_an_agents_device_comes_goes_and_stays_known(channel: grpc.aio.Cha
         assert error.reason == "AGENT_CONNECTED"
         assert await state() == device_pb2.DEVICE_STATE_IDLE
         # From another machine, or after a reboot: it has to wait for what the first one says.
-        moved = agent_pb2.Hello(agent_id="agent-1", protocol_version=1, boot_id="elsewhere")
+        moved = agent_pb2.Hello(agent_id="agent-1", protocol_version=PROTOCOL_VERSION, boot_id="elsewhere")
         copy = asyncio.create_task(refusal(channel, "AgentService.Connect", agent_pb2.AgentMessage(hello=moved)))
         while not copy.done():
             await stream.write(agent_pb2.AgentMessage(heartbeat=agent_pb2.Heartbeat()))

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Final
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 """The Hello.protocol_version of this code."""
 
 SERVER_VARIABLE = "ETFARM_SERVER"

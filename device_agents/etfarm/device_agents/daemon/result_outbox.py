@@ -11,10 +11,13 @@ from typing import Final
 
 from etfarm.v1 import agent_pb2
 from etfarm.wire.atomic_write import write_atomically
+from etfarm.wire.release_0_1.convert import converted
 
 log = logging.getLogger(__name__)
 
-_SUFFIX: Final = ".result"
+_SUFFIX: Final = ".result2"
+_SUFFIX_OF_0_1: Final = ".result"
+"""Suffix of the results that etfarm 0.1 kept, whose messages have other fields."""
 _DIGEST_BYTES: Final = 32
 
 
@@ -23,7 +26,7 @@ class ResultOutbox:
 
     Args:
         folder: holds a file for each result: the sha256 of the serialized RunResult, then the RunResult. Files that are damaged
-            are deleted when the agent starts.
+            are deleted when the agent starts, and those of etfarm 0.1 are converted.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -34,6 +37,8 @@ class ResultOutbox:
             result = _read_result(path)
             if result is not None:
                 self._waiting[result.attempt_id] = result
+                if path.suffix == _SUFFIX_OF_0_1:
+                    self._replace(path, result)
 
     def __contains__(self, attempt_id: object) -> bool:
         return attempt_id in self._waiting
@@ -47,9 +52,7 @@ class ResultOutbox:
         """Keep a result. If its file cannot be written, that is logged and the result lasts as long as this process."""
         self._waiting[result.attempt_id] = result
         try:
-            message = result.SerializeToString()
-            data = hashlib.sha256(message).digest() + message
-            await asyncio.to_thread(write_atomically, self._path(result.attempt_id), data, durable=True)
+            await asyncio.to_thread(write_atomically, self._path(result.attempt_id), _encode(result), durable=True)
         except OSError as error:
             log.error("the result of attempt %s cannot be written: %s", result.attempt_id, error)
 
@@ -58,9 +61,22 @@ class ResultOutbox:
         if self._waiting.pop(attempt_id, None) is not None:
             self._path(attempt_id).unlink(missing_ok=True)
 
+    def _replace(self, path: Path, result: agent_pb2.RunResult) -> None:
+        """Replace the file of etfarm 0.1 by a current one; if that fails, the next start of the agent converts it again."""
+        try:
+            write_atomically(self._path(result.attempt_id), _encode(result), durable=True)
+            path.unlink()
+        except OSError as error:
+            log.error("the result of attempt %s cannot be written: %s", result.attempt_id, error)
+
     def _path(self, attempt_id: str) -> Path:
         # The server chooses the id, so it must not become a file name.
         return self._folder / f"{hashlib.sha256(attempt_id.encode()).hexdigest()[:32]}{_SUFFIX}"
+
+
+def _encode(result: agent_pb2.RunResult) -> bytes:
+    message = result.SerializeToString()
+    return hashlib.sha256(message).digest() + message
 
 
 def _read_result(path: Path) -> agent_pb2.RunResult | None:
@@ -71,8 +87,10 @@ def _read_result(path: Path) -> agent_pb2.RunResult | None:
     try:
         data = path.read_bytes()
         digest, message = data[:_DIGEST_BYTES], data[_DIGEST_BYTES:]
-        if path.suffix == _SUFFIX and hashlib.sha256(message).digest() == digest:
+        if hashlib.sha256(message).digest() == digest and path.suffix == _SUFFIX:
             return agent_pb2.RunResult.FromString(message)
+        if hashlib.sha256(message).digest() == digest and path.suffix == _SUFFIX_OF_0_1:
+            return converted(agent_pb2.RunResult, message)
         log.warning("%s is not a complete result and is deleted", path)
         path.unlink()
     except OSError as error:

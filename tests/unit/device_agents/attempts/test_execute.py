@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 
 import psutil
@@ -24,6 +25,7 @@ from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
+from etfarm.wire.release_0_1.messages import message_class
 from tests.support.attempts import Blobs
 from tests.support.programs import program
 from tests.support.runner import runner_archive
@@ -182,3 +184,20 @@ async def test_results_outlive_the_process_until_they_are_acknowledged(tmp_path:
     again.drop("../../etc/passwd")
     again.drop("unknown")
     assert list(ResultOutbox(tmp_path).waiting) == ["b"]
+
+
+def test_a_result_that_etfarm_0_1_kept_is_converted(tmp_path: Path) -> None:
+    kept = message_class("RunResult")(attempt_id="a", device_id="d")
+    candidate = kept.candidates.add(cell_id="c", iterations=7, stop_reason="MAX_TIME")
+    candidate.runner.kind = "python"
+    candidate.phases.add(actor="DEVICE", phase="TIMED", start_ms=1, duration_ms=2)
+    data = kept.SerializeToString()
+    (tmp_path / "0123.result").write_bytes(hashlib.sha256(data).digest() + data)
+    for _ in range(2):  # from the old file, then from the one that takes its place
+        (result,) = ResultOutbox(tmp_path).waiting.values()
+        (found,) = result.candidates
+        assert (result.attempt_id, result.device_id, found.cell_id, found.iterations) == ("a", "d", "c", 7)
+        assert found.stop_reason == common_pb2.STOP_REASON_MAX_TIME and found.runner.kind == common_pb2.RUNNER_KIND_PYTHON
+        assert (found.phases[0].actor, found.phases[0].phase) == (common_pb2.ACTOR_DEVICE, "TIMED")
+        (path,) = tmp_path.iterdir()
+        assert path.name != "0123.result"

@@ -39,6 +39,20 @@ class ProtocolUnsupported(UserError):
     reason = "PROTOCOL_UNSUPPORTED"
     kind = Kind.FAILED_PRECONDITION
 
+    def __init__(self, hello: agent_pb2.Hello, version: str) -> None:
+        what = (
+            f"The agent (etfarm {hello.agent_version[:40] or 'of an unknown version'}) speaks protocol {hello.protocol_version}"
+        )
+        older = hello.protocol_version < PROTOCOL_VERSION
+        super().__init__(
+            f"{what}, and this server (etfarm {version}) speaks protocol {PROTOCOL_VERSION}.",
+            f"Install the server's version on the {'device, and start the agent again' if older else 'server or on the device'}: "
+            f"pip install 'etfarm[agent]=={version}'.",
+            supported=PROTOCOL_VERSION,
+            protocol=hello.protocol_version,
+            version=version,
+        )
+
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
     """The servicer of AgentService; see agent.proto."""
@@ -71,11 +85,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
             raise NoHello("The first message of an agent must be Hello.")
         hello = first.hello
         if hello.protocol_version != PROTOCOL_VERSION:
-            raise ProtocolUnsupported(
-                f"The agent speaks protocol {hello.protocol_version}, this server {PROTOCOL_VERSION}.",
-                "Install the same etfarm on both.",
-                supported=PROTOCOL_VERSION,
-            )
+            raise ProtocolUnsupported(hello, self._version)
         principal = caller()
         await self._identities.admit(hello.agent_id, principal)
         session = AgentSession(
