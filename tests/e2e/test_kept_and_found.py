@@ -23,6 +23,7 @@ from etfarm.wire import tensors, views
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
+from etfarm.wire.words import number_of
 from tests.support.farm import FarmProcess, descendants, etfarm, wait_until
 from tests.support.programs import program
 
@@ -224,7 +225,12 @@ def test_other_inputs_are_a_change_that_history_and_compare_tell(kept: Kept, tmp
 @pytest.mark.parametrize("by", ["", *views.BY])
 def test_operators_come_in_pages_as_the_view_has_them(kept: Kept, by: str) -> None:
     report = kept.conv[0].reports[0].json()
-    request = report_pb2.ListOperatorsRequest(report_id=report["id"], by=by, sort="total", page_size=2)
+    request = report_pb2.ListOperatorsRequest(
+        report_id=report["id"],
+        by=number_of(report_pb2.OperatorGrouping.DESCRIPTOR, by),
+        sort=report_pb2.OPERATOR_SORT_TOTAL,
+        page_size=2,
+    )
     found: list[Any] = []
     while True:
         page = ask(kept.farm, "ListOperators", request)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from etfarm.device_agents.attempts.passes import traced_iterations
-from etfarm.v1 import common_pb2, job_pb2
+from etfarm.v1 import common_pb2, job_pb2, report_pb2
 from etfarm.wire import tensors
 from tests.support.agent import LONG, WAIT_S, Launch, Server, launch, server
 from tests.support.farm import PROMPTLY_S
@@ -34,7 +34,7 @@ def expected(name: str) -> list[np.ndarray]:
 
 
 SHORT = job_pb2.Measurement(warmup=1, iterations=5, min_time_s=0)
-LASTED = {"ENOUGH", "SETTLED", "DRIFTING"}
+LASTED = {common_pb2.STOP_REASON_ENOUGH, common_pb2.STOP_REASON_SETTLED, common_pb2.STOP_REASON_DRIFTING}
 """How a pass of at least so many seconds ends."""
 
 
@@ -59,7 +59,7 @@ async def test_a_benchmark_gives_samples_outputs_a_trace_and_counters(server: Se
     starts = [phase.start_ms for phase in cell.phases]
     assert starts == sorted(starts) and starts[0] >= 0
     assert cell.threads == connection.hello.devices[0].clusters[0].physical_cores
-    assert cell.runner.kind == "native" and not cell.runner.HasField("cores")
+    assert cell.runner.kind == common_pb2.RUNNER_KIND_NATIVE and not cell.runner.HasField("cores")
     assert cell.memory.peak_rss_bytes > 1 << 20 and sum(cell.memory.planned_bytes) > 0
     assert cell.telemetry.cpu_time_ns > 0
     begun = [m.run_progress.phase for m in connection.received if m.HasField("run_progress")]
@@ -75,7 +75,7 @@ async def test_a_wait_before_a_measurement_is_told_and_ends(server: Server, laun
     assert [phase.phase for phase in cell.phases][:3] == ["FETCH", "WAIT_FOR_IDLE", "LOAD"]
     (wait,) = cell.telemetry.waits
     # The looks themselves, which are no waiting, may be longer than they should.
-    assert (wait.gate, wait.passed, wait.threshold) == ("IDLE", False, 0) and wait.waited_ms >= 1900
+    assert (wait.gate, wait.passed, wait.threshold) == (report_pb2.GATE_IDLE, False, 0) and wait.waited_ms >= 1900
     told = [m.run_progress.message for m in connection.received if m.run_progress.phase == "WAIT_FOR_IDLE"]
     assert any("tasks per cpu run" in message for message in told)
     connection.start("a2", server.candidate("add"), deadline_s=60)
@@ -112,7 +112,7 @@ async def test_a_program_with_state_is_judged_by_its_first_run(server: Server, l
         connection.start(attempt, server.candidate("counter"), measurement=measurement, deadline_s=60)
         (cell,) = (await connection.result(attempt)).candidates
         np.testing.assert_array_equal(values(server, cell.outputs)[0], expected("counter")[0])
-        assert cell.outputs_equal is True and cell.repeatability.outcome == "KEEPS_STATE"
+        assert cell.outputs_equal is True and cell.repeatability.outcome == report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE
 
 
 async def test_a_wrong_input_is_the_users_fault(server: Server, launch: Launch) -> None:

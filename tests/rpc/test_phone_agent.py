@@ -73,7 +73,7 @@ async def test_a_phone_is_a_device_that_measures(server: Server, launch: Launch,
     (cell,) = (await connection.result("a1")).candidates
     assert not cell.HasField("error"), cell.error
     assert close(outputs_of(server, cell), program("conv").expected)
-    assert (cell.runner.kind, cell.iterations, cell.outputs_equal) == ("native", 5, True)
+    assert (cell.runner.kind, cell.iterations, cell.outputs_equal) == (common_pb2.RUNNER_KIND_NATIVE, 5, True)
     assert cell.etdump.size_bytes > 100 and cell.memory.peak_rss_bytes > 1 << 20
     # From the phone to the agent, and from there to the farm.
     assert [phase.phase for phase in cell.phases][-4:] == ["TIMED", "TRACED", "UPLOAD", "UPLOAD"]
@@ -286,7 +286,7 @@ async def test_a_runner_of_ones_own_takes_the_bundles_place(
     connection.start("a1", server.candidate("conv"), deadline_s=60, device_id=device.id)
     (cell,) = (await connection.result("a1")).candidates
     assert not cell.HasField("error"), cell.error
-    assert (cell.runner.kind, cell.runner.bundle_digest) == ("own", "")
+    assert (cell.runner.kind, cell.runner.bundle_digest) == (common_pb2.RUNNER_KIND_OWN, "")
     assert not list((adb_phone.files / ROOT / "bundles").iterdir())
 
 

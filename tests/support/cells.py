@@ -141,7 +141,7 @@ class Agent:
         result = agent_pb2.CandidateResult(cell_id=run.candidates[0].cell_id, error=error, **more)
         if run.HasField("measurement") and error is None:
             result.samples.CopyFrom(self.uploaded(array("q", [900]).tobytes()))
-            result.iterations, result.duration_ns, result.stop_reason = 1, 1000, "MAX_TIME"
+            result.iterations, result.duration_ns, result.stop_reason = 1, 1000, common_pb2.STOP_REASON_MAX_TIME
         return self.world.runs.deliver(
             agent_pb2.RunResult(attempt_id=run.attempt_id, device_id=run.device_id, candidates=[result])
         )

@@ -19,7 +19,7 @@ from rich.progress import Progress as RichProgress
 from etfarm.client.jobs.progress_bar import JobProgress, TerminalBar, is_notebook, open_bar
 from etfarm.client.models import CellChanged, JobState, Progress
 from etfarm.client.transport import decode
-from etfarm.v1 import job_pb2
+from etfarm.v1 import common_pb2, job_pb2
 from etfarm.wire import report as projection
 from tests.support import documents
 from tests.support.documents import HOSTILE

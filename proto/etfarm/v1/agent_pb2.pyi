@@ -123,7 +123,7 @@ class Hello(_message.Message):
     agent_id: _builtins.str
     """A UUID kept in the agent's data folder."""
     protocol_version: _builtins.int
-    """1."""
+    """2. Version 1 is that of etfarm 0.1."""
     agent_version: _builtins.str
     host: _builtins.str
     boot_id: _builtins.str
@@ -380,10 +380,8 @@ class CandidateResult(_message.Message):
     iterations: _builtins.int
     duration_ns: _builtins.int
     """Wall time of the timed pass."""
-    stop_reason: _builtins.str
-    """ENOUGH, MAX_TIME or MAX_SAMPLES. Where times drifted when it was enough, the pass went on for up to eight times as long:
-    SETTLED, or DRIFTING where that did not help. All samples of it count.
-    """
+    stop_reason: _common_pb2.StopReason.ValueType
+    """A pass that would have ended with ENOUGH continues while its times drift, for up to eight times as long. All samples count."""
     outputs_equal: _builtins.bool
     """Whether all passes gave the same output bytes; a program that keeps state does when its state starts anew. Absent where
     no two were compared.
@@ -411,7 +409,7 @@ class CandidateResult(_message.Message):
     def telemetry(self) -> _report_pb2.RunTelemetry: ...
     @_builtins.property
     def etdump(self) -> _common_pb2.Artifact:
-        """.etdp of the traced pass, and how long each traced iteration took."""
+        """.etdp of the traced pass, and how long each traced iteration took; at most 1,000 iterations."""
 
     @_builtins.property
     def traced_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
@@ -423,7 +421,7 @@ class CandidateResult(_message.Message):
     def repeatability(self) -> _report_pb2.Repeatability: ...
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___InterleavedBlock]:
-        """Of an interleaved attempt: the blocks that the samples came in, in their order."""
+        """Of an interleaved attempt: the blocks that the samples came in, in their order; at most 1,000."""
 
     @_builtins.property
     def numerics(self) -> Global___NumericsResult: ...
@@ -439,7 +437,7 @@ class CandidateResult(_message.Message):
         warmup: _builtins.int = ...,
         iterations: _builtins.int = ...,
         duration_ns: _builtins.int = ...,
-        stop_reason: _builtins.str = ...,
+        stop_reason: _common_pb2.StopReason.ValueType = ...,
         load: _report_pb2.Load | None = ...,
         memory: _report_pb2.Memory | None = ...,
         telemetry: _report_pb2.RunTelemetry | None = ...,

@@ -79,7 +79,8 @@ class AgentServiceServicer(object):
 
         Errors:
         INVALID_ARGUMENT     NO_HELLO: the first message is another.
-        FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: update the agent; metadata has `supported`.
+        FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: install the server's version on the device; metadata has `supported` and
+        `version`, the server's.
         ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
         DEVICE_SERVED: another live agent serves its devices. Of several, those are left out.
         RESOURCE_EXHAUSTED   TOO_MANY_AGENTS: the token's principal has 1,000 identities. TOO_MANY_DEVICES.

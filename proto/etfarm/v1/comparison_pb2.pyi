@@ -118,27 +118,27 @@ LATENCY_OUTCOME_TOO_FEW: LatencyOutcome.ValueType  # 4
 """There are too few samples or rounds for an interval."""
 Global___LatencyOutcome: _TypeAlias = LatencyOutcome  # noqa: Y015
 
-class _OperatorGrouping:
+class _ChangedRows:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
 
-class _OperatorGroupingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OperatorGrouping.ValueType], _builtins.type):
+class _ChangedRowsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChangedRows.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
-    OPERATOR_GROUPING_UNSPECIFIED: _OperatorGrouping.ValueType  # 0
-    OPERATOR_GROUPING_OPERATOR: _OperatorGrouping.ValueType  # 1
+    CHANGED_ROWS_UNSPECIFIED: _ChangedRows.ValueType  # 0
+    CHANGED_ROWS_OPERATOR: _ChangedRows.ValueType  # 1
     """Single operators, or several that cannot be distinguished."""
-    OPERATOR_GROUPING_MODULE: _OperatorGrouping.ValueType  # 2
+    CHANGED_ROWS_MODULE: _ChangedRows.ValueType  # 2
     """Modules of the model: other recipes group operators differently."""
 
-class OperatorGrouping(_OperatorGrouping, metaclass=_OperatorGroupingEnumTypeWrapper):
+class ChangedRows(_ChangedRows, metaclass=_ChangedRowsEnumTypeWrapper):
     """What the rows of OperatorChanges stand for."""
 
-OPERATOR_GROUPING_UNSPECIFIED: OperatorGrouping.ValueType  # 0
-OPERATOR_GROUPING_OPERATOR: OperatorGrouping.ValueType  # 1
+CHANGED_ROWS_UNSPECIFIED: ChangedRows.ValueType  # 0
+CHANGED_ROWS_OPERATOR: ChangedRows.ValueType  # 1
 """Single operators, or several that cannot be distinguished."""
-OPERATOR_GROUPING_MODULE: OperatorGrouping.ValueType  # 2
+CHANGED_ROWS_MODULE: ChangedRows.ValueType  # 2
 """Modules of the model: other recipes group operators differently."""
-Global___OperatorGrouping: _TypeAlias = OperatorGrouping  # noqa: Y015
+Global___ChangedRows: _TypeAlias = ChangedRows  # noqa: Y015
 
 class _OperatorChangeKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
@@ -807,7 +807,7 @@ class OperatorChanges(_message.Message):
 
     BY_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
-    by: Global___OperatorGrouping.ValueType
+    by: Global___ChangedRows.ValueType
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorChange]:
         """The largest change of time first."""
@@ -815,7 +815,7 @@ class OperatorChanges(_message.Message):
     def __init__(
         self,
         *,
-        by: Global___OperatorGrouping.ValueType = ...,
+        by: Global___ChangedRows.ValueType = ...,
         rows: _abc.Iterable[Global___OperatorChange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015

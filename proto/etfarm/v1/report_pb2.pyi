@@ -22,6 +22,86 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RepeatabilityOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RepeatabilityOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RepeatabilityOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REPEATABILITY_OUTCOME_UNSPECIFIED: _RepeatabilityOutcome.ValueType  # 0
+    REPEATABILITY_OUTCOME_EQUAL: _RepeatabilityOutcome.ValueType  # 1
+    REPEATABILITY_OUTCOME_KEEPS_STATE: _RepeatabilityOutcome.ValueType  # 2
+    """They differ, and the same number of executions after loading anew gives the same outputs again."""
+    REPEATABILITY_OUTCOME_NONDETERMINISTIC: _RepeatabilityOutcome.ValueType  # 3
+    """They differ, and the same number of executions after loading anew gives other outputs."""
+    REPEATABILITY_OUTCOME_DIFFERENT: _RepeatabilityOutcome.ValueType  # 4
+    """They differ for an unknown reason."""
+
+class RepeatabilityOutcome(_RepeatabilityOutcome, metaclass=_RepeatabilityOutcomeEnumTypeWrapper):
+    """How the outputs of several executions with the same inputs compare."""
+
+REPEATABILITY_OUTCOME_UNSPECIFIED: RepeatabilityOutcome.ValueType  # 0
+REPEATABILITY_OUTCOME_EQUAL: RepeatabilityOutcome.ValueType  # 1
+REPEATABILITY_OUTCOME_KEEPS_STATE: RepeatabilityOutcome.ValueType  # 2
+"""They differ, and the same number of executions after loading anew gives the same outputs again."""
+REPEATABILITY_OUTCOME_NONDETERMINISTIC: RepeatabilityOutcome.ValueType  # 3
+"""They differ, and the same number of executions after loading anew gives other outputs."""
+REPEATABILITY_OUTCOME_DIFFERENT: RepeatabilityOutcome.ValueType  # 4
+"""They differ for an unknown reason."""
+Global___RepeatabilityOutcome: _TypeAlias = RepeatabilityOutcome  # noqa: Y015
+
+class _Execution:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ExecutionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Execution.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    EXECUTION_UNSPECIFIED: _Execution.ValueType  # 0
+    EXECUTION_FIRST: _Execution.ValueType  # 1
+    """The first one after loading."""
+    EXECUTION_TIMED_LAST: _Execution.ValueType  # 2
+    """The last one of the timed pass."""
+    EXECUTION_TRACED_LAST: _Execution.ValueType  # 3
+    """The last one of the traced pass."""
+    EXECUTION_REPEATED: _Execution.ValueType  # 4
+    """The same one again, after loading anew."""
+
+class Execution(_Execution, metaclass=_ExecutionEnumTypeWrapper):
+    """One execution of a method within an attempt."""
+
+EXECUTION_UNSPECIFIED: Execution.ValueType  # 0
+EXECUTION_FIRST: Execution.ValueType  # 1
+"""The first one after loading."""
+EXECUTION_TIMED_LAST: Execution.ValueType  # 2
+"""The last one of the timed pass."""
+EXECUTION_TRACED_LAST: Execution.ValueType  # 3
+"""The last one of the traced pass."""
+EXECUTION_REPEATED: Execution.ValueType  # 4
+"""The same one again, after loading anew."""
+Global___Execution: _TypeAlias = Execution  # noqa: Y015
+
+class _Reference:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ReferenceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reference.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    REFERENCE_UNSPECIFIED: _Reference.ValueType  # 0
+    REFERENCE_EAGER: _Reference.ValueType  # 1
+    """The exported program before quantization, run by torch on the host."""
+    REFERENCE_QUANTIZED: _Reference.ValueType  # 2
+    """The quantized graph, run by torch on the host."""
+
+class Reference(_Reference, metaclass=_ReferenceEnumTypeWrapper):
+    """What outputs and values of the device are compared with."""
+
+REFERENCE_UNSPECIFIED: Reference.ValueType  # 0
+REFERENCE_EAGER: Reference.ValueType  # 1
+"""The exported program before quantization, run by torch on the host."""
+REFERENCE_QUANTIZED: Reference.ValueType  # 2
+"""The quantized graph, run by torch on the host."""
+Global___Reference: _TypeAlias = Reference  # noqa: Y015
+
 class _OperatorKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -69,6 +149,90 @@ VERDICT_STATUS_VALID: VerdictStatus.ValueType  # 1
 VERDICT_STATUS_INVALID: VerdictStatus.ValueType  # 2
 VERDICT_STATUS_NOT_BENCHMARKABLE: VerdictStatus.ValueType  # 3
 Global___VerdictStatus: _TypeAlias = VerdictStatus  # noqa: Y015
+
+class _Gate:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _GateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Gate.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    GATE_UNSPECIFIED: _Gate.ValueType  # 0
+    GATE_COOL_DOWN: _Gate.ValueType  # 1
+    """A pause after the preceding run on the device."""
+    GATE_COOL: _Gate.ValueType  # 2
+    """A temperature below the limit."""
+    GATE_IDLE: _Gate.ValueType  # 3
+    """Few other runnable tasks."""
+
+class Gate(_Gate, metaclass=_GateEnumTypeWrapper):
+    """What a run waits for before it begins."""
+
+GATE_UNSPECIFIED: Gate.ValueType  # 0
+GATE_COOL_DOWN: Gate.ValueType  # 1
+"""A pause after the preceding run on the device."""
+GATE_COOL: Gate.ValueType  # 2
+"""A temperature below the limit."""
+GATE_IDLE: Gate.ValueType  # 3
+"""Few other runnable tasks."""
+Global___Gate: _TypeAlias = Gate  # noqa: Y015
+
+class _OperatorGrouping:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OperatorGroupingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OperatorGrouping.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OPERATOR_GROUPING_UNSPECIFIED: _OperatorGrouping.ValueType  # 0
+    """Each row by itself."""
+    OPERATOR_GROUPING_OP: _OperatorGrouping.ValueType  # 1
+    OPERATOR_GROUPING_TYPE: _OperatorGrouping.ValueType  # 2
+    OPERATOR_GROUPING_MODULE: _OperatorGrouping.ValueType  # 3
+    """A tree, in which siblings are sorted."""
+    OPERATOR_GROUPING_LINE: _OperatorGrouping.ValueType  # 4
+    OPERATOR_GROUPING_BACKEND: _OperatorGrouping.ValueType  # 5
+
+class OperatorGrouping(_OperatorGrouping, metaclass=_OperatorGroupingEnumTypeWrapper):
+    """What operators are grouped by."""
+
+OPERATOR_GROUPING_UNSPECIFIED: OperatorGrouping.ValueType  # 0
+"""Each row by itself."""
+OPERATOR_GROUPING_OP: OperatorGrouping.ValueType  # 1
+OPERATOR_GROUPING_TYPE: OperatorGrouping.ValueType  # 2
+OPERATOR_GROUPING_MODULE: OperatorGrouping.ValueType  # 3
+"""A tree, in which siblings are sorted."""
+OPERATOR_GROUPING_LINE: OperatorGrouping.ValueType  # 4
+OPERATOR_GROUPING_BACKEND: OperatorGrouping.ValueType  # 5
+Global___OperatorGrouping: _TypeAlias = OperatorGrouping  # noqa: Y015
+
+class _OperatorSort:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OperatorSortEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OperatorSort.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OPERATOR_SORT_UNSPECIFIED: _OperatorSort.ValueType  # 0
+    """As OPERATOR_SORT_OWN."""
+    OPERATOR_SORT_OWN: _OperatorSort.ValueType  # 1
+    """Their own time, the longest first."""
+    OPERATOR_SORT_TOTAL: _OperatorSort.ValueType  # 2
+    """Their time with everything below them in the tree, the longest first."""
+    OPERATOR_SORT_NAME: _OperatorSort.ValueType  # 3
+    OPERATOR_SORT_ORDER: _OperatorSort.ValueType  # 4
+    """The order of execution."""
+
+class OperatorSort(_OperatorSort, metaclass=_OperatorSortEnumTypeWrapper):
+    """What operators and groups of them are sorted by."""
+
+OPERATOR_SORT_UNSPECIFIED: OperatorSort.ValueType  # 0
+"""As OPERATOR_SORT_OWN."""
+OPERATOR_SORT_OWN: OperatorSort.ValueType  # 1
+"""Their own time, the longest first."""
+OPERATOR_SORT_TOTAL: OperatorSort.ValueType  # 2
+"""Their time with everything below them in the tree, the longest first."""
+OPERATOR_SORT_NAME: OperatorSort.ValueType  # 3
+OPERATOR_SORT_ORDER: OperatorSort.ValueType  # 4
+"""The order of execution."""
+Global___OperatorSort: _TypeAlias = OperatorSort  # noqa: Y015
 
 @_typing.final
 class GetReportsRequest(_message.Message):
@@ -175,8 +339,8 @@ class Report(_message.Message):
     recipe_digest: _builtins.str
     method: _builtins.str
     threads: _builtins.int
-    state: _builtins.str
-    """The cell's: SUCCEEDED, FAILED or CANCELLED."""
+    state: _common_pb2.CellState.ValueType
+    """The state of the cell, which is terminal."""
     @_builtins.property
     def error(self) -> _common_pb2.Error: ...
     @_builtins.property
@@ -263,7 +427,7 @@ class Report(_message.Message):
         recipe_digest: _builtins.str | None = ...,
         method: _builtins.str | None = ...,
         threads: _builtins.int | None = ...,
-        state: _builtins.str = ...,
+        state: _common_pb2.CellState.ValueType = ...,
         error: _common_pb2.Error | None = ...,
         model: Global___ReportModel | None = ...,
         device: Global___ReportDevice | None = ...,
@@ -529,8 +693,7 @@ class Runner(_message.Message):
     EXECUTORCH_FIELD_NUMBER: _builtins.int
     BUNDLE_DIGEST_FIELD_NUMBER: _builtins.int
     CORES_FIELD_NUMBER: _builtins.int
-    kind: _builtins.str
-    """native or python."""
+    kind: _common_pb2.RunnerKind.ValueType
     executorch: _builtins.str
     bundle_digest: _builtins.str
     cores: _builtins.str
@@ -538,7 +701,7 @@ class Runner(_message.Message):
     def __init__(
         self,
         *,
-        kind: _builtins.str = ...,
+        kind: _common_pb2.RunnerKind.ValueType = ...,
         executorch: _builtins.str = ...,
         bundle_digest: _builtins.str | None = ...,
         cores: _builtins.str | None = ...,
@@ -612,7 +775,7 @@ class ReportMeasurement(_message.Message):
     warmup: _builtins.int
     iterations: _builtins.int
     duration_ns: _builtins.int
-    stop_reason: _builtins.str
+    stop_reason: _common_pb2.StopReason.ValueType
     """As CandidateResult has it."""
     steady: _builtins.bool
     """Whether the running median had become steady when the warm-up ended; absent where its number of iterations was given."""
@@ -627,7 +790,7 @@ class ReportMeasurement(_message.Message):
         warmup: _builtins.int = ...,
         iterations: _builtins.int = ...,
         duration_ns: _builtins.int = ...,
-        stop_reason: _builtins.str = ...,
+        stop_reason: _common_pb2.StopReason.ValueType = ...,
         steady: _builtins.bool | None = ...,
         warmup_ns: _builtins.int | None = ...,
         repeatability: Global___Repeatability | None = ...,
@@ -657,10 +820,7 @@ class Repeatability(_message.Message):
 
     OUTCOME_FIELD_NUMBER: _builtins.int
     DIFFERENCES_FIELD_NUMBER: _builtins.int
-    outcome: _builtins.str
-    """EQUAL; KEEPS_STATE: they differ, and the same number of executions after loading gives the same again;
-    NONDETERMINISTIC: it does not; DIFFERENT: they differ, and it was not found out why.
-    """
+    outcome: Global___RepeatabilityOutcome.ValueType
     @_builtins.property
     def differences(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputDifference]:
         """One for each output that differs; empty when EQUAL."""
@@ -668,7 +828,7 @@ class Repeatability(_message.Message):
     def __init__(
         self,
         *,
-        outcome: _builtins.str = ...,
+        outcome: Global___RepeatabilityOutcome.ValueType = ...,
         differences: _abc.Iterable[Global___OutputDifference] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
@@ -686,16 +846,15 @@ class OutputDifference(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTPUT_FIELD_NUMBER: _builtins.int
-    ONE_FIELD_NUMBER: _builtins.int
-    OTHER_FIELD_NUMBER: _builtins.int
+    FIRST_FIELD_NUMBER: _builtins.int
+    SECOND_FIELD_NUMBER: _builtins.int
     DIFFERING_FIELD_NUMBER: _builtins.int
     ELEMENTS_FIELD_NUMBER: _builtins.int
     MAX_ABS_DIFFERENCE_FIELD_NUMBER: _builtins.int
     AT_FIELD_NUMBER: _builtins.int
     output: _builtins.str
-    one: _builtins.str
-    """The executions: FIRST after loading, TIMED_LAST, TRACED_LAST, REPEATED (the same one again, after loading anew)."""
-    other: _builtins.str
+    first: Global___Execution.ValueType
+    second: Global___Execution.ValueType
     differing: _builtins.int
     """Elements that differ; absent where they cannot be compared one by one (another shape or dtype)."""
     elements: _builtins.int
@@ -707,8 +866,8 @@ class OutputDifference(_message.Message):
         self,
         *,
         output: _builtins.str = ...,
-        one: _builtins.str = ...,
-        other: _builtins.str = ...,
+        first: Global___Execution.ValueType = ...,
+        second: Global___Execution.ValueType = ...,
         differing: _builtins.int | None = ...,
         elements: _builtins.int | None = ...,
         max_abs_difference: _builtins.float | None = ...,
@@ -716,7 +875,7 @@ class OutputDifference(_message.Message):
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_differing", b"_differing", "_elements", b"_elements", "_max_abs_difference", b"_max_abs_difference", "differing", b"differing", "elements", b"elements", "max_abs_difference", b"max_abs_difference"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_differing", b"_differing", "_elements", b"_elements", "_max_abs_difference", b"_max_abs_difference", "at", b"at", "differing", b"differing", "elements", b"elements", "max_abs_difference", b"max_abs_difference", "one", b"one", "other", b"other", "output", b"output"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_differing", b"_differing", "_elements", b"_elements", "_max_abs_difference", b"_max_abs_difference", "at", b"at", "differing", b"differing", "elements", b"elements", "first", b"first", "max_abs_difference", b"max_abs_difference", "output", b"output", "second", b"second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__differing: _TypeAlias = _typing.Literal["differing"]  # noqa: Y015
     _WhichOneofArgType__differing: _TypeAlias = _typing.Literal["_differing", b"_differing"]  # noqa: Y015
@@ -886,7 +1045,7 @@ Global___Memory: _TypeAlias = Memory  # noqa: Y015
 
 @_typing.final
 class OutputAccuracy(_message.Message):
-    """One output against the program before quantization, on the same inputs."""
+    """One output against a reference, on the same inputs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -905,8 +1064,7 @@ class OutputAccuracy(_message.Message):
     REFERENCE_NAN_COUNT_FIELD_NUMBER: _builtins.int
     output: _builtins.str
     dtype: _builtins.str
-    reference: _builtins.str
-    """What it was compared with."""
+    reference: Global___Reference.ValueType
     equal: _builtins.bool
     max_abs_error: _builtins.float
     mean_abs_error: _builtins.float
@@ -930,7 +1088,7 @@ class OutputAccuracy(_message.Message):
         output: _builtins.str = ...,
         dtype: _builtins.str | None = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
-        reference: _builtins.str = ...,
+        reference: Global___Reference.ValueType = ...,
         equal: _builtins.bool | None = ...,
         max_abs_error: _builtins.float | None = ...,
         mean_abs_error: _builtins.float | None = ...,
@@ -1264,8 +1422,7 @@ class NumericGap(_message.Message):
     l1: _builtins.float
     """Sum of the absolute differences."""
     max_abs_error: _builtins.float
-    reference: _builtins.str
-    """EAGER: the program before quantization; QUANTIZED: the quantized graph, run by torch."""
+    reference: Global___Reference.ValueType
     module: _builtins.str
     backend: _builtins.str
     first_bad: _builtins.bool
@@ -1296,7 +1453,7 @@ class NumericGap(_message.Message):
         l1: _builtins.float | None = ...,
         max_abs_error: _builtins.float | None = ...,
         source: _compile_pb2.SourceLine | None = ...,
-        reference: _builtins.str = ...,
+        reference: Global___Reference.ValueType = ...,
         module: _builtins.str | None = ...,
         sources: _abc.Iterable[_compile_pb2.SourceLine] | None = ...,
         debug_handles: _abc.Iterable[_builtins.int] | None = ...,
@@ -1928,8 +2085,7 @@ class GateWait(_message.Message):
     PASSED_FIELD_NUMBER: _builtins.int
     MEASURED_FIELD_NUMBER: _builtins.int
     THRESHOLD_FIELD_NUMBER: _builtins.int
-    gate: _builtins.str
-    """COOL_DOWN, COOL or IDLE."""
+    gate: Global___Gate.ValueType
     waited_ms: _builtins.float
     passed: _builtins.bool
     """Whether what was waited for came; otherwise the run began without it."""
@@ -1939,7 +2095,7 @@ class GateWait(_message.Message):
     def __init__(
         self,
         *,
-        gate: _builtins.str = ...,
+        gate: Global___Gate.ValueType = ...,
         waited_ms: _builtins.float = ...,
         passed: _builtins.bool = ...,
         measured: _builtins.float | None = ...,
@@ -1970,8 +2126,7 @@ class Phase(_message.Message):
     PHASE_FIELD_NUMBER: _builtins.int
     START_MS_FIELD_NUMBER: _builtins.int
     DURATION_MS_FIELD_NUMBER: _builtins.int
-    actor: _builtins.str
-    """CLIENT, SERVER or DEVICE."""
+    actor: _common_pb2.Actor.ValueType
     phase: _builtins.str
     start_ms: _builtins.float
     """Relative to the job's submission; negative before it."""
@@ -1980,7 +2135,7 @@ class Phase(_message.Message):
     def __init__(
         self,
         *,
-        actor: _builtins.str = ...,
+        actor: _common_pb2.Actor.ValueType = ...,
         phase: _builtins.str = ...,
         start_ms: _builtins.float = ...,
         duration_ms: _builtins.float = ...,
@@ -2003,10 +2158,8 @@ class ListOperatorsRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     report_id: _builtins.str
-    by: _builtins.str
-    """op, type, module, line or backend; each row by itself when empty."""
-    sort: _builtins.str
-    """own, total, name or order; own when empty. Groups of module `by` are a tree, in which siblings are sorted."""
+    by: Global___OperatorGrouping.ValueType
+    sort: Global___OperatorSort.ValueType
     page_size: _builtins.int
     """100 when 0, 1,000 at most."""
     page_token: _builtins.str
@@ -2014,8 +2167,8 @@ class ListOperatorsRequest(_message.Message):
         self,
         *,
         report_id: _builtins.str = ...,
-        by: _builtins.str = ...,
-        sort: _builtins.str = ...,
+        by: Global___OperatorGrouping.ValueType = ...,
+        sort: Global___OperatorSort.ValueType = ...,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
     ) -> None: ...

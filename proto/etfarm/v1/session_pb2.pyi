@@ -213,8 +213,8 @@ class SessionValue(_message.Message):
     DIM_ORDER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """Empty where the program does not say."""
-    kind: _builtins.str
-    """tensor, int, double, bool, none or unsupported. Only a tensor has what follows."""
+    kind: _common_pb2.ValueKind.ValueType
+    """Only a TENSOR has what follows."""
     dtype: _builtins.str
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
@@ -226,7 +226,7 @@ class SessionValue(_message.Message):
         self,
         *,
         name: _builtins.str = ...,
-        kind: _builtins.str = ...,
+        kind: _common_pb2.ValueKind.ValueType = ...,
         dtype: _builtins.str = ...,
         shape: _abc.Iterable[_builtins.int] | None = ...,
         dim_order: _abc.Iterable[_builtins.int] | None = ...,
@@ -413,7 +413,7 @@ class SessionMeasured(_message.Message):
     iterations: _builtins.int
     duration_ns: _builtins.int
     """Wall time of the timed pass."""
-    stop_reason: _builtins.str
+    stop_reason: _common_pb2.StopReason.ValueType
     """ENOUGH, MAX_TIME or MAX_SAMPLES."""
     first_run_ns: _builtins.int
     """Of the first execution since the method was loaded."""
@@ -428,7 +428,7 @@ class SessionMeasured(_message.Message):
         warmup: _builtins.int = ...,
         iterations: _builtins.int = ...,
         duration_ns: _builtins.int = ...,
-        stop_reason: _builtins.str = ...,
+        stop_reason: _common_pb2.StopReason.ValueType = ...,
         first_run_ns: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["samples", b"samples"]  # noqa: Y015

@@ -59,6 +59,9 @@ _LEFT_OUT: Final = {
 }
 """Fields that the JSON omits: references to files in a server's store."""
 
+_RENAMED: Final = {"etfarm.v1.OutputDifference": {"first": "one", "second": "other"}}
+"""Keys that are not the names of their fields."""
+
 _NULL_WHEN_EMPTY: Final = {
     "etfarm.v1.Report": {"accuracy", "operators", "numeric_gap"},
     "etfarm.v1.Memory": {"planned_bytes"},
@@ -78,7 +81,7 @@ def keys_of(message: Descriptor) -> tuple[Key, ...]:
     if message.full_name in _COMPOSED:
         return tuple(_COMPOSED[message.full_name]())
     left_out = _LEFT_OUT.get(message.full_name, set())
-    names = KEYS.get(message.full_name, {})
+    names = {**KEYS.get(message.full_name, {}), **_RENAMED.get(message.full_name, {})}
     own = [_field_key(field, names.get(field.name, "")) for field in message.fields if field.name not in left_out]
     for before, key in _ADDED.get(message.full_name, ()):
         present = [existing.name for existing in own]

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import re
 from functools import cache
-from typing import Final
+from typing import TYPE_CHECKING, Final, TypeVar
 
 from google.protobuf.descriptor import EnumDescriptor, FieldDescriptor
+
+if TYPE_CHECKING:
+    from google.protobuf.internal.enum_type_wrapper import _EnumTypeWrapper as EnumTypeWrapper
+
+Value = TypeVar("Value", bound=int)
 
 _WORDS: Final[dict[str, dict[str, str]]] = {
     "etfarm.v1.LatencyOutcome": {
@@ -24,6 +29,11 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "TENSOR": "tensor", "INT": "int", "DOUBLE": "double", "BOOL": "bool", "STRING": "str", "NONE": "none",
         "UNSUPPORTED": "unsupported",
     },
+    "etfarm.v1.OutputAccuracy.reference": {"EAGER": "program before quantization", "QUANTIZED": "quantized program"},
+    "etfarm.v1.OperatorGrouping": {
+        "OP": "op", "TYPE": "type", "MODULE": "module", "LINE": "line", "BACKEND": "backend",
+    },
+    "etfarm.v1.OperatorSort": {"OWN": "own", "TOTAL": "total", "NAME": "name", "ORDER": "order"},
 }  # fmt: skip
 """Words that differ from the name of the value without the enum's prefix, by the enum or by one field of it."""
 
@@ -36,6 +46,11 @@ def word_of(enum: EnumDescriptor | FieldDescriptor, number: int) -> str | None:
 def number_of(enum: EnumDescriptor | FieldDescriptor, word: str) -> int | None:
     """Return the number of the value with a word; None for an unknown word."""
     return _tables(enum)[1].get(word)
+
+
+def value_of(enum: EnumTypeWrapper[Value], word: str) -> Value:
+    """Return the value of an enum for a word; UNSPECIFIED for an unknown word."""
+    return enum.Value(enum.Name(number_of(enum.DESCRIPTOR, word) or 0))  # type: ignore[arg-type]
 
 
 @cache

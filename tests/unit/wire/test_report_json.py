@@ -68,7 +68,7 @@ def test_a_full_report_has_every_key_and_no_other() -> None:
 
 
 def test_an_empty_report_has_every_top_key_and_measures_nothing() -> None:
-    report = projection.report_json(report_pb2.Report(id="r", cell="c", state="CANCELLED"))
+    report = projection.report_json(report_pb2.Report(id="r", cell="c", state=common_pb2.CELL_STATE_CANCELLED))
     assert list(report) == list(KEYS)
     assert {key: value for key, value in report.items() if value is not None} == {
         "id": "r",

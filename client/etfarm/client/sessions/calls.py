@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, overload
 from etfarm.client.errors import UserError
 from etfarm.client.submit import npz
 from etfarm.client.submit.inputs import in_order, value_of
+from etfarm.v1 import common_pb2
 from etfarm.wire import tensors, timings
 from etfarm.wire.tensors import Scalar, Tensor, Value
+from etfarm.wire.words import word_of
 
 if TYPE_CHECKING:
     import numpy as np
@@ -150,7 +152,7 @@ def loop_of(method: str, measured: session_pb2.SessionMeasured, samples: bytes, 
         warmup=measured.warmup,
         iterations=measured.iterations,
         duration_ns=measured.duration_ns,
-        stop_reason=measured.stop_reason,
+        stop_reason=word_of(common_pb2.StopReason.DESCRIPTOR, measured.stop_reason) or "",
         first_run_ns=measured.first_run_ns,
         outputs=outputs,
     )
@@ -201,7 +203,7 @@ def _laid_out(value: Value, spec: session_pb2.SessionValue | None) -> Value:
     """Return the same elements in the program's dim order, and a Python number as a tensor if the program takes a tensor."""
     import numpy as np
 
-    if spec is None or spec.kind != "tensor" or spec.dtype not in tensors.ITEM_BYTES:
+    if spec is None or spec.kind != common_pb2.VALUE_KIND_TENSOR or spec.dtype not in tensors.ITEM_BYTES:
         return value
     if isinstance(value, Scalar):
         if value.value is None or len(spec.shape):

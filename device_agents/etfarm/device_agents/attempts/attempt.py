@@ -29,13 +29,14 @@ from etfarm.device_agents.runners import errors
 from etfarm.device_agents.runners.protocol import DEFAULT_INPUTS_SEED
 from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.device_agents.targets.base import Provisions, Target
-from etfarm.v1 import agent_pb2, job_pb2, report_pb2
+from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.wire import tensors
 from etfarm.wire.channel import open_channel
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error, to_proto
 from etfarm.wire.tensors import Value
+from etfarm.wire.words import value_of
 
 log = logging.getLogger(__name__)
 
@@ -321,7 +322,8 @@ class Execution(CandidateProgress):
             threads = choose_threads(self._attempt.target.device, cpus)
         with phase("LOAD"):
             hello = await runner.hello()
-            result.runner.kind, result.runner.executorch = runner.kind, hello.executorch
+            result.runner.kind = value_of(common_pb2.RunnerKind, runner.kind)
+            result.runner.executorch = hello.executorch
             if fetched.bundle is not None:
                 result.runner.bundle_digest = self._candidate.bundle.artifact.digest
             if cpus is not None:

@@ -29,7 +29,7 @@ from etfarm.device_agents.errors import SelfTestFailed
 from etfarm.device_agents.runners.errors import ProgramOutOfMemory
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan
 from etfarm.device_agents.runners.remote import RemoteRunner
-from etfarm.v1 import agent_pb2
+from etfarm.v1 import agent_pb2, common_pb2
 
 STARTS: Final = 8
 """Number of starts of the processes. In simulations with processes that differ by 1 %, 8 starts detect 3 % between two
@@ -165,7 +165,10 @@ class Turns:
             result.memory.peak_rss_bytes = measured.peak_rss_bytes
         is_enough = measured.iterations >= plan.iterations and measured.duration_ns >= plan.min_time_ns
         is_full = measured.iterations + self.iterations > plan.max_samples
-        result.stop_reason = "ENOUGH" if is_enough else "MAX_SAMPLES" if is_full else "MAX_TIME"
+        if is_enough:
+            result.stop_reason = common_pb2.STOP_REASON_ENOUGH
+        else:
+            result.stop_reason = common_pb2.STOP_REASON_MAX_SAMPLES if is_full else common_pb2.STOP_REASON_MAX_TIME
 
 
 @dataclass(frozen=True)

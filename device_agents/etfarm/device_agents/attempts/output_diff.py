@@ -10,6 +10,10 @@ from collections.abc import Sequence
 from etfarm.v1 import report_pb2
 from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value
 
+Executions = tuple[report_pb2.Execution.ValueType, report_pb2.Execution.ValueType]
+
+_UNNAMED: Executions = (report_pb2.EXECUTION_UNSPECIFIED, report_pb2.EXECUTION_UNSPECIFIED)
+
 _CODES = {
     "bool": "B", "uint8": "B", "int8": "b", "int16": "h", "uint16": "H", "float16": "e", "int32": "i", "uint32": "I",
     "float32": "f", "int64": "q", "uint64": "Q", "float64": "d",
@@ -24,20 +28,22 @@ def equal(first: Sequence[Value], second: Sequence[Value]) -> bool:
 
 
 def compare(
-    first: Sequence[Value], second: Sequence[Value], names: tuple[str, str] = ("", "")
+    first: Sequence[Value],
+    second: Sequence[Value],
+    executions: Executions = _UNNAMED,
 ) -> list[report_pb2.OutputDifference]:
     """Return the outputs that differ, in their order.
 
     Args:
         first: outputs of an execution.
         second: the same number of outputs of another execution.
-        names: names of the two executions.
+        executions: the two executions.
     """
     differences = []
     for index, (left, right) in enumerate(zip(first, second, strict=True)):
         if _equal(left, right):
             continue
-        difference = report_pb2.OutputDifference(output=left.name or str(index), one=names[0], other=names[1])
+        difference = report_pb2.OutputDifference(output=left.name or str(index), first=executions[0], second=executions[1])
         if isinstance(left, Scalar) and isinstance(right, Scalar):
             difference.differing = difference.elements = 1
             if isinstance(left.value, int | float) and isinstance(right.value, int | float):

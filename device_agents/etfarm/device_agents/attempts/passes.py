@@ -19,8 +19,21 @@ from etfarm.device_agents.attempts import drift, output_diff
 from etfarm.device_agents.conditions.sampler import Watch
 from etfarm.device_agents.conditions.telemetry import run_telemetry
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan, Progress, Runner
-from etfarm.v1 import agent_pb2, job_pb2, report_pb2
+from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.wire.tensors import Value
+from etfarm.wire.words import value_of
+
+_EQUAL: Final = report_pb2.REPEATABILITY_OUTCOME_EQUAL
+_KEEPS_STATE: Final = report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE
+_NONDETERMINISTIC: Final = report_pb2.REPEATABILITY_OUTCOME_NONDETERMINISTIC
+_DIFFERENT: Final = report_pb2.REPEATABILITY_OUTCOME_DIFFERENT
+_FIRST: Final = report_pb2.EXECUTION_FIRST
+_TIMED_LAST: Final = report_pb2.EXECUTION_TIMED_LAST
+_TRACED_LAST: Final = report_pb2.EXECUTION_TRACED_LAST
+_REPEATED: Final = report_pb2.EXECUTION_REPEATED
+
+_Pass = tuple[report_pb2.Execution.ValueType, int, list[Value]]
+"""The last execution of a pass, the number of executions since loading, and its outputs."""
 
 TRACED_ITERATIONS: Final = 10
 SHORT_TRACED_ITERATIONS: Final = 100
@@ -142,7 +155,7 @@ class Passes:
         """
         runner, listener = self._runner, self._listener
         last = await runner.outputs()
-        lasts = [("TIMED_LAST", self._timed, last)]
+        lasts = [(_TIMED_LAST, self._timed, last)]
         if etdump is None:
             listener.enter_phase("OUTPUTS")
             await runner.load_method(self._method)
@@ -158,17 +171,17 @@ class Passes:
                     iterations, etdump, warmup=0, on_progress=lambda progress: listener.report_steps(progress.done, iterations)
                 )
                 self._result.traced_ns.extend(traced.samples_ns)
-                lasts.insert(0, ("TRACED_LAST", 1 + iterations, await runner.outputs()))
+                lasts.insert(0, (_TRACED_LAST, 1 + iterations, await runner.outputs()))
         listener.enter_phase("OUTPUTS")
         self._result.repeatability.CopyFrom(await self._repeatability(first, lasts))
-        if self._result.repeatability.outcome != "DIFFERENT":
-            self._result.outputs_equal = self._result.repeatability.outcome != "NONDETERMINISTIC"
+        if self._result.repeatability.outcome != _DIFFERENT:
+            self._result.outputs_equal = self._result.repeatability.outcome != _NONDETERMINISTIC
         return first
 
     def _take(self, measured: Measured) -> None:
         result = self._result
         result.warmup, result.iterations = measured.warmup, measured.iterations
-        result.duration_ns, result.stop_reason = measured.duration_ns, measured.stop_reason
+        result.duration_ns, result.stop_reason = measured.duration_ns, value_of(common_pb2.StopReason, measured.stop_reason)
         result.load.first_run_ns = measured.first_run_ns
         if measured.steady is not None:
             result.steady = measured.steady
@@ -183,7 +196,7 @@ class Passes:
         self._timed = executions
         self._repeat_limit_ns = 2 * duration_ns + _AT_LEAST_NS
 
-    async def _repeatability(self, first: list[Value], lasts: Sequence[tuple[str, int, list[Value]]]) -> report_pb2.Repeatability:
+    async def _repeatability(self, first: list[Value], lasts: Sequence[_Pass]) -> report_pb2.Repeatability:
         """Return whether the passes agree, and if not, why: repeat the shortest one that differs from `first`.
 
         Args:
@@ -192,12 +205,17 @@ class Passes:
         """
         differing = [each for each in lasts if not output_diff.equal(first, each[2])]
         if not differing:
-            return report_pb2.Repeatability(outcome="EQUAL")
+            return report_pb2.Repeatability(outcome=_EQUAL)
         runner = self._runner
         await runner.load_method(self._method)
         await runner.run()
         if not output_diff.equal(first, again := await runner.outputs()):
-            return await _repeatability("NONDETERMINISTIC", first, again, ("FIRST", "REPEATED"))
+            return await _repeatability(
+                _NONDETERMINISTIC,
+                first,
+                again,
+                (_FIRST, _REPEATED),
+            )
         name, executions, last = differing[0]
         if executions > 1:
             plan = MeasurePlan(
@@ -206,15 +224,18 @@ class Passes:
             done = (await runner.measure(plan)).iterations
             again = await runner.outputs()
             if done < executions - 1:
-                return await _repeatability("DIFFERENT", first, last, ("FIRST", name))
+                return await _repeatability(_DIFFERENT, first, last, (_FIRST, name))
         if not output_diff.equal(last, again):
-            return await _repeatability("NONDETERMINISTIC", last, again, (name, "REPEATED"))
-        return await _repeatability("KEEPS_STATE", first, last, ("FIRST", name))
+            return await _repeatability(_NONDETERMINISTIC, last, again, (name, _REPEATED))
+        return await _repeatability(_KEEPS_STATE, first, last, (_FIRST, name))
 
 
 async def _repeatability(
-    outcome: str, first: Sequence[Value], second: Sequence[Value], names: tuple[str, str]
+    outcome: report_pb2.RepeatabilityOutcome.ValueType,
+    first: Sequence[Value],
+    second: Sequence[Value],
+    executions: output_diff.Executions,
 ) -> report_pb2.Repeatability:
     # Outputs may have millions of elements, and a heartbeat must not wait for them.
-    differences = await asyncio.to_thread(output_diff.compare, first, second, names)
+    differences = await asyncio.to_thread(output_diff.compare, first, second, executions)
     return report_pb2.Repeatability(outcome=outcome, differences=differences)

@@ -10,7 +10,7 @@ from typing import Final, Protocol
 
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.runners.process import LogLine
-from etfarm.v1 import agent_pb2
+from etfarm.v1 import agent_pb2, common_pb2
 
 OnRunProgress = Callable[[agent_pb2.RunProgress], None]
 """Callback that takes an attempt's progress for the server; never blocks."""
@@ -66,7 +66,7 @@ class CandidateProgress:
         """Add a phase that has ended to the result, and report it."""
         duration_ms = (ended_s - began_s) * 1e3
         start_ms = (began_s - self._sink.received_s) * 1e3
-        self.result.phases.add(actor="DEVICE", phase=name, start_ms=start_ms, duration_ms=duration_ms)
+        self.result.phases.add(actor=common_pb2.ACTOR_DEVICE, phase=name, start_ms=start_ms, duration_ms=duration_ms)
         self.enter_phase(name)
         self.report(duration_ms=duration_ms, force=True)
 

@@ -33,6 +33,7 @@ from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.wire.channel import open_channel
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error, to_proto
+from etfarm.wire.words import value_of
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +120,7 @@ class ServedSession:
                 async with asyncio.timeout_at(deadline.when()) as deadline:
                     self._enter("LOAD")
                     ready = await served.load(fetched.program, fetched.data, cpus=cpus, threads=threads, methods=session.methods)
-                ready.runner.kind = runner.kind
+                ready.runner.kind = value_of(common_pb2.RunnerKind, runner.kind)
                 if fetched.bundle is not None:
                     ready.runner.bundle_digest = candidate.bundle.artifact.digest
                 await self._serve(channel, served, ready)

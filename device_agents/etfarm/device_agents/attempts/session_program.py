@@ -15,6 +15,7 @@ from etfarm.v1 import common_pb2, session_pb2
 from etfarm.wire import sessions, tensors
 from etfarm.wire.errors import EtfarmError, UserError
 from etfarm.wire.status import to_proto
+from etfarm.wire.words import value_of
 
 _WARMUP: Final = 10
 _MAX_TIME_S: Final = 60.0
@@ -133,7 +134,7 @@ class ServedProgram:
         measured = await self._runner.measure(plan)
         into.samples.CopyFrom(await sessions.pack(measured.samples_ns.tobytes(), self._exchange.store))
         into.warmup, into.iterations = measured.warmup, measured.iterations
-        into.duration_ns, into.stop_reason = measured.duration_ns, measured.stop_reason
+        into.duration_ns, into.stop_reason = measured.duration_ns, value_of(common_pb2.StopReason, measured.stop_reason)
         into.first_run_ns = measured.first_run_ns
 
     async def _use(self, method: str) -> int | None:
@@ -186,4 +187,5 @@ def _described(info: MethodInfo) -> session_pb2.SessionMethod:
 
 
 def _value(info: TensorInfo) -> session_pb2.SessionValue:
-    return session_pb2.SessionValue(name=info.name, kind=info.kind, dtype=info.dtype, shape=info.shape, dim_order=info.dim_order)
+    kind = value_of(common_pb2.ValueKind, info.kind) or common_pb2.VALUE_KIND_UNSUPPORTED
+    return session_pb2.SessionValue(name=info.name, kind=kind, dtype=info.dtype, shape=info.shape, dim_order=info.dim_order)

@@ -133,7 +133,7 @@ class Gates:
             return None
         on_wait("WAIT_FOR_COOL", f"a pause of {pause_s:g} s between two measurements")
         await around.sleep(left_s)
-        return report_pb2.GateWait(gate="COOL_DOWN", waited_ms=left_s * 1e3, passed=True)
+        return report_pb2.GateWait(gate=report_pb2.GATE_COOL_DOWN, waited_ms=left_s * 1e3, passed=True)
 
     async def _cool(self, on_wait: OnWait) -> report_pb2.GateWait | None:
         around, most = self._around, self._limits.cool_below_c
@@ -150,7 +150,7 @@ class Gates:
                 break
             on_wait("WAIT_FOR_COOL", f"{hottest:.1f} °C, to be below {most:g} °C")
             await around.sleep(min(_COOL_AGAIN_S, self._limits.cool_wait_s - waited_s))
-        return self._gate_wait("COOL", began_s, hottest, most)
+        return self._gate_wait(report_pb2.GATE_COOL, began_s, hottest, most)
 
     async def _idle(self, on_wait: OnWait) -> report_pb2.GateWait | None:
         around, most = self._around, self._limits.idle_below
@@ -162,7 +162,7 @@ class Gates:
             on_wait("WAIT_FOR_IDLE", f"{busy:.2f} tasks per cpu run, to be below {most:g}")
             await around.sleep(min(_AGAIN_S, self._limits.idle_wait_s - waited_s))
         # Reading the load also takes time, which does not count as waiting.
-        return self._gate_wait("IDLE", began_s + (LOOKS - 1) * LOOK_S, busy, most)
+        return self._gate_wait(report_pb2.GATE_IDLE, began_s + (LOOKS - 1) * LOOK_S, busy, most)
 
     async def _busy(self) -> float | None:
         counts: list[int] = []
@@ -174,7 +174,9 @@ class Gates:
             counts.append(tasks)
         return statistics.fmean(counts) / self._around.cpus
 
-    def _gate_wait(self, gate: str, began_s: float, last: float | None, most: float) -> report_pb2.GateWait | None:
+    def _gate_wait(
+        self, gate: report_pb2.Gate.ValueType, began_s: float, last: float | None, most: float
+    ) -> report_pb2.GateWait | None:
         waited_s = self._around.now_s() - began_s
         passed = last is None or last < most
         if passed and waited_s < _AGAIN_S:

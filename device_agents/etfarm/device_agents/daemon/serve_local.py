@@ -46,6 +46,7 @@ from etfarm.wire.names import data_folder
 from etfarm.wire.owner import at_end_of_stdin
 from etfarm.wire.sessions import SessionNotFound
 from etfarm.wire.status import to_proto, to_status
+from etfarm.wire.words import value_of
 
 _GRACE_S: Final = 2.0
 """Seconds for calls to end by themselves: the caller has cancelled them before it closes stdin. For calls that the server cuts
@@ -222,7 +223,7 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
             hello = await runner.hello()
             served = ServedProgram(runner, Exchange(self._artifacts.fetch, self._artifacts.keep))
             ready = await served.load(program, data, cpus=cpus, threads=threads, methods=request.methods)
-            ready.runner.kind = runner.kind
+            ready.runner.kind = value_of(common_pb2.RunnerKind, runner.kind)
             ready.device.CopyFrom(_in_use(self._machine.device, runner.kind, hello))
             session.program = served
             session.put_event(session_pb2.SessionEvent(ready=ready))

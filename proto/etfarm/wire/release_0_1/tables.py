@@ -11,8 +11,8 @@ from typing import Any, Final
 
 from etfarm.v1 import common_pb2, compile_pb2, report_pb2
 
-RENAMED: Final[Mapping[str, str]] = {}
-"""The new names of fields, by "Message.field"."""
+RENAMED: Final[Mapping[str, str]] = {"OutputDifference.one": "first", "OutputDifference.other": "second"}
+"""The new names of fields that have a new number as well, by "Message.field"."""
 
 LEFT_OUT: Final[Mapping[str, str]] = {
     "Latency.samples_ns": "Report.samples has them",

@@ -20,6 +20,7 @@ from etfarm.server.reports.trace import profile
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import series, tensors
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.words import word_of
 
 _LOG = logging.getLogger(__name__)
 
@@ -58,10 +59,10 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
             _fill_interleaved(report, request, request.samples, request.base_samples)
     if request.outputs is not None and request.inputs is not None and request.model is not None:
         with _part("ACCURACY", report, emit):
-            _fill_accuracy(report, request, request.outputs, request.inputs, request.model, accuracy.REFERENCE)
+            _fill_accuracy(report, request, request.outputs, request.inputs, request.model, report_pb2.REFERENCE_EAGER)
     if request.outputs is not None and request.inputs is not None and request.quantized is not None:
         with _part("QUANTIZED_ACCURACY", report, emit):
-            _fill_accuracy(report, request, request.outputs, request.inputs, request.quantized, accuracy.QUANTIZED)
+            _fill_accuracy(report, request, request.outputs, request.inputs, request.quantized, report_pb2.REFERENCE_QUANTIZED)
     if request.etdump is not None or request.traced_ns:
         with _part("JOIN", report, emit):
             profile.fill(
@@ -166,7 +167,12 @@ def _fill_interleaved(report: report_pb2.Report, request: AnalyzeRequest, sample
 
 
 def _fill_accuracy(
-    report: report_pb2.Report, request: AnalyzeRequest, outputs: Path, inputs: Path, model: Path, against: str
+    report: report_pb2.Report,
+    request: AnalyzeRequest,
+    outputs: Path,
+    inputs: Path,
+    model: Path,
+    against: report_pb2.Reference.ValueType,
 ) -> None:
     actual_outputs = tensors.decode(outputs.read_bytes())
     expected_outputs = reference.run(model, tensors.decode(inputs.read_bytes()), request.screen)
@@ -179,7 +185,9 @@ def _fill_accuracy(
         try:
             numbers = accuracy.compare(name, expected, actual)
         except accuracy.OutputsDoNotMatch as error:
-            _warn(report, "ANALYSIS_OUTPUTS_DO_NOT_MATCH", f"{error} It was compared with the {against}.")
+            reference_field = report_pb2.OutputAccuracy.DESCRIPTOR.fields_by_name["reference"]
+            message = f"{error} It was compared with the {word_of(reference_field, against)}."
+            _warn(report, "ANALYSIS_OUTPUTS_DO_NOT_MATCH", message)
         else:
             row.MergeFrom(report_pb2.OutputAccuracy(**asdict(numbers)))
         rows.append(row)

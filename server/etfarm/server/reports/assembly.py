@@ -35,9 +35,7 @@ def assemble(
         warnings: in addition to those of the compilation and the analysis.
     """
     candidate = job.spec.candidates[cell.candidate_index]
-    report = report_pb2.Report(
-        id=report_id, cell=cell.id, method=cell.method, state=common_pb2.CellState.Name(cell.state).removeprefix("CELL_STATE_")
-    )
+    report = report_pb2.Report(id=report_id, cell=cell.id, method=cell.method, state=cell.state)
     report.created_at.FromDatetime(at)
     if cell.HasField("error"):
         report.error.CopyFrom(cell.error)

@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from typing import Final
 
 from etfarm.server.reports.latency.thresholds import MIN_FOR_INTERVAL, Thresholds
-from etfarm.v1 import agent_pb2, report_pb2
+from etfarm.v1 import agent_pb2, common_pb2, report_pb2
 
 __all__ = ["Thresholds", "judge"]
 
@@ -95,7 +95,7 @@ def _drift(
     if abs(drift) <= most:
         return None
     change = f"The last third of the run was {abs(drift):.0%} {'slower' if drift > 0 else 'faster'} than the first"
-    if result.stop_reason == "DRIFTING":
+    if result.stop_reason == common_pb2.STOP_REASON_DRIFTING:
         change += f", although it was extended to {result.duration_ns / 1e9:.1f} s"
     if unsteady:
         message = (
@@ -119,7 +119,11 @@ def _samples(result: agent_pb2.CandidateResult, wanted: int) -> report_pb2.Verdi
     count = result.iterations
     if count >= wanted:
         return None
-    why = {"MAX_TIME": " before the time limit", "MAX_SAMPLES": " before the limit of samples"}.get(result.stop_reason, "")
+    reasons = {
+        common_pb2.STOP_REASON_MAX_TIME: " before the time limit",
+        common_pb2.STOP_REASON_MAX_SAMPLES: " before the limit of samples",
+    }
+    why = reasons.get(result.stop_reason, "")
     message = f"Only {count} samples were taken{why}; at least {wanted} are needed."
     return _reason("TOO_FEW_SAMPLES", message, count, wanted)
 
@@ -163,7 +167,7 @@ def _pressure(result: agent_pb2.CandidateResult, most: float) -> report_pb2.Verd
 
 def _background(result: agent_pb2.CandidateResult, cores: int, thresholds: Thresholds) -> report_pb2.VerdictReason | None:
     telemetry, wall, span_ms = result.telemetry, _wall_s(result), _span_ms(result)
-    failed = next((wait for wait in telemetry.waits if wait.gate == "IDLE" and not wait.passed), None)
+    failed = next((wait for wait in telemetry.waits if wait.gate == report_pb2.GATE_IDLE and not wait.passed), None)
     waited = ""
     if failed is not None:
         waited = (
@@ -244,7 +248,7 @@ def _frequency(
 
 def _outputs(result: agent_pb2.CandidateResult) -> report_pb2.VerdictReason | None:
     repeated = result.repeatability
-    if repeated.outcome in {"EQUAL", "KEEPS_STATE"} or (
+    if repeated.outcome in {report_pb2.REPEATABILITY_OUTCOME_EQUAL, report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE} or (
         not repeated.outcome and (not result.HasField("outputs_equal") or result.outputs_equal)
     ):
         return None
@@ -255,7 +259,7 @@ def _outputs(result: agent_pb2.CandidateResult) -> report_pb2.VerdictReason | No
     message += f": {_where(worst)}"
     if others := len(repeated.differences) - 1:
         message += f", and {others} more output{'s' if others > 1 else ''}"
-    if repeated.outcome == "NONDETERMINISTIC":
+    if repeated.outcome == report_pb2.REPEATABILITY_OUTCOME_NONDETERMINISTIC:
         message += ". The program is nondeterministic: the same executions after loading it again gave something else."
     else:
         message += ". It may keep state or be nondeterministic; repeating its executions took too long to tell."
@@ -278,7 +282,7 @@ def _where(difference: report_pb2.OutputDifference) -> str:
 
 def _warm_start(result: agent_pb2.CandidateResult) -> str:
     """Return a sentence if the run started on a device that did not cool down in time; empty otherwise."""
-    failed = next((wait for wait in result.telemetry.waits if wait.gate == "COOL" and not wait.passed), None)
+    failed = next((wait for wait in result.telemetry.waits if wait.gate == report_pb2.GATE_COOL and not wait.passed), None)
     if failed is None:
         return ""
     after = f"after {failed.waited_ms / 1e3:.0f} s of waiting" if failed.waited_ms >= 500 else "without waiting"

@@ -11,7 +11,7 @@ import pytest
 from etfarm.client.cli.commands import history as cli
 from etfarm.client.jobs.history import HistoryEntry, Series, document, trends
 from etfarm.client.models import Report
-from etfarm.v1 import report_pb2
+from etfarm.v1 import common_pb2, report_pb2
 from etfarm.wire.report import dumps, report_json
 
 START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -19,15 +19,17 @@ START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 def report(p50_ns: float | None = 1000.0, verdict: str = "VALID", **changed: Any) -> dict[str, Any]:
     """A REPORT of a network on a board, as the contract's projection has it."""
-    made = report_pb2.Report(id="r", cell="c", recipe="xnnpack_fp32", method="forward", threads=4, state="SUCCEEDED")
+    made = report_pb2.Report(
+        id="r", cell="c", recipe="xnnpack_fp32", method="forward", threads=4, state=common_pb2.CELL_STATE_SUCCEEDED
+    )
     made.model.CopyFrom(report_pb2.ReportModel(name="net", digest="a" * 64))
     made.device.CopyFrom(report_pb2.ReportDevice(id="board", name="pi5-a"))
-    made.runner.kind = "native"
+    made.runner.kind = common_pb2.RUNNER_KIND_NATIVE
     compiled = made.compile.compilation
     compiled.program.digest, compiled.program.pte.size_bytes = "d" * 64, 2048
     compiled.toolchain.torch = "2.13.0"
-    made.accuracy.add(output="logits", sqnr_db=300, reference="program before quantization")
-    made.accuracy.add(output="logits", sqnr_db=20, reference="quantized program")
+    made.accuracy.add(output="logits", sqnr_db=300, reference=report_pb2.REFERENCE_EAGER)
+    made.accuracy.add(output="logits", sqnr_db=20, reference=report_pb2.REFERENCE_QUANTIZED)
     made.verdict.status = report_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{verdict}")
     if verdict == "INVALID":
         made.verdict.reasons.add(code="CPU_STARVED", message="It had no cpu.")

@@ -21,7 +21,7 @@ def method(*inputs: session_pb2.SessionValue) -> session_pb2.SessionMethod:
 
 def tensor(name: str = "", dtype: str = "float32", shape: tuple[int, ...] = (2, 3), order: tuple[int, ...] = (0, 1)) -> object:
     """An input that is a tensor."""
-    return session_pb2.SessionValue(name=name, kind="tensor", dtype=dtype, shape=shape, dim_order=order)
+    return session_pb2.SessionValue(name=name, kind=common_pb2.VALUE_KIND_TENSOR, dtype=dtype, shape=shape, dim_order=order)
 
 
 X, Y = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones((2, 3), np.float32)

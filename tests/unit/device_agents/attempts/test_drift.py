@@ -19,7 +19,7 @@ from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan, OnProgress, Progress
 from etfarm.server.reports.latency import statistics
-from etfarm.v1 import agent_pb2
+from etfarm.v1 import agent_pb2, common_pb2, report_pb2
 from tests.support.phases import RecordedPhases
 from tests.support.programs import program
 from tests.support.runner import runner_bundle
@@ -125,8 +125,11 @@ async def test_a_real_pass_that_goes_on_is_one_pass_for_all_who_hear_of_it(
         samples = await passes.measure(replace(PLAN, steady=False, min_time_ns=20_000_000), watched(lambda: Sampler([])))
         await passes.first_outputs(None, 1)
     # A machine that stands still in the first pass makes the others so long that the samples are full.
-    assert result.stop_reason in {"DRIFTING", "MAX_SAMPLES"} and result.duration_ns >= 160_000_000
+    assert (
+        result.stop_reason in {common_pb2.STOP_REASON_DRIFTING, common_pb2.STOP_REASON_MAX_SAMPLES}
+        and result.duration_ns >= 160_000_000
+    )
     assert len(samples) == result.iterations and done == sorted(done)
     assert heard.phases == ["WARMUP", "TIMED"]
     assert result.telemetry.wall_time_ns >= result.duration_ns
-    assert result.repeatability.outcome == "KEEPS_STATE", "all of its executions are repeated"
+    assert result.repeatability.outcome == report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE, "all of its executions are repeated"

@@ -22,7 +22,7 @@ from etfarm.device_agents.device.identity import device_id
 from etfarm.device_agents.errors import FolderInUse
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.device_agents.targets.local import Machine
-from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
 from etfarm.wire.release_0_1.messages import message_class
@@ -73,7 +73,7 @@ async def test_a_device_that_never_idles_leaves_the_program_its_time(blobs: Blob
     result = await Attempt(config, machine, cache, tmp_path / "run", start, told.append).run()
     (candidate_result,) = result.candidates
     (wait,) = candidate_result.telemetry.waits
-    assert (candidate_result.error.reason, wait.gate, wait.passed) == ("", "IDLE", False)
+    assert (candidate_result.error.reason, wait.gate, wait.passed) == ("", report_pb2.GATE_IDLE, False)
     assert wait.waited_ms <= 9_000
     assert any("to be below 0" in progress.message for progress in told)
 
@@ -97,7 +97,7 @@ async def test_without_a_bundle_the_python_binding_runs_it_where_it_is_installed
     machine = Machine(config, inventory.parse(inventory.collect()))
     (result,) = (await Attempt(config, machine, cache, tmp_path / "run", start, lambda progress: None).run()).candidates
     assert not result.HasField("error"), result.error
-    assert (result.runner.kind, result.runner.bundle_digest, result.threads) == ("python", "", 1)
+    assert (result.runner.kind, result.runner.bundle_digest, result.threads) == (common_pb2.RUNNER_KIND_PYTHON, "", 1)
     assert result.load.first_run_ns > 0
     assert not (tmp_path / "run").exists()
 

@@ -24,7 +24,7 @@ from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.device import inventory
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan
 from etfarm.device_agents.targets.local import Machine
-from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
 from tests.support.attempts import Blobs, no_runner_is_left
@@ -81,9 +81,9 @@ async def test_candidates_take_turns_in_a_random_order_over_several_starts(
         assert [block.process_pair for block in each.blocks] == [number // ROUNDS for number in rounds]
         assert len({block.process_pair for block in each.blocks}) >= 5
         assert sum(block.samples for block in each.blocks) == each.iterations == each.samples.size_bytes // 8
-        assert each.stop_reason == "ENOUGH" and each.duration_ns > 0
+        assert each.stop_reason == common_pb2.STOP_REASON_ENOUGH and each.duration_ns > 0
         assert each.traced_ns and each.etdump.size_bytes and each.outputs.size_bytes
-        assert each.outputs_equal and each.repeatability.outcome == "EQUAL"
+        assert each.outputs_equal and each.repeatability.outcome == report_pb2.REPEATABILITY_OUTCOME_EQUAL
         assert each.load.load_ns and each.load.load_method_ns and each.load.first_run_ns and each.threads == 1
         assert each.memory.planned_bytes and each.memory.peak_rss_bytes
         assert [phase.phase for phase in each.phases] == ["FETCH", "LOAD", "LOAD_METHOD", "WARMUP", "TIMED", "TRACED", "UPLOAD"]
@@ -99,7 +99,10 @@ async def test_candidates_take_turns_in_a_random_order_over_several_starts(
 
 async def test_a_program_that_keeps_state_is_known_as_one(blobs: Blobs, address: str, tmp_path: Path) -> None:
     result = await attempt(blobs, address, tmp_path, ["counter", "add"])
-    assert [each.repeatability.outcome for each in result.candidates] == ["KEEPS_STATE", "EQUAL"]
+    assert [each.repeatability.outcome for each in result.candidates] == [
+        report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE,
+        report_pb2.REPEATABILITY_OUTCOME_EQUAL,
+    ]
 
 
 async def test_who_crashes_in_the_middle_leaves_the_others_to_go_on(

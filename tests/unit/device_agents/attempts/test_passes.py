@@ -18,9 +18,10 @@ from etfarm.device_agents.attempts.passes import Passes, plan_of
 from etfarm.device_agents.conditions.sampler import LONGEST_READING_S, Sampled, Sampler, watched
 from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.device_agents.runners.native import NativeRunner
-from etfarm.v1 import agent_pb2, job_pb2
+from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar, Tensor, Value
+from etfarm.wire.words import word_of
 from tests.support.phases import RecordedPhases
 from tests.support.programs import program
 from tests.support.runner import runner_bundle
@@ -62,9 +63,17 @@ async def test_a_measurement_records_itself_and_its_surroundings(runner_bundle: 
         outputs = await passes.first_outputs(tmp_path / "trace.etdp", 10)
     assert heard.phases == ["WARMUP", "TIMED", "TRACED"]
     assert len(samples) == result.iterations >= 20
-    assert result.stop_reason in {"ENOUGH", "SETTLED", "DRIFTING"}, "another pace of the machine makes a pass longer"
+    assert result.stop_reason in {
+        common_pb2.STOP_REASON_ENOUGH,
+        common_pb2.STOP_REASON_SETTLED,
+        common_pb2.STOP_REASON_DRIFTING,
+    }, "another pace of the machine makes a pass longer"
     assert result.HasField("steady") and result.warmup >= 10 and result.warmup_ns > 0
-    assert result.repeatability.outcome == "EQUAL" and result.outputs_equal and not result.repeatability.differences
+    assert (
+        result.repeatability.outcome == report_pb2.REPEATABILITY_OUTCOME_EQUAL
+        and result.outputs_equal
+        and not result.repeatability.differences
+    )
     np.testing.assert_allclose(tensors.to_array(outputs[0]), tensors.to_array(program("conv").expected[0]), rtol=1e-5, atol=1e-6)
     telemetry = result.telemetry
     assert telemetry.cpu_time_ns > 0 and telemetry.series and telemetry.sampler_cpu_ns > 0
@@ -87,7 +96,7 @@ async def test_a_program_that_keeps_state_is_told_from_a_nondeterministic_one(
         async with loaded(name, runner_bundle, tmp_path / name) as (passes, result, _):
             await passes.measure(plan_of(SHORT), watched(lambda: Sampler([])))
             outputs = await passes.first_outputs(tmp_path / "trace.etdp" if traced else None, 10)
-        assert result.repeatability.outcome == outcome
+        assert word_of(report_pb2.RepeatabilityOutcome.DESCRIPTOR, result.repeatability.outcome) == outcome
         assert result.outputs_equal is (outcome != "NONDETERMINISTIC")
         if outcome != "NONDETERMINISTIC":
             expected = program(name).expected[0]

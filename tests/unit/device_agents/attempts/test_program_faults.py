@@ -17,7 +17,7 @@ from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.device import inventory
 from etfarm.device_agents.runners import child
 from etfarm.device_agents.targets.local import Machine
-from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
 from tests.support.attempts import Blobs
@@ -189,7 +189,11 @@ async def test_garbage_on_stdout_is_no_answer_and_changes_none(
     struck = Struck(blobs, address, cache, tmp_path, "prt", deadline_s=60)
     result = await struck.result()
     assert not result.HasField("error"), result.error
-    assert (result.iterations, result.stop_reason, result.repeatability.outcome) == (100, "ENOUGH", "EQUAL")
+    assert (result.iterations, result.stop_reason, result.repeatability.outcome) == (
+        100,
+        common_pb2.STOP_REASON_ENOUGH,
+        report_pb2.REPEATABILITY_OUTCOME_EQUAL,
+    )
     lines = [line for said in struck.told for line in said.log_lines]
     assert any(line.startswith("garbage") for line in lines), "it is in the log, where people look for it"
 

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etfarm.device_agents.conditions.gates import COOLING_WINDOW_S, GateLimits, Gates, Surroundings
+from etfarm.v1 import report_pb2
 
 LIMITS = GateLimits()
 
@@ -63,7 +64,7 @@ async def test_a_cool_and_idle_device_pays_some_milliseconds(tmp_path: Path) -> 
 async def test_a_hot_device_cools_first(tmp_path: Path) -> None:
     world = World(heat=lambda now_s: 80 - now_s)
     (wait,) = await world.gates(tmp_path).wait(world.hear, 600.0)
-    assert (wait.gate, wait.passed, wait.threshold) == ("COOL", True, 60)
+    assert (wait.gate, wait.passed, wait.threshold) == (report_pb2.GATE_COOL, True, 60)
     assert wait.measured < 60 and wait.waited_ms == pytest.approx(20_500)
     assert world.told[0] == ("WAIT_FOR_COOL", "80.0 °C, to be below 60 °C")
     assert {phase for phase, _ in world.told} == {"WAIT_FOR_COOL"}
@@ -86,7 +87,7 @@ async def test_a_device_that_does_not_cool_at_all_is_not_waited_for(tmp_path: Pa
 async def test_a_busy_device_becomes_idle_first(tmp_path: Path) -> None:
     world = World(tasks=lambda now_s: 2 if now_s < 3 else 0)
     (wait,) = await world.gates(tmp_path).wait(world.hear, 600.0)
-    assert (wait.gate, wait.passed, wait.measured) == ("IDLE", True, 0)
+    assert (wait.gate, wait.passed, wait.measured) == (report_pb2.GATE_IDLE, True, 0)
     assert 2900 < wait.waited_ms < 3300
     assert world.told[0] == ("WAIT_FOR_IDLE", "1.00 tasks per cpu run, to be below 0.15")
 
@@ -109,7 +110,7 @@ async def test_two_measurements_have_a_pause_where_heat_can_be_read(tmp_path: Pa
     world.now_s = 0.4
     # Another agent process, same device.
     (wait,) = await world.gates(tmp_path).wait(world.hear, 600.0)
-    assert (wait.gate, wait.passed) == ("COOL_DOWN", True) and wait.waited_ms == pytest.approx(600, abs=1)
+    assert (wait.gate, wait.passed) == (report_pb2.GATE_COOL_DOWN, True) and wait.waited_ms == pytest.approx(600, abs=1)
     assert await world.gates(tmp_path).wait(world.hear, 600.0) == []
 
 
@@ -126,7 +127,7 @@ async def test_no_waiting_can_be_asked_for(tmp_path: Path) -> None:
     world = World(heat=lambda _: 90.0, tasks=lambda _: 9)
     limits = GateLimits(cool_wait_s=0, cool_down_s=0, idle_wait_s=0)
     waits = await world.gates(tmp_path, limits).wait(world.hear, 600.0)
-    assert [(wait.gate, wait.passed) for wait in waits] == [("COOL", False), ("IDLE", False)]
+    assert [(wait.gate, wait.passed) for wait in waits] == [(report_pb2.GATE_COOL, False), (report_pb2.GATE_IDLE, False)]
     assert world.now_s < 0.02 and not world.told
 
 
@@ -149,5 +150,5 @@ async def test_this_machine_is_looked_at() -> None:
 async def test_waiting_leaves_half_of_the_attempts_time_to_the_program(tmp_path: Path) -> None:
     world = World(heat=lambda _: 95.0, tasks=lambda _: 9)
     waits = await world.gates(tmp_path).wait(world.hear, 3.0)
-    assert [(wait.gate, wait.passed) for wait in waits] == [("COOL", False), ("IDLE", False)]
+    assert [(wait.gate, wait.passed) for wait in waits] == [(report_pb2.GATE_COOL, False), (report_pb2.GATE_IDLE, False)]
     assert world.now_s <= 1.5

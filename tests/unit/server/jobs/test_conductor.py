@@ -275,7 +275,7 @@ async def test_cancelling_while_the_last_change_is_being_written_leaves_it_as_it
         await cancelling
     states, (report,) = await world.end(job)
     assert states == ["COMPILING", "SUCCEEDED"]
-    assert report.state == "SUCCEEDED"
+    assert report.state == common_pb2.CELL_STATE_SUCCEEDED
 
 
 async def test_cancelling_what_is_over_changes_nothing(world: World) -> None:

@@ -11,12 +11,13 @@ from etfarm.server.jobs.records.history import History, Wanted
 from etfarm.server.jobs.revision import keep
 from etfarm.server.state.engine import Database
 from etfarm.server.state.paging import BadPageToken
+from etfarm.v1 import report_pb2
 from etfarm.v1.report_pb2 import Report
 
-EAGER, QUANTIZED = "program before quantization", "quantized program"
+EAGER, QUANTIZED = report_pb2.REFERENCE_EAGER, report_pb2.REFERENCE_QUANTIZED
 
 
-def worked_out(*references: str, places: bool = True, gap: bool = True) -> Report:
+def worked_out(*references: report_pb2.Reference.ValueType, places: bool = True, gap: bool = True) -> Report:
     """A report of two outputs and two operators."""
     report = Report(id="r", cell="c")
     for reference in references:

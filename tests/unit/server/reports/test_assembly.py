@@ -48,9 +48,11 @@ def compilation() -> compile_pb2.Compilation:
 
 
 def result() -> agent_pb2.CandidateResult:
-    made = agent_pb2.CandidateResult(cell_id="c", threads=4, warmup=10, iterations=100, duration_ns=9, stop_reason="ENOUGH")
-    made.steady, made.repeatability.outcome = False, "EQUAL"
-    made.runner.kind = "native"
+    made = agent_pb2.CandidateResult(
+        cell_id="c", threads=4, warmup=10, iterations=100, duration_ns=9, stop_reason=common_pb2.STOP_REASON_ENOUGH
+    )
+    made.steady, made.repeatability.outcome = False, report_pb2.REPEATABILITY_OUTCOME_EQUAL
+    made.runner.kind = common_pb2.RUNNER_KIND_NATIVE
     made.load.load_ns = 0
     made.memory.peak_rss_bytes = 1000
     made.telemetry.wall_time_ns = 10
@@ -74,7 +76,7 @@ def test_a_cell_that_never_compiled_has_only_what_was_asked_for() -> None:
     report = assemble("r", job(), ended, at=AT)
     named = {field.name for field, _ in report.ListFields()}
     assert named == {"id", "cell", "recipe", "recipe_digest", "method", "state", "error", "model", "created_at"}
-    assert (report.id, report.cell, report.state, report.error.reason) == ("r", "c", "FAILED", "STAGE_FAILED")
+    assert (report.id, report.cell, report.state, report.error.reason) == ("r", "c", common_pb2.CELL_STATE_FAILED, "STAGE_FAILED")
     assert (report.recipe, report.recipe_digest) == ("xnnpack_fp32", digest.of_bytes(RECIPE.encode()))
     assert report.model.name == "net"
     assert report.created_at.ToDatetime(UTC) == AT
@@ -82,7 +84,7 @@ def test_a_cell_that_never_compiled_has_only_what_was_asked_for() -> None:
 
 def test_a_measured_cell_has_everything() -> None:
     ended = cell(threads=2, compile_cached=True, attempts=[job_pb2.Attempt(id="a1"), job_pb2.Attempt(id="a2")])
-    ended.timeline.add(actor="SERVER", phase="COMPILE", start_ms=1, duration_ms=2)
+    ended.timeline.add(actor=common_pb2.ACTOR_SERVER, phase="COMPILE", start_ms=1, duration_ms=2)
     report = assemble("r", job(), ended, at=AT, compilation=compilation(), device=DEVICE, result=result(), analysis=analysis())
     assert report.attempt == "a2"
     assert report.threads == 4, "what was used, not what was asked for"
@@ -93,10 +95,12 @@ def test_a_measured_cell_has_everything() -> None:
     assert shown["etrecord"]["size_bytes"] == len(b"etrecord")
     assert [warning["code"] for warning in shown["warnings"]] == ["COMPILE", "ANALYSIS"]
     assert (report.device.id, report.device.soc, report.device.emulated) == ("pi", "BCM", False)
-    assert report.runner.kind == "native"
-    assert (report.measurement.iterations, report.measurement.stop_reason) == (100, "ENOUGH")
+    assert report.runner.kind == common_pb2.RUNNER_KIND_NATIVE
+    assert (report.measurement.iterations, report.measurement.stop_reason) == (100, common_pb2.STOP_REASON_ENOUGH)
     assert report.measurement.HasField("steady") and not report.measurement.steady
-    assert report.measurement.repeatability.outcome == "EQUAL" and not report.measurement.HasField("warmup_ns")
+    assert report.measurement.repeatability.outcome == report_pb2.REPEATABILITY_OUTCOME_EQUAL and not report.measurement.HasField(
+        "warmup_ns"
+    )
     assert report.load.HasField("load_ns") and report.load.load_ns == 0
     assert (report.memory.peak_rss_bytes, list(report.memory.planned_bytes)) == (1000, [64, 128])
     assert (report.latency.p50_ns, report.interleaved.ratio) == (5.0, 0.9)

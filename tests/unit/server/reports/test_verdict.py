@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from etfarm.server.reports.verdict import Thresholds, judge
-from etfarm.v1 import agent_pb2, report_pb2
+from etfarm.v1 import agent_pb2, common_pb2, report_pb2
 
 THRESHOLDS = Thresholds()
 SECOND = 1_000_000_000
@@ -16,7 +16,8 @@ SECOND = 1_000_000_000
 
 def _judge(
     *, samples: int = 200, threads: int = 1, emulated: bool = False, asked: int = 0, outputs_equal: bool | None = True,
-    stop_reason: str = "ENOUGH", cores: int = 0, affinity: str = "", **telemetry: int,
+    stop_reason: common_pb2.StopReason.ValueType = common_pb2.STOP_REASON_ENOUGH,
+    cores: int = 0, affinity: str = "", **telemetry: int,
 ) -> report_pb2.Verdict:  # fmt: skip
     counters: dict[str, Any] = {
         "cpu_time_ns": SECOND, "wall_time_ns": SECOND, "involuntary_switches": 3, "psi_cpu_some_us": 0,
@@ -84,7 +85,7 @@ def test_all_reasons_are_told() -> None:
 
 
 def test_the_sentence_says_why_there_are_too_few_samples() -> None:
-    assert "before the time limit" in _judge(samples=3, stop_reason="MAX_TIME").reasons[0].message
+    assert "before the time limit" in _judge(samples=3, stop_reason=common_pb2.STOP_REASON_MAX_TIME).reasons[0].message
 
 
 def test_an_emulated_device_is_not_benchmarkable_however_it_measured() -> None:
@@ -185,7 +186,7 @@ def test_programs_that_took_turns_are_no_interference_for_each_other() -> None:
 
 
 def test_a_device_that_did_not_become_idle_is_told_only_where_the_load_stayed() -> None:
-    wait = report_pb2.GateWait(gate="IDLE", waited_ms=10_000, passed=False, measured=0.5, threshold=0.15)
+    wait = report_pb2.GateWait(gate=report_pb2.GATE_IDLE, waited_ms=10_000, passed=False, measured=0.5, threshold=0.15)
     stayed = _measured(waits=[wait], before=_reading(0, cpu_busy_ns=0), after=_reading(1000, cpu_busy_ns=2 * SECOND))
     message = _codes(stayed)["BACKGROUND_LOAD"].message
     assert "1.0 cpus" in message and "after 10 s of waiting" in message
@@ -224,7 +225,7 @@ def test_what_throttled_earlier_and_what_only_cools_is_not_held_against_a_run() 
 
 
 def test_a_heat_that_was_there_at_the_start_is_part_of_the_sentence() -> None:
-    wait = report_pb2.GateWait(gate="COOL", waited_ms=60_000, passed=False, measured=71, threshold=60)
+    wait = report_pb2.GateWait(gate=report_pb2.GATE_COOL, waited_ms=60_000, passed=False, measured=71, threshold=60)
     result = _measured(waits=[wait], before=_reading(0, throttle_count=0), after=_reading(1000, throttle_count=1))
     assert "It began at 71 °C instead of below 60 °C, after 60 s of waiting." in _codes(result)["THERMAL_THROTTLED"].message
     assert not _codes(_measured(waits=[wait])), "warm alone is no reason: the clock held"
@@ -253,18 +254,21 @@ def test_the_clock_that_counts_is_the_one_of_the_cores_that_were_used() -> None:
 
 def test_a_nondeterministic_program_is_named_with_its_output_and_a_stateful_one_is_valid() -> None:
     result = _measured()
-    result.repeatability.outcome = "NONDETERMINISTIC"
-    result.repeatability.differences.add(output="aux", one="FIRST", other="REPEATED", differing=1, elements=1)
+    result.repeatability.outcome = report_pb2.REPEATABILITY_OUTCOME_NONDETERMINISTIC
     result.repeatability.differences.add(
-        output="logits", one="FIRST", other="REPEATED", differing=3, elements=10, max_abs_difference=0.25, at=[0, 7]
+        output="aux", first=report_pb2.EXECUTION_FIRST, second=report_pb2.EXECUTION_REPEATED, differing=1, elements=1
+    )
+    result.repeatability.differences.add(
+        output="logits", first=report_pb2.EXECUTION_FIRST, second=report_pb2.EXECUTION_REPEATED,
+        differing=3, elements=10, max_abs_difference=0.25, at=[0, 7]
     )  # fmt: skip
     result.outputs_equal = False
     reason = _codes(result)["OUTPUTS_DIFFER"]
     assert "output 'logits' in 3 of 10 elements, by up to 0.25 at [0, 7], and 1 more output." in reason.message
     assert "nondeterministic" in reason.message and (reason.measured, reason.threshold) == (0.25, 0)
-    result.repeatability.outcome, result.outputs_equal = "KEEPS_STATE", True
+    result.repeatability.outcome, result.outputs_equal = report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE, True
     assert not _codes(result)
-    result.repeatability.outcome = "DIFFERENT"
+    result.repeatability.outcome = report_pb2.REPEATABILITY_OUTCOME_DIFFERENT
     result.ClearField("outputs_equal")
     assert "may keep state or be nondeterministic" in _codes(result)["OUTPUTS_DIFFER"].message
 

@@ -19,6 +19,7 @@ from etfarm.server.jobs.cells.transitions import CellTransitions
 from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.reports.assembly import since
 from etfarm.server.workers.measurement_lock import MeasurementLock
+from etfarm.v1 import common_pb2
 from etfarm.v1.common_pb2 import LogSource
 from etfarm.wire.errors import EtfarmError, Fault
 from etfarm.wire.status import from_proto, to_proto
@@ -175,7 +176,9 @@ class Attempts:
             sent_ms = run.sent_ms or since(run.job, cell.attempts[-1].start_time.ToDatetime(UTC))
             for phase in result.phases:
                 start_ms = sent_ms + phase.start_ms
-                cell.timeline.add(actor="DEVICE", phase=phase.phase, start_ms=start_ms, duration_ms=phase.duration_ms)
+                cell.timeline.add(
+                    actor=common_pb2.ACTOR_DEVICE, phase=phase.phase, start_ms=start_ms, duration_ms=phase.duration_ms
+                )
             if result.HasField("outputs"):
                 cell.outputs.CopyFrom(result.outputs)
             if result.HasField("error"):

@@ -8,6 +8,7 @@ from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.cells.numerics import NumericsPrograms
 from etfarm.server.jobs.cells.progress import CellProgress, PhaseTimer
 from etfarm.server.jobs.records.log import JobLog
+from etfarm.v1 import common_pb2
 from etfarm.v1.common_pb2 import Actor, LogSource
 from etfarm.v1.job_pb2 import Progress
 
@@ -80,5 +81,5 @@ def _add_client_stages(run: CellRun) -> None:
     stages = run.candidate.stages_done
     start_ms = -sum(stage.duration_ms for stage in stages)
     for stage in stages:
-        run.cell.timeline.add(actor="CLIENT", phase=stage.stage, start_ms=start_ms, duration_ms=stage.duration_ms)
+        run.cell.timeline.add(actor=common_pb2.ACTOR_CLIENT, phase=stage.stage, start_ms=start_ms, duration_ms=stage.duration_ms)
         start_ms += stage.duration_ms

@@ -16,6 +16,7 @@ from typing import Final
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire.errors import DeviceError
+from etfarm.wire.words import word_of
 
 MAX_SAMPLES: Final = 1_000_000
 """Maximum number of timed iterations of a run, unless the job sets one."""
@@ -26,7 +27,7 @@ CLOCK_TOLERANCE: Final = 0.05
 CLOCK_SLACK_S: Final = 5.0
 """Tolerance added to the server's time: the agent's phases are rounded, and begin before the message has arrived."""
 _SAMPLE_BYTES: Final = 8
-MAX_SERIES: Final = {"traced iterations": 1_000, "blocks": 100_000, "points of telemetry": 120}
+MAX_SERIES: Final = {"traced iterations": 1_000, "blocks": 1_000, "points of telemetry": 120}
 """Maximum lengths of the lists in a result. What grows with the number of timed iterations is an artifact."""
 _PIECE_BYTES: Final = _SAMPLE_BYTES << 14
 _GAP_NS: Final = 20_000
@@ -39,7 +40,6 @@ _COPY_NS_PER_BYTE: Final = 10
 _STALL: Final = 4.0
 """Maximum ratio of time between iterations to time within them, for a machine that may stop the runner at any point."""
 _STALL_NS: Final = 1_000_000_000
-_STOP_REASONS: Final = frozenset({"ENOUGH", "MAX_TIME", "MAX_SAMPLES", "SETTLED", "DRIFTING"})
 
 
 class ImplausibleResult(DeviceError):
@@ -156,8 +156,8 @@ def _durations_ns(result: agent_pb2.CandidateResult) -> Iterator[tuple[str, floa
 
 def _check_counts(result: agent_pb2.CandidateResult, measurement: job_pb2.Measurement) -> None:
     """Check the timed pass against the plan."""
-    if result.stop_reason not in _STOP_REASONS:
-        raise ImplausibleResult(f"its timed pass ended for the reason {result.stop_reason[:40]!r}, which does not exist")
+    if word_of(common_pb2.StopReason.DESCRIPTOR, result.stop_reason) is None:
+        raise ImplausibleResult(f"its timed pass ended for the reason {result.stop_reason}, which does not exist")
     max_samples = measurement.max_samples if measurement.HasField("max_samples") else MAX_SAMPLES
     if not 1 <= result.iterations <= max_samples:
         raise ImplausibleResult(f"{result.iterations:,} timed iterations were measured; 1 to {max_samples:,} are possible")
@@ -165,7 +165,7 @@ def _check_counts(result: agent_pb2.CandidateResult, measurement: job_pb2.Measur
         raise ImplausibleResult(f"{result.iterations:,} iterations have {result.samples.size_bytes:,} bytes of samples")
     if result.blocks and sum(block.samples for block in result.blocks) != result.iterations:
         raise ImplausibleResult("the samples of its blocks are not those of its iterations")
-    if result.stop_reason == "ENOUGH":
+    if result.stop_reason == common_pb2.STOP_REASON_ENOUGH:
         requested = measurement.iterations if measurement.HasField("iterations") else 1
         if result.iterations < requested:
             raise ImplausibleResult(f"{result.iterations:,} iterations were reported as enough, but {requested:,} were requested")
@@ -195,7 +195,7 @@ def _check_samples(result: agent_pb2.CandidateResult, plan: Plan, path: Path) ->
                 below_least += sum(sample < LEAST_MEDIAN_NS for sample in samples)
     if total_ns > result.duration_ns * (1 + CLOCK_TOLERANCE) + _GAP_NS:
         raise ImplausibleResult(f"its samples take {total_ns / 1e9:.3g} s of a pass of {result.duration_ns / 1e9:.3g} s")
-    max_gap_ns = _PYTHON_GAP_NS if result.runner.kind == "python" else _GAP_NS
+    max_gap_ns = _PYTHON_GAP_NS if result.runner.kind == common_pb2.RUNNER_KIND_PYTHON else _GAP_NS
     max_between_ns = result.iterations * (max_gap_ns + _COPY_NS_PER_BYTE * plan.planned_bytes) + _STALL * total_ns + _STALL_NS
     if result.duration_ns - total_ns > max_between_ns:
         raise ImplausibleResult(f"its samples take only {total_ns / 1e9:.3g} s of a pass of {result.duration_ns / 1e9:.3g} s")

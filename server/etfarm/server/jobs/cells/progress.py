@@ -9,6 +9,7 @@ from datetime import datetime
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.reports.assembly import since
+from etfarm.v1 import common_pb2
 from etfarm.v1.common_pb2 import Actor, LogSource
 from etfarm.v1.job_pb2 import Job, JobEvent, Progress
 
@@ -70,4 +71,4 @@ class StartedPhase:
         """Add the phase, which ends now, to the timelines of cells."""
         duration_ms = (self.clock() - self.started) * 1e3
         for run in cell_runs:
-            run.cell.timeline.add(actor="SERVER", phase=phase, start_ms=self.start_ms, duration_ms=duration_ms)
+            run.cell.timeline.add(actor=common_pb2.ACTOR_SERVER, phase=phase, start_ms=self.start_ms, duration_ms=duration_ms)

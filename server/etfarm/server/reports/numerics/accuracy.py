@@ -12,12 +12,6 @@ from etfarm.wire import tensors
 from etfarm.wire.errors import UserError
 from etfarm.wire.tensors import Scalar, Value
 
-REFERENCE = "program before quantization"
-"""The value of `OutputAccuracy.reference` for the exported program, run by torch on the host with the same inputs."""
-
-QUANTIZED = "quantized program"
-"""Its value for the lowered graph if a stage quantized it; the remaining error is due to kernels, not to int8."""
-
 EXACT_DB = 300.0
 """Maximum SQNR, also that of an exact match; float64 itself resolves some 320 dB."""
 

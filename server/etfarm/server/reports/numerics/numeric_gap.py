@@ -23,8 +23,8 @@ from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import tensors
 from etfarm.wire.errors import FarmError, UserError
 
-EAGER: Final = "EAGER"
-QUANTIZED: Final = "QUANTIZED"
+EAGER: Final = report_pb2.REFERENCE_EAGER
+QUANTIZED: Final = report_pb2.REFERENCE_QUANTIZED
 
 _NO_BFLOAT16: Final = "ExecuTorch's ETDump records no bfloat16 values"
 
@@ -47,7 +47,7 @@ class NothingToCompare(FarmError):
 class Side:
     """The comparison of all rows with one reference."""
 
-    name: str
+    name: report_pb2.Reference.ValueType
     nodes: Counterparts
     slots: list[Slot] = field(default_factory=list)
 
@@ -140,11 +140,11 @@ def _recording(numerics: Numerics, method: str) -> Recording:
         raise
 
 
-def _called(reference_name: str) -> str:
-    return "the quantized program" if reference_name == QUANTIZED else "the program before quantization"
+def _called(against: report_pb2.Reference.ValueType) -> str:
+    return "the quantized program" if against == QUANTIZED else "the program before quantization"
 
 
-def _side(name: str, nodes: Counterparts, outputs: Sequence[Output]) -> Side:
+def _side(name: report_pb2.Reference.ValueType, nodes: Counterparts, outputs: Sequence[Output]) -> Side:
     side = Side(name, nodes)
     steps: dict[str, list[edge.Operator]] = {}
     for output in outputs:
@@ -177,7 +177,7 @@ def _rows(sides: Sequence[Side], outputs: Sequence[Output]) -> list[tuple[report
     return rows
 
 
-def _row(slot: Slot, group: Sequence[edge.Operator], against: str) -> report_pb2.NumericGap:
+def _row(slot: Slot, group: Sequence[edge.Operator], against: report_pb2.Reference.ValueType) -> report_pb2.NumericGap:
     deviation = slot.deviation
     assert deviation is not None
     own = [operator for operator in group if not operator.quantizes] or list(group)

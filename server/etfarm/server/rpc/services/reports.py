@@ -6,6 +6,8 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
+from google.protobuf.descriptor import EnumDescriptor
+
 from etfarm.server.access.scope import Scope
 from etfarm.server.jobs.records.history import History, Wanted
 from etfarm.server.jobs.records.journal import Journal
@@ -17,8 +19,10 @@ from etfarm.server.rpc.door.roles import ADMIN
 from etfarm.server.rpc.services.comparing import compare
 from etfarm.server.state.paging import PAGE_SIZES, page_size, page_start
 from etfarm.v1 import comparison_pb2, job_pb2, report_pb2, report_service_pb2_grpc
+from etfarm.v1.report_pb2 import OperatorGrouping, OperatorSort
 from etfarm.wire import selectors, views
 from etfarm.wire.report import report_json
+from etfarm.wire.words import word_of
 
 _PAGE_OF_OPERATORS: Final = 100, 1000
 """Default and maximum number of entries on a page."""
@@ -63,12 +67,12 @@ class ReportService(report_service_pb2_grpc.ReportServiceServicer):
         return report_pb2.GetReportsResponse(reports=reports, next_page_token=token)
 
     async def ListOperators(self, request: report_pb2.ListOperatorsRequest, context: object) -> report_pb2.ListOperatorsResponse:
-        sort = request.sort or "own"
-        views.check(request.by or views.BY[0], sort)
+        by, sort = _word(OperatorGrouping.DESCRIPTOR, request.by), _word(OperatorSort.DESCRIPTOR, request.sort) or "own"
+        views.check(by or views.BY[0], sort)
         start = page_start(request.page_token)
         size = page_size(request.page_size, *_PAGE_OF_OPERATORS)
         report = await self._journal.reports.get(request.report_id, scope())
-        return await asyncio.to_thread(_operators, report, request.by, sort, start, size)
+        return await asyncio.to_thread(_operators, report, by, sort, start, size)
 
     async def Compare(self, request: comparison_pb2.CompareRequest, context: object) -> comparison_pb2.CompareResponse:
         return await compare(self._journal, request, self._version, scope())
@@ -98,6 +102,11 @@ class ReportService(report_service_pb2_grpc.ReportServiceServicer):
         job = await self._journal.get(request.job_id, scope())
         require_owner(job.owner, f"Job {job.id}")
         return report_pb2.AnalyzeJobResponse(report_ids=[report.id for report in await self._revision.revise(job)])
+
+
+def _word(enum: EnumDescriptor, number: int) -> str:
+    """Return the word for a view; an unknown number as text, which no view is called."""
+    return word_of(enum, number) or (str(number) if number else "")
 
 
 def _tag_scope(job: job_pb2.Job) -> Scope:

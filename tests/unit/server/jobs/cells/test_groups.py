@@ -85,7 +85,7 @@ def answer(agent: Agent, run: agent_pb2.StartRun, **errors: common_pb2.Error) ->
         result = agent_pb2.CandidateResult(cell_id=candidate.cell_id, error=errors.get(name), threads=ord(name))
         if name not in errors:
             result.samples.CopyFrom(agent.uploaded(samples_of(name)))
-            result.iterations, result.duration_ns, result.stop_reason = 1, 1000, "MAX_TIME"
+            result.iterations, result.duration_ns, result.stop_reason = 1, 1000, common_pb2.STOP_REASON_MAX_TIME
             result.blocks.add(samples=1)
         results.append(result)
     agent.world.runs.deliver(agent_pb2.RunResult(attempt_id=run.attempt_id, device_id=run.device_id, candidates=results))

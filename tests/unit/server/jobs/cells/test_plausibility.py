@@ -13,18 +13,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etfarm.server.jobs.cells.plausibility import ImplausibleResult, Plan, artifacts_of, check_attempt, check_candidate
-from etfarm.v1 import agent_pb2, job_pb2
+from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from etfarm.wire.chunks import artifact_of
 
 MEASUREMENT = job_pb2.Measurement(iterations=4, min_time_s=0.004)
 PLAN = Plan(frozenset({"c"}), elapsed_s=3.0, measurement=MEASUREMENT)
 SAMPLES = [1_000_000, 1_100_000, 900_000, 1_000_000]
 
+LASTED = [common_pb2.STOP_REASON_MAX_TIME, common_pb2.STOP_REASON_MAX_SAMPLES, common_pb2.STOP_REASON_SETTLED]
+
 
 def honest(samples: Sequence[int] = SAMPLES) -> agent_pb2.CandidateResult:
     """What a real agent sends of a run whose samples these are."""
     result = agent_pb2.CandidateResult(
-        cell_id="c", threads=1, iterations=len(samples), duration_ns=sum(samples) + 2_000, stop_reason="ENOUGH", warmup=10,
+        cell_id="c", threads=1, iterations=len(samples), duration_ns=sum(samples) + 2_000,
+        stop_reason=common_pb2.STOP_REASON_ENOUGH,
+        warmup=10,
         warmup_ns=10_000_000, traced_ns=[1_200_000] * 10,
     )  # fmt: skip
     result.samples.CopyFrom(artifact_of(array("q", samples).tobytes()))
@@ -43,9 +47,12 @@ def test_an_honest_result_is_plausible(tmp_path: Path) -> None:
     check(honest(), tmp_path)
 
 
-@given(st.lists(st.integers(300, 50_000_000), min_size=1, max_size=200), st.sampled_from(["MAX_TIME", "MAX_SAMPLES", "SETTLED"]))
+@given(
+    st.lists(st.integers(300, 50_000_000), min_size=1, max_size=200),
+    st.sampled_from([common_pb2.STOP_REASON_MAX_TIME, common_pb2.STOP_REASON_MAX_SAMPLES, common_pb2.STOP_REASON_SETTLED]),
+)
 def test_any_pass_that_a_clock_can_give_is_plausible(
-    tmp_path_factory: pytest.TempPathFactory, times: list[int], why: str
+    tmp_path_factory: pytest.TempPathFactory, times: list[int], why: common_pb2.StopReason.ValueType
 ) -> None:
     result = honest(times)
     result.stop_reason = why
@@ -74,8 +81,8 @@ def _set(**values: object) -> Callable[[agent_pb2.CandidateResult], None]:
         (_set(iterations=0), "0 timed iterations"),
         (_set(iterations=2_000_000), "2,000,000 timed iterations"),
         (_set(iterations=-1), "iterations is -1"),
-        (_set(stop_reason="BECAUSE"), "BECAUSE"),
-        (_set(duration_ns=3_000_000, stop_reason="MAX_TIME"), "of a pass of 0.003 s"),
+        (_set(stop_reason=99), "for the reason 99"),
+        (_set(duration_ns=3_000_000, stop_reason=common_pb2.STOP_REASON_MAX_TIME), "of a pass of 0.003 s"),
         (_set(duration_ns=3_000_000_000), "only 0.004 s of a pass of 3 s"),
         (_set(duration_ns=20_000_000_000), "of an attempt that lasted 3 s"),
         (_set(warmup_ns=20_000_000_000), "the warm-up took 20 s"),

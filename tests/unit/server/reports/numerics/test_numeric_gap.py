@@ -51,7 +51,7 @@ def _own(row: report_pb2.NumericGap) -> list[str]:
 def test_a_right_program_is_near_eager_in_every_value_and_has_no_bad_operator(name: str, tmp_path: Path) -> None:
     report = _analyzed(_request(recorded(name)), tmp_path)
     assert _warnings(report) == {}
-    assert report.numeric_gap and {row.reference for row in report.numeric_gap} == {"EAGER"}
+    assert report.numeric_gap and {row.reference for row in report.numeric_gap} == {report_pb2.REFERENCE_EAGER}
     assert report.numerics.threshold_db == 20 and not report.numerics.HasField("first_bad")
     assert report.numerics.judged == len(report.numeric_gap)
     for row in report.numeric_gap:
@@ -99,8 +99,8 @@ def test_int8_has_each_operator_against_the_quantized_program_and_against_eager(
     report = _analyzed(_request(recorded("cnn_int8")), tmp_path)
     assert _warnings(report) == {}
     assert not report.numerics.HasField("first_bad")
-    quantized = [row for row in report.numeric_gap if row.reference == "QUANTIZED"]
-    eager = [row for row in report.numeric_gap if row.reference == "EAGER"]
+    quantized = [row for row in report.numeric_gap if row.reference == report_pb2.REFERENCE_QUANTIZED]
+    eager = [row for row in report.numeric_gap if row.reference == report_pb2.REFERENCE_EAGER]
     assert [_own(row) for row in eager] == [
         ["convolution", "relu"], ["convolution"], ["add"], ["max_pool2d"], ["convolution", "relu"], ["mean"], ["linear"],
     ]  # fmt: skip
@@ -117,21 +117,25 @@ def test_an_int8_program_with_a_wrong_kernel_has_it_named_with_its_line(tmp_path
     report = _analyzed(_request(recorded("cnn_int8_wrong")), tmp_path)
     (bad,) = [row for row in report.numeric_gap if row.first_bad]
     assert report.numeric_gap[report.numerics.first_bad] == bad
-    assert (_own(bad), bad.reference) == (["convolution", "relu"], "QUANTIZED")
+    assert (_own(bad), bad.reference) == (["convolution", "relu"], report_pb2.REFERENCE_QUANTIZED)
     assert (bad.source.line, bad.source.code) == (line_of("wide = F.relu"), "wide = F.relu(self.last(small))")
-    before = [row for row in report.numeric_gap[: report.numerics.first_bad] if row.reference == "QUANTIZED"]
+    before = [row for row in report.numeric_gap[: report.numerics.first_bad] if row.reference == report_pb2.REFERENCE_QUANTIZED]
     assert bad.snr_db < 20 < 50 < min(row.snr_db for row in before)
     # Behind it everything is wrong, and none of that is named.
     assert report.numeric_gap[-1].snr_db < 30
     by_reference = {row.reference: row for row in report.accuracy}
-    assert set(by_reference) == {"program before quantization", "quantized program"}
-    assert by_reference["quantized program"].sqnr_db < 30
+    assert set(by_reference) == {report_pb2.REFERENCE_EAGER, report_pb2.REFERENCE_QUANTIZED}
+    assert by_reference[report_pb2.REFERENCE_QUANTIZED].sqnr_db < 30
 
 
 def test_a_wrong_kernel_of_a_float_program_is_named_beside_a_branch_that_is_right(tmp_path: Path) -> None:
     report = _analyzed(_request(recorded("cnn_wrong")), tmp_path)
     (bad,) = [row for row in report.numeric_gap if row.first_bad]
-    assert (_own(bad), bad.source.line, bad.reference) == (["convolution"], line_of("mixed = self.middle"), "EAGER")
+    assert (_own(bad), bad.source.line, bad.reference) == (
+        ["convolution"],
+        line_of("mixed = self.middle"),
+        report_pb2.REFERENCE_EAGER,
+    )
 
 
 def test_a_right_int8_program_is_nearer_to_the_quantized_program_than_to_eager(tmp_path: Path) -> None:
@@ -146,7 +150,9 @@ def test_what_one_operator_of_the_model_became_is_one_row_with_all_its_operators
     report = _analyzed(_request(recorded("attention_int8")), tmp_path)
     assert _warnings(report) == {} and not report.numerics.HasField("first_bad")
     attention = [row for row in report.numeric_gap if row.source.line == line_of("seen = torch.nn.functional")]
-    assert {row.reference for row in attention} == {"QUANTIZED", "EAGER"} and len(attention) == 2
+    assert {row.reference for row in attention} == {report_pb2.REFERENCE_QUANTIZED, report_pb2.REFERENCE_EAGER} and len(
+        attention
+    ) == 2
     assert {"bmm", "_softmax", "where"} <= set(_names(attention[0]))
     (cell,) = [row for row in _analyzed(_request(recorded("lstm")), tmp_path).numeric_gap if "tanh" in _names(row)]
     assert cell.source.line == line_of("states, _ = self.cell(x)")
@@ -240,7 +246,7 @@ def test_without_the_quantized_program_nothing_is_judged_and_integers_are_not_co
     assert "quantized program" in _warnings(report)["ANALYSIS_NUMERICS_REFERENCE_FAILED"]
     assert report.numerics.judged == 0 and not report.numerics.HasField("first_bad")
     (row,) = report.numeric_gap
-    assert (row.actual.dtype, row.reference) == ("float32", "EAGER")
+    assert (row.actual.dtype, row.reference) == ("float32", report_pb2.REFERENCE_EAGER)
     assert row.source.line == line_of("stemmed = F.relu") and _names(row)[-1] == "mean"
 
 
@@ -312,4 +318,4 @@ def test_a_host_that_cannot_run_the_one_program_leaves_the_other(tmp_path: Path)
     run = recorded("cnn_int8")
     report = _analyzed(replace(_request(run), model=_cut(run.model, tmp_path, 0.5)), tmp_path)
     assert "program before quantization" in _warnings(report)["ANALYSIS_NUMERICS_REFERENCE_FAILED"]
-    assert {row.reference for row in report.numeric_gap} == {"QUANTIZED"}
+    assert {row.reference for row in report.numeric_gap} == {report_pb2.REFERENCE_QUANTIZED}
