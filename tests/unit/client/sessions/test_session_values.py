@@ -73,7 +73,7 @@ def test_arrays_are_laid_in_memory_as_the_program_takes_them() -> None:
 
 
 def test_numbers_are_scalars_unless_the_program_takes_a_tensor_without_dims() -> None:
-    scalar = session_pb2.SessionValue(kind="double")
+    scalar = session_pb2.SessionValue(kind=common_pb2.VALUE_KIND_DOUBLE)
     values = flattened("forward", method(scalar, tensor(shape=(), order=(), dtype="int64")), (), (2, 3), {})  # type: ignore[arg-type]
     assert values == [Scalar("0", 2), from_array("1", np.asarray(3, np.int64))]
 

@@ -30,7 +30,12 @@ async def test_a_cell_goes_its_way_and_its_agent_may_forget_it_once_the_result_i
     await agent.is_told("ack", run.attempt_id)
     states, (report,) = await world.end(job)
     assert states == STATES_TO_SUCCESS
-    assert (report.state, report.attempt, report.threads, report.latency.p50_ns) == ("SUCCEEDED", run.attempt_id, 4, 5.0)
+    assert (report.state, report.attempt, report.threads, report.latency.p50_ns) == (
+        common_pb2.CELL_STATE_SUCCEEDED,
+        run.attempt_id,
+        4,
+        5.0,
+    )
     assert world.runs.busy() == {}
     assert (await world.journal.results_of(run.attempt_id))[job.cells[0].id].threads == 4
 
@@ -64,7 +69,7 @@ async def test_a_compilation_that_failed_leaves_its_stages_in_the_report_and_say
     assert states == ["COMPILING", "FAILED"]
     assert (report.error.reason, FOUND_EARLIER in report.error.remedy) == ("STAGE_FAILED", cached)
     assert (report.compile.cached, [stage.stage for stage in report.compile.compilation.stages]) == (cached, ["TORCH_EXPORT"])
-    assert not report.compile.HasField("program")
+    assert not report.compile.compilation.HasField("program")
     assert [phase.phase for phase in report.timeline] == ["COMPILE"]
     (cell,) = (await world.journal.get(job.id, EVERYTHING)).cells
     assert (cell.compilation_key, cell.compile_cached) == ("key", cached)
@@ -239,7 +244,7 @@ async def test_cancelling_ends_the_cell_wherever_it_is(world: World, state: str)
         await world.conductor.cancel(await world.journal.get(job.id, EVERYTHING))
     states, (report,) = await world.end(job)
     assert states[-2:] == [state, "CANCELLED"]
-    assert (report.state, report.error.reason) == ("CANCELLED", "CANCELLED")
+    assert (report.state, report.error.reason) == (common_pb2.CELL_STATE_CANCELLED, "CANCELLED")
     assert world.runs.busy() == {}
     assert world.conductor.live == 0
     assert world.compiler.stopped == (state == "COMPILING")
@@ -312,7 +317,7 @@ async def test_a_new_server_goes_on_where_the_old_one_was(world: World, state: s
         agent.answer(await agent.started(), threads=3)
     states, (report,) = await again.end(job)
     assert states == STATES_TO_SUCCESS
-    assert (report.state, report.threads) == ("SUCCEEDED", 3)
+    assert (report.state, report.threads) == (common_pb2.CELL_STATE_SUCCEEDED, 3)
     assert again.compiler.calls == (state == "COMPILING")
     await again.conductor.stop()
 
