@@ -11,6 +11,7 @@ import argparse
 import ast
 import contextlib
 import difflib
+import functools
 import inspect
 import io
 import os
@@ -44,19 +45,34 @@ _FAULTS: Final = {"UserError": "user", "DeviceError": "device", "FarmError": "fa
 def find_reasons() -> dict[str, set[str]]:
     """Return the reasons that the packages' error classes carry, each with its faults: user, device or farm."""
     bases: dict[str, set[str]] = defaultdict(set)
-    carriers: list[tuple[str, ast.ClassDef]] = []
+    for _, node in _classes():
+        bases[node.name] |= {ast.unparse(base).rpartition(".")[2] for base in node.bases}
+    reasons: dict[str, set[str]] = defaultdict(set)
+    for _, node in _classes():
+        for reason in _reasons_of(node):
+            reasons[reason] |= _faults_of(node.name, {ast.unparse(base).rpartition(".")[2] for base in node.bases}, bases)
+    return dict(reasons)
+
+
+def find_carriers() -> dict[str, list[str]]:
+    """Return the classes that declare each reason, as `etfarm.wire.errors:Unauthenticated`."""
+    carriers: dict[str, list[str]] = defaultdict(list)
+    for module, node in _classes():
+        for reason in _reasons_of(node):
+            carriers[reason].append(f"{module}:{node.name}")
+    return dict(carriers)
+
+
+@functools.cache
+def _classes() -> list[tuple[str, ast.ClassDef]]:
+    """Return all classes of the packages, each with its module's name."""
+    classes: list[tuple[str, ast.ClassDef]] = []
     for package in PACKAGES:
         for file in sorted((ROOT / package / "etfarm").rglob("*.py")):
-            if file.stem.endswith(("_pb2", "_pb2_grpc")):
-                continue
-            for node in ast.walk(ast.parse(file.read_text())):
-                if isinstance(node, ast.ClassDef):
-                    bases[node.name] |= {ast.unparse(base).rpartition(".")[2] for base in node.bases}
-                    carriers += [(reason, node) for reason in _reasons_of(node)]
-    reasons: dict[str, set[str]] = defaultdict(set)
-    for reason, node in carriers:
-        reasons[reason] |= _faults_of(node.name, {ast.unparse(base).rpartition(".")[2] for base in node.bases}, bases)
-    return dict(reasons)
+            if not file.stem.endswith(("_pb2", "_pb2_grpc")):
+                module = ".".join(file.relative_to(ROOT / package).with_suffix("").parts).removesuffix(".__init__")
+                classes += [(module, node) for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.ClassDef)]
+    return classes
 
 
 def _reasons_of(node: ast.ClassDef) -> Iterator[str]:

@@ -136,7 +136,7 @@ CASES = {
     "unknown_demo": Bad(("demo:resnet9",), 2, "UNKNOWN_DEMO", ("resnet8",)),
     "unknown_selector_key": Bad(("demo:ds_cnn", "--device", "colour=red"), 2, "UNKNOWN_SELECTOR_KEY", ("colour", "arch")),
     "no_device_matches": Bad((f"{FACTORIES}:small", "--device", "name=nobody"), 2, "NO_SUCH_DEVICE", ("name=nobody", "board-0")),
-    "train_mode": Bad((f"{FACTORIES}:train_mode",), 1, "MODEL_IN_TRAIN_MODE", (".eval()",)),
+    "train_mode": Bad((f"{FACTORIES}:train_mode",), 1, "TRAINING_MODE", (".eval()",)),
     "data_dependent_branch": Bad((f"{FACTORIES}:branching",), 1, "DATA_DEPENDENT_BRANCH", ("torch.cond", "factories.py:")),
     "dim_without_max": Bad((f"{FACTORIES}:unbounded",), 1, "DIM_WITHOUT_MAXIMUM", ("batch", "max=")),
     "something_else": Bad((f"{FACTORIES}:something_else",), 1, "FACTORY_RETURNED_SOMETHING_ELSE", ("dict", "example_inputs")),

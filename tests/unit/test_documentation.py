@@ -86,6 +86,28 @@ def test_each_error_reason_is_explained_once(generate: ModuleType) -> None:
                 assert remedy.endswith("."), reason
 
 
+FAMILIES = {
+    "BAD_WORKER_ANSWER": "an answer, an analysis and an output file of a child, read in rooms that do not import each other",
+    "DIGEST_MISMATCH": "an upload to a local session, and a program's manifest, which differ in whose fault it is",
+    "DISK_FULL": "one disk for uploads, the database and children's files, in rooms that do not import each other",
+    "INTERNAL": "the reason of an error that names none",
+    "LIMIT_EXCEEDED": "limits of a message, and of uploads, whose remedies differ",
+    "QUOTA_EXCEEDED": "quotas of jobs, and of stored bytes, in rooms that do not import each other",
+    "TOO_MANY_CALLS": "calls of a session, and of a principal",
+    "UNSUPPORTED_INPUT": "an input of a module, and an array of a file",
+}
+"""Reasons that several classes of one role declare, and why these cannot be one class."""
+
+
+def test_a_reason_belongs_to_one_class_of_a_role(generate: ModuleType) -> None:
+    """The same fault may be found by client, server and agent, which do not import each other."""
+    carriers = generate.find_carriers()
+    assert len(carriers) > 200
+    for reason, classes in carriers.items():
+        roles = [name.split(".")[1] for name in classes]
+        assert len(roles) == len(set(roles)) or reason in FAMILIES, f"{reason}: {', '.join(classes)}"
+
+
 def test_each_reason_of_a_verdict_is_explained() -> None:
     sources = (ROOT / "server" / "etfarm" / "server" / "reports").rglob("verdict.py")
     codes = {code for source in sources for code in re.findall(r'(?:_reason\(|code=)"([A-Z_]+)"', source.read_text())}

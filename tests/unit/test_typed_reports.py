@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 import etfarm.client
 from etfarm.client import reports
-from etfarm.client.formats import NeedsExtra
+from etfarm.client.errors import ExtraMissing
 from etfarm.client.reports import (
     Actor,
     CellState,
@@ -207,7 +207,7 @@ def test_operators_and_samples_become_tables() -> None:
 
 def test_without_pandas_a_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(NeedsExtra, match=r"pandas is not installed.* Run pip install 'etfarm\[pandas\]'"):
+    with pytest.raises(ExtraMissing, match=r"pandas is not installed.* Run pip install 'etfarm\[pandas\]'"):
         Operators().to_pandas()
 
 

@@ -85,6 +85,22 @@ class EmbeddedFarmFailed(FarmError):
     kind = Kind.UNAVAILABLE
 
 
+class ExtraMissing(UserError):
+    """Error of a command that needs a library which is not installed here."""
+
+    reason = "EXTRA_MISSING"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, what: str, extra: str, missing: str, *, instead: str = "", **metadata: str) -> None:
+        super().__init__(
+            f"{what} needs etfarm[{extra}] ({missing} is not installed).",
+            f"Run pip install 'etfarm[{extra}]'{instead}.",
+            extra=extra,
+            missing=missing,
+            **metadata,
+        )
+
+
 class OutputUnwritable(UserError):
     """Error of a file that a command cannot write."""
 

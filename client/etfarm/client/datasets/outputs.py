@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, Final, Protocol
 
-from etfarm.client.errors import UserError
+from etfarm.client.errors import OutputUnwritable, UserError
 from etfarm.client.submit import npz
 from etfarm.client.submit.inputs import value_of
 
@@ -44,7 +44,7 @@ class Sink(Protocol):
 
         Raises:
             OutputsDiffer: their shape differs from the outputs before.
-            OutputFileUnwritable: the disk is full, or the file may not be written.
+            OutputUnwritable: the disk is full, or the file may not be written.
         """
 
     def close(self) -> int:
@@ -194,5 +194,5 @@ def _member(archive: zipfile.ZipFile, key: str) -> IO[bytes]:
     return archive.open(zipfile.ZipInfo(f"{key}.npy"), "w", force_zip64=True)
 
 
-def _unwritable(path: Path, error: OSError) -> npz.OutputFileUnwritable:
-    return npz.OutputFileUnwritable(f"{path} cannot be written: {error.strerror or error}.", "Give another -o.", path=path)
+def _unwritable(path: Path, error: OSError) -> OutputUnwritable:
+    return OutputUnwritable(f"{path} cannot be written: {error.strerror or error}.", "Give another -o.", path=path)

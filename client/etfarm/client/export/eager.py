@@ -21,8 +21,8 @@ from etfarm.client.export.errors import (
     BadModelSource,
     DataDependentBranch,
     ExportFailed,
-    ModelInTrainMode,
     ModelNotOnCpu,
+    TrainingMode,
     UnsupportedInput,
 )
 from etfarm.client.export.noise import quiet
@@ -102,7 +102,7 @@ def export_source(
         folder: folder for archives and samples as files instead of in memory; the caller removes it.
 
     Raises:
-        ModelInTrainMode: `.eval()` was not called.
+        TrainingMode: `.eval()` was not called.
         ModelNotOnCpu: a weight or input is elsewhere.
         UnsupportedInput: an input's dtype or type cannot be sent.
         CalibrationMismatch: a calibration sample does not match the example inputs.
@@ -260,7 +260,7 @@ def _must_be_eval(method: str, module: nn.Module) -> None:
         # A captured graph has a fixed mode; its `training` flag is True in any case.
         captured = isinstance(part, torch.fx.GraphModule) or type(part).__module__.startswith("torch.export")
         if part.training and not captured and type(part) is not torch.nn.Module:
-            raise ModelInTrainMode(method, name)
+            raise TrainingMode(method, name)
 
 
 def _must_be_on_cpu(method: str, module: nn.Module, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:

@@ -24,10 +24,14 @@ def with_article(noun: str) -> str:
     return f"{'an' if noun[:1].lower() in tuple('aeio') else 'a'} {noun}"
 
 
-class BadModelArgument(UserError):
-    """A MODEL argument has none of the five forms."""
+class BadModel(UserError):
+    """A model argument has an unsupported form or type."""
 
     reason = "BAD_MODEL_ARGUMENT"
+
+
+class BadModelArgument(BadModel):
+    """A MODEL argument has none of the five forms."""
 
     def __init__(self, model: str, hint: str = "") -> None:
         super().__init__(f"{model!r} does not name a model.", hint or f"Give {FORMS}.", model=model)
@@ -78,21 +82,6 @@ class TruncatedProgram(UserError):
             path=path,
             size_bytes=size_bytes,
             expected_bytes=expected_bytes,
-        )
-
-
-class ExtraMissing(UserError):
-    """torch, which eager models and demos need on the client, is not installed."""
-
-    reason = "EXTRA_MISSING"
-    kind = Kind.FAILED_PRECONDITION
-
-    def __init__(self, model: str) -> None:
-        super().__init__(
-            f"{model} is an eager model, and torch is not installed here: it needs etfarm[export].",
-            "Run pip install 'etfarm[export]', or give a .pt2 or .pte file.",
-            model=model,
-            extra="export",
         )
 
 
@@ -195,10 +184,10 @@ class DimWithoutMaximum(UserError):
         )
 
 
-class ModelInTrainMode(UserError):
+class TrainingMode(UserError):
     """The module, or a part of it, is in train mode, which no program supports."""
 
-    reason = "MODEL_IN_TRAIN_MODE"
+    reason = "TRAINING_MODE"
 
     def __init__(self, method: str, module: str) -> None:
         part = f"its submodule {module!r}" if module else "the module"

@@ -10,10 +10,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
+from etfarm.client.errors import ExtraMissing
 from etfarm.client.export import usercode
 from etfarm.client.export.errors import (
     ExampleInputsNotATuple,
-    ExtraMissing,
     FactoryFailed,
     FactoryNotFound,
     FactoryReturnedSomethingElse,
@@ -81,7 +81,9 @@ def _require_torch(model: str) -> None:
     try:
         import torch  # noqa: F401
     except ImportError:
-        raise ExtraMissing(model) from None
+        raise ExtraMissing(
+            f"{model} is an eager model and", "export", "torch", instead=", or give a .pt2 or .pte file", model=model
+        ) from None
 
 
 def _file_module(path: Path) -> ModuleType:

@@ -27,20 +27,6 @@ class NoSuchReport(UserError):
     reason = "REPORT_NOT_FOUND"
 
 
-class NeedsExtra(UserError):
-    """A format needs a library that is not installed."""
-
-    reason = "NEEDS_EXTRA"
-
-    def __init__(self, what: str, extra: str, missing: str) -> None:
-        super().__init__(
-            f"{what} needs etfarm[{extra}] ({missing} is not installed).",
-            f"Run pip install 'etfarm[{extra}]'.",
-            extra=extra,
-            missing=missing,
-        )
-
-
 def label(report: Mapping[str, Any]) -> str:
     """Return a label of the measurement: `resnet8 · xnnpack_fp32 · pi5-a, 4 threads`."""
     model = report["model"]["name"] if report["model"] else "?"

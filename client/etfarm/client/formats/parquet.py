@@ -9,7 +9,8 @@ import io
 from collections.abc import Mapping
 from typing import Any
 
-from etfarm.client.formats import NeedsExtra, tables
+from etfarm.client.errors import ExtraMissing
+from etfarm.client.formats import tables
 from etfarm.wire.report import SCHEMA
 
 Json = Mapping[str, Any]
@@ -24,7 +25,7 @@ def write(document: Json, what: str = "operators") -> bytes:
         what: a name in `tables.WHAT`.
 
     Raises:
-        NeedsExtra: pyarrow is not installed.
+        ExtraMissing: pyarrow is not installed.
     """
     must_be_there()
     import pyarrow
@@ -51,9 +52,9 @@ def must_be_there() -> None:
     """Check that Parquet can be written here.
 
     Raises:
-        NeedsExtra: pyarrow is not installed.
+        ExtraMissing: pyarrow is not installed.
     """
     try:
         import pyarrow  # noqa: F401
     except ImportError:
-        raise NeedsExtra("Parquet", "parquet", "pyarrow") from None
+        raise ExtraMissing("Parquet", "parquet", "pyarrow") from None

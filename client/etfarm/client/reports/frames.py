@@ -6,7 +6,8 @@ from collections.abc import Mapping, Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, Final
 
-from etfarm.client.formats import NeedsExtra, tables
+from etfarm.client.errors import ExtraMissing
+from etfarm.client.formats import tables
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,7 +25,7 @@ def operators_frame(rows: Sequence[Mapping[str, Any]]) -> pd.DataFrame:
     """Return a row for each operator of REPORT.operators.
 
     Raises:
-        NeedsExtra: pandas is not installed.
+        ExtraMissing: pandas is not installed.
     """
     nameless = {**dict.fromkeys(["id", "cell", "model", "recipe", "method", "device", "threads"])}
     document = {"job": None, "reports": [{**nameless, "operators": rows}]}
@@ -35,7 +36,7 @@ def samples_series(samples_ns: NDArray[np.int64]) -> pd.Series[int]:
     """Return the samples as int64 in nanoseconds, indexed by iteration.
 
     Raises:
-        NeedsExtra: pandas is not installed.
+        ExtraMissing: pandas is not installed.
     """
     pandas = _pandas()
     index = pandas.RangeIndex(len(samples_ns), name="iteration")
@@ -50,7 +51,7 @@ def document_frame(document: Mapping[str, Any], what: str) -> pd.DataFrame:
         what: a name in `tables.WHAT`.
 
     Raises:
-        NeedsExtra: pandas is not installed.
+        ExtraMissing: pandas is not installed.
     """
     pandas = _pandas()
     if what == "samples":
@@ -87,6 +88,6 @@ def _pandas() -> ModuleType:
     try:
         import pandas
     except ImportError:
-        raise NeedsExtra("to_pandas", "pandas", "pandas") from None
+        raise ExtraMissing("to_pandas", "pandas", "pandas") from None
     module: ModuleType = pandas
     return module

@@ -90,7 +90,7 @@ class Operators(tuple[Operator, ...]):
         The columns are the fields of `Operator` in nanoseconds, with the source as `file`, `line` and `code`.
 
         Raises:
-            NeedsExtra: pandas is not installed.
+            ExtraMissing: pandas is not installed.
         """
         from etfarm.client.reports.frames import operators_frame
 

@@ -215,7 +215,7 @@ class Report(JsonObject):
         `iteration` and `latency_ns`; `operators` has those of `Operators.to_pandas`.
 
         Raises:
-            NeedsExtra: pandas is not installed.
+            ExtraMissing: pandas is not installed.
         """
         from etfarm.client.reports.frames import document_frame
 

@@ -107,7 +107,7 @@ class JobResult(JsonObject):
         """Return the operators or the samples of all reports as a pandas DataFrame; see `Report.to_pandas`.
 
         Raises:
-            NeedsExtra: pandas is not installed.
+            ExtraMissing: pandas is not installed.
         """
         from etfarm.client.reports.frames import document_frame
 

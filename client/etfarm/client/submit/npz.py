@@ -23,6 +23,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from etfarm.client.errors import OutputUnwritable
 from etfarm.client.submit.input_names import UNSAID, Named, by_method, order
 from etfarm.wire.errors import UserError
 from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value, dtype_of, from_array, to_array
@@ -49,12 +50,6 @@ class UnsupportedInputArray(UserError):
     """An array of an inputs file has an unsupported dtype, or a wrong `.dtype` beside it."""
 
     reason = "UNSUPPORTED_INPUT"
-
-
-class OutputFileUnwritable(UserError):
-    """An outputs file cannot be written."""
-
-    reason = "OUTPUT_FILE_UNWRITABLE"
 
 
 def read_named(path: Path) -> dict[str, Named]:
@@ -145,7 +140,7 @@ def write_outputs(
         with_dim_orders: write `KEY.dim_order` for values that are not contiguous; inputs need it, outputs do not.
 
     Raises:
-        OutputFileUnwritable: the file cannot be written; an earlier file is replaced only on success.
+        OutputUnwritable: the file cannot be written; an earlier file is replaced only on success.
     """
     import numpy as np
 
@@ -159,9 +154,7 @@ def write_outputs(
     try:
         path.write_bytes(buffer.getbuffer())
     except OSError as error:
-        raise OutputFileUnwritable(
-            f"{path} cannot be written: {error.strerror or error}.", "Give another -o.", path=path
-        ) from None
+        raise OutputUnwritable(f"{path} cannot be written: {error.strerror or error}.", "Give another -o.", path=path) from None
 
 
 def told_of(key: str, keys: Collection[str]) -> str | None:

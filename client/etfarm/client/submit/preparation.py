@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etfarm.client.errors import UserError
 from etfarm.client.export import ModelSource, Pt2File, PteFile, resolve
+from etfarm.client.export.errors import BadModel
 from etfarm.client.export.spec import EagerSpec, FileFactory, ModelSpec
 from etfarm.client.export.transform import torchao_parts
 from etfarm.client.submit.calibration import Calibration, calibrated
@@ -35,12 +36,6 @@ dict of one of these kinds by method, a ModelSource, or a result of `prepare`.
 
 ExampleInputs: TypeAlias = "tuple[Any, ...] | Mapping[str, tuple[Any, ...]]"
 """Arguments of `forward` for an nn.Module; a dict by method for a dict of them."""
-
-
-class BadModel(UserError):
-    """Error of a model argument of an unsupported type."""
-
-    reason = "BAD_MODEL_ARGUMENT"
 
 
 class BadData(UserError):

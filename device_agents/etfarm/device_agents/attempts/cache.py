@@ -14,7 +14,7 @@ from typing import Final
 
 from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.errors import DiskFull, MalformedDigest
-from etfarm.device_agents.runners.bundle import BadBundle, Bundle, unpack
+from etfarm.device_agents.runners.bundle import Bundle, NotABundle, unpack
 from etfarm.v1 import common_pb2
 from etfarm.wire import digest
 from etfarm.wire.chunks import Progressed
@@ -131,13 +131,13 @@ class Cache:
             try:
                 # Its files are verified at every run: hashing 17 MB takes 10 ms, and all measurements depend on them.
                 bundle = await asyncio.to_thread(unpack, archive, folder)
-            except BadBundle:
+            except NotABundle:
                 # Only the archive's first use verified it: verify it again, and fetch it if it is damaged.
                 self._verified.discard(artifact.digest)
                 archive = await self.fetch(transfers, artifact, on_progress)
                 try:
                     bundle = await asyncio.to_thread(unpack, archive, folder)
-                except (BadBundle, OSError) as error:
+                except (NotABundle, OSError) as error:
                     raise _bundle_failed(artifact, archive, error) from error
             except OSError as error:
                 raise _bundle_failed(artifact, archive, error) from error
@@ -189,12 +189,12 @@ def _checked(name: str) -> str:
     return name
 
 
-def _bundle_failed(artifact: common_pb2.Artifact, archive: Path, error: BadBundle | OSError) -> DeviceError:
+def _bundle_failed(artifact: common_pb2.Artifact, archive: Path, error: NotABundle | OSError) -> DeviceError:
     if isinstance(error, OSError) and error.errno in _NO_ROOM:
         return _disk_full(artifact, archive)
     return BundleUnusable(
         f"The runner bundle {artifact.digest[:12]} cannot be unpacked on this device: "
-        f"{error.metadata['why'] if isinstance(error, BadBundle) else error}.",
+        f"{error.metadata['why'] if isinstance(error, NotABundle) else error}.",
         "Check the device's disk; `etfarm bundle build` builds another bundle.",
         digest=artifact.digest,
     )

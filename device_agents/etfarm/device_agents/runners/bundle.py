@@ -33,10 +33,10 @@ _MAX_NAME_BYTES: Final = 255
 _MAX_MANIFEST_BYTES: Final = 4 << 20
 
 
-class BadBundle(UserError):
+class NotABundle(UserError):
     """A file that is not a runner bundle, or is damaged."""
 
-    reason = "BAD_BUNDLE"
+    reason = "NOT_A_BUNDLE"
 
     def __init__(self, why: str, *, file: str = "") -> None:
         super().__init__(
@@ -97,12 +97,12 @@ class BundleManifest:
         """Return the manifest in a `bundle.json`.
 
         Raises:
-            BadBundle: the text is not a manifest, or lists a name that is not allowed in a flat folder.
+            NotABundle: the text is not a manifest, or lists a name that is not allowed in a flat folder.
         """
         try:
             document: dict[str, Any] = json.loads(text)
             if document["schema"] != SCHEMA:
-                raise BadBundle(f"its schema is {document['schema']!r}, not {SCHEMA!r}")
+                raise NotABundle(f"its schema is {document['schema']!r}, not {SCHEMA!r}")
             manifest = cls(
                 arch=_text(document["arch"]),
                 executorch=_text(document["executorch"]),
@@ -116,13 +116,13 @@ class BundleManifest:
                 options=tuple(_text(name) for name in document.get("options", ())),
             )
         except (ValueError, KeyError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-            raise BadBundle(f"its {MANIFEST_NAME} cannot be read ({error})") from None
+            raise NotABundle(f"its {MANIFEST_NAME} cannot be read ({error})") from None
         for name, file in manifest.files.items():
             if not _is_plain(name) or not digest.is_digest(file.digest) or file.size < 0:
-                raise BadBundle(f"its {MANIFEST_NAME} has an invalid entry for {name!r}")
+                raise NotABundle(f"its {MANIFEST_NAME} has an invalid entry for {name!r}")
         for name in (manifest.loader, manifest.entry):
             if name not in manifest.files:
-                raise BadBundle(f"{name!r} is not among its files")
+                raise NotABundle(f"{name!r} is not among its files")
         return manifest
 
 
@@ -153,13 +153,13 @@ def unpack(archive: Path, folder: Path) -> Bundle:
     call it in a thread from async code.
 
     Raises:
-        BadBundle: the archive is not an etfarm bundle, or a file has another digest than the manifest states.
+        NotABundle: the archive is not an etfarm bundle, or a file has another digest than the manifest states.
         OSError: the disk is full, read-only or broken.
     """
     if folder.exists():
         try:
             return open_folder(folder)
-        except (BadBundle, OSError) as error:
+        except (NotABundle, OSError) as error:
             log.warning("the bundle in %s was damaged on this disk (%s); it is unpacked again", folder, error)
             shutil.rmtree(folder)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +169,7 @@ def unpack(archive: Path, folder: Path) -> Bundle:
             with archive.open("rb") as packed:
                 _extract(packed, staging)
         except archives.BadArchive as error:
-            raise BadBundle(str(error), file=archive.name) from error
+            raise NotABundle(str(error), file=archive.name) from error
         bundle = open_folder(staging)
         staging.chmod(0o755)
         try:
@@ -188,27 +188,27 @@ def open_folder(folder: Path) -> Bundle:
     """Open the bundle that is unpacked in `folder`; every file is verified.
 
     Raises:
-        BadBundle: a file is missing, unexpected or different from the manifest.
+        NotABundle: a file is missing, unexpected or different from the manifest.
         OSError: a file cannot be read.
     """
     try:
         with (folder / MANIFEST_NAME).open("rb") as stored:
             manifest = BundleManifest.parse(stored.read(_MAX_MANIFEST_BYTES))
     except OSError as error:
-        raise BadBundle(f"it has no readable {MANIFEST_NAME} ({error.strerror})") from None
+        raise NotABundle(f"it has no readable {MANIFEST_NAME} ({error.strerror})") from None
     present = {entry.name for entry in os.scandir(folder)} - {MANIFEST_NAME}
     if present != set(manifest.files):
         odd = sorted(present ^ set(manifest.files))
-        raise BadBundle(f"its files are not those of its {MANIFEST_NAME}: {', '.join(odd[:5])}")
+        raise NotABundle(f"its files are not those of its {MANIFEST_NAME}: {', '.join(odd[:5])}")
     for name, expected in manifest.files.items():
         path = folder / name
         if path.is_symlink() or path.stat().st_size != expected.size or digest.of_file(path) != expected.digest:
-            raise BadBundle(f"{name!r} is damaged", file=name)
+            raise NotABundle(f"{name!r} is damaged", file=name)
     for name in (manifest.loader, manifest.entry):
         with (folder / name).open("rb") as program:
             arch = elf.arch_of(program.read(elf.HEAD_BYTES))
         if arch is not None and arch != manifest.arch:
-            raise BadBundle(f"it says that it is for {manifest.arch}, but its {name} is a program for {arch}", file=name)
+            raise NotABundle(f"it says that it is for {manifest.arch}, but its {name} is a program for {arch}", file=name)
     return Bundle(folder, manifest)
 
 
@@ -216,9 +216,9 @@ def _extract(packed: BinaryIO, into: Path) -> None:
     """Extract plain files with plain names only, so that an archive cannot write outside `into`."""
     for member, content in archives.members(packed, max_bytes=_MAX_BYTES, max_members=_MAX_FILES):
         if not member.is_file or not _is_plain(member.name):
-            raise BadBundle(f"it holds {member.name[:100]!r}, which is not a regular file")
+            raise NotABundle(f"it holds {member.name[:100]!r}, which is not a regular file")
         if (into / member.name).exists():
-            raise BadBundle(f"it holds {member.name!r} twice")
+            raise NotABundle(f"it holds {member.name!r} twice")
         with (into / member.name).open("xb") as target:
             shutil.copyfileobj(content, target, 1 << 20)
         (into / member.name).chmod(0o755 if member.mode & 0o100 else 0o644)

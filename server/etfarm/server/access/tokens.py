@@ -50,11 +50,15 @@ class TokenNotFound(UserError):
     kind = Kind.NOT_FOUND
 
 
-class TokenReplaced(UserError):
-    """A token that another call has rotated since the caller authenticated with it."""
+class Unauthenticated(UserError):
+    """A call without a token, or with an unknown one."""
 
     reason = "UNAUTHENTICATED"
     kind = Kind.UNAUTHENTICATED
+
+
+class TokenReplaced(Unauthenticated):
+    """A token that another call has rotated since the caller authenticated with it."""
 
 
 class NotAnEnrolmentToken(UserError):

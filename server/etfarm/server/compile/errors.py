@@ -238,10 +238,10 @@ class NoExampleInputs(UserError):
         )  # fmt: skip
 
 
-class BadCalibrationInput(UserError):
+class CalibrationMismatch(UserError):
     """A calibration sample does not fit the model."""
 
-    reason = "BAD_CALIBRATION_INPUT"
+    reason = "CALIBRATION_MISMATCH"
 
     def __init__(self, method: str, sample: int, why: str) -> None:
         super().__init__(
@@ -321,14 +321,14 @@ class UnsupportedProgram(UserError):
     reason = "UNSUPPORTED_PROGRAM"
 
 
-class ToolchainIncomplete(FarmError):
+class RecipeUnavailable(FarmError):
     """This server lacks what the recipe, or one of its stages, needs.
 
     Args:
         recipe: the recipe's name; empty if only the stage is known.
     """
 
-    reason = "RECIPE_NOT_AVAILABLE"
+    reason = "RECIPE_UNAVAILABLE"
     kind = Kind.FAILED_PRECONDITION
 
     def __init__(self, recipe: str, missing: str, stage: str = "") -> None:

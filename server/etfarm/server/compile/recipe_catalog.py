@@ -7,10 +7,11 @@ from importlib.metadata import entry_points
 from typing import Final
 
 from etfarm.server.compile import answers
+from etfarm.server.compile.errors import RecipeUnavailable
 from etfarm.server.workers.pool import Workers
 from etfarm.v1 import common_pb2, compile_pb2
 from etfarm.wire import recipes
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import UserError
 from etfarm.wire.recipes import Quantization, Recipe, Specification, UnknownRecipe
 
 _QUANTIZATIONS: Final = {
@@ -19,13 +20,6 @@ _QUANTIZATIONS: Final = {
     common_pb2.QUANTIZATION_TORCHAO: Quantization.TORCHAO_SOURCE,
 }
 """Quantizations by RecipeInfo.quantization."""
-
-
-class RecipeUnavailable(UserError):
-    """This server lacks what a recipe needs."""
-
-    reason = "RECIPE_UNAVAILABLE"
-    kind = Kind.FAILED_PRECONDITION
 
 
 class UnknownStage(UserError):
@@ -97,10 +91,7 @@ class RecipeCatalog:
         missing = {row.name: row.missing for row in self._listed.recipes if not row.available} if self._listed else {}
         for part in recipe.parts:
             if part.name in missing:
-                raise RecipeUnavailable(
-                    f"This server cannot compile with {part.name}: {missing[part.name].rstrip('.')}.",
-                    "Install it there, or choose one of `etfarm recipes list`.", recipe=part.name, missing=missing[part.name],
-                )  # fmt: skip
+                raise RecipeUnavailable(part.name, missing[part.name].rstrip("."))
 
 
 def _require_stages(recipe: Recipe) -> None:

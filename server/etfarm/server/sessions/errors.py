@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from etfarm.server.access.ownership import NotYours
 from etfarm.wire.errors import DeviceError, FarmError, Kind, UserError
 
 
@@ -45,11 +46,8 @@ class NoReady(UserError):
     reason = "NO_READY"
 
 
-class ForeignStream(UserError):
+class ForeignStream(NotYours):
     """A stream from another agent than the one that serves the session's device."""
-
-    reason = "NOT_YOURS"
-    kind = Kind.PERMISSION_DENIED
 
 
 class SessionIdle(UserError):

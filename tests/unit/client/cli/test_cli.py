@@ -49,7 +49,7 @@ STATIC = ("demo:resnet8", "--recipe", INT8)
         (error_of(Fault.USER, "UNKNOWN_RECIPE", "No."), 2),
         (error_of(Fault.USER, "NO_SUCH_DEVICE", "No.", kind=Kind.FAILED_PRECONDITION), 2),
         (error_of(Fault.USER, "NOT_A_PT2", "No."), 2),
-        (error_of(Fault.USER, "MODEL_IN_TRAIN_MODE", "No.", stage="TORCH_EXPORT"), 1),
+        (error_of(Fault.USER, "TRAINING_MODE", "No.", stage="TORCH_EXPORT"), 1),
         (error_of(Fault.USER, "FACTORY_FAILED", "No."), 1),
         (error_of(Fault.USER, "PROGRAM_CRASHED", "No.", stage="TIMED"), 1),
         (error_of(Fault.DEVICE, "DEVICE_FAILED", "No."), 1),

@@ -219,7 +219,7 @@ def assert_plain(archive: bytes) -> None:
 def test_train_mode_is_refused_wherever_it_hides() -> None:
     net = nn.Sequential(nn.Conv2d(1, 1, 1), nn.BatchNorm2d(1))
     x = (torch.ones(1, 1, 2, 2),)
-    assert refused(ModelSource.of(net, x)).reason == "MODEL_IN_TRAIN_MODE"
+    assert refused(ModelSource.of(net, x)).reason == "TRAINING_MODE"
     net.eval()
     net[1].train()
     error = refused(ModelSource.of(net, x))

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etfarm.client import formats
+from etfarm.client.errors import ExtraMissing
 from etfarm.client.formats import csv, executorch, gaps, html, markdown, parquet, perfetto, tables
 from etfarm.client.formats.html import charts
 from etfarm.wire import views
@@ -352,7 +353,7 @@ def test_parquet_without_its_library_is_one_sentence(monkeypatch: pytest.MonkeyP
     import sys
 
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(formats.NeedsExtra, match=r"Parquet needs etfarm\[parquet\] \(pyarrow is not installed\)\. Run pip"):
+    with pytest.raises(ExtraMissing, match=r"Parquet needs etfarm\[parquet\] \(pyarrow is not installed\)\. Run pip"):
         parquet.write(document(report()))
 
 

@@ -9,6 +9,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+from etfarm.client.errors import OutputUnwritable
 from etfarm.client.submit import input_names, npz
 from etfarm.wire.tensors import Scalar, Tensor, from_array, to_array
 
@@ -148,7 +149,7 @@ def test_unreadable_files_are_told_in_a_sentence(tmp_path: Path) -> None:
 
 
 def test_an_unwritable_place_is_told(tmp_path: Path) -> None:
-    with pytest.raises(npz.OutputFileUnwritable):
+    with pytest.raises(OutputUnwritable):
         npz.write_outputs(tmp_path / "no folder" / "o.npz", {"forward": []})
 
 

@@ -17,7 +17,7 @@ import pytest
 
 from etfarm.device_agents.native import build
 from etfarm.device_agents.native.toolchain import LOADERS, Compiler, ExecutorchMissing, ExecutorchPackage
-from etfarm.device_agents.runners.bundle import BadBundle, Bundle, BundleManifest, open_folder, unpack
+from etfarm.device_agents.runners.bundle import Bundle, BundleManifest, NotABundle, open_folder, unpack
 from tests.support.runner import runner_archive, runner_bundle  # noqa: F401 - a fixture
 
 
@@ -150,7 +150,7 @@ def test_unpacking_again_verifies_what_is_there(tmp_path: Path) -> None:
     assert unpack(runner_archive(), tmp_path / "bundle") == first
     assert first.folder.stat().st_ino == before
     _flip_a_byte(first.folder)
-    with pytest.raises(BadBundle, match=r"'libexecutorch\.so' is damaged"):
+    with pytest.raises(NotABundle, match=r"'libexecutorch\.so' is damaged"):
         open_folder(first.folder)
 
 
@@ -186,7 +186,7 @@ DAMAGES: dict[str, Callable[[str, bytes], tuple[str, bytes] | None]] = {
 @pytest.mark.parametrize("complaint", sorted(DAMAGES))
 def test_a_damaged_bundle_is_refused_and_leaves_nothing(complaint: str, tmp_path: Path) -> None:
     bad = repacked(runner_archive(), tmp_path / "bad.tar.gz", DAMAGES[complaint])
-    with pytest.raises(BadBundle, match=complaint):
+    with pytest.raises(NotABundle, match=complaint):
         unpack(bad, tmp_path / "folder" / "bundle")
     assert list((tmp_path / "folder").iterdir()) == []
 
@@ -195,7 +195,7 @@ def test_a_damaged_bundle_is_refused_and_leaves_nothing(complaint: str, tmp_path
 def test_a_cut_archive_is_refused(keep: int, tmp_path: Path) -> None:
     cut = tmp_path / "cut.tar.gz"
     cut.write_bytes(runner_archive().read_bytes()[:keep])
-    with pytest.raises(BadBundle):
+    with pytest.raises(NotABundle):
         unpack(cut, tmp_path / "bundle")
     assert not (tmp_path / "bundle").exists()
 
@@ -206,10 +206,10 @@ def test_links_and_repeated_names_are_refused(tmp_path: Path) -> None:
             info = tarfile.TarInfo(name)
             info.type, info.linkname = kind, "/etc/passwd"
             tar.addfile(info)
-        with pytest.raises(BadBundle, match="not a regular file"):
+        with pytest.raises(NotABundle, match="not a regular file"):
             unpack(tmp_path / "odd.tar.gz", tmp_path / "bundle")
     with tarfile.open(tmp_path / "twice.tar.gz", "w:gz") as tar:
         for _ in range(2):
             tar.addfile(tarfile.TarInfo("same"))
-    with pytest.raises(BadBundle, match="twice"):
+    with pytest.raises(NotABundle, match="twice"):
         unpack(tmp_path / "twice.tar.gz", tmp_path / "bundle")

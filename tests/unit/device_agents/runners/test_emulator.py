@@ -21,7 +21,7 @@ from etfarm.device_agents.device import inventory
 from etfarm.device_agents.errors import RunnerDoesNotWork
 from etfarm.device_agents.native import build
 from etfarm.device_agents.native.toolchain import Compiler, ExecutorchMissing
-from etfarm.device_agents.runners.bundle import MANIFEST_NAME, BadBundle, Bundle, BundledFile, open_folder, unpack
+from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle, BundledFile, NotABundle, open_folder, unpack
 from etfarm.device_agents.runners.emulator import CpuUnknown, Emulator, EmulatorMissing
 from etfarm.device_agents.runners.errors import ProgramOutOfMemory
 from etfarm.device_agents.runners.native import NativeRunner
@@ -210,7 +210,7 @@ async def test_a_bundle_that_says_another_architecture_than_its_programs_is_refu
 ) -> None:
     false = _with(arm_bundle, tmp_path / "false", "x86_64")
     with pytest.raises(
-        BadBundle, match=r"it says that it is for x86_64, and its ld-linux-aarch64\.so\.1 is a program for aarch64"
+        NotABundle, match=r"it says that it is for x86_64, and its ld-linux-aarch64\.so\.1 is a program for aarch64"
     ):
         open_folder(false.folder)
     database = Database(tmp_path / "farm.sqlite")

@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from etfarm.server.compile.errors import ToolchainIncomplete
+from etfarm.server.compile.errors import RecipeUnavailable
 from etfarm.server.compile.program.explain import first_line
 from etfarm.wire.recipes import Component, Plain
 
@@ -17,7 +17,7 @@ def partitioners(components: Sequence[Component]) -> list[Any]:
     """Return ExecuTorch's Partitioners in the order of `components`.
 
     Raises:
-        ToolchainIncomplete: a package that a partitioner needs is not installed here.
+        RecipeUnavailable: a package that a partitioner needs is not installed here.
     """
     return [_build(_PARTITIONERS, component) for component in components]
 
@@ -40,7 +40,7 @@ def quantizers(components: Sequence[Component]) -> list[Any]:
     """Return PT2E Quantizers of torchao in the order of `components`.
 
     Raises:
-        ToolchainIncomplete: as `partitioners`.
+        RecipeUnavailable: as `partitioners`.
     """
     return [_build(_QUANTIZERS, component) for component in components]
 
@@ -59,7 +59,7 @@ def _build(table: Mapping[str, Callable[[Arguments], Any]], component: Component
     try:
         return table[component.name](component.arguments)
     except (ImportError, OSError) as error:
-        raise ToolchainIncomplete(component.name, first_line(error)) from error
+        raise RecipeUnavailable(component.name, first_line(error)) from error
 
 
 def _xnnpack_partitioner(arguments: Arguments) -> Any:

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Final
 
-from etfarm.server.compile.errors import ToolchainIncomplete
+from etfarm.server.compile.errors import RecipeUnavailable
 from etfarm.server.compile.program.explain import first_line
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.wire.errors import FarmError, UserError
@@ -26,7 +26,7 @@ STAGES: Final = "etfarm.stages"
 """Groups of the entry points."""
 
 
-class PluginFailed(ToolchainIncomplete):
+class PluginFailed(RecipeUnavailable):
     """An installed plug-in violates the contract of its entry point; the server's owner has to fix it."""
 
     reason = "PLUGIN_FAILED"
@@ -65,7 +65,7 @@ def recipe(name: str, arguments: Mapping[str, object]) -> Any:
     """Return a new ExportRecipe of a plug-in.
 
     Raises:
-        ToolchainIncomplete: no such plug-in is installed.
+        RecipeUnavailable: no such plug-in is installed.
         UnknownRecipeArgument: the recipe has no argument of that name.
         BadRecipeArgument: a required argument is missing, or the recipe raises TypeError or ValueError for the arguments.
         PluginFailed: the plug-in cannot be imported, fails without arguments, or does not return an ExportRecipe.
@@ -84,7 +84,7 @@ def specification(name: str) -> Specification | None:
     """Return the specification of a plug-in's recipe; None if it has none.
 
     Raises:
-        ToolchainIncomplete, PluginFailed: as `recipe`.
+        RecipeUnavailable, PluginFailed: as `recipe`.
     """
     point = _find_entry_point(RECIPES, name)
     described = getattr(_load(point), "specification", None)
@@ -95,7 +95,7 @@ def stage(name: str, replaced: str) -> Any:
     """Return a new Stage of a plug-in for the stage `replaced`.
 
     Raises:
-        ToolchainIncomplete: no such plug-in is installed.
+        RecipeUnavailable: no such plug-in is installed.
         PluginFailed: the plug-in cannot be imported, or does not return a Stage.
         BadRecipeField: the plug-in replaces another stage than the recipe's file states.
     """
@@ -115,7 +115,7 @@ def stage(name: str, replaced: str) -> Any:
 def _find_entry_point(group: str, name: str) -> EntryPoint:
     points = [point for point in entry_points(group=group) if point.name == name]
     if not points:
-        raise ToolchainIncomplete(name, f"no installed package has the entry point {name} in {group}")
+        raise RecipeUnavailable(name, f"no installed package has the entry point {name} in {group}")
     return points[0]
 
 

@@ -23,8 +23,8 @@ from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 
 from etfarm.server.compile.errors import (
     AlreadyQuantized,
-    BadCalibrationInput,
     CalibrationFailed,
+    CalibrationMismatch,
     CalibrationNotFinite,
     NoExampleInputs,
     QuantizedNothing,
@@ -84,7 +84,7 @@ def quantize(program: Any, recipe: Any, name: str, method: str, calibration: Seq
         calibration: tensor files in addition to the program's example inputs; one file at a time is in memory.
 
     Raises:
-        BadCalibrationInput: a sample does not fit the program.
+        CalibrationMismatch: a sample does not fit the program.
         CalibrationFailed: the model fails on a sample that fits.
         CalibrationNotFinite: a sample contains or produces NaN or infinity.
         QuantizedNothing: no operator was quantized; the result would silently be fp32.
@@ -197,7 +197,7 @@ def _samples(
             sample = tensors.decode(path.read_bytes())
             check_inputs(method, expected, sample)
         except (InputMismatch, tensors.BadTensorFile) as error:
-            raise BadCalibrationInput(method, index, error.message.rstrip(".")) from None
+            raise CalibrationMismatch(method, index, error.message.rstrip(".")) from None
         yield values.to_arguments(program, [values.to_leaf(value) for value in sample])
 
 

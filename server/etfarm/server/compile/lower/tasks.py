@@ -43,7 +43,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
     Raises:
         UserError: the model, its calibration inputs or the recipe are at fault; see `compile.errors`.
         QuantizedNothing: nothing was quantized in any method.
-        ToolchainIncomplete: this host cannot compile the recipe.
+        RecipeUnavailable: this host cannot compile the recipe.
     """
     torch.set_num_threads(request.threads)
     recipe = build.resolved(recipes.from_json(request.recipe_json))
@@ -100,7 +100,7 @@ def lower_model(request: LowerRequest, folder: Path, emit: Callable[[bytes], Non
 
     Raises:
         UserError: the model or the recipe is at fault; see `compile.errors`.
-        ToolchainIncomplete: this host cannot compile the recipe.
+        RecipeUnavailable: this host cannot compile the recipe.
     """
     smoke = SmokeRunner(folder / "smoke.log")  # forks, so it must come first; see SmokeRunner
     try:

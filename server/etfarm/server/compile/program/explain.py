@@ -16,8 +16,8 @@ from etfarm.server.compile.errors import (
     MissingOutVariants,
     OperatorNotCoreAten,
     OperatorWithEffects,
+    RecipeUnavailable,
     StageFailed,
-    ToolchainIncomplete,
     TrainingMode,
     UnboundedSize,
     UnsupportedDtypes,
@@ -78,7 +78,7 @@ def stage_failed(stage: str, error: BaseException, programs: Programs | None = N
         if match is not None:
             return explained(stage, match, text, programs or {})
     if isinstance(cause, ImportError):
-        return ToolchainIncomplete("", first_line(cause), stage)
+        return RecipeUnavailable("", first_line(cause), stage)
     return StageFailed(stage, type(error).__name__, first_line(error))
 
 

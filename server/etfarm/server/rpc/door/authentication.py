@@ -10,8 +10,8 @@ from typing import Final
 
 import structlog
 
-from etfarm.server.access.tokens import Credential, TokenTable
-from etfarm.server.rpc.door.token_file import LOCAL, BadTokenFile, Tokens, Unauthenticated, sent_key, unknown_token
+from etfarm.server.access.tokens import Credential, TokenTable, Unauthenticated
+from etfarm.server.rpc.door.token_file import LOCAL, BadTokenFile, Tokens, sent_key, unknown_token
 from etfarm.v1 import token_pb2
 
 log = structlog.get_logger()

@@ -7,9 +7,8 @@ from collections import Counter
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
-from etfarm.server.access.tokens import Credential
+from etfarm.server.access.tokens import Credential, Unauthenticated
 from etfarm.server.rpc.door.caller import Resolve
-from etfarm.server.rpc.door.token_file import Unauthenticated
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.errors import EtfarmError, Kind, UserError
 

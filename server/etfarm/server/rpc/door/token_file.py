@@ -6,21 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.access.tokens import Credential, key_of
+from etfarm.server.access.tokens import Credential, Unauthenticated, key_of
 from etfarm.server.rpc.door.roles import ADMIN
 from etfarm.v1 import common_pb2
 from etfarm.v1.common_pb2 import Principal
-from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.errors import UserError
 
 LOCAL: Final = Principal(name="local", role=ADMIN)
 """The principal of every caller of a server without tokens, which only this machine can reach."""
-
-
-class Unauthenticated(UserError):
-    """A call without a token, or with an unknown one."""
-
-    reason = "UNAUTHENTICATED"
-    kind = Kind.UNAUTHENTICATED
 
 
 class BadTokenFile(UserError):

@@ -156,7 +156,7 @@ async def test_a_calibration_sample_that_does_not_fit_is_refused(
     files = [*images(tmp_path, 1), sample(tmp_path / "bad.ett", *leaves)]
     with pytest.raises(EtfarmError, match="Calibration sample 1 does not fit forward") as caught:
         await compiled(workers, tmp_path, models.conv, STATIC, calibration={"forward": files})
-    assert caught.value.reason == "BAD_CALIBRATION_INPUT"
+    assert caught.value.reason == "CALIBRATION_MISMATCH"
     assert caught.value.fault is Fault.USER
 
 

@@ -245,7 +245,7 @@ def test_a_missing_sdk_is_the_servers_lack() -> None:
         import etfarm_has_no_such_sdk  # type: ignore[import-not-found]  # noqa: F401
 
     error = stage_failed("TO_EDGE_TRANSFORM_AND_LOWER", failure(needs))
-    assert error.reason == "RECIPE_NOT_AVAILABLE"
+    assert error.reason == "RECIPE_UNAVAILABLE"
     assert error.fault is Fault.FARM
     assert "etfarm_has_no_such_sdk" in str(error)
 

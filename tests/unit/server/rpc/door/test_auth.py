@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import trustme
 
+from etfarm.server.access.tokens import Unauthenticated
 from etfarm.server.config import Config, Exposed
 from etfarm.server.rpc.door import caller
 from etfarm.server.rpc.door.caller import PermissionDenied
 from etfarm.server.rpc.door.roles import ADMIN, AGENT, ROLES, USER, VIEWER
-from etfarm.server.rpc.door.token_file import LOCAL, BadTokenFile, Tokens, Unauthenticated
+from etfarm.server.rpc.door.token_file import LOCAL, BadTokenFile, Tokens
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.channel import parse_address
 from etfarm.wire.errors import Kind, UserError

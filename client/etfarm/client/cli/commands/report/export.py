@@ -144,7 +144,7 @@ def written(document: dict[str, Any], format_: str, what: str | None, *, folder:
     """Return the files of a format by name: one, or both tables if they go to a folder.
 
     Raises:
-        NeedsExtra: the format needs a library that is not installed.
+        ExtraMissing: the format needs a library that is not installed.
     """
     stem = stem_of(document)
     suffix = _SUFFIXES[format_]
