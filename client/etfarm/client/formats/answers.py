@@ -48,16 +48,17 @@ class Answer:
 def latency(report: Json) -> Answer:
     """Return the median with its interval."""
     measured = report["latency"]
-    if not measured or measured["p50_ns"] is None:
+    if not measured:
         return Answer("")
-    return Answer(units.time(measured["p50_ns"]), interval(report))
+    return Answer(*median(measured))
 
 
-def interval(report: Json) -> str:
-    """Return the 95 % interval of the median, `[1.82, 1.86]`; empty if unknown."""
-    measured = report["latency"]
-    ends = measured["p50_ci95_ns"] if measured else None
-    return units.interval(ends[0], ends[1], measured["p50_ns"]) if ends else ""
+def median(measured: Json) -> tuple[str, str]:
+    """Return the median of a latency and its 95 % interval, `1.84 ms` and `[1.82, 1.86]`; empty texts if unknown."""
+    p50_ns, ends = measured["p50_ns"], measured["p50_ci95_ns"]
+    if p50_ns is None:
+        return "", ""
+    return units.estimate(p50_ns, *ends) if ends else (units.time(p50_ns), "")
 
 
 def verdict(report: Json) -> Answer:

@@ -5,9 +5,14 @@ These are pure functions.
 
 from __future__ import annotations
 
+import math
 from datetime import datetime
+from typing import Final
 
 _TIMES = ((1e9, "s"), (1e6, "ms"), (1e3, "µs"), (1.0, "ns"))
+_MIN_DIGITS: Final = 3
+_MAX_DIGITS: Final = 6
+"""Numbers of significant digits of an estimate."""
 _SIZES = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 
 
@@ -33,13 +38,20 @@ def time(value_ns: float | None) -> str:
     return f"{significant(value_ns / scale)} {unit}"
 
 
-def interval(low_ns: float, high_ns: float, like_ns: float) -> str:
-    """Return two durations in the unit of `like_ns`: `[1.82, 1.86]`."""
-    scale, _ = unit_of(like_ns)
-    low, high = low_ns / scale, high_ns / scale
-    # Add digits if both ends would look the same.
-    digits = 3 if low == high or significant(low) != significant(high) else 5
-    return f"[{significant(low, digits)}, {significant(high, digits)}]"
+def estimate(value_ns: float, low_ns: float, high_ns: float) -> tuple[str, str]:
+    """Return an estimated duration and its interval, with equally many decimals: `1.84 ms` and `[1.82, 1.86]`.
+
+    The last digit is the first one of half the interval's width: fewer digits would hide how exact the estimate is, and more
+    would be noise. There are 3 significant digits at least, as in `time`, and 6 at most.
+    """
+    scale, unit = unit_of(value_ns)
+    value, half_width = value_ns / scale, (high_ns - low_ns) / 2 / scale
+    magnitude = math.floor(math.log10(value)) if value > 0 else 0
+    decimals = _MIN_DIGITS - 1 - magnitude
+    if half_width > 0:
+        decimals = max(decimals, min(-math.floor(math.log10(half_width)), _MAX_DIGITS - 1 - magnitude))
+    decimals = max(0, decimals)
+    return f"{value:.{decimals}f} {unit}", f"[{low_ns / scale:.{decimals}f}, {high_ns / scale:.{decimals}f}]"
 
 
 def column(values_ns: list[float | None]) -> list[str]:

@@ -170,12 +170,10 @@ def change(point: Point) -> tuple[str, str]:
 def _row(point: Point) -> tuple[Text, ...]:
     from rich.text import Text
 
-    from etfarm.client.formats import units
+    from etfarm.client.formats import answers, units
 
     report = point.entry.report
-    median = "" if point.p50_ns is None else units.time(point.p50_ns)
-    if point.p50_ns is not None and (ends := report["latency"]["p50_ci95_ns"]):
-        median += f" {units.interval(ends[0], ends[1], point.p50_ns)}"
+    median = "" if point.p50_ns is None else " ".join(filter(None, answers.median(report["latency"])))
     job = Text(point.entry.job[:_ID_CHARACTERS])
     if point.entry.tags:
         job.append(f" {', '.join(point.entry.tags)}", style="bold yellow")

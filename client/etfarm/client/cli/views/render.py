@@ -110,10 +110,10 @@ def headline(document: Json, width: int) -> RenderableType:
     if document["state"] != "SUCCEEDED":
         right.append(document["state"], "bold red" if document["state"] == "FAILED" else "yellow")
     if latency and latency["p50_ns"] is not None:
-        p50_ns = latency["p50_ns"]
-        right.append(f"{'  ' if right else ''}p50 {units.time(p50_ns)}", "bold")
-        if latency["p50_ci95_ns"]:
-            right.append(f" {_interval(latency)}")
+        p50, interval = answers.median(latency)
+        right.append(f"{'  ' if right else ''}p50 {p50}", "bold")
+        if interval:
+            right.append(f" {interval}")
         if (verdict := document["verdict"]) and verdict["status"]:
             right.append("  ").append(verdict["status"].replace("_", " "), _STATE_STYLES.get(verdict["status"], ""))
         right.append(f"  {units.count(answers.sample_count(document), 'sample')}", "dim")
@@ -287,11 +287,6 @@ def _grid(facts: Iterable[tuple[str, RenderableType]]) -> Table:
 def _delegated_time(rows: Sequence[Json] | None) -> float | None:
     shares = [row["share"] for row in rows or () if row["parent"] is None and row["kind"] == "DELEGATE"]
     return sum(share or 0.0 for share in shares) if shares else None
-
-
-def _interval(latency: Json) -> str:
-    low_ns, high_ns = latency["p50_ci95_ns"]
-    return units.interval(low_ns, high_ns, latency["p50_ns"])
 
 
 def _indented(renderable: RenderableType) -> Padding:
