@@ -7,6 +7,7 @@ Source: AOSP's packages/modules/adb: OVERVIEW.TXT, SERVICES.TXT, SYNC.TXT and sh
 """
 
 from etfarm.device_agents.adb.address import DEFAULT_ADDRESS, server_address
+from etfarm.device_agents.adb.commands import Completed
 from etfarm.device_agents.adb.errors import (
     AdbAddressMalformed,
     AdbMissing,
@@ -20,7 +21,7 @@ from etfarm.device_agents.adb.errors import (
     PhoneSilent,
 )
 from etfarm.device_agents.adb.phones import Phone, State
-from etfarm.device_agents.adb.server import AdbServer, Completed
+from etfarm.device_agents.adb.server import AdbServer
 from etfarm.device_agents.adb.shell import ShellInput, ShellProcess
 from etfarm.device_agents.adb.sync import OnProgress, RemoteFile
 

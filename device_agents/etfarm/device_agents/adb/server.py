@@ -9,16 +9,15 @@ import shutil
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from etfarm.device_agents.adb.address import DEFAULT_ADDRESS, server_address
+from etfarm.device_agents.adb.commands import READ_BYTES, Completed, complete
 from etfarm.device_agents.adb.errors import (
     AdbMissing,
     AdbRefused,
     AdbServerMissing,
-    PhoneAnswerTooLong,
     PhoneFileMissing,
     PhoneSilent,
 )
@@ -35,18 +34,7 @@ _ANSWER_S: Final = 10.0
 _CONNECT_S: Final = 30.0
 """Limit for connecting to a phone; adb itself gives the phone 10 s to accept the connection, then waits for its handshake."""
 _START_S: Final = 30.0
-_READ_BYTES: Final = 1 << 16
 _OVER_TCP: Final = re.compile(r".+:\d+")
-
-
-@dataclass(frozen=True)
-class Completed:
-    """A command that has ended."""
-
-    stdout: bytes
-    stderr: bytes
-    exit_code: int
-    """The exit code; see `ShellProcess.returncode`."""
 
 
 class AdbServer:
@@ -197,9 +185,9 @@ class AdbServer:
                 # Signalling an empty input races with the end of a short command: data that reaches a connection closed by the
                 # peer discards what has not been read from it yet.
                 line = command if input else f"exec </dev/null\n{command}"
-                process = await self.shell(serial, line, limit=_READ_BYTES)
+                process = await self.shell(serial, line, limit=READ_BYTES)
                 try:
-                    return await _complete(process, input, during, max_bytes)
+                    return await complete(process, input, during, max_bytes)
                 finally:
                     process.kill()
         except TimeoutError as error:
@@ -372,39 +360,3 @@ class AdbServer:
             yield Sync(link, serial, silence_s), v2
         finally:
             link.abort()
-
-
-async def _complete(process: ShellProcess, input: bytes, during: str, max_bytes: int) -> Completed:
-    left = max_bytes
-
-    async def read(stream: asyncio.StreamReader) -> bytes:
-        nonlocal left
-        parts = []
-        while part := await stream.read(_READ_BYTES):
-            left -= len(part)
-            if left < 0:
-                raise PhoneAnswerTooLong(process.serial, during, max_bytes)
-            parts.append(part)
-        return b"".join(parts)
-
-    async def write() -> None:
-        try:
-            for start in range(0, len(input), _READ_BYTES):
-                process.stdin.write(input[start : start + _READ_BYTES])
-                await process.stdin.drain()
-        except ConnectionError:
-            return  # a command need not read its input to the end; its exit code shows the outcome
-        if input:
-            process.stdin.close()
-
-    outputs = [asyncio.create_task(read(stream)) for stream in (process.stdout, process.stderr)]
-    writing = asyncio.create_task(write())
-    try:
-        stdout, stderr = await asyncio.gather(*outputs)
-    finally:
-        for task in (*outputs, writing):
-            task.cancel()
-        await asyncio.wait({*outputs, writing})
-    code = await process.wait()
-    assert code is not None  # only `kill` leaves it None
-    return Completed(stdout, stderr, code)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from datetime import datetime
 from typing import Final
 
 from etfarm.server.access.scope import EVERYTHING, Scope
+from etfarm.server.devices.admission import MAX_DEVICE_BYTES, DeviceAdmission
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.errors import (
     AgentConnected,
@@ -16,8 +17,6 @@ from etfarm.server.devices.errors import (
     DeviceNotYours,
     DeviceOffline,
     DeviceServed,
-    DeviceTooLarge,
-    TooManyDevices,
 )
 from etfarm.server.devices.records import DeviceRecords
 from etfarm.server.devices.runners import known_runner
@@ -29,18 +28,6 @@ from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.wire.names import boot_id
 from etfarm.wire.selectors import Selector
-
-MAX_DEVICES_OF_AGENT: Final = 1_000
-"""Maximum number of devices of one agent, including offline ones."""
-
-MAX_DEVICES_OF_PRINCIPAL: Final = 5_000
-"""Maximum number of devices of all agents with tokens of one principal, which leaves capacity for others."""
-
-MAX_DEVICES: Final = 10_000
-"""Maximum number of devices of the farm, including offline ones."""
-
-MAX_DEVICE_BYTES: Final = 128 << 10
-"""Maximum size of a device's serialized description."""
 
 _SLICE: Final = 100
 _LISTED: Final = 20
@@ -62,7 +49,6 @@ class Registry:
         now: Callable[[], datetime],
         principal_of: Callable[[str], str] = lambda _: "",
     ) -> None:
-        self._principal_of = principal_of
         self._records = DeviceRecords(database)
         self._bundles = bundles
         self._runs = runs
@@ -74,6 +60,7 @@ class Registry:
         self._sessions: dict[str, AgentSession] = {}
         self._serving: dict[str, AgentSession] = {}
         self._listeners: list[Callable[[], None]] = []
+        self._admission = DeviceAdmission(self._known, self._serving, self._projects, principal_of)
 
     def on_change(self, listener: Callable[[], None]) -> None:
         """Register a function to call at each change."""
@@ -242,11 +229,11 @@ class Registry:
                 f"Another process serves as agent {hello.agent_id}.",
                 "Stop it, or give this one its own data folder (--data).", agent_id=hello.agent_id,
             )  # fmt: skip
-        permitted = [device for device in hello.devices if self._may_serve(session, device.id)]
+        permitted = [device for device in hello.devices if self._admission.may_serve(session, device.id)]
         if hello.devices and not permitted:
             raise DeviceNotYours(hello.devices[0].id)
-        accepted = [device for device in permitted if not self._is_served_by_another(device, hello.agent_id)]
-        self._require_room(session, accepted)
+        accepted = [device for device in permitted if not self._admission.is_served_by_another(device, hello.agent_id)]
+        self._admission.require_room(session, accepted)
         if hello.devices and not accepted and not any(device.HasField("problem") for device in hello.devices):
             raise DeviceServed(hello.devices[0].id, self._serving[hello.devices[0].id].agent_id)
         self._sessions[hello.agent_id] = session
@@ -255,7 +242,7 @@ class Registry:
             await self.disconnect(former)
         # Reconcile before the devices can be assigned: this Hello cannot contain attempts that start from now on.
         self._runs.reconcile({device.id for device in accepted}, {*hello.active_attempts, *hello.unacknowledged_attempts})
-        projects = self._projects_of_new(session)
+        projects = self._admission.projects_of_new(session)
         for device in accepted:
             await self._serve(session, device, projects)
         self.changed()
@@ -304,24 +291,6 @@ class Registry:
         self.changed()
         return device
 
-    def _may_serve(self, session: AgentSession, device_id: str) -> bool:
-        """Return whether the agent may serve the device: a new one, its own, or one of another agent of the same principal."""
-        known = self._known.get(device_id)
-        if session.is_admin or known is None or known.agent_id == session.agent_id:
-            return True
-        return self._principal_of(known.agent_id) == session.principal
-
-    def _is_served_by_another(self, device: Device, agent_id: str) -> bool:
-        """Return whether another live agent serves the device.
-
-        Cloned disks share the machine id from which device ids are derived. If two agents see the same phone, the one that can
-        serve it takes precedence, since a phone may only authorize one of them.
-        """
-        serving = self._serving.get(device.id)
-        if serving is None or serving.agent_id == agent_id or not serving.is_alive():
-            return False
-        return device.HasField("problem") or not self._known[device.id].HasField("problem")
-
     async def update(self, session: AgentSession, device: Device) -> None:
         """Add or update a device of a connected agent.
 
@@ -330,68 +299,16 @@ class Registry:
             AgentConnected: another live agent serves the device and continues to.
             TooManyDevices: a further device would exceed a limit.
         """
-        if not self._may_serve(session, device.id):
+        if not self._admission.may_serve(session, device.id):
             raise DeviceNotYours(device.id)
-        if self._is_served_by_another(device, session.agent_id):
+        if self._admission.is_served_by_another(device, session.agent_id):
             if device.HasField("problem"):
                 return
             raise DeviceServed(device.id, self._serving[device.id].agent_id)
-        self._require_room(session, [device])
-        projects = frozenset[str]() if device.id in self._known else self._projects_of_new(session)
+        self._admission.require_room(session, [device])
+        projects = frozenset[str]() if device.id in self._known else self._admission.projects_of_new(session)
         await self._serve(session, device, projects)
         self.changed()
-
-    def _projects_of_new(self, session: AgentSession) -> frozenset[str]:
-        """Return the projects that new devices of an agent are restricted to; empty for no restriction.
-
-        If all existing devices of the agent's principal are restricted, new devices get the union of their projects. Otherwise
-        the agent could use a new device id to receive other projects' programs. An admin's agent is trusted.
-        """
-        projects: set[str] = set()
-        if session.is_admin or not self._projects:
-            return frozenset()
-        for device in self._devices_of(session):
-            if device.id not in self._projects:
-                return frozenset()
-            projects |= self._projects[device.id]
-        return frozenset(projects)
-
-    def _devices_of(self, session: AgentSession) -> Iterator[Device]:
-        """Yield the known devices of the agent, and those of other agents of the same principal."""
-        for device in self._known.values():
-            if device.agent_id == session.agent_id or (
-                session.principal and self._principal_of(device.agent_id) == session.principal
-            ):
-                yield device
-
-    def _require_room(self, session: AgentSession, devices: Sequence[Device]) -> None:
-        """Raise an error if new devices would exceed a limit.
-
-        Raises:
-            DeviceTooLarge: the description of a device is too large.
-            TooManyDevices: the agent or the farm would have too many.
-        """
-        for device in devices:
-            if (size := device.ByteSize()) > MAX_DEVICE_BYTES:
-                raise DeviceTooLarge(
-                    f"The description of device {device.id} must have at most {MAX_DEVICE_BYTES} bytes, got {size}.",
-                    "Give it fewer or shorter labels.", device=device.id, limit=MAX_DEVICE_BYTES, got=size,
-                )  # fmt: skip
-        new = {device.id for device in devices} - self._known.keys()
-        if not new:
-            return
-        of_agent = sum(device.agent_id == session.agent_id for device in self._known.values())
-        of_token = 0 if session.is_admin else sum(1 for _ in self._devices_of(session))
-        for limit, known, owner in (
-            (MAX_DEVICES_OF_AGENT, of_agent, "the agent"),
-            (MAX_DEVICES_OF_PRINCIPAL, of_token, session.principal),
-            (MAX_DEVICES, len(self._known), "the farm"),
-        ):
-            if known + len(new) > limit:
-                raise TooManyDevices(
-                    f"{owner} would have more than {limit:,} devices; {known:,} are already registered.",
-                    "Ask an admin to remove offline ones with `etfarm devices forget`.", limit=limit, known=known,
-                )  # fmt: skip
 
     def gone(self, session: AgentSession, device_id: str, reason: str = "") -> None:
         """Remove a device that left its agent; attempts on it are lost."""

@@ -14,7 +14,7 @@ import pytest
 from etfarm.server.access.projects import Projects
 from etfarm.server.access.scope import Scope
 from etfarm.server.artifacts.store import Store
-from etfarm.server.devices import registry
+from etfarm.server.devices import admission
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.errors import AgentConnected, DeviceNotFound, DeviceOffline, TooManyDevices
 from etfarm.server.devices.registry import Registry
@@ -367,7 +367,7 @@ async def test_others_see_that_a_device_is_busy_and_not_with_what(world: World) 
 
 
 async def test_agents_of_one_token_do_not_take_the_farms_room(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_DEVICES_OF_PRINCIPAL", 3)
+    monkeypatch.setattr(admission, "MAX_DEVICES_OF_PRINCIPAL", 3)
     owners = {"a1": "thief", "a2": "thief", "b": "rack"}
     farm = Registry(world.database, world.bundles, world.runs, world.now, lambda agent_id: owners[agent_id])
 
