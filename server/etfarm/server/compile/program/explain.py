@@ -181,23 +181,6 @@ def _combine(stage: str, match: re.Match[str], text: str, programs: Programs) ->
     )
 
 
-def _passed_through(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    why = f"XNNPACK returns a value once, but {match[1]} is returned twice or unchanged (a buffer's new value that is an output)"
-    remedy = "Return a copy (self.count * 1), or give the method no partitioners in a recipe file."
-    return StageFailed(stage, "RuntimeError", f"{why}.", remedy)
-
-
-def _decomposed_linear(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    why = "XNNPACK does not support a linear with an input of more than two dims once TO_EDGE has decomposed it"
-    return StageFailed(stage, "RuntimeError", f"{why}.", "Use TO_EDGE_TRANSFORM_AND_LOWER, which keeps such operators whole.")
-
-
-def _stack_traces(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    why = "ExecuTorch writes stack traces only where every instruction is one operator of the model"
-    remedy = "Leave emit_stacktrace out; the ETRecord has every operator's line."
-    return StageFailed(stage, "InternalError", f"{why}.", remedy)
-
-
 def _no_output(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     empty = [name for name, program in programs.items() if not any(_outputs_present(program))]
     method = f"{', '.join(empty)} returns" if empty else "a method returns"
@@ -207,19 +190,6 @@ def _no_output(stage: str, match: re.Match[str], text: str, programs: Programs) 
 def _outputs_present(program: Any) -> Iterable[bool]:
     outputs = next((node.args[0] for node in program.graph.nodes if node.op == "output"), ())
     return (value is not None for value in outputs)
-
-
-def _small_groups(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    why = f"XNNPACK takes 4-bit weights in groups of a multiple of 32, but a linear of the model has groups of {match[1]}"
-    remedy = "Make each nn.Linear's in_features a multiple of 32 and group_size 32 or more; or use a pt2e recipe."
-    return StageFailed(stage, "AssertionError", f"{why}.", remedy)
-
-
-def _number_too_large(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
-    why = "a number of the program does not fit its file format, which has 32 bits for sizes of a delegate's tensors"
-    return StageFailed(
-        stage, "CalledProcessError", f"{why}.", "Lower the maximums of dynamic dims to sizes that inputs really have."
-    )
 
 
 def _training_mode(stage: str, name: str, programs: Programs) -> EtfarmError:
@@ -272,6 +242,16 @@ def _find_line(text: str) -> str:
 
 _Explained = Callable[[str, "re.Match[str]", str, Programs], EtfarmError]
 
+
+def _fails(exception: str, why: str, remedy: str) -> _Explained:
+    """Return an explanation that does not depend on the programs; `{}` in `why` stands for the first group of the match."""
+
+    def explain(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
+        return StageFailed(stage, exception, f"{why.format(*match.groups())}.", remedy)
+
+    return explain
+
+
 _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
     (re.compile(r"Missing out variants: (\{.*\})", re.DOTALL), _missing_out_variants),
     (re.compile(r"Operator (?:torch\._ops\.)?(\S+) is not in Core ATen opset"), _not_core_aten),
@@ -281,11 +261,46 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
     (re.compile(r"finite upper bound for symbolic expression (.+?) \(int_oo\)"), _unbounded),
     (re.compile(r"'WithEffects' object has no attribute"), _effects),
     (re.compile(r"Cannot combine recipes:? (.+)", re.DOTALL), _combine),
-    (re.compile(r"Output node '(\w+)' is already in the inputs"), _passed_through),
-    (re.compile(r"t\(\) expects a tensor with <= 2 dimensions"), _decomposed_linear),
+    (
+        re.compile(r"Output node '(\w+)' is already in the inputs"),
+        _fails(
+            "RuntimeError",
+            "XNNPACK returns a value once, but {} is returned twice or unchanged (a buffer's new value that is an output)",
+            "Return a copy (self.count * 1), or give the method no partitioners in a recipe file.",
+        ),
+    ),
+    (
+        re.compile(r"t\(\) expects a tensor with <= 2 dimensions"),
+        _fails(
+            "RuntimeError",
+            "XNNPACK does not support a linear with an input of more than two dims once TO_EDGE has decomposed it",
+            "Use TO_EDGE_TRANSFORM_AND_LOWER, which keeps such operators whole.",
+        ),
+    ),
     (re.compile(r"graph_output_allocated not set"), _no_output),
-    (re.compile(r"requires group_size to be a multiple of 32, but got (\d+)"), _small_groups),
-    (re.compile(r"Command '\['[^']*flatc'.* returned non-zero exit status"), _number_too_large),
-    (re.compile(r"Each instruction should have corresponding stacktrace|Failed with error: 'stack_trace'"), _stack_traces),
+    (
+        re.compile(r"requires group_size to be a multiple of 32, but got (\d+)"),
+        _fails(
+            "AssertionError",
+            "XNNPACK takes 4-bit weights in groups of a multiple of 32, but a linear of the model has groups of {}",
+            "Make each nn.Linear's in_features a multiple of 32 and group_size 32 or more; or use a pt2e recipe.",
+        ),
+    ),
+    (
+        re.compile(r"Command '\['[^']*flatc'.* returned non-zero exit status"),
+        _fails(
+            "CalledProcessError",
+            "a number of the program does not fit its file format, which has 32 bits for sizes of a delegate's tensors",
+            "Lower the maximums of dynamic dims to sizes that inputs really have.",
+        ),
+    ),
+    (
+        re.compile(r"Each instruction should have corresponding stacktrace|Failed with error: 'stack_trace'"),
+        _fails(
+            "InternalError",
+            "ExecuTorch writes stack traces only where every instruction is one operator of the model",
+            "Leave emit_stacktrace out; the ETRecord has every operator's line.",
+        ),
+    ),
 )
 """Messages of torch 2.13 and ExecuTorch 1.5 with their explanations. test_compile_explain.py provokes each."""
