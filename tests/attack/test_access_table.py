@@ -258,7 +258,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     secrets = {caller: f"secret-of-{name}-0123456789" for caller, (name, _, _) in NAMES.items()}
     tokens.write_text("".join(f"{name} {role} {secrets[caller]}\n" for caller, (name, role, _) in NAMES.items()))
     server = Daemon(
-        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--exit-with-stdin",
+        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
          "--tokens", str(tokens)],
         folder / "serve.log",
     )  # fmt: skip

@@ -41,7 +41,9 @@ LOWERED = ["TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"]
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
     """A server of two compilations at a time, without agents."""
-    running = FarmProcess(tmp_path_factory.mktemp("compilations"), bundle=False, serve=["--workers", "2", "--threads", "1"])
+    running = FarmProcess(
+        tmp_path_factory.mktemp("compilations"), bundle=False, prewarm=True, serve=["--workers", "2", "--threads", "1"]
+    )
     try:
         yield running.start(agents=0)
     finally:

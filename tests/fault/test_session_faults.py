@@ -221,7 +221,7 @@ def test_a_session_belongs_to_its_owner(breakable: FarmProcess, tmp_path: Path) 
     tokens.chmod(0o600)
     server = Daemon(
         ["serve", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "server"), "--exit-with-stdin", "--no-bundle",
-         "--tokens", str(tokens)],
+         "--no-prewarm", "--tokens", str(tokens)],
         tmp_path / "serve.log",
     )  # fmt: skip
     agent = Daemon([], tmp_path / "agent.log")

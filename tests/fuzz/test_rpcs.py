@@ -45,8 +45,10 @@ class Served:
     def __init__(self, folder: Path) -> None:
         self.log = folder / "serve.log"
         self.daemon = Daemon(
-            ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--exit-with-stdin"], self.log
-        )
+            ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--exit-with-stdin",
+             "--no-prewarm"],
+            self.log,
+        )  # fmt: skip
         self.daemon.start()
         self.address = address_of(self.daemon)
         self.before_bytes = 0

@@ -33,6 +33,8 @@ pytestmark = pytest.mark.slow(reason="starts a server for each kind of access")
 
 LET_THROUGH_S = 10.0
 """Who waits for so long was not refused, which takes no time."""
+ALONE = ("--no-bundle", "--no-prewarm", "--exit-with-stdin")
+"""Options of a server that neither compiles nor outlives the test."""
 ROLES_OF_PEOPLE = ("admin", "user", "agent", "viewer")
 TOKENS = {role: f"token-of-the-{role}-0123456789" for role in ROLES_OF_PEOPLE}
 
@@ -53,8 +55,9 @@ class Guarded:
         tokens.touch(mode=0o600)
         tokens.write_text("".join(f"the-{role} {role} {token}\n" for role, token in TOKENS.items()))
         self.daemon = Daemon(
-            ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--exit-with-stdin",
-             "--tokens", str(tokens), "--tls-cert", str(folder / "cert.pem"), "--tls-key", str(folder / "key.pem")],
+            ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm",
+             "--exit-with-stdin", "--tokens", str(tokens), "--tls-cert", str(folder / "cert.pem"),
+             "--tls-key", str(folder / "key.pem")],
             folder / "serve.log",
         )  # fmt: skip
 
@@ -204,7 +207,7 @@ def test_a_tls_file_that_is_none_is_a_usage_error(tmp_path: Path, arguments: tup
 
 def refused(folder: Path, *arguments: str) -> str:
     """What `etfarm serve` says on stderr when it ends at once as a usage error; it must not have listened."""
-    daemon = Daemon(["serve", "--data", str(folder / "data"), "--no-bundle", "--exit-with-stdin", *arguments], folder / "log")
+    daemon = Daemon(["serve", "--data", str(folder / "data"), *ALONE, *arguments], folder / "log")
     daemon.start()
     assert daemon.process is not None
     assert daemon.process.wait(WAIT_S) == 2
@@ -233,9 +236,7 @@ def test_a_token_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
 
 def test_an_address_that_is_taken_is_named(tmp_path: Path, guarded: Guarded) -> None:
     address = address_of(guarded.daemon)
-    daemon = Daemon(
-        ["serve", "--data", str(tmp_path / "data"), "--no-bundle", "--exit-with-stdin", "--listen", address], tmp_path / "log"
-    )
+    daemon = Daemon(["serve", "--data", str(tmp_path / "data"), *ALONE, "--listen", address], tmp_path / "log")
     daemon.start()
     assert daemon.process is not None
     assert daemon.process.wait(WAIT_S) == 2
@@ -246,7 +247,7 @@ def test_a_unix_socket_takes_a_former_servers_place_but_no_file(tmp_path: Path) 
     path = tmp_path / "precious"
     path.write_text("keep me")
     daemon = Daemon(
-        ["serve", "--data", str(tmp_path / "data"), "--no-bundle", "--exit-with-stdin", "--listen", f"unix:{path}"],
+        ["serve", "--data", str(tmp_path / "data"), *ALONE, "--listen", f"unix:{path}"],
         tmp_path / "log",
     )
     daemon.start()

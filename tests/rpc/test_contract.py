@@ -65,7 +65,7 @@ LATER = declared_for_later()
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
     folder = tmp_path_factory.mktemp("contract")
     daemon = Daemon(
-        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle",
+        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm",
          "--address-file", str(folder / "address"), "--exit-with-stdin"],
         folder / "serve.log",
     )  # fmt: skip

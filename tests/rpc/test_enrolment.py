@@ -29,7 +29,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     tokens.touch(mode=0o600)
     tokens.write_text(f"root admin {ADMIN}\n")
     daemon = Daemon(
-        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--exit-with-stdin",
+        ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
          "--tokens", str(tokens)],
         folder / "serve.log",
     )  # fmt: skip

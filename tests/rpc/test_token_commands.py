@@ -34,7 +34,7 @@ class Farm:
     def __init__(self, folder: Path) -> None:
         self.data = folder / "data"
         arguments = ["serve", "--listen", "127.0.0.1:0", "--data", str(self.data), "--no-bundle", "--exit-with-stdin"]
-        self.daemon = Daemon(arguments, folder / "serve.log")
+        self.daemon = Daemon([*arguments, "--no-prewarm"], folder / "serve.log")
 
     def __call__(self, token: str, *arguments: str) -> subprocess.CompletedProcess[str]:
         return run(*arguments, "--server", address_of(self.daemon), ETFARM_TOKEN=token)

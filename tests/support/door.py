@@ -35,7 +35,7 @@ class Door:
         self.tokens.touch(mode=0o600)
         self.write(*LINES)
         arguments = ["serve", "--listen", "127.0.0.1:0", "--data", str(self.data), "--no-bundle", "--exit-with-stdin"]
-        self.daemon = _Limited([*arguments, "--tokens", str(self.tokens)], folder / "serve.log")
+        self.daemon = _Limited([*arguments, "--no-prewarm", "--tokens", str(self.tokens)], folder / "serve.log")
         self.daemon.files = files
 
     def write(self, *lines: str) -> None:

@@ -108,11 +108,16 @@ class FarmProcess:
     """A server, and the agents that it is given. `folder` keeps its data over restarts.
 
     Args:
+        prewarm: whether the server loads the compile toolchain at its start, which takes ten seconds of CPU time, also where
+            nothing is compiled.
         within: what stands before the server's command and becomes it.
     """
 
-    def __init__(self, folder: Path, *, bundle: bool = True, serve: Sequence[str] = (), within: Sequence[str] = ()) -> None:
+    def __init__(
+        self, folder: Path, *, bundle: bool = True, prewarm: bool = False, serve: Sequence[str] = (), within: Sequence[str] = ()
+    ) -> None:
         self._within = within
+        self._prewarm = prewarm
         self.folder = folder
         self._bundle = bundle
         self._serve_arguments = serve
@@ -134,6 +139,7 @@ class FarmProcess:
         """Starts the server, on the port that it had before."""
         listen = self.address or "127.0.0.1:0"
         arguments = ["serve", "--listen", listen, "--data", str(self.folder / "server"), "--exit-with-stdin", "--no-bundle"]
+        arguments += [] if self._prewarm else ["--no-prewarm"]
         self.server = Daemon([*arguments, *self._serve_arguments], self.folder / "serve.log", within=self._within)
         self.server.start()
         self.address = self.server.expect("listening on").rpartition(" ")[2]

@@ -165,11 +165,14 @@ class _Host:
         self.jail = jail
         """Report on the child processes' jail; None until it is known."""
         self.ready = Event()
-        """Set once the child processes are warm."""
+        """Set once the child processes are warm; from the start if the first compilation or analysis warms them."""
 
     def start(self, background: Background) -> None:
         """Start warming the child processes, examining their jail, and building the runner if configured."""
-        background.start(self._warm(), "workers-ready")
+        if self._config.prewarm:
+            background.start(self._warm(), "workers-ready")
+        else:
+            self.ready.set()
         background.start(self._examine_jail(), "jail")
         if self._config.build_bundle:
             background.start(self._build_runner(), "bundle-build")

@@ -114,6 +114,9 @@ def parser() -> argparse.ArgumentParser:
                        "NAMESPACE.NAME.OVERLOAD a line, # starts a comment; repeatable. A plug-in allows its own with an entry "
                        f"point in the group {operators.PLUGINS}, whose name is the operator and whose value is the module that "
                        "registers it")  # fmt: skip
+    serve.add_argument("--no-prewarm", action="store_true",
+                       help="load the toolchain with the first compilation or analysis, which then takes several seconds longer; "
+                       "until then the server needs less memory (default: load it at the start)")  # fmt: skip
     serve.add_argument("--no-bundle", action="store_true", help="do not build the runner bundle for this machine")
     serve.add_argument("--address-file", type=Path, metavar="FILE", help="write the address there once listening")
     serve.add_argument("--exit-with-stdin", action="store_true", help="end when stdin ends")
@@ -170,7 +173,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
         memory_bytes=arguments.memory_gib << 30, cpu_s=arguments.cpu_limit, compile_deadline_s=arguments.compile_timeout,
         stage_deadline_s=arguments.stage_timeout, analysis_deadline_s=arguments.analysis_timeout,
         patience_s=arguments.patience, address_file=arguments.address_file,
-        exit_with_stdin=arguments.exit_with_stdin, build_bundle=not arguments.no_bundle,
+        exit_with_stdin=arguments.exit_with_stdin, build_bundle=not arguments.no_bundle, prewarm=not arguments.no_prewarm,
         project_storage_bytes=arguments.project_storage_gib, max_artifact_bytes=arguments.max_artifact_gib << 30,
         quotas=Quotas.of(arguments.quota),
         require_jail=arguments.require_jail, jail_readable=tuple(arguments.jail_readable), jail_user=arguments.jail_user,

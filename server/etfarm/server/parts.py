@@ -68,12 +68,13 @@ def new_id() -> str:
 
 
 def start_workers(config: Config, quiet: MeasurementLock) -> Workers:
-    """Return the pool of child processes with its forkserver started. Call it before gRPC starts threads, since it forks."""
+    """Return the started pool of child processes. Call it before gRPC starts threads, since it forks."""
     workers = Workers(
         preload=PRELOAD,
         limits=preflight.limits(config),
         folder=config.data / "work" / "children",
         concurrency=config.workers,
+        prewarm=config.prewarm,
         gate=quiet.work,
         options=preflight.jail_options(config),
     )

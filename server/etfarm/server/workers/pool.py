@@ -59,10 +59,11 @@ class Workers:
 
     Args:
         preload: `module` to import or `module:function` to call in the forkserver before it serves.
+        prewarm: whether `start` starts the forkserver; otherwise the first `run` or `ready` does.
         limits: limits of each child.
         folder: existing or new folder for the children's folders; `start` deletes its contents.
         concurrency: maximum number of children at a time; further callers of `run` wait for their turn.
-        gate: context manager that is entered for each child's lifetime.
+        gate: context manager that is entered for each child's lifetime, and while `run` waits for the forkserver's warm-up.
         options: options of the children's jail. The children's folders are always hidden from each other.
     """
 
@@ -73,6 +74,7 @@ class Workers:
         limits: Limits,
         folder: Path,
         concurrency: int,
+        prewarm: bool = True,
         gate: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
         options: JailOptions = JailOptions(),  # noqa: B008 - frozen
     ) -> None:
@@ -80,7 +82,9 @@ class Workers:
         self._limits = limits
         self._folder = folder.resolve()
         self._slots = FairSlots(concurrency)
+        self._prewarm = prewarm
         self._gate = gate
+        self._is_started = False
         self._server: ForkserverProcess | None = None
         self._network = namespaces.network_inode()
         self._options = options
@@ -92,21 +96,26 @@ class Workers:
         self._running: set[asyncio.Task[object]] = set()
 
     def start(self) -> None:
-        """Start the forkserver and return within milliseconds; it warms up by itself. Call it in the event loop."""
+        """Prepare the folder and start the forkserver, which warms up by itself; return within milliseconds.
+
+        Call it in the event loop.
+        """
         if (place := find_cgroup_place()) is not None:
             cgroups.remove_family(place, self._family)  # left by a server that was killed
         output_files.delete(self._folder)
         self._folder.mkdir(parents=True, mode=0o700)
         (self._folder / _POINT).mkdir(mode=0o700)
-        self._server = ForkserverProcess(self._folder, self._preload, self._options)
+        self._is_started = True
+        if self._prewarm:
+            self._current()
 
     @property
     def forkserver_pid(self) -> int | None:
-        """The forkserver's process id; None before `start` and after `stop`."""
+        """The forkserver's process id; None before its start and after `stop`."""
         return None if self._server is None else self._server.process.pid
 
     async def ready(self) -> None:
-        """Wait until the forkserver is warm.
+        """Wait until the forkserver is warm; start it if there is none.
 
         Raises:
             WorkersDown: it ended instead, or an entry of `preload` failed; the message says which and why.
@@ -127,6 +136,7 @@ class Workers:
         for task in list(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
+        self._is_started = False
         if self._server is not None:
             server, self._server = self._server, None
             server.close()
@@ -176,7 +186,7 @@ class Workers:
         assert current is not None
         self._running.add(current)
         try:
-            await self.ready()
+            await self._warm_up()
             async with self._slots.take(whose), self._gate():
                 folder = Path(tempfile.mkdtemp(prefix="job-", dir=self._folder))
                 user = self._users.pop()
@@ -211,11 +221,21 @@ class Workers:
             cgroup=self._family, required=self._options.required,
         )  # fmt: skip
 
+    async def _warm_up(self) -> None:
+        """Wait until the forkserver is warm, within the gate if it still has to warm up, as that takes seconds of CPU time."""
+        if self._server is not None and not self._server.has_ended and self._server.warm.done():
+            await self.ready()
+            return
+        async with self._gate():
+            await self.ready()
+
     def _current(self) -> ForkserverProcess:
-        if self._server is None:
+        if not self._is_started:
             raise WorkersDown("The compile workers are not running.", "Call start() first.")
-        if self._server.has_ended:
+        if self._server is not None and self._server.has_ended:
             self._server.close()
+            self._server = None
+        if self._server is None:
             self._server = ForkserverProcess(self._folder, self._preload, self._options)
         return self._server
 

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
@@ -256,6 +257,30 @@ async def test_a_killed_forkserver_is_replaced(workers: Workers) -> None:
     async with await workers.run(f"{TASKS}:echo", 1, deadline_s=60) as finished:
         assert finished.result == b"1"
     assert workers.forkserver_pid != first
+
+
+async def test_without_prewarm_the_first_task_starts_the_forkserver_and_warms_it_within_the_gate(tmp_path: Path) -> None:
+    forkservers: list[int | None] = []
+
+    @asynccontextmanager
+    async def gate() -> AsyncIterator[None]:
+        forkservers.append(pool.forkserver_pid)
+        yield
+
+    pool = Workers(preload=[TASKS], limits=LIMITS, folder=tmp_path / "jobs", concurrency=1, prewarm=False, gate=gate)
+    pool.start()
+    try:
+        assert pool.forkserver_pid is None
+        async with await pool.run(f"{TASKS}:echo", 1, deadline_s=60) as first:
+            assert first.result == b"1"
+        warm = pool.forkserver_pid
+        async with await pool.run(f"{TASKS}:echo", 2, deadline_s=60) as second:
+            assert second.result == b"2"
+    finally:
+        await pool.stop()
+    assert warm is not None
+    assert forkservers == [None, warm, warm], "the warm-up, then the two tasks"
+    assert pool.forkserver_pid is None
 
 
 async def test_a_preload_that_fails_says_which_and_why(tmp_path: Path) -> None:

@@ -1,0 +1,50 @@
+"""When a server loads the compile toolchain: at its start, or with the first compilation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+
+from tests.support import models
+from tests.support.farm import FarmProcess, descendants, wait_until
+
+pytestmark = pytest.mark.slow(reason="a server loads the toolchain twice")
+
+FORKSERVER = "etfarm.server.workers.child.forkserver"
+
+
+def forkservers(farm: FarmProcess) -> list[int]:
+    """The process ids of the server's forkservers that load the toolchain: the jail's examination has one without."""
+    assert farm.server is not None
+    found = []
+    for pid in descendants(farm.server.pid):
+        try:
+            command = psutil.Process(pid).cmdline()
+        except psutil.NoSuchProcess:
+            continue
+        if FORKSERVER in command and any("prewarm" in part for part in command):
+            found.append(pid)
+    return found
+
+
+@pytest.mark.parametrize("prewarm", [True, False])
+def test_the_toolchain_is_loaded_at_the_start_or_with_the_first_compilation(tmp_path: Path, prewarm: bool) -> None:
+    farm = FarmProcess(tmp_path / "farm", bundle=False, prewarm=prewarm)
+    farm.folder.mkdir()
+    try:
+        farm.start(agents=0)
+        with farm.client() as client:
+            if prewarm:
+                assert len(forkservers(farm)) == 1
+                assert wait_until(lambda: client.info().workers_ready)
+            else:
+                info = client.info()
+                assert (info.workers_ready, info.starting) == (True, "")
+                assert forkservers(farm) == []
+            compiled = client.compile(models.save(models.conv, tmp_path / "conv.pt2")).result().report
+            assert compiled.state == "SUCCEEDED"
+            assert len(forkservers(farm)) == 1
+    finally:
+        farm.stop()
