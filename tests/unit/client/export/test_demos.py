@@ -21,7 +21,7 @@ from etfarm.wire import digest
 
 ROOT = Path(__file__).parents[2]
 
-pytestmark = pytest.mark.slow(reason="compiles every demo, some in several processes")
+pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="compiles every demo, some in several processes")]
 
 
 @pytest.fixture(scope="module")

@@ -19,6 +19,8 @@ from etfarm.v1.common_pb2 import ACTOR_CLIENT
 from etfarm.wire import recipes
 from etfarm.wire.errors import EtfarmError
 
+pytestmark = pytest.mark.numeric
+
 FOUR_BIT = "xnnpack_torchao_int8da_int4w_per_channel"
 GROUPS = "xnnpack_torchao_int8da_int4w_per_tensor:group_size=32"
 

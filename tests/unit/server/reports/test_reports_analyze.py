@@ -23,6 +23,8 @@ from etfarm.wire.tensors import Scalar, Tensor
 from tests.support.series import traced_times
 from tests.support.traces import Traced, traced
 
+pytestmark = pytest.mark.numeric
+
 
 def _request(run: Traced, tmp_path: Path) -> AnalyzeRequest:
     samples = tmp_path / "samples"

@@ -31,8 +31,11 @@ from etfarm.server.workers.limits import Limits
 from etfarm.wire.errors import FarmError
 from etfarm.wire.sandbox import cgroups, namespaces, seccomp, syscalls
 
-KEPT_VARIABLES: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH")
-"""The only environment variables of the daemon that its forkserver and children see; none has tokens or passwords."""
+KEPT_VARIABLES: Final = ("PATH", "LANG", "LC_ALL", "LC_CTYPE", "TZ", "LD_LIBRARY_PATH", "PYTHONPATH", "ATEN_CPU_CAPABILITY")
+"""The only environment variables of the daemon that its forkserver and children see; none has tokens or passwords.
+
+ATEN_CPU_CAPABILITY limits the vector instructions that torch computes with.
+"""
 
 POLICY: Final = seccomp.Policy().with_denied("memfd_create", error=errno.ENOSYS)
 """The system calls that a child must not use. Memory of memfd_create would be missing from the tree's measured memory."""

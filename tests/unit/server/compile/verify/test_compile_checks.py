@@ -19,7 +19,7 @@ from etfarm.wire.tensors import Scalar, Tensor  # noqa: E402
 from tests.support import checking, models  # noqa: E402
 from tests.support.checking import CheckRequest  # noqa: E402
 
-pytestmark = pytest.mark.slow(reason="each test compiles in a child")
+pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="each test compiles in a child")]
 
 in_children = pytest.mark.asyncio(loop_scope="session")
 

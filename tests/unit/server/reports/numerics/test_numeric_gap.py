@@ -20,7 +20,7 @@ from etfarm.v1 import report_pb2
 from etfarm.wire import tensors
 from tests.support.recordings import RecordedRun, line_of, recorded
 
-pytestmark = pytest.mark.slow(reason="compiles and runs a dozen networks, where they are not cached")
+pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="compiles and runs a dozen networks, where they are not cached")]
 
 
 def _request(run: RecordedRun) -> AnalyzeRequest:

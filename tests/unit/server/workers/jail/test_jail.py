@@ -46,11 +46,15 @@ def test_another_namespace_with_a_network_is_refused() -> None:
         isolation.check_network(0)
 
 
-def test_the_environment_carries_no_secret(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_the_environment_carries_no_secret_and_the_processor_that_torch_computes_for(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setenv("ETFARM_TOKEN", "s3cret")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "s3cret")
+    monkeypatch.setenv("ATEN_CPU_CAPABILITY", "default")
     environment = isolation.clean_environment(tmp_path)
     assert "s3cret" not in environment.values()
+    assert environment["ATEN_CPU_CAPABILITY"] == "default"
     assert environment["TMPDIR"] == environment["HOME"] == str(tmp_path)
 
 
