@@ -205,7 +205,7 @@ TABLE: Final[dict[str, tuple[Request, Row]]] = {
     "SessionService.Open": (open_session, people(PRECONDITION, OK, OK, PRECONDITION, DENIED, DENIED)),
     # The call is empty: who may call is told so.
     "SessionService.Call": (
-        lambda w, c: session_pb2.CallRequest(session_id=w.session, call_id="c"),
+        lambda w, c: session_pb2.CallSessionRequest(session_id=w.session, call_id="c"),
         people(INVALID, INVALID, DENIED, GONE, DENIED, DENIED),
     ),
     "AgentService.Connect": (
@@ -226,7 +226,7 @@ TABLE: Final[dict[str, tuple[Request, Row]]] = {
     "ReportService.ListOperators": (lambda w, c: report_pb2.ListOperatorsRequest(report_id=w.report), READ),
     "ReportService.Compare": (lambda w, c: comparison_pb2.CompareRequest(base=w.job, candidate=w.job), READ),
     "ReportService.Tag": (
-        lambda w, c: report_pb2.TagRequest(job_id=w.job, tag=f"tag-of-{c}"), people(OK, OK, OK, GONE, DENIED, DENIED),
+        lambda w, c: report_pb2.TagJobRequest(job_id=w.job, tag=f"tag-of-{c}"), people(OK, OK, OK, GONE, DENIED, DENIED),
     ),
     "ReportService.ListHistory": (lambda w, c: report_pb2.ListHistoryRequest(model=w.model), READ),
     "ReportService.Analyze": (of_job(report_pb2.AnalyzeJobRequest), OWN),
@@ -416,11 +416,11 @@ def test_each_caller_is_answered_as_the_table_says_and_strangers_learn_nothing(w
         ("ReportService.Get", lambda key: report_pb2.GetReportsRequest(job_id=key)),
         ("ReportService.ListOperators", lambda key: report_pb2.ListOperatorsRequest(report_id=key)),
         ("ReportService.Compare", lambda key: comparison_pb2.CompareRequest(base=key, candidate=key)),
-        ("ReportService.Tag", lambda key: report_pb2.TagRequest(job_id=key, tag="mine")),
+        ("ReportService.Tag", lambda key: report_pb2.TagJobRequest(job_id=key, tag="mine")),
         ("ReportService.ListHistory", lambda key: report_pb2.ListHistoryRequest(model=key)),
         ("CompileService.GetCompilation", lambda key: compile_pb2.GetCompilationRequest(key=key)),
         ("ArtifactService.Download", lambda key: artifact_pb2.DownloadArtifactRequest(digest=key)),
-        ("SessionService.Call", lambda key: session_pb2.CallRequest(session_id=key, call_id="c")),
+        ("SessionService.Call", lambda key: session_pb2.CallSessionRequest(session_id=key, call_id="c")),
     ],
 )  # fmt: skip
 def test_what_is_anothers_is_answered_in_the_words_of_what_does_not_exist(
@@ -445,7 +445,7 @@ def test_latest_and_tags_are_those_of_the_callers_project(world: World) -> None:
     assert world.call("stranger", "JobService.Get", latest)[0] == GONE
     assert world.call("viewer", "JobService.Get", job_pb2.GetJobRequest(job_id="secret-tag"))[0] == OK
     # The tag is another's, though of the same project; of another project it could be everybody's.
-    take = report_pb2.TagRequest(job_id=world.job, tag="secret-tag")
+    take = report_pb2.TagJobRequest(job_id=world.job, tag="secret-tag")
     assert world.call("member", "ReportService.Tag", take)[0] == DENIED
 
 

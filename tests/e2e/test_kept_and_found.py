@@ -352,6 +352,6 @@ def test_what_hangs_or_is_gone_costs_what_it_is_for_and_a_killed_server_loses_no
 
 def assert_as_before(before: Any, after: Any) -> None:
     """What could not be analyzed again, and who the report is, are as they were."""
-    assert (after.id, after.created_at, after.analysis.cached) == (before.id, before.created_at, False)
+    assert (after.id, after.create_time, after.analysis.cached) == (before.id, before.create_time, False)
     assert list(after.operators) == list(before.operators) and after.operators
     assert (after.profile, after.latency, after.verdict) == (before.profile, before.latency, before.verdict)

@@ -206,7 +206,7 @@ _OUT_OF_ORDER: Final = {
     ),
     "ready twice": ("AgentService.ServeSession", [agent_pb2.SessionReply(attempt_id="x", ready=session_pb2.SessionReady())] * 2),
     "no reply": ("AgentService.ServeSession", []),
-    "a call of no session": ("SessionService.Call", [session_pb2.CallRequest(session_id="x", call_id="c")]),
+    "a call of no session": ("SessionService.Call", [session_pb2.CallSessionRequest(session_id="x", call_id="c")]),
 }  # fmt: skip
 
 

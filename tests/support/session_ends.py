@@ -129,12 +129,12 @@ class Caller:
                 if event.WhichOneof("event") == kind:
                     return event
 
-    def call(self, call_id: str, **task: object) -> asyncio.Task[session_pb2.CallResponse]:
+    def call(self, call_id: str, **task: object) -> asyncio.Task[session_pb2.CallSessionResponse]:
         """A call under way."""
         asked = session_pb2.SessionTask(method="forward", **task)  # type: ignore[arg-type]
-        request = session_pb2.CallRequest(session_id=self.id, call_id=call_id, task=asked)
+        request = session_pb2.CallSessionRequest(session_id=self.id, call_id=call_id, task=asked)
 
-        async def calling() -> session_pb2.CallResponse:
+        async def calling() -> session_pb2.CallSessionResponse:
             return await self.stub.Call(request)
 
         return asyncio.create_task(calling())

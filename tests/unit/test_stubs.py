@@ -51,9 +51,11 @@ class _Sessions(session_pb2_grpc.SessionServiceServicer):
     def __init__(self, away: _Away) -> None:
         self.away = away
 
-    async def Call(self, request: session_pb2.CallRequest, context: grpc.aio.ServicerContext) -> session_pb2.CallResponse:  # type: ignore[override]
+    async def Call(
+        self, request: session_pb2.CallSessionRequest, context: grpc.aio.ServicerContext
+    ) -> session_pb2.CallSessionResponse:  # type: ignore[override]
         await self.away.refuse(context)
-        return session_pb2.CallResponse()
+        return session_pb2.CallSessionResponse()
 
 
 @asynccontextmanager
@@ -99,5 +101,5 @@ async def test_a_call_of_a_session_is_made_once() -> None:
     away = _Away(1)
     async with _stubs(away) as stubs:
         with pytest.raises(grpc.aio.AioRpcError):
-            await stubs.sessions.Call(session_pb2.CallRequest())
+            await stubs.sessions.Call(session_pb2.CallSessionRequest())
         assert away.calls == 1

@@ -349,7 +349,7 @@ class AsyncFarm:
         Raises:
             EtfarmError: BAD_TAG; JOB_NOT_FOUND; NOT_YOURS.
         """
-        return await self._tag(report_pb2.TagRequest(job_id=job_id, tag=tag))
+        return await self._tag(report_pb2.TagJobRequest(job_id=job_id, tag=tag))
 
     async def untag(self, tag: str, job_id: str = "") -> str | None:
         """Remove a tag and return the id of the job that had it; with `job_id`, only from that job.
@@ -357,9 +357,9 @@ class AsyncFarm:
         Raises:
             EtfarmError: TAG_NOT_FOUND; JOB_NOT_FOUND; NOT_YOURS.
         """
-        return await self._tag(report_pb2.TagRequest(job_id=job_id, tag=tag, remove=True))
+        return await self._tag(report_pb2.TagJobRequest(job_id=job_id, tag=tag, remove=True))
 
-    async def _tag(self, request: report_pb2.TagRequest) -> str | None:
+    async def _tag(self, request: report_pb2.TagJobRequest) -> str | None:
         answer = await self._open.reports.Tag(request)
         return answer.previous_job_id or None
 

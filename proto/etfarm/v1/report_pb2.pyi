@@ -328,7 +328,7 @@ class Report(_message.Message):
     TRACE_TIMES_FIELD_NUMBER: _builtins.int
     NUMERICS_ETDUMP_FIELD_NUMBER: _builtins.int
     NUMERICS_DEBUG_FIELD_NUMBER: _builtins.int
-    CREATED_AT_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     cell: _builtins.str
     """The cell's id."""
@@ -416,7 +416,7 @@ class Report(_message.Message):
     @_builtins.property
     def numerics_debug(self) -> _common_pb2.Artifact: ...
     @_builtins.property
-    def created_at(self) -> _timestamp_pb2.Timestamp: ...
+    def create_time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
@@ -454,11 +454,11 @@ class Report(_message.Message):
         trace_times: _common_pb2.Artifact | None = ...,
         numerics_etdump: _common_pb2.Artifact | None = ...,
         numerics_debug: _common_pb2.Artifact | None = ...,
-        created_at: _timestamp_pb2.Timestamp | None = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "analysis", b"analysis", "attempt", b"attempt", "compile", b"compile", "created_at", b"created_at", "device", b"device", "error", b"error", "etdump", b"etdump", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "telemetry", b"telemetry", "threads", b"threads", "trace_times", b"trace_times", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "analysis", b"analysis", "attempt", b"attempt", "compile", b"compile", "create_time", b"create_time", "device", b"device", "error", b"error", "etdump", b"etdump", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "telemetry", b"telemetry", "threads", b"threads", "trace_times", b"trace_times", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "accuracy", b"accuracy", "analysis", b"analysis", "attempt", b"attempt", "cell", b"cell", "compile", b"compile", "created_at", b"created_at", "device", b"device", "error", b"error", "etdump", b"etdump", "id", b"id", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numeric_gap", b"numeric_gap", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "operators", b"operators", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "state", b"state", "telemetry", b"telemetry", "threads", b"threads", "timeline", b"timeline", "trace_times", b"trace_times", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "accuracy", b"accuracy", "analysis", b"analysis", "attempt", b"attempt", "cell", b"cell", "compile", b"compile", "create_time", b"create_time", "device", b"device", "error", b"error", "etdump", b"etdump", "id", b"id", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numeric_gap", b"numeric_gap", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "operators", b"operators", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "state", b"state", "telemetry", b"telemetry", "threads", b"threads", "timeline", b"timeline", "trace_times", b"trace_times", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
     _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
@@ -549,14 +549,14 @@ class Analysis(_message.Message):
     VERSION_FIELD_NUMBER: _builtins.int
     KEY_FIELD_NUMBER: _builtins.int
     CACHED_FIELD_NUMBER: _builtins.int
-    AT_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     """The server's version that did, and the digest of all that the result depends on: files, arguments and version."""
     key: _builtins.str
     cached: _builtins.bool
     """Whether a result of before was used: of the same key. Only whole results are, not those of an analysis that was cut short."""
     @_builtins.property
-    def at(self) -> _timestamp_pb2.Timestamp:
+    def time(self) -> _timestamp_pb2.Timestamp:
         """When the result was worked out."""
 
     def __init__(
@@ -565,11 +565,11 @@ class Analysis(_message.Message):
         version: _builtins.str = ...,
         key: _builtins.str = ...,
         cached: _builtins.bool = ...,
-        at: _timestamp_pb2.Timestamp | None = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["at", b"at"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["time", b"time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["at", b"at", "cached", b"cached", "key", b"key", "version", b"version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cached", b"cached", "key", b"key", "time", b"time", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -2274,7 +2274,7 @@ class OperatorGroup(_message.Message):
 Global___OperatorGroup: _TypeAlias = OperatorGroup  # noqa: Y015
 
 @_typing.final
-class TagRequest(_message.Message):
+class TagJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: _builtins.int
@@ -2297,10 +2297,10 @@ class TagRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TagRequest: _TypeAlias = TagRequest  # noqa: Y015
+Global___TagJobRequest: _TypeAlias = TagJobRequest  # noqa: Y015
 
 @_typing.final
-class TagResponse(_message.Message):
+class TagJobResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     JOB_ID_FIELD_NUMBER: _builtins.int
@@ -2323,7 +2323,7 @@ class TagResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TagResponse: _TypeAlias = TagResponse  # noqa: Y015
+Global___TagJobResponse: _TypeAlias = TagJobResponse  # noqa: Y015
 
 @_typing.final
 class ListHistoryRequest(_message.Message):

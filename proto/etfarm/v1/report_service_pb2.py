@@ -26,7 +26,7 @@ from etfarm.v1 import comparison_pb2 as etfarm_dot_v1_dot_comparison__pb2
 from etfarm.v1 import report_pb2 as etfarm_dot_v1_dot_report__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x65tfarm/v1/report_service.proto\x12\tetfarm.v1\x1a\x1a\x65tfarm/v1/comparison.proto\x1a\x16\x65tfarm/v1/report.proto2\xb5\x03\n\rReportService\x12\x42\n\x03Get\x12\x1c.etfarm.v1.GetReportsRequest\x1a\x1d.etfarm.v1.GetReportsResponse\x12R\n\rListOperators\x12\x1f.etfarm.v1.ListOperatorsRequest\x1a .etfarm.v1.ListOperatorsResponse\x12@\n\x07\x43ompare\x12\x19.etfarm.v1.CompareRequest\x1a\x1a.etfarm.v1.CompareResponse\x12\x34\n\x03Tag\x12\x15.etfarm.v1.TagRequest\x1a\x16.etfarm.v1.TagResponse\x12L\n\x0bListHistory\x12\x1d.etfarm.v1.ListHistoryRequest\x1a\x1e.etfarm.v1.ListHistoryResponse\x12\x46\n\x07\x41nalyze\x12\x1c.etfarm.v1.AnalyzeJobRequest\x1a\x1d.etfarm.v1.AnalyzeJobResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1e\x65tfarm/v1/report_service.proto\x12\tetfarm.v1\x1a\x1a\x65tfarm/v1/comparison.proto\x1a\x16\x65tfarm/v1/report.proto2\xbb\x03\n\rReportService\x12\x42\n\x03Get\x12\x1c.etfarm.v1.GetReportsRequest\x1a\x1d.etfarm.v1.GetReportsResponse\x12R\n\rListOperators\x12\x1f.etfarm.v1.ListOperatorsRequest\x1a .etfarm.v1.ListOperatorsResponse\x12@\n\x07\x43ompare\x12\x19.etfarm.v1.CompareRequest\x1a\x1a.etfarm.v1.CompareResponse\x12:\n\x03Tag\x12\x18.etfarm.v1.TagJobRequest\x1a\x19.etfarm.v1.TagJobResponse\x12L\n\x0bListHistory\x12\x1d.etfarm.v1.ListHistoryRequest\x1a\x1e.etfarm.v1.ListHistoryResponse\x12\x46\n\x07\x41nalyze\x12\x1c.etfarm.v1.AnalyzeJobRequest\x1a\x1d.etfarm.v1.AnalyzeJobResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,5 +34,5 @@ _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'etfarm.v1.report_service_pb
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_REPORTSERVICE']._serialized_start=98
-  _globals['_REPORTSERVICE']._serialized_end=535
+  _globals['_REPORTSERVICE']._serialized_end=541
 # @@protoc_insertion_point(module_scope)

@@ -53,8 +53,8 @@ class ReportServiceStub(object):
                 _registered_method=True)
         self.Tag = channel.unary_unary(
                 '/etfarm.v1.ReportService/Tag',
-                request_serializer=etfarm_dot_v1_dot_report__pb2.TagRequest.SerializeToString,
-                response_deserializer=etfarm_dot_v1_dot_report__pb2.TagResponse.FromString,
+                request_serializer=etfarm_dot_v1_dot_report__pb2.TagJobRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_report__pb2.TagJobResponse.FromString,
                 _registered_method=True)
         self.ListHistory = channel.unary_unary(
                 '/etfarm.v1.ReportService/ListHistory',
@@ -164,8 +164,8 @@ def add_ReportServiceServicer_to_server(servicer, server):
             ),
             'Tag': grpc.unary_unary_rpc_method_handler(
                     servicer.Tag,
-                    request_deserializer=etfarm_dot_v1_dot_report__pb2.TagRequest.FromString,
-                    response_serializer=etfarm_dot_v1_dot_report__pb2.TagResponse.SerializeToString,
+                    request_deserializer=etfarm_dot_v1_dot_report__pb2.TagJobRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_report__pb2.TagJobResponse.SerializeToString,
             ),
             'ListHistory': grpc.unary_unary_rpc_method_handler(
                     servicer.ListHistory,
@@ -285,8 +285,8 @@ class ReportService(object):
             request,
             target,
             '/etfarm.v1.ReportService/Tag',
-            etfarm_dot_v1_dot_report__pb2.TagRequest.SerializeToString,
-            etfarm_dot_v1_dot_report__pb2.TagResponse.FromString,
+            etfarm_dot_v1_dot_report__pb2.TagJobRequest.SerializeToString,
+            etfarm_dot_v1_dot_report__pb2.TagJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -56,7 +56,7 @@ class ReportServiceStub:
       FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of a side has a counterpart on the other. The message lists both.
       RESOURCE_EXHAUSTED   COMPARISON_TOO_LARGE: compare a cell at a time, JOB#0 and JOB#0.
     """
-    Tag: _grpc.UnaryUnaryMultiCallable[_report_pb2.TagRequest, _report_pb2.TagResponse]
+    Tag: _grpc.UnaryUnaryMultiCallable[_report_pb2.TagJobRequest, _report_pb2.TagJobResponse]
     """Names a job, as a baseline; the name then stands for the job wherever an id does. It moves from the job that had it.
 
     Errors:
@@ -110,7 +110,7 @@ class ReportServiceAsyncStub(ReportServiceStub):
       FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of a side has a counterpart on the other. The message lists both.
       RESOURCE_EXHAUSTED   COMPARISON_TOO_LARGE: compare a cell at a time, JOB#0 and JOB#0.
     """
-    Tag: _aio.UnaryUnaryMultiCallable[_report_pb2.TagRequest, _report_pb2.TagResponse]  # type: ignore[assignment]
+    Tag: _aio.UnaryUnaryMultiCallable[_report_pb2.TagJobRequest, _report_pb2.TagJobResponse]  # type: ignore[assignment]
     """Names a job, as a baseline; the name then stands for the job wherever an id does. It moves from the job that had it.
 
     Errors:
@@ -183,9 +183,9 @@ class ReportServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Tag(
         self,
-        request: _report_pb2.TagRequest,
+        request: _report_pb2.TagJobRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_report_pb2.TagResponse, _abc.Awaitable[_report_pb2.TagResponse]]:
+    ) -> _typing.Union[_report_pb2.TagJobResponse, _abc.Awaitable[_report_pb2.TagJobResponse]]:
         """Names a job, as a baseline; the name then stands for the job wherever an id does. It moves from the job that had it.
 
         Errors:

@@ -440,7 +440,7 @@ class SessionMeasured(_message.Message):
 Global___SessionMeasured: _TypeAlias = SessionMeasured  # noqa: Y015
 
 @_typing.final
-class CallRequest(_message.Message):
+class CallSessionRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SESSION_ID_FIELD_NUMBER: _builtins.int
@@ -464,10 +464,10 @@ class CallRequest(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CallRequest: _TypeAlias = CallRequest  # noqa: Y015
+Global___CallSessionRequest: _TypeAlias = CallSessionRequest  # noqa: Y015
 
 @_typing.final
-class CallResponse(_message.Message):
+class CallSessionResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     CALL_ID_FIELD_NUMBER: _builtins.int
@@ -487,4 +487,4 @@ class CallResponse(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___CallResponse: _TypeAlias = CallResponse  # noqa: Y015
+Global___CallSessionResponse: _TypeAlias = CallSessionResponse  # noqa: Y015

@@ -51,8 +51,8 @@ class SessionServiceStub(object):
                 _registered_method=True)
         self.Call = channel.unary_unary(
                 '/etfarm.v1.SessionService/Call',
-                request_serializer=etfarm_dot_v1_dot_session__pb2.CallRequest.SerializeToString,
-                response_deserializer=etfarm_dot_v1_dot_session__pb2.CallResponse.FromString,
+                request_serializer=etfarm_dot_v1_dot_session__pb2.CallSessionRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_session__pb2.CallSessionResponse.FromString,
                 _registered_method=True)
 
 
@@ -91,7 +91,7 @@ class SessionServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Call(self, request, context):
-        """One execution, or a measurement of many. An error of the program or its inputs is CallResponse.error: wrong inputs leave
+        """One execution, or a measurement of many. An error of the program or its inputs is CallSessionResponse.error: wrong inputs leave
         the session as it was, a program that crashed or hung ends it with the same error.
 
         Calls are made one after the other, in the order in which the server took them. It tells that it has one by the initial
@@ -122,8 +122,8 @@ def add_SessionServiceServicer_to_server(servicer, server):
             ),
             'Call': grpc.unary_unary_rpc_method_handler(
                     servicer.Call,
-                    request_deserializer=etfarm_dot_v1_dot_session__pb2.CallRequest.FromString,
-                    response_serializer=etfarm_dot_v1_dot_session__pb2.CallResponse.SerializeToString,
+                    request_deserializer=etfarm_dot_v1_dot_session__pb2.CallSessionRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_session__pb2.CallSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -188,8 +188,8 @@ class SessionService(object):
             request,
             target,
             '/etfarm.v1.SessionService/Call',
-            etfarm_dot_v1_dot_session__pb2.CallRequest.SerializeToString,
-            etfarm_dot_v1_dot_session__pb2.CallResponse.FromString,
+            etfarm_dot_v1_dot_session__pb2.CallSessionRequest.SerializeToString,
+            etfarm_dot_v1_dot_session__pb2.CallSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

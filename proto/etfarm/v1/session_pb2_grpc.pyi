@@ -60,8 +60,8 @@ class SessionServiceStub:
     Errors (of ENDED): SESSION_IDLE; SESSION_LOST: the device or its agent went; SERVER_STOPPED; and as a program's run says:
       PROGRAM_CRASHED, PROGRAM_TIMED_OUT, PROGRAM_OUT_OF_MEMORY, PROGRAM_FAILED at loading, ...
     """
-    Call: _grpc.UnaryUnaryMultiCallable[_session_pb2.CallRequest, _session_pb2.CallResponse]
-    """One execution, or a measurement of many. An error of the program or its inputs is CallResponse.error: wrong inputs leave
+    Call: _grpc.UnaryUnaryMultiCallable[_session_pb2.CallSessionRequest, _session_pb2.CallSessionResponse]
+    """One execution, or a measurement of many. An error of the program or its inputs is CallSessionResponse.error: wrong inputs leave
     the session as it was, a program that crashed or hung ends it with the same error.
 
     Calls are made one after the other, in the order in which the server took them. It tells that it has one by the initial
@@ -111,8 +111,8 @@ class SessionServiceAsyncStub(SessionServiceStub):
     Errors (of ENDED): SESSION_IDLE; SESSION_LOST: the device or its agent went; SERVER_STOPPED; and as a program's run says:
       PROGRAM_CRASHED, PROGRAM_TIMED_OUT, PROGRAM_OUT_OF_MEMORY, PROGRAM_FAILED at loading, ...
     """
-    Call: _aio.UnaryUnaryMultiCallable[_session_pb2.CallRequest, _session_pb2.CallResponse]  # type: ignore[assignment]
-    """One execution, or a measurement of many. An error of the program or its inputs is CallResponse.error: wrong inputs leave
+    Call: _aio.UnaryUnaryMultiCallable[_session_pb2.CallSessionRequest, _session_pb2.CallSessionResponse]  # type: ignore[assignment]
+    """One execution, or a measurement of many. An error of the program or its inputs is CallSessionResponse.error: wrong inputs leave
     the session as it was, a program that crashed or hung ends it with the same error.
 
     Calls are made one after the other, in the order in which the server took them. It tells that it has one by the initial
@@ -169,10 +169,10 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
     def Call(
         self,
-        request: _session_pb2.CallRequest,
+        request: _session_pb2.CallSessionRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_session_pb2.CallResponse, _abc.Awaitable[_session_pb2.CallResponse]]:
-        """One execution, or a measurement of many. An error of the program or its inputs is CallResponse.error: wrong inputs leave
+    ) -> _typing.Union[_session_pb2.CallSessionResponse, _abc.Awaitable[_session_pb2.CallSessionResponse]]:
+        """One execution, or a measurement of many. An error of the program or its inputs is CallSessionResponse.error: wrong inputs leave
         the session as it was, a program that crashed or hung ends it with the same error.
 
         Calls are made one after the other, in the order in which the server took them. It tells that it has one by the initial

@@ -17,6 +17,7 @@ from etfarm.v1 import compile_pb2
 from etfarm.wire.words import number_of
 
 KEYS: Final[Mapping[str, Mapping[str, str]]] = {
+    "etfarm.v1.Analysis": {"time": "at"},
     "etfarm.v1.ComparedJob": {"create_time": "submitted_at", "end_time": "finished_at"},
 }
 """Keys that differ from the name of their field, by message and field."""

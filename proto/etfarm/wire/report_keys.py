@@ -55,7 +55,7 @@ class Key:
 
 
 _LEFT_OUT: Final = {
-    "etfarm.v1.Report": {"outputs", "samples", "etdump", "trace_times", "numerics_etdump", "numerics_debug", "created_at"}
+    "etfarm.v1.Report": {"outputs", "samples", "etdump", "trace_times", "numerics_etdump", "numerics_debug", "create_time"}
 }
 """Fields that the JSON omits: references to files in a server's store."""
 

@@ -155,7 +155,7 @@ def document(model: str, entries: Sequence[HistoryEntry], error: EtfarmError | N
 
 
 def _entry(entry: report_pb2.HistoryEntry) -> HistoryEntry:
-    at = entry.report.created_at.ToDatetime(tzinfo=UTC)
+    at = entry.report.create_time.ToDatetime(tzinfo=UTC)
     return HistoryEntry(entry.job_id, tuple(entry.tags), at, Report.from_dict(report_json(entry.report)))
 
 

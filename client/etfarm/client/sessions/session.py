@@ -104,7 +104,7 @@ class AsyncSession:
         self._turn = asyncio.Lock()
         """Lock held until the server has received a call, so that calls keep their order: large inputs are sent before a call,
         and every call is a separate stream."""
-        self._under_way: set[asyncio.Future[session_pb2.CallResponse]] = set()
+        self._under_way: set[asyncio.Future[session_pb2.CallSessionResponse]] = set()
 
     async def __aenter__(self) -> Self:
         """Wait for a device and load the program on it.
@@ -250,9 +250,9 @@ class AsyncSession:
             if values is not None:
                 task.inputs.CopyFrom(await sessions.pack(tensors.encode(values), self._store))
             self._calls += 1
-            request = session_pb2.CallRequest(session_id=self._id, call_id=str(self._calls), task=task)
+            request = session_pb2.CallSessionRequest(session_id=self._id, call_id=str(self._calls), task=task)
             call = line.sessions.Call(request)
-            calling: asyncio.Future[session_pb2.CallResponse] = asyncio.ensure_future(_awaited(call))
+            calling: asyncio.Future[session_pb2.CallSessionResponse] = asyncio.ensure_future(_awaited(call))
             self._under_way.add(calling)
             try:
                 await call.initial_metadata()

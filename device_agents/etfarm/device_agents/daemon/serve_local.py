@@ -181,13 +181,13 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
             await asyncio.shield(asyncio.ensure_future(asyncio.wait([leading])))
             shutil.rmtree(folder, ignore_errors=True)
 
-    async def Call(self, request: session_pb2.CallRequest, context: Any) -> session_pb2.CallResponse:
+    async def Call(self, request: session_pb2.CallSessionRequest, context: Any) -> session_pb2.CallSessionResponse:
         session = self._live.get(request.session_id)
         if session is None or session.program is None:
             await _refuse(context, SessionNotFound(f"There is no session {request.session_id!r}.", "Open another."))
         working = asyncio.ensure_future(session.answer(request.task))
         # A caller that disconnects must not stop the runner in the middle of a command.
-        return session_pb2.CallResponse(call_id=request.call_id, answer=await asyncio.shield(working))
+        return session_pb2.CallSessionResponse(call_id=request.call_id, answer=await asyncio.shield(working))
 
     async def _lead(self, session: _LocalSession, request: session_pb2.OpenSessionRequest, folder: Path) -> None:
         """Run a session to its end; the last event states why it ended, unless the caller left."""

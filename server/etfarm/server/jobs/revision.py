@@ -88,8 +88,8 @@ class Revision:
             return _unchanged(before)
         await self._numerics.recover(run)
         run.analysis = await self._analysis.analyze(run, results)
-        report = self._analysis.report(run, cell, before.id, at=before.created_at.ToDatetime(UTC))
-        report.created_at.CopyFrom(before.created_at)  # exact to the nanosecond
+        report = self._analysis.report(run, cell, before.id, at=before.create_time.ToDatetime(UTC))
+        report.create_time.CopyFrom(before.create_time)  # exact to the nanosecond
         keep(before, report)
         return report
 

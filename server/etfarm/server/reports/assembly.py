@@ -36,7 +36,7 @@ def assemble(
     """
     candidate = job.spec.candidates[cell.candidate_index]
     report = report_pb2.Report(id=report_id, cell=cell.id, method=cell.method, state=cell.state)
-    report.created_at.FromDatetime(at)
+    report.create_time.FromDatetime(at)
     if cell.HasField("error"):
         report.error.CopyFrom(cell.error)
     if cell.attempts:

@@ -159,7 +159,7 @@ class Findings:
         else:
             report, cut_short = await self._compute(request, caller)
             report.analysis.CopyFrom(report_pb2.Analysis(version=_version("etfarm"), key=key))
-            report.analysis.at.FromDatetime(self._now())
+            report.analysis.time.FromDatetime(self._now())
             if cut_short:
                 report.compile.warnings.extend(cut_short)
             elif not any(warning.code.endswith("_FAILED") for warning in report.compile.warnings):

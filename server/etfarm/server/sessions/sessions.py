@@ -124,7 +124,7 @@ class Sessions:
         """
         return self.find(session_id, scope).owner
 
-    async def call(self, request: session_pb2.CallRequest, on_queued: Callable[[], Awaitable[None]]) -> SessionAnswer:
+    async def call(self, request: session_pb2.CallSessionRequest, on_queued: Callable[[], Awaitable[None]]) -> SessionAnswer:
         """Return the answer to one call. Cancelling before the call's turn withdraws the call.
 
         Args:
@@ -160,7 +160,7 @@ class Sessions:
             raise
 
     async def _exchange(
-        self, session: Session, lease: Lease, request: session_pb2.CallRequest, begun: asyncio.Event
+        self, session: Session, lease: Lease, request: session_pb2.CallSessionRequest, begun: asyncio.Event
     ) -> SessionAnswer:
         try:
             async with session.turn, AsyncExitStack() as stack:

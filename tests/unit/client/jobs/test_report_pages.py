@@ -60,7 +60,7 @@ async def finished(tmp_path: Path) -> AsyncIterator[Finished]:
     for cell, length in zip(job.cells, NAME_LENGTHS, strict=True):
         report = Report(id=f"r{cell.index}", cell=cell.id)
         report.model.name = "net"
-        report.created_at.FromDatetime(AT)
+        report.create_time.FromDatetime(AT)
         report.latency.p50_ns = 1000
         report.operators.add(name="x" * length)
         report.compile.compilation.stage_files["forward.txt"].digest = f"d{cell.index}"

@@ -75,11 +75,11 @@ def test_a_cell_that_never_compiled_has_only_what_was_asked_for() -> None:
     ended.error.reason = "STAGE_FAILED"
     report = assemble("r", job(), ended, at=AT)
     named = {field.name for field, _ in report.ListFields()}
-    assert named == {"id", "cell", "recipe", "recipe_digest", "method", "state", "error", "model", "created_at"}
+    assert named == {"id", "cell", "recipe", "recipe_digest", "method", "state", "error", "model", "create_time"}
     assert (report.id, report.cell, report.state, report.error.reason) == ("r", "c", common_pb2.CELL_STATE_FAILED, "STAGE_FAILED")
     assert (report.recipe, report.recipe_digest) == ("xnnpack_fp32", digest.of_bytes(RECIPE.encode()))
     assert report.model.name == "net"
-    assert report.created_at.ToDatetime(UTC) == AT
+    assert report.create_time.ToDatetime(UTC) == AT
 
 
 def test_a_measured_cell_has_everything() -> None:

@@ -116,9 +116,9 @@ async def test_what_is_asked_for_anew_is_found_anew(workers: Workers, store: Sto
     findings = Findings(workers, store, database, Clock(), deadline_s=60)
     first = await findings.of(request(tmp_path), quiet)
     again = await findings.of(request(tmp_path), quiet, fresh=True)
-    assert not again.analysis.cached and again.analysis.at.seconds > first.analysis.at.seconds
+    assert not again.analysis.cached and again.analysis.time.seconds > first.analysis.time.seconds
     known = await findings.of(request(tmp_path), quiet)
-    assert known.analysis.at == again.analysis.at
+    assert known.analysis.time == again.analysis.time
 
 
 @pytest.mark.parametrize(

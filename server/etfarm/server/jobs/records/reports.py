@@ -118,6 +118,6 @@ def report_row(cell: Cell, report: report_pb2.Report) -> dict[str, object]:
         "recipe_digest": report.recipe_digest,
         "device_id": report.device.id,
         "p50_ns": report.latency.p50_ns if report.latency.HasField("p50_ns") else None,
-        "created_at": report.created_at.ToDatetime(UTC),
+        "created_at": report.create_time.ToDatetime(UTC),
         "body": report.SerializeToString(),
     }

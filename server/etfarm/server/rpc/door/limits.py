@@ -134,7 +134,7 @@ SIZES: Final[dict[str, Size]] = {
     "etfarm.v1.SubmitJobRequest": Size(8 << 20, 150_000),
     "etfarm.v1.FindMissingArtifactsRequest": Size(1 << 20),
     "etfarm.v1.UploadArtifactRequest": Size(4 << 20),
-    "etfarm.v1.CallRequest": Size(8 << 20),
+    "etfarm.v1.CallSessionRequest": Size(8 << 20),
     # 1,000 devices; or eight interleaved programs, each with its samples.
     "etfarm.v1.AgentMessage": Size(32 << 20, 300_000),
     "etfarm.v1.SessionReply": Size(8 << 20, 50_000),

@@ -77,7 +77,7 @@ class ReportService(report_service_pb2_grpc.ReportServiceServicer):
     async def Compare(self, request: comparison_pb2.CompareRequest, context: object) -> comparison_pb2.CompareResponse:
         return await compare(self._journal, request, self._version, scope())
 
-    async def Tag(self, request: report_pb2.TagRequest, context: object) -> report_pb2.TagResponse:
+    async def Tag(self, request: report_pb2.TagJobRequest, context: object) -> report_pb2.TagJobResponse:
         principal = caller()
         is_admin = principal.role == ADMIN
         job = await self._journal.get(request.job_id, scope()) if request.job_id or not request.remove else job_pb2.Job()
@@ -85,7 +85,7 @@ class ReportService(report_service_pb2_grpc.ReportServiceServicer):
             before = await self._tags.remove(request.tag, job.id, scope=_tag_scope(job), caller=principal.name, is_admin=is_admin)
         else:
             before = await self._tags.put(request.tag, job.id, project=job.project, caller=principal.name, is_admin=is_admin)
-        return report_pb2.TagResponse(job_id=job.id or before, tag=request.tag, previous_job_id=before)
+        return report_pb2.TagJobResponse(job_id=job.id or before, tag=request.tag, previous_job_id=before)
 
     async def ListHistory(self, request: report_pb2.ListHistoryRequest, context: object) -> report_pb2.ListHistoryResponse:
         wanted = Wanted(

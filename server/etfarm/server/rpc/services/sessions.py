@@ -22,10 +22,12 @@ class SessionService(session_pb2_grpc.SessionServiceServicer):
         async for event in self._sessions.open(request, caller().name, active_project()):
             yield event
 
-    async def Call(self, request: session_pb2.CallRequest, context: ServicerContext[Any, Any]) -> session_pb2.CallResponse:
+    async def Call(
+        self, request: session_pb2.CallSessionRequest, context: ServicerContext[Any, Any]
+    ) -> session_pb2.CallSessionResponse:
         require_owner(self._sessions.owner_of(request.session_id, scope()), "The session", "Open one of your own.")
 
         async def confirm() -> None:
             await context.send_initial_metadata(())
 
-        return session_pb2.CallResponse(call_id=request.call_id, answer=await self._sessions.call(request, confirm))
+        return session_pb2.CallSessionResponse(call_id=request.call_id, answer=await self._sessions.call(request, confirm))

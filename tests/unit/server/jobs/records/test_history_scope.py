@@ -36,7 +36,7 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
         report = Report(id=f"r{index}", cell=f"c{index}")
         report.model.name, report.model.digest, report.device.id = name, "abcd" * 16, device
         report.device.name = f"board-{device}"
-        report.created_at.FromDatetime(AT)
+        report.create_time.FromDatetime(AT)
         await journal.change(model.advance(job.cells[0], model.CANCELLED, at=AT), report=report)
     yield made
     made.close()
