@@ -25,7 +25,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from google.protobuf.descriptor import Descriptor, FieldDescriptor
+    from google.protobuf.descriptor import Descriptor
+
+    from etfarm.wire.report_keys import Key
 
 DOCS: Final = Path(__file__).resolve().parent
 ROOT: Final = DOCS.parent
@@ -209,11 +211,10 @@ class _Comments:
 def make_report_keys() -> str:
     """Make a table of keys for each object of a report, in the order in which they are first used."""
     from etfarm.v1 import common_pb2, report_pb2
-    from etfarm.wire import report
+    from etfarm.wire.report_keys import keys_of
 
     comments = _Comments(_read_comments())
     top = report_pb2.Report.DESCRIPTOR
-    written = set(report.report_json(report_pb2.Report()))
     parts: list[str] = []
     waiting: list[Descriptor] = [top]
     done: set[str] = set()
@@ -226,24 +227,14 @@ def make_report_keys() -> str:
         if about := comments.about(kind.full_name):
             parts += [about, ""]
         parts += ["| key | value | meaning |", "|---|---|---|"]
-        for field in kind.fields:
-            if kind is top and field.name not in written:
-                continue
-            inner = _message_of(field)
-            if inner is not None:
-                waiting.append(inner)
-            meaning = comments.about(f"{kind.full_name}.{field.name}").replace("|", "\\|")
-            parts.append(f"| `{field.name}` | {_type_of(field)} | {meaning} |")
+        for key in keys_of(kind):
+            if key.message is not None:
+                waiting.append(key.message)
+            meaning = comments.about(key.field.full_name).replace("|", "\\|")
+            parts.append(f"| `{key.name}` | {_type_of(key)} | {meaning} |")
         parts.append("")
     assert common_pb2.Error.DESCRIPTOR.full_name in done
     return "\n".join(parts)
-
-
-def _message_of(field: FieldDescriptor) -> Descriptor | None:
-    kind = field.message_type
-    if kind is not None and kind.GetOptions().map_entry:
-        kind = kind.fields_by_name["value"].message_type
-    return kind
 
 
 _UNITS: Final = {
@@ -252,29 +243,33 @@ _UNITS: Final = {
 """What the last part of a number's name says."""
 
 
-def _type_of(field: FieldDescriptor) -> str:
-    kind = field.message_type
-    if kind is not None and kind.GetOptions().map_entry:
-        return f"object: {_single_type(kind.fields_by_name['value'])} by name"
-    single = _single_type(field)
-    if field.is_repeated:
+def _type_of(key: Key) -> str:
+    from etfarm.wire.report_keys import Shape
+
+    single = _single_type(key)
+    if key.shape is Shape.MAP:
+        return f"object: {single} by name"
+    if key.shape is Shape.LIST:
         plural = {"integer": "integers", "number": "numbers", "text": "texts"}.get(single, single)
         single = f"list of {plural}"
-    parts = field.name.split("_")
-    unit = _UNITS.get(parts[-1]) if len(parts) > 1 and field.message_type is None else None
+    parts = key.name.split("_")
+    unit = _UNITS.get(parts[-1]) if len(parts) > 1 and key.message is None else None
     return f"{single}, {unit}" if unit else single
 
 
-def _single_type(field: FieldDescriptor) -> str:
-    if field.message_type is not None:
-        name = field.message_type.name
-        return "text, an instant in ISO 8601" if name == "Timestamp" else f"[{name}](#{name.lower()})"
+def _single_type(key: Key) -> str:
+    from etfarm.wire.report_keys import Type
+    from etfarm.wire.words import word_of
+
+    field = key.field
+    if key.message is not None:
+        return f"[{key.message.name}](#{key.message.name.lower()})"
+    if field.message_type is not None and field.message_type.name == "Timestamp":
+        return "text, an instant in ISO 8601"
     if field.enum_type is not None:
-        prefix = re.sub(r"(?<!^)(?=[A-Z])", "_", field.enum_type.name).upper() + "_"
-        names = [value.name.removeprefix(prefix) for value in field.enum_type.values if value.number]
-        return "text: " + ", ".join(f"`{name}`" for name in names)
-    names_of_types = {field.TYPE_STRING: "text", field.TYPE_BOOL: "true or false", field.TYPE_DOUBLE: "number"}
-    return names_of_types.get(field.type, "integer")
+        words = [word_of(field, value.number) for value in field.enum_type.values if value.number]
+        return "text: " + ", ".join(f"`{word}`" for word in words)
+    return {Type.TEXT: "text", Type.TRUTH: "true or false", Type.NUMBER: "number"}.get(key.type, "integer")
 
 
 def _read_comments() -> dict[str, str]:

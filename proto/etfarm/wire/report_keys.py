@@ -50,6 +50,8 @@ class Key:
     shape: Shape
     read: Callable[[Any], Any]
     """Returns the key's JSON value of a message."""
+    field: FieldDescriptor
+    """The field that the values come from, whose comment describes them."""
     message: Descriptor | None = None
     """The message of the values, if they are objects."""
 
@@ -105,7 +107,7 @@ def _field_key(field: FieldDescriptor, name: str = "") -> Key:
     else:
         values = field
     kind = _type_of(values)
-    return Key(name or field.name, kind, shape, read, values.message_type if kind is Type.OBJECT else None)
+    return Key(name or field.name, kind, shape, read, field, values.message_type if kind is Type.OBJECT else None)
 
 
 def _type_of(field: FieldDescriptor) -> Type:
@@ -166,23 +168,25 @@ def _compile() -> Iterable[Key]:
             holders = {own[name]: message, of_compilation[name]: message.compilation}
             return [item for field in (first, second) for item in _read(holders[field], field)]
 
-        return Key(name, Type.OBJECT, Shape.LIST, read, own[name].message_type)
+        return Key(name, Type.OBJECT, Shape.LIST, read, own[name], own[name].message_type)
 
     def inner(name: str) -> Key:
         key = _field_key(of_compilation[name])
-        return Key(name, key.type, key.shape, lambda message: key.read(message.compilation), key.message)
+        return Key(name, key.type, key.shape, lambda message: key.read(message.compilation), key.field, key.message)
 
     artifact = common_pb2.Artifact.DESCRIPTOR
     yield _field_key(own["cached"])
     yield joined("stages")
-    yield Key("program", Type.OBJECT, Shape.ONE, lambda message: program_json(message.compilation), artifact)
+    yield Key(
+        "program", Type.OBJECT, Shape.ONE, lambda message: program_json(message.compilation), of_compilation["program"], artifact
+    )
     for name in ("etrecord", "delegation", "toolchain"):
         yield inner(name)
     yield joined("warnings")
     for name in ("sizes", "checks", "stayed_fp32"):
         yield inner(name)
     data = _field_key(compile_pb2.Program.DESCRIPTOR.fields_by_name["data"])
-    yield Key("data", Type.OBJECT, Shape.MAP, lambda message: data.read(message.compilation.program), artifact)
+    yield Key("data", Type.OBJECT, Shape.MAP, lambda message: data.read(message.compilation.program), data.field, artifact)
     for name in ("exported_programs", "stopped_after", "stage_files", "modules"):
         yield inner(name)
 
@@ -200,7 +204,7 @@ def _numerics() -> Iterable[Key]:
     artifact = common_pb2.Artifact.DESCRIPTOR
     for field in report_pb2.Numerics.DESCRIPTOR.fields:
         if field.name == "program":
-            yield Key("program", Type.OBJECT, Shape.ONE, program_json, artifact)
+            yield Key("program", Type.OBJECT, Shape.ONE, program_json, field, artifact)
         else:
             yield _field_key(field)
 
@@ -211,9 +215,11 @@ _COMPOSED: Final[Mapping[str, Callable[[], Iterable[Key]]]] = {
 }
 """Messages whose objects are not their fields."""
 
+_FILES: Final = report_pb2.Report.DESCRIPTOR.fields_by_name
+
 _ADDED: Final[Mapping[str, tuple[tuple[str, Key], ...]]] = {
-    "etfarm.v1.Latency": (("min_ns", Key("samples_ns", Type.INTEGER, Shape.LIST, lambda _: [])),),
-    "etfarm.v1.Profile": (("shown", Key("times_ns", Type.INTEGER, Shape.LIST, lambda _: None)),),
-    "etfarm.v1.OperatorRow": (("p10_ns", Key("times_ns", Type.INTEGER, Shape.LIST, lambda _: None)),),
+    "etfarm.v1.Latency": (("min_ns", Key("samples_ns", Type.INTEGER, Shape.LIST, lambda _: [], _FILES["samples"])),),
+    "etfarm.v1.Profile": (("shown", Key("times_ns", Type.INTEGER, Shape.LIST, lambda _: None, _FILES["trace_times"])),),
+    "etfarm.v1.OperatorRow": (("p10_ns", Key("times_ns", Type.INTEGER, Shape.LIST, lambda _: None, _FILES["trace_times"])),),
 }
 """Keys without a field, each with the key that follows it: the series, which `etfarm.wire.series` reads from files."""
