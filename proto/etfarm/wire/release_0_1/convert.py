@@ -64,10 +64,10 @@ def counterpart(field: FieldDescriptor, message: Descriptor) -> FieldDescriptor:
     same: FieldDescriptor | None = message.fields_by_number.get(field.number)
     if same is not None and _types(same) == _types(field):
         return same
-    found: FieldDescriptor | None = message.fields_by_name.get(tables.RENAMED.get(label(field), field.name))
-    if found is None:
+    named: FieldDescriptor | None = message.fields_by_name.get(tables.RENAMED.get(label(field), field.name))
+    if named is None:
         raise UnknownField(f"{label(field)} is neither in {message.name} nor in a table of etfarm.wire.release_0_1")
-    return found
+    return named
 
 
 def is_unchanged(old: Descriptor, new: Descriptor) -> bool:
