@@ -87,7 +87,7 @@ class ReportServiceServicer(object):
         """Operators of a report, grouped, sorted and paged.
 
         Errors:
-        INVALID_ARGUMENT     BAD_VIEW: `by` or `sort` is none of the allowed names, which the sentence lists; BAD_PAGE_TOKEN
+        INVALID_ARGUMENT     LIMIT_EXCEEDED: `by` or `sort` is a number that this server does not know; BAD_PAGE_TOKEN
         NOT_FOUND            REPORT_NOT_FOUND
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

@@ -45,7 +45,7 @@ class ReportServiceStub:
     """Operators of a report, grouped, sorted and paged.
 
     Errors:
-      INVALID_ARGUMENT     BAD_VIEW: `by` or `sort` is none of the allowed names, which the sentence lists; BAD_PAGE_TOKEN
+      INVALID_ARGUMENT     LIMIT_EXCEEDED: `by` or `sort` is a number that this server does not know; BAD_PAGE_TOKEN
       NOT_FOUND            REPORT_NOT_FOUND
     """
     Compare: _grpc.UnaryUnaryMultiCallable[_comparison_pb2.CompareRequest, _comparison_pb2.CompareResponse]
@@ -99,7 +99,7 @@ class ReportServiceAsyncStub(ReportServiceStub):
     """Operators of a report, grouped, sorted and paged.
 
     Errors:
-      INVALID_ARGUMENT     BAD_VIEW: `by` or `sort` is none of the allowed names, which the sentence lists; BAD_PAGE_TOKEN
+      INVALID_ARGUMENT     LIMIT_EXCEEDED: `by` or `sort` is a number that this server does not know; BAD_PAGE_TOKEN
       NOT_FOUND            REPORT_NOT_FOUND
     """
     Compare: _aio.UnaryUnaryMultiCallable[_comparison_pb2.CompareRequest, _comparison_pb2.CompareResponse]  # type: ignore[assignment]
@@ -162,7 +162,7 @@ class ReportServiceServicer(metaclass=_abc_1.ABCMeta):
         """Operators of a report, grouped, sorted and paged.
 
         Errors:
-          INVALID_ARGUMENT     BAD_VIEW: `by` or `sort` is none of the allowed names, which the sentence lists; BAD_PAGE_TOKEN
+          INVALID_ARGUMENT     LIMIT_EXCEEDED: `by` or `sort` is a number that this server does not know; BAD_PAGE_TOKEN
           NOT_FOUND            REPORT_NOT_FOUND
         """
 
