@@ -187,8 +187,8 @@ def add_agent(farm: FarmProcess, folder: Path, *within: str) -> Path:
         ["agent", "--server", farm.address, "--data", str(data), "--exit-with-stdin", "--idle-wait", "0", "--cool-down", "0"],
         folder / "agent-0.log",
         {"ETFARM_TOKEN": TOKEN},
+        within,
     )
-    agent._arguments = [*within, *agent._arguments]
     farm.agents.append(agent)
     agent.start()
     agent.expect("connected to")
@@ -335,8 +335,8 @@ async def test_no_runner_keeps_the_agents_user_where_it_must_be_confined(tmp_pat
     home, folder = tmp_path / "home", tmp_path / "run"
     home.mkdir(mode=0o700)
     folder.mkdir()
-    jail = Jail(JailOptions(required=True))
-    jail._measures = Measures(frozenset({launch.USER, launch.SECCOMP, launch.PRIVILEGES, launch.CAPABILITIES}))
+    measures = Measures(frozenset({launch.USER, launch.SECCOMP, launch.PRIVILEGES, launch.CAPABILITIES}))
+    jail = Jail(JailOptions(required=True), measures)
     assert (await jail.measures()).is_complete
     with jail.box(folder) as box, pytest.raises(JailIncomplete, match="agent's user") as refused:
         await jail.spawn(box, [home])([sys.executable, "-c", "print(open('/etc/shadow'))"], folder)

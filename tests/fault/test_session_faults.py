@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -11,17 +12,25 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+import grpc
 import numpy as np
 import psutil
 import pytest
 
-from etfarm.client import LocalSession, Session
+from etfarm.client import Farm, LocalSession, Session
 from etfarm.client.models import DeviceState
+from etfarm.v1 import artifact_pb2_grpc, compile_pb2, session_pb2, session_pb2_grpc
+from etfarm.wire import digest, tensors
+from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.status import from_rpc_error
 from tests.support.farm import PROMPTLY_S, Daemon, FarmProcess, descendants, wait_until
 from tests.support.farm import runners as runners_of
 from tests.support.programs import cache_folder, program
 from tests.support.proxy import link_to
+from tests.support.runner import runner_archive
+from tests.support.session_ends import Caller
 
 pytestmark = pytest.mark.slow(reason="kills servers and agents in the middle of sessions")
 
@@ -212,10 +221,7 @@ def test_a_server_that_stops_says_so_to_its_sessions(breakable: FarmProcess) -> 
         assert stopped.value.reason == "SERVER_STOPPED"
 
 
-def test_a_session_belongs_to_its_owner(breakable: FarmProcess, tmp_path: Path) -> None:
-    from etfarm.client import Farm
-    from tests.support.runner import runner_archive
-
+async def test_a_session_belongs_to_its_owner(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text("".join(f"{name} {role} {name * 16}\n" for name, role in (("a", "user"), ("b", "user"), ("c", "admin"))))
     tokens.chmod(0o600)
@@ -234,35 +240,40 @@ def test_a_session_belongs_to_its_owner(breakable: FarmProcess, tmp_path: Path) 
         )  # fmt: skip
         agent.start()
         agent.expect("connected to")
-        owner, other, admin = (Farm(address, token=name * 16) for name in "abc")
-        with owner, other, admin:
-            admin.add_bundle(runner_archive())
-            with owner.session(program("counter").path) as session:
-                assert session.run("forward", ZERO)[0].item() == 1.0
-                for farm, allowed in ((other, False), (admin, True)):
-                    outcome = _call_as(farm, session)
-                    assert outcome == ("" if allowed else "NOT_YOURS")
-                assert session.run("forward", ZERO)[0].item() == 3.0, "the admin's call counted, the stranger's did not"
+        with Farm(address, token="c" * 16) as farm:
+            farm.add_bundle(runner_archive())
+        async with contextlib.AsyncExitStack() as stack:
+            owner, other, admin = [
+                await stack.enter_async_context(open_channel(Access(address, name * 16))) for name in ("a", "b", "c")
+            ]
+            data = program("counter").bytes
+            pte = artifact_of(data)
+            await upload(artifact_pb2_grpc.ArtifactServiceStub(owner), pte, data)
+            wanted = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
+            caller = Caller(owner, session_pb2.OpenSessionRequest(program=wanted))
+            await caller.event("ready")
+            assert await _count(owner, caller.id) == 1.0
+            assert await _count(other, caller.id) == "NOT_YOURS"
+            assert await _count(admin, caller.id) == 2.0
+            assert await _count(owner, caller.id) == 3.0, "the admin's call counted, the stranger's did not"
+            caller.events.cancel()
     finally:
         agent.stop()
         server.stop()
 
 
-def _call_as(farm: object, session: Session) -> str:
-    """The reason for which a call by somebody else is refused; empty where it is not."""
-    from etfarm.client.sessions.session import AsyncSession
-
-    stranger = AsyncSession.__new__(AsyncSession)
-    stranger.__dict__.update(session._session.__dict__, _ended=None, _calls=100)
-    line = session._session._line
-    assert line is not None
-    stubs = farm._farm._open  # type: ignore[attr-defined]
-    stranger._line = type(line)(line.server, stubs.sessions, stubs.artifacts, line.request)
+async def _count(channel: grpc.aio.Channel, session_id: str) -> float | str:
+    """What a call of the session's counter returns, or the reason for which it is refused."""
+    inputs = session_pb2.SessionTensors(inline=tensors.encode([tensors.from_array("", ZERO)]))
+    task = session_pb2.SessionTask(method="forward", inputs=inputs)
+    request = session_pb2.CallRequest(session_id=session_id, call_id=os.urandom(4).hex(), task=task)
     try:
-        farm._open.run(stranger.run("forward", ZERO))  # type: ignore[attr-defined]
-    except EtfarmError as error:
-        return error.reason
-    return ""
+        response = await session_pb2_grpc.SessionServiceStub(channel).Call(request)
+    except grpc.aio.AioRpcError as error:
+        return from_rpc_error(error, server="").reason
+    (output,) = tensors.decode(response.answer.outputs.inline)
+    assert isinstance(output, tensors.Tensor)
+    return float(tensors.to_array(output).item())
 
 
 def test_a_local_session_s_processes_and_files_end_with_their_caller(tmp_path: Path) -> None:

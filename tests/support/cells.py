@@ -6,6 +6,7 @@ import asyncio
 import itertools
 from array import array
 from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,8 @@ from etfarm.wire.chunks import artifact_of
 WAIT_S = 60.0
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 FORWARD = compile_pb2.MethodFacts(operators=["aten::add.out"], backends=["XnnpackBackend"], planned_bytes=[64])
+
+BUNDLE = agent_pb2.RunnerBundle(arch="x86_64", backends=["XnnpackBackend"], operators=["aten::add.out"])
 
 
 def compiled() -> compile_pb2.Compilation:
@@ -150,14 +153,15 @@ class Agent:
 class World:
     """A server without its port and its children. `restarted` gives another one on the same database."""
 
-    def __init__(self, database: Database, folder: Path, ids: Callable[[], str]) -> None:
+    def __init__(self, database: Database, folder: Path, ids: Callable[[], str], *bundles_in_use: agent_pb2.RunnerBundle) -> None:
         self.database, self.folder, self.ids = database, folder, ids
         self.store = store = Store(folder, database)
         self.announcer = Announcer()
         self.journal = Journal(database, self.announcer, self.now)
         self.log = JobLog(database, self.announcer, self.now)
-        self.bundles = bundles = Bundles(store, database, folder)
-        bundles._use(agent_pb2.RunnerBundle(arch="x86_64", backends=["XnnpackBackend"], operators=["aten::add.out"]))
+        self.bundles = bundles = Bundles(store, database, folder, own_arch="x86_64")
+        for bundle in bundles_in_use:
+            bundles.use(bundle)
         bundles.settled.set()
         self.runs = Runs(3600)
         self.registry = Registry(database, bundles, self.runs, self.now)
@@ -183,7 +187,7 @@ class World:
 
     async def restarted(self) -> World:
         await self.conductor.stop()
-        again = World(self.database, self.folder, self.ids)
+        again = World(self.database, self.folder, self.ids, *self.bundles.list())
         await again.registry.load()
         return again
 
@@ -220,16 +224,29 @@ class World:
         return states, list(await self.journal.reports.of_job(job.id))
 
 
-@pytest.fixture
-async def world(tmp_path: Path) -> AsyncIterator[World]:
-    database = Database(tmp_path / "farm.sqlite")
+@asynccontextmanager
+async def opened_world(folder: Path, *bundles: agent_pb2.RunnerBundle) -> AsyncIterator[World]:
+    """A world whose devices have runners from these bundles."""
+    database = Database(folder / "farm.sqlite")
     await database.open()
     numbers = itertools.count()
-    made = World(database, tmp_path, lambda: f"id{next(numbers):04}")
+    made = World(database, folder, lambda: f"id{next(numbers):04}", *bundles)
     yield made
     await made.conductor.stop()
     await made.log.flush()
     database.close()
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    async with opened_world(tmp_path, BUNDLE) as made:
+        yield made
+
+
+@pytest.fixture
+async def bare_world(tmp_path: Path) -> AsyncIterator[World]:
+    async with opened_world(tmp_path) as made:
+        yield made
 
 
 def error(fault: str, reason: str = "X") -> common_pb2.Error:

@@ -174,5 +174,5 @@ def other_conv() -> Any:
 def without_inputs() -> Any:
     """`conv` as an exporter without example inputs leaves it."""
     program = models.conv()
-    program._example_inputs = None
+    program.example_inputs = None
     return program

@@ -27,15 +27,16 @@ WORKING_BACKENDS: Final = frozenset({"XnnpackBackend"})
 """Backends that ExecuTorch's wheel contains completely. It reports others as available (QnnBackend), but their missing
 libraries or hardware show only when a program is loaded."""
 
-_ANSWER_S: Final = 30.0
+ANSWER_S: Final = 30.0
 """Seconds within which the binding must answer. Importing torch takes a second on a PC, and several on a board."""
 
 
-async def own_runners(folder: Path) -> list[device_pb2.DeviceRunner]:
+async def own_runners(folder: Path, answer_s: float = ANSWER_S) -> list[device_pb2.DeviceRunner]:
     """Return the binding, if it is installed and works; failures are logged.
 
     Args:
         folder: the agent's data folder. An earlier answer kept there is valid as long as the versions are the same.
+        answer_s: seconds within which the binding must answer.
     """
     versions = _versions()
     if versions is None or not PythonRunner.available():
@@ -47,7 +48,7 @@ async def own_runners(folder: Path) -> list[device_pb2.DeviceRunner]:
     scratch = folder / "own-runners"
     try:
         scratch.mkdir(exist_ok=True)
-        async with asyncio.timeout(_ANSWER_S), PythonRunner.start(scratch) as runner:
+        async with asyncio.timeout(answer_s), PythonRunner.start(scratch) as runner:
             hello = await runner.hello()
         backends = [name for name in hello.backends if name in WORKING_BACKENDS]
         description: dict[str, Any] = {
@@ -60,7 +61,7 @@ async def own_runners(folder: Path) -> list[device_pb2.DeviceRunner]:
         await asyncio.to_thread(write_atomically, path, text.encode(), durable=True)
         return [_message(description)]
     except (EtfarmError, TimeoutError, OSError) as error:
-        reason = str(error) or f"it did not answer within {_ANSWER_S:g} s"
+        reason = str(error) or f"it did not answer within {answer_s:g} s"
         log.warning("ExecuTorch is installed here, and its Python binding cannot be used: %s", reason)
         return []
     finally:

@@ -81,11 +81,12 @@ class Jail:
 
     Args:
         options: the agent's settings.
+        measures: the measures that work on this machine, if they are known already.
     """
 
-    def __init__(self, options: JailOptions) -> None:
+    def __init__(self, options: JailOptions, measures: Measures | None = None) -> None:
         self._options = options
-        self._measures: Measures | None = None
+        self._measures = measures
         self._is_logged = False
         self._ready: asyncio.Task[LocalChild] | None = None
         self._keeps_ready = False

@@ -79,6 +79,15 @@ class RemoteRunner:
         return self._process.stage
 
     @property
+    def limits(self) -> Limits:
+        """Limits of the commands that follow; those of memory hold from the start of the process."""
+        return self._process.limits
+
+    @limits.setter
+    def limits(self, limits: Limits) -> None:
+        self._process.limits = limits
+
+    @property
     def moving(self) -> str:
         """What is being transferred to or from the runner's machine, such as `its inputs`; empty if nothing is."""
         return ""

@@ -59,6 +59,7 @@ class Compiler:
         stage_deadline_s: wall-clock deadline of each stage.
         threads: number of threads that a child may use.
         operators: operators that programs may use.
+        cache: finished compilations; those of the database by default.
     """
 
     def __init__(
@@ -72,10 +73,11 @@ class Compiler:
         threads: int,
         tasks: Tasks | None = None,
         operators: Operators | None = None,
+        cache: Cache | None = None,
     ) -> None:
         self._workers = workers
         self._store = store
-        self._cache = Cache(store, database)
+        self._cache = cache or Cache(store, database)
         self._deadline_s = deadline_s
         self._stage_deadline_s = stage_deadline_s
         self._threads = threads

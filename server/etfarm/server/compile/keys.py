@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from importlib.metadata import PackageNotFoundError, entry_points, version
-from types import MappingProxyType
 from typing import Final
 
 from etfarm.server.compile.screening.operators import Operators
@@ -27,29 +27,48 @@ _PACKAGES: Final[Mapping[str, Sequence[str]]] = {
 """Packages with compilers by backend; those of other backends come with ExecuTorch."""
 
 
-def toolchain() -> compile_pb2.Toolchain:
-    """Return the versions that take part in a compilation, from the packages' metadata; imports none of them."""
-    return compile_pb2.Toolchain(**_versions())
+VersionOf = Callable[[str], str]
+"""Function that returns the version of a package, and raises PackageNotFoundError for one that is not installed."""
 
 
 @cache
-def _versions() -> Mapping[str, str]:
+def _read_version(package: str) -> str | None:
     # Cached: the metadata takes a millisecond to read, and a change of version needs a new process anyway.
-    return MappingProxyType({name: version(name) for name in ("torch", "executorch", "torchao", "etfarm")})
-
-
-@cache
-def _installed(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return ""
+        return None
 
 
-def _package_versions(backends: Iterable[str]) -> dict[str, str]:
+def installed_version(package: str) -> str:
+    """Return the version of an installed package from its metadata; does not import the package.
+
+    Raises:
+        PackageNotFoundError: the package is not installed.
+    """
+    installed = _read_version(package)
+    if installed is None:
+        raise PackageNotFoundError(package)
+    return installed
+
+
+def toolchain_versions(version_of: VersionOf = installed_version) -> dict[str, str]:
+    """Return the versions of the packages that take part in every compilation."""
+    return {name: version_of(name) for name in ("torch", "executorch", "torchao", "etfarm")}
+
+
+def toolchain() -> compile_pb2.Toolchain:
+    """Return the versions that take part in a compilation, from the packages' metadata; imports none of them."""
+    return compile_pb2.Toolchain(**toolchain_versions())
+
+
+def _package_versions(backends: Iterable[str], version_of: VersionOf) -> dict[str, str]:
     """Return the versions of the backends' compilers; packages that are not installed are left out."""
-    packages = {package for backend in backends for package in _PACKAGES.get(backend, ())}
-    return {package: version_ for package in sorted(packages) if (version_ := _installed(package))}
+    versions: dict[str, str] = {}
+    for package in sorted({package for backend in backends for package in _PACKAGES.get(backend, ())}):
+        with suppress(PackageNotFoundError):
+            versions[package] = version_of(package)
+    return versions
 
 
 def _backends(recipe: Recipe) -> set[str]:
@@ -92,16 +111,24 @@ class Plan:
         return stages if "TORCH_EXPORT" in stages else (*stages, "TORCH_EXPORT")
 
 
-def plan(candidate: job_pb2.Candidate, recipe: Recipe | None, stop_after: str = "", operators: Operators | None = None) -> Plan:
+def plan(
+    candidate: job_pb2.Candidate,
+    recipe: Recipe | None,
+    stop_after: str = "",
+    operators: Operators | None = None,
+    version_of: VersionOf = installed_version,
+) -> Plan:
     """Return the plan for a candidate that Submit has accepted.
 
     Args:
         recipe: the candidate's recipe, resolved by `RecipeCatalog`; None for an uploaded program.
         stop_after: a stage of the recipe; empty for all of them.
         operators: operators that programs may use; a refused model may pass with another list.
+        version_of: returns the versions of the packages that compile.
     """
+    versions = toolchain_versions(version_of)
     if recipe is None:
-        described = {"schema": "etfarm.inspection/2", "program": program_digest(candidate.program), **_versions()}
+        described = {"schema": "etfarm.inspection/2", "program": program_digest(candidate.program), **versions}
         return Plan(candidate, None, "", digests.of_value(described), "")
     draft = Plan(candidate, recipe, "" if stop_after == _LAST else stop_after, "", "")
     last = recipe.stages.index(stop_after) if stop_after in recipe.stages else len(recipe.stages)
@@ -111,7 +138,7 @@ def plan(candidate: job_pb2.Candidate, recipe: Recipe | None, stop_after: str = 
         "calibration": calibration_of(candidate) if quantizes else {},
         "stages_done": draft.done,
         "operators": (operators or Operators()).digest,
-        **_versions(),
+        **versions,
     }
     compilation = {
         "references": {n: m.reference.digest for n, m in candidate.model.methods.items() if m.HasField("reference")},
@@ -121,7 +148,7 @@ def plan(candidate: job_pb2.Candidate, recipe: Recipe | None, stop_after: str = 
         "strict": recipe.strict,
         "stop_after": draft.stop_after,
         "plugins": plugin_versions(recipe.plugins),
-        "packages": _package_versions(_backends(recipe)),
+        "packages": _package_versions(_backends(recipe), version_of),
         **common,
     }
     quantization = {
@@ -129,7 +156,7 @@ def plan(candidate: job_pb2.Candidate, recipe: Recipe | None, stop_after: str = 
         "recipe": recipe.quantization_json,
         # Stages that plug-ins replace come after it.
         "plugins": plugin_versions([part.name for part in recipe.parts if part.is_plugin]),
-        "packages": _package_versions(_quantizing_backends(recipe)),
+        "packages": _package_versions(_quantizing_backends(recipe), version_of),
         **common,
     }
     return Plan(

@@ -10,7 +10,7 @@ import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -68,17 +68,31 @@ class Bundles:
 
     For each architecture, the newest bundle is used whose ExecuTorch version is the one that the server lowers with, since a
     program and its runtime must match; without such a bundle, the newest of any other version.
+
+    Args:
+        own_arch: the server's architecture; this machine's by default.
+        run_build: runs `etfarm bundle build` with a folder for temporary files and arguments, and returns its output.
     """
 
-    def __init__(self, store: Store, database: Database, folder: Path, readers: Readers | None = None) -> None:
+    def __init__(
+        self,
+        store: Store,
+        database: Database,
+        folder: Path,
+        readers: Readers | None = None,
+        *,
+        own_arch: str | None = None,
+        run_build: Callable[..., Awaitable[str]] | None = None,
+    ) -> None:
         self._readers = readers or Readers()
+        self._run_build = run_build or run_bundle_build
         self._store = store
         self._database = database
         self._builds = folder / "bundle"
         """Folder for builds. Only one server uses it, so files that exist at startup are left over from a killed server."""
         self._by_arch: dict[str, agent_pb2.RunnerBundle] = {}
         self._own_error: EtfarmError | None = None
-        self._own_arch = platform.machine()
+        self._own_arch = own_arch or platform.machine()
         self._version = version("executorch").partition("+")[0]
         self.settled = asyncio.Event()
         """Set once the build of the bundle for the server's own architecture has finished or failed."""
@@ -100,9 +114,10 @@ class Bundles:
         for body in await self._database.read(lambda connection: connection.execute(query).scalars().all()):
             bundle = agent_pb2.RunnerBundle.FromString(body)
             if self._store.has(bundle.artifact.digest):
-                self._use(bundle)
+                self.use(bundle)
 
-    def _use(self, bundle: agent_pb2.RunnerBundle) -> None:
+    def use(self, bundle: agent_pb2.RunnerBundle) -> None:
+        """Use a bundle for its architecture, unless only the former one has the server's ExecuTorch version."""
         former = self._by_arch.get(bundle.arch)
         if former is not None and former.executorch_version == self._version != bundle.executorch_version:
             return
@@ -163,7 +178,7 @@ class Bundles:
         await self._database.write(write)
         # Every device may read the bundle.
         await self._store.hold(FARM_HOLDER, [digest], "farm")
-        self._use(bundle)
+        self.use(bundle)
         return bundle
 
     async def build_own(self) -> None:
@@ -180,20 +195,20 @@ class Bundles:
         known = self._by_arch.get(self._own_arch)
         same_runtime = known is not None and known.executorch_version == version("executorch")
         self._builds.mkdir(exist_ok=True)
-        if known is not None and same_runtime and known.source_digest == await _bundle_command(self._builds, "--source-digest"):
+        if known is not None and same_runtime and known.source_digest == await self._run_build(self._builds, "--source-digest"):
             return
         log.info("building the runner bundle", arch=self._own_arch)
         print(f"etfarm serve: building the runner bundle for {self._own_arch}, once", flush=True)
         with tempfile.TemporaryDirectory(dir=self._builds) as folder:
             path = Path(folder) / "bundle.tar.gz"
-            await _bundle_command(Path(folder), "-o", str(path))
+            await self._run_build(Path(folder), "-o", str(path))
             artifact = await self._store.adopt(path, "farm", holder=FARM_HOLDER)
         bundle = await self.add(artifact.digest)
         megabytes = bundle.artifact.size_bytes / 1e6
         print(f"etfarm serve: the runner bundle for {bundle.arch} is ready ({megabytes:.1f} MB)", flush=True)
 
 
-async def _bundle_command(scratch: Path, *arguments: str) -> str:
+async def run_bundle_build(scratch: Path, *arguments: str) -> str:
     """Run `etfarm bundle build` in a child process that ends when this process does; return its output."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "etfarm.wire.command", "bundle", "build", "--exit-with-stdin", *arguments,

@@ -15,15 +15,12 @@ from etfarm.v1.common_pb2 import RunnerKind
 
 pytestmark = pytest.mark.skipif(not PythonRunner.available(), reason="torch and executorch are not installed")
 
-
-@pytest.fixture(autouse=True)
-def _patient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch is imported from a disk that may be slow."""
-    monkeypatch.setattr(module, "_ANSWER_S", 120.0)
+PATIENT_S = 120.0
+"""Seconds for an answer where torch is imported from a disk that may be slow."""
 
 
 async def test_the_binding_is_announced_with_the_backends_that_work_on_this_machine(tmp_path: Path) -> None:
-    (runner,) = await own_runners(tmp_path)
+    (runner,) = await own_runners(tmp_path, PATIENT_S)
     assert runner.kind == RunnerKind.RUNNER_KIND_PYTHON
     assert list(runner.backends) == ["XnnpackBackend"], "the wheel registers QnnBackend as well, which needs what is not here"
     assert "aten::add.out" in runner.operators
@@ -31,7 +28,7 @@ async def test_the_binding_is_announced_with_the_backends_that_work_on_this_mach
 
 
 async def test_it_is_asked_once_for_each_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first = await own_runners(tmp_path)
+    first = await own_runners(tmp_path, PATIENT_S)
     begun: list[list[str]] = []
     command = PythonRunner.command()
 
@@ -40,12 +37,12 @@ async def test_it_is_asked_once_for_each_version(tmp_path: Path, monkeypatch: py
         return command
 
     monkeypatch.setattr(PythonRunner, "command", staticmethod(seen))
-    assert await own_runners(tmp_path) == first
+    assert await own_runners(tmp_path, PATIENT_S) == first
     assert begun == []
     kept = json.loads((tmp_path / REMEMBERED).read_text())
     kept["versions"]["torch"] = "1.0"
     (tmp_path / REMEMBERED).write_text(json.dumps(kept))
-    assert await own_runners(tmp_path) == first
+    assert await own_runners(tmp_path, PATIENT_S) == first
     assert len(begun) == 1
 
 
@@ -56,7 +53,7 @@ async def test_a_damaged_memory_is_made_again(tmp_path: Path) -> None:
     for text in ("{", "[]", '{"versions": {}}', unknown):
         (tmp_path / REMEMBERED).write_text(text)
         assert module._remembered(tmp_path / REMEMBERED, versions) is None
-    assert [runner.kind for runner in await own_runners(tmp_path)] == [RunnerKind.RUNNER_KIND_PYTHON]
+    assert [runner.kind for runner in await own_runners(tmp_path, PATIENT_S)] == [RunnerKind.RUNNER_KIND_PYTHON]
     assert json.loads((tmp_path / REMEMBERED).read_text())["runners"]
 
 
@@ -65,8 +62,7 @@ async def test_a_binding_that_does_not_work_is_not_announced(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, code: str
 ) -> None:
     monkeypatch.setattr(PythonRunner, "command", staticmethod(lambda: [sys.executable, "-c", code]))
-    monkeypatch.setattr(module, "_ANSWER_S", 0.5)
-    assert await own_runners(tmp_path) == []
+    assert await own_runners(tmp_path, 0.5) == []
     assert "cannot be used" in caplog.text
     assert list(tmp_path.iterdir()) == []
 

@@ -140,7 +140,7 @@ async def hung(start_native: Start) -> float:
     """Seconds until a runner that hangs in its timed pass is gone."""
     async with start_native() as runner:
         await loaded(runner, program("conv"))
-        runner._process.limits = Limits(command_s=0.3)  # from here on: loading takes what it takes
+        runner.limits = Limits(command_s=0.3)  # from here on: loading takes what it takes
         plan = replace(ENDLESS, max_time_ns=1)
         began = time.monotonic()
         os.kill(runner.pid, signal.SIGSTOP)

@@ -11,11 +11,12 @@ from contextlib import asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from sqlalchemy import text, update
+from sqlalchemy import Connection, text, update
 
 from etfarm.server.artifacts.errors import ArtifactDamaged, ArtifactNotFound, DigestMismatch, QuotaExceeded, UploadInProgress
 from etfarm.server.artifacts.limits import StoreLimits
@@ -31,11 +32,24 @@ from etfarm.wire.errors import EtfarmError
 DATA = bytes(range(256)) * 4
 DIGEST = artifact_of(DATA).digest
 WAIT_S = 60.0
+T = TypeVar("T")
+
+
+class CountingDatabase(Database):
+    """A database that keeps the names of the functions that wrote to it."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.written: list[str] = []
+
+    async def write(self, do: Callable[[Connection], T], **options: bool) -> T:
+        self.written.append(do.__qualname__)
+        return await super().write(do, **options)
 
 
 @asynccontextmanager
-async def opened(folder: Path, limits: StoreLimits | None = None) -> AsyncIterator[Store]:
-    database = Database(folder / "farm.sqlite")
+async def opened(folder: Path, limits: StoreLimits | None = None, database: Database | None = None) -> AsyncIterator[Store]:
+    database = database or Database(folder / "farm.sqlite")
     await database.open()
     store = Store(folder / "artifacts", database, limits)
     try:
@@ -256,19 +270,14 @@ class TestQuotas:
             assert await store.holdings.used_bytes("agent:pi") == 100
 
     async def test_the_sum_of_a_large_project_is_taken_once(self, tmp_path: Path) -> None:
-        async with opened(tmp_path, StoreLimits(project_bytes=1 << 40)) as store:
+        database = CountingDatabase(tmp_path / "farm.sqlite")
+        async with opened(tmp_path, StoreLimits(project_bytes=1 << 40), database) as store:
             await send(store, DATA)
-            statements: list[str] = []
-            write = store.holdings._database.write
-
-            async def counted(do: Callable[..., object], **more: bool) -> object:
-                statements.append(do.__qualname__)
-                return await write(do, **more)  # type: ignore[arg-type]
-
-            store.holdings._database.write = counted  # type: ignore[method-assign, assignment]
+            database.written.clear()
             for _ in range(3):
                 await send(store, os.urandom(10))
-            assert not [name for name in statements if "used_bytes" in name]
+            assert database.written
+            assert not [name for name in database.written if "used_bytes" in name]
 
 
 class TestIntegrity:

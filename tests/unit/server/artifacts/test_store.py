@@ -29,7 +29,6 @@ from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1.artifact_pb2 import Chunk, UploadStatus
 from etfarm.v1.common_pb2 import Artifact
-from etfarm.wire import chunks as wire_chunks
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError, Fault, Kind
 
@@ -190,14 +189,15 @@ async def test_a_chunk_that_is_being_written_is_finished_before_its_stream_ends(
     """Else the thread writes into whatever file gets the number next."""
     started, gate = asyncio.Event(), threading.Event()
     loop = asyncio.get_running_loop()
-    write = wire_chunks._write
+    write, own_thread = os.write, threading.get_ident()
 
-    def slow(fd: int, *rest: object) -> None:
-        loop.call_soon_threadsafe(started.set)
-        gate.wait(WAIT_S)
-        write(fd, *rest)  # type: ignore[arg-type]
+    def slow(fd: int, data: bytes) -> int:
+        if threading.get_ident() != own_thread:
+            loop.call_soon_threadsafe(started.set)
+            gate.wait(WAIT_S)
+        return write(fd, data)
 
-    monkeypatch.setattr(wire_chunks, "_write", slow)
+    monkeypatch.setattr(os, "write", slow)
     sending = asyncio.create_task(send(store, DATA[:100]))
     async with asyncio.timeout(WAIT_S):
         await started.wait()

@@ -15,7 +15,7 @@ import pytest
 
 from etfarm.server.access.scope import Scope
 from etfarm.server.artifacts.store import Store
-from etfarm.server.compile.cache import FOUND_EARLIER, CompilationNotFound, Outcome, artifacts_of
+from etfarm.server.compile.cache import FOUND_EARLIER, Cache, CompilationNotFound, Outcome, artifacts_of
 from etfarm.server.compile.compiler import Compiler, Tasks
 from etfarm.server.compile.recipe_catalog import RecipeUnavailable, UnknownStage
 from etfarm.server.compile.single_flight import Listener
@@ -78,13 +78,15 @@ class World:
         self.folder, self.workers = folder, workers
         self.database = database
         self.store = Store(folder, database)
+        self.cache = Cache(self.store, database)
         self.start_compiler()
 
-    def start_compiler(self) -> None:
+    def start_compiler(self, *, stage_deadline_s: float = WAIT_S, cache: Cache | None = None) -> None:
         """Start with a compiler that has listed no recipes, as after a restart of the server."""
         self.compiler = Compiler(
-            self.workers, self.store, self.database, deadline_s=WAIT_S, stage_deadline_s=WAIT_S, threads=1, tasks=TASKS
-        )
+            self.workers, self.store, self.database, deadline_s=WAIT_S, stage_deadline_s=stage_deadline_s, threads=1, tasks=TASKS,
+            cache=cache or self.cache,
+        )  # fmt: skip
 
     async def model(self, orders: str = "", recipe: str = FP32, *, calibration: bytes = b"", **methods: str) -> Candidate:
         made = Candidate(name="net", recipe=recipe)
@@ -295,24 +297,28 @@ async def test_equal_requests_at_one_time_compile_once_and_all_hear_of_it(world:
     assert late.lines[-1] == "lower TO_EXECUTORCH"
 
 
-async def test_who_asked_the_cache_just_before_another_ended_does_not_compile_again(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    candidate, ask, answered = await world.model("x"), world.compiler._cache.compilation, asyncio.Event()
-    asked = asyncio.Event()
+class HeldCache(Cache):
+    """A cache that keeps its first answer until `answered`."""
 
-    async def held(key: str) -> Any:
-        found = await ask(key)
-        monkeypatch.setattr(world.compiler._cache, "compilation", ask)
-        asked.set()
-        await answered.wait()
-        return found
+    def __init__(self, store: Store, database: Database) -> None:
+        super().__init__(store, database)
+        self.asked, self.answered = asyncio.Event(), asyncio.Event()
 
-    monkeypatch.setattr(world.compiler._cache, "compilation", held)
+    async def compilation(self, key: str) -> compile_pb2.Compilation | None:
+        known = await super().compilation(key)
+        if not self.asked.is_set():
+            self.asked.set()
+            await self.answered.wait()
+        return known
+
+
+async def test_who_asked_the_cache_just_before_another_ended_does_not_compile_again(world: World) -> None:
+    candidate, cache = await world.model("x"), HeldCache(world.store, world.database)
+    world.start_compiler(cache=cache)
     late = world.compile(candidate)
-    await asked.wait()
+    await cache.asked.wait()
     first = await world.compile(candidate)
-    answered.set()
+    cache.answered.set()
     assert ((await late).compilation, (await late).cached) == (first.compilation, True)
     assert world.ran == ["lower"]
 
@@ -480,7 +486,7 @@ async def test_a_child_cannot_put_another_folder_in_place_of_its_own(world: Worl
 
 
 async def test_a_stage_that_hangs_ends_by_its_own_clock_and_is_not_kept(world: World) -> None:
-    world.compiler._stage_deadline_s = 3.0  # so late that the child is in the stage
+    world.start_compiler(stage_deadline_s=3.0)  # so late that the child is in the stage
     outcome = await world.compile(await world.model("quantize hang", INT8))
     error = error_of(outcome)
     assert (error.reason, error.stage, error.metadata["clock"]) == ("CHILD_TIMED_OUT", "QUANTIZE", "stage")
@@ -500,11 +506,11 @@ async def test_a_failure_does_not_take_the_place_of_a_program(world: World) -> N
     good = (await world.compile(await world.model("x"))).compilation
     bad = type(good)(key=good.key)
     bad.error.reason = "STAGE_FAILED"
-    await world.compiler._cache.keep_compilation(bad)
+    await world.cache.keep_compilation(bad)
     assert await world.compiler.get(good.key) == good
     for artifact in artifacts_of(good):
         world.lose(artifact)
-    await world.compiler._cache.keep_compilation(bad)
+    await world.cache.keep_compilation(bad)
     assert await world.compiler.get(good.key) == bad
 
 

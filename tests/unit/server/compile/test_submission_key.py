@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.compile import keys
-from etfarm.server.compile.keys import Plan, plan
+from etfarm.server.compile.keys import Plan, installed_version, plan
 from etfarm.v1.job_pb2 import Candidate
 from etfarm.wire import recipes
 from etfarm.wire.chunks import artifact_of
@@ -32,9 +32,10 @@ def program() -> Candidate:
     return made
 
 
-def planned(candidate: Candidate, stop_after: str = "") -> Plan:
+def planned(candidate: Candidate, stop_after: str = "", **versions: str) -> Plan:
+    """Return the plan where these packages have other versions than the installed ones."""
     recipe = None if candidate.WhichOneof("source") == "program" else recipes.from_json(candidate.recipe)
-    return plan(candidate, recipe, stop_after)
+    return plan(candidate, recipe, stop_after, version_of=lambda package: versions.get(package) or installed_version(package))
 
 
 def key(candidate: Candidate) -> str:
@@ -175,11 +176,9 @@ def test_a_stage_that_a_plug_in_replaces_does_not_change_the_quantization(monkey
 
 
 @pytest.mark.parametrize("package", ["torch", "executorch", "torchao", "etfarm"])
-def test_the_toolchain_s_versions_change_the_key(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
+def test_the_toolchain_s_versions_change_the_key(package: str) -> None:
     before = planned(model())
-    versions = {**keys._versions(), package: "99"}
-    monkeypatch.setattr(keys, "_versions", lambda: versions)
-    after = planned(model())
+    after = planned(model(), **{package: "99"})
     assert after.key != before.key
     assert after.quantization_key != before.quantization_key
 
@@ -199,14 +198,8 @@ COREML = 'partitioners = ["coreml"]\n[[quantizers]]\nname = "coreml"\n'
         ('recipe = "xnnpack_fp32"\n', False, False),
     ],
 )
-def test_the_version_of_a_backend_s_own_compiler_changes_the_key(
-    monkeypatch: pytest.MonkeyPatch, toml: str, takes_part: bool, quantizes: bool
-) -> None:
+def test_the_version_of_a_backend_s_own_compiler_changes_the_key(toml: str, takes_part: bool, quantizes: bool) -> None:
     candidate = model(recipes.from_toml(toml).json)
-    found = []
-    for version in ("9.0", "9.1"):
-        monkeypatch.setattr(keys, "_installed", {"coremltools": version}.get)
-        found.append(planned(candidate))
-    one, other = found
+    one, other = (planned(candidate, coremltools=version) for version in ("9.0", "9.1"))
     assert (one.key != other.key) is takes_part
     assert (one.quantization_key != other.quantization_key) is quantizes

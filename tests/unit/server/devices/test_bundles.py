@@ -8,7 +8,7 @@ import io
 import itertools
 import json
 import tarfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from importlib.metadata import version
 from pathlib import Path
 
@@ -42,10 +42,8 @@ class World:
         self.store = Store(folder, database)
         self.bundles = self.new_bundles()
 
-    def new_bundles(self, own_arch: str = "x86_64") -> Bundles:
-        made = Bundles(self.store, self.database, self.folder)
-        made._own_arch = own_arch
-        return made
+    def new_bundles(self, own_arch: str = "x86_64", run_build: Callable[..., Awaitable[str]] | None = None) -> Bundles:
+        return Bundles(self.store, self.database, self.folder, own_arch=own_arch, run_build=run_build)
 
     async def add(self, **change: object) -> str:
         artifact = await self.store.put(archive(MANIFEST | change), "ann")
@@ -165,11 +163,11 @@ async def test_a_demand_waits_while_the_servers_own_is_being_built(world: World)
     assert world.bundles.starting == ""
 
 
-async def test_a_demand_for_the_servers_own_tells_why_its_build_failed(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def fail() -> None:
+async def test_a_demand_for_the_servers_own_tells_why_its_build_failed(world: World) -> None:
+    async def fail(*_: object) -> str:
         raise FarmError("There is no g++.")
 
-    monkeypatch.setattr(world.bundles, "_build_own", fail)
+    world.bundles = world.new_bundles(run_build=fail)
     await world.bundles.build_own()
     with pytest.raises(FarmError, match=r"There is no g\+\+"):
         await world.bundles.demand("x86_64")

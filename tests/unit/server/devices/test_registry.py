@@ -271,7 +271,7 @@ async def test_what_the_server_adds_to_a_device_is_never_the_agents(world: World
 async def test_a_device_has_the_backends_of_the_bundle_for_its_architecture(world: World) -> None:
     await world.connect("pi")
     assert not world.registry.get("pi").HasField("operator_count")
-    world.bundles._by_arch["aarch64"] = RunnerBundle(arch="aarch64", backends=["XnnpackBackend"], operators=["a", "b"])
+    world.bundles.use(RunnerBundle(arch="aarch64", backends=["XnnpackBackend"], operators=["a", "b"]))
     device = world.registry.get("pi")
     assert (list(device.backends), device.operator_count) == (["XnnpackBackend"], 2)
 
@@ -290,7 +290,7 @@ async def test_a_device_has_its_own_runners_backends_where_the_farm_has_no_bundl
         assert (device.runner, list(device.backends)) == (
             (RunnerKind.RUNNER_KIND_UNSPECIFIED, []) if is_coming else (own.kind, own.backends)
         )
-    world.bundles._by_arch[arch] = RunnerBundle(arch=arch, backends=["Other"], operators=["a", "b"])
+    world.bundles.use(RunnerBundle(arch=arch, backends=["Other"], operators=["a", "b"]))
     device = world.registry.get(arch)
     assert (device.runner, list(device.backends), device.operator_count) == (RunnerKind.RUNNER_KIND_NATIVE, ["Other"], 2), (
         "the farm's is better"

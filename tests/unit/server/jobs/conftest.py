@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tests.support.cells import world
+from tests.support.cells import bare_world, world
 
-__all__ = ["world"]
+__all__ = ["bare_world", "world"]

@@ -16,7 +16,7 @@ from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2
 from etfarm.v1.device_pb2 import DeviceRunner
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import UserError
-from tests.support.cells import STATES_TO_SUCCESS, WAIT_S, Agent, World, compiled, error
+from tests.support.cells import BUNDLE, STATES_TO_SUCCESS, WAIT_S, Agent, World, compiled, error
 
 
 async def test_a_cell_goes_its_way_and_its_agent_may_forget_it_once_the_result_is_written(world: World) -> None:
@@ -156,7 +156,7 @@ async def test_after_two_device_faults_more_the_cell_fails_with_the_last_one(wor
 
 async def test_a_program_that_the_device_cannot_run_is_refused_without_being_sent(world: World) -> None:
     agent = await world.agent()
-    world.registry._bundles._use(agent_pb2.RunnerBundle(arch="x86_64", backends=["Other"]))
+    world.bundles.use(agent_pb2.RunnerBundle(arch="x86_64", backends=["Other"]))
     states, (report,) = await world.end(await world.submit())
     assert states[-1] == "FAILED"
     assert (report.error.reason, report.error.metadata["missing"]) == ("BACKEND_MISSING", "XnnpackBackend")
@@ -167,8 +167,8 @@ async def test_a_program_that_the_device_cannot_run_is_refused_without_being_sen
 PYTHON = DeviceRunner(kind=common_pb2.RUNNER_KIND_PYTHON, backends=["XnnpackBackend"], operators=["aten::add.out"])
 
 
-async def test_without_a_bundle_a_run_is_sent_for_the_devices_own_runner(world: World) -> None:
-    world.bundles._by_arch.clear()
+async def test_without_a_bundle_a_run_is_sent_for_the_devices_own_runner(bare_world: World) -> None:
+    world = bare_world
     agent = Agent(world, "pi")
     agent.device.own_runners.append(PYTHON)
     await agent.connect()
@@ -180,8 +180,10 @@ async def test_without_a_bundle_a_run_is_sent_for_the_devices_own_runner(world: 
     assert states[-1] == "SUCCEEDED"
 
 
-async def test_without_a_bundle_a_program_that_the_own_runner_lacks_a_backend_for_is_refused(world: World) -> None:
-    world.bundles._by_arch.clear()
+async def test_without_a_bundle_a_program_that_the_own_runner_lacks_a_backend_for_is_refused(
+    bare_world: World,
+) -> None:
+    world = bare_world
     agent = Agent(world, "pi")
     agent.device.own_runners.add(kind=common_pb2.RUNNER_KIND_PYTHON, backends=["Other"])
     await agent.connect()
@@ -190,8 +192,8 @@ async def test_without_a_bundle_a_program_that_the_own_runner_lacks_a_backend_fo
     assert agent.session._outgoing.empty(), "nothing was said to the agent"
 
 
-async def test_without_a_bundle_a_device_with_a_runner_of_its_own_is_preferred(world: World) -> None:
-    world.bundles._by_arch.clear()
+async def test_without_a_bundle_a_device_with_a_runner_of_its_own_is_preferred(bare_world: World) -> None:
+    world = bare_world
     bare = await world.agent("a")
     agent = Agent(world, "pi")
     agent.device.own_runners.append(PYTHON)
@@ -201,8 +203,8 @@ async def test_without_a_bundle_a_device_with_a_runner_of_its_own_is_preferred(w
     assert bare.session._outgoing.empty()
 
 
-async def test_without_a_bundle_a_device_without_a_runner_of_its_own_is_refused(world: World) -> None:
-    world.bundles._by_arch.clear()
+async def test_without_a_bundle_a_device_without_a_runner_of_its_own_is_refused(bare_world: World) -> None:
+    world = bare_world
     agent = Agent(world, "pi")
     agent.device.own_runners.add(kind=99, backends=["XnnpackBackend"])
     await agent.connect()
@@ -210,9 +212,8 @@ async def test_without_a_bundle_a_device_without_a_runner_of_its_own_is_refused(
     assert (states[-1], report.error.reason) == ("FAILED", "BUNDLE_MISSING")
 
 
-async def test_a_bundle_that_is_being_built_is_waited_for_though_the_device_has_a_runner(world: World) -> None:
-    bundle = world.bundles._by_arch.pop("x86_64")
-    world.bundles._own_arch = "x86_64"
+async def test_a_bundle_that_is_being_built_is_waited_for_though_the_device_has_a_runner(bare_world: World) -> None:
+    world = bare_world
     world.bundles.settled.clear()
     agent = Agent(world, "pi")
     agent.device.own_runners.append(PYTHON)
@@ -220,7 +221,7 @@ async def test_a_bundle_that_is_being_built_is_waited_for_though_the_device_has_
     job = await world.submit()
     await world.until(job, model.RUNNING)
     assert agent.session._outgoing.empty()
-    world.bundles._use(bundle)
+    world.bundles.use(BUNDLE)
     world.bundles.settled.set()
     assert (await agent.started()).candidates[0].HasField("bundle")
 

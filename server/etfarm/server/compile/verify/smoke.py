@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -69,14 +69,19 @@ class Outcome:
     """Whether the process ran out of memory, which is not the program's fault."""
 
 
+Execute = Callable[[dict[str, Any]], dict[str, object]]
+"""Function that executes an order, and returns `ran` and the `error` of a run that failed."""
+
+
 class SmokeRunner:
     """A process that is forked now for later runs. Create it before any use of torch; always `close` it.
 
     Args:
         log: file for the process's stdout and stderr; run N writes to a separate file with the suffix `.N`.
+        execute: executes an order in its process and returns the answer.
     """
 
-    def __init__(self, log: Path) -> None:
+    def __init__(self, log: Path, execute: Execute | None = None) -> None:
         self._log = log
         self._count = 0
         self._started: tuple[Run, Path, float]
@@ -89,7 +94,7 @@ class SmokeRunner:
         if self._pid == 0:
             os.close(self._orders)
             os.close(answers)
-            _serve(their_orders, their_answers, log)
+            _serve(their_orders, their_answers, log, execute or execute_method)
         os.close(their_orders)
         os.close(their_answers)
         self._answers = os.fdopen(answers, "rb")
@@ -178,13 +183,13 @@ def _read_log(log: Path) -> str:
     return log.read_text(errors="replace") if log.exists() else ""
 
 
-def _serve(orders: int, answers: int, log: Path) -> NoReturn:
+def _serve(orders: int, answers: int, log: Path, execute: Execute) -> NoReturn:
     """Serve as the forking process: read one order per line and write one answer per line until the orders end."""
     code = 1
     try:
         _redirect(log)
         for line in os.fdopen(orders, "rb"):
-            _write_all(answers, json.dumps(_run_in_fork(json.loads(line), orders, answers)).encode() + b"\n")
+            _write_all(answers, json.dumps(_run_in_fork(json.loads(line), orders, answers, execute)).encode() + b"\n")
         code = 0
     except BaseException:  # noqa: BLE001 - a forked process must never return into its parent's code
         traceback.print_exc()
@@ -197,7 +202,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
         data = data[os.write(descriptor, data) :]
 
 
-def _run_in_fork(order: dict[str, Any], orders: int, outcomes: int) -> dict[str, object]:
+def _run_in_fork(order: dict[str, Any], orders: int, outcomes: int, execute: Execute) -> dict[str, object]:
     """Run one order in a fork. Kill the fork at its timeout, or when the other end stops waiting for the answer."""
     readable, writable = os.pipe()
     pid = os.fork()
@@ -205,7 +210,7 @@ def _run_in_fork(order: dict[str, Any], orders: int, outcomes: int) -> dict[str,
         os.close(readable)
         os.close(orders)
         os.close(outcomes)
-        _run_in_child(order, writable)
+        _run_in_child(order, writable, execute)
     os.close(writable)
     with os.fdopen(readable, "rb") as answers:
         waited: list[Any] = [answers, orders]
@@ -224,11 +229,11 @@ def _run_in_fork(order: dict[str, Any], orders: int, outcomes: int) -> dict[str,
     return outcome
 
 
-def _run_in_child(order: dict[str, Any], answers: int) -> NoReturn:
+def _run_in_child(order: dict[str, Any], answers: int, execute: Execute) -> NoReturn:
     code = 1
     try:
         _redirect(Path(order["log"]))
-        os.write(answers, json.dumps(_run(order)).encode())
+        os.write(answers, json.dumps(execute(order)).encode())
         code = 0
     except BaseException:  # noqa: BLE001 - a forked process must never return into its parent's code
         traceback.print_exc()
@@ -242,7 +247,8 @@ def _redirect(log: Path) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _run(order: dict[str, Any]) -> dict[str, object]:
+def execute_method(order: dict[str, Any]) -> dict[str, object]:
+    """Execute an order's method once with ExecuTorch's Python binding, and write its outputs."""
     from executorch.runtime import Runtime, Verification
 
     from etfarm.server.compile.program.values import to_leaf, to_value

@@ -97,7 +97,8 @@ def server_options(files: int) -> list[tuple[str, int]]:
     ]
 
 
-_SOCKETS: Final = Path("/proc/self/fd")
+OPEN_FILES: Final = Path("/proc/self/fd")
+"""Folder with a file for each descriptor of this process."""
 
 Peer = tuple[str, int]
 
@@ -108,11 +109,13 @@ class Connections:
     Args:
         asks_for_tokens: returns whether callers need a token; otherwise only the number of connections is limited.
         clock: returns seconds on a monotonic clock.
+        open_files: folder with a file for each descriptor of this process.
     """
 
-    def __init__(self, asks_for_tokens: Callable[[], bool], clock: Callable[[], float]) -> None:
+    def __init__(self, asks_for_tokens: Callable[[], bool], clock: Callable[[], float], open_files: Path = OPEN_FILES) -> None:
         self._asks_for_tokens = asks_for_tokens
         self._clock = clock
+        self._open_files = open_files
         self._trusted: set[Peer] = set()
         self._distrusted: set[Peer] = set()
         self._since: dict[Peer, float] = {}
@@ -131,7 +134,7 @@ class Connections:
 
     async def watch(self, port: int) -> None:
         """Close connections without a valid token until the task is cancelled."""
-        if not _SOCKETS.is_dir():
+        if not self._open_files.is_dir():
             return
         while True:
             with contextlib.suppress(TimeoutError):
@@ -153,7 +156,7 @@ class Connections:
         # once.
         trusted = self._trusted.copy()
         descriptors: dict[Peer, int] = {}
-        for name in _SOCKETS.iterdir():
+        for name in self._open_files.iterdir():
             if (peer := _peer(int(name.name), port)) is not None:
                 descriptors[peer] = int(name.name)
         self._since = {peer: self._since.get(peer, now) for peer in descriptors}

@@ -11,8 +11,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from etfarm.server.compile.verify import smoke
-from etfarm.server.compile.verify.smoke import Outcome, Run, SmokeRunner
+from etfarm.server.compile.verify.smoke import Execute, Outcome, Run, SmokeRunner, explain
 from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar
 
@@ -22,14 +21,9 @@ def run_of(folder: Path, method: str = "forward") -> Run:
 
 
 def outcomes_of(
-    monkeypatch: pytest.MonkeyPatch,
-    folder: Path,
-    behaviour: object,
-    methods: tuple[str, ...] = ("forward",),
-    timeout_s: float = 60,
+    folder: Path, behaviour: Execute, methods: tuple[str, ...] = ("forward",), timeout_s: float = 60
 ) -> list[Outcome]:
-    monkeypatch.setattr(smoke, "_run", behaviour)
-    runner = SmokeRunner(folder / "log")
+    runner = SmokeRunner(folder / "log", behaviour)
     try:
         return runner.run(folder / "model.pte", None, [run_of(folder, method) for method in methods], timeout_s)
     finally:
@@ -42,55 +36,55 @@ def crash(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
 
-def test_a_crash_names_its_signal(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    [outcome] = outcomes_of(monkeypatch, tmp_path, lambda order: crash(signal.SIGSEGV))
+def test_a_crash_names_its_signal(tmp_path: Path) -> None:
+    [outcome] = outcomes_of(tmp_path, lambda order: crash(signal.SIGSEGV))
     assert (outcome.ran, outcome.why) == (False, "it crashed with SIGSEGV")
 
 
-def test_an_exit_is_no_success(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    [outcome] = outcomes_of(monkeypatch, tmp_path, lambda order: os._exit(3))
+def test_an_exit_is_no_success(tmp_path: Path) -> None:
+    [outcome] = outcomes_of(tmp_path, lambda order: os._exit(3))
     assert (outcome.ran, outcome.why) == (False, "it ended with exit code 3")
 
 
-def test_a_silent_exit_is_no_success_either(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    [outcome] = outcomes_of(monkeypatch, tmp_path, lambda order: os._exit(0))
+def test_a_silent_exit_is_no_success_either(tmp_path: Path) -> None:
+    [outcome] = outcomes_of(tmp_path, lambda order: os._exit(0))
     assert not outcome.ran
 
 
-def test_a_crash_ends_its_own_run_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_crash_ends_its_own_run_only(tmp_path: Path) -> None:
     def behaviour(order: dict[str, str]) -> dict[str, object]:
         if order["method"] == "second":
             crash(signal.SIGABRT)
         os.write(1, f"this is {order['method']}".encode())
         return {"ran": True}
 
-    found = outcomes_of(monkeypatch, tmp_path, behaviour, ("first", "second", "third"))
+    found = outcomes_of(tmp_path, behaviour, ("first", "second", "third"))
     assert [(o.method, o.ran) for o in found] == [("first", True), ("second", False), ("third", True)]
     assert found[1].why == "it crashed with SIGABRT"
     assert [o.log.strip() for o in (found[0], found[2])] == ["this is first", "this is third"]
 
 
 @pytest.mark.slow(reason="waits for the deadline of a program that hangs")
-def test_a_hang_is_ended_and_the_next_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_hang_is_ended_and_the_next_run_goes_on(tmp_path: Path) -> None:
     def behaviour(order: dict[str, str]) -> dict[str, object]:
         if order["method"] == "hangs":
             (tmp_path / "pid").write_text(str(os.getpid()))
             signal.pause()
         return {"ran": True}
 
-    hung, fine = outcomes_of(monkeypatch, tmp_path, behaviour, ("hangs", "runs"), timeout_s=5)
+    hung, fine = outcomes_of(tmp_path, behaviour, ("hangs", "runs"), timeout_s=5)
     assert hung.timed_out
     assert not hung.ran
     assert fine.ran
     assert not Path(f"/proc/{(tmp_path / 'pid').read_text()}").exists()
 
 
-def test_memory_that_is_used_up_says_nothing_against_the_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_that_is_used_up_says_nothing_against_the_program(tmp_path: Path) -> None:
     def behaviour(order: dict[str, str]) -> dict[str, object]:
         os.write(2, b"terminate called after throwing an instance of 'std::bad_alloc'")
         crash(signal.SIGABRT)
 
-    [outcome] = outcomes_of(monkeypatch, tmp_path, behaviour)
+    [outcome] = outcomes_of(tmp_path, behaviour)
     assert outcome.out_of_memory
     assert not outcome.ran
 
@@ -134,4 +128,4 @@ def test_a_program_that_is_none_is_told(tmp_path: Path) -> None:
     ],
 )  # fmt: skip
 def test_the_runtimes_reason_is_put_in_words(error: str, log: str, words: str) -> None:
-    assert smoke.explain(error, log) == words
+    assert explain(error, log) == words

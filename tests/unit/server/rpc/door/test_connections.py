@@ -54,24 +54,22 @@ def is_open(client: socket.socket) -> bool:
         return True
 
 
-def test_a_connection_that_is_trusted_during_a_look_stays_trusted(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_is_trusted_during_a_look_stays_trusted(server: Server) -> None:
     clock = Clock()
-    watched = Connections(lambda: True, clock)
-    sockets = connections._SOCKETS
     clients: list[socket.socket] = []
 
-    class Sockets:
-        """The sockets of this process, of which one comes when all were listed."""
+    class OpenFiles:
+        """The descriptors of this process, to which one comes when all were listed for the first time."""
 
         def iterdir(self) -> Iterator[Path]:
-            yield from list(sockets.iterdir())
-            client, peer = server.connect()
-            watched.trust(peer)
-            clients.append(client)
+            yield from list(connections.OPEN_FILES.iterdir())
+            if not clients:
+                client, peer = server.connect()
+                watched.trust(peer)
+                clients.append(client)
 
-    monkeypatch.setattr(connections, "_SOCKETS", Sockets())
+    watched = Connections(lambda: True, clock, OpenFiles())  # type: ignore[arg-type]
     watched.look(server.port)
-    monkeypatch.setattr(connections, "_SOCKETS", sockets)
     watched.look(server.port)
     clock.now += STRANGER_S + 1
     assert watched.look(server.port) == 0
