@@ -402,7 +402,7 @@ async def test_what_was_printed_when_a_model_was_refused_is_told_again(world: Wo
         outcome = await world.compile(candidate, heard)
         stage = "TORCH_EXPORT" if task == "quantize" else "TO_EXECUTORCH"
         assert outcome.cached
-        assert heard.lines[-1] == f"{task} {stage}" and "found this" in heard.lines[0]
+        assert heard.lines[-1] == f"{task} {stage}" and "failed with this error" in heard.lines[0]
     fine, heard = await world.model("x"), Heard()
     await world.compile(fine)
     await world.compile(fine, heard)

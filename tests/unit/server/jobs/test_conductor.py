@@ -61,7 +61,9 @@ async def test_a_cell_that_does_not_compile_fails_with_the_reason_and_a_report(w
 async def test_a_compilation_that_failed_leaves_its_stages_in_the_report_and_says_when_it_was_known(
     world: World, cached: bool
 ) -> None:
-    failed = compile_pb2.Compilation(key="key", stages=[compile_pb2.Stage(stage="TORCH_EXPORT", duration_ms=5, where="SERVER")])
+    failed = compile_pb2.Compilation(
+        key="key", stages=[compile_pb2.Stage(stage="TORCH_EXPORT", duration_ms=5, where=common_pb2.ACTOR_SERVER)]
+    )
     failed.error.MergeFrom(common_pb2.Error(fault=common_pb2.FAULT_USER, reason="STAGE_FAILED", message="No.", remedy="Change."))
     world.compiler.outcome = Outcome(failed, cached=cached)
     job = await world.submit(on_device=False)

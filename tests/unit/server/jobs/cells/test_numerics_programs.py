@@ -100,7 +100,7 @@ async def test_the_device_gets_both_programs_and_the_report_names_both(world: Wo
     agent.answer(run, numerics=await recorded(world))
     states, (report,) = await world.end(job)
     assert states == STATES_TO_SUCCESS
-    assert report.compile.program.digest == "program of timed"
+    assert report.compile.compilation.program.digest == "program of timed"
     assert (report.numerics.program.digest, report.numerics.is_timed_program) == ("program of separate", False)
     assert (report.numerics_etdump, report.numerics_debug) == (artifact_of(b"etdump"), artifact_of(b"debug"))
     assert not report.numerics.HasField("threshold_db"), "nobody has analyzed it"

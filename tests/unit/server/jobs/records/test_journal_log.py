@@ -89,7 +89,7 @@ async def test_who_stops_tailing_takes_no_line_along(world: World) -> None:
     gate = threading.Event()
     blocked = asyncio.create_task(world.database.write(lambda _: gate.wait(WAIT_S)))
     await asyncio.sleep(0)
-    world.log.add("j", "c", "RUNNER", "kept")
+    world.log.add("j", "c", LogSource.LOG_SOURCE_RUNNER, "kept")
     tailing = asyncio.create_task(world.tail())
     await asyncio.sleep(0)
     await asyncio.sleep(0)
