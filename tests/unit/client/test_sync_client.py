@@ -17,7 +17,7 @@ from etfarm.client.transport.blocking import Blocking, OwnLoop
 from etfarm.client.transport.connection import NotConnected
 from etfarm.wire.errors import EtfarmError
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 TWINS = [
     (AsyncFarm, Farm), (AsyncJob, Job), (AsyncSession, Session), (AsyncLocalSession, LocalSession), (AsyncProjects, Projects)
 ]  # fmt: skip
