@@ -13,6 +13,7 @@ from hypothesis import HealthCheck, settings
 
 from tests.support.adbd import adb_phone  # noqa: F401 - a fixture
 from tests.support.farm import FarmProcess
+from tests.support.golden import golden  # noqa: F401 - a fixture
 from tests.support.runner import runner_bundle  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
@@ -27,6 +28,11 @@ os.environ.pop("COLUMNS", None)
 # No clock decides over a property, and the same commit is tried with the same examples each time.
 settings.register_profile("etfarm", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("etfarm")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that rewrites golden files."""
+    parser.addoption("--update-golden", action="store_true", help="rewrite the golden sentences of the tests that run")
 
 
 @pytest.hookimpl(tryfirst=True)
