@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -32,6 +31,7 @@ from etfarm.v1 import artifact_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.wire import digest, recipes, report, tensors
 from etfarm.wire.errors import EtfarmError, Fault, error_of
 from etfarm.wire.status import to_status
+from tests.support.golden import Golden
 from tests.support.programs import program
 
 TWO = PreparedModel.of("two", {"forward": PreparedMethod(b"pt2", (b"sample",), ("x", "y"), 12.0)})
@@ -134,18 +134,20 @@ def nothing(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 
 @pytest.mark.parametrize("nothing", NOTHING, indirect=True)
 @pytest.mark.parametrize("chosen", [[], ["forward"]])
-def test_a_method_that_takes_inputs_is_not_given_others_than_none(nothing: Any, chosen: list[str]) -> None:
-    with pytest.raises(InputMissing, match=r"forward: the input 'x' is missing\. The inputs are x, y\.") as caught:
+def test_a_method_that_takes_inputs_is_not_given_others_than_none(golden: Golden, nothing: Any, chosen: list[str]) -> None:
+    with pytest.raises(InputMissing) as caught:
         Submission(job_pb2.JobSpec()).add_inputs(nothing, [TWO], chosen)
+    golden.check(caught.value)
     assert exit_code(caught.value) == 2
 
 
 @pytest.mark.parametrize("nothing", NOTHING, indirect=True)
-def test_no_inputs_are_those_of_all_methods_that_run(nothing: Any) -> None:
+def test_no_inputs_are_those_of_all_methods_that_run(golden: Golden, nothing: Any) -> None:
     taken = {"encode": ("image",), "reset": ()}
     model = PreparedModel.of("m", {name: PreparedMethod(b"pt2", (), names) for name, names in taken.items()})
-    with pytest.raises(InputMissing, match="encode: the input 'image' is missing"):
+    with pytest.raises(InputMissing) as refused:
         Submission(job_pb2.JobSpec()).add_inputs(nothing, [model], [])
+    golden.check(refused.value)
     made = Submission(job_pb2.JobSpec())
     made.add_inputs(nothing, [model], ["reset"])
     assert list(made.spec.inputs) == ["reset"] and _inputs(made, "reset") == []
@@ -168,29 +170,32 @@ def test_a_program_takes_places_in_their_order(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("keys", "says"),
+    "keys",
     [
-        (("b", "a"), "x.pte has no input names: use 0, 1, ... as keys, not 'b'."),
-        (("forward/0", "forward/y"), "not 'y'"),
-        (("0", "2"), "forward: the input 1 is missing."),
-        (("0", "arr_0"), "both name the input"),
+        ("b", "a"),
+        ("forward/0", "forward/y"),
+        ("0", "2"),
+        ("0", "arr_0"),
     ],
 )
-def test_a_program_takes_no_names_and_no_gaps(tmp_path: Path, keys: tuple[str, ...], says: str) -> None:
+def test_a_program_takes_no_names_and_no_gaps(golden: Golden, tmp_path: Path, keys: tuple[str, ...]) -> None:
     program = PreparedModel("x", program=tmp_path / "x.pte")
-    with pytest.raises(EtfarmError, match=re.escape(says)) as caught:
+    with pytest.raises(EtfarmError) as caught:
         Submission(job_pb2.JobSpec()).add_inputs({key: np.ones(1) for key in keys}, [program], [])
+    golden.check(caught.value)
     assert exit_code(caught.value) == 2
 
 
-def test_example_inputs_are_refused_where_the_model_has_its_own() -> None:
-    with pytest.raises(BadModel, match="'demo:resnet8' brings its own example inputs"):
+def test_example_inputs_are_refused_where_the_model_has_its_own(golden: Golden) -> None:
+    with pytest.raises(BadModel) as refused:
         prepare("demo:resnet8", example_inputs=(1,))
+    golden.check(refused.value)
 
 
-def test_what_is_no_model_is_told_what_is_one() -> None:
-    with pytest.raises(BadModel, match=r"^3 is not a model: its type is int. Give the path of a .pt2"):
+def test_what_is_no_model_is_told_what_is_one(golden: Golden) -> None:
+    with pytest.raises(BadModel) as refused:
         prepare(3)  # type: ignore[arg-type]
+    golden.check(refused.value)
 
 
 def test_one_file_cannot_serve_models_that_order_it_otherwise() -> None:
@@ -199,15 +204,17 @@ def test_one_file_cannot_serve_models_that_order_it_otherwise() -> None:
         Submission(job_pb2.JobSpec()).add_inputs({"x": np.ones(1), "y": np.ones(1)}, [TWO, turned], [])
 
 
-def test_a_recipe_file_is_the_recipe_that_it_names(tmp_path: Path) -> None:
+def test_a_recipe_file_is_the_recipe_that_it_names(golden: Golden, tmp_path: Path) -> None:
     path = tmp_path / "mine.toml"
     path.write_text('recipe = "xnnpack_fp32"\n')
     assert read_recipe(str(path)).digest == recipes.parse("xnnpack_fp32").digest
-    with pytest.raises(recipes.BadRecipeText, match="cannot be read"):
+    with pytest.raises(recipes.BadRecipeText) as refused:
         read_recipe(str(tmp_path / "none.toml"))
+    golden.check(refused.value)
     path.write_text('recipe = "xnnpack_fp32"\nstrikt = true\n')
-    with pytest.raises(EtfarmError, match=f"{path.name}: .*strikt"):
+    with pytest.raises(EtfarmError) as refused:
         read_recipe(str(path))
+    golden.check(refused.value)
 
 
 def test_samples_go_along_only_where_something_reads_them() -> None:
@@ -257,32 +264,37 @@ def test_a_programs_data_files_are_part_of_its_digest(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "says"),
-    [("none.ptd", None, "cannot be read: No such file"), ("x.ptd", b"PK", "is not a .ptd file of ExecuTorch")],
+    ("name", "content"),
+    [("none.ptd", None), ("x.ptd", b"PK")],
 )
-def test_what_is_no_data_file_is_refused(tmp_path: Path, name: str, content: bytes | None, says: str) -> None:
+def test_what_is_no_data_file_is_refused(golden: Golden, tmp_path: Path, name: str, content: bytes | None) -> None:
     if content is not None:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(EtfarmError, match=says):
+    with pytest.raises(EtfarmError) as refused:
         prepare(PreparedModel("x", program=tmp_path / "x.pte"), data=[tmp_path / name])
-    with pytest.raises(EtfarmError, match="Data files belong to a compiled program, but"):
+    golden.check(refused.value)
+    with pytest.raises(EtfarmError) as refused:
         prepare(TWO, data=[tmp_path / name])
+    golden.check(refused.value)
 
 
-def test_a_recipe_that_rewrites_modules_is_refused_for_what_is_exported_already() -> None:
+def test_a_recipe_that_rewrites_modules_is_refused_for_what_is_exported_already(golden: Golden) -> None:
     four_bit = "xnnpack_torchao_int8da_int4w_per_channel"
-    with pytest.raises(EtfarmError, match="quantizes an eager module") as caught:
+    with pytest.raises(EtfarmError) as caught:
         prepare(TWO, recipes=["xnnpack_fp32", four_bit])
+    golden.check(caught.value)
     assert (caught.value.reason, exit_code(caught.value)) == ("RECIPE_NEEDS_EAGER_MODULE", 2)
     done = PreparedModel.of("done", {"forward": PreparedMethod(b"", transformed=True)})
     assert prepare(done, recipes=[four_bit]) == done
 
 
-def test_methods_of_two_kinds_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(BadModel, match="'a' is a path, 'b' is a int"):
+def test_methods_of_two_kinds_are_refused(golden: Golden, tmp_path: Path) -> None:
+    with pytest.raises(BadModel) as refused:
         prepare({"a": "x.pt2", "b": 3})  # type: ignore[dict-item]
-    with pytest.raises(BadModel, match="needs method names as keys"):
+    golden.check(refused.value)
+    with pytest.raises(BadModel) as refused:
         prepare({})
+    golden.check(refused.value)
 
 
 def _result(*states: str, errors: bool = True) -> JobResult:
@@ -326,11 +338,12 @@ def test_a_failed_cell_raises_only_on_report() -> None:
     assert (caught.value.reason, caught.value.fault, caught.value.stage) == ("PROGRAM_CRASHED", Fault.USER, "TIMED")
 
 
-def test_several_cells_have_no_single_report() -> None:
+def test_several_cells_have_no_single_report(golden: Golden) -> None:
     with pytest.raises(SeveralReports):
         _ = _result("SUCCEEDED", "SUCCEEDED").report
-    with pytest.raises(JobFailed, match="1 of the 2 cells"):
+    with pytest.raises(JobFailed) as refused:
         _ = _result("SUCCEEDED", "FAILED").report
+    golden.check(refused.value)
 
 
 def test_events_are_plain_values() -> None:
@@ -373,7 +386,7 @@ async def test_patience_ends() -> None:
     assert caught.value.reason == "SERVER_UNREACHABLE"
 
 
-async def test_a_refusal_is_not_tried_again() -> None:
+async def test_a_refusal_is_not_tried_again(golden: Golden) -> None:
     refusal = to_status(error_of(Fault.USER, "JOB_NOT_FOUND", "There is no job x."))
     tries = []
 
@@ -381,8 +394,9 @@ async def test_a_refusal_is_not_tried_again() -> None:
         tries.append(1)
         raise grpc.aio.AioRpcError(refusal.code, grpc.aio.Metadata(), grpc.aio.Metadata(*refusal.trailing_metadata))
 
-    with pytest.raises(EtfarmError, match="There is no job x"):
+    with pytest.raises(EtfarmError) as refused:
         await retry.repeat(call, server="s")
+    golden.check(refused.value)
     assert tries == [1]
 
 
@@ -487,7 +501,7 @@ async def test_thousands_of_samples_are_asked_for_in_batches_and_sent_a_few_at_a
     assert store.known == set(made.blobs)
 
 
-async def test_an_upload_that_is_refused_ends_the_others(tmp_path: Path) -> None:
+async def test_an_upload_that_is_refused_ends_the_others(golden: Golden, tmp_path: Path) -> None:
     class Full(_Store):
         async def Upload(self, requests: Any) -> Any:
             refusal = to_status(error_of(Fault.FARM, "STORE_FULL", "The store is full."))
@@ -496,8 +510,9 @@ async def test_an_upload_that_is_refused_ends_the_others(tmp_path: Path) -> None
     made = Submission(job_pb2.JobSpec())
     for number in range(40):
         made.add(number.to_bytes(4, "big"))
-    with pytest.raises(EtfarmError, match="The store is full"):
+    with pytest.raises(EtfarmError) as refused:
         await transfers.upload_missing(cast(Any, Full(set())), made.blobs, server="s")
+    golden.check(refused.value)
 
 
 @pytest.mark.parametrize(

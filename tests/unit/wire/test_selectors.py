@@ -13,6 +13,7 @@ from etfarm.v1.device_pb2 import Device
 from etfarm.wire import selectors
 from etfarm.wire.errors import UserError
 from etfarm.wire.selectors import BadSelector, UnknownSelectorKey
+from tests.support.golden import Golden
 
 GIB = 1 << 30
 
@@ -74,9 +75,10 @@ def test_emulated_devices_can_be_asked_for() -> None:
     assert not selectors.parse("emulated=true").matches(PI)
 
 
-def test_an_unknown_key_names_the_keys_and_the_nearest() -> None:
-    with pytest.raises(UnknownSelectorKey, match=r"'core'.*Did you mean 'cores'\?") as refused:
+def test_an_unknown_key_names_the_keys_and_the_nearest(golden: Golden) -> None:
+    with pytest.raises(UnknownSelectorKey) as refused:
         selectors.parse("core=4")
+    golden.check(refused.value)
     assert refused.value.metadata == {"key": "core"}
     assert all(key in refused.value.remedy for key in selectors.KEYS)
 
@@ -169,10 +171,12 @@ def test_a_term_is_parsed_in_linear_time(text: str) -> None:
     assert time.perf_counter() - started < 10, "where time is quadratic this takes hours"
 
 
-def test_a_selector_has_a_bounded_length_and_a_bounded_number_of_terms() -> None:
+def test_a_selector_has_a_bounded_length_and_a_bounded_number_of_terms(golden: Golden) -> None:
     selectors.parse(",".join(["id=a"] * 64))
-    with pytest.raises(BadSelector, match="at most 64 terms, got 65"):
+    with pytest.raises(BadSelector) as refused:
         selectors.parse(",".join(["id=a"] * 65))
+    golden.check(refused.value)
     selectors.parse("name=" + "a" * 4091)
-    with pytest.raises(BadSelector, match="at most 4096 characters, got 4097"):
+    with pytest.raises(BadSelector) as refused:
         selectors.parse("name=" + "a" * 4092)
+    golden.check(refused.value)

@@ -10,6 +10,7 @@ from executorch.export.types import StageType
 
 from etfarm.wire import recipes, stages
 from etfarm.wire.stages import PREDECESSORS, STAGES, STARTS, BadStages
+from tests.support.golden import Golden
 
 CLASSES = {
     "SOURCE_TRANSFORM": executorch_stages.SourceTransformStage(None),
@@ -80,25 +81,28 @@ def test_a_refused_order_names_the_valid_predecessors_and_the_remedy(order: str,
     assert sentence in str(caught.value)
 
 
-def test_stopping_after_a_stage_that_the_recipe_lacks_is_refused_with_those_it_has() -> None:
+def test_stopping_after_a_stage_that_the_recipe_lacks_is_refused_with_those_it_has(golden: Golden) -> None:
     recipe = recipes.parse("xnnpack_fp32")
     for stage in DEFAULT:
         stages.check_stop_after(recipe, stage)
-    with pytest.raises(BadStages, match=r"has no stage QUANTIZE.*Its stages are TORCH_EXPORT, TO_EDGE_TRANSFORM"):
+    with pytest.raises(BadStages) as refused:
         stages.check_stop_after(recipe, "QUANTIZE")
-    with pytest.raises(BadStages, match=r"is not a stage.*Did you mean TO_EXECUTORCH"):
+    golden.check(refused.value)
+    with pytest.raises(BadStages) as refused:
         stages.check_stop_after(recipe, "TO_EXECUTORH")
+    golden.check(refused.value)
 
 
-def test_a_stage_that_a_recipe_lacks_is_had_with_a_recipe_file_that_the_refusal_writes_out() -> None:
+def test_a_stage_that_a_recipe_lacks_is_had_with_a_recipe_file_that_the_refusal_writes_out(golden: Golden) -> None:
     with pytest.raises(BadStages) as caught:
         stages.check_stop_after(recipes.parse("xnnpack_pt2e_int8_static_per_channel"), "TO_EDGE")
     order = 'stages = ["QUANTIZE", "TORCH_EXPORT", "TO_EDGE", "TO_BACKEND", "TO_EXECUTORCH"]'
     assert f"write a recipe file with `{order}`." in str(caught.value)
     file = f'recipe = "xnnpack_pt2e_int8_static_per_channel"\n{order}'
     stages.check_stop_after(recipes.from_toml(file), "TO_EDGE")
-    with pytest.raises(BadStages, match=r"Take one that quantizes, such as xnnpack_pt2e_int8_static_per_channel, or"):
+    with pytest.raises(BadStages) as refused:
         stages.check_stop_after(recipes.parse("xnnpack_fp32"), "QUANTIZE")
+    golden.check(refused.value)
 
 
 def test_an_order_with_a_stage_is_one_that_can_be_run_and_keeps_what_is_done_before_the_export() -> None:

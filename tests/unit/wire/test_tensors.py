@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from etfarm.wire import tensors
 from etfarm.wire.tensors import ITEM_BYTES, BadTensorFile, Scalar, Tensor, Value
+from tests.support.golden import Golden
 
 
 @st.composite
@@ -63,10 +64,11 @@ def test_a_file_that_is_cut_off_is_refused_and_never_read_short(values: list[Ten
         assert len(whole) - len(cut) < 64
 
 
-def test_a_payload_that_lacks_one_byte_is_refused_by_name() -> None:
+def test_a_payload_that_lacks_one_byte_is_refused_by_name(golden: Golden) -> None:
     whole = tensors.encode([Tensor("left", "float32", (16,), bytes(64))])
-    with pytest.raises(BadTensorFile, match="cut off in 'left'"):
+    with pytest.raises(BadTensorFile) as refused:
         tensors.decode(whole[:-1])
+    golden.check(refused.value)
 
 
 @given(st.binary(max_size=200))
@@ -157,12 +159,13 @@ def test_arrays_of_another_byte_order_or_layout_are_laid_out_little_endian() -> 
         assert tensors.from_array("x", same).data == array.tobytes()
 
 
-def test_what_etfarm_does_not_carry_is_refused_by_name() -> None:
-    with pytest.raises(BadTensorFile, match="'x' has the dtype 'complex64'"):
+def test_what_etfarm_does_not_carry_is_refused_by_name(golden: Golden) -> None:
+    with pytest.raises(BadTensorFile) as refused:
         tensors.from_array("x", np.zeros(2, dtype=np.complex64))
+    golden.check(refused.value)
 
 
-def test_a_file_of_too_many_dims_values_or_names_is_refused_before_they_are_looked_at() -> None:
+def test_a_file_of_too_many_dims_values_or_names_is_refused_before_they_are_looked_at(golden: Golden) -> None:
     rank = 60_000
     dims = ENTRY | {"shape": [(1 << 62) + 1] * rank, "dim_order": list(range(rank))}
     named = ENTRY | {"name": "n" * 1_001}
@@ -170,8 +173,9 @@ def test_a_file_of_too_many_dims_values_or_names_is_refused_before_they_are_look
     for values, match in (([dims], "at most 64 dims"), ([named], "at most 1000 characters"), (many, "at most 10000 values")):
         with pytest.raises(BadTensorFile, match=match):
             tensors.decode(with_header({"values": values}, bytes(16)))
-    with pytest.raises(BadTensorFile, match="at most 2097152 bytes"):
+    with pytest.raises(BadTensorFile) as refused:
         tensors.decode(with_header(b" " * (2 << 20) + b"{}"))
+    golden.check(refused.value)
 
 
 def test_payloads_that_overlap_are_refused() -> None:
@@ -179,7 +183,7 @@ def test_payloads_that_overlap_are_refused() -> None:
         tensors.decode(with_header({"values": [ENTRY] * 2}, bytes(16)))
 
 
-def test_a_header_is_read_without_its_payloads(tmp_path: Path) -> None:
+def test_a_header_is_read_without_its_payloads(golden: Golden, tmp_path: Path) -> None:
     values = [Tensor("x", "float32", (2, 3), bytes(24), (1, 0)), Scalar("k", 3), Tensor("y", "int8", (5,), bytes(5))]
     path = tmp_path / "x.ett"
     path.write_bytes(tensors.encode(values))
@@ -195,5 +199,6 @@ def test_a_header_is_read_without_its_payloads(tmp_path: Path) -> None:
     (layout,) = tensors.read_header(sparse)
     assert isinstance(layout, tensors.Layout) and layout.size_bytes == 1 << 33
     os.truncate(sparse, sparse.stat().st_size - 1)
-    with pytest.raises(BadTensorFile, match="cut off in 'z'"):
+    with pytest.raises(BadTensorFile) as refused:
         tensors.read_header(sparse)
+    golden.check(refused.value)

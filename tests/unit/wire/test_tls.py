@@ -13,6 +13,7 @@ from cryptography.hazmat.primitives import serialization
 
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.tls import BadTlsFile, read_certificates, read_identity
+from tests.support.golden import Golden
 
 
 @pytest.fixture
@@ -67,19 +68,17 @@ def test_an_identity_of_other_files_is_refused(folder: Path, cert: str, key: str
 
 
 @pytest.mark.parametrize(
-    ("access", "said"),
+    "access",
     [
-        (
-            lambda at: Access("board:1", tls_ca=at / "none.pem"),
-            r"none\.pem holds no certificate .* --tls-ca \(or ETFARM_TLS_CA\)",
-        ),
-        (lambda at: Access("board:1", tls_ca=at / "ca.pem", tls_cert=at / "cert.pem"), "needs its key"),
-        (lambda at: Access("board:1", tls_cert=at / "cert.pem", tls_key=at / "key.pem"), "requires TLS"),
+        lambda at: Access("board:1", tls_ca=at / "none.pem"),
+        lambda at: Access("board:1", tls_ca=at / "ca.pem", tls_cert=at / "cert.pem"),
+        lambda at: Access("board:1", tls_cert=at / "cert.pem", tls_key=at / "key.pem"),
     ],
 )
-def test_no_channel_is_opened_with_them(folder: Path, access: Callable[[Path], Access], said: str) -> None:
-    with pytest.raises(BadTlsFile, match=said):
+def test_no_channel_is_opened_with_them(golden: Golden, folder: Path, access: Callable[[Path], Access]) -> None:
+    with pytest.raises(BadTlsFile) as refused:
         open_channel(access(folder))
+    golden.check(refused.value)
 
 
 def test_who_speaks_no_tls_loads_none() -> None:

@@ -16,6 +16,7 @@ from etfarm.client.errors import EtfarmError
 from etfarm.client.sessions.calls import Outputs
 from etfarm.client.submit.inputs import value_of
 from etfarm.wire.tensors import Scalar, Tensor, to_array
+from tests.support.golden import Golden
 
 
 def outputs(*values: Any, names: tuple[str, ...] = ("y", "n")) -> Outputs:
@@ -49,7 +50,7 @@ def test_a_batch_is_given_row_by_row_with_what_all_samples_share(tmp_path: Path)
         assert found.keys() == {"x", "half", "k", "text"}
 
 
-def test_a_batch_larger_than_what_is_read_at_once_holds_one_row(tmp_path: Path) -> None:
+def test_a_batch_larger_than_what_is_read_at_once_holds_one_row(golden: Golden, tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "many.npz", "w", zipfile.ZIP_DEFLATED) as archive, archive.open("x.npy", "w") as member:
         np.lib.format.write_array_header_2_0(member, {"descr": "<f4", "fortran_order": False, "shape": (1 << 40, 1000)})
         member.write(np.ones(2000, np.float32).tobytes())
@@ -57,39 +58,42 @@ def test_a_batch_larger_than_what_is_read_at_once_holds_one_row(tmp_path: Path) 
     assert source.count == 1 << 40
     rows = iter(source.samples)
     assert [arrays(next(rows))["x"].sum() for _ in range(2)] == [1000, 1000]
-    with pytest.raises(EtfarmError, match="'x' is cut off"):
+    with pytest.raises(EtfarmError) as refused:
         next(rows)
+    golden.check(refused.value)
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    "content",
     [
-        ({"x": np.zeros((3, 2)), "y": np.zeros((2, 2))}, "axis 0 has several lengths: x 3, y 2"),
-        ({"x": np.zeros((3, 2)), "y": np.float32(1)}, "'y' has no axis 0"),
-        ({"x": np.zeros((0, 2))}, "has no samples"),
-        ({}, "has no samples"),
-        ({"x": np.zeros((3, 2)).T}, "numpy.ascontiguousarray"),
-        ({"x": np.array([None, {}])}, "Python objects"),
+        {"x": np.zeros((3, 2)), "y": np.zeros((2, 2))},
+        {"x": np.zeros((3, 2)), "y": np.float32(1)},
+        {"x": np.zeros((0, 2))},
+        {},
+        {"x": np.zeros((3, 2)).T},
+        {"x": np.array([None, {}])},
     ],
     ids=range(6),
 )
-def test_a_batch_that_is_none_is_refused_before_anything_starts(tmp_path: Path, content: dict[str, Any], says: str) -> None:
+def test_a_batch_that_is_none_is_refused_before_anything_starts(golden: Golden, tmp_path: Path, content: dict[str, Any]) -> None:
     np.savez(tmp_path / "many.npz", **content)
-    with pytest.raises(EtfarmError, match=says):
+    with pytest.raises(EtfarmError) as refused:
         of_batch(tmp_path / "many.npz")
+    golden.check(refused.value)
 
 
 @pytest.mark.parametrize("content", [b"", b"PK\3\4nothing", b"\x93NUMPY"], ids=range(3))
-def test_a_batch_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes) -> None:
+def test_a_batch_that_cannot_be_read_is_refused(golden: Golden, tmp_path: Path, content: bytes) -> None:
     (tmp_path / "many.npz").write_bytes(content)
     with pytest.raises(EtfarmError) as refused:
         of_batch(tmp_path / "many.npz")
     assert refused.value.reason == "INPUT_FILE_UNREADABLE"
-    with pytest.raises(EtfarmError, match="There is no file"):
+    with pytest.raises(EtfarmError) as refused:
         of_batch(tmp_path / "none.npz")
+    golden.check(refused.value)
 
 
-def test_a_folder_s_files_are_samples_by_name_and_a_bad_one_is_a_failed_sample(tmp_path: Path) -> None:
+def test_a_folder_s_files_are_samples_by_name_and_a_bad_one_is_a_failed_sample(golden: Golden, tmp_path: Path) -> None:
     for name in ("b", "a"):
         np.savez(tmp_path / f"{name}.npz", x=np.zeros(2, np.float32))
     (tmp_path / "c.npz").write_bytes(b"PK")
@@ -98,8 +102,9 @@ def test_a_folder_s_files_are_samples_by_name_and_a_bad_one_is_a_failed_sample(t
     samples = list(source.samples)
     assert (source.count, [sample.name for sample in samples]) == (3, ["a.npz", "b.npz", "c.npz"])
     assert [sample.error is None for sample in samples] == [True, True, False]
-    with pytest.raises(EtfarmError, match=r"has no \.npz file"):
+    with pytest.raises(EtfarmError) as refused:
         of_folder(tmp_path / "..")
+    golden.check(refused.value)
 
 
 def test_a_program_s_inputs_are_mappings_sequences_or_one_array() -> None:
@@ -131,11 +136,12 @@ def test_a_stack_says_which_samples_it_has_where_some_failed(tmp_path: Path) -> 
         assert (str(stacked["y.dtype"]), stacked["y"].dtype, stacked["y"].shape) == ("bfloat16", np.uint16, (2, 2))
 
 
-def test_outputs_that_do_not_stack_are_refused_and_those_before_are_kept(tmp_path: Path) -> None:
+def test_outputs_that_do_not_stack_are_refused_and_those_before_are_kept(golden: Golden, tmp_path: Path) -> None:
     sink = Stack(tmp_path / "out.npz")
     sink.add(0, "a", outputs(np.zeros((4, 2), np.float32)))
-    with pytest.raises(EtfarmError, match=r"y of b is float32 \[3, 2\], and float32 \[4, 2\] before.*Give -o a folder"):
+    with pytest.raises(EtfarmError) as refused:
         sink.add(1, "b", outputs(np.zeros((3, 2), np.float32)))
+    golden.check(refused.value)
     assert sink.close() == 1
     with np.load(tmp_path / "out.npz") as stacked:
         assert stacked["y"].shape == (1, 4, 2)

@@ -24,6 +24,7 @@ from etfarm.client.export.traces import place_in, relative
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.tensors import Scalar, decode, to_array
 from etfarm.wire.tensors import Tensor as WireTensor
+from tests.support.golden import Golden
 
 ROOT = Path(__file__).parents[4]
 
@@ -188,13 +189,14 @@ def test_every_method_is_exported_and_constants_come_along() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "words"),
-    [("x", "a str"), (None, "None"), ({"a": 1}, "a dict"), (2**63, "9223372036854775808"), ([1, None], "None")],
+    "value",
+    ["x", None, {"a": 1}, 2**63, [1, None]],
 )
-def test_a_constant_that_no_program_can_hold_is_refused(value: object, words: str) -> None:
+def test_a_constant_that_no_program_can_hold_is_refused(golden: Golden, value: object) -> None:
     source = ModelSource.of(Add().eval(), (torch.ones(1), torch.ones(1)), constant_methods={"name": value})
-    with pytest.raises(e.BadModelSource, match=f"'name' holds a value that is {words}.*64 bits"):
+    with pytest.raises(e.BadModelSource) as refused:
         export_source(source, name="m")
+    golden.check(refused.value)
 
 
 def test_attributes_that_torch_leaves_on_inputs_stay_out_of_archives() -> None:

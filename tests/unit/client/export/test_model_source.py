@@ -15,6 +15,7 @@ import torch
 from etfarm.client.export import DEMOS, Demo, FileFactory, ModelSource, ModuleFactory, Pt2File, PteFile, load_source, resolve
 from etfarm.client.export import errors as e
 from etfarm.wire.errors import EtfarmError
+from tests.support.golden import Golden
 
 NET = """
 import torch
@@ -102,19 +103,22 @@ def test_each_form_is_taken_for_what_it_is(folder: Path, pt2: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", ["resnet8", "x.onnx", "", ":make", "a b:make", "x.py:", "net:not-a-name", "model.pt"])
-def test_anything_else_is_told_the_five_forms(text: str) -> None:
-    with pytest.raises(e.BadModelArgument, match=r"x\.pt2, x\.pte, file\.py:factory, package\.module:factory or demo:NAME"):
+def test_anything_else_is_told_the_five_forms(golden: Golden, text: str) -> None:
+    with pytest.raises(e.BadModelArgument) as refused:
         resolve(text)
+    golden.check(refused.value)
 
 
-def test_a_file_without_a_function_is_told_to_name_one() -> None:
-    with pytest.raises(e.BadModelArgument, match=r"net\.py:make_model"):
+def test_a_file_without_a_function_is_told_to_name_one(golden: Golden) -> None:
+    with pytest.raises(e.BadModelArgument) as refused:
         resolve("net.py")
+    golden.check(refused.value)
 
 
-def test_an_unknown_demo_is_told_the_nearest_and_all() -> None:
-    with pytest.raises(e.UnknownDemo, match=r"Did you mean demo:ds_cnn\?.*resnet8, ds_cnn, mobilenet_v1_025"):
+def test_an_unknown_demo_is_told_the_nearest_and_all(golden: Golden) -> None:
+    with pytest.raises(e.UnknownDemo) as refused:
         resolve("demo:DS-CNN")
+    golden.check(refused.value)
 
 
 def test_a_missing_file_is_told_with_the_nearest(folder: Path) -> None:
@@ -195,24 +199,25 @@ def test_a_missing_factory_is_told_with_those_there_are(folder: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason", "words"),
+    ("name", "reason"),
     [
-        ("bare", "FACTORY_RETURNED_SOMETHING_ELSE", r"a module \(Net\) without example inputs"),
-        ("three", "FACTORY_RETURNED_SOMETHING_ELSE", "a tuple of 3: Net, tuple, NoneType"),
-        ("later", "FACTORY_RETURNED_SOMETHING_ELSE", "returned a coroutine"),
-        ("count", "FACTORY_RETURNED_SOMETHING_ELSE", r"returned an int\."),
-        ("bent", "EXAMPLE_INPUTS_NOT_A_TUPLE", "the example inputs are an int, not a tuple"),
-        ("tensor", "EXAMPLE_INPUTS_NOT_A_TUPLE", r"Write \(x,\)"),
-        ("rows", "FACTORY_FAILED", "called without arguments"),
-        ("breaks", "FACTORY_FAILED", r"KeyError: 'weights', at models/net\.py:31"),
-        ("leaves", "FACTORY_FAILED", r"SystemExit: 3, at models/net\.py:33"),
+        ("bare", "FACTORY_RETURNED_SOMETHING_ELSE"),
+        ("three", "FACTORY_RETURNED_SOMETHING_ELSE"),
+        ("later", "FACTORY_RETURNED_SOMETHING_ELSE"),
+        ("count", "FACTORY_RETURNED_SOMETHING_ELSE"),
+        ("bent", "EXAMPLE_INPUTS_NOT_A_TUPLE"),
+        ("tensor", "EXAMPLE_INPUTS_NOT_A_TUPLE"),
+        ("rows", "FACTORY_FAILED"),
+        ("breaks", "FACTORY_FAILED"),
+        ("leaves", "FACTORY_FAILED"),
     ],
 )
-def test_a_factory_that_gives_no_model_is_told_why(folder: Path, name: str, reason: str, words: str) -> None:
+def test_a_factory_that_gives_no_model_is_told_why(golden: Golden, folder: Path, name: str, reason: str) -> None:
     error = refusal(f"models/net.py:{name}")
     assert error.reason == reason
-    with pytest.raises(EtfarmError, match=words):
+    with pytest.raises(EtfarmError) as refused:
         raise error
+    golden.check(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -230,15 +235,18 @@ def test_a_file_that_fails_on_import_is_told_its_line(folder: Path, code: str, w
         load_source(FileFactory(Path("broken.py"), "make"))
 
 
-def test_a_source_whose_parts_do_not_fit_is_refused() -> None:
+def test_a_source_whose_parts_do_not_fit_is_refused(golden: Golden) -> None:
     net, x = torch.nn.ReLU().eval(), torch.ones(1)
-    with pytest.raises(e.BadModelSource, match="no example inputs"):
+    with pytest.raises(e.BadModelSource) as refused:
         ModelSource(methods={"a": net}, example_inputs={})
-    with pytest.raises(e.BadModelSource, match="'b', which is not in methods"):
+    golden.check(refused.value)
+    with pytest.raises(e.BadModelSource) as refused:
         ModelSource(methods={"a": net}, example_inputs={"a": (x,), "b": (x,)})
+    golden.check(refused.value)
     with pytest.raises(e.BadModelSource, match="both"):
         ModelSource.of(net, (x,), constant_methods={"forward": 1})
-    with pytest.raises(e.DynamicShapesForm, match="'input' is not a method"):
+    with pytest.raises(e.DynamicShapesForm) as refused:
         ModelSource(methods={"a": net}, example_inputs={"a": (x,)}, dynamic_shapes={"input": {0: None}})
+    golden.check(refused.value)
     with pytest.raises(e.ExampleInputsNotATuple):
         ModelSource.of(net, (x,), calibration_inputs=[x])  # type: ignore[list-item]

@@ -28,6 +28,7 @@ from etfarm.v1.artifact_pb2 import Chunk
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError
+from tests.support.golden import Golden
 
 DATA = bytes(range(256)) * 4
 DIGEST = artifact_of(DATA).digest
@@ -205,11 +206,12 @@ class TestRoom:
 
 
 class TestQuotas:
-    async def test_a_project_holds_what_its_limit_allows(self, tmp_path: Path) -> None:
+    async def test_a_project_holds_what_its_limit_allows(self, golden: Golden, tmp_path: Path) -> None:
         async with opened(tmp_path, StoreLimits(project_bytes=1000)) as store:
             await send(store, os.urandom(600))
-            with pytest.raises(QuotaExceeded, match="'vision' holds 600 bytes of artifacts and needs 401 more") as refused:
+            with pytest.raises(QuotaExceeded) as refused:
                 await send(store, os.urandom(401))
+            golden.check(refused.value)
             assert (refused.value.metadata["limit_bytes"], refused.value.metadata["used_bytes"]) == ("1000", "600")
             assert await send(store, os.urandom(400))
             with pytest.raises(QuotaExceeded):
@@ -242,12 +244,13 @@ class TestQuotas:
             assert (await store.receive(artifact_of(data), chunked(data[500:], 500), "vision", "ann")).complete
             assert await store.holdings.used_bytes("vision") == 900
 
-    async def test_a_taken_result_makes_room_for_the_agent(self, tmp_path: Path) -> None:
+    async def test_a_taken_result_makes_room_for_the_agent(self, golden: Golden, tmp_path: Path) -> None:
         async with opened(tmp_path, StoreLimits(agent_bytes=1000)) as store:
             data = os.urandom(800)
             await send(store, data, "agent:pi")
-            with pytest.raises(QuotaExceeded, match="The agent 'pi'"):
+            with pytest.raises(QuotaExceeded) as refused:
                 await send(store, os.urandom(300), "agent:pi")
+            golden.check(refused.value)
             await store.take_results("vision", [artifact_of(data).digest], "ann")
             assert await store.is_held(artifact_of(data).digest, ["vision"])
             assert await store.holdings.used_bytes("agent:pi") == 0
@@ -281,14 +284,15 @@ class TestQuotas:
 
 
 class TestIntegrity:
-    async def test_a_file_is_verified_on_its_first_read_by_each_server(self, tmp_path: Path) -> None:
+    async def test_a_file_is_verified_on_its_first_read_by_each_server(self, golden: Golden, tmp_path: Path) -> None:
         async with opened(tmp_path) as store:
             await send(store, DATA)
             await store.require_whole([DIGEST, "a" * 64])
         damage(tmp_path / "artifacts" / "blobs" / DIGEST[:2] / DIGEST)
         async with opened(tmp_path) as store:
-            with pytest.raises(ArtifactDamaged, match=f"Artifact {DIGEST[:12]} was damaged on the server's disk"):
+            with pytest.raises(ArtifactDamaged) as refused:
                 await store.require_whole([DIGEST])
+            golden.check(refused.value)
             with pytest.raises(ArtifactDamaged):
                 store.path(DIGEST)
             assert not store.has(DIGEST)

@@ -25,6 +25,7 @@ from etfarm.v1.agent_pb2 import Heartbeat, Hello, RunnerBundle
 from etfarm.v1.common_pb2 import Error, RunnerKind
 from etfarm.v1.device_pb2 import Device, DeviceRunner, DeviceState, DeviceTelemetry
 from etfarm.wire.errors import Kind
+from tests.support.golden import Golden
 
 IDLE, BUSY, OFFLINE = DeviceState.DEVICE_STATE_IDLE, DeviceState.DEVICE_STATE_BUSY, DeviceState.DEVICE_STATE_OFFLINE
 UNUSABLE = DeviceState.DEVICE_STATE_UNUSABLE
@@ -150,13 +151,12 @@ async def test_a_device_is_found_by_id_prefix_and_name(world: World, key: str) -
     assert world.registry.get(key).id == "4f00aa"
 
 
-@pytest.mark.parametrize(
-    ("key", "says"), [("nothing", "There is no device"), ("4f", "Several devices"), ("", "There is no device")]
-)
-async def test_a_device_that_is_not_or_not_one_is_refused_with_what_there_is(world: World, key: str, says: str) -> None:
+@pytest.mark.parametrize("key", ["nothing", "4f", ""])
+async def test_a_device_that_is_not_or_not_one_is_refused_with_what_there_is(golden: Golden, world: World, key: str) -> None:
     await world.connect("4f01", "4f02")
-    with pytest.raises(DeviceNotFound, match=says) as refused:
+    with pytest.raises(DeviceNotFound) as refused:
         world.registry.get(key)
+    golden.check(refused.value)
     assert "board-4f01 (4f01)" in refused.value.remedy
     assert refused.value.kind is Kind.NOT_FOUND
 
@@ -366,7 +366,9 @@ async def test_others_see_that_a_device_is_busy_and_not_with_what(world: World) 
         assert (device.state, device.attempt_id) == (BUSY, attempt)
 
 
-async def test_agents_of_one_token_do_not_take_the_farms_room(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_agents_of_one_token_do_not_take_the_farms_room(
+    golden: Golden, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(admission, "MAX_DEVICES_OF_PRINCIPAL", 3)
     owners = {"a1": "thief", "a2": "thief", "b": "rack"}
     farm = Registry(world.database, world.bundles, world.runs, world.now, lambda agent_id: owners[agent_id])
@@ -376,8 +378,9 @@ async def test_agents_of_one_token_do_not_take_the_farms_room(world: World, monk
         await farm.connect(session, Hello(agent_id=agent, devices=[Device(id=each, name=each) for each in devices]))
 
     await connect("a1", "x", "y")
-    with pytest.raises(TooManyDevices, match="thief would have more than 3 devices"):
+    with pytest.raises(TooManyDevices) as refused:
         await connect("a2", "z", "w")
+    golden.check(refused.value)
     await connect("b", "pi", "xl")
     assert [device.id for device in farm.devices()] == ["pi", "x", "xl", "y"]
 

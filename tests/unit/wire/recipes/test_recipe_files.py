@@ -32,6 +32,7 @@ from etfarm.wire.recipes import (
     Quantization,
 )
 from etfarm.wire.stages import STAGES, BadStages
+from tests.support.golden import Golden
 
 XNNPACK = 'recipe = "xnnpack_fp32"\n'
 INT8 = 'recipe = "xnnpack_pt2e_int8_static_per_channel"\n'
@@ -339,13 +340,16 @@ def test_a_wrong_name_field_is_refused(said: str, sentence: str) -> None:
         ('skip_modules = ["head"]', "dynamic = true", False),
     ],
 )
-def test_a_quantizer_that_another_leaves_nothing_is_refused(where: str, first: str, second: str, refused: bool) -> None:
+def test_a_quantizer_that_another_leaves_nothing_is_refused(
+    golden: Golden, where: str, first: str, second: str, refused: bool
+) -> None:
     text = 'recipe = "xnnpack_fp32"\n' + "".join(f'[[{where}]]\nname = "xnnpack"\n{said}\n' for said in (first, second))
     if not refused:
         assert recipes.from_toml(text).stages[0] == "QUANTIZE"
         return
-    with pytest.raises(BadCombination, match=r"leaves the second nothing\. Put the one with only_modules"):
+    with pytest.raises(BadCombination) as refused:
         recipes.from_toml(text)
+    golden.check(refused.value)
 
 
 def test_a_files_quantizers_stand_in_place_of_recipes_that_could_not_be_combined() -> None:
@@ -356,9 +360,10 @@ def test_a_files_quantizers_stand_in_place_of_recipes_that_could_not_be_combined
 
 
 @pytest.mark.parametrize("field", ['stages = ["TORCH_EXPORT"]', "strict = true", "[methods.decoder]\nquantizers = []", ""])
-def test_a_file_that_names_neither_recipes_nor_partitioners_is_refused(field: str) -> None:
-    with pytest.raises(BadRecipeText, match="neither recipes nor partitioners"):
+def test_a_file_that_names_neither_recipes_nor_partitioners_is_refused(golden: Golden, field: str) -> None:
+    with pytest.raises(BadRecipeText) as refused:
         recipes.from_toml(field)
+    golden.check(refused.value)
 
 
 def test_a_file_may_name_partitioners_alone() -> None:
@@ -412,9 +417,10 @@ def test_stages_in_any_valid_order_are_the_pipeline(said: str, stages: tuple[str
     assert recipes.from_toml(f"{said}stages = {json.dumps(stages)}").stages == stages
 
 
-def test_only_a_stage_of_the_recipe_can_be_replaced() -> None:
-    with pytest.raises(BadStages, match=r"\[replace\] TO_BACKEND replaces no stage of recipe xnnpack_fp32.*write stages"):
+def test_only_a_stage_of_the_recipe_can_be_replaced(golden: Golden) -> None:
+    with pytest.raises(BadStages) as refused:
         recipes.from_toml(f'{XNNPACK}[replace]\nTO_BACKEND = "acme.x"')
+    golden.check(refused.value)
     replaced = recipes.from_toml(f'{XNNPACK}[replace]\nEDGE_PROGRAM_MANAGER_TRANSFORM = "acme.x"')
     assert "EDGE_PROGRAM_MANAGER_TRANSFORM" in replaced.stages
 
@@ -450,11 +456,12 @@ def test_what_quantize_depends_on_is_shared_by_recipes_that_differ_later() -> No
         assert recipes.from_toml(f"{INT8}{earlier}").quantization_json != one.quantization_json
 
 
-def test_a_method_that_the_model_lacks_is_refused_with_those_it_has() -> None:
+def test_a_method_that_the_model_lacks_is_refused_with_those_it_has(golden: Golden) -> None:
     recipe = recipes.from_toml(f"{XNNPACK}[methods.decodr]\npartitioners = []")
     recipes.check_methods(recipe, ["decodr"])
-    with pytest.raises(BadRecipeField, match=r"\[methods.decodr\].*Allowed: encoder, decoder. Did you mean decoder"):
+    with pytest.raises(BadRecipeField) as refused:
         recipes.check_methods(recipe, ["encoder", "decoder"])
+    golden.check(refused.value)
 
 
 def test_the_fields_are_those_of_executorchs_configurations() -> None:

@@ -12,31 +12,32 @@ from etfarm.client.cli.terminal.progress import SampleLines, left
 from etfarm.client.datasets.dataset import Tally, Work
 from etfarm.client.transport import decode
 from etfarm.v1 import device_pb2
+from tests.support.golden import Golden
 
 
 @pytest.mark.parametrize(
-    ("argv", "says"),
+    "argv",
     [
-        (["--batched"], "--batched requires --inputs."),
-        (["--inputs", "one.npz", "--devices", "2"], "--devices requires a data set. Give --inputs FOLDER"),
-        (["--inputs", "one.npz", "--metric", "top1"], "--metric requires a data set."),
-        (["--keep-going"], "--keep-going requires a data set."),
-        (["--inputs", "in", "--batched"], "--batched requires one .npz; a folder has one file per sample."),
-        (["--inputs", "in", "--devices", "2", "--all-devices"], "--devices and --all-devices cannot be combined."),
-        (["--inputs", "in", "--name", "x"], "--name applies to a job"),
-        (["--inputs", "empty"], "The folder empty has no .npz file."),
-        (["--inputs", "none.npz", "--batched"], "There is no file or folder none.npz."),
-        (["--inputs", "one.npz", "--batched"], "one.npz: 'x' has no axis 0"),
-        (["--inputs", "in", "-o", "in"], "-o in would replace the inputs."),
-        (["--inputs", "in", "-o", "one.txt"], "one.txt is a file. Name a folder"),
-        (["--inputs", "in", "-o", "no/out"], "There is no folder no for no/out."),
-        (["--inputs", "in", "--metric", "top5"], "There is no metric 'top5'."),
-        (["--inputs", "in", "--device", "arhc=x"], "Did you mean 'arch'?"),
+        ["--batched"],
+        ["--inputs", "one.npz", "--devices", "2"],
+        ["--inputs", "one.npz", "--metric", "top1"],
+        ["--keep-going"],
+        ["--inputs", "in", "--batched"],
+        ["--inputs", "in", "--devices", "2", "--all-devices"],
+        ["--inputs", "in", "--name", "x"],
+        ["--inputs", "empty"],
+        ["--inputs", "none.npz", "--batched"],
+        ["--inputs", "one.npz", "--batched"],
+        ["--inputs", "in", "-o", "in"],
+        ["--inputs", "in", "-o", "one.txt"],
+        ["--inputs", "in", "-o", "no/out"],
+        ["--inputs", "in", "--metric", "top5"],
+        ["--inputs", "in", "--device", "arhc=x"],
     ],
-    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+    ids=" ".join,
 )
 def test_a_wrong_command_line_is_refused_before_anything_starts(
-    argv: list[str], says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    golden: Golden, argv: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in").mkdir()
@@ -45,7 +46,7 @@ def test_a_wrong_command_line_is_refused_before_anything_starts(
     np.savez(tmp_path / "one.npz", x=np.float32(1))
     (tmp_path / "one.txt").write_text("")
     assert run.main(["demo:resnet8", "--server", "127.0.0.1:1", *argv]) == 2
-    assert says in capsys.readouterr().err
+    golden.check(capsys.readouterr().err)
 
 
 def test_off_a_terminal_a_line_comes_now_and_then() -> None:

@@ -13,6 +13,7 @@ from etfarm.server.compile.screening import operators
 from etfarm.server.compile.screening.errors import OperatorNotAllowed
 from etfarm.server.compile.screening.expressions import check_target
 from etfarm.server.compile.screening.operators import Added, BadOperators, Operators
+from tests.support.golden import Golden
 
 ROOT = Path(__file__).parents[5]
 SEEN = Path(__file__).parents[4] / "support" / "operators_seen.txt"
@@ -76,10 +77,11 @@ def test_the_owner_adds_operators_with_a_file(tmp_path: Path) -> None:
     "line", ["torch.load", "torch.hub.load", "_operator.attrgetter.x", "mine::blur", "mine.blur", "mine.blur.default()",
              "a.b.__class__"]
 )  # fmt: skip
-def test_a_line_that_names_no_operator_is_refused(tmp_path: Path, line: str) -> None:
+def test_a_line_that_names_no_operator_is_refused(golden: Golden, tmp_path: Path, line: str) -> None:
     (tmp_path / "operators").write_text(line)
-    with pytest.raises(BadOperators, match="is not an operator name") as caught:
+    with pytest.raises(BadOperators) as caught:
         operators.read([tmp_path / "operators"])
+    golden.check(caught.value)
     assert caught.value.remedy.startswith("Name it like aten.add.Tensor")
 
 
@@ -115,9 +117,10 @@ def test_a_plugin_allows_its_operators_and_is_imported_only_where_one_is_used(
 
 
 def test_a_plugin_whose_entry_point_is_no_operator_is_refused_at_the_start(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plugin(tmp_path, "torch.load")
     monkeypatch.syspath_prepend(str(tmp_path))
-    with pytest.raises(BadOperators, match=r"the plug-in acme-ops 1\.2 allows 'torch\.load'"):
+    with pytest.raises(BadOperators) as refused:
         operators.read()
+    golden.check(refused.value)

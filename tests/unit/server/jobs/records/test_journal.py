@@ -23,6 +23,7 @@ from etfarm.v1.agent_pb2 import CandidateResult
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent, JobSpec, JobState, Progress
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire.errors import Kind
+from tests.support.golden import Golden
 
 WAIT_S = 60.0
 START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -166,10 +167,11 @@ async def test_watching_after_a_sequence_gives_exactly_the_rest(world: World, af
     assert sequences(await world.events(job.id, after)) == list(range(after + 1, 8))
 
 
-async def test_watching_after_what_has_not_happened_is_refused(world: World) -> None:
+async def test_watching_after_what_has_not_happened_is_refused(golden: Golden, world: World) -> None:
     job = await world.submit()
-    with pytest.raises(SequenceUnknown, match=r"must be 0 to 1, .* got 2") as refused:
+    with pytest.raises(SequenceUnknown) as refused:
         await world.events(job.id, 2)
+    golden.check(refused.value)
     assert refused.value.kind is Kind.OUT_OF_RANGE
 
 
@@ -275,14 +277,15 @@ async def test_a_job_is_found_by_id_prefix_and_latest(world: World, key: str) ->
 
 
 @pytest.mark.parametrize(
-    ("key", "says"),
-    [("", "no job"), ("abc", "no job"), ("zzzz", "no job"), ("abcd", "Several jobs"), ("abc_", "no job"), ("%%%%", "no job")],
+    "key",
+    ["", "abc", "zzzz", "abcd", "abc_", "%%%%"],
 )
-async def test_what_is_no_job_is_refused(world: World, key: str, says: str) -> None:
+async def test_what_is_no_job_is_refused(golden: Golden, world: World, key: str) -> None:
     await world.submit("abcdef01")
     await world.submit("abcdef02")
-    with pytest.raises(JobNotFound, match=says) as refused:
+    with pytest.raises(JobNotFound) as refused:
         await world.journal.get(key, EVERYTHING)
+    golden.check(refused.value)
     assert refused.value.kind is Kind.NOT_FOUND
 
 

@@ -9,6 +9,7 @@ import pytest
 
 from etfarm.server.reports.latency import thresholds
 from etfarm.server.reports.latency.thresholds import BadThresholds, Thresholds
+from tests.support.golden import Golden
 
 
 def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
@@ -42,9 +43,10 @@ def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str) -> None:
     assert said in f"{raised.value} {raised.value.remedy}"
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path: Path) -> None:
-    with pytest.raises(BadThresholds, match="cannot be read"):
+def test_a_file_that_is_not_there_is_named(golden: Golden, tmp_path: Path) -> None:
+    with pytest.raises(BadThresholds) as refused:
         thresholds.read(tmp_path / "none.toml")
+    golden.check(refused.value)
 
 
 def test_every_threshold_has_its_reason() -> None:

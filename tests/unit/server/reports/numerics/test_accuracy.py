@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from etfarm.server.reports.numerics import accuracy
 from etfarm.wire import tensors
 from etfarm.wire.tensors import Scalar, Tensor
+from tests.support.golden import Golden
 
 FLOATS = st.floats(-1e6, 1e6, allow_subnormal=False)
 
@@ -126,6 +127,7 @@ def test_outputs_of_other_shapes_are_refused(pair: tuple[Any, Any]) -> None:
         accuracy.compare("scores", *pair)
 
 
-def test_another_number_of_outputs_is_refused() -> None:
-    with pytest.raises(accuracy.OutputsDoNotMatch, match="1 outputs, but the model returns 2"):
+def test_another_number_of_outputs_is_refused(golden: Golden) -> None:
+    with pytest.raises(accuracy.OutputsDoNotMatch) as refused:
         accuracy.pair([Scalar("", 1), Scalar("", 2)], [Scalar("", 1)])
+    golden.check(refused.value)
