@@ -9,7 +9,7 @@ import pytest
 
 from etfarm.client.cli.commands import run
 from etfarm.client.cli.terminal.progress import SampleLines, left
-from etfarm.client.datasets.dataset import Tally, Work
+from etfarm.client.datasets.tally import Tally, Work
 from etfarm.client.transport import decode
 from etfarm.v1 import device_pb2
 from tests.support.golden import Golden
