@@ -91,7 +91,7 @@ def test_a_kernel_shows_a_bar_and_tables(jupyter: Path) -> None:
 import threading
 from etfarm.client.jobs.progress_bar import JobProgress, open_bar
 from etfarm.client.transport import decode
-from etfarm.v1 import job_pb2
+from etfarm.v1 import common_pb2, job_pb2
 progress = JobProgress(decode.job(job_pb2.Job(state=2, cells=[job_pb2.Cell(id="0", state=2)])))
 def show():
     with open_bar(progress) as bar:
