@@ -35,7 +35,10 @@ SOURCES: Final = (
     Source("etfarm.client.jobs.job", "jobs", ("AsyncJob",)),
     Source("etfarm.client.sessions.session", "sessions", ("AsyncSession",)),
     Source("etfarm.client.sessions.local", "local_sessions", ("AsyncLocalSession",)),
-    Source("etfarm.client.aio", "farm", ("AsyncFarm",)),
+    Source("etfarm.client.aio.submissions", "submissions", ("AsyncSubmissions",)),
+    Source("etfarm.client.aio.job_records", "job_records", ("AsyncJobRecords",)),
+    Source("etfarm.client.aio.inventory", "inventory", ("AsyncInventory",)),
+    Source("etfarm.client.aio.farm", "farm", ("AsyncFarm",)),
 )
 HOMES: Final = {name: source for source in SOURCES for name in source.classes}
 OWN_LOOP: Final = ("AsyncFarm", "AsyncLocalSession")

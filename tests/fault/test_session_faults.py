@@ -266,7 +266,7 @@ async def _count(channel: grpc.aio.Channel, session_id: str) -> float | str:
     """What a call of the session's counter returns, or the reason for which it is refused."""
     inputs = session_pb2.SessionTensors(inline=tensors.encode([tensors.from_array("", ZERO)]))
     task = session_pb2.SessionTask(method="forward", inputs=inputs)
-    request = session_pb2.CallRequest(session_id=session_id, call_id=os.urandom(4).hex(), task=task)
+    request = session_pb2.CallSessionRequest(session_id=session_id, call_id=os.urandom(4).hex(), task=task)
     try:
         response = await session_pb2_grpc.SessionServiceStub(channel).Call(request)
     except grpc.aio.AioRpcError as error:

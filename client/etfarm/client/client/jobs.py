@@ -80,13 +80,15 @@ class Job(Blocking):
         """
         return self._run(self._async.result(progress=progress))
 
-    def document(self, error: EtfarmError | None = None) -> dict[str, Any]:
+    def document(self, error: EtfarmError | None = None, *, with_series: bool = True) -> dict[str, Any]:
         """Return the current document etfarm.report/1, without the reports of unfinished cells.
 
         Args:
             error: the error that ended the caller.
+            with_series: whether to download the samples and the times of traced iterations; otherwise `samples_ns` is empty
+                and `times_ns` is null.
         """
-        return self._run(self._async.document(error))
+        return self._run(self._async.document(error, with_series=with_series))
 
     def document_without_reports(self, error: EtfarmError | None) -> dict[str, Any]:
         """Return the document etfarm.report/1 when the server cannot be reached any more."""

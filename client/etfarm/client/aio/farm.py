@@ -1,0 +1,111 @@
+"""`AsyncFarm`, a connection to the farm at an address or to the embedded farm."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable, Iterable
+from pathlib import Path
+from typing import Any, Self, Unpack
+
+from etfarm.client.aio.inventory import AsyncInventory
+from etfarm.client.aio.job_records import AsyncJobRecords
+from etfarm.client.aio.submissions import AsyncSubmissions
+from etfarm.client.datasets import devices as dataset_devices
+from etfarm.client.datasets.dataset import Options, Result
+from etfarm.client.datasets.samples import number_samples
+from etfarm.client.embedded.lease import Lease
+from etfarm.client.sessions.calls import Outputs
+from etfarm.client.submit.preparation import Model
+from etfarm.client.transport.connection import Connection
+
+
+class AsyncFarm(AsyncSubmissions, AsyncJobRecords, AsyncInventory):
+    """A farm to submit jobs to.
+
+    Use it with `async with`. Its jobs continue after the block ends.
+
+        async with AsyncFarm() as farm:
+            job = await farm.bench("demo:resnet8", recipes=["xnnpack_fp32"])
+            result = await job.result()
+            print(result.report.latency)
+
+    Without an address and without ETFARM_SERVER, this is the user's embedded farm. It starts for its first user, is
+    shared by later ones and stops with the last.
+    """
+
+    def __init__(
+        self,
+        address: str | None = None,
+        *,
+        token: str | None = None,
+        tls_ca: str | Path | None = None,
+        project: str | None = None,
+        on_status: Callable[[str], None] | None = None,
+    ) -> None:
+        """Prepare a connection; `async with` opens it.
+
+        Args:
+            address: HOST:PORT, [IPV6]:PORT or unix:PATH; ETFARM_SERVER when None.
+            token: the bearer token; ETFARM_TOKEN when None.
+            tls_ca: PEM file of the authority that signed the server's certificate; ETFARM_TLS_CA when None.
+            project: owner of what this client creates; ETFARM_PROJECT when None, else the caller's only project, else `default`.
+            on_status: called with one sentence about what the start of the embedded farm waits for.
+
+        Raises:
+            BadAddress: the file `tls_ca` does not exist, or there is no server address to use it for.
+        """
+        self._connection = Connection(address, token, tls_ca, on_status, project)
+
+    async def __aenter__(self) -> Self:
+        """Connect to the farm.
+
+        Raises:
+            EtfarmError: SERVER_UNREACHABLE, UNAUTHENTICATED; BAD_ADDRESS, BAD_TLS_FILE; EMBEDDED_FARM_FAILED.
+        """
+        await self._connection.open()
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Disconnect from the farm; an embedded farm without other users stops."""
+        await self._connection.close()
+
+    @property
+    def address(self) -> str:
+        """The server's address."""
+        return self._open.server
+
+    @property
+    def lease(self) -> Lease | None:
+        """The lease on the embedded farm; None for a server with an address."""
+        return self._connection.lease
+
+    def run_dataset(
+        self,
+        program: Model,
+        inputs: Iterable[Any],
+        device: str = "",
+        *,
+        devices: int | None = 1,
+        on_result: Callable[[Result], None] | None = None,
+        **options: Unpack[Options],
+    ) -> AsyncGenerator[tuple[int, Outputs], None]:
+        """Yield the index and outputs of every set of inputs, in order.
+
+        Each device keeps one program loaded and has a few samples in flight.
+
+        Args:
+            program: as in `session`.
+            inputs: sets of arrays by name, arrays in order, or single arrays; read in a thread as they are needed.
+            devices: number of equal matching devices to split the samples over; all when None. Busy devices join once
+                free.
+            on_result: called with each sample's result, including failures, and the device that ran it.
+            options: see `etfarm.client.datasets.dataset.Options`.
+
+        Raises:
+            EtfarmError: no session can be opened, or a sample failed; the error names it. `keep_going` skips failed
+                samples.
+        """
+        samples = number_samples(inputs)
+        return dataset_devices.dataset(self, program, samples, device, devices=devices, options=options).outputs(on_result)

@@ -1,0 +1,109 @@
+"""The part of `AsyncFarm` that reads what jobs left: jobs, their history, tags and comparisons."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from etfarm.client.aio.connected import PAGE_SIZE, AsyncConnected
+from etfarm.client.jobs import history
+from etfarm.client.jobs.comparison import Compared, Comparison, compare, gate_of
+from etfarm.client.jobs.history import HistoryEntry
+from etfarm.client.jobs.job import AsyncJob
+from etfarm.client.models import JobInfo, JobResult
+from etfarm.client.transport import decode
+from etfarm.client.transport.paging import iterate_pages
+from etfarm.v1 import job_pb2, report_pb2
+
+
+class AsyncJobRecords(AsyncConnected):
+    """The jobs of a farm and their reports."""
+
+    async def jobs(self, limit: int = 50) -> list[JobInfo]:
+        """Return the farm's jobs, newest first."""
+        jobs: list[JobInfo] = []
+        request = job_pb2.ListJobsRequest(page_size=min(limit, PAGE_SIZE))
+        async for page in iterate_pages(self._open.jobs.List, request, server=self._open.server):
+            jobs += [decode.job(job) for job in page.jobs]
+            if len(jobs) >= limit:
+                break
+        return jobs[:limit]
+
+    async def job(self, job_id: str) -> AsyncJob:
+        """Return a job by its id, a unique prefix of at least 4 characters, a tag, or `latest`.
+
+        Raises:
+            EtfarmError: JOB_NOT_FOUND.
+        """
+        request = job_pb2.GetJobRequest(job_id=job_id)
+        return AsyncJob(self._open, await self._open.jobs.Get(request))
+
+    async def history(
+        self, model: str, *, device: str = "", recipe: str = "", method: str = "", threads: int | None = None, limit: int = 50
+    ) -> list[HistoryEntry]:
+        """Return the reports of a model, newest first; `etfarm.client.jobs.history.trends` groups them into series.
+
+        Args:
+            model: the model's name in reports, or at least the first 4 characters of its digest.
+            device: a selector; all devices when empty.
+            recipe, method, threads: exact values to filter by; all when empty.
+
+        Raises:
+            UserError: `device` is not a selector.
+            EtfarmError: NO_HISTORY, which lists the models that have reports.
+        """
+        return await history.fetch(self._open, model, device=device, recipe=recipe, method=method, threads=threads, limit=limit)
+
+    async def tag(self, job_id: str, tag: str) -> str | None:
+        """Give a job a tag, which replaces its id wherever one is accepted.
+
+        Return the id of the job that had the tag before.
+
+        Raises:
+            EtfarmError: BAD_TAG; JOB_NOT_FOUND; NOT_YOURS.
+        """
+        return await self._tag(report_pb2.TagJobRequest(job_id=job_id, tag=tag))
+
+    async def untag(self, tag: str, job_id: str = "") -> str | None:
+        """Remove a tag and return the id of the job that had it; with `job_id`, only from that job.
+
+        Raises:
+            EtfarmError: TAG_NOT_FOUND; JOB_NOT_FOUND; NOT_YOURS.
+        """
+        return await self._tag(report_pb2.TagJobRequest(job_id=job_id, tag=tag, remove=True))
+
+    async def _tag(self, request: report_pb2.TagJobRequest) -> str | None:
+        answer = await self._open.reports.Tag(request)
+        return answer.previous_job_id or None
+
+    async def analyze(self, job_id: str) -> JobResult:
+        """Recompute a job's reports with the server's version from the stored files, and replace the old reports.
+
+        Raises:
+            EtfarmError: JOB_LIVE; JOB_NOT_FOUND; NOT_YOURS.
+        """
+        request = report_pb2.AnalyzeJobRequest(job_id=job_id)
+        await self._open.reports.Analyze(request)
+        return JobResult.from_dict(await (await self.job(job_id)).document())
+
+    async def compare(
+        self,
+        base: Compared,
+        candidate: Compared,
+        gate: str | Sequence[str] = (),
+        *,
+        strict: bool = False,
+        accept_invalid: bool = False,
+    ) -> Comparison:
+        """Compare a candidate with a base: latency, operators, size, memory, accuracy, delegation and provenance.
+
+        Args:
+            base, candidate: a job, a report file or a result; see `etfarm.client.jobs.comparison.Compared`.
+            gate: limits, `3%` (of latency) or `["latency=3%", "accuracy=1dB"]`; sets `Comparison.passed`.
+            strict: also fail if an interval does not decide whether a limit is kept.
+            accept_invalid: accept latencies with a verdict other than VALID.
+
+        Raises:
+            EtfarmError: BAD_GATE, BAD_REPORT_DOCUMENT; JOB_NOT_FOUND, REPORT_NOT_FOUND; NOTHING_TO_COMPARE.
+        """
+        limits = gate_of(gate, strict=strict, accept_invalid=accept_invalid)
+        return await compare(self._open, base, candidate, limits)

@@ -1,0 +1,206 @@
+"""The part of `AsyncFarm` that submits jobs and opens sessions."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+from etfarm.client.aio.connected import AsyncConnected
+from etfarm.client.jobs.job import AsyncJob
+from etfarm.client.sessions.program import ServedModel, SharedModel
+from etfarm.client.sessions.session import AsyncSession, Line, TextCallback
+from etfarm.client.submit.bench_options import BenchOptions, device_choices, takes_keywords_of
+from etfarm.client.submit.calibration import Calibration
+from etfarm.client.submit.inputs import Inputs
+from etfarm.client.submit.preparation import ExampleInputs, Model
+from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
+from etfarm.client.submit.submission import SubmissionRequest, several
+from etfarm.client.transport import transfers
+from etfarm.v1 import job_pb2, session_pb2
+from etfarm.wire import selectors
+from etfarm.wire.recipes import Recipe
+from etfarm.wire.stages import check_stop_after
+
+GIVE_UP_S = 5.0
+"""Seconds that a cancelled submission may take to cancel the job that it created."""
+
+
+class AsyncSubmissions(AsyncConnected):
+    """Submissions to a farm."""
+
+    @takes_keywords_of(BenchOptions)
+    async def bench(self, model: Model | Sequence[Model], options: BenchOptions) -> AsyncJob:
+        """Submit a benchmark.
+
+        One cell is created for each combination of model, recipe, device choice, method and thread count.
+
+        Args:
+            model: a model, or a list of models, of any kind in `etfarm.client.submit.preparation.Model`; exporting an
+                eager module takes seconds.
+            recipes: names with arguments, several joined by +, or TOML files, as on the command line.
+            devices: selectors; each is one cell on one matching device, or one per match with `all_devices`.
+            example_inputs: arguments of `forward` for an nn.Module; for a dict of modules, a dict by method.
+            calibration: samples for static quantization instead of the models' own: any type in
+                `etfarm.client.submit.calibration.Calibration`, such as an .npz or a folder of them; with `batched`, axis
+                0 of every array indexes the samples.
+            data: named data files (.ptd) of a ready program.
+            inputs: inputs of the programs; the models' own example inputs when None.
+            numerics: compare the outputs of each operator too (`report.numeric_gap`): in addition to the timed program,
+                one with a delegate per operator is compiled and run once. Not available for ready programs.
+            interleave: measure the candidates of each device choice, method and thread count in turns, on one device; at
+                least two. `report.interleaved` then compares each with the first, round by round.
+            options: all other options of `etfarm.client.submit.bench_options.BenchOptions`.
+
+        Raises:
+            EtfarmError: a model, recipe, selector or input is wrong, or the server refuses the job.
+        """
+        return await self.submit_bench(model, options)
+
+    async def submit_bench(self, model: Model | Sequence[Model], options: BenchOptions) -> AsyncJob:
+        """Submit a benchmark with one options object; otherwise the same as `bench`."""
+        request = SubmissionRequest(
+            model, options.recipes, options.example_inputs, options.calibration, options.batched, options.data, options.inputs
+        )
+        return await self._submit(options.job_spec(), request, options.on_upload)
+
+    async def compile(
+        self,
+        model: Model | Sequence[Model],
+        recipes: str | Recipe | Sequence[str | Recipe] = (DEFAULT_RECIPE,),
+        *,
+        example_inputs: ExampleInputs | None = None,
+        calibration: Calibration | None = None,
+        batched: bool = False,
+        name: str = "",
+        labels: Mapping[str, str] | None = None,
+        no_cache: bool = False,
+        stop_after: str = "",
+        on_upload: transfers.Moved | None = None,
+    ) -> AsyncJob:
+        """Submit a compilation; `AsyncJob.save_program` downloads the result.
+
+        Args:
+            stop_after: the last stage to run, such as "QUANTIZE"; `AsyncJob.save_stage_files` downloads its output. The
+                job produces a program when empty.
+            model, recipes, example_inputs, calibration, batched: as in `bench`.
+
+        Raises:
+            EtfarmError: a model or recipe is wrong, or the server refuses the job.
+        """
+        spec = job_pb2.JobSpec(name=name, labels=labels, no_cache=no_cache, stop_after=stop_after)
+        parsed = [read_recipe(recipe) for recipe in several(recipes)]
+        if stop_after:
+            for recipe in parsed:
+                check_stop_after(recipe, stop_after)
+        request = SubmissionRequest(model, parsed, example_inputs, calibration, batched)
+        return await self._submit(spec, request, on_upload)
+
+    async def run(
+        self,
+        model: Model,
+        recipes: str | Recipe | Sequence[str | Recipe] = (DEFAULT_RECIPE,),
+        device: str = "",
+        *,
+        example_inputs: ExampleInputs | None = None,
+        calibration: Calibration | None = None,
+        batched: bool = False,
+        data: Sequence[str | Path] = (),
+        inputs: Inputs | None = None,
+        methods: Sequence[str] = (),
+        threads: int | None = None,
+        name: str = "",
+        timeout_s: float | None = None,
+        on_upload: transfers.Moved | None = None,
+    ) -> AsyncJob:
+        """Submit one run without a measurement; `AsyncJob.outputs` downloads the program's outputs.
+
+        The arguments are the same as for `bench`.
+
+        Raises:
+            EtfarmError: the model, selector or inputs are wrong, or the server refuses the job.
+        """
+        spec = job_pb2.JobSpec(
+            name=name,
+            devices=device_choices(device, all_devices=False),
+            methods=methods,
+            threads=[threads] if threads else [],
+            timeout_s=timeout_s,
+        )
+        request = SubmissionRequest(model, recipes, example_inputs, calibration, batched, data, inputs)
+        return await self._submit(spec, request, on_upload)
+
+    def session(
+        self,
+        program: Model | SharedModel,
+        device: str = "",
+        *,
+        recipe: str | Recipe = DEFAULT_RECIPE,
+        example_inputs: ExampleInputs | None = None,
+        data: Sequence[str | Path] = (),
+        methods: Sequence[str] = (),
+        threads: int | None = None,
+        cores: str = "",
+        idle_timeout_s: float | None = None,
+        priority: int = 0,
+        on_wait: TextCallback | None = None,
+        on_log: TextCallback | None = None,
+        on_upload: transfers.Moved | None = None,
+    ) -> AsyncSession:
+        """Return a session: a device used by this program alone, with `program` loaded.
+
+        The session starts when it is entered with `async with`.
+
+        Args:
+            program: a .pte, or any other model that `bench` takes, which is first compiled with `recipe`.
+            device: a selector; while all matching devices are busy, the session waits in the queue.
+            methods: methods to load at the start; others are loaded at their first call.
+            idle_timeout_s: seconds without a call after which the session ends; 600 when None.
+            on_wait: called with what the session waits for, whenever that changes.
+            on_log: called with each line that the runner prints.
+            example_inputs, data, threads, cores, priority: as in `bench`.
+
+        Raises:
+            UserError: `device` is not a selector. Entering the session raises the errors of SessionService.Open and of
+                compiling.
+        """
+        selectors.parse(device)
+        request = session_pb2.OpenSessionRequest(
+            selector=device, methods=methods, threads=threads, cores=cores, idle_timeout_s=idle_timeout_s, priority=priority
+        )
+        served: ServedModel | SharedModel
+        served = program if isinstance(program, SharedModel) else ServedModel(program, recipe, example_inputs, data)
+
+        async def connect(_: AsyncExitStack) -> Line:
+            stubs = self._open
+            program_message, names = await served.on_farm(stubs, self.compile, on_upload=on_upload)
+            request.program.CopyFrom(program_message)
+            return Line(stubs.server, stubs.sessions, stubs.artifacts, request, names)
+
+        return AsyncSession(connect, on_wait=on_wait, on_log=on_log)
+
+    async def _submit(self, spec: job_pb2.JobSpec, parts: SubmissionRequest, on_upload: transfers.Moved | None) -> AsyncJob:
+        # Cheap checks come before expensive ones.
+        parsed = [read_recipe(recipe) for recipe in parts.listed_recipes]
+        for choice in spec.devices:
+            selectors.parse(choice.selector)
+        # Samples and exports may be larger than memory, so they stay in files until they are sent.
+        with tempfile.TemporaryDirectory(prefix="etfarm-submission-", ignore_cleanup_errors=True) as folder:
+            submission = await asyncio.to_thread(lambda: parts.gather(spec, parsed, Path(folder)))
+            stubs = self._open
+            await transfers.upload_missing(stubs.artifacts, submission.blobs, server=stubs.server, on_progress=on_upload)
+        request = job_pb2.SubmitJobRequest(request_id=submission.request_id, spec=submission.spec)
+
+        async def submit() -> job_pb2.Job:
+            return await stubs.jobs.Submit(request)
+
+        submitting = asyncio.create_task(submit(), name="submit")
+        try:
+            return AsyncJob(stubs, await asyncio.shield(submitting))
+        except asyncio.CancelledError:
+            # The server may have created the job although the caller does not know its id: cancel it.
+            async with asyncio.timeout(GIVE_UP_S):
+                await AsyncJob(stubs, await submitting).cancel()
+            raise
