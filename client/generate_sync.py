@@ -169,18 +169,29 @@ _INHERITED: Final[dict[str, Method]] = {}
 """The methods of the class before, which AsyncLocalSession inherits."""
 
 
+def _imports(statements: list[ast.stmt]) -> list[str]:
+    return [ast.unparse(node) for node in statements if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 def generate(source: Source) -> str:
     """Return the text of the synchronous module, not formatted and with unused imports."""
     path = ROOT / Path(*source.module.split(".")).with_suffix(".py")
     tree = ast.parse(path.read_text())
-    imports = [ast.unparse(node) for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    imports = _imports(tree.body)
+    of_types = [line for node in tree.body if isinstance(node, ast.If) for line in _imports(node.body)]
     own = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
     assigned = [target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets]
     own += [target.id for target in assigned if isinstance(target, ast.Name)]
     lines = [line for line in imports if "__future__" not in line]
-    lines += ["from collections.abc import Iterator", "from typing import Self", f"from {source.module} import {', '.join(own)}"]
+    lines += [
+        "from collections.abc import Iterator",
+        "from typing import TYPE_CHECKING, Self",
+        f"from {source.module} import {', '.join(own)}",
+    ]
     lines.append("from etfarm.client.transport.blocking import Blocking, OwnLoop")
     lines += [f"from {PACKAGE}.{home.target} import {sync_name(name)}" for name, home in HOMES.items() if home != source]
+    if of_types:
+        lines += ["if TYPE_CHECKING:", *(f"    {line}" for line in of_types)]
     classes = [_class(node) for node in tree.body if isinstance(node, ast.ClassDef) and node.name in source.classes]
     return HEADER.format(source=source.module) + "\n".join(lines) + "\n\n\n" + "\n\n".join(classes)
 

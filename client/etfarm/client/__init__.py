@@ -16,9 +16,9 @@ if TYPE_CHECKING:
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.client import Farm, Job, LocalSession, Session
     from etfarm.client.export import ModelSource
-    from etfarm.client.jobs.comparison import Comparison
     from etfarm.client.jobs.job import AsyncJob
-    from etfarm.client.models import CellChanged, JobChanged, JobResult, LogLine, Progress, Report
+    from etfarm.client.models import CellChanged, JobChanged, LogLine, Progress
+    from etfarm.client.reports import Comparison, JobResult, Report
     from etfarm.client.sessions.local import AsyncLocalSession
     from etfarm.client.sessions.session import AsyncSession
     from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, UserError
@@ -51,11 +51,13 @@ _HOMES = {
     "AsyncJob": "etfarm.client.jobs.job",
     "AsyncLocalSession": "etfarm.client.sessions.local",
     "AsyncSession": "etfarm.client.sessions.session",
-    "Comparison": "etfarm.client.jobs.comparison",
+    "Comparison": "etfarm.client.reports",
     "Farm": "etfarm.client.client",
     "Job": "etfarm.client.client",
+    "JobResult": "etfarm.client.reports",
     "LocalSession": "etfarm.client.client",
     "ModelSource": "etfarm.client.export",
+    "Report": "etfarm.client.reports",
     "Session": "etfarm.client.client",
     "DeviceError": "etfarm.wire.errors",
     "EtfarmError": "etfarm.wire.errors",

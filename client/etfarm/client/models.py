@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
+from typing import TYPE_CHECKING
 
 from etfarm.client.reports.enums import CellState as CellState
 from etfarm.client.reports.enums import JobState as JobState
-from etfarm.client.reports.report import Report as Report
-from etfarm.client.reports.result import JobResult as JobResult
 from etfarm.wire.errors import EtfarmError
+
+if TYPE_CHECKING:
+    from etfarm.client.reports.report import Report as Report
+    from etfarm.client.reports.result import JobResult as JobResult
 
 
 class DeviceState(StrEnum):
@@ -276,3 +279,12 @@ class ServerInfo:
     """What the server is still starting; empty when ready."""
     bundle_error: EtfarmError | None
     """Why there is no runner bundle for the server's own architecture; None unless building one failed."""
+
+
+def __getattr__(name: str) -> object:
+    """Import `Report` or `JobResult` on its first use: commands that show no report do without their many classes."""
+    if name in ("Report", "JobResult"):
+        from etfarm.client import reports
+
+        return getattr(reports, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
+from etfarm.client import reports
 from etfarm.client.aio.connected import PAGE_SIZE, AsyncConnected
 from etfarm.client.jobs import history
-from etfarm.client.jobs.comparison import Compared, Comparison, compare, gate_of
+from etfarm.client.jobs.comparison import Compared, compare, gate_of
 from etfarm.client.jobs.history import HistoryEntry
 from etfarm.client.jobs.job import AsyncJob
-from etfarm.client.models import JobInfo, JobResult
+from etfarm.client.models import JobInfo
 from etfarm.client.transport import decode
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.v1 import job_pb2, report_pb2
+
+if TYPE_CHECKING:
+    from etfarm.client.reports import Comparison, JobResult
 
 
 class AsyncJobRecords(AsyncConnected):
@@ -83,7 +88,7 @@ class AsyncJobRecords(AsyncConnected):
         """
         request = report_pb2.AnalyzeJobRequest(job_id=job_id)
         await self._open.reports.Analyze(request)
-        return JobResult.from_dict(await (await self.job(job_id)).document())
+        return reports.JobResult.from_dict(await (await self.job(job_id)).document())
 
     async def compare(
         self,

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from etfarm.client.aio.job_records import AsyncJobRecords
 from etfarm.client.client.jobs import Job
-from etfarm.client.jobs.comparison import Compared, Comparison
+from etfarm.client.jobs.comparison import Compared
 from etfarm.client.jobs.history import HistoryEntry
-from etfarm.client.models import JobInfo, JobResult
+from etfarm.client.models import JobInfo
 from etfarm.client.transport.blocking import Blocking
+
+if TYPE_CHECKING:
+    from etfarm.client.reports import Comparison, JobResult
 
 
 class JobRecords(Blocking):

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etfarm.client.jobs.job import AsyncJob
-from etfarm.client.models import Event, JobInfo, JobResult, JobState, LogLine
+from etfarm.client.models import Event, JobInfo, JobState, LogLine
 from etfarm.client.transport import transfers
 from etfarm.client.transport.blocking import Blocking
 from etfarm.wire import tensors
 from etfarm.wire.errors import EtfarmError
+
+if TYPE_CHECKING:
+    from etfarm.client.reports import JobResult
 
 
 class Job(Blocking):

@@ -8,18 +8,18 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
+from etfarm.client import reports
 from etfarm.client.jobs import report_file
-from etfarm.client.models import JobResult
-from etfarm.client.reports.comparison import Comparison as Comparison
 from etfarm.wire import comparison
 from etfarm.wire.comparison import Gate, Side
 
 if TYPE_CHECKING:
+    from etfarm.client.reports import Comparison, JobResult
     from etfarm.client.transport.stubs import Stubs
 
-Compared = str | Path | JobResult
+Compared: TypeAlias = "str | Path | JobResult"
 """A job (id, unique prefix, tag or `latest`), a report file (x.json, or a path with a folder), or a result. A text may end in
 `#` and a cell's number from 0, a recipe or a model: `latest#1`, `base.json#xnnpack_fp32`.
 """
@@ -53,9 +53,9 @@ async def compare(stubs: Stubs | None, base: Compared, candidate: Compared, gate
         EtfarmError: JOB_NOT_FOUND; SERVER_UNREACHABLE.
     """
     if stubs is not None and isinstance(base, str) and isinstance(candidate, str) and needs_farm(base) and needs_farm(candidate):
-        return Comparison.from_dict(await _on_farm(stubs, base, candidate, gate))
+        return reports.Comparison.from_dict(await _on_farm(stubs, base, candidate, gate))
     base_report, candidate_report = await _side(stubs, base), await _side(stubs, candidate)
-    return Comparison.from_dict(await asyncio.to_thread(comparison.compare, base_report, candidate_report, gate))
+    return reports.Comparison.from_dict(await asyncio.to_thread(comparison.compare, base_report, candidate_report, gate))
 
 
 async def _on_farm(stubs: Stubs, base: str, candidate: str, gate: Gate | None) -> dict[str, object]:
@@ -71,7 +71,7 @@ async def _on_farm(stubs: Stubs, base: str, candidate: str, gate: Gate | None) -
 
 
 async def _side(stubs: Stubs | None, what: Compared) -> Side:
-    if isinstance(what, JobResult):
+    if isinstance(what, reports.JobResult):
         document = what.to_dict()
         return Side(document["reports"], document["job"])
     name, choice = comparison.split_choice(str(what))

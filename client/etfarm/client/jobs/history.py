@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
+from etfarm.client import reports
 from etfarm.client.formats.answers import REFERENCES
 from etfarm.client.reports.enums import VerdictStatus
-from etfarm.client.reports.latency import Latency
-from etfarm.client.reports.report import Report
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import report_pb2
@@ -21,6 +20,9 @@ from etfarm.wire import changes, selectors
 from etfarm.wire.changes import Change
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.report import error_json, report_json
+
+if TYPE_CHECKING:
+    from etfarm.client.reports import Latency, Report
 
 SCHEMA: Final = "etfarm.history/1"
 
@@ -156,7 +158,7 @@ def document(model: str, entries: Sequence[HistoryEntry], error: EtfarmError | N
 
 def _entry(entry: report_pb2.HistoryEntry) -> HistoryEntry:
     at = entry.report.create_time.ToDatetime(tzinfo=UTC)
-    return HistoryEntry(entry.job_id, tuple(entry.tags), at, Report.from_dict(report_json(entry.report)))
+    return HistoryEntry(entry.job_id, tuple(entry.tags), at, reports.Report.from_dict(report_json(entry.report)))
 
 
 def _series(entries: Sequence[HistoryEntry]) -> Series:

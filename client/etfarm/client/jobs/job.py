@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 
+from etfarm.client import reports
 from etfarm.client.errors import FarmError, Kind, OutputUnwritable, UserError, from_rpc_error
 from etfarm.client.jobs import raw_files, series
 from etfarm.client.jobs.file_names import data_file_name, method_file, safe_name
-from etfarm.client.models import CellState, Event, JobInfo, JobResult, JobState, LogLine
+from etfarm.client.models import CellState, Event, JobInfo, JobState, LogLine
 from etfarm.client.transport import decode, transfers
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.retry import Backoff
@@ -20,6 +21,7 @@ from etfarm.wire import report, tensors
 from etfarm.wire.errors import EtfarmError
 
 if TYPE_CHECKING:
+    from etfarm.client.reports import JobResult
     from etfarm.client.transport.stubs import Stubs
 
 
@@ -130,7 +132,7 @@ class AsyncJob:
             EtfarmError: as `watch`. A failed cell raises only on `JobResult.report`.
         """
         await self.wait(progress=progress)
-        return JobResult.from_dict(await self.document())
+        return reports.JobResult.from_dict(await self.document())
 
     async def document(self, error: EtfarmError | None = None, *, with_series: bool = True) -> dict[str, Any]:
         """Return the current document etfarm.report/1, without the reports of unfinished cells.

@@ -4,101 +4,106 @@ Each class stands for one object of etfarm.report/1 or etfarm.comparison/1: `fro
 the same JSON. Importing this package imports neither grpc, numpy nor pandas.
 """
 
-from etfarm.client.reports.comparison import (
-    AccuracyComparison,
-    ComparedDevice,
-    ComparedSide,
-    ComparedVerdict,
-    Comparison,
-    DelegatedOperator,
-    DelegationComparison,
-    Difference,
-    Finding,
-    GateLimit,
-    GateResult,
-    LatencyComparison,
-    MemoryComparison,
-    Method,
-    NodeCounts,
-    NumberChange,
-    OperatorChange,
-    OperatorChanges,
-    OperatorTime,
-    Outcome,
-    OutputErrors,
-    Pair,
-    ReportName,
-    SizeComparison,
-    Unpaired,
-)
-from etfarm.client.reports.compilation import (
-    Compile,
-    CompileWarning,
-    Delegation,
-    Fp32Operator,
-    Fp32Operators,
-    HostCheck,
-    MethodSizes,
-    ModuleFootprint,
-    OperatorDelegation,
-    OutputCheck,
-    Place,
-    ProgramFile,
-    ProgramSizes,
-    Stage,
-    Toolchain,
-)
-from etfarm.client.reports.enums import (
-    Actor,
-    CellState,
-    CheckInputs,
-    Execution,
-    Gate,
-    JobState,
-    NumericReference,
-    OperatorKind,
-    RepeatabilityOutcome,
-    StopReason,
-    VerdictStatus,
-)
-from etfarm.client.reports.json_object import JsonObject
-from etfarm.client.reports.latency import (
-    Latency,
-    Load,
-    Measurement,
-    Memory,
-    OutputDifference,
-    PairedRatio,
-    Repeatability,
-)
-from etfarm.client.reports.numerics import Accuracy, NumericGap, Numerics, ValueHistogram, ValueSummary
-from etfarm.client.reports.operators import Operator, Operators, Profile
-from etfarm.client.reports.report import (
-    Analysis,
-    DeviceFacts,
-    ErrorFacts,
-    Inputs,
-    InputTensor,
-    ModelFacts,
-    Phase,
-    Report,
-    Runner,
-    Verdict,
-    VerdictReason,
-)
-from etfarm.client.reports.result import JobFacts, JobResult
-from etfarm.client.reports.samples import Samples
-from etfarm.client.reports.source import SourceLine
-from etfarm.client.reports.telemetry import (
-    CoolingDevice,
-    CpuReading,
-    DeviceSetting,
-    GateWait,
-    SystemReading,
-    Telemetry,
-    TelemetryPoint,
-    ThermalZone,
-)
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    from etfarm.client.reports.comparison import (
+        AccuracyComparison,
+        ComparedDevice,
+        ComparedSide,
+        ComparedVerdict,
+        Comparison,
+        DelegatedOperator,
+        DelegationComparison,
+        Difference,
+        Finding,
+        GateLimit,
+        GateResult,
+        LatencyComparison,
+        MemoryComparison,
+        Method,
+        NodeCounts,
+        NumberChange,
+        OperatorChange,
+        OperatorChanges,
+        OperatorTime,
+        Outcome,
+        OutputErrors,
+        Pair,
+        ReportName,
+        SizeComparison,
+        Unpaired,
+    )
+    from etfarm.client.reports.compilation import (
+        Compile,
+        CompileWarning,
+        Delegation,
+        Fp32Operator,
+        Fp32Operators,
+        HostCheck,
+        MethodSizes,
+        ModuleFootprint,
+        OperatorDelegation,
+        OutputCheck,
+        Place,
+        ProgramFile,
+        ProgramSizes,
+        Stage,
+        Toolchain,
+    )
+    from etfarm.client.reports.enums import (
+        Actor,
+        CellState,
+        CheckInputs,
+        Execution,
+        Gate,
+        JobState,
+        NumericReference,
+        OperatorKind,
+        RepeatabilityOutcome,
+        StopReason,
+        VerdictStatus,
+    )
+    from etfarm.client.reports.json_object import JsonObject
+    from etfarm.client.reports.latency import (
+        Latency,
+        Load,
+        Measurement,
+        Memory,
+        OutputDifference,
+        PairedRatio,
+        Repeatability,
+    )
+    from etfarm.client.reports.numerics import Accuracy, NumericGap, Numerics, ValueHistogram, ValueSummary
+    from etfarm.client.reports.operators import Operator, Operators, Profile
+    from etfarm.client.reports.report import (
+        Analysis,
+        DeviceFacts,
+        ErrorFacts,
+        Inputs,
+        InputTensor,
+        ModelFacts,
+        Phase,
+        Report,
+        Runner,
+        Verdict,
+        VerdictReason,
+    )
+    from etfarm.client.reports.result import JobFacts, JobResult
+    from etfarm.client.reports.samples import Samples
+    from etfarm.client.reports.source import SourceLine
+    from etfarm.client.reports.telemetry import (
+        CoolingDevice,
+        CpuReading,
+        DeviceSetting,
+        GateWait,
+        SystemReading,
+        Telemetry,
+        TelemetryPoint,
+        ThermalZone,
+    )
 
 __all__ = [
     "Accuracy",
@@ -192,3 +197,24 @@ __all__ = [
     "VerdictReason",
     "VerdictStatus",
 ]
+
+_MODULES: Final = (
+    "enums", "samples", "source", "json_object", "latency", "operators", "compilation", "numerics", "telemetry", "report",
+    "result", "comparison",
+)  # fmt: skip
+"""The modules with the classes, those that others import first."""
+
+
+def __getattr__(name: str) -> object:
+    """Import a class on its first use: commands that show no report need none of them."""
+    if name in __all__:
+        from importlib import import_module
+
+        for module in _MODULES:
+            if (value := vars(import_module(f"{__name__}.{module}")).get(name)) is not None:
+                return value
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -35,7 +35,7 @@ class Method(OpenEnum):
     """Each was measured alone; the interval does not cover the variation between runs at different times."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class NumberChange(JsonObject):
     """One number of both sides."""
 
@@ -47,7 +47,7 @@ class NumberChange(JsonObject):
     """candidate / base, for numbers above 0."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ComparedSide(JsonObject):
     """One side of a comparison."""
 
@@ -60,7 +60,7 @@ class ComparedSide(JsonObject):
     """Number of reports that were compared."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ComparedDevice(JsonObject):
     """The device of a report."""
 
@@ -70,7 +70,7 @@ class ComparedDevice(JsonObject):
     soc: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ComparedVerdict(JsonObject):
     """The verdict of a report."""
 
@@ -79,7 +79,7 @@ class ComparedVerdict(JsonObject):
     """The codes of its reasons."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ReportName(JsonObject):
     """A report in a comparison."""
 
@@ -97,7 +97,7 @@ class ReportName(JsonObject):
     verdict: ComparedVerdict | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LatencyComparison(JsonObject):
     """The latencies of a pair, in nanoseconds."""
 
@@ -119,7 +119,7 @@ class LatencyComparison(JsonObject):
     first_run_ns: NumberChange | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class OperatorTime(JsonObject):
     """The operators of one side in a row."""
 
@@ -133,7 +133,7 @@ class OperatorTime(JsonObject):
     """Part of the traced pass, 0 to 1."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class OperatorChange(JsonObject):
     """Operators of both sides that correspond."""
 
@@ -150,7 +150,7 @@ class OperatorChange(JsonObject):
     change_share: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class OperatorChanges(JsonObject):
     """The operators of a pair."""
 
@@ -160,7 +160,7 @@ class OperatorChanges(JsonObject):
     """The largest changes first."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SizeComparison(JsonObject):
     """The sizes of the programs, in bytes."""
 
@@ -173,7 +173,7 @@ class SizeComparison(JsonObject):
     data_bytes: NumberChange | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MemoryComparison(JsonObject):
     """The memory of the runs, in bytes."""
 
@@ -181,7 +181,7 @@ class MemoryComparison(JsonObject):
     planned_bytes: NumberChange | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class OutputErrors(JsonObject):
     """The errors of one side's output against its reference."""
 
@@ -193,7 +193,7 @@ class OutputErrors(JsonObject):
     nan_count: int | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class AccuracyComparison(JsonObject):
     """One output of both sides."""
 
@@ -204,7 +204,7 @@ class AccuracyComparison(JsonObject):
     """Change of the SQNR in dB; None without a common reference."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class NodeCounts(JsonObject):
     """The nodes of one operator on one side."""
 
@@ -212,7 +212,7 @@ class NodeCounts(JsonObject):
     non_delegated: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class DelegatedOperator(JsonObject):
     """An operator with different numbers of nodes."""
 
@@ -221,7 +221,7 @@ class DelegatedOperator(JsonObject):
     candidate: NodeCounts | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class DelegationComparison(JsonObject):
     """The delegation of one method."""
 
@@ -231,7 +231,7 @@ class DelegationComparison(JsonObject):
     operators: tuple[DelegatedOperator, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Difference(JsonObject):
     """A circumstance that differs and may explain why numbers changed."""
 
@@ -243,7 +243,7 @@ class Difference(JsonObject):
     """JSON value; None if absent."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Pair(JsonObject):
     """A report of the candidate and its counterpart in the base."""
 
@@ -261,7 +261,7 @@ class Pair(JsonObject):
     changes: tuple[Difference, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Unpaired(JsonObject):
     """A report without a counterpart."""
 
@@ -270,7 +270,7 @@ class Unpaired(JsonObject):
     report: ReportName
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class GateLimit(JsonObject):
     """The maximum deterioration of a metric."""
 
@@ -281,7 +281,7 @@ class GateLimit(JsonObject):
     """% or dB."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Finding(JsonObject):
     """Why a gate did not pass, or a note."""
 
@@ -293,7 +293,7 @@ class Finding(JsonObject):
     message: str = ""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class GateResult(JsonObject):
     """The result of a gate."""
 
@@ -306,7 +306,7 @@ class GateResult(JsonObject):
     notes: tuple[Finding, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Comparison(JsonObject):
     """A candidate compared with a base: the document etfarm.comparison/1."""
 

@@ -10,7 +10,7 @@ from etfarm.client.reports.json_object import JsonObject
 from etfarm.client.reports.source import SourceLine
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ProgramFile(JsonObject):
     """A file in the farm's store."""
 
@@ -20,7 +20,7 @@ class ProgramFile(JsonObject):
     """Size in bytes."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Stage(JsonObject):
     """One stage of ExecuTorch's export pipeline."""
 
@@ -35,7 +35,7 @@ class Stage(JsonObject):
     """Duration in milliseconds by method; empty for a stage that processes all methods at once."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Place(JsonObject):
     """Where nodes of a graph come from in the user's model."""
 
@@ -47,7 +47,7 @@ class Place(JsonObject):
     """Number of nodes."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class OperatorDelegation(JsonObject):
     """The nodes of one operator inside and outside of delegates."""
 
@@ -60,7 +60,7 @@ class OperatorDelegation(JsonObject):
     """Where the nodes outside of delegates come from, the most frequent place first."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Delegation(JsonObject):
     """The part of a method's graph that delegates run."""
 
@@ -73,7 +73,7 @@ class Delegation(JsonObject):
     operators: tuple[OperatorDelegation, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Toolchain(JsonObject):
     """The versions of the packages that compiled the program."""
 
@@ -83,7 +83,7 @@ class Toolchain(JsonObject):
     etfarm: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CompileWarning(JsonObject):
     """A warning of the compilation or of the analysis."""
 
@@ -93,7 +93,7 @@ class CompileWarning(JsonObject):
     """One sentence."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class MethodSizes(JsonObject):
     """The sizes of one method, in bytes."""
 
@@ -102,7 +102,7 @@ class MethodSizes(JsonObject):
     """The sizes of the memory plan's buffers."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ProgramSizes(JsonObject):
     """The sizes of a program's parts, in bytes."""
 
@@ -117,7 +117,7 @@ class ProgramSizes(JsonObject):
     """Sizes of the named data files beside the .pte, by name."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class OutputCheck(JsonObject):
     """One output of a check."""
 
@@ -129,7 +129,7 @@ class OutputCheck(JsonObject):
     """The signal-to-noise ratio in dB, capped at 300 for an exact match; None for NaN or an all-zero reference."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class HostCheck(JsonObject):
     """One run of a method on the server, compared with eager PyTorch before quantization."""
 
@@ -143,7 +143,7 @@ class HostCheck(JsonObject):
     outputs: tuple[OutputCheck, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Fp32Operator(JsonObject):
     """An operator that a quantizing recipe left in fp32."""
 
@@ -153,14 +153,14 @@ class Fp32Operator(JsonObject):
     places: tuple[Place, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Fp32Operators(JsonObject):
     """The operators of one method that a quantizing recipe left in fp32."""
 
     operators: tuple[Fp32Operator, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ModuleFootprint(JsonObject):
     """What a module of the user's model takes of the program and of its planned memory, without the modules inside of it."""
 
@@ -175,7 +175,7 @@ class ModuleFootprint(JsonObject):
     """Number of its tensors in the memory plan."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Compile(JsonObject):
     """The compilation of a program."""
 

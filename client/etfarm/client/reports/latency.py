@@ -9,7 +9,7 @@ from etfarm.client.reports.json_object import JsonObject
 from etfarm.client.reports.samples import Samples
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class OutputDifference(JsonObject):
     """One output of two executions with the same inputs."""
 
@@ -28,7 +28,7 @@ class OutputDifference(JsonObject):
     """The index of the largest difference, one number for each dim."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Repeatability(JsonObject):
     """Whether executions on the same inputs gave the same outputs, byte by byte."""
 
@@ -37,7 +37,7 @@ class Repeatability(JsonObject):
     """One for each output that differs; empty if all are equal."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Measurement(JsonObject):
     """How the timed pass was made."""
 
@@ -56,7 +56,7 @@ class Measurement(JsonObject):
     """None if it was not checked."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Latency(JsonObject):
     """The latency of one execution of the method: the timed pass, which is never traced.
 
@@ -87,7 +87,7 @@ class Latency(JsonObject):
     """Number of independent samples with the same information about the median."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Load(JsonObject):
     """The times before the timed pass."""
 
@@ -99,7 +99,7 @@ class Load(JsonObject):
     """Time of the first execution, in nanoseconds."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Memory(JsonObject):
     """The memory of the run."""
 
@@ -109,7 +109,7 @@ class Memory(JsonObject):
     """The sizes of the memory plan's buffers, in bytes."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class PairedRatio(JsonObject):
     """The latency of a candidate relative to the first candidate, measured in alternating rounds on one device."""
 

@@ -10,7 +10,7 @@ from etfarm.client.reports.json_object import JsonObject
 from etfarm.client.reports.source import SourceLine
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Accuracy(JsonObject):
     """One output of the device, compared with a reference on the same inputs."""
 
@@ -40,7 +40,7 @@ class Accuracy(JsonObject):
     """Number of the reference's elements that are NaN."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ValueSummary(JsonObject):
     """The elements of one value; of a quantized value, the numbers that it represents."""
 
@@ -58,7 +58,7 @@ class ValueSummary(JsonObject):
     infinite_count: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ValueHistogram(JsonObject):
     """The elements of the expected and of the actual value, over the same bins of equal width from `low` to `high`."""
 
@@ -70,7 +70,7 @@ class ValueHistogram(JsonObject):
     """Number of elements in each bin; of the shape (bins,)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class NumericGap(JsonObject):
     """The output of one operator on the device, compared with the same value on the host.
 
@@ -104,7 +104,7 @@ class NumericGap(JsonObject):
     """Whether this is the first operator that differs by more than rounding explains."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Numerics(JsonObject):
     """How the numeric gap was computed."""
 

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Profile(JsonObject):
     """The traced pass."""
 
@@ -28,7 +28,7 @@ class Profile(JsonObject):
     """Index in `times_ns` of the execution that `Operator.start_ns` and `Operator.duration_ns` are of."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Operator(JsonObject):
     """One row of the profile: an operator, a delegate, a kernel inside a delegate, or the rest.
 

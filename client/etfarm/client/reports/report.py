@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import pandas as pd
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ErrorFacts(JsonObject):
     """Why a cell or a command failed."""
 
@@ -42,7 +42,7 @@ class ErrorFacts(JsonObject):
         return error_of(fault, self.reason, self.message, self.remedy, stage=self.stage, metadata=dict(self.metadata))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ModelFacts(JsonObject):
     """The model of a cell."""
 
@@ -51,7 +51,7 @@ class ModelFacts(JsonObject):
     """SHA-256 of the manifest of its exported programs; for a ready program, of the program's manifest."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class DeviceFacts(JsonObject):
     """The device of a cell."""
 
@@ -69,7 +69,7 @@ class DeviceFacts(JsonObject):
     emulated: bool = False
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Runner(JsonObject):
     """The process that ran the program."""
 
@@ -83,7 +83,7 @@ class Runner(JsonObject):
     """The logical CPUs that the runner was restricted to, such as `0-3`; None if it was not restricted."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class VerdictReason(JsonObject):
     """One reason why a latency cannot be trusted."""
 
@@ -95,7 +95,7 @@ class VerdictReason(JsonObject):
     threshold: float | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Verdict(JsonObject):
     """Whether the latency can be trusted."""
 
@@ -104,7 +104,7 @@ class Verdict(JsonObject):
     """Empty for VALID."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Phase(JsonObject):
     """One phase of the cell's timeline."""
 
@@ -117,7 +117,7 @@ class Phase(JsonObject):
     """Duration in milliseconds, on the actor's own monotonic clock."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Analysis(JsonObject):
     """How the measurement was evaluated."""
 
@@ -131,7 +131,7 @@ class Analysis(JsonObject):
     """When the result was computed; ISO 8601 in UTC."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class InputTensor(JsonObject):
     """One input of a method."""
 
@@ -141,7 +141,7 @@ class InputTensor(JsonObject):
     shape: tuple[int, ...] = ()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Inputs(JsonObject):
     """The inputs of the run."""
 
@@ -151,7 +151,7 @@ class Inputs(JsonObject):
     """The inputs in flattened order; None if unknown."""
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Report(JsonObject):
     """The result of one cell: one model, recipe, method and thread count on one device.
 

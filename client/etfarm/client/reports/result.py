@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 SCHEMA: Final = "etfarm.report/1"
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class JobFacts(JsonObject):
     """A job in a document."""
 
@@ -34,7 +34,7 @@ class JobFacts(JsonObject):
     server_version: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True, repr=False)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class JobResult(JsonObject):
     """The result of a job: all its reports, including those of failed cells."""
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from etfarm.client.reports.json_object import JsonObject
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SourceLine(JsonObject):
     """A line of the user's model that an operator comes from.
 

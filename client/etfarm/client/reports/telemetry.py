@@ -8,7 +8,7 @@ from etfarm.client.reports.enums import Gate
 from etfarm.client.reports.json_object import JsonObject
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CpuReading(JsonObject):
     """One CPU at one moment."""
 
@@ -20,7 +20,7 @@ class CpuReading(JsonObject):
     governor: str | None = None
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class ThermalZone(JsonObject):
     """A temperature sensor at one moment."""
 
@@ -29,7 +29,7 @@ class ThermalZone(JsonObject):
     """Temperature in degrees Celsius."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class CoolingDevice(JsonObject):
     """What the system does against heat; a state above 0 slows something down."""
 
@@ -37,7 +37,7 @@ class CoolingDevice(JsonObject):
     state: int = 0
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class SystemReading(JsonObject):
     """The device at one moment."""
 
@@ -72,7 +72,7 @@ class SystemReading(JsonObject):
     """Android's thermal status of a phone, from 0 (none) to 6 (shutdown)."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class TelemetryPoint(JsonObject):
     """One point of a series during the timed pass."""
 
@@ -90,7 +90,7 @@ class TelemetryPoint(JsonObject):
     """Number of CPUs that were busy on average since the previous point, including the runner."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class DeviceSetting(JsonObject):
     """A setting of the device that the agent changed for the run, or could not change."""
 
@@ -107,7 +107,7 @@ class DeviceSetting(JsonObject):
     """Why it was not applied."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class GateWait(JsonObject):
     """What a run waited for before it began."""
 
@@ -122,7 +122,7 @@ class GateWait(JsonObject):
     """The limit of the reading."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Telemetry(JsonObject):
     """Counters over the timed pass, and readings around it."""
 

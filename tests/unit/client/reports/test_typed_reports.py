@@ -33,6 +33,7 @@ from etfarm.client.reports import (
     Samples,
     VerdictStatus,
 )
+from etfarm.client.reports.json_object import OpenEnum
 from etfarm.v1 import report_pb2
 from etfarm.wire import comparison
 from etfarm.wire import report as projection
@@ -40,7 +41,7 @@ from etfarm.wire.comparison import Gate, Side
 from etfarm.wire.report import BadDocument
 from tests.support import documents
 from tests.support.documents import HOSTILE
-from tests.support.messages import filled
+from tests.support.messages import TEXTS, filled
 
 REQUIRED = {"id": "r", "cell": "c", "state": "SUCCEEDED"}
 
@@ -99,10 +100,22 @@ def test_the_classes_have_exactly_the_keys_of_the_contract() -> None:
     for each in parsed:
         values = [getattr(each, field.name) for field in dataclasses.fields(each) if field.name != "newer_keys"]
         assert len(values) == len(each.to_dict())
-    compiled = {name for name in reports.__all__ if issubclass(getattr(reports, name), reports.JsonObject)}
-    of_comparison = {name for name, kind in vars(reports).items() if getattr(kind, "__module__", "").endswith("comparison")}
-    outside = {"JsonObject", "JobFacts", "JobResult"}
-    assert {type(each).__name__ for each in parsed} == compiled - of_comparison - outside
+    classes = {name: getattr(reports, name) for name in reports.__all__}
+    of_reports = {
+        name
+        for name, kind in classes.items()
+        if issubclass(kind, reports.JsonObject) and not kind.__module__.endswith((".comparison", ".result", ".json_object"))
+    }
+    assert {type(each).__name__ for each in parsed} == of_reports
+
+
+def test_each_word_of_the_contract_is_a_member_of_its_enum() -> None:
+    unknown = set()
+    for seed in range(20):
+        for each in _objects(Report.from_dict(_report(Random(seed), 1.0))):
+            words = [getattr(each, field.name) for field in dataclasses.fields(each)]
+            unknown |= {str(word) for word in words if isinstance(word, OpenEnum) and word.name not in type(word).__members__}
+    assert unknown <= set(TEXTS), "the values of fields that are texts in the contract"
 
 
 def test_values_have_their_types() -> None:

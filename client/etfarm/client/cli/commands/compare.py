@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.text import Text
 
-    from etfarm.client.jobs.comparison import Comparison
+    from etfarm.client.reports import Comparison
 
 Json = Mapping[str, Any]
 

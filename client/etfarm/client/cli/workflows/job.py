@@ -10,8 +10,9 @@ from collections.abc import Awaitable, Callable, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
+from etfarm.client import reports
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.cli.event_loop import in_thread
 from etfarm.client.cli.outcome import Outcome
@@ -21,12 +22,14 @@ from etfarm.client.errors import Interrupted, UserError
 from etfarm.client.export.spec import EagerSpec, ModelSpec, PteFile
 from etfarm.client.formats import units
 from etfarm.client.jobs.job import AsyncJob
-from etfarm.client.models import JobResult
 from etfarm.client.submit.preparation import prepare
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.wire import names, report
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.recipes import Recipe
+
+if TYPE_CHECKING:
+    from etfarm.client.reports import JobResult
 
 Answer = TypeVar("Answer")
 
@@ -232,7 +235,7 @@ async def follow(job: AsyncJob, display: Display, *, verbose: bool = False, with
     finally:
         if log_task is not None:
             log_task.cancel()
-    return JobResult.from_dict(await job.document(with_series=with_series))
+    return reports.JobResult.from_dict(await job.document(with_series=with_series))
 
 
 async def _finish_log(log_task: asyncio.Task[None], job: AsyncJob, display: Display) -> None:
@@ -264,7 +267,7 @@ async def _cancel(job: AsyncJob, outcome: Outcome, display: Display) -> Interrup
     try:
         async with asyncio.timeout(CANCEL_TIMEOUT_S):
             await job.cancel()
-            outcome.document = ended(JobResult.from_dict(await job.document(with_series=outcome.needs_series)))
+            outcome.document = ended(reports.JobResult.from_dict(await job.document(with_series=outcome.needs_series)))
     except (EtfarmError, TimeoutError) as failed:
         return Interrupted(
             f"Interrupted; it is unknown whether job {job.id} was cancelled: {failed}",
