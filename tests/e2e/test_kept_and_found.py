@@ -208,7 +208,7 @@ def test_other_inputs_are_a_change_that_history_and_compare_tell(kept: Kept, tmp
     with kept.farm.client() as client:
         given = client.bench(program("add").path, threads=[1], inputs=ones, **QUICK).result()
     assert kept.add.reports[0].inputs.digest is None, "the runner made them up"
-    assert [value.shape for value in given.report.inputs.tensors] == [list(array.shape) for array in ones.values()]
+    assert [value.shape for value in given.report.inputs.tensors] == [array.shape for array in ones.values()]
     name = kept.add.reports[0].model.name
     arguments = (name, "--threads", "1", "--json", "h.json", "--server", kept.farm.address)
     assert etfarm("history", *arguments, cwd=tmp_path).returncode == 0
