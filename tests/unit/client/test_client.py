@@ -302,7 +302,7 @@ def _result(*states: str, errors: bool = True) -> JobResult:
     reports = [
         report_pb2.Report(
             id=str(index),
-            state=state,
+            state=common_pb2.CellState.Value(f"CELL_STATE_{state}"),
             model=report_pb2.ReportModel(name=f"m{index}"),
             error=error if state == "FAILED" else None,
             latency=report_pb2.Latency(p50_ns=5.0) if state == "SUCCEEDED" else None,
