@@ -265,13 +265,13 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     server.start()
     agent = None
     try:
-        made = World(server.expect("listening on").rpartition(" ")[2], secrets)
-        make_projects(made)
-        agent = start_agent(made, folder)
-        run_a_job(made, folder)
-        session = hold_session(made)
+        created = World(server.expect("listening on").rpartition(" ")[2], secrets)
+        make_projects(created)
+        agent = start_agent(created, folder)
+        run_a_job(created, folder)
+        session = hold_session(created)
         try:
-            yield made
+            yield created
         finally:
             session.cancel()
     finally:
@@ -299,11 +299,11 @@ def unusable(world: World, why: str) -> str:
     if status == "UNIMPLEMENTED":
         return f"secret-that-is-{why}-0123456789"
     assert status == OK
-    (made,) = answers
-    assert isinstance(made, token_pb2.CreateTokenResponse)
+    (created,) = answers
+    assert isinstance(created, token_pb2.CreateTokenResponse)
     if why == "revoked":
-        assert world.call("admin", "TokenService.Revoke", token_pb2.RevokeTokenRequest(id=made.token.id))[0] == OK
-    return made.secret
+        assert world.call("admin", "TokenService.Revoke", token_pb2.RevokeTokenRequest(id=created.token.id))[0] == OK
+    return created.secret
 
 
 def start_agent(world: World, folder: Path) -> Daemon:
@@ -399,8 +399,8 @@ def test_each_caller_is_answered_as_the_table_says_and_strangers_learn_nothing(w
         if not passed:
             wrong.append(f"{caller}: {status} instead of {expected} ({details[:200]})")
         asked = str(request)
-        told = details + "".join(str(message) for message in messages)
-        leaked = sorted(secret for secret in world.private if secret in told and secret not in asked)
+        reported = details + "".join(str(message) for message in messages)
+        leaked = sorted(secret for secret in world.private if secret in reported and secret not in asked)
         if caller in OUTSIDERS and leaked:
             wrong.append(f"{caller} is told of {leaked}")
     assert not wrong, "\n".join(wrong)

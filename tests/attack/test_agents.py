@@ -200,10 +200,10 @@ async def test_only_an_admin_sees_and_binds_identities(channels: dict[str, grpc.
 
 async def enrolled(root: grpc.aio.Channel, server: str, principal: str, agent_id: str) -> str:
     """The token of an agent that enrolled and did not connect yet."""
-    made = await token_pb2_grpc.TokenServiceStub(root).Create(
+    created = await token_pb2_grpc.TokenServiceStub(root).Create(
         token_pb2.CreateTokenRequest(principal=principal, role=common_pb2.ROLE_AGENT, enrolment=True)
     )
-    async with open_channel(Access(server, made.secret)) as channel:
+    async with open_channel(Access(server, created.secret)) as channel:
         answer = await agent_pb2_grpc.AgentServiceStub(channel).Enroll(agent_pb2.EnrollAgentRequest(agent_id=agent_id))
     return answer.token
 
@@ -255,8 +255,8 @@ async def test_a_sessions_answers_do_not_delete_what_others_uploaded(channels: d
     pte, victim = artifact_of(data), artifact_of(fresh)
     thief = Agent(channels["thief"], "deleter")
     await is_welcome(thief)
-    made = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
-    request = session_pb2.OpenSessionRequest(selector=f"id={thief.devices[0].id}", program=made)
+    created = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
+    request = session_pb2.OpenSessionRequest(selector=f"id={thief.devices[0].id}", program=created)
     caller = Caller(channels["ann"], request)
     serving = thief.serve(await thief.started())
     await caller.event("ready")

@@ -45,13 +45,13 @@ SUBMIT = "/etfarm.v1.JobService/Submit"
 
 @pytest.fixture(scope="module")
 def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    made = Door(tmp_path_factory.mktemp("door"))
-    made.daemon.start()
+    created = Door(tmp_path_factory.mktemp("door"))
+    created.daemon.start()
     try:
-        yield made
+        yield created
     finally:
-        assert made.daemon.stop() == 0
-        assert "Traceback" not in made.daemon.log.read_text()
+        assert created.daemon.stop() == 0
+        assert "Traceback" not in created.daemon.log.read_text()
 
 
 @pytest.fixture
@@ -196,13 +196,13 @@ async def test_who_fails_often_is_asked_to_wait_and_keeps_nobody_at_its_address_
 
 
 async def test_a_revoked_token_ends_the_streams_that_use_it_and_no_others(door: Door, admin: grpc.aio.Channel) -> None:
-    made, kept = await create(admin, "eve"), await create(admin, "eve")
-    assert made.secret.startswith("etf_") and made.secret not in str(made.token)
-    async with door.channel(made.secret) as channel, door.channel(kept.secret) as other:
+    created, kept = await create(admin, "eve"), await create(admin, "eve")
+    assert created.secret.startswith("etf_") and created.secret not in str(created.token)
+    async with door.channel(created.secret) as channel, door.channel(kept.secret) as other:
         stream, going_on = watch(channel), watch(other)
         await stream.read()
         await going_on.read()
-        await token_pb2_grpc.TokenServiceStub(admin).Revoke(token_pb2.RevokeTokenRequest(id=made.token.id))
+        await token_pb2_grpc.TokenServiceStub(admin).Revoke(token_pb2.RevokeTokenRequest(id=created.token.id))
         assert (await refusal(farm_info(channel))).reason == "UNAUTHENTICATED"
         error = await ended(stream)
         assert (error.reason, error.kind) == ("UNAUTHENTICATED", "UNAUTHENTICATED")
@@ -215,15 +215,15 @@ async def test_a_download_that_is_not_read_ends_with_its_token(door: Door, admin
     data = os.urandom(32 * MIB)
     artifact = artifact_of(data)
     await upload(artifact_pb2_grpc.ArtifactServiceStub(admin), artifact, data)
-    made = await create(admin, "eve", common_pb2.ROLE_ADMIN)
-    async with door.channel(made.secret) as channel:
+    created = await create(admin, "eve", common_pb2.ROLE_ADMIN)
+    async with door.channel(created.secret) as channel:
         stream = artifact_pb2_grpc.ArtifactServiceStub(channel).Download(
             artifact_pb2.DownloadArtifactRequest(digest=artifact.digest)
         )
         beside = watch(channel)
         await stream.read()
         await beside.read()
-        await token_pb2_grpc.TokenServiceStub(admin).Revoke(token_pb2.RevokeTokenRequest(id=made.token.id))
+        await token_pb2_grpc.TokenServiceStub(admin).Revoke(token_pb2.RevokeTokenRequest(id=created.token.id))
         assert (await ended(beside)).reason == "UNAUTHENTICATED"  # both are ended at the same moment
         taken = 0
         with pytest.raises((grpc.aio.AioRpcError, asyncio.CancelledError)):
@@ -233,8 +233,8 @@ async def test_a_download_that_is_not_read_ends_with_its_token(door: Door, admin
 
 
 async def test_a_token_that_expires_ends_its_streams(door: Door, admin: grpc.aio.Channel) -> None:
-    made = await create(admin, "eve", lifetime_s=3.0)
-    async with door.channel(made.secret) as channel:
+    created = await create(admin, "eve", lifetime_s=3.0)
+    async with door.channel(created.secret) as channel:
         stream = watch(channel)
         await stream.read()
         assert (await ended(stream)).reason == "UNAUTHENTICATED"
@@ -284,7 +284,7 @@ async def test_a_token_is_rotated_by_its_owner_and_by_an_admin_only(door: Door, 
 
 
 @pytest.mark.parametrize(
-    ("given", "reason"),
+    ("values", "reason"),
     [
         ({"principal": "two words"}, "BAD_TOKEN_REQUEST"),
         ({"principal": "x" * 65}, "BAD_TOKEN_REQUEST"),
@@ -297,8 +297,8 @@ async def test_a_token_is_rotated_by_its_owner_and_by_an_admin_only(door: Door, 
         ({"principal": "eve", "projects": ["nowhere"]}, "PROJECT_NOT_FOUND"),
     ],
 )
-async def test_a_token_that_means_nothing_is_not_made(admin: grpc.aio.Channel, given: dict[str, Any], reason: str) -> None:
-    request = token_pb2.CreateTokenRequest(**{"role": common_pb2.ROLE_USER, **given})
+async def test_a_token_that_means_nothing_is_not_made(admin: grpc.aio.Channel, values: dict[str, Any], reason: str) -> None:
+    request = token_pb2.CreateTokenRequest(**{"role": common_pb2.ROLE_USER, **values})
     error = await refusal(token_pb2_grpc.TokenServiceStub(admin).Create(request))
     assert error.reason == reason
 
@@ -307,22 +307,22 @@ async def test_secrets_are_not_in_the_database_and_tokens_outlive_the_server(tmp
     door = Door(tmp_path)
     door.daemon.start()
     async with door.channel() as channel:
-        made = await create(channel, "eve", projects=["default"])
+        created = await create(channel, "eve", projects=["default"])
     door.daemon.kill9()
     for path in door.data.glob("farm.sqlite*"):
-        assert made.secret.encode() not in path.read_bytes()
+        assert created.secret.encode() not in path.read_bytes()
     door.daemon.start()
     try:
-        async with door.channel(made.secret) as channel:
+        async with door.channel(created.secret) as channel:
             assert (await farm_info(channel)).principal.name == "eve"
     finally:
         assert door.daemon.stop() == 0
 
 
 async def test_an_enrolment_token_makes_one_agent_and_nothing_else(door: Door, admin: grpc.aio.Channel) -> None:
-    made = await create(admin, "board-7", common_pb2.ROLE_AGENT, enrolment=True)
-    assert made.secret.startswith("etfe_")
-    async with door.channel(made.secret) as channel:
+    created = await create(admin, "board-7", common_pb2.ROLE_AGENT, enrolment=True)
+    assert created.secret.startswith("etfe_")
+    async with door.channel(created.secret) as channel:
         agents = agent_pb2_grpc.AgentServiceStub(channel)
         assert (await refusal(farm_info(channel))).reason == "PERMISSION_DENIED"
         assert (await refusal(agents.Connect(iter([agent_pb2.AgentMessage()])).read())).reason == "PERMISSION_DENIED"
@@ -357,8 +357,8 @@ async def test_an_enrolment_token_does_not_take_the_identity_of_an_agent_that_is
     await stream.write(agent_pb2.AgentMessage(hello=hello))
     assert (await stream.read()).HasField("welcome")
     stream.cancel()
-    made = await create(admin, "thief", common_pb2.ROLE_AGENT, enrolment=True)
-    async with door.channel(made.secret) as channel:
+    created = await create(admin, "thief", common_pb2.ROLE_AGENT, enrolment=True)
+    async with door.channel(created.secret) as channel:
         enroll = agent_pb2_grpc.AgentServiceStub(channel).Enroll(agent_pb2.EnrollAgentRequest(agent_id="old-agent"))
         assert (await refusal(enroll)).reason == "AGENT_BOUND"
 
@@ -371,10 +371,10 @@ async def entries(channel: grpc.aio.Channel, **which: Any) -> list[audit_pb2.Aud
 
 
 async def test_changes_and_refusals_are_recorded_for_good(door: Door, admin: grpc.aio.Channel) -> None:
-    made = await create(admin, "carol")
+    created = await create(admin, "carol")
     (entry,) = await entries(admin, action="TokenService.Create", page_size=1)
     assert (entry.principal, entry.role, entry.peer, entry.outcome) == ("ann", common_pb2.ROLE_ADMIN, "127.0.0.1", "OK")
-    assert entry.subject == f"carol {made.token.id}"
+    assert entry.subject == f"carol {created.token.id}"
     with pytest.raises(grpc.aio.AioRpcError):
         await call(admin, "JobService.Cancel")
     (entry,) = await entries(admin, action="JobService.Cancel", page_size=1)
@@ -387,7 +387,7 @@ async def test_changes_and_refusals_are_recorded_for_good(door: Door, admin: grp
     assert entry.outcome == "PERMISSION_DENIED"
     everything = await entries(admin, page_size=1000)
     assert [entry.number for entry in everything] == list(range(len(everything), 0, -1))
-    assert not any(made.secret in str(entry) or ADMIN in str(entry) for entry in everything)
+    assert not any(created.secret in str(entry) or ADMIN in str(entry) for entry in everything)
     page = await entries(admin, page_size=2)
     assert [entry.number for entry in page] == [entry.number for entry in everything[:2]]
     with sqlite3.connect(door.data / "farm.sqlite", timeout=WAIT_S) as database:

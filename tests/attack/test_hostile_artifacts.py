@@ -197,7 +197,7 @@ async def test_streams_without_a_header_and_out_of_order_are_refused(callers: di
 
 async def test_only_an_admin_verifies(callers: dict[str, Caller]) -> None:
     async def verify(name: str) -> artifact_pb2.VerifyArtifactsProgress:
-        return [told async for told in callers[name].stub.Verify(artifact_pb2.VerifyArtifactsRequest())][-1]
+        return [reported async for reported in callers[name].stub.Verify(artifact_pb2.VerifyArtifactsRequest())][-1]
 
     for name in ("ann", "pi"):
         assert (await refusal(verify(name))).reason == "PERMISSION_DENIED"

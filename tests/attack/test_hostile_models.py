@@ -61,11 +61,11 @@ def stored_secrets(farm: FarmProcess) -> list[Path]:
     """The files of the server's store with the tokens file's content, as bytes or as the floats that a constant has."""
     as_floats = struct.pack("<16f", *f"root admin {SECRET}".encode()[:16])
     needles = (SECRET.encode(), f"root admin {SECRET}".encode()[:16], as_floats)
-    found = []
+    result = []
     for path in (farm.folder / "server" / "artifacts").rglob("*"):
         if path.is_file() and any(needle in path.read_bytes() for needle in needles):
-            found.append(path)
-    return found
+            result.append(path)
+    return result
 
 
 @pytest.mark.parametrize("recipe", ["xnnpack_fp32", QUANTIZED])

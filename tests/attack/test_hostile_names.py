@@ -55,8 +55,8 @@ def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
             "--json", str(folder / "report.json"), cwd=folder,
         )  # fmt: skip
         assert done.returncode == 0, done.stderr
-        made = projection.loads((folder / "report.json").read_text())
-        yield Job(made["job"]["id"], farm.address, folder)
+        created = projection.loads((folder / "report.json").read_text())
+        yield Job(created["job"]["id"], farm.address, folder)
     finally:
         farm.stop()
 
@@ -124,13 +124,13 @@ def test_a_report_file_of_others_sends_no_sequence_to_a_terminal(tmp_path: Path,
     name = f"net{STEERING}"
     source = {"file": name, "line": 1, "code": name}
     rows = [row(0, "OPERATOR", name, 1.0, 10.0, op_types=[name], module=name, source=source, backend=name)]
-    made = document(
+    created = document(
         report(
             model={"name": name, "digest": "0" * 64}, recipe=name, method=name, operators=rows,
             device={"id": name, "name": name, "soc": name, "os": name},
         )
     )  # fmt: skip
-    (tmp_path / "r.json").write_text(projection.dumps(made))
+    (tmp_path / "r.json").write_text(projection.dumps(created))
     verb, *options = command.split()
     shown = _on_a_terminal("report", verb, "r.json", *options, cwd=tmp_path)
     # What rich writes itself: bold and its end, and the carriage return of the terminal's own line ends.

@@ -268,12 +268,12 @@ def tensor_file(entries: list[dict[str, Any]], payload: bytes = b"") -> bytes:
 async def submitted(channel: grpc.aio.Channel, inputs: bytes, agent: Agent) -> job_pb2.Job:
     """A job of a ready program with these inputs, once it has ended."""
     artifacts, jobs = artifact_pb2_grpc.ArtifactServiceStub(channel), job_pb2_grpc.JobServiceStub(channel)
-    made = program("conv")
-    for data in (made.bytes, inputs):
+    created = program("conv")
+    for data in (created.bytes, inputs):
         await upload(artifacts, artifact_of(data), data)
     spec = job_pb2.JobSpec(name="inputs", devices=[job_pb2.DeviceChoice(selector=f"id={agent.devices[0].id}")])
     candidate = spec.candidates.add(name="conv")
-    candidate.program.pte.digest = digest.of_bytes(made.bytes)
+    candidate.program.pte.digest = digest.of_bytes(created.bytes)
     spec.inputs["forward"].digest = digest.of_bytes(inputs)
     job = await jobs.Submit(job_pb2.SubmitJobRequest(request_id=digest.of_bytes(inputs), spec=spec))
     async with asyncio.timeout(WAIT_S):
@@ -313,11 +313,11 @@ async def test_the_inputs_of_a_user_are_not_loaded_into_the_daemon(served: FarmP
 
 
 async def test_a_session_whose_owner_does_not_read_does_not_grow(served: FarmProcess, channel: grpc.aio.Channel) -> None:
-    made = program("conv")
-    await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), artifact_of(made.bytes), made.bytes)
+    created = program("conv")
+    await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), artifact_of(created.bytes), created.bytes)
     agent = Agent(channel, "chatty")
     await agent.stream.read()
-    pte = artifact_of(made.bytes)
+    pte = artifact_of(created.bytes)
     asked = session_pb2.OpenSessionRequest(selector=f"id={agent.devices[0].id}")
     asked.program.pte.CopyFrom(pte)
     asked.program.digest = digest.of_program(pte.digest, {})

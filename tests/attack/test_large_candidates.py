@@ -21,12 +21,12 @@ RECIPE = recipes.resolve("xnnpack_pt2e_int8_static_per_channel", {})
 
 
 def candidate(*samples: bytes) -> Candidate:
-    made = Candidate(name="net", recipe=RECIPE.json)
-    method = made.model.methods["forward"]
+    created = Candidate(name="net", recipe=RECIPE.json)
+    method = created.model.methods["forward"]
     method.exported_program.digest = digest.of_bytes(b"model")
     for sample in samples:
         method.calibration.add(digest=digest.of_bytes(sample))
-    return made
+    return created
 
 
 async def test_the_keys_of_a_large_candidate_are_found_once_and_are_its_own(
@@ -47,8 +47,8 @@ async def test_the_keys_of_a_large_candidate_are_found_once_and_are_its_own(
     large, other = candidate(*[b"one"] * 2_000), candidate(*[b"one"] * 1_999, b"two")
     expected = [keys.plan(each, RECIPE) for each in (large, large, other)]
     for each, known in zip((large, large, other), expected, strict=True):
-        found = await compiling._plan(each, "")
-        assert (found.key, found.quantization_key, found.candidate) == (known.key, known.quantization_key, each)
+        result = await compiling._plan(each, "")
+        assert (result.key, result.quantization_key, result.candidate) == (known.key, known.quantization_key, each)
     assert lengths == [2_000, 0, 2_000]
     assert expected[0].quantization_key != expected[2].quantization_key
     store.close()

@@ -26,13 +26,13 @@ INFO = b"/etfarm.v1.FarmService/GetServerInfo"
 
 @pytest.fixture(scope="module")
 def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    made = Door(tmp_path_factory.mktemp("network"))
-    made.daemon.start()
+    created = Door(tmp_path_factory.mktemp("network"))
+    created.daemon.start()
     try:
-        yield made
+        yield created
     finally:
-        assert made.daemon.stop() == 0
-        assert "Traceback" not in made.daemon.log.read_text()
+        assert created.daemon.stop() == 0
+        assert "Traceback" not in created.daemon.log.read_text()
 
 
 @pytest.fixture

@@ -68,8 +68,8 @@ def hostile_farm(folder: Path, *arguments: str, archive: Path, agent: bool = Tru
         (folder / "open").chmod(0o777)
         (folder / "open" / "readme").write_text("of somebody else")
         if agent:
-            given = ("--idle-wait", "0", "--cool-down", "0", "--require-jail", *arguments)
-            farm.add_agent(*given, bare=True, environment={"ETFARM_TOKEN": TOKEN})
+            values = ("--idle-wait", "0", "--cool-down", "0", "--require-jail", *arguments)
+            farm.add_agent(*values, bare=True, environment={"ETFARM_TOKEN": TOKEN})
         with farm.client() as client:
             client.add_bundle(archive)
         yield farm
@@ -104,8 +104,8 @@ def pry(client: Farm, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
         lines = [line.text for line in job.logs()]
     assert report.state == "SUCCEEDED" and any("probes are over" in line for line in lines), (report.failure, lines)
     text = "\n".join(lines)
-    told = {kind: dict(re.findall(rf"{kind} ([^:]+): (.*)", text)) for kind in ("probe", "need")}
-    return told["probe"], told["need"]
+    reported = {kind: dict(re.findall(rf"{kind} ([^:]+): (.*)", text)) for kind in ("probe", "need")}
+    return reported["probe"], reported["need"]
 
 
 def require_contained(probes: dict[str, str], needs: dict[str, str], *, own_user: bool) -> None:
@@ -121,14 +121,14 @@ def require_contained(probes: dict[str, str], needs: dict[str, str], *, own_user
 def of_runners() -> list[int]:
     """Processes of the users that runners get."""
     users = JailOptions().users
-    found = []
+    result = []
     for process in psutil.process_iter():
         try:
             if process.uids().real in users and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(process.pid)
+                result.append(process.pid)
         except psutil.NoSuchProcess:
             continue
-    return found
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -275,10 +275,10 @@ async def test_code_in_the_python_child_reaches_nothing(tmp_path: Path) -> None:
     with listener() as port, jail.box(folder) as box:
         arguments = [str(os.getpid()), str(port), str(data), str(tmp_path / "made")]
         child = await jail.spawn(box, python_programs())([sys.executable, "-P", "-c", PROBE, *arguments], folder)
-        said, errors = await child.stdout.read(), await child.stderr.read()
+        text, errors = await child.stdout.read(), await child.stderr.read()
         assert await child.wait() == 0, errors
     excused = set[str]() if "landlock" in measures.active else {"elsewhere"}
-    assert set(json.loads(said)) <= excused and (folder / "mine").exists()
+    assert set(json.loads(text)) <= excused and (folder / "mine").exists()
 
 
 @needs_seccomp
@@ -314,9 +314,9 @@ async def test_a_runner_that_confines_itself_keeps_a_program_from_processes_and_
             await runner.set_inputs([tensors.from_array("0", first), tensors.from_array("1", np.ones((2, 3), np.float32))])
             await runner.run()
             await runner.memory()
-    told = dict(re.findall(r"probe ([^:]+): (.*)", "\n".join(lines)))
-    assert set(told) >= OF_PROCESSES, OF_PROCESSES - set(told)
-    assert not {name for name in OF_PROCESSES if told[name] == "REACHED"}
+    reported = dict(re.findall(r"probe ([^:]+): (.*)", "\n".join(lines)))
+    assert set(reported) >= OF_PROCESSES, OF_PROCESSES - set(reported)
+    assert not {name for name in OF_PROCESSES if reported[name] == "REACHED"}
 
 
 async def test_a_runner_is_not_started_where_it_cannot_be_confined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ def main() -> int:
                 report = farm.bench("demo:ds_cnn", min_time_s=0.0).result().report
                 assert report.state == "SUCCEEDED"
             assert running.server is not None
-            found = {
+            result = {
                 "help": timed("--help"),
                 "devices_list": timed("devices", "list", "--server", running.address),
                 "server_rss_bytes": rss_bytes(running.server.pid),
@@ -56,12 +56,12 @@ def main() -> int:
         finally:
             running.stop()
     limits = {
-        "help_cpu_below_0.3_s": found["help"]["cpu_s"] < 0.3,
-        "devices_list_wall_below_0.6_s": found["devices_list"]["wall_s"] < 0.6,
-        "server_below_120_MB": found["server_rss_bytes"] < 120e6,
-        "agent_below_50_MB": found["agent_rss_bytes"] < 50e6,
+        "help_cpu_below_0.3_s": result["help"]["cpu_s"] < 0.3,
+        "devices_list_wall_below_0.6_s": result["devices_list"]["wall_s"] < 0.6,
+        "server_below_120_MB": result["server_rss_bytes"] < 120e6,
+        "agent_below_50_MB": result["agent_rss_bytes"] < 50e6,
     }
-    print(json.dumps({"bench": "commands", **found, "holds": limits}, indent=1))
+    print(json.dumps({"bench": "commands", **result, "holds": limits}, indent=1))
     return 0 if all(limits.values()) else 1
 
 

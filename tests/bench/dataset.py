@@ -24,7 +24,7 @@ MODELS = {"demo:mobilenet_v1_025": ((1, 3, 96, 96), 400), "demo:resnet8": ((1, 3
 
 def main() -> int:
     """Measures; the numbers as JSON."""
-    found = {}
+    result = {}
     with tempfile.TemporaryDirectory() as name:
         running = FarmProcess(Path(name))
         try:
@@ -35,10 +35,10 @@ def main() -> int:
                     job.result()
                     job.save_program(path)
                     run(farm, path, shape, 20, 1)
-                    found[model] = {f"{devices} devices": run(farm, path, shape, count, devices) for devices in (1, 2)}
+                    result[model] = {f"{devices} devices": run(farm, path, shape, count, devices) for devices in (1, 2)}
         finally:
             running.stop()
-    print(json.dumps({"result": found}, indent=1))
+    print(json.dumps({"result": result}, indent=1))
     return 0
 
 

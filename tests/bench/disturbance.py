@@ -72,13 +72,13 @@ async def measured(
     bundle: Bundle, threads: int, folder: Path, sampler: Callable[[], Sampler], on_timed: Callable[[], None] = lambda: None
 ) -> tuple[agent_pb2.CandidateResult, summaries.Summary]:
     """One measurement with the defaults, of a small convolutional network, as an agent makes it."""
-    made, result = program("conv"), agent_pb2.CandidateResult()
+    created, result = program("conv"), agent_pb2.CandidateResult()
     folder.mkdir(exist_ok=True)
     async with NativeRunner.start(bundle.command(), folder) as runner:
         result.threads = await runner.threads(threads)
-        await runner.load(made.path)
+        await runner.load(created.path)
         await runner.load_method("forward")
-        await runner.set_inputs(made.inputs)
+        await runner.set_inputs(created.inputs)
         passes = Passes(runner, "forward", result, Told(on_timed))
         samples = await passes.measure(plan_of(job_pb2.Measurement()), watched(sampler))
     summary = summaries.summarize(np.frombuffer(samples.tobytes(), dtype="<i8"))
@@ -92,20 +92,20 @@ def verdict(result: agent_pb2.CandidateResult, summary: summaries.Summary) -> tu
         p50_ns=summary.p50, p50_ci95_ns=summary.p50_ci95 or (), drift=summary.drift,
         effective_samples=summary.effective_samples,
     )  # fmt: skip
-    told = judge(result, latency, emulated=False, thresholds=Thresholds(), cores=os.cpu_count() or 1)
-    return tuple(reason.code for reason in told.reasons)
+    reported = judge(result, latency, emulated=False, thresholds=Thresholds(), cores=os.cpu_count() or 1)
+    return tuple(reason.code for reason in reported.reasons)
 
 
 def cost(bundle: Bundle, rounds: int, folder: Path) -> dict[str, object]:
     """p50 with telemetry over p50 without, and without over without."""
     cpus = [list(range(os.cpu_count() or 1))]
     ways = {"with": Sampler, "without": Unwatched, "again": Unwatched}
-    order, found = random.Random(0), []
+    order, result = random.Random(0), []
     for _ in range(rounds):
         names = order.sample(list(ways), len(ways))
-        found.append({name: asyncio.run(measured(bundle, 1, folder, lambda: ways[name](cpus)))[1].p50 for name in names})  # noqa: B023
-    ratios = [each["with"] / each["without"] for each in found]
-    equal = [each["again"] / each["without"] for each in found]
+        result.append({name: asyncio.run(measured(bundle, 1, folder, lambda: ways[name](cpus)))[1].p50 for name in names})  # noqa: B023
+    ratios = [each["with"] / each["without"] for each in result]
+    equal = [each["again"] / each["without"] for each in result]
     spread = max(abs(1 - value) for value in statistics.quantiles(equal, n=4, method="inclusive"))
     ratio = statistics.median(ratios)
     return {"ratio": ratio, "spread_of_equals": spread, "ok": abs(1 - ratio) <= max(COST_LIMIT, spread)}
@@ -114,7 +114,7 @@ def cost(bundle: Bundle, rounds: int, folder: Path) -> dict[str, object]:
 def disturbed(bundle: Bundle, trials: int, folder: Path, *, hog: bool) -> dict[str, object]:
     """The verdicts of measurements beside which a process starts to keep a cpu busy, or none does."""
     cpus = [list(range(os.cpu_count() or 1))]
-    found: list[tuple[str, ...]] = []
+    result: list[tuple[str, ...]] = []
     for number in range(trials):
         hogs: list[subprocess.Popen[bytes]] = []
 
@@ -123,13 +123,13 @@ def disturbed(bundle: Bundle, trials: int, folder: Path, *, hog: bool) -> dict[s
 
         threads = 1 + number % 2
         try:
-            found.append(verdict(*asyncio.run(measured(bundle, threads, folder, lambda: Sampler(cpus), start if hog else int))))
+            result.append(verdict(*asyncio.run(measured(bundle, threads, folder, lambda: Sampler(cpus), start if hog else int))))
         finally:
             for process in hogs:
                 process.kill()
                 process.wait()
-    named = sum(bool(INTERFERENCE & set(codes)) for codes in found)
-    return {"codes": found, "named": named, "valid": sum(not codes for codes in found), "trials": trials}
+    named = sum(bool(INTERFERENCE & set(codes)) for codes in result)
+    return {"codes": result, "named": named, "valid": sum(not codes for codes in result), "trials": trials}
 
 
 def main() -> int:

@@ -121,9 +121,9 @@ async def costs_of_a_user(folder: Path) -> dict[str, float]:
 
 
 def memory(pid: int, name: str) -> float:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
-    assert found is not None
-    return int(found[1]) / 1024
+    result = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+    assert result is not None
+    return int(result[1]) / 1024
 
 
 async def attack_with_messages(address: str, rounds: int = 4) -> None:

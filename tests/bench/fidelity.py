@@ -67,20 +67,20 @@ def measure(farm: Farm, bundle: Bundle, program: Path, rounds: int, threads: int
         "bare_again": lambda: asyncio.run(bare(bundle, program, threads, folder)),
     }
     order = random.Random(0)
-    found = []
+    result = []
     for number in range(rounds):
         names = order.sample(list(ways), len(ways))
-        found.append({name: ways[name]() for name in names})
-        print(f"round {number + 1}/{rounds}: {found[-1]}", file=sys.stderr)
-    ratios = [each["farm"] / each["bare"] for each in found]
-    same = [each["bare_again"] / each["bare"] for each in found]
+        result.append({name: ways[name]() for name in names})
+        print(f"round {number + 1}/{rounds}: {result[-1]}", file=sys.stderr)
+    ratios = [each["farm"] / each["bare"] for each in result]
+    same = [each["bare_again"] / each["bare"] for each in result]
     low, *_, high = statistics.quantiles(same, n=20)
     median = statistics.median(ratios)
     spread = max(1 - low, high - 1)
     return {
         "median_ratio": median, "ratios": ratios, "same_ratios": same, "same_median_ratio": statistics.median(same),
         "same_spread_p5_p95": [low, high], "limit": max(LIMIT, spread), "holds": abs(median - 1) <= max(LIMIT, spread),
-        "bare_p50_ns": statistics.median(each["bare"] for each in found),
+        "bare_p50_ns": statistics.median(each["bare"] for each in result),
     }  # fmt: skip
 
 

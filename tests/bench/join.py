@@ -186,22 +186,22 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     for part in ("make", "own", "inspector"):
         parser.add_argument(f"--{part}", type=Path, metavar="FOLDER", help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.make is not None:
-        make(given.make, given.operators)
-    elif given.own is not None:
-        print(json.dumps(join_here(given.own)))
-    elif given.inspector is not None:
-        print(json.dumps(join_by_inspector(given.inspector)))
+    values = parser.parse_args()
+    if values.make is not None:
+        make(values.make, values.operators)
+    elif values.own is not None:
+        print(json.dumps(join_here(values.own)))
+    elif values.inspector is not None:
+        print(json.dumps(join_by_inspector(values.inspector)))
     else:
         with tempfile.TemporaryDirectory(prefix="etfarm-join-") as name:
             folder = Path(name)
-            command = [sys.executable, "-m", "tests.bench.join", "--make", name, "--operators", str(given.operators)]
+            command = [sys.executable, "-m", "tests.bench.join", "--make", name, "--operators", str(values.operators)]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-            asyncio.run(trace(folder, given.iterations))
-            found = compare(folder, given.rounds)
-        print(json.dumps(found, indent=2))
-        return 0 if found["passed"] else 1
+            asyncio.run(trace(folder, values.iterations))
+            result = compare(folder, values.rounds)
+        print(json.dumps(result, indent=2))
+        return 0 if result["passed"] else 1
     return 0
 
 

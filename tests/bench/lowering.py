@@ -101,8 +101,8 @@ def plain(path: Path) -> None:
         ended = time.perf_counter()
         # Not ru_maxrss: that one remembers the process that started this one.
         peak = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmHWM"))
-        told = {"call_s": ended - loaded, "load_s": loaded - began, "peak_rss_bytes": int(peak.split()[1]) << 10}
-        print(json.dumps(told), flush=True)
+        reported = {"call_s": ended - loaded, "load_s": loaded - began, "peak_rss_bytes": int(peak.split()[1]) << 10}
+        print(json.dumps(reported), flush=True)
         del program, recipe, session
 
 
@@ -115,13 +115,13 @@ def plain_process(path: Path) -> Iterator[Callable[[], dict[str, float]]]:
     )  # fmt: skip
     assert process.stdin is not None
     assert process.stdout is not None
-    asked, said = process.stdin, process.stdout
+    asked, text = process.stdin, process.stdout
 
     def answer() -> dict[str, float]:
-        for line in said:
+        for line in text:
             with suppress(ValueError):  # ExecuTorch prints there too
-                if isinstance(told := json.loads(line), dict):
-                    return told
+                if isinstance(reported := json.loads(line), dict):
+                    return reported
         raise AssertionError(f"the plain process of {path} ended")
 
     def call() -> dict[str, float]:
@@ -135,7 +135,7 @@ def plain_process(path: Path) -> Iterator[Callable[[], dict[str, float]]]:
     finally:
         asked.close()
         process.wait()
-        said.close()
+        text.close()
 
 
 def script(name: str, seed: int, folder: Path) -> None:
@@ -174,30 +174,30 @@ def seconds_of(*arguments: str | Path) -> float:
 
 def warm(farm: Any, path: Path, rounds: int) -> dict[str, list[float]]:
     """Seconds of a compilation through the farm, and of a plain call, in turns; each once before, which does not count."""
-    found: dict[str, list[float]] = {"farm_s": [], "plain_s": [], "plain_load_s": []}
+    result: dict[str, list[float]] = {"farm_s": [], "plain_s": [], "plain_load_s": []}
     with plain_process(path) as call:
         for index in range(rounds + 1):
             began = time.perf_counter()
             report = farm.compile(path, RECIPE, no_cache=True).result().report
             farm_s = time.perf_counter() - began
             assert not report.compile.cached
-            told = call()
+            reported = call()
             if index:
-                found["farm_s"].append(farm_s)
-                found["plain_s"].append(told["call_s"])
-                found["plain_load_s"].append(told["load_s"])
-    return found
+                result["farm_s"].append(farm_s)
+                result["plain_s"].append(reported["call_s"])
+                result["plain_load_s"].append(reported["load_s"])
+    return result
 
 
 def hits(farm: Any, path: Path, rounds: int) -> list[float]:
     """Milliseconds of the job's compile stage where the cache has the answer, by the server's clock."""
     farm.compile(path, RECIPE).result()
-    found: list[float] = []
+    result: list[float] = []
     for _ in range(max(rounds, 7)):
         report = farm.compile(path, RECIPE).result().report
         assert report.compile.cached
-        found.extend(one["duration_ms"] for one in report.json()["timeline"] if one["phase"] == "COMPILE")
-    return found
+        result.extend(one["duration_ms"] for one in report.json()["timeline"] if one["phase"] == "COMPILE")
+    return result
 
 
 async def memory(path: Path, folder: Path, rounds: int) -> list[int]:
@@ -223,15 +223,15 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     for hidden, count in (("--plain", 1), ("--script", 3), ("--job", 2)):
         parser.add_argument(hidden, nargs=count, help=argparse.SUPPRESS)
-    said = parser.parse_args()
-    if said.plain:
-        plain(Path(said.plain[0]))
-    elif said.script:
-        script(said.script[0], int(said.script[1]), Path(said.script[2]))
-    elif said.job:
-        job(said.job[0], int(said.job[1]))
+    text = parser.parse_args()
+    if text.plain:
+        plain(Path(text.plain[0]))
+    elif text.script:
+        script(text.script[0], int(text.script[1]), Path(text.script[2]))
+    elif text.job:
+        job(text.job[0], int(text.job[1]))
     else:
-        return measured(said.rounds, said.script_rounds, said.only)
+        return measured(text.rounds, text.script_rounds, text.only)
     return 0
 
 
@@ -258,9 +258,9 @@ def measured(rounds: int, script_rounds: int, parts: list[str]) -> int:
         try:
             with running.start(agents=0).client() as farm:
                 for model, path in paths.items() if "warm" in parts else ():
-                    found = {key: statistics.median(values) for key, values in warm(farm, path, rounds).items()}
-                    raw[f"warm_{model}"] = {**found, "ratio": found["farm_s"] / found["plain_s"]}
-                    hold(f"warm_{model}_s", found["farm_s"], ADDED * found["plain_s"] + ADDED_S)
+                    result = {key: statistics.median(values) for key, values in warm(farm, path, rounds).items()}
+                    raw[f"warm_{model}"] = {**result, "ratio": result["farm_s"] / result["plain_s"]}
+                    hold(f"warm_{model}_s", result["farm_s"], ADDED * result["plain_s"] + ADDED_S)
                 if "hit" in parts:
                     for model, path in paths.items():
                         hold(f"cache_hit_{model}_ms", statistics.median(hits(farm, path, rounds)), HIT_MS)

@@ -84,9 +84,9 @@ class First(torch.nn.Module):
         self.names = names
 
     def forward(self, *args: torch.Tensor) -> torch.Tensor:
-        given = dict(zip(self.names, args, strict=True))
-        cached = {"use_cache": False} if "input_ids" in given and hasattr(self.model.config, "use_cache") else {}
-        return self.model(**given, **cached)[0]
+        values = dict(zip(self.names, args, strict=True))
+        cached = {"use_cache": False} if "input_ids" in values and hasattr(self.model.config, "use_cache") else {}
+        return self.model(**values, **cached)[0]
 
 
 def networks() -> Iterator[tuple[str, Callable[[], Network]]]:
@@ -127,8 +127,8 @@ def _transformers() -> Iterator[tuple[str, Callable[[], Network]]]:
     import transformers
 
     def of(name: str, *names: str, **config: Any) -> torch.nn.Module:
-        made = getattr(transformers, f"{name}Config")(**config)
-        return First(getattr(transformers, f"{name}Model")(made), *names)
+        created = getattr(transformers, f"{name}Config")(**config)
+        return First(getattr(transformers, f"{name}Model")(created), *names)
 
     ids = torch.ones(1, 16, dtype=torch.long)
     for name in ENCODERS.split():
@@ -168,15 +168,15 @@ def _seeing(model: torch.nn.Module) -> Network:
 
 def operators(program: Any) -> set[str]:
     """An exported program's operators, as the server's list names them, those of its branches included."""
-    found = set()
+    result = set()
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():
             if node.op == "call_function":
                 name = str(node.target)
                 is_higher_order = isinstance(node.target, torch._ops.HigherOrderOperator)
                 is_own = isinstance(node.target, torch._ops.OpOverload)
-                found.add(f"higher_order.{name}" if is_higher_order else name if is_own else _python(node.target))
-    return found
+                result.add(f"higher_order.{name}" if is_higher_order else name if is_own else _python(node.target))
+    return result
 
 
 def _python(function: Any) -> str:

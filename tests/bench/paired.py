@@ -48,9 +48,9 @@ def trial(farm: Farm, folder: Path, convolutions: int) -> dict[str, Any]:
     began_s = time.perf_counter()
     pair = [folder / f"{count}.pte" for count in (CONVOLUTIONS, convolutions)]
     base, other = farm.bench(pair, threads=[1], interleave=True, profile=False).result().reports
-    found = other.interleaved
+    result = other.interleaved
     return {
-        "ratio": found.ratio, "ci95": found.ratio_ci95, "rounds": found.rounds, "starts": found.process_pairs,
+        "ratio": result.ratio, "ci95": result.ratio_ci95, "rounds": result.rounds, "starts": result.process_pairs,
         "verdicts": [report.verdict.status for report in (base, other)], "seconds": time.perf_counter() - began_s,
     }  # fmt: skip
 
@@ -73,12 +73,12 @@ def main() -> int:
         finally:
             running.stop()
     told_apart = sum(not each["ci95"][0] <= 1 <= each["ci95"][1] for each in equal)
-    found = sum(each["ci95"][0] > 1 for each in slower)
+    result = sum(each["ci95"][0] > 1 for each in slower)
     ratios = [each["ratio"] for each in equal]
-    limits = {"equal_programs_are_not_told_apart": told_apart <= trials / 20, "three_percent_are_found": found == trials}
+    limits = {"equal_programs_are_not_told_apart": told_apart <= trials / 20, "three_percent_are_found": result == trials}
     summary = {
         "equal": {"told_apart": told_apart, "smallest": min(ratios), "largest": max(ratios), "trials": equal},
-        "slower": {"found": found, "median": statistics.median(each["ratio"] for each in slower), "trials": slower},
+        "slower": {"found": result, "median": statistics.median(each["ratio"] for each in slower), "trials": slower},
     }
     print(json.dumps({"bench": "paired", **summary, "holds": limits}, indent=1))
     return 0 if all(limits.values()) else 1

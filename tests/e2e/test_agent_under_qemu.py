@@ -68,16 +68,16 @@ def test_a_job_on_the_board_is_as_on_x86(farm_with_board: FarmProcess, tmp_path:
 
 
 def test_a_program_runs_on_the_board_with_given_inputs(farm_with_board: FarmProcess, tmp_path: Path) -> None:
-    made = program("conv")
-    np.savez(tmp_path / "in.npz", **{"0": tensors.to_array(made.inputs[0])})
+    created = program("conv")
+    np.savez(tmp_path / "in.npz", **{"0": tensors.to_array(created.inputs[0])})
     done = etfarm(
-        "run", str(made.path), "--inputs", "in.npz", "-o", "out.npz", "--device", "arch=aarch64",
+        "run", str(created.path), "--inputs", "in.npz", "-o", "out.npz", "--device", "arch=aarch64",
         "--server", farm_with_board.address, cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     with np.load(tmp_path / "out.npz") as outputs:
         (output,) = outputs.values()
-    np.testing.assert_allclose(output, tensors.to_array(made.expected[0]), rtol=1e-4, atol=1e-5)
+    np.testing.assert_allclose(output, tensors.to_array(created.expected[0]), rtol=1e-4, atol=1e-5)
 
 
 def test_an_idle_agent_is_small_on_disk_and_in_memory(farm_with_board: FarmProcess) -> None:

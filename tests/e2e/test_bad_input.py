@@ -169,8 +169,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_bad_input(name: str, farm: FarmProcess, tmp_path: Path) -> None:
     bad = CASES[name]
-    made = str(bad.make(tmp_path)) if bad.make else ""
-    arguments = [argument.replace("{0}", made) for argument in bad.arguments]
+    created = str(bad.make(tmp_path)) if bad.make else ""
+    arguments = [argument.replace("{0}", created) for argument in bad.arguments]
     done = etfarm("bench", *arguments, "--server", farm.address, "--json", "report.json", cwd=tmp_path)
     assert done.returncode == bad.code, done.stderr
     assert "Traceback" not in done.stderr + done.stdout
@@ -180,9 +180,9 @@ def test_bad_input(name: str, farm: FarmProcess, tmp_path: Path) -> None:
     error = failed[0] if failed else document["error"]
     assert error["fault"] == "USER", error
     assert bad.reason in ("", error["reason"]), error
-    said = f"{error['message']} {error['remedy'] or ''}"
+    text = f"{error['message']} {error['remedy'] or ''}"
     for words in bad.says:
-        assert words in said, said
+        assert words in text, text
         assert words in done.stderr + done.stdout
     with farm.client() as client:
         assert wait_until(lambda: [device.state.name for device in client.devices()] == ["IDLE"])

@@ -83,9 +83,14 @@ def test_a_board_gives_the_outputs_and_the_lines_of_x86(place: FarmProcess, boar
     np.testing.assert_allclose(outputs[0], outputs[1], rtol=0, atol=1e-5)
     assert there["accuracy"][0]["max_abs_error"] < 1e-5
 
-    told: dict[str, Any] = there["device"]
-    assert (told["id"], told["name"], told["arch"], told["soc"]) == (device.id, "board", "aarch64", "linux,dummy-virt")
-    assert told["emulated"] and told["cores"] == 2 and told["os"].startswith("Debian GNU/Linux 12")
+    reported: dict[str, Any] = there["device"]
+    assert (reported["id"], reported["name"], reported["arch"], reported["soc"]) == (
+        device.id,
+        "board",
+        "aarch64",
+        "linux,dummy-virt",
+    )
+    assert reported["emulated"] and reported["cores"] == 2 and reported["os"].startswith("Debian GNU/Linux 12")
     assert [cluster.part for cluster in device.clusters] == ["Cortex-A72"]
     assert there["verdict"]["status"] == "NOT_BENCHMARKABLE"
     assert there["runner"]["kind"] == "native" and there["memory"]["peak_rss_bytes"] > 1 << 20

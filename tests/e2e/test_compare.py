@@ -115,10 +115,10 @@ def test_runs_at_different_times_are_compared_apart_and_say_so(
     code, out, _ = command(f"{in_turns.job.id}#1", alone.job.id)
     assert code == 0 and "Measured apart: runs at different times differ" in out
     with farm.client() as client:
-        found = client.compare(f"{in_turns.job.id}#1", alone.job.id)
-    assert found.pairs[0].latency.method == "separate"
+        result = client.compare(f"{in_turns.job.id}#1", alone.job.id)
+    assert result.pairs[0].latency.method == "separate"
     # A machine with sensors may be warmer by then.
-    assert {change.what for change in found.pairs[0].changes} <= {"temperature", "throttled"} and found.passed
+    assert {change.what for change in result.pairs[0].changes} <= {"temperature", "throttled"} and result.passed
 
 
 def test_jobs_files_and_results_give_the_same(

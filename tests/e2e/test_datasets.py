@@ -68,10 +68,10 @@ def test_results_come_in_the_order_of_inputs_from_both_devices(pair: FarmProcess
 
     def inputs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         # One of them may be ready long before the other.
-        for index, given in enumerate(sums(MANY)):
+        for index, values in enumerate(sums(MANY)):
             if index >= COUNT and len(devices_of(seen)) == 2:
                 return
-            yield given
+            yield values
 
     with pair.client() as client:
         got = list(client.run_dataset(program("add").path, inputs(), devices=2, on_result=seen.append))
@@ -98,9 +98,9 @@ async def test_inputs_are_taken_as_they_are_needed(pair: FarmProcess) -> None:
 
     def inputs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         nonlocal taken
-        for given in sums(200):
+        for values in sums(200):
             taken += 1
-            yield given
+            yield values
 
     async with AsyncFarm(pair.address) as client:
         async for index, _ in client.run_dataset(program("add").path, inputs(), devices=2):
@@ -131,12 +131,12 @@ def test_with_reset_every_sample_finds_the_program_as_it_was_loaded(pair: FarmPr
 
 
 def test_large_samples_keep_their_order_too(pair: FarmProcess) -> None:
-    made = program("wide")
+    created = program("wide")
     from etfarm.wire.tensors import Tensor, to_array
 
-    (x,) = [to_array(value) for value in made.inputs if isinstance(value, Tensor)]
+    (x,) = [to_array(value) for value in created.inputs if isinstance(value, Tensor)]
     with pair.client() as client:
-        for index, outputs in client.run_dataset(made.path, (x + i for i in range(4))):
+        for index, outputs in client.run_dataset(created.path, (x + i for i in range(4))):
             assert np.array_equal(outputs[0], x + index + 1)
 
 
@@ -200,17 +200,17 @@ def test_a_device_that_is_killed_leaves_its_samples_to_the_other(breakable: Farm
 
     def inputs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         left = COUNT
-        for index, given in enumerate(sums(MANY)):
+        for index, values in enumerate(sums(MANY)):
             # Not before it has a part in it: the other may have begun alone.
             if left == COUNT and (index < 30 or "board-0" not in devices_of(seen)):
-                yield given
+                yield values
                 continue
             if left == COUNT:
                 breakable.agents[0].kill9()
             if not left:
                 return
             left -= 1
-            yield given
+            yield values
 
     with breakable.client() as client:
         got = list(client.run_dataset(program("add").path, inputs(), devices=2, on_result=seen.append, on_wait=lost.append))
@@ -225,10 +225,10 @@ def test_the_last_device_s_loss_ends_it_with_what_was_done(breakable: FarmProces
     done: list[int] = []
 
     def inputs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for index, given in enumerate(sums()):
+        for index, values in enumerate(sums()):
             if index == 30:
                 breakable.agents[0].kill9()
-            yield given
+            yield values
 
     with breakable.client() as client, pytest.raises(EtfarmError) as lost:
         for index, _ in client.run_dataset(program("add").path, inputs()):
@@ -314,10 +314,10 @@ def test_ctrl_c_keeps_what_was_done_and_gives_the_devices_back(pair: FarmProcess
     assert process.stderr is not None
     assert "twenty\n" in process.stderr
     process.send_signal(signal.SIGINT)
-    said, errors = process.communicate(timeout=120)
+    text, errors = process.communicate(timeout=120)
     assert process.returncode == 130, errors
     assert "Interrupted after" in errors
-    assert "out.npz: " in said
+    assert "out.npz: " in text
     document = json.loads((tmp_path / "d.json").read_text())
     assert document["error"]["reason"] == "INTERRUPTED"
     with np.load(tmp_path / "out.npz") as outputs:
@@ -370,9 +370,9 @@ def test_a_metric_of_one_s_own_and_an_installed_one_are_told(pair: FarmProcess, 
         assert (code, dataset["metrics"]) == (0, {"far": {"mean": 11 / 6, "count": 6}, "x": {"mean": 2.5, "count": 6}})
     code, dataset, _ = told("acme.index")
     assert (code, dataset["metrics"]) == (0, {"acme.index": {"mean": 2.5, "count": 6}})
-    code, dataset, said = told("mine.py:bad", "--keep-going")
+    code, dataset, text = told("mine.py:bad", "--keep-going")
     assert (code, [one["name"] for one in dataset["failed"]]) == (1, ["2.npz"])
-    assert "2.npz: The metric bad failed with ZeroDivisionError" in said
+    assert "2.npz: The metric bad failed with ZeroDivisionError" in text
 
 
 def test_a_model_that_is_compiled_first_takes_its_inputs_by_name(pair: FarmProcess, tmp_path: Path) -> None:

@@ -102,9 +102,9 @@ def test_an_emulated_device_keeps_its_id_and_has_the_features_of_its_processor(m
 def test_a_farm_without_its_runner_says_how_to_make_one(breakable: FarmProcess, tmp_path: Path) -> None:
     # Not the farm that others share: it would know the device from now on.
     need_emulator()
-    made = program("add").path
+    created = program("add").path
     breakable.start(agents=0)
     breakable.add_agent("--emulate", "aarch64", "--name", "bare")
-    done = etfarm("bench", str(made), "--device", "name=bare", "--server", breakable.address, cwd=tmp_path)
+    done = etfarm("bench", str(created), "--device", "name=bare", "--server", breakable.address, cwd=tmp_path)
     assert done.returncode == 1
     assert "no runner bundle for aarch64" in done.stdout and "etfarm bundle build --arch aarch64 -o FILE" in done.stdout

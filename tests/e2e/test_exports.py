@@ -48,9 +48,9 @@ class Job:
 def job(farm: FarmProcess, tmp_path_factory: pytest.TempPathFactory) -> Job:
     with farm.client() as client:
         done = client.bench("demo:ds_cnn", recipes=["xnnpack_fp32", "portable"], min_time_s=0.2)
-        made = done.result().json()
-    assert [one["error"] for one in made["reports"]] == [None, None]
-    return Job(done.id, made, farm.address, tmp_path_factory.mktemp("exports"))
+        created = done.result().json()
+    assert [one["error"] for one in created["reports"]] == [None, None]
+    return Job(done.id, created, farm.address, tmp_path_factory.mktemp("exports"))
 
 
 def test_tables_go_to_a_folder_both_and_hold_the_documents_values(job: Job) -> None:
@@ -89,9 +89,9 @@ def test_the_trace_has_the_kernels_within_their_delegate(job: Job) -> None:
 
 
 def test_json_and_markdown_go_to_stdout_and_a_file_exports_as_its_job_does(job: Job) -> None:
-    said = job.export("--format", "json").stdout
-    assert json.loads(said)["reports"] == job.document["reports"]
-    (job.folder / "kept.json").write_text(said)
+    text = job.export("--format", "json").stdout
+    assert json.loads(text)["reports"] == job.document["reports"]
+    (job.folder / "kept.json").write_text(text)
     table = job.export("--format", "markdown").stdout
     again = etfarm("report", "export", "kept.json", "--format", "markdown", cwd=job.folder)
     assert again.stdout == table
@@ -136,9 +136,9 @@ class Browser:
     requests: list[str]
     complaints: list[str]
 
-    def open(self, path: Path, made: dict[str, Any]) -> Page:
+    def open(self, path: Path, created: dict[str, Any]) -> Page:
         """Writes the page of a document and opens it."""
-        path.write_bytes(html.write(made))
+        path.write_bytes(html.write(created))
         self.requests.clear()
         self.page.goto(path.as_uri())
         return self.page
@@ -219,8 +219,8 @@ def test_a_hostile_name_is_shown_and_does_nothing(browser: Browser, tmp_path: Pa
     source = {"file": HOSTILE, "line": 1, "code": HOSTILE}
     rows = [row(0, "OPERATOR", HOSTILE, 1.0, 10.0, op_types=[HOSTILE], module="a", source=source, backend=HOSTILE)]
     path = tmp_path / "r.html"
-    made = document(report(model={"name": HOSTILE, "digest": "0"}, operators=rows, **numerics()))
-    page = browser.open(path, made)
+    created = document(report(model={"name": HOSTILE, "digest": "0"}, operators=rows, **numerics()))
+    page = browser.open(path, created)
     assert page.locator(".rows td.name").first.inner_text().startswith(HOSTILE)
     for view in ("op", "type", "module", "line", "backend"):
         page.locator(f"[data-view={view}]").click()
@@ -274,16 +274,16 @@ OVERPRINTED = """() => {
 @needs_chromium
 @pytest.mark.parametrize("width", [360, 400, 600, 1280])
 def test_all_of_a_real_page_can_be_read_at_any_width(browser: Browser, job: Job, tmp_path: Path, width: int) -> None:
-    made = copy.deepcopy(job.document)
+    created = copy.deepcopy(job.document)
     long = report(**numerics())
     where = {"file": "a/folder/with/a/long/name/models/networks/residual.py", "line": 131, "code": "y = self.conv2(y)"}
     for one in (*long["operators"], *long["numeric_gap"]):
         one["source"] = where if one["source"] else None
-    made["reports"].append(long)
+    created["reports"].append(long)
     path = tmp_path / "r.html"
     browser.page.set_viewport_size({"width": width, "height": 900})
     try:
-        page = browser.open(path, made)
+        page = browser.open(path, created)
         page.locator("canvas").first.wait_for()
         page.evaluate("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
         for view in ("operators", "op", "type", "module", "line", "backend"):
@@ -314,10 +314,10 @@ def test_a_narrow_page_gives_a_line_its_room_and_names_the_file_first(browser: B
             )
             assert (file["top"] + 4 < folder["top"]) or file["right"] <= folder["left"]
             assert file["height"] < 30, "one line"
-        said = page.locator(".overview tbody tr").first.locator("td[data-head]")
+        text = page.locator(".overview tbody tr").first.locator("td[data-head]")
         heads = "(all) => all.map((one) => getComputedStyle(one, '::before').content.replaceAll('\"', '').trim())"
-        told = [head for head in said.evaluate_all(heads) if head != "none"]
-        assert {"Can it be trusted?", "Delegated", "Accuracy", "Size", "Memory"} <= set(told)
+        reported = [head for head in text.evaluate_all(heads) if head != "none"]
+        assert {"Can it be trusted?", "Delegated", "Accuracy", "Size", "Memory"} <= set(reported)
         longest = "(one) => Math.max(...[...one.querySelectorAll('i')].map((bar) => bar.offsetWidth)) / one.offsetWidth"
         assert page.locator("#r0 .phases").evaluate(longest) > 0.2
     finally:
@@ -336,12 +336,12 @@ def test_a_wide_page_has_all_answers_in_one_line(browser: Browser, job: Job, tmp
 
 @needs_chromium
 def test_values_that_were_not_judged_are_not_called_right(browser: Browser, tmp_path: Path) -> None:
-    made = document(report(**numerics()))
-    made["reports"][0]["numerics"] |= {"first_bad": None, "judged": 0}
-    for one in made["reports"][0]["numeric_gap"]:
+    created = document(report(**numerics()))
+    created["reports"][0]["numerics"] |= {"first_bad": None, "judged": 0}
+    for one in created["reports"][0]["numeric_gap"]:
         one["first_bad"] = False
     path = tmp_path / "r.html"
-    page = browser.open(path, made)
+    page = browser.open(path, created)
     assert "of 3 values could be judged" in page.locator(".first-bad").inner_text()
     assert page.locator(".first-bad .good").count() == 0
     browser.must_be_quiet(path)
@@ -364,13 +364,13 @@ def test_a_real_document_with_one_value_exchanged_is_shown_or_refused(job: Job) 
     for one in small["reports"]:
         one["latency"]["samples_ns"] = one["latency"]["samples_ns"][:20]
         one["operators"] = [{**row, "times_ns": row["times_ns"][:3]} for row in one["operators"][:8]]
-    said = {}
+    output = {}
     for text, what in mutated(small, seed=5, number=200):
         try:
-            said[what] = read_everywhere(text, small)
+            output[what] = read_everywhere(text, small)
         except Exception as error:
             raise AssertionError(f"{what}: {type(error).__name__}: {error}") from error
-    assert None in said.values() and len(set(said.values())) > 20
+    assert None in output.values() and len(set(output.values())) > 20
 
 
 def test_parquet_can_be_piped(job: Job) -> None:

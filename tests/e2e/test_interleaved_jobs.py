@@ -29,28 +29,28 @@ def test_a_slower_program_is_found_in_one_attempt_of_many_rounds(farm: FarmProce
     (base, other), printed = bench(farm, tmp_path, str(program("add").path), str(program("conv").path), "--threads", "1")
     assert base["attempt"] == other["attempt"]
     assert base["interleaved"] is None
-    found = other["interleaved"]
-    assert found["base_cell"] == base["cell"]
-    assert found["rounds"] == len(found["ratios"]) >= 20 and found["process_pairs"] >= 5
-    assert found["ratio"] == pytest.approx(np.median(found["ratios"]))
-    low, high = found["ratio_ci95"]
-    assert 1 < low <= found["ratio"] <= high, "a convolution takes longer than an addition"
+    result = other["interleaved"]
+    assert result["base_cell"] == base["cell"]
+    assert result["rounds"] == len(result["ratios"]) >= 20 and result["process_pairs"] >= 5
+    assert result["ratio"] == pytest.approx(np.median(result["ratios"]))
+    low, high = result["ratio_ci95"]
+    assert 1 < low <= result["ratio"] <= high, "a convolution takes longer than an addition"
     for report in (base, other):
         assert len(report["latency"]["samples_ns"]) == report["measurement"]["iterations"]
         assert report["verdict"]["status"] in ("VALID", "INVALID")
     names = [re.escape(report["model"]["name"]) for report in (other, base)]
     assert names[0] != names[1], "their files have one name"
-    told = " / ".join(names) + r"  [\d.]+x \[[\d.]+, [\d.]+\]  [\d.]+ (% slower|times as slow)  \d+ rounds, \d+ process pairs"
-    assert re.search(told, printed), printed
+    reported = " / ".join(names) + r"  [\d.]+x \[[\d.]+, [\d.]+\]  [\d.]+ (% slower|times as slow)  \d+ rounds, \d+ process pairs"
+    assert re.search(reported, printed), printed
 
 
 def test_a_program_is_compared_with_itself(farm: FarmProcess, tmp_path: Path) -> None:
     conv = str(program("conv").path)
     (base, other), printed = bench(farm, tmp_path, conv, conv)
-    found = other["interleaved"]
-    assert found["base_cell"] == base["cell"]
-    assert found["ratio_ci95"][0] <= found["ratio"] <= found["ratio_ci95"][1]
-    assert 0.5 < found["ratio"] < 2, "which of them is faster is chance"
+    result = other["interleaved"]
+    assert result["base_cell"] == base["cell"]
+    assert result["ratio_ci95"][0] <= result["ratio"] <= result["ratio_ci95"][1]
+    assert 0.5 < result["ratio"] < 2, "which of them is faster is chance"
     assert re.search(r"(\S+) #1 / \1 #0 .* process pairs", printed), printed
 
 

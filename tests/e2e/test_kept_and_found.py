@@ -125,20 +125,20 @@ def test_a_tag_is_given_and_taken_on_the_command_line(kept: Kept, tmp_path: Path
     assert tag(first, "spoken") == (0, f"Job {first} is spoken.\n")
     assert tag(second, "spoken") == (0, f"Job {second} is spoken; before it was job {first}.\n")
     assert tag("spoken", "--remove") == (0, f"Job {second} is no longer spoken.\n")
-    code, said = tag("spoken", "--remove")
-    assert code == 2 and "No job has the tag 'spoken'" in said
+    code, text = tag("spoken", "--remove")
+    assert code == 2 and "No job has the tag 'spoken'" in text
     assert tag(first)[0] == 2
 
 
 def test_a_models_reports_are_found_newest_first_and_slim(kept: Kept) -> None:
     with kept.farm.client() as client:
         client.tag(kept.conv[0].job.id, "old")
-        found = client.history(model_of(kept.conv[0])[:12])
+        actual = client.history(model_of(kept.conv[0])[:12])
         client.untag("old")
-    assert [entry.job for entry in found] == [result.job.id for result in reversed(kept.conv)]
-    assert [entry.tags for entry in found] == [(), ("old",)]
-    assert found[0].at > found[1].at
-    for entry, result in zip(found, reversed(kept.conv), strict=True):
+    assert [entry.job for entry in actual] == [result.job.id for result in reversed(kept.conv)]
+    assert [entry.tags for entry in actual] == [(), ("old",)]
+    assert actual[0].at > actual[1].at
+    for entry, result in zip(actual, reversed(kept.conv), strict=True):
         whole = result.reports[0].json()
         slim = entry.report.json()
         assert slim["latency"] == {**whole["latency"], "samples_ns": []}
@@ -196,8 +196,8 @@ def test_a_history_is_read_on_the_command_line_and_as_json(kept: Kept, tmp_path:
     assert points and all(point["report"]["threads"] == 1 and point["p50_ns"] > 0 for point in points)
     for point in points:
         assert point["job"][:8] in done.stdout and point["verdict"] in done.stdout
-    nobody = etfarm("history", "nobody", "--json", "n.json", "--server", kept.farm.address, cwd=tmp_path)
-    assert nobody.returncode == 2 and name in nobody.stderr
+    missing = etfarm("history", "nobody", "--json", "n.json", "--server", kept.farm.address, cwd=tmp_path)
+    assert missing.returncode == 2 and name in missing.stderr
     assert json.loads((tmp_path / "n.json").read_text())["error"]["reason"] == "NO_HISTORY"
     none = etfarm("history", name, "--recipe", "portable", "--server", kept.farm.address, cwd=tmp_path)
     assert none.returncode == 0 and "none matches --recipe portable" in none.stdout
@@ -206,20 +206,20 @@ def test_a_history_is_read_on_the_command_line_and_as_json(kept: Kept, tmp_path:
 def test_other_inputs_are_a_change_that_history_and_compare_tell(kept: Kept, tmp_path: Path) -> None:
     ones = {str(place): np.ones_like(tensors.to_array(value)) for place, value in enumerate(program("add").inputs)}
     with kept.farm.client() as client:
-        given = client.bench(program("add").path, threads=[1], inputs=ones, **QUICK).result()
+        values = client.bench(program("add").path, threads=[1], inputs=ones, **QUICK).result()
     assert kept.add.reports[0].inputs.digest is None, "the runner made them up"
-    assert [value.shape for value in given.report.inputs.tensors] == [array.shape for array in ones.values()]
+    assert [value.shape for value in values.report.inputs.tensors] == [array.shape for array in ones.values()]
     name = kept.add.reports[0].model.name
     arguments = (name, "--threads", "1", "--json", "h.json", "--server", kept.farm.address)
     assert etfarm("history", *arguments, cwd=tmp_path).returncode == 0
     points = [point for one in json.loads((tmp_path / "h.json").read_text())["series"] for point in one["points"]]
-    (point,) = [point for point in points if point["job"] == given.job.id]
+    (point,) = [point for point in points if point["job"] == values.job.id]
     assert [change for change in point["changes"] if change["what"] == "inputs"] == [
-        {"what": "inputs", "base": None, "candidate": given.report.inputs.digest}
+        {"what": "inputs", "base": None, "candidate": values.report.inputs.digest}
     ]
-    sides = (f"{kept.add.job.id}#0", given.job.id)
+    sides = (f"{kept.add.job.id}#0", values.job.id)
     done = etfarm("compare", *sides, "--server", kept.farm.address, cwd=tmp_path)
-    assert f"inputs none -> {given.report.inputs.digest[:8]}" in done.stdout, done.stderr
+    assert f"inputs none -> {values.report.inputs.digest[:8]}" in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize("by", ["", *views.BY])
@@ -231,21 +231,21 @@ def test_operators_come_in_pages_as_the_view_has_them(kept: Kept, by: str) -> No
         sort=report_pb2.OPERATOR_SORT_TOTAL,
         page_size=2,
     )
-    found: list[Any] = []
+    result: list[Any] = []
     while True:
         page = ask(kept.farm, "ListOperators", request)
         part = page.groups if by else page.operators
         assert 1 <= len(part) <= 2
-        found += part
+        result += part
         if not page.next_page_token:
             break
         request.page_token = page.next_page_token
     if by:
         expected = views.group(report["operators"], by, "total")
-        assert [(group.key, list(group.indexes)) for group in found] == [(one.key, list(one.indexes)) for one in expected]
+        assert [(group.key, list(group.indexes)) for group in result] == [(one.key, list(one.indexes)) for one in expected]
     else:
-        assert sorted(row.index for row in found) == [row["index"] for row in report["operators"]]
-        shares = [row.share for row in found]
+        assert sorted(row.index for row in result) == [row["index"] for row in report["operators"]]
+        shares = [row.share for row in result]
         assert shares == sorted(shares, reverse=True)
 
 
@@ -260,8 +260,8 @@ def test_a_report_worked_out_again_is_the_same_and_keeps_its_id(kept: Kept, tmp_
     for report in after:
         report.analysis.cached = False
     assert list(after) == list(before)
-    (told,) = json.loads((tmp_path / "a.json").read_text())["reports"]
-    assert told["analysis"]["key"] == before[0].analysis.key
+    (reported,) = json.loads((tmp_path / "a.json").read_text())["reports"]
+    assert reported["analysis"]["key"] == before[0].analysis.key
 
 
 def test_a_job_that_is_live_is_not_worked_out_again(kept: Kept) -> None:
@@ -279,8 +279,8 @@ def test_a_report_whose_compilation_is_gone_stays_and_says_so(kept: Kept) -> Non
         (before,) = raw(kept.farm, result)
         forget_compilation(kept.farm, result)
         for _ in range(2):
-            told = client.analyze(result.job.id).reports[0]
-            assert [warning.code for warning in told.compile.warnings] == ["ANALYSIS_FILE_MISSING"], "once, however often"
+            reported = client.analyze(result.job.id).reports[0]
+            assert [warning.code for warning in reported.compile.warnings] == ["ANALYSIS_FILE_MISSING"], "once, however often"
     (after,) = raw(kept.farm, result)
     after.compile.ClearField("warnings")
     assert after == before

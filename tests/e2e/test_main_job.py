@@ -119,13 +119,13 @@ def test_one_failing_cell_does_not_sink_the_others(farm: FarmProcess, tmp_path: 
 
 
 def test_run_gives_the_programs_outputs(farm: FarmProcess, tmp_path: Path) -> None:
-    made = program("add")
-    arrays = {str(index): np.asarray(value) for index, value in enumerate(_arrays(made.inputs))}
+    created = program("add")
+    arrays = {str(index): np.asarray(value) for index, value in enumerate(_arrays(created.inputs))}
     np.savez(tmp_path / "in.npz", **arrays)
-    done = etfarm("run", str(made.path), "--inputs", "in.npz", "-o", "out.npz", "--server", farm.address, cwd=tmp_path)
+    done = etfarm("run", str(created.path), "--inputs", "in.npz", "-o", "out.npz", "--server", farm.address, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     with np.load(tmp_path / "out.npz") as outputs:
-        for got, expected in zip(outputs.values(), _arrays(made.expected), strict=True):
+        for got, expected in zip(outputs.values(), _arrays(created.expected), strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-6)
 
 

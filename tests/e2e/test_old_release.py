@@ -89,9 +89,9 @@ def test_an_old_agent_is_told_how_to_upgrade(opened: Opened, tmp_path: Path) -> 
     board.start()
     assert board.process is not None
     assert board.process.wait(timeout=120) != 0
-    said = board.log.read_text()
-    assert f"this server (etfarm {opened.client.info().version}) speaks protocol {PROTOCOL_VERSION}" in said
-    assert "pip install 'etfarm[agent]==" in said
+    text = board.log.read_text()
+    assert f"this server (etfarm {opened.client.info().version}) speaks protocol {PROTOCOL_VERSION}" in text
+    assert "pip install 'etfarm[agent]==" in text
 
 
 def test_a_kept_result_of_an_old_agent_is_delivered(opened: Opened) -> None:

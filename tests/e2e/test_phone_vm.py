@@ -30,10 +30,10 @@ def test_its_shell_is_an_ordinary_users_with_exit_codes_and_two_streams(phone_vm
     assert shell(phone_vm, "echo out; echo err >&2; exit 7") == (7, "out\n", "err\n")
     assert shell(phone_vm, "id -u; id -un; pwd") == (0, "2000\nshell\n/\n", "")
     # No C library but its own, which no other loader finds.
-    code, _, said = shell(phone_vm, "ls /lib /usr")
-    assert code != 0 and said.count("No such file or directory") == 2
-    code, _, said = shell(phone_vm, "touch /system/x")
-    assert code != 0 and "Read-only file system" in said
+    code, _, text = shell(phone_vm, "ls /lib /usr")
+    assert code != 0 and text.count("No such file or directory") == 2
+    code, _, text = shell(phone_vm, "touch /system/x")
+    assert code != 0 and "Read-only file system" in text
     assert shell(phone_vm, "sh -c 'kill -SYS $$'")[0] == 128 + 31
 
 
@@ -80,9 +80,9 @@ def test_the_runner_works_there_through_its_own_loader(phone_vm: PluggedPhone, t
     assert pushed.returncode == 0, pushed.stderr
     there = f"{FOLDER}/bundle"
     runner = f"{there}/{bundle.manifest.loader} --library-path {there} {there}/{bundle.manifest.entry}"
-    code, said, errors = shell(phone_vm, f"printf 'hello\\nself_test\\nquit\\n' | {runner}")
+    code, text, errors = shell(phone_vm, f"printf 'hello\\nself_test\\nquit\\n' | {runner}")
     assert code == 0, errors
-    hello, tested, *_ = [json.loads(line) for line in said.splitlines() if json.loads(line)["event"] in ("result", "error")]
+    hello, tested, *_ = [json.loads(line) for line in text.splitlines() if json.loads(line)["event"] in ("result", "error")]
     assert hello["arch"] == "aarch64" and "XnnpackBackend" in hello["backends"]
     assert tested["event"] == "result" and len(tested["passed"]) > 3
 

@@ -97,18 +97,18 @@ async def test_a_phone_gives_the_outputs_and_the_lines_of_this_machine(desk: Des
 
 
 async def test_candidates_take_turns_on_a_phone(desk: Desk, tmp_path: Path) -> None:
-    made = str(program("conv").path)
-    document = bench(desk, tmp_path, made, made, "--device", f"id={desk.phone.serial}", "--interleave")
+    created = str(program("conv").path)
+    document = bench(desk, tmp_path, created, created, "--device", f"id={desk.phone.serial}", "--interleave")
     assert [report["state"] for report in document["reports"]] == ["SUCCEEDED", "SUCCEEDED"]
 
 
 async def test_a_session_on_a_phone_answers_calls(desk: Desk) -> None:
-    made = program("add")
-    with desk.farm.client() as client, client.session(made.path, device=f"id={desk.phone.serial}") as session:
-        given = [tensors.to_array(value) for value in made.inputs]
+    created = program("add")
+    with desk.farm.client() as client, client.session(created.path, device=f"id={desk.phone.serial}") as session:
+        values = [tensors.to_array(value) for value in created.inputs]
         for _ in range(2):
-            (output,) = session.run("forward", *given)
-            np.testing.assert_allclose(output, tensors.to_array(made.expected[0]))
+            (output,) = session.run("forward", *values)
+            np.testing.assert_allclose(output, tensors.to_array(created.expected[0]))
 
 
 async def test_a_run_is_placed_again_when_its_phone_vanishes(desk: Desk, tmp_path: Path) -> None:

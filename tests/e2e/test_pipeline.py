@@ -218,9 +218,9 @@ def test_verbose_shows_the_compilers_own_words(farm: FarmProcess, tmp_path: Path
     assert quiet.returncode == loud.returncode == 0
     assert "compile: " in loud.stderr and "compile: " not in quiet.stderr
     watch = ("jobs", "watch", "latest", "--server", farm.address)
-    watched, told = etfarm(*watch, cwd=tmp_path), etfarm(*watch, "--verbose", cwd=tmp_path)
-    assert watched.returncode == told.returncode == 0
-    assert "compile: " in told.stderr and "compile: " not in watched.stderr
+    watched, reported = etfarm(*watch, cwd=tmp_path), etfarm(*watch, "--verbose", cwd=tmp_path)
+    assert watched.returncode == reported.returncode == 0
+    assert "compile: " in reported.stderr and "compile: " not in watched.stderr
 
 
 def test_calibration_samples_come_from_a_folder(farm: FarmProcess, tmp_path: Path) -> None:

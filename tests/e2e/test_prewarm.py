@@ -18,15 +18,15 @@ FORKSERVER = "etfarm.server.workers.child.forkserver"
 def forkservers(farm: FarmProcess) -> list[int]:
     """The process ids of the server's forkservers that load the toolchain: the jail's examination has one without."""
     assert farm.server is not None
-    found = []
+    result = []
     for pid in descendants(farm.server.pid):
         try:
             command = psutil.Process(pid).cmdline()
         except psutil.NoSuchProcess:
             continue
         if FORKSERVER in command and any("prewarm" in part for part in command):
-            found.append(pid)
-    return found
+            result.append(pid)
+    return result
 
 
 @pytest.mark.parametrize("prewarm", [True, False])

@@ -48,19 +48,19 @@ def test_a_measurement_runs_on_the_devices_own_binding_and_says_so(client: Farm)
 
 
 def test_a_run_gives_what_torch_gave(client: Farm) -> None:
-    made = program("conv")
-    given = {str(index): array for index, array in enumerate(arrays(made.inputs))}
-    job = client.run(made.path, inputs=given)
+    created = program("conv")
+    values = {str(index): array for index, array in enumerate(arrays(created.inputs))}
+    job = client.run(created.path, inputs=values)
     assert job.result().report["runner"]["kind"] == "python"
-    assert close(job.outputs(), made.expected)
+    assert close(job.outputs(), created.expected)
 
 
 def test_a_session_is_served_by_the_devices_own_binding(client: Farm) -> None:
-    made = program("conv")
-    with client.session(made.path) as session:
+    created = program("conv")
+    with client.session(created.path) as session:
         assert session._session._ready.runner.kind == "python"
         np.testing.assert_allclose(
-            session.run("forward", *arrays(made.inputs))[0], arrays(made.expected)[0], rtol=1e-4, atol=1e-5
+            session.run("forward", *arrays(created.inputs))[0], arrays(created.expected)[0], rtol=1e-4, atol=1e-5
         )
 
 

@@ -58,14 +58,14 @@ def local_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
-def arrays(made: Program) -> list[np.ndarray]:
+def arrays(created: Program) -> list[np.ndarray]:
     """The program's own inputs."""
-    return [tensors.to_array(value) for value in made.inputs if isinstance(value, tensors.Tensor)]
+    return [tensors.to_array(value) for value in created.inputs if isinstance(value, tensors.Tensor)]
 
 
-def expected(made: Program) -> list[np.ndarray]:
+def expected(created: Program) -> list[np.ndarray]:
     """What torch gave for them."""
-    return [tensors.to_array(value) for value in made.expected if isinstance(value, tensors.Tensor)]
+    return [tensors.to_array(value) for value in created.expected if isinstance(value, tensors.Tensor)]
 
 
 def is_idle(farm: FarmProcess) -> bool:
@@ -76,11 +76,11 @@ def is_idle(farm: FarmProcess) -> bool:
 
 @pytest.mark.parametrize("name", ["add", "conv", "channels_last", "batch", "scalars"])
 def test_a_call_gives_what_torch_gave(open_session: Open, name: str) -> None:
-    made = program(name)
-    values = [tensors.to_array(value) if isinstance(value, tensors.Tensor) else value.value for value in made.inputs]
-    with open_session(made.path) as session:
+    created = program(name)
+    values = [tensors.to_array(value) if isinstance(value, tensors.Tensor) else value.value for value in created.inputs]
+    with open_session(created.path) as session:
         outputs = session.run("forward", *values)
-    for output, reference in zip(outputs, expected(made), strict=True):
+    for output, reference in zip(outputs, expected(created), strict=True):
         assert np.allclose(output, reference, rtol=1e-5, atol=1e-6)
 
 
@@ -105,10 +105,10 @@ def test_dynamic_shapes_may_change_from_call_to_call(open_session: Open) -> None
 
 
 def test_tensors_above_the_inline_limit_travel_as_artifacts(open_session: Open) -> None:
-    made = program("wide")
-    (x,) = arrays(made)
+    created = program("wide")
+    (x,) = arrays(created)
     assert x.nbytes > INLINE_BYTES
-    with open_session(made.path) as session:
+    with open_session(created.path) as session:
         np.testing.assert_array_equal(session.run("forward", x), x + 1)
         np.testing.assert_array_equal(session.run("forward", x * 2), x * 2 + 1)
 
@@ -119,18 +119,18 @@ def test_what_a_session_brought_into_the_store_goes_with_it_unless_a_job_has_it_
     def stored() -> set[str]:
         return {path.name for path in blobs.glob("*/*")}
 
-    made = program("wide")
-    (x,) = arrays(made)
+    created = program("wide")
+    (x,) = arrays(created)
     with farm.client() as client:
-        client.run(made.path, inputs={"0": x - 2}).result()
+        client.run(created.path, inputs={"0": x - 2}).result()
         before = stored()
-        with client.session(made.path) as session:
+        with client.session(created.path) as session:
             session.run("forward", x * 3)
             session.run("forward", x * 7)
             session.run("forward", x - 2)
             assert len(stored() - before) == 4
             # It waits for the device, and names what the session brought.
-            job = client.run(made.path, inputs={"0": x * 3})
+            job = client.run(created.path, inputs={"0": x * 3})
         assert job.result().report["state"] == "SUCCEEDED"
         np.testing.assert_array_equal(tensors.to_array(job.outputs()[0]), x * 3 + 1)  # type: ignore[arg-type]
         assert wait_until(lambda: len(stored() - before) == 2), "what the job was given, and what it gave"
@@ -141,12 +141,12 @@ def test_torch_tensors_lists_of_numbers_and_other_layouts_are_taken(open_session
     (x,) = arrays(program("channels_last"))
     contiguous = np.ascontiguousarray(x)
     with open_session(program("channels_last").path) as session:
-        for given in (
+        for values in (
             contiguous,
             torch.from_numpy(contiguous),
             torch.from_numpy(contiguous).to(memory_format=torch.channels_last),
         ):
-            assert np.array_equal(session.run("forward", given)[0], -contiguous)
+            assert np.array_equal(session.run("forward", values)[0], -contiguous)
 
 
 def test_outputs_are_the_callers_to_change(open_session: Open) -> None:

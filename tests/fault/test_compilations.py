@@ -67,12 +67,12 @@ class Client:
         return artifact
 
     async def model(self, folder: Path, recipe: str, **methods: Callable[[], Any]) -> Candidate:
-        made = Candidate(name="net", recipe=recipe)
-        made.model.name = "net"
+        created = Candidate(name="net", recipe=recipe)
+        created.model.name = "net"
         for name, make in methods.items():
             data = models.save(make, folder / f"{name}.pt2").read_bytes()
-            made.model.methods[name].exported_program.CopyFrom(await self.put(data))
-        return made
+            created.model.methods[name].exported_program.CopyFrom(await self.put(data))
+        return created
 
     async def submit(self, candidate: Candidate, **more: Any) -> job_pb2.Job:
         spec = JobSpec(candidates=[candidate], **more)
@@ -120,15 +120,15 @@ async def test_methods_and_constants_become_one_program_and_recipes_that_quantiz
     candidate.model.constant_methods["eos"].CopyFrom(await client.put(constant))
     job, report = await client.end(await client.submit(candidate))
     assert job.state == JobState.JOB_STATE_SUCCEEDED, report.error
-    made = report.compile
+    created = report.compile
     assert stages(report) == [("QUANTIZE", False), ("TORCH_EXPORT", False), *((stage, False) for stage in LOWERED)]
-    assert set(made.stages[0].methods) == {"forward", "encode"}
-    assert set(made.delegation) >= {"forward", "encode"}
-    assert set(made.exported_programs) == {"forward", "encode"}
-    assert made.exported_programs["forward"].digest != candidate.model.methods["forward"].exported_program.digest
-    assert {(check.method, check.ran) for check in made.checks} == {("forward", True), ("encode", True)}
-    assert made.sizes.delegate_bytes + made.sizes.constant_bytes > 0
-    assert made.program.size_bytes and made.etrecord.size_bytes
+    assert set(created.stages[0].methods) == {"forward", "encode"}
+    assert set(created.delegation) >= {"forward", "encode"}
+    assert set(created.exported_programs) == {"forward", "encode"}
+    assert created.exported_programs["forward"].digest != candidate.model.methods["forward"].exported_program.digest
+    assert {(check.method, check.ran) for check in created.checks} == {("forward", True), ("encode", True)}
+    assert created.sizes.delegate_bytes + created.sizes.constant_bytes > 0
+    assert created.program.size_bytes and created.etrecord.size_bytes
     compilation = compile_pb2_grpc.CompileServiceStub(client.channel).GetCompilation
     facts = (await compilation(compile_pb2.GetCompilationRequest(key=job.cells[0].compilation_key))).facts
     assert set(facts.methods) == {"forward", "encode", "eos"}
@@ -137,7 +137,7 @@ async def test_methods_and_constants_become_one_program_and_recipes_that_quantiz
     job, report = await client.end(await client.submit(candidate))
     assert stages(report) == [("QUANTIZE", True), ("TORCH_EXPORT", True), *((stage, False) for stage in LOWERED)]
     assert not report.compile.cached
-    assert report.compile.exported_programs == made.exported_programs
+    assert report.compile.exported_programs == created.exported_programs
 
     job, report = await client.end(await client.submit(candidate))
     assert report.compile.cached and job.cells[0].compile_cached

@@ -67,8 +67,8 @@ def test_a_governor_that_the_board_does_not_have_is_refused_at_the_start(tmp_pat
     refused = subprocess.run(
         [*board(script), *started, "--governor", "nosuch"], capture_output=True, text=True, timeout=60, check=False
     )
-    said = "etfarm: The kernel has no governor 'nosuch' here. Give --governor one of powersave, userspace, or keep.\n"
-    assert (refused.returncode, refused.stderr) == (2, said)
+    text = "etfarm: The kernel has no governor 'nosuch' here. Give --governor one of powersave, userspace, or keep.\n"
+    assert (refused.returncode, refused.stderr) == (2, text)
 
 
 @pytest.mark.parametrize("content", [None, "", "uninitialized\n", "\0" * 33], ids=["no_etc", "empty", "new_image", "zeros"])
@@ -168,9 +168,9 @@ async def test_a_bundle_of_another_architecture_is_never_started(server: Server,
 
 
 def test_a_program_for_a_backend_that_no_runner_has_names_both(farm: FarmProcess, tmp_path: Path) -> None:
-    made = program("conv").bytes
-    assert b"XnnpackBackend" in made
-    (tmp_path / "other.pte").write_bytes(made.replace(b"XnnpackBackend", b"YnnpackBackend"))
+    created = program("conv").bytes
+    assert b"XnnpackBackend" in created
+    (tmp_path / "other.pte").write_bytes(created.replace(b"XnnpackBackend", b"YnnpackBackend"))
     done = etfarm("bench", "other.pte", "--json", "r.json", "--server", farm.address, cwd=tmp_path)
     assert done.returncode == 1
     (report,) = json.loads((tmp_path / "r.json").read_text())["reports"]

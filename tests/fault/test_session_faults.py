@@ -301,18 +301,18 @@ def test_a_crash_in_a_local_session_ends_it_with_the_same_error(monkeypatch: pyt
     monkeypatch.setenv("ETFARM_DATA", str(cache_folder() / "data"))
     with LocalSession(program("chain").path) as session:
         thread, errors = loop_in_thread(session)
-        found: list[int] = []
+        result: list[int] = []
 
         def runner_is_busy() -> bool:
-            found.clear()
+            result.clear()
             for pid in descendants(os.getpid()):
                 # What others of this test run started may end meanwhile.
                 with suppress(psutil.NoSuchProcess):
-                    found.extend([pid] if "etfarm-runner" in " ".join(psutil.Process(pid).cmdline()) else [])
-            return len(found) == 1 and psutil.Process(found[0]).cpu_times().user > 0.05
+                    result.extend([pid] if "etfarm-runner" in " ".join(psutil.Process(pid).cmdline()) else [])
+            return len(result) == 1 and psutil.Process(result[0]).cpu_times().user > 0.05
 
         assert wait_until(runner_is_busy)
-        os.kill(found[0], signal.SIGSEGV)
+        os.kill(result[0], signal.SIGSEGV)
         thread.join()
         assert [error.reason for error in errors] == ["PROGRAM_CRASHED"]
         with pytest.raises(EtfarmError) as again:

@@ -55,7 +55,7 @@ def _run(name: str, options: argparse.Namespace, keep: Path) -> bool:
 
 
 def _plain(reader: engine.Reader, seconds: float, seed: int, keep: Path) -> bool:
-    until, count, found = time.monotonic() + seconds, 0, set[str]()
+    until, count, result = time.monotonic() + seconds, 0, set[str]()
     for data in itertools.chain(reader.seeds, reader.corpus, reader.attacks, engine.mutated(reader, seed)):
         if time.monotonic() > until:
             break
@@ -68,13 +68,13 @@ def _plain(reader: engine.Reader, seconds: float, seed: int, keep: Path) -> bool
                 where = where.tb_next
             # One input for each place.
             place = f"{type(cause).__name__} {where.tb_frame.f_code.co_filename}:{where.tb_lineno}" if where else str(cause)
-            if place not in found:
-                found.add(place)
+            if place not in result:
+                result.add(place)
                 path = keep / f"{reader.name}-{hashlib.sha256(data).hexdigest()[:12]}"
                 path.write_bytes(data)
                 print(f"{reader.name}: {type(cause).__name__}: {str(cause)[:300]}\n  {place}\n  {path}", flush=True)
-    print(f"{reader.name}: {count} inputs, {len(found)} findings", flush=True)
-    return not found
+    print(f"{reader.name}: {count} inputs, {len(result)} findings", flush=True)
+    return not result
 
 
 def _has_atheris() -> bool:

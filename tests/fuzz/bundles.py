@@ -42,7 +42,7 @@ def archive(manifest: dict[str, object] | None = None, *more: tuple[tarfile.TarI
     """Return a bundle's plain tar: its two programs, its manifest, and what comes with it."""
     files = {"ld.so": _LOADER, "runner": _LOADER}
     listed = {name: {"digest": hashlib.sha256(data).hexdigest(), "size": len(data)} for name, data in files.items()}
-    said = {
+    text = {
         "schema": "etfarm.bundle/1",
         "arch": "x86_64",
         "executorch": "1.5.1",
@@ -56,7 +56,7 @@ def archive(manifest: dict[str, object] | None = None, *more: tuple[tarfile.TarI
     }
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as tar:
-        for name, data in {"bundle.json": json.dumps(said).encode(), **files}.items():
+        for name, data in {"bundle.json": json.dumps(text).encode(), **files}.items():
             member = tarfile.TarInfo(name)
             member.size = len(data)
             tar.addfile(member, io.BytesIO(data))
@@ -91,12 +91,12 @@ def attacks() -> list[bytes]:
         return member.tobuf(tarfile.GNU_FORMAT)
 
     large = 96 << 20
-    said = [header(kind, large) + bytes(large) for kind in (tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_SPARSE)]
-    said.append((header(tarfile.XHDTYPE, 512) + bytes(512)) * 5_000)
-    said.append(header(tarfile.REGTYPE, 0) * 60_000)
-    said.append(header(tarfile.REGTYPE, 1 << 40))
+    text = [header(kind, large) + bytes(large) for kind in (tarfile.XHDTYPE, tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_SPARSE)]
+    text.append((header(tarfile.XHDTYPE, 512) + bytes(512)) * 5_000)
+    text.append(header(tarfile.REGTYPE, 0) * 60_000)
+    text.append(header(tarfile.REGTYPE, 1 << 40))
     window = lzma.compress(archive(), filters=[{"id": lzma.FILTER_LZMA2, "preset": 0, "dict_size": 1536 << 20}])
-    return [*(gzip.compress(one, 9, mtime=0) for one in said), window]
+    return [*(gzip.compress(one, 9, mtime=0) for one in text), window]
 
 
 def fuzz(data: bytes) -> None:
@@ -110,9 +110,9 @@ def fuzz(data: bytes) -> None:
         except EtfarmError as error:
             assert str(error)
         try:
-            made = bundle.unpack(path, folder / "unpacked" / "bundle")
+            created = bundle.unpack(path, folder / "unpacked" / "bundle")
         except EtfarmError as error:
             assert str(error) and not (folder / "unpacked" / "bundle").exists()
         else:
-            assert set(made.manifest.files) == {one.name for one in made.folder.iterdir()} - {"bundle.json"}
+            assert set(created.manifest.files) == {one.name for one in created.folder.iterdir()} - {"bundle.json"}
         assert {one.name for one in folder.iterdir()} <= {"archive", "unpacked"}

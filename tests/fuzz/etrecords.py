@@ -53,11 +53,11 @@ def attacks() -> list[bytes]:
     other = {**node, "outputs": [{"as_tensor": {"name": "b"}}]}
     back = {**node, "inputs": [{"arg": {"as_tensor": {"name": "b"}}}]}
     huge = {"a": {"dtype": 7, "sizes": [{"as_int": (1 << 63) - 1}] * 20_000}}
-    said = []
+    text = []
     for nodes, values in (([node], {}), ([other, back], {}), ([other], huge)):
         graph = {"nodes": nodes, "inputs": [], "outputs": [], "tensor_values": values}
-        said.append(json.dumps({"graph_module": {"graph": graph}}))
-    return [f"edge_dialect_exported_program\n{one}".encode() for one in said]
+        text.append(json.dumps({"graph_module": {"graph": graph}}))
+    return [f"edge_dialect_exported_program\n{one}".encode() for one in text]
 
 
 def fuzz(data: bytes) -> None:

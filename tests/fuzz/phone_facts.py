@@ -72,7 +72,7 @@ def seeds() -> list[bytes]:
 def attacks() -> list[bytes]:
     """Return what a hostile phone says to keep its agent busy, or to make it raise."""
     cpu, policy = "/sys/devices/system/cpu", "/sys/devices/system/cpu/cpufreq/policy"
-    said: list[dict[str, str]] = [
+    text: list[dict[str, str]] = [
         {android.BATTERY: "\n" * 60_000},
         {android.BATTERY: "  a: b\n" * 9_000},
         {android.THERMAL: " \n" * 30_000},
@@ -110,18 +110,18 @@ def attacks() -> list[bytes]:
         {"/proc/cpuinfo": "a:b\n\n" * 12_000},
     ]
     shell = [b"etfarm-facts " + _TOKEN + b"\n" + (_TOKEN + b" + a\n") * 1_500, (b"etfarm-facts " + _TOKEN + b"\n") * 1_300]
-    return [*map(framed, said), *shell]
+    return [*map(framed, text), *shell]
 
 
 def fuzz(data: bytes) -> None:
     """No text breaks a parser: what it does not say is unset."""
-    found = shell_facts.split(data)
-    device = inventory.parse(found)
-    reading = readings.parse(found)
+    result = shell_facts.split(data)
+    device = inventory.parse(result)
+    reading = readings.parse(result)
     assert device.SerializeToString() is not None and reading.SerializeToString() is not None
-    assert readings.hottest_c(found) is None or readings.zone_names(found)
-    readings.frequency_hz(found, 0)
-    readings.waited_us(found.get(readings.CPU_PRESSURE, ""))
-    assert android.disk_free_bytes(found) is None or android.DISK in found
+    assert readings.hottest_c(result) is None or readings.zone_names(result)
+    readings.frequency_hz(result, 0)
+    readings.waited_us(result.get(readings.CPU_PRESSURE, ""))
+    assert android.disk_free_bytes(result) is None or android.DISK in result
     inventory.choose_cpus(device, "", True)
     assert inventory.choose_threads(device, None) > 0

@@ -37,8 +37,8 @@ def _good() -> dict[str, Any]:
 def seeds() -> list[bytes]:
     """Return documents with all that is measured, and with nothing."""
     failed = {"fault": "FAULT_USER", "reason": "PROGRAM_CRASHED", "message": "It was killed."}
-    made = [_good(), document(report(state="FAILED", error=failed, operators=[], latency=None)), document()]
-    return [json.dumps(one).encode() for one in made]
+    created = [_good(), document(report(state="FAILED", error=failed, operators=[], latency=None)), document()]
+    return [json.dumps(one).encode() for one in created]
 
 
 def fuzz(data: bytes) -> None:

@@ -141,10 +141,10 @@ class _Scripted:
     memory_ran_out: bool | None = False
 
     def __init__(self, data: bytes) -> None:
-        said, _, printed = data.rpartition(b"\0") if b"\0" in data[-200:] else (data, b"", b"")
+        text, _, printed = data.rpartition(b"\0") if b"\0" in data[-200:] else (data, b"", b"")
         self.stdin = _Sink()
         self.stdout, self.stderr = asyncio.StreamReader(limit=1 << 20), asyncio.StreamReader()
-        for reader, part in ((self.stdout, said), (self.stderr, printed)):
+        for reader, part in ((self.stdout, text), (self.stderr, printed)):
             reader.feed_data(part)
             reader.feed_eof()
 
@@ -184,21 +184,21 @@ async def _use(data: bytes) -> None:
     try:
         for call in calls:
             try:
-                given = await call()
+                values = await call()
             except EtfarmError as error:
                 assert str(error) and all(isinstance(value, str) for value in error.metadata.values())
                 str(error.metadata)
             else:
-                _check(given)
+                _check(values)
         for step in steps:
             assert isinstance(step.stage, str) and isinstance(step.done, int) and isinstance(step.elapsed_ns, int)
     finally:
         await runner.close()
 
 
-def _check(given: object) -> None:
+def _check(values: object) -> None:
     """That numbers are whole and fit the contract's fields."""
-    for name, value in vars(given).items() if hasattr(given, "__dataclass_fields__") else ():
+    for name, value in vars(values).items() if hasattr(values, "__dataclass_fields__") else ():
         for text in value if isinstance(value, tuple) else (value,):
             assert not isinstance(text, str) or text.encode() is not None, name
         if name.endswith(("_ns", "_bytes")) and value is not None and not isinstance(value, tuple | array):

@@ -35,8 +35,8 @@ def test_what_hangs_raises_or_takes_too_much_memory_is_found(monkeypatch: pytest
     monkeypatch.setattr(engine, "CPU_S", 0.2)
     reader = engine.Reader("reader", fuzz, [b"fine"])
     assert engine.replay(reader, [b"fine"]) == 1
-    for data, said in ((b"hang", "CPU time"), (b"raise", "KeyError"), (b"memory", "bytes of memory")):
-        with pytest.raises(AssertionError, match=said):
+    for data, text in ((b"hang", "CPU time"), (b"raise", "KeyError"), (b"memory", "bytes of memory")):
+        with pytest.raises(AssertionError, match=text):
             engine.replay(reader, [data])
 
 

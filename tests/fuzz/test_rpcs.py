@@ -64,13 +64,13 @@ class Served:
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    made = Served(tmp_path_factory.mktemp("rpcs"))
+    created = Served(tmp_path_factory.mktemp("rpcs"))
     try:
-        asyncio.run(_is_alive(made.address))
-        made.before_bytes = made.memory_bytes()
-        yield made
+        asyncio.run(_is_alive(created.address))
+        created.before_bytes = created.memory_bytes()
+        yield created
     finally:
-        assert made.daemon.stop() == 0
+        assert created.daemon.stop() == 0
 
 
 async def _is_alive(address: str) -> None:
@@ -145,8 +145,8 @@ async def test_an_rpc_answers_messages_that_nobody_expects(rpc: str, channel: gr
 
 
 def _hello(**more: object) -> agent_pb2.AgentMessage:
-    said = {"agent_id": "11111111-2222-3333-4444-555555555555", "protocol_version": PROTOCOL_VERSION} | more
-    return agent_pb2.AgentMessage(hello=agent_pb2.Hello(**said))  # type: ignore[arg-type]
+    text = {"agent_id": "11111111-2222-3333-4444-555555555555", "protocol_version": PROTOCOL_VERSION} | more
+    return agent_pb2.AgentMessage(hello=agent_pb2.Hello(**text))  # type: ignore[arg-type]
 
 
 _DEVICE = device_pb2.Device(id="d1", name="d1", arch="x86_64", cores=1)

@@ -37,9 +37,9 @@ def seeds() -> list[bytes]:
 
 def fuzz(data: bytes) -> None:
     """A child's bytes are its answers, or a BadAnswer; its error is an error whatever it says."""
-    made = errors.from_json(data)
-    assert isinstance(made, EtfarmError) and len(str(made)) < 2 * errors.MAX_TEXT + 10
-    assert errors.from_json(errors.to_json(made)).reason == made.reason
+    created = errors.from_json(data)
+    assert isinstance(created, EtfarmError) and len(str(created)) < 2 * errors.MAX_TEXT + 10
+    assert errors.from_json(errors.to_json(created)).reason == created.reason
     asyncio.run(_listen(data))
 
 

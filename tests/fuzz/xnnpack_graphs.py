@@ -12,8 +12,8 @@ TOKENS = (b"XH00", b"XN00", b"XN01")
 
 def seeds() -> list[bytes]:
     """Return the graphs of a real program's delegates."""
-    found = graph.read_program(Path(__file__).parent / "seeds" / "program.pte", "forward")
-    return [bytes(instruction.data) for instruction in found.values() if instruction.data is not None]
+    result = graph.read_program(Path(__file__).parent / "seeds" / "program.pte", "forward")
+    return [bytes(instruction.data) for instruction in result.values() if instruction.data is not None]
 
 
 def attacks() -> list[bytes]:
@@ -24,8 +24,8 @@ def attacks() -> list[bytes]:
 def fuzz(data: bytes) -> None:
     """A delegate's bytes are its graph, or a BadGraph."""
     try:
-        found = xnnpack.read(data)
+        result = xnnpack.read(data)
     except xnnpack.BadGraph as error:
         assert str(error)
         return
-    assert all(set(node.outputs) <= found.values.keys() for node in found.nodes)
+    assert all(set(node.outputs) <= result.values.keys() for node in result.nodes)

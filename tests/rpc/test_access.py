@@ -67,12 +67,12 @@ class Guarded:
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
-    made = Guarded(tmp_path_factory.mktemp("guarded"))
-    made.daemon.start()
+    created = Guarded(tmp_path_factory.mktemp("guarded"))
+    created.daemon.start()
     try:
-        yield made
+        yield created
     finally:
-        assert made.daemon.stop() == 0
+        assert created.daemon.stop() == 0
 
 
 async def outcomes(channel: grpc.aio.Channel) -> dict[str, EtfarmError | None]:
@@ -154,11 +154,11 @@ def said_by(folder: Path, *arguments: str, **environment: str) -> tuple[int, str
 def test_a_command_says_in_one_line_that_it_does_not_trust_the_server(guarded: Guarded, tmp_path: Path) -> None:
     address = address_of(guarded.daemon)
     asked = ("devices", "list", "--server", address, "--tls-ca", str(guarded.other_ca))
-    code, said = said_by(tmp_path, *asked)
+    code, text = said_by(tmp_path, *asked)
     assert code == 4
-    assert said.startswith(f"etfarm: The server at {address} does not answer: its certificate is not trusted ("), said
-    assert said.endswith("Give --tls-ca (or ETFARM_TLS_CA) the certificate of the authority that signed it.\n")
-    assert said.count("\n") == 1, said
+    assert text.startswith(f"etfarm: The server at {address} does not answer: its certificate is not trusted ("), text
+    assert text.endswith("Give --tls-ca (or ETFARM_TLS_CA) the certificate of the authority that signed it.\n")
+    assert text.count("\n") == 1, text
     # Who asks gRPC for its own words gets them too.
     assert "Handshake failed" in said_by(tmp_path, *asked, GRPC_VERBOSITY="INFO")[1]
 
@@ -176,12 +176,12 @@ def test_an_agent_says_in_one_line_that_it_does_not_trust_the_server(
     agent.start()
     try:
         until = time.monotonic() + WAIT_S
-        while "Trying again." not in (said := agent.log.read_text()) and time.monotonic() < until:
+        while "Trying again." not in (text := agent.log.read_text()) and time.monotonic() < until:
             time.sleep(0.1)
     finally:
         assert agent.stop() == 0
-    assert "does not answer: its certificate is not trusted (" in said
-    assert said.count("\n") == 1, said
+    assert "does not answer: its certificate is not trusted (" in text
+    assert text.count("\n") == 1, text
 
 
 @pytest.mark.parametrize(
@@ -196,13 +196,13 @@ def test_an_agent_says_in_one_line_that_it_does_not_trust_the_server(
 def test_a_tls_file_that_is_none_is_a_usage_error(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     none, missing = tmp_path / "none.py", tmp_path / "missing.pem"
     none.write_text("import npz\n")
-    code, said = said_by(tmp_path, *(word.format(none=none, missing=missing) for word in arguments))
-    assert code == 2, said
+    code, text = said_by(tmp_path, *(word.format(none=none, missing=missing) for word in arguments))
+    assert code == 2, text
     expected = (
         f"{missing} cannot be read" if "{missing}" in arguments else f"etfarm: {none} holds no certificate (PEM). Check --tls-c"
     )
-    assert expected in said
-    assert said.count("\n") == 1, said
+    assert expected in text
+    assert text.count("\n") == 1, text
 
 
 def refused(folder: Path, *arguments: str) -> str:
@@ -213,10 +213,10 @@ def refused(folder: Path, *arguments: str) -> str:
     assert daemon.process.wait(WAIT_S) == 2
     with pytest.raises(AssertionError, match="it ended before"):
         daemon.expect("listening on")
-    said = (folder / "log").read_text()
-    assert said.count("\n") == 1, said
+    text = (folder / "log").read_text()
+    assert text.count("\n") == 1, text
     assert not (folder / "data" / "farm.sqlite").exists()
-    return said
+    return text
 
 
 def test_an_address_that_others_reach_is_refused_before_it_is_bound(tmp_path: Path) -> None:
@@ -286,14 +286,14 @@ async def test_what_a_killed_server_started_ends_with_it_and_its_socket_can_be_t
 async def test_a_session_is_served_by_the_agent_of_its_device_alone(guarded: Guarded) -> None:
     data = program("add").bytes
     pte = artifact_of(data)
-    made = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
+    created = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
     runner = device_pb2.DeviceRunner(kind="python", executorch="1.5.1", backends=["XnnpackBackend"], operators=["aten::add.out"])
     channels = [guarded.channel(TOKENS[role]) for role in ("user", "agent", "admin")]
     async with channels[0] as users, channels[1] as agents, channels[2] as admins:
         await upload(artifact_pb2_grpc.ArtifactServiceStub(users), pte, data)
         agent = Agent(agents, "alone", own_runners=[runner])
         assert (await agent.stream.read()).HasField("welcome")
-        caller = Caller(users, session_pb2.OpenSessionRequest(selector=f"id={agent.devices[0].id}", program=made))
+        caller = Caller(users, session_pb2.OpenSessionRequest(selector=f"id={agent.devices[0].id}", program=created))
         start = await agent.started()
         stranger = Serving(agent_pb2_grpc.AgentServiceStub(admins), start.attempt_id)
         with pytest.raises(grpc.aio.AioRpcError) as refused:

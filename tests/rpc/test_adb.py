@@ -209,24 +209,26 @@ async def test_twenty_megabytes_go_there_and_back(adb_phone: AdbPhone, tmp_path:
     server, serial, remote = adb_phone.server, adb_phone.serial, f"{FOLDER}/a folder, new/ä file,0644"
     source = tmp_path / "source"
     source.write_bytes(MANY)
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     sent = await server.push(
         serial,
         source if kind == "file" else MANY,
         remote,
         0o751,
         mtime_s=1_700_000_000,
-        on_progress=lambda *now: told.append(now),
+        on_progress=lambda *now: reported.append(now),
     )
     assert sent == len(MANY)
-    assert [done for done, _ in told] == list(range(65536, len(MANY) + 1, 65536)) and {total for _, total in told} == {len(MANY)}
+    assert [done for done, _ in reported] == list(range(65536, len(MANY) + 1, 65536)) and {total for _, total in reported} == {
+        len(MANY)
+    }
     assert hashlib.sha256((adb_phone.files / remote[1:]).read_bytes()).digest() == hashlib.sha256(MANY).digest()
     # adbd gives the owner's permissions to everybody.
     assert await server.stat(serial, remote) == adb.RemoteFile(0o100777, len(MANY), 1_700_000_000)
-    told.clear()
-    assert await server.pull(serial, remote, tmp_path / "back", on_progress=lambda *now: told.append(now)) == len(MANY)
+    reported.clear()
+    assert await server.pull(serial, remote, tmp_path / "back", on_progress=lambda *now: reported.append(now)) == len(MANY)
     assert (tmp_path / "back").read_bytes() == MANY
-    assert told[-1] == (len(MANY), len(MANY))
+    assert reported[-1] == (len(MANY), len(MANY))
 
 
 async def test_empty_files_go_there_and_back(adb_phone: AdbPhone, tmp_path: Path) -> None:
@@ -237,18 +239,18 @@ async def test_empty_files_go_there_and_back(adb_phone: AdbPhone, tmp_path: Path
 
 
 async def test_the_phone_tells_what_is_there(adb_phone: AdbPhone) -> None:
-    found = await adb_phone.server.stat(adb_phone.serial, FOLDER)
-    assert found is not None and found.is_folder
+    result = await adb_phone.server.stat(adb_phone.serial, FOLDER)
+    assert result is not None and result.is_folder
     assert await adb_phone.server.stat(adb_phone.serial, f"{FOLDER}/nothing") is None
     assert await adb_phone.server.stat(adb_phone.serial, "/etc/passwd/nothing") is None
 
 
 async def test_a_phone_that_is_full_says_so_and_keeps_nothing(adb_phone: AdbPhone) -> None:
     adb_phone.add_storage("/small", 1 << 20)
-    data, told = bytes(200 << 20), [0]
+    data, reported = bytes(200 << 20), [0]
     with pytest.raises(adb.PhoneFull) as full:
-        await adb_phone.server.push(adb_phone.serial, data, "/small/many", on_progress=lambda done, _: told.append(done))
-    assert told[-1] < len(data), "what the phone throws away was sent to the end"
+        await adb_phone.server.push(adb_phone.serial, data, "/small/many", on_progress=lambda done, _: reported.append(done))
+    assert reported[-1] < len(data), "what the phone throws away was sent to the end"
     assert full.value.reason == "DEVICE_DISK_FULL" and "No space left on device" in full.value.text
     assert full.value.remedy.startswith("Free some storage on the phone")
     await adb_phone.server.run(adb_phone.serial, "while [ -e /small/many ]; do sleep 0.05; done", deadline_s=SECONDS)

@@ -76,8 +76,8 @@ async def test_a_wait_before_a_measurement_is_told_and_ends(server: Server, laun
     (wait,) = cell.telemetry.waits
     # The looks themselves, which are no waiting, may be longer than they should.
     assert (wait.gate, wait.passed, wait.threshold) == (report_pb2.GATE_IDLE, False, 0) and wait.waited_ms >= 1900
-    told = [m.run_progress.message for m in connection.received if m.run_progress.phase == "WAIT_FOR_IDLE"]
-    assert any("tasks per cpu run" in message for message in told)
+    reported = [m.run_progress.message for m in connection.received if m.run_progress.phase == "WAIT_FOR_IDLE"]
+    assert any("tasks per cpu run" in message for message in reported)
     connection.start("a2", server.candidate("add"), deadline_s=60)
     (cell,) = (await connection.result("a2")).candidates
     assert "WAIT_FOR_IDLE" not in [phase.phase for phase in cell.phases], "who measures nothing waits for nothing"
@@ -176,10 +176,10 @@ async def test_a_cancelled_run_frees_the_device_within_a_second(server: Server, 
     connection = await server.connected()
     took_s = []
     for turn in range(3):
-        heard = len(connection.received)
+        received = len(connection.received)
         measurement = job_pb2.Measurement(warmup=1, min_time_s=60)
         connection.start(f"long-{turn}", server.candidate("conv"), measurement=measurement, deadline_s=600)
-        await connection.until(lambda m: m.run_progress.phase == "TIMED", heard)
+        await connection.until(lambda m: m.run_progress.phase == "TIMED", received)
         (runner,) = agent.runners()
         cancelled_s = time.monotonic()
         connection.cancel(f"long-{turn}")

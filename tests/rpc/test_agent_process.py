@@ -33,9 +33,9 @@ async def test_an_agent_introduces_its_machine_and_beats(server: Server, launch:
     assert device.memory_bytes == psutil.virtual_memory().total
     assert sum(len(cluster.cpus) for cluster in device.clusters) == device.cores
     beat = await connection.until(lambda m: m.HasField("heartbeat") and len(connection.received) > 2)
-    told = beat.heartbeat.telemetry[device.id]
-    assert 0 < told.memory_available_bytes < device.memory_bytes
-    assert 0 < told.agent_rss_bytes < 50 << 20, "the agent must stay small"
+    reported = beat.heartbeat.telemetry[device.id]
+    assert 0 < reported.memory_available_bytes < device.memory_bytes
+    assert 0 < reported.agent_rss_bytes < 50 << 20, "the agent must stay small"
     assert await agent.line() == f"etfarm agent: connecting to {server.address}"
     assert await agent.line() == f"etfarm agent: connected to {server.address} as board-7 ({device.id})"
 

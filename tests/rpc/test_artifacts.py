@@ -73,8 +73,8 @@ async def serving(folder: Path, limits: StoreLimits | None = None) -> AsyncItera
 
 @pytest.fixture
 async def served(tmp_path: Path) -> AsyncIterator[Served]:
-    async with serving(tmp_path) as made:
-        yield made
+    async with serving(tmp_path) as created:
+        yield created
 
 
 async def said(requests: Sequence[UploadArtifactRequest]) -> AsyncIterator[UploadArtifactRequest]:
@@ -94,10 +94,10 @@ def chunk(offset: int, data: bytes) -> UploadArtifactRequest:
 async def test_an_upload_arrives_and_comes_back(served: Served, tmp_path: Path, from_file: bool) -> None:
     path = tmp_path / "data"
     path.write_bytes(DATA)
-    told: list[tuple[int, int]] = []
+    reported: list[tuple[int, int]] = []
     assert await chunks.artifact_of_file(path) == ARTIFACT
-    await chunks.upload(served.stub, ARTIFACT, path if from_file else DATA, on_progress=lambda *done: told.append(done))
-    assert told[-1] == (len(DATA), len(DATA))
+    await chunks.upload(served.stub, ARTIFACT, path if from_file else DATA, on_progress=lambda *done: reported.append(done))
+    assert reported[-1] == (len(DATA), len(DATA))
     assert (await served.status()).complete
     assert await chunks.download_bytes(served.stub, ARTIFACT) == DATA
 
@@ -216,10 +216,10 @@ async def test_a_download_goes_on_from_its_part(served: Served, tmp_path: Path, 
     await served.store.put(DATA, "ann")
     target = tmp_path / "got"
     target.with_name("got.part").write_bytes(DATA[:have])
-    told: list[int] = []
-    await chunks.download(served.stub, ARTIFACT, target, on_progress=lambda done, _: told.append(done))
+    reported: list[int] = []
+    await chunks.download(served.stub, ARTIFACT, target, on_progress=lambda done, _: reported.append(done))
     assert target.read_bytes() == DATA
-    assert sum(1 for _ in told) == len(list(chunks.spans(have, len(DATA))))
+    assert sum(1 for _ in reported) == len(list(chunks.spans(have, len(DATA))))
     assert not target.with_name("got.part").exists()
 
 
@@ -273,9 +273,9 @@ async def test_what_is_damaged_is_asked_for_again(served: Served) -> None:
 async def test_verify_reads_everything_again_and_names_what_is_damaged(served: Served) -> None:
     artifacts = [await served.store.put(os.urandom(1000), "ann") for _ in range(5)]
     damage(served.store.path(artifacts[3].digest))
-    told = [progress async for progress in served.stub.Verify(artifact_pb2.VerifyArtifactsRequest())]
-    assert (told[-1].done, told[-1].total, told[-1].done_bytes) == (5, 5, 5000)
-    assert [artifact for progress in told for artifact in progress.damaged] == [artifacts[3]]
+    reported = [progress async for progress in served.stub.Verify(artifact_pb2.VerifyArtifactsRequest())]
+    assert (reported[-1].done, reported[-1].total, reported[-1].done_bytes) == (5, 5, 5000)
+    assert [artifact for progress in reported for artifact in progress.damaged] == [artifacts[3]]
     again = [progress async for progress in served.stub.Verify(artifact_pb2.VerifyArtifactsRequest())]
     assert (again[-1].total, list(again[-1].damaged)) == (4, [])
 

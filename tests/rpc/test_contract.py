@@ -43,7 +43,7 @@ PROTO = Path(__file__).parents[2] / "proto" / "etfarm" / "v1"
 
 def declared_for_later() -> set[str]:
     """The rpcs whose comment says so."""
-    found = set()
+    result = set()
     for path in PROTO.glob("*.proto"):
         service, comment = "", ""
         for line in path.read_text().splitlines():
@@ -53,9 +53,9 @@ def declared_for_later() -> set[str]:
                 comment += line
                 continue
             if (rpc := re.match(r"  rpc (\w+)", line)) and "Not implemented" in comment:
-                found.add(f"{service}.{rpc[1]}")
+                result.add(f"{service}.{rpc[1]}")
             comment = ""
-    return found
+    return result
 
 
 LATER = declared_for_later()
@@ -288,8 +288,8 @@ async def test_an_agents_device_comes_goes_and_stays_known(channel: grpc.aio.Cha
     )
 
     async def state() -> int:
-        (found,) = await call(channel, "DeviceService.Get", device_pb2.GetDeviceRequest(device_id="contract-pi"))
-        return int(found.state)
+        (result,) = await call(channel, "DeviceService.Get", device_pb2.GetDeviceRequest(device_id="contract-pi"))
+        return int(result.state)
 
     async with asyncio.timeout(WAIT_S):
         stream = connect()

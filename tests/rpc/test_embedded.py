@@ -40,7 +40,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 def _processes(place: Place) -> list[int]:
     """Processes whose command line names the farm's folder."""
-    found = []
+    result = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
@@ -48,8 +48,8 @@ def _processes(place: Place) -> list[int]:
             except OSError:
                 continue
             if os.fsencode(str(place.data)) in command:
-                found.append(int(entry.name))
-    return found
+                result.append(int(entry.name))
+    return result
 
 
 def _supervisor(place: Place) -> int:
@@ -118,9 +118,9 @@ async def test_another_user_cannot_join(place: Place) -> None:
         f"s.connect({place.supervisor_socket.name!r}); print('connected', flush=True); s.sendall(b'{{}}\\n'); print(s.recv(100))"
     )
     stranger = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE, cwd=place.data)
-    said, _ = await stranger.communicate()
+    text, _ = await stranger.communicate()
     place.data.chmod(0o700)
-    assert said.startswith(b"connected") and b"{" not in said, "it was answered"
+    assert text.startswith(b"connected") and b"{" not in text, "it was answered"
     assert not await embedded_lease.is_lasting()
     await lease.leave()
 
@@ -203,7 +203,7 @@ async def test_a_killed_server_is_said_to_be_killed_and_no_more(place: Place) ->
 
 
 @pytest.mark.parametrize(
-    ("log", "said"),
+    ("log", "expected"),
     [
         ("", ""),
         ("Traceback (most recent call last):\n  File x\nValueError: no such thing\n", "ValueError: no such thing."),
@@ -215,8 +215,8 @@ async def test_a_killed_server_is_said_to_be_killed_and_no_more(place: Place) ->
         ("etfarm agent: It has no disk.\n", "It has no disk."),
     ],
 )
-def test_of_a_log_only_what_says_why_is_quoted(log: str, said: str) -> None:
-    assert last_words(log) == said
+def test_of_a_log_only_what_says_why_is_quoted(log: str, expected: str) -> None:
+    assert last_words(log) == expected
 
 
 async def test_a_long_path_has_its_sockets_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

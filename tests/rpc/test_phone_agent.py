@@ -40,9 +40,9 @@ async def attached(server: Server, launch: Launch, phone: AdbPhone, *arguments: 
 
 async def ready(server: Server, launch: Launch, phone: AdbPhone, *arguments: str) -> tuple[Connection, str]:
     """A connection, and the id of the device that the phone is on it."""
-    connection, told = await attached(server, launch, phone, *arguments)
-    assert not told.device_update.device.HasField("problem"), told
-    return connection, told.device_update.device.id
+    connection, reported = await attached(server, launch, phone, *arguments)
+    assert not reported.device_update.device.HasField("problem"), reported
+    return connection, reported.device_update.device.id
 
 
 async def sending(server: Server) -> None:
@@ -166,8 +166,8 @@ async def test_a_phone_that_is_unplugged_when_all_files_are_here_loses_no_run(
     server: Server, launch: Launch, adb_phone: AdbPhone
 ) -> None:
     connection, device_id = await unplugged_while_it_sends(server, launch, adb_phone)
-    told = await connection.until(lambda m: m.device_update.device.HasField("problem"))
-    assert (told.device_update.device.id, told.device_update.device.problem.reason) == (device_id, "DEVICE_GONE")
+    reported = await connection.until(lambda m: m.device_update.device.HasField("problem"))
+    assert (reported.device_update.device.id, reported.device_update.device.problem.reason) == (device_id, "DEVICE_GONE")
     # To be in adb's list again is no reason to end what is still sent.
     await adb_phone.connect()
     await adb_phone.disconnect()
@@ -186,8 +186,8 @@ async def test_a_phone_that_takes_long_to_end_keeps_no_other_one_waiting(
 ) -> None:
     connection, _ = await unplugged_while_it_sends(server, launch, adb_phone)
     async with running_phone(beside=adb_phone) as other:
-        told = await connection.until(lambda m: m.device_update.device.id == other.serial)
-        assert not told.device_update.device.HasField("problem")
+        reported = await connection.until(lambda m: m.device_update.device.id == other.serial)
+        assert not reported.device_update.device.HasField("problem")
         assert not [message for message in connection.received if message.HasField("run_result")]
         connection.start("a2", server.candidate("conv"), measurement=SHORT, deadline_s=600, device_id=other.serial)
         server.away = False
@@ -215,8 +215,8 @@ async def test_a_dead_link_is_noticed_though_adb_does_not(server: Server, launch
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)
     await connection.phase("TIMED")
     adb_phone.freeze_adbd()
-    told = await connection.until(lambda m: m.device_update.device.HasField("problem"))
-    assert told.device_update.device.problem.reason == "PHONE_SILENT"
+    reported = await connection.until(lambda m: m.device_update.device.HasField("problem"))
+    assert reported.device_update.device.problem.reason == "PHONE_SILENT"
     result = await connection.result("a1")
     assert (result.error.fault, result.error.reason) == (common_pb2.FAULT_DEVICE, "DEVICE_GONE")
     known = len(connection.received)
@@ -279,8 +279,8 @@ async def test_a_runner_of_ones_own_takes_the_bundles_place(
     there = adb_phone.files / "data/local/tmp/mine"
     shutil.copytree(runner_bundle.folder, there)
     command = " ".join(Bundle(Path("/data/local/tmp/mine"), runner_bundle.manifest).command())
-    connection, told = await attached(server, launch, adb_phone, "--phone-runner", command)
-    device = told.device_update.device
+    connection, reported = await attached(server, launch, adb_phone, "--phone-runner", command)
+    device = reported.device_update.device
     (own,) = device.own_runners
     assert own.kind == common_pb2.RUNNER_KIND_OWN and "XnnpackBackend" in own.backends and len(own.operators) > 200
     connection.start("a1", server.candidate("conv"), deadline_s=60, device_id=device.id)
@@ -291,8 +291,8 @@ async def test_a_runner_of_ones_own_takes_the_bundles_place(
 
 
 async def test_a_runner_of_ones_own_that_is_not_there_is_told(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
-    _, told = await attached(server, launch, adb_phone, "--phone-runner", "/data/local/tmp/nothing")
-    problem = told.device_update.device.problem
+    _, reported = await attached(server, launch, adb_phone, "--phone-runner", "/data/local/tmp/nothing")
+    problem = reported.device_update.device.problem
     assert problem.reason == "PHONE_RUNNER_UNUSABLE" and "No such file" in problem.message and "adb push" in problem.remedy
 
 
@@ -312,8 +312,8 @@ async def test_a_phone_whose_owner_has_not_allowed_it_is_shown_with_what_to_do_a
     serial = adb_phone.lock()
     with pytest.raises(AdbRefused):
         await adb_phone.server.connect(serial)
-    connection, told = await attached(server, launch, adb_phone)
-    device = told.device_update.device
+    connection, reported = await attached(server, launch, adb_phone)
+    device = reported.device_update.device
     assert (device.id, device.problem.reason, device.problem.metadata["state"]) == (serial, "PHONE_NOT_READY", "unauthorized")
     assert "has not allowed this machine to debug it" in device.problem.message
     assert "allow USB debugging for this machine in the dialog" in device.problem.remedy
@@ -325,8 +325,8 @@ async def test_a_phone_of_32_bits_is_shown_with_the_reason(server: Server, launc
     shim = adb_phone.files / "system/bin/getprop"
     shim.write_text("#!/bin/sh\necho '[ro.product.cpu.abilist]: [armeabi-v7a,armeabi]'\necho '[ro.serialno]: [OLD32]'\n")
     shim.chmod(0o755)
-    _, told = await attached(server, launch, adb_phone)
-    device = told.device_update.device
+    _, reported = await attached(server, launch, adb_phone)
+    device = reported.device_update.device
     assert (device.id, device.arch, device.problem.reason) == ("OLD32", "armv7l", "PHONE_UNSUPPORTED")
     assert "runs armv7l programs only" in device.problem.message and "arm64-v8a" in device.problem.remedy
 

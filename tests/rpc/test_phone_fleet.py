@@ -46,22 +46,22 @@ class Heard:
     async def until(self, which: Callable[[agent_pb2.AgentMessage], bool], after: int = 0) -> agent_pb2.AgentMessage:
         """The first message after `after` others that `which` holds of."""
         async with asyncio.timeout(WAIT_S):
-            while not (found := [message for message in self.messages[after:] if which(message)]):
+            while not (result := [message for message in self.messages[after:] if which(message)]):
                 self._changed.clear()
                 await self._changed.wait()
-        return found[0]
+        return result[0]
 
 
 @asynccontextmanager
 async def followed(phone: AdbPhone, server: Server, data: Path, **options: Any) -> AsyncIterator[Heard]:
     """A fleet that follows the phone's adb server."""
     config = AgentConfig(Access(server.address), "", data, phones=PhoneOptions(**options), gates=GateLimits(idle_wait_s=0))
-    folder, heard = DataFolder(data), Heard()
+    folder, received = DataFolder(data), Heard()
     cache = Cache(data / "cache", config.cache_limit_bytes)
-    heard.agent = agent = Agent(config, folder, cache, heard)
+    received.agent = agent = Agent(config, folder, cache, received)
     following = asyncio.create_task(Fleet(phone.server, agent, folder.agent_id(), cache, config).run())
     try:
-        yield heard
+        yield received
     finally:
         await agent.close()
         following.cancel()
@@ -70,13 +70,13 @@ async def followed(phone: AdbPhone, server: Server, data: Path, **options: Any) 
     assert following.cancelled()
 
 
-async def measured(heard: Heard, candidate: agent_pb2.RunCandidate, **start: Any) -> agent_pb2.CandidateResult:
+async def measured(received: Heard, candidate: agent_pb2.RunCandidate, **start: Any) -> agent_pb2.CandidateResult:
     """What a run gives on the phone that is served, which has all that it needs from a run before."""
-    device_id = (await heard.until(is_served)).device_update.device.id
+    device_id = (await received.until(is_served)).device_update.device.id
     for attempt, more in {"a1": {"deadline_s": 600}, "a2": start}.items():
-        heard.agent.start(agent_pb2.StartRun(attempt_id=attempt, device_id=device_id, candidates=[candidate], **more))
-        told = await heard.until(ends(attempt))
-    return told.run_result.candidates[0]
+        received.agent.start(agent_pb2.StartRun(attempt_id=attempt, device_id=device_id, candidates=[candidate], **more))
+        reported = await received.until(ends(attempt))
+    return reported.run_result.candidates[0]
 
 
 def is_served(message: agent_pb2.AgentMessage) -> bool:
@@ -104,34 +104,34 @@ async def test_a_phone_that_cannot_be_served_is_told_once_however_often_it_is_tr
 ) -> None:
     answer_getprop(adb_phone, "echo '[ro.product.cpu.abilist]: [armeabi-v7a]'; echo tried >>/data/local/tmp/tries")
     tries = adb_phone.files / "data/local/tmp/tries"
-    async with followed(adb_phone, server, tmp_path, retry_s=0.01, retry_last_s=0.02) as heard:
-        await heard.until(tells("PHONE_UNSUPPORTED"))
+    async with followed(adb_phone, server, tmp_path, retry_s=0.01, retry_last_s=0.02) as received:
+        await received.until(tells("PHONE_UNSUPPORTED"))
         assert await asyncio.to_thread(wait_until, lambda: tries.read_text().count("tried") >= 5)
     assert caplog.text.count("runs armv7l programs only") == 1
-    assert len([message for message in heard.messages if message.HasField("device_update")]) == 1
+    assert len([message for message in received.messages if message.HasField("device_update")]) == 1
 
 
 async def test_a_phone_that_could_not_be_served_is_tried_at_once_when_it_is_plugged_in_again(
     server: Server, adb_phone: AdbPhone, tmp_path: Path
 ) -> None:
     shim = answer_getprop(adb_phone, "echo '[ro.product.cpu.abilist]: [armeabi-v7a]'")
-    async with followed(adb_phone, server, tmp_path, retry_s=NEVER_S, retry_last_s=NEVER_S) as heard:
-        refused = await heard.until(tells("PHONE_UNSUPPORTED"))
+    async with followed(adb_phone, server, tmp_path, retry_s=NEVER_S, retry_last_s=NEVER_S) as received:
+        refused = await received.until(tells("PHONE_UNSUPPORTED"))
         shim.unlink()
         await adb_phone.disconnect()
-        gone = await heard.until(lambda message: message.HasField("device_gone"))
+        gone = await received.until(lambda message: message.HasField("device_gone"))
         await adb_phone.connect()
-        served = await heard.until(is_served)
+        served = await received.until(is_served)
     assert [refused.device_update.device.id, gone.device_gone.device_id] == [served.device_update.device.id] * 2
 
 
 async def test_a_phone_is_tried_at_once_when_its_state_changes(server: Server, adb_phone: AdbPhone, tmp_path: Path) -> None:
     adb_phone.kill_adbd()
-    async with followed(adb_phone, server, tmp_path, retry_s=NEVER_S, retry_last_s=NEVER_S, settle_s=0.0) as heard:
-        await heard.until(tells("PHONE_NOT_READY"))
+    async with followed(adb_phone, server, tmp_path, retry_s=NEVER_S, retry_last_s=NEVER_S, settle_s=0.0) as received:
+        await received.until(tells("PHONE_NOT_READY"))
         adb_phone.start_adbd()
-        await heard.until(is_served)  # adb itself connects to it again, after a while
-        assert not [message for message in heard.messages if message.HasField("device_gone")]
+        await received.until(is_served)  # adb itself connects to it again, after a while
+        assert not [message for message in received.messages if message.HasField("device_gone")]
 
 
 async def test_an_adb_server_that_is_away_is_told_once(
@@ -159,16 +159,16 @@ async def test_a_phone_that_is_connected_in_two_ways_is_served_by_the_other_when
     server: Server, adb_phone: AdbPhone, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     answer_getprop(adb_phone, "echo '[ro.serialno]: [ONE]'")
-    async with followed(adb_phone, server, tmp_path, retry_s=NEVER_S, retry_last_s=NEVER_S) as heard:
-        await heard.until(is_served)
+    async with followed(adb_phone, server, tmp_path, retry_s=NEVER_S, retry_last_s=NEVER_S) as received:
+        await received.until(is_served)
         await adb_phone.server.connect(f"localhost:{adb_phone.serial.rpartition(':')[2]}")
         assert await asyncio.to_thread(wait_until, lambda: "is connected twice" in caplog.text)
-        known = len(heard.messages)
+        known = len(received.messages)
         await adb_phone.disconnect()
-        await heard.until(is_served, known)
-        told = [each.WhichOneof("message") for each in heard.messages[known:]]
-        assert told == ["device_gone", "device_update"]
-        assert heard.messages[-1].device_update.device.id == "ONE"
+        await received.until(is_served, known)
+        reported = [each.WhichOneof("message") for each in received.messages[known:]]
+        assert reported == ["device_gone", "device_update"]
+        assert received.messages[-1].device_update.device.id == "ONE"
 
 
 @pytest.mark.parametrize("step", ["recognized", "tried"])
@@ -184,11 +184,11 @@ async def test_a_link_that_dies_while_a_phone_is_enrolled_is_found_by_asking_whe
     runner.chmod(0o755)
     # Far shorter than any of the steps may take.
     prompt = {"probe_s": 0.2, "answer_s": 2.0, "retry_s": NEVER_S}
-    async with followed(adb_phone, server, tmp_path, runner="/data/local/tmp/runner", **prompt) as heard:
+    async with followed(adb_phone, server, tmp_path, runner="/data/local/tmp/runner", **prompt) as received:
         assert await asyncio.to_thread(wait_until, reached.exists)
         adb_phone.freeze_adbd()
-        told = await heard.until(lambda message: message.device_update.device.HasField("problem"))
-        problem = told.device_update.device.problem
+        reported = await received.until(lambda message: message.device_update.device.HasField("problem"))
+        problem = reported.device_update.device.problem
         assert (problem.reason, problem.metadata["during"]) == ("PHONE_SILENT", "asking whether it lives")
         adb_phone.thaw_adbd()
 
@@ -206,9 +206,9 @@ async def test_a_trace_that_is_too_long_on_a_slow_link_is_the_links_fault(
 
     monkeypatch.setattr(adb_phone.server, "pull", slowly)
     # An answer comes behind what is in the buffers.
-    async with followed(adb_phone, server, tmp_path, answer_s=60.0) as heard:
+    async with followed(adb_phone, server, tmp_path, answer_s=60.0) as received:
         measurement = job_pb2.Measurement(warmup=1, iterations=5, min_time_s=0)
-        cell = await measured(heard, server.candidate("conv"), measurement=measurement, deadline_s=25)
+        cell = await measured(received, server.candidate("conv"), measurement=measurement, deadline_s=25)
         assert (cell.error.fault, cell.error.reason) == (common_pb2.FAULT_DEVICE, "TRANSFER_TIMED_OUT")
         assert cell.error.stage == "UPLOAD"
         assert f"files that it wrote, between the agent and {adb_phone.serial}, were still in progress" in cell.error.message
@@ -219,10 +219,10 @@ async def test_outputs_that_take_too_long_on_a_slow_link_are_the_links_fault(
     server: Server, adb_phone: AdbPhone, tmp_path: Path
 ) -> None:
     # An answer comes behind the outputs.
-    async with followed(adb_phone, server, tmp_path, answer_s=60.0) as heard:
+    async with followed(adb_phone, server, tmp_path, answer_s=60.0) as received:
         measurement = job_pb2.Measurement(min_time_s=2)
-        running = asyncio.create_task(measured(heard, server.candidate("wide"), measurement=measurement, deadline_s=25))
-        await heard.until(lambda message: message.run_progress.phase == "TIMED")
+        running = asyncio.create_task(measured(received, server.candidate("wide"), measurement=measurement, deadline_s=25))
+        await received.until(lambda message: message.run_progress.phase == "TIMED")
         adb_phone.slow_link(400_000)
         cell = await running
         assert (cell.error.fault, cell.error.reason) == (common_pb2.FAULT_DEVICE, "TRANSFER_TIMED_OUT")

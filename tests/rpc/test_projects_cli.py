@@ -21,11 +21,11 @@ from tests.support.programs import program
 
 @pytest.fixture(scope="module")
 def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
-    made = FarmProcess(tmp_path_factory.mktemp("projects"), bundle=False)
+    created = FarmProcess(tmp_path_factory.mktemp("projects"), bundle=False)
     try:
-        yield made.start(agents=1)
+        yield created.start(agents=1)
     finally:
-        made.stop()
+        created.stop()
 
 
 @pytest.fixture(autouse=True)
@@ -64,8 +64,8 @@ def test_what_cannot_be_is_one_sentence(
     farm: FarmProcess, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str
 ) -> None:
     assert projects.main([*arguments, "--server", farm.address]) == code
-    said = capsys.readouterr().err
-    assert says in said and said.count("\n") == 1
+    printed = capsys.readouterr().err
+    assert says in printed and printed.count("\n") == 1
 
 
 def test_a_device_is_restricted_and_opened_again(farm: FarmProcess, capsys: pytest.CaptureFixture[str]) -> None:

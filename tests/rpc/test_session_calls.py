@@ -73,8 +73,8 @@ async def wanted(channel: grpc.aio.Channel, agent: Agent) -> session_pb2.OpenSes
     data = program("add").bytes
     pte = artifact_of(data)
     await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), pte, data)
-    made = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
-    return session_pb2.OpenSessionRequest(selector=f"id={agent.devices[0].id}", program=made)
+    created = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
+    return session_pb2.OpenSessionRequest(selector=f"id={agent.devices[0].id}", program=created)
 
 
 async def refusal(awaited: object) -> str:

@@ -42,12 +42,12 @@ class Farm:
 
 @pytest.fixture
 def farm(tmp_path: Path) -> Iterator[Farm]:
-    made = Farm(tmp_path)
-    made.daemon.start()
+    created = Farm(tmp_path)
+    created.daemon.start()
     try:
-        yield made
+        yield created
     finally:
-        assert made.daemon.stop() == 0
+        assert created.daemon.stop() == 0
 
 
 def test_from_the_first_admin_to_a_revoked_user(farm: Farm, tmp_path: Path) -> None:
@@ -55,9 +55,9 @@ def test_from_the_first_admin_to_a_revoked_user(farm: Farm, tmp_path: Path) -> N
     refused = farm("", "tokens", "create", "bob")
     assert refused.returncode == 2
     assert "The first token must be an admin's" in refused.stderr
-    made = run("tokens", "init", "ann", "--data", str(farm.data))
-    assert made.returncode == 0, made.stderr
-    ann = made.stdout.strip()
+    created = run("tokens", "init", "ann", "--data", str(farm.data))
+    assert created.returncode == 0, created.stderr
+    ann = created.stdout.strip()
     assert re.fullmatch(r"etf_[A-Za-z0-9_-]{43}", ann)
     until = time.monotonic() + WAIT_S
     while farm("", "devices", "list").returncode == 0:  # until the running server has seen it
@@ -66,9 +66,9 @@ def test_from_the_first_admin_to_a_revoked_user(farm: Farm, tmp_path: Path) -> N
     assert listed.returncode == 0, listed.stderr
     assert "ann" in listed.stdout and "admin" in listed.stdout and ann not in listed.stdout
     document = tmp_path / "bob.json"
-    made = farm(ann, "tokens", "create", "bob", "--expires", "30d", "--json", str(document))
-    bob = made.stdout.strip()
-    assert made.returncode == 0 and bob not in made.stderr
+    created = farm(ann, "tokens", "create", "bob", "--expires", "30d", "--json", str(document))
+    bob = created.stdout.strip()
+    assert created.returncode == 0 and bob not in created.stderr
     token = json.loads(document.read_text())
     assert (token["principal"], token["role"], token["secret"], token["state"]) == ("bob", "user", bob, "valid")
     assert document.stat().st_mode & 0o077 == 0
@@ -111,8 +111,8 @@ def test_a_database_with_tokens_is_enough_where_others_reach_the_server(tmp_path
     config = Config(listen=parse_address("0.0.0.0:0"), data=tmp_path / "data")
     with pytest.raises(Exposed, match="no --tokens"):
         config.check()
-    made = run("tokens", "init", "ann", "--data", str(tmp_path / "data"))
-    assert made.returncode == 0, made.stderr
+    created = run("tokens", "init", "ann", "--data", str(tmp_path / "data"))
+    assert created.returncode == 0, created.stderr
     assert (tmp_path / "data").stat().st_mode & 0o077 == 0
     with pytest.raises(Exposed) as exposed:
         config.check()

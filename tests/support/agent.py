@@ -154,12 +154,12 @@ class Server(agent_pb2_grpc.AgentServiceServicer, artifact_pb2_grpc.ArtifactServ
 
     def candidate(self, name: str, cell: str = "cell", **more: Any) -> agent_pb2.RunCandidate:
         """A candidate of one of the tests' programs, its artifacts stored."""
-        made = program(name)
-        pte = self.put(made.bytes)
-        given = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
+        created = program(name)
+        pte = self.put(created.bytes)
+        values = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
         bundle = agent_pb2.RunnerBundle(artifact=self.put(runner_archive().read_bytes()))
-        more.setdefault("inputs", self.put(tensors.encode(made.inputs)))
-        return agent_pb2.RunCandidate(cell_id=cell, program=given, bundle=bundle, **more)
+        more.setdefault("inputs", self.put(tensors.encode(created.inputs)))
+        return agent_pb2.RunCandidate(cell_id=cell, program=values, bundle=bundle, **more)
 
 
 class AgentProcess:

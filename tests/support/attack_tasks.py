@@ -177,16 +177,16 @@ def leave_its_control_group(context: Context) -> object:
 
 @named
 def open_a_descriptor_of_a_folder(context: Context) -> object:
-    found = []
+    result = []
     for descriptor in range(3, 1024):
         try:
             mode = os.fstat(descriptor).st_mode
         except OSError:
             continue
         if not stat.S_ISSOCK(mode):
-            found.append((descriptor, mode))
-    if found:
-        return found
+            result.append((descriptor, mode))
+    if result:
+        return result
     raise OSError(errno.EBADF, "no descriptor but the channel")
 
 
@@ -295,11 +295,11 @@ def use_io_uring_for_a_socket(context: Context) -> object:
 
 
 def _sockets() -> list[int]:
-    found = []
+    result = []
     for descriptor in range(1024):
         with contextlib.suppress(OSError):
-            found += [descriptor] if stat.S_ISSOCK(os.fstat(descriptor).st_mode) else []
-    return found
+            result += [descriptor] if stat.S_ISSOCK(os.fstat(descriptor).st_mode) else []
+    return result
 
 
 # Namespaces, privileges, the kernel

@@ -48,11 +48,11 @@ BUNDLE = agent_pb2.RunnerBundle(arch="x86_64", backends=["XnnpackBackend"], oper
 
 
 def compiled() -> compile_pb2.Compilation:
-    made = compile_pb2.Compilation(key="key", facts=compile_pb2.ProgramFacts(methods={"forward": FORWARD}))
-    made.program.pte.CopyFrom(artifact_of(b"pte"))
-    made.program.data["weights"].CopyFrom(artifact_of(b"weights"))
-    made.program.digest = "of the manifest"
-    return made
+    created = compile_pb2.Compilation(key="key", facts=compile_pb2.ProgramFacts(methods={"forward": FORWARD}))
+    created.program.pte.CopyFrom(artifact_of(b"pte"))
+    created.program.data["weights"].CopyFrom(artifact_of(b"weights"))
+    created.program.digest = "of the manifest"
+    return created
 
 
 class Compiles:
@@ -96,9 +96,9 @@ class Analyzes:
         self.seen.append(arguments[4])
         if self.gate is not None:
             await self.gate.wait()
-        found = report_pb2.Report()
-        found.latency.p50_ns = 5.0
-        return found
+        result = report_pb2.Report()
+        result.latency.p50_ns = 5.0
+        return result
 
 
 class Agent:
@@ -230,23 +230,23 @@ async def opened_world(folder: Path, *bundles: agent_pb2.RunnerBundle) -> AsyncI
     database = Database(folder / "farm.sqlite")
     await database.open()
     numbers = itertools.count()
-    made = World(database, folder, lambda: f"id{next(numbers):04}", *bundles)
-    yield made
-    await made.conductor.stop()
-    await made.log.flush()
+    created = World(database, folder, lambda: f"id{next(numbers):04}", *bundles)
+    yield created
+    await created.conductor.stop()
+    await created.log.flush()
     database.close()
 
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    async with opened_world(tmp_path, BUNDLE) as made:
-        yield made
+    async with opened_world(tmp_path, BUNDLE) as created:
+        yield created
 
 
 @pytest.fixture
 async def bare_world(tmp_path: Path) -> AsyncIterator[World]:
-    async with opened_world(tmp_path) as made:
-        yield made
+    async with opened_world(tmp_path) as created:
+        yield created
 
 
 def error(fault: str, reason: str = "X") -> common_pb2.Error:

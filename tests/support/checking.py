@@ -91,8 +91,8 @@ def lower(program: Any, request: CheckRequest, pte: Path) -> dict[str, Path]:
 
 def make(name: str) -> Any:
     """A model by its name."""
-    found = globals().get(name) or getattr(models, name)
-    return found()
+    result = globals().get(name) or getattr(models, name)
+    return result()
 
 
 class Derived(nn.Module):
@@ -103,8 +103,8 @@ class Derived(nn.Module):
         self.table = nn.Embedding(5, 3)
 
     def forward(self, tokens: torch.Tensor, pairs: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        found = self.table(tokens) + pairs.reshape(-1, 2, 3).sum(1)
-        return torch.where(mask[:, None], found, -found)
+        result = self.table(tokens) + pairs.reshape(-1, 2, 3).sum(1)
+        return torch.where(mask[:, None], result, -result)
 
 
 class Stepped(nn.Module):

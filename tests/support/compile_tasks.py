@@ -42,8 +42,8 @@ def quantize(request: QuantizeRequest, folder: Path, emit: Emit) -> bytes:
         programs[method] = f"{method}.pt2"
         (folder / f"{method}.pt2").write_bytes(b"quantized " + samples + b"\n" + path.read_bytes())
     stayed = {method: [{"op": "aten.sin", "count": 2, "places": PLACES}] for method in programs}
-    said = _said("quantize", request.models)
-    result: Any = {"stages": stages, "programs": programs, "warnings": [FEW], "stayed_fp32": stayed} | said
+    text = _said("quantize", request.models)
+    result: Any = {"stages": stages, "programs": programs, "warnings": [FEW], "stayed_fp32": stayed} | text
     return _answer("quantize", request.models, encode(result))
 
 
@@ -137,7 +137,7 @@ def _told(task: str, order: str, models: Mapping[str, Path]) -> list[str]:
 
 
 def _said(task: str, models: Mapping[str, Path]) -> dict[str, Any]:
-    return {key: json.loads(value) for key, _, value in (said.partition(" ") for said in _told(task, "say", models))}
+    return {key: json.loads(value) for key, _, value in (text.partition(" ") for text in _told(task, "say", models))}
 
 
 def _answer(task: str, models: Mapping[str, Path], answer: bytes) -> bytes:

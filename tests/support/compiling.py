@@ -81,9 +81,11 @@ async def compiled(
 ) -> Compiled:
     """Quantizes if the recipe does and nobody has, and lowers."""
     folder.mkdir(parents=True, exist_ok=True)
-    made = dict(make) if isinstance(make, Mapping) else {"forward": make}
+    created = dict(make) if isinstance(make, Mapping) else {"forward": make}
     # The store's names are digests, so no name ends in .pt2.
-    originals = {m: models.save(one, folder / f"3a7bd3e2360a3d29eea436fcfb7e44c7{i}") for i, (m, one) in enumerate(made.items())}
+    originals = {
+        m: models.save(one, folder / f"3a7bd3e2360a3d29eea436fcfb7e44c7{i}") for i, (m, one) in enumerate(created.items())
+    }
     known = recipes.parse(recipe) if isinstance(recipe, str) else recipe
     answer = Compiled({})  # type: ignore[typeddict-item]
     lowered: dict[str, Path] = dict(originals)

@@ -62,7 +62,7 @@ async def call(channel: grpc.aio.Channel, rpc: str, *requests: Message, wait_s: 
 
 async def _call_once(channel: grpc.aio.Channel, rpc: str, requests: Sequence[Message], wait_s: float) -> list[Any]:
     method = RPCS[rpc]
-    given = requests or (message_factory.GetMessageClass(method.input_type)(),)
+    values = requests or (message_factory.GetMessageClass(method.input_type)(),)
     kind = ("stream" if method.client_streaming else "unary") + "_" + ("stream" if method.server_streaming else "unary")
     stub = getattr(channel, kind)(
         f"/{method.containing_service.full_name}/{method.name}",
@@ -71,8 +71,8 @@ async def _call_once(channel: grpc.aio.Channel, rpc: str, requests: Sequence[Mes
     )
 
     async def stream() -> AsyncIterator[Message]:
-        for request in given:
+        for request in values:
             yield request
 
-    running = stub(stream() if method.client_streaming else given[0], timeout=wait_s)
+    running = stub(stream() if method.client_streaming else values[0], timeout=wait_s)
     return [message async for message in running] if method.server_streaming else [await running]

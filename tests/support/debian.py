@@ -98,8 +98,8 @@ def run(*command: str, folder: Path | None = None) -> str:
 def _mirror() -> str:
     """Where this machine has Debian's packages from. Origins are known of lists that were fetched only."""
     need_debian()
-    told = run("apt-get", "indextargets", "--format", "$(ORIGIN)|$(COMPONENT)|$(RELEASE)|$(REPO_URI)", "Created-By: Packages")
-    for origin, component, release, uri in (line.split("|") for line in told.splitlines()):
+    reported = run("apt-get", "indextargets", "--format", "$(ORIGIN)|$(COMPONENT)|$(RELEASE)|$(REPO_URI)", "Created-By: Packages")
+    for origin, component, release, uri in (line.split("|") for line in reported.splitlines()):
         is_debian = origin == "Debian" or uri.rstrip("/").endswith("/debian")
         # Updates and security fixes are releases of their own, and may be elsewhere.
         if is_debian and component == "main" and "-" not in release:

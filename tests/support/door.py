@@ -56,9 +56,9 @@ class Door:
 
     def memory(self, name: str = "VmHWM") -> int:
         """The most memory since `forget_peak`."""
-        found = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{self.daemon.pid}/status").read_text())
-        assert found is not None
-        return int(found[1]) << 10
+        result = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{self.daemon.pid}/status").read_text())
+        assert result is not None
+        return int(result[1]) << 10
 
 
 class _Limited(Daemon):

@@ -208,13 +208,13 @@ def descendants(pid: int) -> set[int]:
             with suppress(OSError, ValueError):
                 stat = (entry / "stat").read_text()
                 parents.setdefault(int(stat.rpartition(")")[2].split()[1]), []).append(int(entry.name))
-    found: set[int] = set()
+    result: set[int] = set()
     queue = [pid]
     while queue:
         for child in parents.get(queue.pop(), []):
-            found.add(child)
+            result.add(child)
             queue.append(child)
-    return found
+    return result
 
 
 def runners(agent_pid: int) -> set[int]:

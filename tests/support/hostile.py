@@ -79,8 +79,8 @@ def replaces_ones(target: str, inputs: list[Any]) -> Callable[[Any], None]:
     """Puts an operator in the place of the program's first `aten.ones`."""
 
     def change(program: Any) -> None:
-        found = node(program["graph_module"]["graph"], "torch.ops.aten.ones.default")
-        found.update(target=target, inputs=inputs)
+        result = node(program["graph_module"]["graph"], "torch.ops.aten.ones.default")
+        result.update(target=target, inputs=inputs)
 
     return change
 

@@ -38,12 +38,12 @@ def mutated(document: dict[str, Any], seed: int, number: int) -> Iterator[tuple[
     """So many texts of the document, each with one value exchanged, and what was."""
     chosen = [(path, value) for path in paths(document) for value in VALUES]
     for path, value in random.Random(seed).sample(chosen, min(number, len(chosen))):
-        made = copy.deepcopy(document)
-        inside: Any = made
+        created = copy.deepcopy(document)
+        inside: Any = created
         for key in path[:-1]:
             inside = inside[key]
         inside[path[-1]] = value
-        yield json.dumps(made), f"{'.'.join(map(str, path))} = {value!r}"
+        yield json.dumps(created), f"{'.'.join(map(str, path))} = {value!r}"
 
 
 def read_everywhere(text: str, good: dict[str, Any]) -> str | None:
@@ -53,17 +53,17 @@ def read_everywhere(text: str, good: dict[str, Any]) -> str | None:
         Exception: whatever a reader raises that is no EtfarmError.
     """
     try:
-        found = projection.loads(text)
+        result = projection.loads(text)
     except EtfarmError as refused:
         return str(refused)
     for write in (markdown.write, html.write, perfetto.write):
-        assert write(found)
+        assert write(result)
     for what in tables.WHAT:
-        assert csv.write(found, what)
-        assert parquet.write(found, what)
+        assert csv.write(result, what)
+        assert parquet.write(result, what)
     console = Console(width=100, quiet=True, markup=False)
-    console.print(render.reports(found["reports"], width=100, job=""))
-    sides = [Side(one["reports"], one["job"], None, None) for one in (good, found)]
+    console.print(render.reports(result["reports"], width=100, job=""))
+    sides = [Side(one["reports"], one["job"], None, None) for one in (good, result)]
     try:
         answer = comparison.compare(*sides, GATE)
     except EtfarmError as refused:

@@ -65,8 +65,8 @@ asyncio.run(Results(Path(sys.argv[1])).put(result))
 
 def is_available() -> bool:
     """Whether this checkout has the commit; a shallow clone has not."""
-    found = subprocess.run(["git", "cat-file", "-e", f"{COMMIT}^{{commit}}"], cwd=_ROOT, capture_output=True, check=False)
-    return found.returncode == 0
+    result = subprocess.run(["git", "cat-file", "-e", f"{COMMIT}^{{commit}}"], cwd=_ROOT, capture_output=True, check=False)
+    return result.returncode == 0
 
 
 def tree() -> Path:

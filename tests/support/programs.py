@@ -93,10 +93,10 @@ def _make(
     edge = to_edge_transform_and_lower(exported, partitioner=partitioners, generate_etrecord=False)
     (folder / "program.pte").write_bytes(edge.to_executorch().buffer)
     with torch.no_grad():
-        given = [_value(f"in{i}", tensor) for i, tensor in enumerate(inputs)]
+        values = [_value(f"in{i}", tensor) for i, tensor in enumerate(inputs)]
         result = module(*inputs)
     outputs = result if isinstance(result, tuple) else (result,)
-    (folder / "inputs.ett").write_bytes(tensors.encode(given))
+    (folder / "inputs.ett").write_bytes(tensors.encode(values))
     (folder / "expected.ett").write_bytes(tensors.encode(_value(f"out{i}", t) for i, t in enumerate(outputs)))
 
 
@@ -232,9 +232,9 @@ def _external(folder: Path, *, xnnpack: bool) -> None:
         delegate_external_constants_pass_unlifted(module=unlifted, gen_tag_fn=lambda node: "weights")
         exported = torch.export.export(unlifted, (x,))
     edge = to_edge_transform_and_lower(exported, partitioner=[XnnpackPartitioner()] if xnnpack else [])
-    made = edge.to_executorch(ExecutorchBackendConfig(external_constants=not xnnpack))
-    (folder / "program.pte").write_bytes(made.buffer)
-    made.write_tensor_data_to_file(str(folder))
+    created = edge.to_executorch(ExecutorchBackendConfig(external_constants=not xnnpack))
+    (folder / "program.pte").write_bytes(created.buffer)
+    created.write_tensor_data_to_file(str(folder))
     with torch.no_grad():
         (folder / "expected.ett").write_bytes(tensors.encode([_value("out0", layer(x))]))
     (folder / "inputs.ett").write_bytes(tensors.encode([_value("x", x)]))
@@ -295,8 +295,8 @@ def _dtypes(folder: Path) -> None:
         return Tensor(name, dtype, tuple(tensor.shape), data, tuple(range(tensor.dim())))
 
     names = ("half", "brain", "flag", "large", "one", "none")
-    given = [value(name, tensor) for name, tensor in zip(names, inputs, strict=True)]
-    (folder / "inputs.ett").write_bytes(tensors.encode(given))
+    values = [value(name, tensor) for name, tensor in zip(names, inputs, strict=True)]
+    (folder / "inputs.ett").write_bytes(tensors.encode(values))
     expected = [value(f"out{i}", tensor) for i, tensor in enumerate(Moved()(*inputs))]
     (folder / "expected.ett").write_bytes(tensors.encode(expected))
 
@@ -404,9 +404,9 @@ def _split(folder: Path) -> None:
     x = torch.rand(2, 4)
     edge = to_edge_transform_and_lower(torch.export.export(layer, (x,)))
     config = ExecutorchBackendConfig(external_constants=lambda node: "bias" if "bias" in node.name else "weight")
-    made = edge.to_executorch(config)
-    (folder / "program.pte").write_bytes(made.buffer)
-    made.write_tensor_data_to_file(str(folder))
+    created = edge.to_executorch(config)
+    (folder / "program.pte").write_bytes(created.buffer)
+    created.write_tensor_data_to_file(str(folder))
     with torch.no_grad():
         (folder / "expected.ett").write_bytes(tensors.encode([_value("out0", layer(x))]))
     (folder / "inputs.ett").write_bytes(tensors.encode([_value("x", x)]))

@@ -22,6 +22,6 @@ class QemuAgent(Daemon):
         self.installed = install_agent(folder / "site")
         environment = {"PYTHONPATH": str(self.installed), "PYTHONDONTWRITEBYTECODE": "1"}
         super().__init__((), folder / "agent.log", environment)
-        given = ["--server", server, "--data", str(folder / "data"), "--exit-with-stdin", *arguments]
+        values = ["--server", server, "--data", str(folder / "data"), "--exit-with-stdin", *arguments]
         program = str(self.root / PYTHON)
-        self._arguments = on_board(self.root, folder, program, "-m", "etfarm.wire.command", "agent", *given)
+        self._arguments = on_board(self.root, folder, program, "-m", "etfarm.wire.command", "agent", *values)

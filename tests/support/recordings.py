@@ -73,8 +73,8 @@ class RecordedRun:
 
 def line_of(code: str) -> int:
     """The number of this file's only line that starts with `code`."""
-    (found,) = [at for at, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip().startswith(code)]
-    return found
+    (result,) = [at for at, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip().startswith(code)]
+    return result
 
 
 @cache
@@ -88,8 +88,8 @@ def recorded(name: str) -> RecordedRun:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / "done").exists():
             command = [sys.executable, "-m", "tests.support.recordings", str(folder)]
-            made = subprocess.run(command, check=False, capture_output=True, text=True)
-            assert made.returncode == 0, made.stderr[-4000:]
+            created = subprocess.run(command, check=False, capture_output=True, text=True)
+            assert created.returncode == 0, created.stderr[-4000:]
             (folder / "done").touch()
     return RecordedRun(folder / name, _MADE[name].method)
 
@@ -133,8 +133,8 @@ def _mixed() -> tuple[torch.nn.Module, tuple[Any, ...]]:
             self.second = torch.nn.Linear(8, 8)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
-            found = self.first(x)
-            summed = found.cumsum(2)
+            result = self.first(x)
+            summed = result.cumsum(2)
             scaled = torch.erf(summed) * 3.0
             kept = torch.where(scaled > 0.5, scaled, -scaled)
             return self.second(kept.amax((2, 3)))
@@ -377,7 +377,7 @@ def _ignore(event: bytes) -> None:
     """Nobody waits for progress here."""
 
 
-def _make(run: RecordedRun, temporary: Path, made: _Made) -> None:
+def _make(run: RecordedRun, temporary: Path, created: _Made) -> None:
     import torch
 
     from etfarm.server.reports.numerics import reference
@@ -385,18 +385,18 @@ def _make(run: RecordedRun, temporary: Path, made: _Made) -> None:
 
     run.folder.mkdir()
     torch.manual_seed(21)
-    network, inputs = made.network()
-    models = {made.method: run.model}
+    network, inputs = created.network()
+    models = {created.method: run.model}
     _save(_export(network, inputs), run.model)
-    if made.other:
-        models[made.other] = temporary / "other"
-        _save(_export(torch.nn.Tanh(), inputs), models[made.other])
+    if created.other:
+        models[created.other] = temporary / "other"
+        _save(_export(torch.nn.Tanh(), inputs), models[created.other])
     calibration = []
     for at in range(7):
         calibration.append(temporary / f"{at}.ett")
         leaves = [torch.randn_like(leaf) if leaf.is_floating_point() else leaf for leaf in inputs]
         calibration[-1].write_bytes(tensors.encode(reference.from_torch("", leaf) for leaf in leaves))
-    compiled, quantized = _compile(temporary, models, made.recipe, made.method, calibration)
+    compiled, quantized = _compile(temporary, models, created.recipe, created.method, calibration)
     shutil.copy(compiled / "model.etrecord", run.etrecord)
     shutil.copy(compiled / "model.pte", run.pte)
     if quantized is not None:
@@ -404,19 +404,19 @@ def _make(run: RecordedRun, temporary: Path, made: _Made) -> None:
     run.inputs.write_bytes(tensors.encode(reference.from_torch(str(at), leaf) for at, leaf in enumerate(inputs)))
 
 
-def _make_other(run: RecordedRun, temporary: Path, made: _Made) -> None:
+def _make_other(run: RecordedRun, temporary: Path, created: _Made) -> None:
     from etfarm.server.reports.numerics import reference
     from etfarm.wire import tensors
 
-    shutil.copytree(run.folder.parent / made.like, run.folder)
-    if made.wrong:
+    shutil.copytree(run.folder.parent / created.like, run.folder)
+    if created.wrong:
         lowered = reference.load(run.quantized or run.model)
-        _spoil(lowered.state_dict[made.wrong])
+        _spoil(lowered.state_dict[created.wrong])
         _save(lowered, temporary / "wrong")
-        recipe = made.recipe if made.recipe == "portable" else "xnnpack_fp32"  # what is quantized is so already
-        compiled, _ = _compile(temporary, {made.method: temporary / "wrong"}, recipe, made.method, ())
+        recipe = created.recipe if created.recipe == "portable" else "xnnpack_fp32"  # what is quantized is so already
+        compiled, _ = _compile(temporary, {created.method: temporary / "wrong"}, recipe, created.method, ())
         shutil.copy(compiled / "model.pte", run.pte)
-    if made.nan:
+    if created.nan:
         inputs = [reference.to_torch(value) for value in tensors.decode(run.inputs.read_bytes())]
         inputs[0].view(-1)[5] = float("nan")
         run.inputs.write_bytes(tensors.encode(reference.from_torch(str(at), leaf) for at, leaf in enumerate(inputs)))
@@ -457,11 +457,11 @@ def _main(folder: Path) -> None:
     prewarm.load_toolchain()
     with tempfile.TemporaryDirectory() as unpacked, torch.no_grad():
         bundle = unpack(runner_archive(), Path(unpacked) / "runner")
-        for name, made in _MADE.items():
-            run = RecordedRun(folder / name, made.method)
+        for name, created in _MADE.items():
+            run = RecordedRun(folder / name, created.method)
             shutil.rmtree(run.folder, ignore_errors=True)
             with tempfile.TemporaryDirectory() as temporary:
-                (_make_other if made.like else _make)(run, Path(temporary), made)
+                (_make_other if created.like else _make)(run, Path(temporary), created)
             asyncio.run(_run(bundle, run))
 
 

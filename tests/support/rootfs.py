@@ -52,11 +52,11 @@ def board_root() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             with tempfile.TemporaryDirectory(prefix=".board-", dir=cache_folder()) as staging:
-                made = Path(staging) / "root"
-                unpack_packages(_DEBIAN, made)
-                _pip_install(wanted, made / PACKAGES)
-                compile_all(made / "usr/lib/python3.11", made / PACKAGES)
-                made.rename(folder)
+                created = Path(staging) / "root"
+                unpack_packages(_DEBIAN, created)
+                _pip_install(wanted, created / PACKAGES)
+                compile_all(created / "usr/lib/python3.11", created / PACKAGES)
+                created.rename(folder)
     return folder
 
 

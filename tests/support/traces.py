@@ -71,8 +71,8 @@ class Traced:
 
 def line_of(code: str) -> int:
     """The number of this file's only line that starts with `code`."""
-    (found,) = [at for at, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip().startswith(code)]
-    return found
+    (result,) = [at for at, line in enumerate(Path(__file__).read_text().splitlines(), 1) if line.strip().startswith(code)]
+    return result
 
 
 @cache

@@ -337,10 +337,10 @@ class Adb:
         """Plugs the phone in: its shell answers when this returns."""
         until = time.monotonic() + START_S
         while True:
-            said = self("connect", phone.serial).stdout
+            text = self("connect", phone.serial).stdout
             if self("shell", "true", serial=phone.serial).returncode == 0:
                 return
-            assert time.monotonic() < until, f"{said}; the phone said:\n{phone.console[-3000:]}"
+            assert time.monotonic() < until, f"{text}; the phone said:\n{phone.console[-3000:]}"
             time.sleep(0.1)
 
     def disconnect(self, phone: PhoneVm) -> None:

@@ -31,8 +31,8 @@ def test_every_package_says_that_it_is_typed(portion: str, package: str) -> None
 
 def test_the_portions_hold_the_packages_that_are_listed_here() -> None:
     for portion, names in PORTIONS.items():
-        found = {path.name for path in (ROOT / portion).iterdir() if path.is_dir() and path.name != "__pycache__"}
-        assert found == set(names)
+        result = {path.name for path in (ROOT / portion).iterdir() if path.is_dir() and path.name != "__pycache__"}
+        assert result == set(names)
 
 
 def loaded_by(statement: str) -> set[str]:

@@ -36,9 +36,9 @@ def load(name: str) -> dict[str, str]:
 
 def _expanded(text: str) -> Iterator[str]:
     """`a{0-1}b` gives a0b and a1b; what has no range, itself."""
-    found = _RANGE.search(text)
-    if found is None:
+    result = _RANGE.search(text)
+    if result is None:
         yield text
         return
-    for number in range(int(found.group(1)), int(found.group(2)) + 1):
-        yield text.replace(found.group(), str(number), 1)
+    for number in range(int(result.group(1)), int(result.group(2)) + 1):
+        yield text.replace(result.group(), str(number), 1)

@@ -48,10 +48,10 @@ def made_once(name: str, made_from: Sequence[str | Path], make: Callable[[Path, 
         for left in folder.parent.glob(f".{name}-making-*"):
             shutil.rmtree(left)
         with tempfile.TemporaryDirectory(prefix=f".{name}-making-", dir=folder.parent) as scratch:
-            made = Path(scratch) / "made"
-            made.mkdir()
-            make(made, say)
-            made.rename(folder)
+            created = Path(scratch) / "made"
+            created.mkdir()
+            make(created, say)
+            created.rename(folder)
         for other in folder.parent.glob(f"{name}-*"):
             if time.time() - other.stat().st_mtime > _KEPT_S:
                 shutil.rmtree(other)

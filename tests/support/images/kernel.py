@@ -44,8 +44,8 @@ def _make(folder: Path, say: Say) -> None:
     files = {"init": _INIT.read_bytes(), "busybox": (unpacked / "bin/busybox").read_bytes()}
     for place, name in enumerate(_MODULES):
         # Underscores and hyphens mean the same in a module's name.
-        found = [path for path in unpacked.rglob("*.ko") if path.stem.replace("-", "_") == name]
-        files[f"modules/{place}-{name}.ko"] = found[0].read_bytes()
+        result = [path for path in unpacked.rglob("*.ko") if path.stem.replace("-", "_") == name]
+        files[f"modules/{place}-{name}.ko"] = result[0].read_bytes()
     archive = _cpio(["dev", "proc", "sys", "root", "modules"], files)
     (folder / "initramfs.gz").write_bytes(gzip.compress(archive, 1, mtime=0))
 

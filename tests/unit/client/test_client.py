@@ -39,17 +39,17 @@ INT8 = "xnnpack_pt2e_int8_static_per_channel"
 
 
 def _submission(models: list[PreparedModel], *names: str) -> Submission:
-    made = Submission(job_pb2.JobSpec())
-    made.add_candidates(models, [recipes.parse(name) for name in names])
-    return made
+    created = Submission(job_pb2.JobSpec())
+    created.add_candidates(models, [recipes.parse(name) for name in names])
+    return created
 
 
 def test_each_model_with_each_recipe_is_a_candidate_and_bytes_are_sent_once() -> None:
     other = PreparedModel.of("other", {"forward": PreparedMethod(b"pt2")})
-    made = _submission([TWO, other], INT8, "portable")
-    named = [(candidate.name, recipes.from_json(candidate.recipe).name) for candidate in made.spec.candidates]
+    created = _submission([TWO, other], INT8, "portable")
+    named = [(candidate.name, recipes.from_json(candidate.recipe).name) for candidate in created.spec.candidates]
     assert named == [("two", INT8), ("two", "portable"), ("other", INT8), ("other", "portable")]
-    assert set(made.blobs) == {digest.of_bytes(b"pt2"), digest.of_bytes(b"sample")}
+    assert set(created.blobs) == {digest.of_bytes(b"pt2"), digest.of_bytes(b"sample")}
 
 
 def test_models_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> None:
@@ -71,9 +71,9 @@ def test_models_of_one_name_are_told_apart_by_their_folders(tmp_path: Path) -> N
 def test_a_recipe_file_is_called_by_its_stem(tmp_path: Path) -> None:
     file = tmp_path / "int8_ptd.toml"
     file.write_text('recipe = "portable"\n[executorch]\nexternal_constants = true\n')
-    made = Submission(job_pb2.JobSpec())
-    made.add_candidates([TWO], [read_recipe(str(file)), recipes.parse("portable")])
-    assert [candidate.recipe_label for candidate in made.spec.candidates] == ["int8_ptd", ""]
+    created = Submission(job_pb2.JobSpec())
+    created.add_candidates([TWO], [read_recipe(str(file)), recipes.parse("portable")])
+    assert [candidate.recipe_label for candidate in created.spec.candidates] == ["int8_ptd", ""]
 
 
 def test_the_time_of_the_export_goes_along() -> None:
@@ -90,29 +90,29 @@ def test_a_program_is_one_candidate_whatever_the_recipes(tmp_path: Path) -> None
     assert candidate.program.digest == digest.of_program(digest.of_bytes(b"program"), {})
 
 
-def _inputs(made: Submission, method: str = "forward") -> list[tensors.Value]:
-    data = made.blobs[made.spec.inputs[method].digest][1]
+def _inputs(created: Submission, method: str = "forward") -> list[tensors.Value]:
+    data = created.blobs[created.spec.inputs[method].digest][1]
     assert isinstance(data, bytes)
     return tensors.decode(data)
 
 
 @pytest.mark.parametrize(
-    "given", [{"y": np.zeros(2), "x": np.ones(2)}, {"1": np.zeros(2), "0": np.ones(2)}, [np.ones(2), np.zeros(2)]]
+    "values", [{"y": np.zeros(2), "x": np.ones(2)}, {"1": np.zeros(2), "0": np.ones(2)}, [np.ones(2), np.zeros(2)]]
 )
-def test_inputs_are_ordered_as_the_method_takes_them(given: Any) -> None:
-    made = Submission(job_pb2.JobSpec())
-    made.add_inputs(given, [TWO], [])
-    assert [value.name for value in _inputs(made)] == ["x", "y"]
-    first = _inputs(made)[0]
+def test_inputs_are_ordered_as_the_method_takes_them(values: Any) -> None:
+    created = Submission(job_pb2.JobSpec())
+    created.add_inputs(values, [TWO], [])
+    assert [value.name for value in _inputs(created)] == ["x", "y"]
+    first = _inputs(created)[0]
     assert isinstance(first, tensors.Tensor)
     assert tensors.to_array(first).tolist() == [1, 1]
 
 
 def test_an_inputs_file_is_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "in.npz", y=np.zeros(2), x=np.ones(2))
-    made = Submission(job_pb2.JobSpec())
-    made.add_inputs(tmp_path / "in.npz", [TWO], [])
-    assert [value.name for value in _inputs(made)] == ["x", "y"]
+    created = Submission(job_pb2.JobSpec())
+    created.add_inputs(tmp_path / "in.npz", [TWO], [])
+    assert [value.name for value in _inputs(created)] == ["x", "y"]
 
 
 def test_an_unknown_input_is_refused() -> None:
@@ -148,24 +148,24 @@ def test_no_inputs_are_those_of_all_methods_that_run(golden: Golden, nothing: An
     with pytest.raises(InputMissing) as refused:
         Submission(job_pb2.JobSpec()).add_inputs(nothing, [model], [])
     golden.check(refused.value)
-    made = Submission(job_pb2.JobSpec())
-    made.add_inputs(nothing, [model], ["reset"])
-    assert list(made.spec.inputs) == ["reset"] and _inputs(made, "reset") == []
+    created = Submission(job_pb2.JobSpec())
+    created.add_inputs(nothing, [model], ["reset"])
+    assert list(created.spec.inputs) == ["reset"] and _inputs(created, "reset") == []
 
 
 @pytest.mark.parametrize("nothing", NOTHING, indirect=True)
 def test_what_a_ready_program_takes_is_the_farms_to_say(nothing: Any, tmp_path: Path) -> None:
-    made = Submission(job_pb2.JobSpec())
-    made.add_inputs(nothing, [PreparedModel("x", program=tmp_path / "x.pte")], [])
-    assert list(made.spec.inputs) == ["forward"] and _inputs(made) == []
+    created = Submission(job_pb2.JobSpec())
+    created.add_inputs(nothing, [PreparedModel("x", program=tmp_path / "x.pte")], [])
+    assert list(created.spec.inputs) == ["forward"] and _inputs(created) == []
 
 
 def test_a_program_takes_places_in_their_order(tmp_path: Path) -> None:
-    made = Submission(job_pb2.JobSpec())
+    created = Submission(job_pb2.JobSpec())
     program = PreparedModel("x", program=tmp_path / "x.pte")
     turned = {str(place): np.full(1, place) for place in reversed(range(11))}
-    made.add_inputs(turned | {"arr_11": np.full(1, 11)}, [program], ["encode"])
-    values = _inputs(made, "encode")
+    created.add_inputs(turned | {"arr_11": np.full(1, 11)}, [program], ["encode"])
+    values = _inputs(created, "encode")
     assert [tensors.to_array(value).item() for value in values if isinstance(value, tensors.Tensor)] == list(range(12))
 
 
@@ -218,8 +218,8 @@ def test_a_recipe_file_is_the_recipe_that_it_names(golden: Golden, tmp_path: Pat
 
 
 def test_samples_go_along_only_where_something_reads_them() -> None:
-    made = _submission([TWO], "xnnpack_fp32", "xnnpack_pt2e_int8_dynamic_per_channel", INT8, "acme.fast")
-    counts = [len(candidate.model.methods["forward"].calibration) for candidate in made.spec.candidates]
+    created = _submission([TWO], "xnnpack_fp32", "xnnpack_pt2e_int8_dynamic_per_channel", INT8, "acme.fast")
+    counts = [len(candidate.model.methods["forward"].calibration) for candidate in created.spec.candidates]
     assert counts == [0, 0, 1, 1]  # what a plug-in of the server reads, nobody here knows
     assert digest.of_bytes(b"sample") not in _submission([TWO], "portable").blobs
 
@@ -236,8 +236,8 @@ def test_every_method_and_constant_goes_along_with_its_times() -> None:
         "decode": digest.of_bytes(b"d"),
     }
     assert candidate.model.constant_methods["bos"].digest == digest.of_bytes(b"constant")
-    told = [(stage.stage, stage.where, stage.duration_ms, dict(stage.methods)) for stage in candidate.stages_done]
-    assert told == [
+    reported = [(stage.stage, stage.where, stage.duration_ms, dict(stage.methods)) for stage in candidate.stages_done]
+    assert reported == [
         ("SOURCE_TRANSFORM", common_pb2.ACTOR_CLIENT, 1.5, {"encode": 1.5}),
         ("QUANTIZE", common_pb2.ACTOR_CLIENT, 0.0, {}),
         ("TORCH_EXPORT", common_pb2.ACTOR_CLIENT, 12.0, {"encode": 5.0, "decode": 7.0}),
@@ -255,9 +255,9 @@ def test_a_programs_data_files_are_part_of_its_digest(tmp_path: Path) -> None:
     pte, ptd = tmp_path / "x.pte", tmp_path / "weights.ptd"
     pte.write_bytes(b"program")
     ptd.write_bytes(b"\0" * 8 + b"FH01")
-    made = Submission(job_pb2.JobSpec())
-    made.add_candidates([prepare(PreparedModel("x", program=pte), data=[ptd])], [])
-    (candidate,) = made.spec.candidates
+    created = Submission(job_pb2.JobSpec())
+    created.add_candidates([prepare(PreparedModel("x", program=pte), data=[ptd])], [])
+    (candidate,) = created.spec.candidates
     weights = digest.of_file(ptd)
     assert candidate.program.data["weights"].digest == weights
     assert candidate.program.digest == digest.of_program(digest.of_bytes(b"program"), {"weights": weights})
@@ -314,20 +314,20 @@ def _result(*states: str, errors: bool = True) -> JobResult:
 
 
 def test_a_report_is_read_by_attributes_and_by_keys() -> None:
-    found = _result("SUCCEEDED").report
-    assert found.latency is not None
-    assert found.latency.p50_ns == found["latency"]["p50_ns"] == 5.0
-    assert found.memory is None
-    assert found.json()["state"] == "SUCCEEDED"
+    result = _result("SUCCEEDED").report
+    assert result.latency is not None
+    assert result.latency.p50_ns == result["latency"]["p50_ns"] == 5.0
+    assert result.memory is None
+    assert result.json()["state"] == "SUCCEEDED"
     with pytest.raises(AttributeError, match="p51_ns"):
-        found.latency.p51_ns  # type: ignore[attr-defined]  # noqa: B018
+        result.latency.p51_ns  # type: ignore[attr-defined]  # noqa: B018
 
 
 def test_a_report_is_a_mapping_of_plain_json() -> None:
-    found = _result("SUCCEEDED").report
-    assert dict(found) == found.json() and found["memory"] is None
-    assert found["latency"] == dict(found.latency or {})
-    assert "latency" in found and len(found) == len(found.json())
+    result = _result("SUCCEEDED").report
+    assert dict(result) == result.json() and result["memory"] is None
+    assert result["latency"] == dict(result.latency or {})
+    assert "latency" in result and len(result) == len(result.json())
 
 
 def test_a_failed_cell_raises_only_on_report() -> None:
@@ -487,18 +487,18 @@ class _Store:
 
 
 async def test_thousands_of_samples_are_asked_for_in_batches_and_sent_a_few_at_a_time() -> None:
-    made = Submission(job_pb2.JobSpec())
+    created = Submission(job_pb2.JobSpec())
     for number in range(6000):
-        made.add(number.to_bytes(4, "big"))
-    store = _Store(set(list(made.blobs)[:5900]))
+        created.add(number.to_bytes(4, "big"))
+    store = _Store(set(list(created.blobs)[:5900]))
     moved: list[tuple[int, int]] = []
     sent = await transfers.upload_missing(
-        cast(Any, store), made.blobs, server="s", on_progress=lambda done, total: moved.append((done, total))
+        cast(Any, store), created.blobs, server="s", on_progress=lambda done, total: moved.append((done, total))
     )
     assert store.asked == [5000, 1000]
     assert 1 < store.most <= transfers.PARALLEL_SMALL
     assert sent == 400 and moved[-1] == (400, 400) and moved == sorted(moved)
-    assert store.known == set(made.blobs)
+    assert store.known == set(created.blobs)
 
 
 async def test_an_upload_that_is_refused_ends_the_others(golden: Golden, tmp_path: Path) -> None:
@@ -507,11 +507,11 @@ async def test_an_upload_that_is_refused_ends_the_others(golden: Golden, tmp_pat
             refusal = to_status(error_of(Fault.FARM, "STORE_FULL", "The store is full."))
             raise grpc.aio.AioRpcError(refusal.code, grpc.aio.Metadata(), grpc.aio.Metadata(*refusal.trailing_metadata))
 
-    made = Submission(job_pb2.JobSpec())
+    created = Submission(job_pb2.JobSpec())
     for number in range(40):
-        made.add(number.to_bytes(4, "big"))
+        created.add(number.to_bytes(4, "big"))
     with pytest.raises(EtfarmError) as refused:
-        await transfers.upload_missing(cast(Any, Full(set())), made.blobs, server="s")
+        await transfers.upload_missing(cast(Any, Full(set())), created.blobs, server="s")
     golden.check(refused.value)
 
 

@@ -17,16 +17,16 @@ def config(*arguments: str) -> Config:
 
 
 def test_limits_of_compilations_are_options() -> None:
-    made = config(
+    created = config(
         "--workers", "3", "--threads", "2", "--memory-gib", "4", "--cpu-limit", "90", "--compile-timeout", "100",
         "--stage-timeout", "50.5", "--analysis-timeout", "20",
     )  # fmt: skip
-    assert (made.workers, made.threads, made.memory_bytes, made.cpu_s) == (3, 2, 4 << 30, 90)
-    assert (made.compile_deadline_s, made.stage_deadline_s, made.analysis_deadline_s) == (100.0, 50.5, 20.0)
+    assert (created.workers, created.threads, created.memory_bytes, created.cpu_s) == (3, 2, 4 << 30, 90)
+    assert (created.compile_deadline_s, created.stage_deadline_s, created.analysis_deadline_s) == (100.0, 50.5, 20.0)
 
 
 def test_an_option_that_is_left_out_is_what_the_configuration_says() -> None:
-    made = config()
+    created = config()
     defaults = {field.name: field.default for field in fields(Config)}
     for name in (
         "workers",
@@ -37,7 +37,7 @@ def test_an_option_that_is_left_out_is_what_the_configuration_says() -> None:
         "analysis_deadline_s",
         "patience_s",
     ):
-        assert getattr(made, name) == defaults[name]
+        assert getattr(created, name) == defaults[name]
 
 
 @pytest.mark.parametrize("option", ["--compile-timeout", "--stage-timeout", "--analysis-timeout", "--cpu-limit", "--workers"])

@@ -34,13 +34,13 @@ REPORT: dict[str, Any] = {
 
 def with_(path: str, value: Any) -> dict[str, Any]:
     """The report with one value another."""
-    made = copy.deepcopy(REPORT)
-    *way, key = path.split(".")
-    target: Any = made
-    for name in way:
+    created = copy.deepcopy(REPORT)
+    *route, key = path.split(".")
+    target: Any = created
+    for name in route:
         target = target[int(name)] if name.isdigit() else target[name]
     target[key] = value
-    return made
+    return created
 
 
 def test_equal_reports_have_no_changes() -> None:
@@ -48,7 +48,7 @@ def test_equal_reports_have_no_changes() -> None:
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "what", "said"),
+    ("path", "value", "what", "expected"),
     [
         ("model.digest", "e" * 64, "model", "model bbbbbbbb -> eeeeeeee"),
         ("recipe_digest", None, "recipe", "recipe aaaaaaaa -> none"),
@@ -72,18 +72,18 @@ def test_equal_reports_have_no_changes() -> None:
         ("analysis.version", "0.2.0", "analyzing etfarm", "analyzing etfarm 0.1.0 -> 0.2.0"),
     ],
 )
-def test_what_is_another_is_named_with_both_values(path: str, value: Any, what: str, said: str) -> None:
-    (found,) = changes(REPORT, with_(path, value))
-    assert found["what"] == what and what in WHATS
-    assert sentence(found) == said
+def test_what_is_another_is_named_with_both_values(path: str, value: Any, what: str, expected: str) -> None:
+    (result,) = changes(REPORT, with_(path, value))
+    assert result["what"] == what and what in WHATS
+    assert sentence(result) == expected
     (back,) = changes(with_(path, value), REPORT)
-    assert (back["base"], back["candidate"]) == (found["candidate"], found["base"])
+    assert (back["base"], back["candidate"]) == (result["candidate"], result["base"])
 
 
 def test_a_programs_digest_is_told_only_where_nothing_else_says_why() -> None:
     other = with_("compile.program.digest", "f" * 64)
     other["compile"]["toolchain"]["torch"] = "2.14.0"
-    assert [found["what"] for found in changes(REPORT, other)] == ["torch"]
+    assert [result["what"] for result in changes(REPORT, other)] == ["torch"]
 
 
 @pytest.mark.parametrize("section", ["device", "runner", "compile", "telemetry", "analysis", "inputs"])

@@ -67,12 +67,12 @@ def test_the_exit_code_tells_how_it_ended(
 ) -> None:
     _endings["now"] = ending
     assert command.main(["bench", "a", "--b"]) == code
-    said = capsys.readouterr()
+    printed = capsys.readouterr()
     if isinstance(ending, EtfarmError):
-        assert said.err == f"etfarm: {ending}\n"
-        assert said.out == ""
+        assert printed.err == f"etfarm: {ending}\n"
+        assert printed.out == ""
     elif not isinstance(ending, type):
-        assert said.out == "arguments a --b\n"
+        assert printed.out == "arguments a --b\n"
 
 
 def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
@@ -87,9 +87,9 @@ def test_a_command_that_is_like_none_points_to_help(capsys: pytest.CaptureFixtur
 
 def test_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["bundle", "--help"]) == 0
-    said = capsys.readouterr().out
-    assert said.startswith("usage: etfarm bundle {add,build,list}")
-    assert all(f"\n  {name:<5}  {command.SUMMARIES[f'bundle.{name}']}" in said for name in ("add", "build", "list"))
+    printed = capsys.readouterr().out
+    assert printed.startswith("usage: etfarm bundle {add,build,list}")
+    assert all(f"\n  {name:<5}  {command.SUMMARIES[f'bundle.{name}']}" in printed for name in ("add", "build", "list"))
     for arguments in (["bundle"], ["bundle", "nothing"]):
         assert command.main(arguments) == 2
         assert "{add,build,list}" in capsys.readouterr().err

@@ -22,12 +22,12 @@ SEEDS = [
 
 
 @pytest.mark.slow(reason="shows hundreds of mutated documents")
-@pytest.mark.parametrize("made", SEEDS, ids=["measured", "failed"])
-def test_a_document_with_one_value_exchanged_is_shown_or_refused(made: dict[str, Any]) -> None:
-    good = projection.loads(json.dumps(made))
-    assert read_everywhere(json.dumps(made), good) is None
+@pytest.mark.parametrize("created", SEEDS, ids=["measured", "failed"])
+def test_a_document_with_one_value_exchanged_is_shown_or_refused(created: dict[str, Any]) -> None:
+    good = projection.loads(json.dumps(created))
+    assert read_everywhere(json.dumps(created), good) is None
     refused = shown = 0
-    for text, what in mutated(made, seed=20261121, number=400):
+    for text, what in mutated(created, seed=20261121, number=400):
         try:
             sentence = read_everywhere(text, good)
         except Exception as error:
@@ -37,7 +37,7 @@ def test_a_document_with_one_value_exchanged_is_shown_or_refused(made: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("path", "value", "said"),
+    ("path", "value", "expected"),
     [
         (("reports", 0, "memory", "planned_bytes"), [None], r"planned_bytes\[0\] is null, not a whole number"),
         (("reports", 0, "latency", "p50_ci95_ns"), [1, None], r"p50_ci95_ns\[1\] is null, not a number"),
@@ -54,19 +54,19 @@ def test_a_document_with_one_value_exchanged_is_shown_or_refused(made: dict[str,
         (("job", "submitted_at"), 5, "job.submitted_at is 5, not a text"),
     ],
 )
-def test_what_the_contract_does_not_have_is_named(path: tuple[str | int, ...], value: Any, said: str) -> None:
-    made = copy.deepcopy(SEEDS[0])
-    inside: Any = made
+def test_what_the_contract_does_not_have_is_named(path: tuple[str | int, ...], value: Any, expected: str) -> None:
+    created = copy.deepcopy(SEEDS[0])
+    inside: Any = created
     for key in path[:-1]:
         inside = inside[key]
     inside[path[-1]] = value
-    with pytest.raises(projection.BadDocument, match=said):
-        projection.loads(json.dumps(made))
+    with pytest.raises(projection.BadDocument, match=expected):
+        projection.loads(json.dumps(created))
 
 
 def test_labels_that_are_not_there_are_none_at_all() -> None:
-    made = copy.deepcopy(SEEDS[0])
-    made["job"]["labels"] = None
-    found = projection.loads(json.dumps(made))
-    assert found["job"]["labels"] == {}
-    assert read_everywhere(json.dumps(made), found) is None
+    created = copy.deepcopy(SEEDS[0])
+    created["job"]["labels"] = None
+    result = projection.loads(json.dumps(created))
+    assert result["job"]["labels"] == {}
+    assert read_everywhere(json.dumps(created), result) is None

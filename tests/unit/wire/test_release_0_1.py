@@ -25,19 +25,19 @@ STORED: tuple[Any, ...] = (
 
 def pairs() -> dict[tuple[str, str], tuple[Descriptor, Descriptor]]:
     """Every old message within the stored ones, with the current message of its place."""
-    found: dict[tuple[str, str], tuple[Descriptor, Descriptor]] = {}
+    result: dict[tuple[str, str], tuple[Descriptor, Descriptor]] = {}
     waiting = [(message_class(kind.DESCRIPTOR.name).DESCRIPTOR, kind.DESCRIPTOR) for kind in STORED]
     while waiting:
         old, new = waiting.pop()
-        if (old.full_name, new.full_name) in found or not old.full_name.startswith("etfarm."):
+        if (old.full_name, new.full_name) in result or not old.full_name.startswith("etfarm."):
             continue
-        found[old.full_name, new.full_name] = old, new
+        result[old.full_name, new.full_name] = old, new
         for field in copied(old):
             other = counterpart(field, new)
             if field.message_type is not None:
                 assert other.message_type is not None, label(field)
                 waiting.append((field.message_type, other.message_type))
-    return found
+    return result
 
 
 def copied(message: Descriptor) -> Iterator[FieldDescriptor]:

@@ -39,12 +39,12 @@ def test_keys_that_an_older_version_did_not_have_are_there_as_of_nothing() -> No
         (one["compile"]["stages"][0], "methods"), (one["error"], "remedy"),
     ):  # fmt: skip
         del parent[key]
-    (found,) = report.loads(json.dumps(older))["reports"]
-    assert set(found) == set(KEYS)
-    assert found["numerics"] is found["latency"]["drift"] is found["operators"][0]["times_ns"] is None
-    assert found["compile"]["modules"] is found["error"]["remedy"] is None
-    assert found["operators"][0]["sources"] == found["compile"]["delegation"]["forward"]["operators"][0]["places"] == []
-    assert found["compile"]["stages"][0]["methods"] == {}
+    (result,) = report.loads(json.dumps(older))["reports"]
+    assert set(result) == set(KEYS)
+    assert result["numerics"] is result["latency"]["drift"] is result["operators"][0]["times_ns"] is None
+    assert result["compile"]["modules"] is result["error"]["remedy"] is None
+    assert result["operators"][0]["sources"] == result["compile"]["delegation"]["forward"]["operators"][0]["places"] == []
+    assert result["compile"]["stages"][0]["methods"] == {}
 
 
 def test_keys_of_a_newer_version_stay() -> None:
@@ -54,7 +54,7 @@ def test_keys_of_a_newer_version_stay() -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         (b"\xff\xfe\x00", "not JSON"),
         ("{", "not JSON"),
@@ -69,7 +69,7 @@ def test_keys_of_a_newer_version_stay() -> None:
         ('{"schema": "etfarm.report/1", "reports": [{"compile": {"delegation": {"f": 1}}}]}', r"delegation.f is not an object"),
     ],
 )
-def test_anything_else_is_refused_in_one_sentence(text: str | bytes, said: str) -> None:
-    with pytest.raises(report.BadDocument, match=said) as caught:
+def test_anything_else_is_refused_in_one_sentence(text: str | bytes, expected: str) -> None:
+    with pytest.raises(report.BadDocument, match=expected) as caught:
         report.loads(text)
     assert "--json" in caught.value.remedy

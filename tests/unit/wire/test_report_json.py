@@ -167,8 +167,8 @@ def test_what_is_no_number_is_null(number: float) -> None:
 def test_an_error_is_the_same_from_the_wire_and_from_an_exception() -> None:
     expected = {"fault": "USER", "reason": "BAD", "message": "No.", "remedy": None, "stage": None, "metadata": {"a": "1"}}
     assert projection.error_json(error_of(Fault.USER, "BAD", "No.", metadata={"a": "1"})) == expected
-    said = common_pb2.Error(fault=common_pb2.FAULT_USER, reason="BAD", message="No.", metadata={"a": "1"})
-    assert projection.error_json(said) == expected
+    text = common_pb2.Error(fault=common_pb2.FAULT_USER, reason="BAD", message="No.", metadata={"a": "1"})
+    assert projection.error_json(text) == expected
     assert projection.error_json(common_pb2.Error(message="No."))["fault"] is None
 
 

@@ -124,14 +124,14 @@ devices = st.builds(
 
 @given(devices)
 def test_every_value_of_a_device_selects_it_and_its_negation_does_not(device: Device) -> None:
-    said = [("id", device.id), ("name", device.name), ("arch", device.arch), ("soc", device.soc), ("os", device.os)]
-    said += [("memory", str(device.memory_bytes)), ("cores", str(device.cores)), ("emulated", str(device.emulated))]
-    said += [("feature", feature) for feature in device.features] + [("backend", backend) for backend in device.backends]
-    said += [(f"label.{key}", value) for key, value in device.labels.items()]
-    for key, value in said:
+    text = [("id", device.id), ("name", device.name), ("arch", device.arch), ("soc", device.soc), ("os", device.os)]
+    text += [("memory", str(device.memory_bytes)), ("cores", str(device.cores)), ("emulated", str(device.emulated))]
+    text += [("feature", feature) for feature in device.features] + [("backend", backend) for backend in device.backends]
+    text += [(f"label.{key}", value) for key, value in device.labels.items()]
+    for key, value in text:
         assert selectors.parse(f"{key}={value}").matches(device), key
         assert not selectors.parse(f"{key}!={value}").matches(device), key
-    assert selectors.parse(",".join(f"{key}={value}" for key, value in said)).matches(device)
+    assert selectors.parse(",".join(f"{key}={value}" for key, value in text)).matches(device)
 
 
 @given(devices, st.integers(0, 1 << 45), st.sampled_from(["memory", "cores"]))

@@ -111,7 +111,7 @@ def test_an_order_with_a_stage_is_one_that_can_be_run_and_keeps_what_is_done_bef
             if order[0] not in STARTS or not all(before in PREDECESSORS[stage] for before, stage in itertools.pairwise(order)):
                 continue
             for stage in STAGES:
-                found = stages.order_with(order, stage)
-                stages.check_order(found)
-                assert stage in found and found[-1] == "TO_EXECUTORCH"
-                assert {one for one in order if one in STAGES[:2]} <= set(found)
+                result = stages.order_with(order, stage)
+                stages.check_order(result)
+                assert stage in result and result[-1] == "TO_EXECUTORCH"
+                assert {one for one in order if one in STAGES[:2]} <= set(result)

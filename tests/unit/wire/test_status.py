@@ -52,8 +52,8 @@ def test_an_error_survives_a_status(error: EtfarmError) -> None:
 
 @given(errors)
 def test_an_error_survives_a_message(error: EtfarmError) -> None:
-    said = common_pb2.Error.FromString(status.to_proto(error).SerializeToString())
-    assert described(status.from_proto(said)) == described(error)
+    text = common_pb2.Error.FromString(status.to_proto(error).SerializeToString())
+    assert described(status.from_proto(text)) == described(error)
 
 
 def test_a_status_carries_error_info_as_the_contract_says() -> None:

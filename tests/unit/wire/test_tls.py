@@ -51,7 +51,7 @@ def test_what_holds_no_certificate_is_named_with_its_option(folder: Path, name: 
 
 
 @pytest.mark.parametrize(
-    ("cert", "key", "said"),
+    ("cert", "key", "expected"),
     [
         ("none.pem", "key.pem", "none.pem holds no certificate (PEM). Check --tls-cert."),
         ("cert.pem", "none.pem", "none.pem holds no private key (PEM). Check --tls-key."),
@@ -61,10 +61,10 @@ def test_what_holds_no_certificate_is_named_with_its_option(folder: Path, name: 
         ("cert.pem", "locked.pem", "locked.pem has a password. Give one without, which only its user may read."),
     ],
 )
-def test_an_identity_of_other_files_is_refused(folder: Path, cert: str, key: str, said: str) -> None:
+def test_an_identity_of_other_files_is_refused(folder: Path, cert: str, key: str, expected: str) -> None:
     with pytest.raises(BadTlsFile) as refused:
         read_identity(folder / cert, folder / key)
-    assert str(refused.value).endswith(said)
+    assert str(refused.value).endswith(expected)
 
 
 @pytest.mark.parametrize(

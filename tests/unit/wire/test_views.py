@@ -35,10 +35,10 @@ def reports(draw: st.DrawFn) -> list[dict[str, Any]]:
     leaves: list[dict[str, Any]] = []
 
     def add(kind: str, **more: Any) -> dict[str, Any]:
-        made = row(len(rows), kind, **more)
-        made["mean_ns"] = draw(st.none() | st.floats(0.01, 1e9))
-        rows.append(made)
-        return made
+        created = row(len(rows), kind, **more)
+        created["mean_ns"] = draw(st.none() | st.floats(0.01, 1e9))
+        rows.append(created)
+        return created
 
     def known() -> dict[str, Any]:
         source = draw(st.none() | st.integers(1, 4).map(line))
@@ -53,9 +53,9 @@ def reports(draw: st.DrawFn) -> list[dict[str, Any]]:
         kernels = draw(st.integers(0, 4))
         for number in range(kernels):
             aligned = draw(st.booleans())
-            found = known() if aligned else {}
+            result = known() if aligned else {}
             name = f"Convolution (NHWC, F32) IGEMM #{number + 1}"
-            leaves.append(add("KERNEL", parent=delegate["index"], name=name, aligned=aligned, **inside, **found))
+            leaves.append(add("KERNEL", parent=delegate["index"], name=name, aligned=aligned, **inside, **result))
         if kernels:
             leaves.append(add("REST", name="rest of XnnpackBackend", parent=delegate["index"], **inside))
         else:
@@ -160,16 +160,16 @@ def test_by_line_the_code_is_the_detail_and_what_has_no_line_says_why() -> None:
 
 
 def test_by_module_an_unmatched_kernel_lies_where_its_delegate_does() -> None:
-    found = {group.key: group for group in views.group(small(), "module", "order")}
-    assert list(found) == ["layer1", "layer1.conv", views.NOT_EXPLAINED, views.MODEL]
-    assert found["layer1"].indexes == (3, 4)
-    assert found["layer1"].total_share == pytest.approx(0.7)
-    assert found["layer1.conv"].depth == 1
+    result = {group.key: group for group in views.group(small(), "module", "order")}
+    assert list(result) == ["layer1", "layer1.conv", views.NOT_EXPLAINED, views.MODEL]
+    assert result["layer1"].indexes == (3, 4)
+    assert result["layer1"].total_share == pytest.approx(0.7)
+    assert result["layer1.conv"].depth == 1
 
 
 def test_by_backend_a_delegate_s_rest_is_its_delegate_s() -> None:
-    found = {group.key: group.own_share for group in views.group(small(), "backend")}
-    assert found == pytest.approx({"XnnpackBackend": 0.8, views.NOT_DELEGATED: 0.15, views.NOT_EXPLAINED: 0.05})
+    result = {group.key: group.own_share for group in views.group(small(), "backend")}
+    assert result == pytest.approx({"XnnpackBackend": 0.8, views.NOT_DELEGATED: 0.15, views.NOT_EXPLAINED: 0.05})
 
 
 def test_sorting_by_name_and_by_own() -> None:
@@ -179,17 +179,17 @@ def test_sorting_by_name_and_by_own() -> None:
 
 def test_modules_that_own_something_and_ran_nothing_are_in_the_tree() -> None:
     groups = views.group(small(), "module", "total", modules=["layer1.norm", "embedding.table"])
-    found = {group.key: group for group in groups}
-    assert list(found)[-2:] == ["embedding", "embedding.table"]
-    assert found["layer1.norm"].own_ns is None and found["layer1.norm"].rows == 0
+    result = {group.key: group for group in groups}
+    assert list(result)[-2:] == ["embedding", "embedding.table"]
+    assert result["layer1.norm"].own_ns is None and result["layer1.norm"].rows == 0
 
 
 def test_no_operators_are_no_groups() -> None:
     assert all(views.group([], by) == () for by in views.BY)
 
 
-@pytest.mark.parametrize(("by", "sort", "said"), [("layer", "own", "op, type, module"), ("op", "size", "own, total, name")])
-def test_a_view_that_there_is_not_is_refused_with_those_that_there_are(by: str, sort: str, said: str) -> None:
-    with pytest.raises(views.BadView, match=said) as caught:
+@pytest.mark.parametrize(("by", "sort", "expected"), [("layer", "own", "op, type, module"), ("op", "size", "own, total, name")])
+def test_a_view_that_there_is_not_is_refused_with_those_that_there_are(by: str, sort: str, expected: str) -> None:
+    with pytest.raises(views.BadView, match=expected) as caught:
         views.group(small(), by, sort)
     assert caught.value.reason == "BAD_VIEW"

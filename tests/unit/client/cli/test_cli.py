@@ -150,10 +150,10 @@ def test_wrong_usage_is_one_sentence_and_exit_code_2(
     with zipfile.ZipFile(tmp_path / "plain.pt2", "w") as archive:
         archive.writestr("plain/models/model.json", "{}")
     assert command(argv) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("etfarm: ") and said.err.count("\n") == 1
-    golden.check(said.err)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("etfarm: ") and printed.err.count("\n") == 1
+    golden.check(printed.err)
 
 
 @pytest.mark.parametrize("how", [["--json", "out.json"], ["--json=out.json"]])
@@ -182,8 +182,8 @@ def test_json_that_cannot_be_written_is_said_before_anything_starts(
 ) -> None:
     for command in (bench.main, run.main):
         assert command(["demo:resnet8", "--server", NOBODY, "--json", str(tmp_path / name)]) == 2
-        said = capsys.readouterr().err
-        assert says in said and said.count("\n") == 1
+        printed = capsys.readouterr().err
+        assert says in printed and printed.count("\n") == 1
 
 
 def test_a_server_that_is_not_there_is_exit_code_4(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
@@ -321,12 +321,12 @@ def test_what_lies_behind_an_error_is_shown_where_it_is_asked_for(verbose: bool,
             raise error_of(Fault.USER, "EXPORT_FAILED", "It failed.", stage="TORCH_EXPORT") from error
 
     assert execute(command, [], "test") == 1
-    said = capsys.readouterr().err.splitlines()
-    assert said[0] == "etfarm: It failed."
+    printed = capsys.readouterr().err.splitlines()
+    assert printed[0] == "etfarm: It failed."
     if verbose:
-        assert said[1].startswith("Traceback") and said[-1] == "ValueError: torch's own words"
+        assert printed[1].startswith("Traceback") and printed[-1] == "ValueError: torch's own words"
     else:
-        assert said[1:] == ["To see the original error, repeat the command with --verbose."]
+        assert printed[1:] == ["To see the original error, repeat the command with --verbose."]
 
 
 def test_a_job_that_failed_names_its_log_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -398,11 +398,11 @@ def test_how_a_stages_program_is_loaded_is_said(
     files = [tmp_path / "a.pt2", tmp_path / "b.pt2", tmp_path / "a.txt"]
     for path in files:
         path.write_bytes(b"x")
-    said = compile._how_to_load(stage, recipes.parse(recipe), files)
-    assert said.startswith(note) and bool(said) == bool(note)
-    compile._print_written(files, to_stderr=False, note=said)
-    told = " ".join(capsys.readouterr().out.split())
-    assert told.count("wrote ") == 3 and told.endswith(said)
+    text = compile._how_to_load(stage, recipes.parse(recipe), files)
+    assert text.startswith(note) and bool(text) == bool(note)
+    compile._print_written(files, to_stderr=False, note=text)
+    reported = " ".join(capsys.readouterr().out.split())
+    assert reported.count("wrote ") == 3 and reported.endswith(text)
 
 
 def test_a_defect_of_ours_is_written_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -448,18 +448,18 @@ def test_ctrl_c_cancels_and_lets_the_command_clean_up() -> None:
 
 def test_json_is_there_from_the_first_ctrl_c_on(tmp_path: Path) -> None:
     outcome = Outcome(str(tmp_path / "x.json"))
-    found = []
+    result = []
 
     async def main() -> None:
         threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
         try:
             await asyncio.sleep(30)
         finally:
-            found.append(json.loads((tmp_path / "x.json").read_text())["error"]["reason"])
+            result.append(json.loads((tmp_path / "x.json").read_text())["error"]["reason"])
 
     with pytest.raises(Interrupted):
         run_async(main, outcome)
-    assert found == ["CANCELLED"]
+    assert result == ["CANCELLED"]
 
 
 def test_work_in_a_thread_does_not_hold_up_ctrl_c() -> None:
@@ -531,6 +531,6 @@ def test_long_texts_keep_the_end_that_says_more() -> None:
 
 def test_instants_are_told_as_people_do() -> None:
     now = datetime(2026, 1, 10, tzinfo=UTC)
-    told = [units.ago(now - timedelta(seconds=s), now) for s in (1, 30, 600, 36_000, 259_200)]
-    assert told == ["now", "30 s ago", "10 min ago", "10 h ago", "3 d ago"]
+    reported = [units.ago(now - timedelta(seconds=s), now) for s in (1, 30, 600, 36_000, 259_200)]
+    assert reported == ["now", "30 s ago", "10 min ago", "10 h ago", "3 d ago"]
     assert units.ago(None, now) == "-"

@@ -54,7 +54,7 @@ def test_a_metric_that_is_none_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("body", "given"),
+    ("body", "values"),
     [
         ("return 2", {"f": 2.0}),
         ("return True", {"f": 1.0}),
@@ -66,13 +66,13 @@ def test_a_metric_that_is_none_is_refused(
     ],
     ids=range(7),
 )
-def test_a_metric_gives_numbers(body: str, given: object, tmp_path: Path) -> None:
+def test_a_metric_gives_numbers(body: str, values: object, tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text(f"def f(inputs, outputs, index, labels):\n    {body}\n")
     metric = find(f"{tmp_path}/own.py:f")
-    if isinstance(given, dict):
-        assert metric({}, {}, 0, {}) == given
+    if isinstance(values, dict):
+        assert metric({}, {}, 0, {}) == values
     else:
-        with pytest.raises(EtfarmError, match=str(given)):
+        with pytest.raises(EtfarmError, match=str(values)):
             metric({}, {}, 0, {})
 
 

@@ -42,12 +42,12 @@ def test_a_batch_is_given_row_by_row_with_what_all_samples_share(tmp_path: Path)
     assert (source.count, [sample.name for sample in samples]) == (4, [f"many.npz[{i}]" for i in range(4)])
     for index, sample in enumerate(samples):
         assert sample.index == index
-        found = arrays(sample)
-        np.testing.assert_array_equal(found["x"], x[index])
-        assert (found["half"].dtype, found["half"].item()) == (half.dtype, half[index])
-        assert found["k"] == Scalar("k", 7)
-        assert found["text"] == text[index]
-        assert found.keys() == {"x", "half", "k", "text"}
+        result = arrays(sample)
+        np.testing.assert_array_equal(result["x"], x[index])
+        assert (result["half"].dtype, result["half"].item()) == (half.dtype, half[index])
+        assert result["k"] == Scalar("k", 7)
+        assert result["text"] == text[index]
+        assert result.keys() == {"x", "half", "k", "text"}
 
 
 def test_a_batch_larger_than_what_is_read_at_once_holds_one_row(golden: Golden, tmp_path: Path) -> None:

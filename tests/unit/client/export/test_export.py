@@ -204,9 +204,9 @@ def test_attributes_that_torch_leaves_on_inputs_stay_out_of_archives() -> None:
     torch._dynamo.maybe_mark_dynamic(marked, 0)
     left = torch.export.export(nn.Linear(4, 4).eval(), (x,), dynamic_shapes=({0: torch.export.Dim.DYNAMIC(max=8)},))
     assert vars(x) and vars(marked), "else this test shows nothing"
-    for given in (left, torch.export.export(nn.Linear(4, 4).eval(), (marked,))):
-        assert_plain(archive_of(given))
-        assert given.example_inputs is not None and vars(given.example_inputs[0][0])
+    for values in (left, torch.export.export(nn.Linear(4, 4).eval(), (marked,))):
+        assert_plain(archive_of(values))
+        assert values.example_inputs is not None and vars(values.example_inputs[0][0])
 
 
 def assert_plain(archive: bytes) -> None:

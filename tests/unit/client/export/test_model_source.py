@@ -161,15 +161,15 @@ def test_an_archive_that_is_none_is_told_what_it_seems(folder: Path, pt2: bytes)
 
 
 def test_a_file_factory_runs_seeded_with_its_folder_on_the_path_and_says_so(folder: Path) -> None:
-    said: list[str] = []
+    text: list[str] = []
     spec = FileFactory(Path("models/net.py"), "make")
     before = list(sys.path)
-    first = load_source(spec, say=said.append)
+    first = load_source(spec, say=text.append)
     torch.rand(5)
     second = load_source(spec)
     assert isinstance(first, ModelSource) and list(first.methods) == ["forward"]
     assert torch.equal(first.methods["forward"].linear.weight, second.methods["forward"].linear.weight)
-    assert said == ["Seeded torch, numpy and random with 0 before calling models/net.py:make."]
+    assert text == ["Seeded torch, numpy and random with 0 before calling models/net.py:make."]
     assert sys.path == before
 
 

@@ -66,20 +66,20 @@ def test_a_4_bit_recipe_is_applied_here_to_a_copy() -> None:
     assert any(target.startswith("torchao.") for target in targets(program_of(export)))
     assert stages(export) == ["SOURCE_TRANSFORM", "TORCH_EXPORT"]
     assert all(stage.duration_ms > 0 and stage.where == ACTOR_CLIENT for stage in export.stages_done())
-    given = program_of(export).module()(*X)
-    assert not torch.equal(given, expected) and torch.allclose(given, expected, atol=0.1)
+    values = program_of(export).module()(*X)
+    assert not torch.equal(values, expected) and torch.allclose(values, expected, atol=0.1)
     assert module.state_dict().keys() == before.keys() and type(module[0]) is nn.Linear
     assert all(torch.equal(value, before[name]) for name, value in module.state_dict().items())
 
 
 def test_recipes_that_want_the_same_share_an_export(golden: Golden) -> None:
-    made = prepare(mlp(), recipes=["xnnpack_fp32", "portable", FOUR_BIT, GROUPS, f"{FOUR_BIT}"], example_inputs=X)
-    assert len(made.exports) == 3
-    plain = made.export_for(recipes.parse("xnnpack_fp32"))
-    assert plain is made.export_for(recipes.parse("portable")) and stages(plain) == ["TORCH_EXPORT"]
-    assert made.export_for(recipes.parse(GROUPS)) is not made.export_for(recipes.parse(FOUR_BIT))
+    created = prepare(mlp(), recipes=["xnnpack_fp32", "portable", FOUR_BIT, GROUPS, f"{FOUR_BIT}"], example_inputs=X)
+    assert len(created.exports) == 3
+    plain = created.export_for(recipes.parse("xnnpack_fp32"))
+    assert plain is created.export_for(recipes.parse("portable")) and stages(plain) == ["TORCH_EXPORT"]
+    assert created.export_for(recipes.parse(GROUPS)) is not created.export_for(recipes.parse(FOUR_BIT))
     with pytest.raises(NotPrepared) as refused:
-        made.export_for(recipes.parse("xnnpack_torchao_int8da_int4w_per_tensor:group_size=128"))
+        created.export_for(recipes.parse("xnnpack_torchao_int8da_int4w_per_tensor:group_size=128"))
     golden.check(refused.value)
 
 
@@ -177,8 +177,8 @@ def test_a_dict_of_modules_is_a_model_of_several_methods(golden: Golden) -> None
 
 def test_a_dict_of_programs_and_one_of_paths_are_models_too(golden: Golden, tmp_path: Path) -> None:
     programs = {"a": torch.export.export(Encoder().eval(), (torch.ones(2),)), "b": torch.export.export(mlp(), X)}
-    made = prepare(programs)
-    assert set(made.methods) == {"a", "b"} and made.methods["a"].input_names == ("image",)
+    created = prepare(programs)
+    assert set(created.methods) == {"a", "b"} and created.methods["a"].input_names == ("image",)
     for name, program in programs.items():
         torch.export.save(program, tmp_path / f"{name}.pt2")
     paths = prepare({name: tmp_path / f"{name}.pt2" for name in programs})

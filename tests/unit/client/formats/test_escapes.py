@@ -43,14 +43,14 @@ def test_every_text_comes_back_from_its_cell(text: str) -> None:
 def test_no_cell_of_a_reports_csv_is_evaluated_and_its_numbers_are_numbers(name: str) -> None:
     source = {"file": name or "f", "line": 1, "code": name}
     rows = [row(0, "OPERATOR", name, 0.5, -0.5, op_types=[name], module=name, backend=name, source=source)]
-    made = document(report(operators=rows, model={"name": f"={name}", "digest": "0" * 64}, recipe=name, method=name))
-    made["job"]["id"] = f"@{name}"
-    (cells,) = list(spreadsheet.DictReader(io.StringIO(csv.write(made).decode(), newline="")))
+    created = document(report(operators=rows, model={"name": f"={name}", "digest": "0" * 64}, recipe=name, method=name))
+    created["job"]["id"] = f"@{name}"
+    (cells,) = list(spreadsheet.DictReader(io.StringIO(csv.write(created).decode(), newline="")))
     assert cells["p50_ns"] == "-0.5" and cells["share"] == "0.5"
     for key, cell in cells.items():
         if key not in ("p50_ns", "share"):
             assert not re.match(r"\s*[=+\-@]|[\t\r\n]", cell), (key, cell)
-    (again,) = csv.read(csv.write(made))
+    (again,) = csv.read(csv.write(created))
     assert again["model"] == f"={name}" and again["job"] == f"@{name}" and again["code"] == (name or None)
 
 
@@ -91,8 +91,8 @@ def test_a_cell_of_a_table_ends_where_it_should(text: str) -> None:
 
 @given(NAMES)
 def test_no_control_character_and_no_bare_address_is_left(text: str) -> None:
-    for made in (escapes.text(text), escapes.code(text), escapes.html(text)):
-        assert not re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]", made)
+    for created in (escapes.text(text), escapes.code(text), escapes.html(text)):
+        assert not re.search(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]", created)
     assert not re.search(r"(?<!\\)://|www\.", escapes.text(f"http://x.y/{text} www.x.y"))
 
 
@@ -122,8 +122,8 @@ def _structure(text: str) -> list[str]:
 
 
 def test_a_reports_markdown_has_the_structure_that_plain_names_give_it() -> None:
-    made = _hostile()
-    text = markdown.write(made).decode()  # type: ignore[arg-type]
+    created = _hostile()
+    text = markdown.write(created).decode()  # type: ignore[arg-type]
     kinds = _structure(text)
     assert not {"link_open", "image", "heading_open"} & set(kinds), text
     assert "\x1b" not in text and "<img" not in text
@@ -133,9 +133,9 @@ def test_a_comparisons_markdown_has_neither_links_nor_control_characters() -> No
     from etfarm.wire import comparison
     from etfarm.wire.comparison import Side
 
-    made = _hostile()
-    side = Side(made["reports"], made["job"], None, None)  # type: ignore[arg-type]
+    created = _hostile()
+    side = Side(created["reports"], created["job"], None, None)  # type: ignore[arg-type]
     text = compared.markdown(comparison.compare(side, side))
     assert not {"link_open", "image", "heading_open"} & set(_structure(text)), text
     assert "\x1b" not in text and "<img" not in text
-    assert b"\x1b" not in html.write(made)  # type: ignore[arg-type]
+    assert b"\x1b" not in html.write(created)  # type: ignore[arg-type]

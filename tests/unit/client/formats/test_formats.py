@@ -74,8 +74,8 @@ def _begin(draw: st.DrawFn, rows: list[dict[str, Any]]) -> None:
         at += top["duration_ns"] + draw(st.floats(0, 100))
 
 
-def _rows_of(made: dict[str, Any], what: str) -> list[dict[str, Any]]:
-    table = tables.table(made, what)
+def _rows_of(created: dict[str, Any], what: str) -> list[dict[str, Any]]:
+    table = tables.table(created, what)
     return [dict(zip(table.columns, one, strict=True)) for one in table.rows]
 
 
@@ -86,15 +86,15 @@ def test_tables_come_back_from_csv_and_parquet_as_the_document_has_them(rows: li
 
     import pyarrow.parquet
 
-    made = document(report(operators=rows, latency={"samples_ns": samples}), report(id="r2", operators=[], latency=None))
+    created = document(report(operators=rows, latency={"samples_ns": samples}), report(id="r2", operators=[], latency=None))
     for what in tables.WHAT:
-        expected = _rows_of(made, what)
-        again = pyarrow.parquet.read_table(io.BytesIO(parquet.write(made, what))).to_pylist()
+        expected = _rows_of(created, what)
+        again = pyarrow.parquet.read_table(io.BytesIO(parquet.write(created, what))).to_pylist()
         assert again == expected
-        assert csv.read(csv.write(made, what), what) == expected
-    operators = made["reports"][0]["operators"]
-    assert [one["times_ns"] for one in _rows_of(made, "operators")] == [one["times_ns"] for one in operators]
-    assert [one["latency_ns"] for one in _rows_of(made, "samples")] == samples
+        assert csv.read(csv.write(created, what), what) == expected
+    operators = created["reports"][0]["operators"]
+    assert [one["times_ns"] for one in _rows_of(created, "operators")] == [one["times_ns"] for one in operators]
+    assert [one["latency_ns"] for one in _rows_of(created, "samples")] == samples
 
 
 @given(operator_rows())
@@ -147,14 +147,14 @@ def test_the_trace_has_the_jobs_phases_by_actor_without_overlap() -> None:
 
 
 def test_traced_passes_are_first_and_each_process_says_from_where_to_where_it_goes() -> None:
-    made = document(report(), report(id="r2", cell="c2", recipe="portable"))
-    events = perfetto.trace(made)["traceEvents"]
+    created = document(report(), report(id="r2", cell="c2", recipe="portable"))
+    events = perfetto.trace(created)["traceEvents"]
     named = {one["pid"]: one["args"]["name"] for one in events if one["name"] == "process_name"}
     order = {one["pid"]: one["args"]["sort_index"] for one in events if one["name"] == "process_sort_index"}
     assert [named[process] for process in sorted(order, key=order.__getitem__)] == [
         "resnet8 · xnnpack_fp32 · pi5-a, 4 threads: traced pass, from 0 to 1.88 ms (zoom in at the left end)",
         "resnet8 · portable · pi5-a, 4 threads: traced pass, from 0 to 1.88 ms (zoom in at the left end)",
-        f"job {made['job']['id']}: its phases, from 0 to 2.86 s",
+        f"job {created['job']['id']}: its phases, from 0 to 2.86 s",
     ]
     for process in set(named) - {perfetto.JOB_PROCESS}:
         method = next(one for one in events if one["pid"] == process and one["ph"] == "X")
@@ -175,11 +175,11 @@ def test_thinned_samples_keep_the_lowest_and_the_highest(samples: list[int], poi
 
 @given(st.lists(st.integers(0, 10**9), min_size=1, max_size=400))
 def test_a_histogram_counts_every_sample_once(samples: list[int]) -> None:
-    made = charts.histogram(samples)
-    assert sum(made["counts"]) + made["beyond"] == len(samples)
-    assert made["counts"][0] == sum(made["low"] <= one < made["low"] + made["width"] for one in samples)
-    end = made["low"] + made["width"] * len(made["counts"])
-    assert made["beyond"] == sum(one >= end for one in samples)
+    created = charts.histogram(samples)
+    assert sum(created["counts"]) + created["beyond"] == len(samples)
+    assert created["counts"][0] == sum(created["low"] <= one < created["low"] + created["width"] for one in samples)
+    end = created["low"] + created["width"] * len(created["counts"])
+    assert created["beyond"] == sum(one >= end for one in samples)
 
 
 @given(operator_rows())
@@ -225,9 +225,9 @@ def _hostile() -> dict[str, Any]:
         accuracy=[{"output": HOSTILE, "dtype": HOSTILE, "reference": HOSTILE}],
         timeline=[{"actor": HOSTILE, "phase": HOSTILE, "start_ms": 0, "duration_ms": 1}],
     )  # fmt: skip
-    made = document(bad, report(id="r2", state="FAILED", error=error), error=bad["error"])
-    made["job"] |= {"name": HOSTILE, "labels": {HOSTILE: HOSTILE}, "id": HOSTILE}
-    return made
+    created = document(bad, report(id="r2", state="FAILED", error=error), error=bad["error"])
+    created["job"] |= {"name": HOSTILE, "labels": {HOSTILE: HOSTILE}, "id": HOSTILE}
+    return created
 
 
 def test_no_name_becomes_an_element_of_the_page() -> None:
@@ -242,9 +242,9 @@ def test_no_name_becomes_an_element_of_the_page() -> None:
     assert data[0]["operators"][0]["name"] == HOSTILE, "and yet it is there, whole"
 
 
-@pytest.mark.parametrize("made", [document(report(**numerics())), _hostile()], ids=["plain", "hostile"])
-def test_the_page_names_no_address_and_lets_nothing_out(made: dict[str, Any]) -> None:
-    text = html.write(made).decode()
+@pytest.mark.parametrize("created", [document(report(**numerics())), _hostile()], ids=["plain", "hostile"])
+def test_the_page_names_no_address_and_lets_nothing_out(created: dict[str, Any]) -> None:
+    text = html.write(created).decode()
     assert not re.search(r"https?://|//[a-z0-9-]+\.[a-z]", text)
     assert "default-src 'none'" in text and "unsafe-eval" not in text
     page = _Elements()
@@ -265,10 +265,10 @@ def test_a_page_with_a_million_samples_stays_small_and_says_what_it_leaves_out()
 
 
 def test_the_page_has_the_pairs_of_the_numeric_gap_as_every_other_format() -> None:
-    made = document(report(**numerics()))
-    rows = made["reports"][0]["numeric_gap"]
+    created = document(report(**numerics()))
+    rows = created["reports"][0]["numeric_gap"]
     rows[3]["actual"]["shape"] = [2, 8]  # one value in another shape is another value
-    values = _embedded(made)["values"]
+    values = _embedded(created)["values"]
     assert values == [
         {"place": 0, "QUANTIZED": 0, "EAGER": 1},
         {"place": 2, "QUANTIZED": 2, "EAGER": None},
@@ -278,12 +278,12 @@ def test_the_page_has_the_pairs_of_the_numeric_gap_as_every_other_format() -> No
     assert [rows[one["place"]] for one in values] == [one.judged for one in gaps.operators(rows)]
     for gap in rows:
         gap["reference"] = "NOBODY"
-    assert _embedded(made)["values"] == [{"place": place, "QUANTIZED": None, "EAGER": None} for place in range(len(rows))]
+    assert _embedded(created)["values"] == [{"place": place, "QUANTIZED": None, "EAGER": None} for place in range(len(rows))]
 
 
-def _embedded(made: dict[str, Any]) -> dict[str, Any]:
+def _embedded(created: dict[str, Any]) -> dict[str, Any]:
     """What the scripts of a page draw its first report from."""
-    page = html.write(made).decode()
+    page = html.write(created).decode()
     data: dict[str, Any] = json.loads(page.partition('id="data">')[2].partition("</script>")[0])[0]
     return data
 
@@ -306,7 +306,7 @@ def test_every_format_takes_what_was_never_measured(name: str) -> None:
     error = {"fault": "FAULT_USER", "reason": "PROGRAM_CRASHED", "message": "It was killed.", "remedy": "Look at the log."}
     failed = report(state="FAILED", error=error, **EMPTY)
     module = {"csv": csv, "parquet": parquet, "markdown": markdown, "perfetto": perfetto, "html": html}[name]
-    written = [module.write(made) for made in (document(failed), document(failed, report()), document())]
+    written = [module.write(created) for created in (document(failed), document(failed, report()), document())]
     assert all(written)
     if name in ("markdown", "html"):
         text = written[0].decode().replace("\\", "")
@@ -317,14 +317,14 @@ def test_every_format_takes_what_was_never_measured(name: str) -> None:
 
 def test_markdown_is_a_table_whose_rows_have_the_heads_columns() -> None:
     paired = {"base_cell": "c1", "ratio": 0.5, "ratio_ci95": [0.49, 0.51], "rounds": 24, "process_pairs": 8}
-    made = document(
+    created = document(
         report(**numerics()), report(id="r2", cell="c2", recipe="portable", interleaved=paired), *_hostile()["reports"]
     )
-    lines = markdown.write(made).decode().splitlines()
+    lines = markdown.write(created).decode().splitlines()
     table = lines[: lines.index("")]
     bars = [len(re.findall(r"(?<!\\)\|", line)) for line in table]
     assert len(set(bars)) == 1, table
-    assert len(table) == 2 + len(made["reports"])
+    assert len(table) == 2 + len(created["reports"])
     assert "0.500x [0.490, 0.510] of xnnpack_fp32: 2.00 times as fast" in table[3].replace("\\", "")
     text = "\n".join(lines)
     outside_of_code = re.sub(r"(`+)(?!`).*?(?<!`)\1(?!`)", "", text)
@@ -339,14 +339,14 @@ def test_markdown_names_the_slowest_line_and_the_first_bad_operator() -> None:
 
 
 def test_a_report_is_chosen_by_its_number_or_its_cells_beginning() -> None:
-    made = document(report(cell="abc1"), report(id="r2", cell="abd2"))
-    assert formats.only(made, ["1"])["reports"] == made["reports"][1:]
-    assert formats.only(made, ["abc"])["reports"] == made["reports"][:1]
-    assert formats.only(made, []) == made
+    created = document(report(cell="abc1"), report(id="r2", cell="abd2"))
+    assert formats.only(created, ["1"])["reports"] == created["reports"][1:]
+    assert formats.only(created, ["abc"])["reports"] == created["reports"][:1]
+    assert formats.only(created, []) == created
     with pytest.raises(formats.NoSuchReport, match=r"There is no report '7'\. There are 0 "):
-        formats.only(made, ["7"])
+        formats.only(created, ["7"])
     with pytest.raises(formats.NoSuchReport, match="Several reports begin with 'ab'"):
-        formats.only(made, ["ab"])
+        formats.only(created, ["ab"])
 
 
 def test_parquet_without_its_library_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,40 +19,40 @@ START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 def report(p50_ns: float | None = 1000.0, verdict: str = "VALID", **changed: Any) -> dict[str, Any]:
     """A REPORT of a network on a board, as the contract's projection has it."""
-    made = report_pb2.Report(
+    created = report_pb2.Report(
         id="r", cell="c", recipe="xnnpack_fp32", method="forward", threads=4, state=common_pb2.CELL_STATE_SUCCEEDED
     )
-    made.model.CopyFrom(report_pb2.ReportModel(name="net", digest="a" * 64))
-    made.device.CopyFrom(report_pb2.ReportDevice(id="board", name="pi5-a"))
-    made.runner.kind = common_pb2.RUNNER_KIND_NATIVE
-    compiled = made.compile.compilation
+    created.model.CopyFrom(report_pb2.ReportModel(name="net", digest="a" * 64))
+    created.device.CopyFrom(report_pb2.ReportDevice(id="board", name="pi5-a"))
+    created.runner.kind = common_pb2.RUNNER_KIND_NATIVE
+    compiled = created.compile.compilation
     compiled.program.digest, compiled.program.pte.size_bytes = "d" * 64, 2048
     compiled.toolchain.torch = "2.13.0"
-    made.accuracy.add(output="logits", sqnr_db=300, reference=report_pb2.REFERENCE_EAGER)
-    made.accuracy.add(output="logits", sqnr_db=20, reference=report_pb2.REFERENCE_QUANTIZED)
-    made.verdict.status = report_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{verdict}")
+    created.accuracy.add(output="logits", sqnr_db=300, reference=report_pb2.REFERENCE_EAGER)
+    created.accuracy.add(output="logits", sqnr_db=20, reference=report_pb2.REFERENCE_QUANTIZED)
+    created.verdict.status = report_pb2.VerdictStatus.Value(f"VERDICT_STATUS_{verdict}")
     if verdict == "INVALID":
-        made.verdict.reasons.add(code="CPU_STARVED", message="It had no cpu.")
+        created.verdict.reasons.add(code="CPU_STARVED", message="It had no cpu.")
     if p50_ns is not None:
-        made.latency.p50_ns = p50_ns
-        made.latency.p50_ci95_ns.extend([0.99 * p50_ns, 1.01 * p50_ns])
-    found = report_json(made)
+        created.latency.p50_ns = p50_ns
+        created.latency.p50_ci95_ns.extend([0.99 * p50_ns, 1.01 * p50_ns])
+    result = report_json(created)
     for path, value in changed.items():
-        *way, key = path.split("__")
-        target = found
-        for name in way:
+        *route, key = path.split("__")
+        target = result
+        for name in route:
             target = target[name]
         target[key] = value
-    return found
+    return result
 
 
 def entries(*reports: dict[str, Any]) -> list[HistoryEntry]:
     """Newest first, as a farm gives them; the reports are given oldest first."""
-    made = [
+    created = [
         HistoryEntry(f"job{place}", ("baseline",) if place == 0 else (), START + timedelta(hours=place), Report.from_dict(each))
         for place, each in enumerate(reports)
     ]
-    return made[::-1]
+    return created[::-1]
 
 
 def only(*reports: dict[str, Any]) -> Series:
@@ -107,8 +107,8 @@ def without_a_program() -> dict[str, Any]:
 
 def compiled(program: str) -> dict[str, Any]:
     """What is only compiled."""
-    made = report(None, latency=None, device=None, runner=None, compile__program__digest=program * 64)
-    return made | {"verdict": None}
+    created = report(None, latency=None, device=None, runner=None, compile__program__digest=program * 64)
+    return created | {"verdict": None}
 
 
 def test_a_report_that_failed_hides_no_change_of_the_program() -> None:
@@ -129,11 +129,11 @@ def test_a_report_that_failed_hides_no_change_between_measurements_that_are_no_e
 def test_recipes_devices_methods_and_threads_are_series_of_their_own() -> None:
     on_another = report()
     on_another["device"]["id"] = "other"
-    made = trends(
+    created = trends(
         entries(report(), report(recipe="portable"), on_another, report(method="encode"), report(threads=1), report(1001))
     )
-    assert [len(series.points) for series in made] == [2, 1, 1, 1, 1]
-    assert [series.threads for series in made] == [4, 1, 4, 4, 4], "that with the newest report first"
+    assert [len(series.points) for series in created] == [2, 1, 1, 1, 1]
+    assert [series.threads for series in created] == [4, 1, 4, 4, 4], "that with the newest report first"
 
 
 def test_a_models_own_change_is_told_within_its_series() -> None:
@@ -148,10 +148,10 @@ def test_small_differences_are_not_blown_up() -> None:
 
 
 def test_the_document_has_every_point_with_its_report_and_is_strict_json() -> None:
-    made = document("net", entries(report(1000), report(1200)), None)
-    assert json.loads(dumps(made), parse_constant=pytest.fail) == made
-    assert (made["schema"], made["error"]) == ("etfarm.history/1", None)
-    (series,) = made["series"]
+    created = document("net", entries(report(1000), report(1200)), None)
+    assert json.loads(dumps(created), parse_constant=pytest.fail) == created
+    assert (created["schema"], created["error"]) == ("etfarm.history/1", None)
+    (series,) = created["series"]
     assert series["device"] == {"id": "board", "name": "pi5-a"}
     assert [(point["job"], point["tags"], point["ratio"]) for point in series["points"]] == [
         ("job0", ["baseline"], None),

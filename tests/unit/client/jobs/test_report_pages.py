@@ -103,10 +103,10 @@ async def test_a_history_is_slim_and_its_pages_have_what_fits(finished: Finished
         answer = await finished.stubs.reports.ListHistory(request)
         pages.append([entry.report for entry in answer.entries])
         request.page_token = answer.next_page_token
-    found = [report for page in pages for report in page]
-    assert [report.id for report in found] == ["r4", "r3", "r2", "r1", "r0"]
-    assert 1 < len(pages) < len(found), "the report with a long row is no larger than the others"
-    assert all(report.latency.p50_ns == 1000 and not report.operators for report in found)
+    result = [report for page in pages for report in page]
+    assert [report.id for report in result] == ["r4", "r3", "r2", "r1", "r0"]
+    assert 1 < len(pages) < len(result), "the report with a long row is no larger than the others"
+    assert all(report.latency.p50_ns == 1000 and not report.operators for report in result)
 
 
 async def test_a_cell_s_report_comes_alone(finished: Finished) -> None:

@@ -28,10 +28,10 @@ X, Y = np.arange(6, dtype=np.float32).reshape(2, 3), np.ones((2, 3), np.float32)
 
 
 @pytest.mark.parametrize(
-    ("given", "named"), [((X, Y), {}), ((X,), {"b": Y}), ((), {"b": Y, "a": X}), ((), {"1": Y, "0": X})], ids=range(4)
+    ("arguments", "named"), [((X, Y), {}), ((X,), {"b": Y}), ((), {"b": Y, "a": X}), ((), {"1": Y, "0": X})], ids=range(4)
 )
-def test_inputs_come_in_order_by_name_or_both(given: tuple[object, ...], named: dict[str, object]) -> None:
-    values = flattened("forward", method(tensor(), tensor()), ["a", "b"], given, named)  # type: ignore[arg-type]
+def test_inputs_come_in_order_by_name_or_both(arguments: tuple[object, ...], named: dict[str, object]) -> None:
+    values = flattened("forward", method(tensor(), tensor()), ["a", "b"], arguments, named)  # type: ignore[arg-type]
     assert [value.name for value in values] == ["a", "b"]
     assert [to_array(value).tolist() for value in values if isinstance(value, Tensor)] == [X.tolist(), Y.tolist()]
 
@@ -42,7 +42,7 @@ def test_the_program_s_own_names_serve_where_the_model_s_are_not_known() -> None
 
 
 @pytest.mark.parametrize(
-    ("names", "given", "named", "words"),
+    ("names", "values", "named", "words"),
     [
         (["a", "b"], (X,), {"c": Y}, "a, b"),
         (["a", "b"], (X, Y), {"a": X}, "name the input"),
@@ -55,17 +55,17 @@ def test_the_program_s_own_names_serve_where_the_model_s_are_not_known() -> None
     ids=range(7),
 )
 def test_inputs_that_are_none_or_twice_are_refused(
-    names: list[str], given: tuple[object, ...], named: dict[str, object], words: str
+    names: list[str], values: tuple[object, ...], named: dict[str, object], words: str
 ) -> None:
     with pytest.raises(EtfarmError, match=words):
-        flattened("forward", method(tensor(), tensor()), names, given, named)  # type: ignore[arg-type]
+        flattened("forward", method(tensor(), tensor()), names, values, named)  # type: ignore[arg-type]
 
 
 def test_arrays_are_laid_in_memory_as_the_program_takes_them() -> None:
     image = np.arange(24, dtype=np.float32).reshape(1, 2, 3, 4)
     described = method(tensor(shape=(1, 2, 3, 4), order=(0, 2, 3, 1)))  # type: ignore[arg-type]
-    for given in (image, torch.from_numpy(image), torch.from_numpy(image).to(memory_format=torch.channels_last)):
-        (value,) = flattened("forward", described, (), (given,), {})
+    for values in (image, torch.from_numpy(image), torch.from_numpy(image).to(memory_format=torch.channels_last)):
+        (value,) = flattened("forward", described, (), (values,), {})
         assert isinstance(value, Tensor)
         assert value.dim_order == (0, 2, 3, 1)
         np.testing.assert_array_equal(to_array(value), image)
@@ -79,11 +79,11 @@ def test_numbers_are_scalars_unless_the_program_takes_a_tensor_without_dims() ->
 
 
 def test_bfloat16_comes_and_goes() -> None:
-    given = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
-    (value,) = flattened("forward", method(tensor(dtype="bfloat16")), (), (given,), {})  # type: ignore[arg-type]
+    values = torch.arange(6, dtype=torch.bfloat16).reshape(2, 3)
+    (value,) = flattened("forward", method(tensor(dtype="bfloat16")), (), (values,), {})  # type: ignore[arg-type]
     (array,) = Outputs([value])
     assert array.dtype == ml_dtypes.bfloat16
-    assert array.astype(np.float32).tolist() == given.float().tolist()
+    assert array.astype(np.float32).tolist() == values.float().tolist()
 
 
 def test_outputs_have_places_and_names() -> None:

@@ -53,10 +53,10 @@ def test_a_generator_is_drawn_one_sample_at_a_time_and_kept_in_files(tmp_path: P
             on_disk.append(len(list(tmp_path.iterdir())))
             yield (torch.from_numpy(array),)
 
-    made = prepare(source(calibration_inputs=samples), recipes=[INT8], folder=tmp_path)
-    assert first_numbers(made) == [1, 2, 3, 4, 5]
+    created = prepare(source(calibration_inputs=samples), recipes=[INT8], folder=tmp_path)
+    assert first_numbers(created) == [1, 2, 3, 4, 5]
     assert on_disk == [1, 2, 3, 4, 5]  # the archive, and every sample before
-    assert all(isinstance(sample, Path) for sample in made.methods["forward"].calibration)
+    assert all(isinstance(sample, Path) for sample in created.methods["forward"].calibration)
 
 
 def test_samples_that_nothing_reads_are_not_drawn() -> None:
@@ -131,15 +131,15 @@ def test_keys_name_methods(tmp_path: Path) -> None:
         example_inputs={"a": (torch.zeros(1, 2),), "b": (torch.zeros(3),)},
     )
     np.savez(tmp_path / "set.npz", **{"a/x": np.stack(arrays(3)), "b/x": np.ones((2, 3), np.float32)})
-    made = prepare(two, calibration=tmp_path / "set.npz", batched=True)
-    assert first_numbers(made, "a") == [1, 2, 3] and first_numbers(made, "b") == [1, 1]
+    created = prepare(two, calibration=tmp_path / "set.npz", batched=True)
+    assert first_numbers(created, "a") == [1, 2, 3] and first_numbers(created, "b") == [1, 1]
 
 
 def test_an_archive_is_checked_against_without_loading_it(tmp_path: Path, folder: Path) -> None:
     program = torch.export.export(Scale().eval(), (torch.zeros(2, 2),), dynamic_shapes={"x": {0: Dim("n", max=8)}})
     torch.export.save(program, tmp_path / "x.pt2")
-    made = prepare(tmp_path / "x.pt2", recipes=[INT8], calibration=folder)  # of one row, where the example has two
-    assert first_numbers(made) == [1, 2, 3]
+    created = prepare(tmp_path / "x.pt2", recipes=[INT8], calibration=folder)  # of one row, where the example has two
+    assert first_numbers(created) == [1, 2, 3]
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_keys_may_be_names_places_and_numpys_own(tmp_path: Path) -> None:
 def test_a_leading_method_selects_it(tmp_path: Path) -> None:
     path = saved(tmp_path, **{"encode/image": np.zeros(2, np.float32), "decode/0": np.ones(3, np.int64)})
     values = npz.read_inputs(path, {"encode": ["image"], "decode": ["tokens"], "unused": ["x"]})
-    assert {method: [value.name for value in given] for method, given in values.items()} == {
+    assert {method: [value.name for value in arguments] for method, arguments in values.items()} == {
         "encode": ["image"],
         "decode": ["tokens"],
     }

@@ -165,10 +165,10 @@ def test_another_address_is_refused_with_what_is_taken(address: str) -> None:
     ],
 )
 def test_what_a_phone_says_of_a_file_becomes_an_error_with_a_remedy(words: str, error: type[Exception], remedy: str) -> None:
-    made = file_refusal("s 1", "/x", words)
-    assert type(made) is error
-    assert words in made.message and remedy in made.remedy
-    assert made.metadata == {"serial": "s 1", "remote": "/x", "text": words}
+    created = file_refusal("s 1", "/x", words)
+    assert type(created) is error
+    assert words in created.message and remedy in created.remedy
+    assert created.metadata == {"serial": "s 1", "remote": "/x", "text": words}
 
 
 def test_a_phone_that_asks_for_permission_is_refused_with_what_to_do() -> None:

@@ -66,8 +66,8 @@ async def paced(pace: Callable[[int], int], plan: MeasurePlan = PLAN, left_s: fl
 async def test_a_pace_that_changes_once_leaves_a_median_of_the_one_that_lasted(at: float, change: float) -> None:
     after = round(1_000_000 * change)
     measured, plans = await paced(lambda now_ns: after if now_ns > at * SECOND else 1_000_000)
-    found = drift.drift(measured.samples_ns)
-    assert found is not None and abs(found) <= drift.CALM
+    result = drift.drift(measured.samples_ns)
+    assert result is not None and abs(result) <= drift.CALM
     assert measured.duration_ns < 8.1 * SECOND
     assert measured.stop_reason == ("SETTLED" if len(plans) > 1 else "ENOUGH")
     if len(plans) > 1:
@@ -113,15 +113,15 @@ async def test_a_real_pass_that_goes_on_is_one_pass_for_all_who_hear_of_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(drift, "CALM", -1.0)  # nothing is calm enough
-    made, result, heard = program("counter"), agent_pb2.CandidateResult(), RecordedPhases()
+    created, result, received = program("counter"), agent_pb2.CandidateResult(), RecordedPhases()
     done: list[int] = []
-    monkeypatch.setattr(heard, "report_steps", lambda count, total: done.append(count))
+    monkeypatch.setattr(received, "report_steps", lambda count, total: done.append(count))
     async with NativeRunner.start(runner_bundle.command(), tmp_path) as runner:
         await runner.threads(1)
-        await runner.load(made.path)
+        await runner.load(created.path)
         await runner.load_method("forward")
-        await runner.set_inputs(made.inputs)
-        passes = Passes(runner, "forward", result, heard)
+        await runner.set_inputs(created.inputs)
+        passes = Passes(runner, "forward", result, received)
         samples = await passes.measure(replace(PLAN, steady=False, min_time_ns=20_000_000), watched(lambda: Sampler([])))
         await passes.first_outputs(None, 1)
     # A machine that stands still in the first pass makes the others so long that the samples are full.
@@ -130,6 +130,6 @@ async def test_a_real_pass_that_goes_on_is_one_pass_for_all_who_hear_of_it(
         and result.duration_ns >= 160_000_000
     )
     assert len(samples) == result.iterations and done == sorted(done)
-    assert heard.phases == ["WARMUP", "TIMED"]
+    assert received.phases == ["WARMUP", "TIMED"]
     assert result.telemetry.wall_time_ns >= result.duration_ns
     assert result.repeatability.outcome == report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE, "all of its executions are repeated"

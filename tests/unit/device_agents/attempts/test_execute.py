@@ -34,12 +34,12 @@ from tests.support.runner import runner_archive
 async def test_a_program_that_needs_too_much_memory_is_the_users_fault(blobs: Blobs, address: str, tmp_path: Path) -> None:
     share = (100 << 20) / psutil.virtual_memory().available
     config = AgentConfig(Access(address), "board", tmp_path, memory_share=share)
-    made = program("large")
-    pte = blobs.put(made.bytes)
+    created = program("large")
+    pte = blobs.put(created.bytes)
     candidate = agent_pb2.RunCandidate(
         cell_id="cell",
         program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
-        inputs=blobs.put(tensors.encode(made.inputs)),
+        inputs=blobs.put(tensors.encode(created.inputs)),
         bundle=agent_pb2.RunnerBundle(artifact=blobs.put(runner_archive().read_bytes())),
     )
     start = agent_pb2.StartRun(attempt_id="a", device_id="d", candidates=[candidate], deadline_s=60)
@@ -69,13 +69,13 @@ async def test_a_device_that_never_idles_leaves_the_program_its_time(blobs: Blob
     )
     cache = Cache(tmp_path / "cache", 1 << 30)
     machine = Machine(config, inventory.parse(inventory.collect()))
-    told: list[agent_pb2.RunProgress] = []
-    result = await Attempt(config, machine, cache, tmp_path / "run", start, told.append).run()
+    reported: list[agent_pb2.RunProgress] = []
+    result = await Attempt(config, machine, cache, tmp_path / "run", start, reported.append).run()
     (candidate_result,) = result.candidates
     (wait,) = candidate_result.telemetry.waits
     assert (candidate_result.error.reason, wait.gate, wait.passed) == ("", report_pb2.GATE_IDLE, False)
     assert wait.waited_ms <= 9_000
-    assert any("to be below 0" in progress.message for progress in told)
+    assert any("to be below 0" in progress.message for progress in reported)
 
 
 async def test_without_a_bundle_the_python_binding_runs_it_where_it_is_installed(
@@ -83,12 +83,12 @@ async def test_without_a_bundle_the_python_binding_runs_it_where_it_is_installed
 ) -> None:
     if not PythonRunner.available():
         pytest.skip("needs torch and executorch")
-    made = program("conv")
-    pte = blobs.put(made.bytes)
+    created = program("conv")
+    pte = blobs.put(created.bytes)
     candidate = agent_pb2.RunCandidate(
         cell_id="cell",
         program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
-        inputs=blobs.put(tensors.encode(made.inputs)),
+        inputs=blobs.put(tensors.encode(created.inputs)),
         threads=1,
     )
     start = agent_pb2.StartRun(attempt_id="a", device_id="d", candidates=[candidate], deadline_s=120)
@@ -112,7 +112,7 @@ async def test_without_any_runner_the_server_is_told_so(
     cache = Cache(tmp_path / "cache", 1 << 30)
     config = AgentConfig(Access(address), "board", tmp_path)
     machine = Machine(config, inventory.parse(inventory.collect()))
-    attempt = Attempt(config, machine, cache, tmp_path / "run", start, lambda said: None)
+    attempt = Attempt(config, machine, cache, tmp_path / "run", start, lambda text: None)
     assert (await attempt.run()).candidates[0].error.reason == "NO_RUNNER"
 
 
@@ -195,9 +195,9 @@ def test_a_result_that_etfarm_0_1_kept_is_converted(tmp_path: Path) -> None:
     (tmp_path / "0123.result").write_bytes(hashlib.sha256(data).digest() + data)
     for _ in range(2):  # from the old file, then from the one that takes its place
         (result,) = ResultOutbox(tmp_path).waiting.values()
-        (found,) = result.candidates
-        assert (result.attempt_id, result.device_id, found.cell_id, found.iterations) == ("a", "d", "c", 7)
-        assert found.stop_reason == common_pb2.STOP_REASON_MAX_TIME and found.runner.kind == common_pb2.RUNNER_KIND_PYTHON
-        assert (found.phases[0].actor, found.phases[0].phase) == (common_pb2.ACTOR_DEVICE, "TIMED")
+        (actual,) = result.candidates
+        assert (result.attempt_id, result.device_id, actual.cell_id, actual.iterations) == ("a", "d", "c", 7)
+        assert actual.stop_reason == common_pb2.STOP_REASON_MAX_TIME and actual.runner.kind == common_pb2.RUNNER_KIND_PYTHON
+        assert (actual.phases[0].actor, actual.phases[0].phase) == (common_pb2.ACTOR_DEVICE, "TIMED")
         (path,) = tmp_path.iterdir()
         assert path.name != "0123.result"

@@ -70,8 +70,8 @@ async def test_candidates_take_turns_in_a_random_order_over_several_starts(
     address: str,
     tmp_path: Path,
 ) -> None:
-    told: list[agent_pb2.RunProgress] = []
-    result = await attempt(blobs, address, tmp_path, ["conv", "add"], told=told)
+    reported: list[agent_pb2.RunProgress] = []
+    result = await attempt(blobs, address, tmp_path, ["conv", "add"], told=reported)
     assert not result.HasField("error")
     one, other = result.candidates
     for each in (one, other):
@@ -91,7 +91,7 @@ async def test_candidates_take_turns_in_a_random_order_over_several_starts(
         assert each.telemetry.runners_cpu_ns >= each.telemetry.cpu_time_ns * 0.9
     places = [(a.place, b.place) for a, b in zip(one.blocks, other.blocks, strict=True)]
     assert set(places) == {(0, 1), (1, 0)}, "each goes first sometimes"
-    last = [said for said in told if said.phase == "TIMED" and said.message][-1]
+    last = [text for text in reported if text.phase == "TIMED" and text.message][-1]
     assert last.message == f"round {last.done} of {STARTS * ROUNDS}"
     again = await attempt(blobs, address, tmp_path, ["conv", "add"])
     assert [block.place for block in again.candidates[0].blocks] == [block.place for block in one.blocks], "of the attempt's id"
@@ -188,10 +188,10 @@ async def test_cancelled_twice_it_leaves_no_runner(
         await stop(self)
 
     monkeypatch.setattr(Turns, "stop", slow)
-    told, running = list[agent_pb2.RunProgress](), asyncio.Event()
+    reported, running = list[agent_pb2.RunProgress](), asyncio.Event()
 
     def hear(said: agent_pb2.RunProgress) -> None:
-        told.append(said)
+        reported.append(said)
         if said.phase == "TIMED":
             running.set()
 

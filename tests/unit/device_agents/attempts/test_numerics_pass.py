@@ -38,9 +38,9 @@ def candidate_of(
     blobs: Blobs, name: str, numerics: bytes | None, runner: Path | None = None
 ) -> agent_pb2.RunCandidate:  # fmt: skip
     """The program `name`, with `numerics` in the numerics pass; by ExecuTorch's Python binding where there is no runner."""
-    made = program(name)
+    created = program(name)
     candidate = agent_pb2.RunCandidate(
-        cell_id=name, program=program_of(blobs, made.bytes), inputs=blobs.put(tensors.encode(made.inputs)), threads=1
+        cell_id=name, program=program_of(blobs, created.bytes), inputs=blobs.put(tensors.encode(created.inputs)), threads=1
     )
     if numerics is not None:
         candidate.numerics_program.CopyFrom(program_of(blobs, numerics))
@@ -89,10 +89,10 @@ async def test_the_second_program_is_run_on_the_same_inputs_after_all_else_is_up
     assert is_measured(result) and result.runner.kind == kind
     before = ["FETCH", "LOAD", "LOAD_METHOD", "WARMUP", "TIMED", "TRACED", "UPLOAD"]
     assert phases(result) == [*before, "FETCH", "NUMERICS", "UPLOAD"]
-    given = result.numerics
-    assert given.etdump.size_bytes and given.debug.size_bytes > 1000
-    assert given.outputs == result.outputs, "the same program on the same inputs"
-    assert given.etdump.digest != result.etdump.digest
+    values = result.numerics
+    assert values.etdump.size_bytes and values.debug.size_bytes > 1000
+    assert values.outputs == result.outputs, "the same program on the same inputs"
+    assert values.etdump.digest != result.etdump.digest
 
 
 async def test_without_a_second_program_there_is_no_such_pass(blobs: Blobs, address: str, tmp_path: Path) -> None:

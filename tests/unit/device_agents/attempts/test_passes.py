@@ -33,15 +33,15 @@ __all__ = ["runner_bundle"]
 async def loaded(
     name: str, bundle: Bundle, folder: Path
 ) -> AsyncIterator[tuple[Passes, agent_pb2.CandidateResult, RecordedPhases]]:
-    made, result, heard = program(name), agent_pb2.CandidateResult(), RecordedPhases()
+    created, result, received = program(name), agent_pb2.CandidateResult(), RecordedPhases()
     folder.mkdir(exist_ok=True)
     async with NativeRunner.start(bundle.command(), folder) as runner:
         await runner.hello()
         await runner.threads(1)
-        await runner.load(made.path, made.data)
+        await runner.load(created.path, created.data)
         await runner.load_method("forward")
-        await runner.set_inputs(made.inputs)
-        yield Passes(runner, "forward", result, heard), result, heard
+        await runner.set_inputs(created.inputs)
+        yield Passes(runner, "forward", result, received), result, received
 
 
 class Unhurried(Sampler):
@@ -57,11 +57,11 @@ SHORT = job_pb2.Measurement(warmup=3, iterations=20, min_time_s=0)
 
 
 async def test_a_measurement_records_itself_and_its_surroundings(runner_bundle: Bundle, tmp_path: Path) -> None:
-    async with loaded("conv", runner_bundle, tmp_path) as (passes, result, heard):
+    async with loaded("conv", runner_bundle, tmp_path) as (passes, result, received):
         plan = plan_of(job_pb2.Measurement(iterations=20, min_time_s=0.3, max_warmup_s=20))
         samples = await passes.measure(plan, watched(lambda: Unhurried([[0]], interval_s=0.02)))
         outputs = await passes.first_outputs(tmp_path / "trace.etdp", 10)
-    assert heard.phases == ["WARMUP", "TIMED", "TRACED"]
+    assert received.phases == ["WARMUP", "TIMED", "TRACED"]
     assert len(samples) == result.iterations >= 20
     assert result.stop_reason in {
         common_pb2.STOP_REASON_ENOUGH,
@@ -103,15 +103,15 @@ async def test_a_program_that_keeps_state_is_told_from_a_nondeterministic_one(
             assert isinstance(expected, Tensor) and isinstance(outputs[0], Tensor)
             assert outputs[0].data == expected.data, "outputs are those of the first execution"
         if outcome == "KEEPS_STATE":
-            (found,) = result.repeatability.differences
+            (actual,) = result.repeatability.differences
             # The counter is 1 after the first execution, 11 after ten traced ones more, 23 after the timed pass.
             other, gap = ("TRACED_LAST", 10) if traced else ("TIMED_LAST", 22)
-            assert (found.one, found.other, found.max_abs_difference, list(found.at)) == ("FIRST", other, gap, [0])
-            assert (found.differing, found.elements) == (1, 1)
+            assert (actual.one, actual.other, actual.max_abs_difference, list(actual.at)) == ("FIRST", other, gap, [0])
+            assert (actual.differing, actual.elements) == (1, 1)
         if outcome == "NONDETERMINISTIC":
-            (found,) = result.repeatability.differences
-            assert (found.one, found.other, found.elements) == ("FIRST", "REPEATED", 6)
-            assert 0 < found.max_abs_difference < 1
+            (actual,) = result.repeatability.differences
+            assert (actual.one, actual.other, actual.elements) == ("FIRST", "REPEATED", 6)
+            assert 0 < actual.max_abs_difference < 1
 
 
 def _tensor(array: np.ndarray, order: tuple[int, ...] = ()) -> Tensor:
@@ -127,20 +127,20 @@ def test_differences_are_numpys(values: list[float], data: st.DataObject) -> Non
     other = one.copy()
     for index in data.draw(st.lists(st.integers(0, len(values) - 1))):
         other[index] = data.draw(st.floats(width=32))
-    found = output_diff.compare([_tensor(one)], [_tensor(other)], ("A", "B"))
+    result = output_diff.compare([_tensor(one)], [_tensor(other)], ("A", "B"))
     different = one.view(np.uint32) != other.view(np.uint32)
-    assert bool(found) == different.any() == (not output_diff.equal([_tensor(one)], [_tensor(other)]))
-    if found:
-        (told,) = found
-        assert (told.output, told.one, told.other) == ("y", "A", "B")
-        assert (told.differing, told.elements) == (different.sum(), len(values))
+    assert bool(result) == different.any() == (not output_diff.equal([_tensor(one)], [_tensor(other)]))
+    if result:
+        (reported,) = result
+        assert (reported.output, reported.one, reported.other) == ("y", "A", "B")
+        assert (reported.differing, reported.elements) == (different.sum(), len(values))
         gaps = np.abs(one.astype(np.float64) - other.astype(np.float64))
         if np.isfinite(gaps[different]).any():
             largest = np.max(gaps[different & np.isfinite(gaps)])
-            assert told.max_abs_difference == largest
-            assert gaps[told.at[0]] == largest and different[told.at[0]]
+            assert reported.max_abs_difference == largest
+            assert gaps[reported.at[0]] == largest and different[reported.at[0]]
         else:
-            assert not told.HasField("max_abs_difference") and different[told.at[0]]
+            assert not reported.HasField("max_abs_difference") and different[reported.at[0]]
 
 
 def test_a_place_is_told_in_the_order_of_the_dims_whatever_lies_in_memory() -> None:
@@ -148,19 +148,19 @@ def test_a_place_is_told_in_the_order_of_the_dims_whatever_lies_in_memory() -> N
     other = one.copy()
     other[0, 1, 2, 3] = 5
     for order in ((0, 1, 2, 3), (0, 2, 3, 1)):
-        (told,) = output_diff.compare([_tensor(one, order)], [_tensor(other, order)])
-        assert list(told.at) == [0, 1, 2, 3] and told.max_abs_difference == 5
+        (reported,) = output_diff.compare([_tensor(one, order)], [_tensor(other, order)])
+        assert list(reported.at) == [0, 1, 2, 3] and reported.max_abs_difference == 5
 
 
 @pytest.mark.parametrize("dtype", sorted(tensors.ITEM_BYTES))
 def test_every_dtype_is_compared(dtype: str) -> None:
     one = np.array([0, 1, 1], dtype=tensors.dtype_of(dtype))
     other = np.array([0, 1, 0], dtype=tensors.dtype_of(dtype))
-    (told,) = output_diff.compare([_tensor(one)], [_tensor(other)])
-    assert (told.differing, told.elements) == (1, 3)
-    assert told.HasField("max_abs_difference") is not dtype.startswith("float8")
-    if told.HasField("max_abs_difference"):
-        assert (told.max_abs_difference, list(told.at)) == (1, [2])
+    (reported,) = output_diff.compare([_tensor(one)], [_tensor(other)])
+    assert (reported.differing, reported.elements) == (1, 3)
+    assert reported.HasField("max_abs_difference") is not dtype.startswith("float8")
+    if reported.HasField("max_abs_difference"):
+        assert (reported.max_abs_difference, list(reported.at)) == (1, [2])
 
 
 def test_scalars_shapes_and_nan() -> None:
@@ -168,8 +168,8 @@ def test_scalars_shapes_and_nan() -> None:
     assert output_diff.equal([nan, x], [nan, x])
     assert not output_diff.equal([x], [x, x])
     scalars: list[Value] = [Scalar("s", 3), Scalar("n", None)]
-    told = output_diff.compare(scalars, [Scalar("s", 5), Scalar("n", True)])
-    assert [(each.output, each.max_abs_difference) for each in told] == [("s", 2), ("n", 0)]
+    reported = output_diff.compare(scalars, [Scalar("s", 5), Scalar("n", True)])
+    assert [(each.output, each.max_abs_difference) for each in reported] == [("s", 2), ("n", 0)]
     (shape,) = output_diff.compare([x], [_tensor(np.zeros(3, np.float32))])
     assert not shape.HasField("elements"), "other shapes are not compared element by element"
     empty = _tensor(np.zeros((0, 4), np.float32))

@@ -75,11 +75,11 @@ class Struck:
         machine = Machine(config, inventory.parse(inventory.collect()))
         self._attempt = Attempt(config, machine, cache, self.folder, start, self._hear)
 
-    def _hear(self, said: agent_pb2.RunProgress) -> None:
-        self.told.append(said)
-        if said.phase == "TIMED":
+    def _hear(self, text: agent_pb2.RunProgress) -> None:
+        self.told.append(text)
+        if text.phase == "TIMED":
             self.timed.set()
-        if said.phase == "LOAD_METHOD":
+        if text.phase == "LOAD_METHOD":
             self.on_loading()
 
     async def result(self) -> agent_pb2.CandidateResult:
@@ -194,7 +194,7 @@ async def test_garbage_on_stdout_is_no_answer_and_changes_none(
         common_pb2.STOP_REASON_ENOUGH,
         report_pb2.REPEATABILITY_OUTCOME_EQUAL,
     )
-    lines = [line for said in struck.told for line in said.log_lines]
+    lines = [line for text in struck.told for line in text.log_lines]
     assert any(line.startswith("garbage") for line in lines), "it is in the log, where people look for it"
 
 

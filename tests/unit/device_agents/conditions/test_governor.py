@@ -36,8 +36,8 @@ def test_it_is_set_for_the_measurement_and_put_back(tmp_path: Path) -> None:
     with Governors(kept, "performance", root).held() as settings:
         assert _now(root) == ["performance", "performance"]
         assert kept.exists()
-        told = [(each.name, each.cpus, each.found, each.wanted, each.applied, each.HasField("why")) for each in settings]
-        assert told == [
+        reported = [(each.name, each.cpus, each.found, each.wanted, each.applied, each.HasField("why")) for each in settings]
+        assert reported == [
             ("governor", "0-3", "powersave", "performance", True, False),
             ("governor", "4-7", "schedutil", "performance", True, False),
         ]
@@ -73,10 +73,10 @@ def test_an_agent_beside_another_leaves_its_governor_and_says_so(tmp_path: Path)
     one, other = Governors(tmp_path / "one", "performance", root), Governors(tmp_path / "other", "powersave", root)
     alike = Governors(tmp_path / "alike", "performance", root)
     with one.held({5}):
-        for beside, found in ((other, ["schedutil", "performance"]), (alike, ["schedutil", "performance"])):
+        for beside, result in ((other, ["schedutil", "performance"]), (alike, ["schedutil", "performance"])):
             with beside.held() as settings:
                 assert _now(root)[1] == "performance"
-                assert [each.found for each in settings] == found
+                assert [each.found for each in settings] == result
                 assert [each.applied for each in settings] == [True, False]
                 assert settings[1].why == "another agent of this machine has set it for a measurement of its own"
         assert _now(root) == ["schedutil", "performance"], "who ends first puts back its own alone"
@@ -192,8 +192,8 @@ def test_why_one_was_not_applied_is_told_where_the_kernel_lists_none(tmp_path: P
         # Takes what is written and stays as it is, or refuses it, as the kernel may.
         governor.symlink_to("/proc/self/comm" if policy == "policy0" else "/proc/version")
     with Governors(tmp_path / "kept", "a-governor-of-no-kernel", root).held({0}) as settings:
-        (told,) = settings
-    assert (told.applied, told.why) == (False, "the kernel set another")
+        (reported,) = settings
+    assert (reported.applied, reported.why) == (False, "the kernel set another")
     with Governors(tmp_path / "kept", "nosuch", root).held({4}) as settings:
-        (told,) = settings
-    assert not told.applied and told.why
+        (reported,) = settings
+    assert not reported.applied and reported.why

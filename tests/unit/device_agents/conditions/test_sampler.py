@@ -87,15 +87,15 @@ def test_a_point_has_each_clusters_fastest_clock_and_shares_since_the_one_before
         "/proc/loadavg": "1.50 1.00 1.00 2/99 7\n", CLOCK.format(0): "600000", CLOCK.format(1): "900000",
         CLOCK.format(4): "2400000", "/sys/class/thermal/thermal_zone0/temp": "61500",
     }  # fmt: skip
-    told = point(facts, earlier, 400, 200, [[4, 5], [0, 1]])
-    assert list(told.frequency_hz) == [2_400_000_000, 900_000_000]
-    assert (told.temperature_c, told.load_1m, told.elapsed_ms) == (61.5, 1.5, 400)
-    assert told.psi_cpu == pytest.approx(0.25) and told.busy_cpus == pytest.approx(1.5)
+    reported = point(facts, earlier, 400, 200, [[4, 5], [0, 1]])
+    assert list(reported.frequency_hz) == [2_400_000_000, 900_000_000]
+    assert (reported.temperature_c, reported.load_1m, reported.elapsed_ms) == (61.5, 1.5, 400)
+    assert reported.psi_cpu == pytest.approx(0.25) and reported.busy_cpus == pytest.approx(1.5)
 
 
 def test_a_point_of_a_machine_without_sensors_has_only_its_time() -> None:
-    told = point({}, {}, 200, 0, [[0, 1]])
-    assert [field.name for field, _ in told.ListFields()] == ["elapsed_ms"]
+    reported = point({}, {}, 200, 0, [[0, 1]])
+    assert [field.name for field, _ in reported.ListFields()] == ["elapsed_ms"]
     assert not point({CLOCK.format(0): "600000"}, {}, 200, 0, [[0], [4]]).frequency_hz, "clusters must not change places"
 
 

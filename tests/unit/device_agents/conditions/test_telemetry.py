@@ -14,33 +14,33 @@ from etfarm.device_agents.runners.protocol import Measured
 
 def test_what_is_told_is_what_the_machine_says(tmp_path: Path) -> None:
     before_s = int(time.time())
-    told = Telemetry(tmp_path).read()
-    assert before_s <= told.time.ToSeconds() <= time.time()
-    assert 0 < told.memory_available_bytes < psutil.virtual_memory().total
-    assert told.disk_free_bytes <= psutil.disk_usage(str(tmp_path)).total
-    assert 0 <= told.cpu_share <= 1
-    assert 1 << 20 < told.agent_rss_bytes < psutil.virtual_memory().total
+    reported = Telemetry(tmp_path).read()
+    assert before_s <= reported.time.ToSeconds() <= time.time()
+    assert 0 < reported.memory_available_bytes < psutil.virtual_memory().total
+    assert reported.disk_free_bytes <= psutil.disk_usage(str(tmp_path)).total
+    assert 0 <= reported.cpu_share <= 1
+    assert 1 << 20 < reported.agent_rss_bytes < psutil.virtual_memory().total
 
 
 def test_what_the_machine_lacks_is_absent_and_not_zero(tmp_path: Path) -> None:
-    told = Telemetry(tmp_path).read()
-    assert not told.HasField("temperature_c") or told.temperature_c != 0
-    assert told.HasField("battery_share") == (psutil.sensors_battery() is not None)
-    assert told.HasField("charging") <= told.HasField("battery_share")
-    assert not told.HasField("frequency_hz") or told.frequency_hz > 0
+    reported = Telemetry(tmp_path).read()
+    assert not reported.HasField("temperature_c") or reported.temperature_c != 0
+    assert reported.HasField("battery_share") == (psutil.sensors_battery() is not None)
+    assert reported.HasField("charging") <= reported.HasField("battery_share")
+    assert not reported.HasField("frequency_hz") or reported.frequency_hz > 0
 
 
 def test_a_missing_folder_only_costs_the_disks_value(tmp_path: Path) -> None:
-    told = Telemetry(tmp_path / "gone").read()
-    assert not told.HasField("disk_free_bytes") and told.HasField("load_1m")
+    reported = Telemetry(tmp_path / "gone").read()
+    assert not reported.HasField("disk_free_bytes") and reported.HasField("load_1m")
 
 
 def test_a_light_reading_leaves_out_what_costs(tmp_path: Path) -> None:
     before = os.getloadavg()[0]
-    told = Telemetry(tmp_path).read(light=True)
+    reported = Telemetry(tmp_path).read(light=True)
     after = os.getloadavg()[0]
-    assert {field.name for field, _ in told.ListFields()} == {"time", "load_1m", "memory_available_bytes"}
-    assert min(before, after) - 0.01 <= told.load_1m <= max(before, after) + 0.01
+    assert {field.name for field, _ in reported.ListFields()} == {"time", "load_1m", "memory_available_bytes"}
+    assert min(before, after) - 0.01 <= reported.load_1m <= max(before, after) + 0.01
 
 
 def test_counters_that_the_kernel_does_not_tell_are_absent() -> None:
@@ -51,6 +51,6 @@ def test_counters_that_the_kernel_does_not_tell_are_absent() -> None:
         voluntary_switches=0, involuntary_switches=None, minor_faults=None, major_faults=None, cpu_pressure_us=None,
         peak_rss_bytes=None, samples_ns=array("q", [1]),
     )  # fmt: skip
-    told = run_telemetry(measured)
-    assert {field.name for field, _ in told.ListFields()} == {"cpu_time_ns", "wall_time_ns", "voluntary_switches"}
-    assert told.voluntary_switches == 0
+    reported = run_telemetry(measured)
+    assert {field.name for field, _ in reported.ListFields()} == {"cpu_time_ns", "wall_time_ns", "voluntary_switches"}
+    assert reported.voluntary_switches == 0

@@ -47,10 +47,10 @@ def told(dump: str, name: str) -> list[str]:
 
 def words(line: str) -> list[str]:
     """A command line as systemd writes it: words, quoted where it takes that, with C's escapes."""
-    found = []
+    result = []
     for quoted, plain in re.findall(r'"((?:[^"\\]|\\.)*)"|(\S+)', line):
-        found.append(re.sub(r"\\([0-7]{3}|.)", lambda escape: _unescaped(escape.group(1)), plain or quoted))
-    return found
+        result.append(re.sub(r"\\([0-7]{3}|.)", lambda escape: _unescaped(escape.group(1)), plain or quoted))
+    return result
 
 
 def _unescaped(escape: str) -> str:
@@ -101,8 +101,8 @@ def test_a_folder_that_was_chosen_stays_writable(variables: dict[str, str], tmp_
 
 
 def test_an_agent_of_phones_may_start_adb_where_its_keys_are(tmp_path: Path) -> None:
-    given = {"ANDROID_ADB_SERVER_PORT": "5038"}
-    dump = systemd_on(unit(["--adb"], program=PROGRAM, environment=given, phones=True), tmp_path)
+    values = {"ANDROID_ADB_SERVER_PORT": "5038"}
+    dump = systemd_on(unit(["--adb"], program=PROGRAM, environment=values, phones=True), tmp_path)
     assert (told(dump, "ProtectSystem"), told(dump, "ProtectHome"), told(dump, "StateDirectory")) == (
         ["full"],
         ["no"],
@@ -112,8 +112,8 @@ def test_an_agent_of_phones_may_start_adb_where_its_keys_are(tmp_path: Path) -> 
 
 
 def test_the_environment_is_kept_but_for_the_token(tmp_path: Path) -> None:
-    given = {"ETFARM_SERVER": "farm:7070", "ETFARM_TLS_CA": "/my certificates/ca.pem", "ETFARM_TOKEN": "s3cret", "OTHER": "x"}
-    text = unit(["--name", "pi"], program=PROGRAM, environment=given)
+    values = {"ETFARM_SERVER": "farm:7070", "ETFARM_TLS_CA": "/my certificates/ca.pem", "ETFARM_TOKEN": "s3cret", "OTHER": "x"}
+    text = unit(["--name", "pi"], program=PROGRAM, environment=values)
     assert "s3cret" not in text and "OTHER" not in text
     settings = told(systemd_on(text, tmp_path), "Environment")
     assert settings[:2] == ["ETFARM_SERVER=farm:7070", "ETFARM_TLS_CA=/my certificates/ca.pem"]
@@ -145,15 +145,15 @@ def test_the_unit_of_this_process_finds_this_program_and_these_files(tmp_path: P
 
 
 def test_the_command_prints_a_unit_and_does_nothing_else(tmp_path: Path) -> None:
-    given = ["--server", "farm:7070", "--name", "the pi", "--tls-ca", "ca.pem", "--governor", "keep"]
+    values = ["--server", "farm:7070", "--name", "the pi", "--tls-ca", "ca.pem", "--governor", "keep"]
     environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path), "ETFARM_TOKEN": "s3cret"}
     done = subprocess.run(
-        [sys.executable, "-m", "etfarm.wire.command", "agent", *given, "--print-unit"],
+        [sys.executable, "-m", "etfarm.wire.command", "agent", *values, "--print-unit"],
         cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
     )  # fmt: skip
     assert "s3cret" not in done.stdout and not done.stderr and not list(tmp_path.iterdir())
     dump = systemd_on(done.stdout, tmp_path)
-    assert words(told(dump, "Command Line")[0])[-9:] == ["agent", *given]
+    assert words(told(dump, "Command Line")[0])[-9:] == ["agent", *values]
     assert told(dump, "WorkingDirectory") == [str(tmp_path)]
 
 

@@ -189,7 +189,7 @@ def _pairs(listing: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize(
-    ("said", "soc"),
+    ("expected", "soc"),
     [
         ({"ro.soc.manufacturer": "QTI", "ro.soc.model": "SM8550"}, "Qualcomm SM8550"),
         ({"ro.soc.manufacturer": "Mediatek", "ro.soc.model": "MT6985"}, "MediaTek MT6985"),
@@ -199,8 +199,8 @@ def _pairs(listing: str) -> list[tuple[str, str]]:
         ({"ro.product.model": "X"}, ""),
     ],
 )
-def test_a_chip_is_named_as_well_as_the_phone_knows_it(said: dict[str, str], soc: str) -> None:
-    assert android.soc(said, "") == soc
+def test_a_chip_is_named_as_well_as_the_phone_knows_it(expected: dict[str, str], soc: str) -> None:
+    assert android.soc(expected, "") == soc
 
 
 @pytest.mark.parametrize(
@@ -226,8 +226,8 @@ def test_a_board_with_a_system_of_32_bits_is_one_of_32_bits(kernel: str, bits: s
 
 
 def test_androids_own_emulator_is_emulated() -> None:
-    for said in ("[ro.kernel.qemu]: [1]\n", "[ro.boot.qemu]: [1]\n", "[ro.hardware]: [ranchu]\n"):
-        assert inventory.parse({android.GETPROP: PROPERTIES + said}).emulated
+    for text in ("[ro.kernel.qemu]: [1]\n", "[ro.boot.qemu]: [1]\n", "[ro.hardware]: [ranchu]\n"):
+        assert inventory.parse({android.GETPROP: PROPERTIES + text}).emulated
     assert not inventory.parse({android.GETPROP: PROPERTIES + "[ro.kernel.qemu]: [0]\n"}).emulated
 
 

@@ -229,8 +229,8 @@ def test_a_phones_cores_are_chosen_by_their_kind(name: str, cores: str, cpus: se
     ],
 )
 def test_selectors_find_devices_by_their_facts(selector: str, matching: set[str]) -> None:
-    found = selectors.parse(selector)
-    assert {name for name in DEVICES if found.matches(parse(dumps.load(name)))} == matching
+    result = selectors.parse(selector)
+    assert {name for name in DEVICES if result.matches(parse(dumps.load(name)))} == matching
 
 
 ALL = {name: dumps.load(name) for name in DEVICES}

@@ -38,8 +38,8 @@ def _tools(folder: Path, provider: str, applets: tuple[str, ...]) -> str:
 def shell(request: pytest.FixtureRequest, tmp_path: Path) -> Shell:
     """Runs a line; mksh with toybox is what Android has."""
     names = {"busybox": ("busybox",), "mksh with toybox": ("mksh", "toybox")}.get(request.param, (request.param,))
-    found = [shutil.which(name) for name in names]
-    programs = [path for path in found if path is not None]
+    result = [shutil.which(name) for name in names]
+    programs = [path for path in result if path is not None]
     if len(programs) < len(names):
         pytest.skip(f"needs {request.param}: apt-get install busybox mksh toybox")
     if request.param == "busybox":
@@ -71,9 +71,9 @@ def test_texts_come_as_they_are(shell: Shell, tmp_path: Path) -> None:
     }
     for name, text in texts.items():
         (tmp_path / name).write_bytes(text)
-    said = ask(shell, [f"{tmp_path}/{name}" for name in texts])
+    output = ask(shell, [f"{tmp_path}/{name}" for name in texts])
     assert other == {}
-    assert said == {f"{tmp_path}/{name}": text.decode() for name, text in texts.items()}
+    assert output == {f"{tmp_path}/{name}": text.decode() for name, text in texts.items()}
 
 
 def test_what_is_no_text_is_marked(shell: Shell, tmp_path: Path) -> None:
@@ -85,8 +85,8 @@ def test_patterns_are_expanded_on_the_device(shell: Shell, tmp_path: Path) -> No
     for name in ("cpu0", "cpu1", "cpu10", "cpufreq"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "online").write_text(f"{name}\n")
-    said = ask(shell, [f"{tmp_path}/cpu[0-9]*/online", f"{tmp_path}/nothing*/here", f"{tmp_path}/cpufreq/online"])
-    assert said == {f"{tmp_path}/{name}/online": f"{name}\n" for name in ("cpu0", "cpu1", "cpu10", "cpufreq")}
+    text = ask(shell, [f"{tmp_path}/cpu[0-9]*/online", f"{tmp_path}/nothing*/here", f"{tmp_path}/cpufreq/online"])
+    assert text == {f"{tmp_path}/{name}/online": f"{name}\n" for name in ("cpu0", "cpu1", "cpu10", "cpufreq")}
 
 
 def test_what_cannot_be_read_is_left_out(shell: Shell, tmp_path: Path) -> None:
@@ -98,7 +98,7 @@ def test_what_cannot_be_read_is_left_out(shell: Shell, tmp_path: Path) -> None:
 
 
 def test_commands_are_facts_under_their_names(shell: Shell) -> None:
-    said = ask(
+    text = ask(
         shell,
         [],
         {
@@ -113,7 +113,7 @@ def test_commands_are_facts_under_their_names(shell: Shell) -> None:
             "after": "echo still here",
         },
     )
-    assert said == {
+    assert text == {
         "uname -m": f"{os.uname().machine}\n",
         'it\'s "all" $HOME': "yes\n",
         "piped": "one\ntwo\n",
@@ -171,11 +171,11 @@ def test_what_is_no_name_of_a_fact_is_refused(name: str) -> None:
 @settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], deadline=None)
 @given(st.lists(st.text("\0\r\n \\'\"$`%+-0aé\ufffd", max_size=60), min_size=1, max_size=3))
 def test_any_text_comes_through_a_shell(tmp_path: Path, texts: list[str]) -> None:
-    said = {}
+    output = {}
     for number, text in enumerate(texts):
         (tmp_path / str(number)).write_bytes(text.encode())
-        said[f"{tmp_path}/{number}"] = text
-    assert shell_facts.split(_run(["sh"], shell_facts.script(said), os.environ["PATH"])) == said
+        output[f"{tmp_path}/{number}"] = text
+    assert shell_facts.split(_run(["sh"], shell_facts.script(output), os.environ["PATH"])) == output
 
 
 @given(st.binary(max_size=300) | st.text(max_size=300))
@@ -193,6 +193,6 @@ def test_this_machine_is_the_same_through_a_shell(shell: Shell) -> None:
 
 
 def test_the_state_of_this_machine_comes_through_a_shell(shell: Shell) -> None:
-    said = readings.parse(ask(shell, [*readings.PHONE_FILES], android.READING_COMMANDS))
-    assert said.cpu_busy_ns > 0 and said.memory_available_bytes > 0
-    assert said.HasField("load_1m") and said.HasField("runnable")
+    text = readings.parse(ask(shell, [*readings.PHONE_FILES], android.READING_COMMANDS))
+    assert text.cpu_busy_ns > 0 and text.memory_available_bytes > 0
+    assert text.HasField("load_1m") and text.HasField("runnable")

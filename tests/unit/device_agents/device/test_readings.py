@@ -50,20 +50,20 @@ BOARD = {
 
 
 def test_a_board_with_everything_tells_everything() -> None:
-    told = readings.parse(BOARD, 12.5)
-    cpus = [(cpu.cpu, cpu.frequency_hz, cpu.limit_hz, cpu.governor) for cpu in told.cpus]
+    reported = readings.parse(BOARD, 12.5)
+    cpus = [(cpu.cpu, cpu.frequency_hz, cpu.limit_hz, cpu.governor) for cpu in reported.cpus]
     assert cpus == [(0, 600_000_000, 1_800_000_000, "schedutil"), (4, 0, 0, "performance"), (10, 2_400_000_000, 0, "")]
-    assert not told.cpus[1].HasField("frequency_hz"), "an unknown clock is absent, not 0"
-    zones = [(zone.name, zone.temperature_c) for zone in told.zones]
+    assert not reported.cpus[1].HasField("frequency_hz"), "an unknown clock is absent, not 0"
+    zones = [(zone.name, zone.temperature_c) for zone in reported.zones]
     assert zones == [("cpu-thermal", 48.312), ("battery", 31.0), ("thermal_zone4", 52.0)]
-    assert [(device.name, device.state) for device in told.cooling] == [("cpufreq-cpu0", 2)], "a fan slows nothing down"
-    assert told.throttle_count == 12
-    assert (told.battery_share, told.charging) == (0.87, False)
-    assert (told.load_1m, told.runnable, told.memory_available_bytes) == (0.75, 2, 4_096_000_000)
-    assert (told.psi_cpu_avg10, told.psi_memory_avg10) == (0.125, 0.0) and not told.HasField("psi_io_avg10")
+    assert [(device.name, device.state) for device in reported.cooling] == [("cpufreq-cpu0", 2)], "a fan slows nothing down"
+    assert reported.throttle_count == 12
+    assert (reported.battery_share, reported.charging) == (0.87, False)
+    assert (reported.load_1m, reported.runnable, reported.memory_available_bytes) == (0.75, 2, 4_096_000_000)
+    assert (reported.psi_cpu_avg10, reported.psi_memory_avg10) == (0.125, 0.0) and not reported.HasField("psi_io_avg10")
     # Guests are in user and nice already; 10 ms a tick.
-    assert (told.cpu_busy_ns, told.cpu_stolen_ns) == ((100 + 20 + 30 + 6 + 7) * 10_000_000, 80_000_000)
-    assert told.elapsed_ms == 12.5
+    assert (reported.cpu_busy_ns, reported.cpu_stolen_ns) == ((100 + 20 + 30 + 6 + 7) * 10_000_000, 80_000_000)
+    assert reported.elapsed_ms == 12.5
     assert readings.hottest_c(BOARD) == 52.0
     assert readings.frequency_hz(BOARD, 10) == 2_400_000_000 and readings.frequency_hz(BOARD, 4) is None
     assert readings.waited_us(BOARD["/proc/pressure/cpu"]) == 123456
@@ -77,15 +77,15 @@ def test_a_machine_with_nothing_tells_nothing() -> None:
     ("Charging", True), ("Full", True), ("Not charging", True), ("Discharging", False), ("Unknown", None),
 ])  # fmt: skip
 def test_a_charger_is_there_unless_the_battery_empties(status: str, charging: bool | None) -> None:
-    told = readings.parse({BATTERY + "type": "Battery", BATTERY + "status": status})
-    assert (told.charging if told.HasField("charging") else None) is charging
+    reported = readings.parse({BATTERY + "type": "Battery", BATTERY + "status": status})
+    assert (reported.charging if reported.HasField("charging") else None) is charging
 
 
 @given(st.dictionaries(st.sampled_from(sorted(BOARD)), st.text(max_size=40) | st.sampled_from(sorted(set(BOARD.values())))))
 def test_nonsense_is_absent_and_never_an_error(facts: dict[str, str]) -> None:
-    told = readings.parse(facts)
-    assert all(-40 <= zone.temperature_c <= 150 for zone in told.zones)
-    assert 0 <= told.battery_share <= 1
+    reported = readings.parse(facts)
+    assert all(-40 <= zone.temperature_c <= 150 for zone in reported.zones)
+    assert 0 <= reported.battery_share <= 1
 
 
 def test_what_is_found_is_read_and_what_cannot_be_read_is_left_out(tmp_path: Path) -> None:
@@ -103,5 +103,5 @@ def test_what_is_found_is_read_and_what_cannot_be_read_is_left_out(tmp_path: Pat
 
 
 def test_this_machine_is_read() -> None:
-    told = readings.parse(readings.collect(readings.find()))
-    assert told.cpu_busy_ns > 0 and told.memory_available_bytes > 0 and told.HasField("runnable")
+    reported = readings.parse(readings.collect(readings.find()))
+    assert reported.cpu_busy_ns > 0 and reported.memory_available_bytes > 0 and reported.HasField("runnable")

@@ -94,8 +94,8 @@ def test_building_imports_neither_torch_nor_executorch() -> None:
 
 @pytest.mark.parametrize("arch", sorted(LOADERS))
 def test_a_missing_compiler_is_one_sentence_with_its_package(arch: str, tmp_path: Path) -> None:
-    code, said = said_by("--arch", arch, "-o", str(tmp_path / "b.tar.gz"), PATH=str(tmp_path))
-    (line,) = said.splitlines()
+    code, text = said_by("--arch", arch, "-o", str(tmp_path / "b.tar.gz"), PATH=str(tmp_path))
+    (line,) = text.splitlines()
     assert code == 1
     package = {"x86_64": "g++", "aarch64": "g++-aarch64-linux-gnu"}[arch]
     assert line.startswith(f"etfarm: Building a runner for {arch} needs the compiler")
@@ -106,23 +106,23 @@ def test_a_missing_compiler_is_one_sentence_with_its_package(arch: str, tmp_path
 def test_a_foreign_wheel_says_where_to_get_the_right_one(runner_bundle: Bundle, tmp_path: Path) -> None:  # noqa: F811
     (tmp_path / "empty").mkdir()
     (tmp_path / "no.whl").write_bytes(b"PK no")
-    for given in ("empty", "no.whl"):
+    for values in ("empty", "no.whl"):
         with pytest.raises(ExecutorchMissing) as refused:
-            build.build_bundle(runner_bundle.manifest.arch, tmp_path / "b.tar.gz", executorch=tmp_path / given)
+            build.build_bundle(runner_bundle.manifest.arch, tmp_path / "b.tar.gz", executorch=tmp_path / values)
         assert "pip download --no-deps" in refused.value.remedy
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["-o", "{here}/bundle.zip"], "bundle.zip does not name a compression. Name it *.tar.gz or *.tar.xz."),
         (["-o", "{here}/no/b.tar.gz"], "There is no folder {here}/no. Create it, or choose another -o."),
         (["-o", "{here}/b.tar.gz", "--executorch", "{here}/no.whl"], "There is no {here}/no.whl. Check --executorch."),
     ],
 )
-def test_a_wrong_file_is_a_usage_error(tmp_path: Path, arguments: list[str], said: str) -> None:
+def test_a_wrong_file_is_a_usage_error(tmp_path: Path, arguments: list[str], expected: str) -> None:
     code, line = said_by(*(word.format(here=tmp_path) for word in arguments))
-    assert (code, line) == (2, f"etfarm: {said.format(here=tmp_path)}\n")
+    assert (code, line) == (2, f"etfarm: {expected.format(here=tmp_path)}\n")
     assert list(tmp_path.iterdir()) == []
 
 

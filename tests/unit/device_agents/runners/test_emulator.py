@@ -91,16 +91,16 @@ async def test_a_bundle_alone_in_an_empty_root_gives_the_outputs_of_x86(
     for folder in ("proc", "sys"):
         (root / folder).mkdir()
     for name, most in (("conv", 1e-5), ("conv_int8", 0.0)):
-        made = program(name)
-        shutil.copy(made.path, root / "program.pte")
+        created = program(name)
+        shutil.copy(created.path, root / "program.pte")
         outputs = []
         for command, where in (([*alone, str(root), *inside], Path("/program.pte")),
-                               (runner_bundle.command(), made.path)):  # fmt: skip
+                               (runner_bundle.command(), created.path)):  # fmt: skip
             async with NativeRunner.start(command, tmp_path) as runner:
                 await runner.threads(1)
                 await runner.load(where)
                 await runner.load_method("forward")
-                await runner.set_inputs(made.inputs)
+                await runner.set_inputs(created.inputs)
                 await runner.run()
                 outputs.append(tensors.to_array((await runner.outputs())[0]))
         np.testing.assert_allclose(outputs[0], outputs[1], rtol=0, atol=most)
@@ -133,15 +133,15 @@ def test_a_processor_without_emulation_is_a_usage_error(capsys: pytest.CaptureFi
 
 @boards
 async def test_the_emulated_runner_computes_and_its_memory_is_limited(arm_bundle: Bundle, tmp_path: Path) -> None:
-    made = program("add")
+    created = program("add")
     async with machine(tmp_path).start_runner(arm_bundle, tmp_path, None) as runner:
         assert (await runner.hello()).arch == ARCH
         assert "XnnpackBackend" in await runner.self_test()
-        await runner.load(made.path, made.data)
+        await runner.load(created.path, created.data)
         await runner.load_method("forward")
-        await runner.set_inputs(made.inputs)
+        await runner.set_inputs(created.inputs)
         await runner.run()
-        assert close(await runner.outputs(), made.expected)
+        assert close(await runner.outputs(), created.expected)
     large, share = program("large"), (100 << 20) / psutil.virtual_memory().available
     async with machine(tmp_path, memory_share=share).start_runner(arm_bundle, tmp_path, None) as runner:
         await runner.load(large.path, large.data)
@@ -185,9 +185,9 @@ async def test_a_runner_that_a_signal_ends_at_its_first_use_is_told_with_it(
     bundle = _with(runner_bundle, tmp_path / "bundle", runner_bundle.manifest.arch, entry=killed)
     with pytest.raises(
         RunnerDoesNotWork, match=r"^The runner bundle abc for \w+ does not work on this device: .* by SIGILL"
-    ) as told:
+    ) as reported:
         await try_out(bundle, "abc", machine(tmp_path, emulated=False), tmp_path)
-    assert "etfarm bundle build" in told.value.remedy
+    assert "etfarm bundle build" in reported.value.remedy
 
 
 async def test_a_runner_that_the_kernel_refuses_is_told_with_its_errno(

@@ -74,17 +74,17 @@ async def test_the_self_test_needs_no_program(native_runner: RemoteRunner) -> No
 
 
 @pytest.mark.parametrize(
-    ("words", "error", "told"),
+    ("words", "error", "expected"),
     [
         ("assert failed (index < size_)", errors.ProgramCrashed, r"by SIGABRT at LOAD: assert failed \(index < size_\)"),
         ("uncaught C++ exception: std::bad_alloc", errors.ProgramOutOfMemory, "more memory at LOAD"),
     ],
 )
-async def test_an_abort_comes_with_its_last_words(tmp_path: Path, words: str, error: type[Exception], told: str) -> None:
+async def test_an_abort_comes_with_its_last_words(tmp_path: Path, words: str, error: type[Exception], expected: str) -> None:
     line = json.dumps({"event": "log", "level": "F", "where": "array_ref.h:7", "message": words})
     script = f"read command; echo '{line}'; kill -ABRT $$"
     async with NativeRunner.start(["/bin/sh", "-c", script], tmp_path) as runner:
-        with pytest.raises(error, match=told):
+        with pytest.raises(error, match=expected):
             await runner.load(tmp_path / "any.pte")
 
 
@@ -110,8 +110,8 @@ async def test_an_abort_without_words_is_given_none(tmp_path: Path, script: str,
         {"event": "log", "level": "I", "where": "threadpool.cpp:7", "message": "Resetting threadpool to 1 threads."}
     )
     done = json.dumps({"event": "result", "command": "threads", "threads": 1})
-    told = "read command; " + script.replace("{line}", line).replace("{done}", done)
-    async with NativeRunner.start(["/bin/sh", "-c", told], tmp_path) as runner:
+    reported = "read command; " + script.replace("{line}", line).replace("{done}", done)
+    async with NativeRunner.start(["/bin/sh", "-c", reported], tmp_path) as runner:
         if "{done}" in script:
             await runner.threads(1)
             assert await asyncio.to_thread(wait_until, lambda: len(runner._process._log) == 1)

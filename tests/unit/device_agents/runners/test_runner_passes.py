@@ -64,8 +64,8 @@ async def test_samples_are_no_part_of_the_programs_memory(start_native: Start) -
         few = await runner.measure(QUICK)
         many = await runner.measure(replace(QUICK, steady=True, iterations=10**6, max_samples=10**6))
         again = await runner.measure(QUICK)
-        told = await runner.memory()
-    peaks = (few.peak_rss_bytes, many.peak_rss_bytes, again.peak_rss_bytes, told.peak_rss_bytes)
+        reported = await runner.memory()
+    peaks = (few.peak_rss_bytes, many.peak_rss_bytes, again.peak_rss_bytes, reported.peak_rss_bytes)
     assert many.iterations == 10**6 and None not in peaks
     assert max(peaks) - few.peak_rss_bytes < 1 << 20, "8 MB of samples"  # type: ignore[operator,type-var]
 

@@ -274,13 +274,13 @@ async def test_every_runner_knows_who_it_is(runner: RemoteRunner) -> None:
 
 async def test_default_inputs_are_the_same_in_every_runner(start_native: Start, tmp_path: Path) -> None:
     model = program("conv")
-    given = []
+    values = []
     for starting in (start_native(), PythonRunner.start(tmp_path)):
         async with starting as runner:
             await runner.load(model.path)
             await runner.load_method("forward")
-            given.append(await runner.default_inputs(3))
-    assert given[0] == given[1]
+            values.append(await runner.default_inputs(3))
+    assert values[0] == values[1]
 
 
 async def test_kept_methods_keep_their_state_apart(runner: RemoteRunner) -> None:
@@ -303,9 +303,9 @@ async def test_kept_methods_keep_their_state_apart(runner: RemoteRunner) -> None
 async def test_every_dtype_and_empty_shape_comes_back_as_torch_gives_it(runner: RemoteRunner) -> None:
     model = await loaded(runner, program("dtypes"))
     await runner.run()
-    given = [value for value in await runner.outputs() if isinstance(value, Tensor)]
+    values = [value for value in await runner.outputs() if isinstance(value, Tensor)]
     expected = [value for value in model.expected if isinstance(value, Tensor)]
-    assert [(v.dtype, v.shape, v.data) for v in given] == [(v.dtype, v.shape, v.data) for v in expected]
+    assert [(v.dtype, v.shape, v.data) for v in values] == [(v.dtype, v.shape, v.data) for v in expected]
 
 
 async def test_not_a_number_is_a_value(runner: RemoteRunner) -> None:

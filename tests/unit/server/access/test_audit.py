@@ -78,18 +78,18 @@ async def test_refusals_of_an_hour_are_bounded_whatever_they_are(log: AuditLog, 
         log.refuse(Entry("JobService.Get", "UNAUTHENTICATED", peer=str(number)))
     clock.now += 3601
     log.summarize()
-    found = await lines(log)
-    assert len(found) == REFUSALS_AN_HOUR + 1
-    assert found[0][2] == f"{19 * REFUSALS_AN_HOUR} more from many callers"
+    result = await lines(log)
+    assert len(result) == REFUSALS_AN_HOUR + 1
+    assert result[0][2] == f"{19 * REFUSALS_AN_HOUR} more from many callers"
 
 
 async def test_entries_wait_for_a_disk_and_what_is_too_much_is_counted(log: AuditLog, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "MAX_WAITING", 3)
     for _ in range(5):
         log.record(Entry("JobService.Submit", "OK"))
-    found = await lines(log)
-    assert [number for number, _, _ in found] == [4, 3, 2, 1]
-    assert found[0][2] == "2 entries: the disk was too slow"
+    result = await lines(log)
+    assert [number for number, _, _ in result] == [4, 3, 2, 1]
+    assert result[0][2] == "2 entries: the disk was too slow"
 
 
 def test_every_change_is_an_rpc_and_no_rpc_that_changes_is_forgotten() -> None:

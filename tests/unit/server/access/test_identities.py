@@ -22,10 +22,10 @@ DESK = Principal(name="desk", role=Role.ROLE_AGENT)
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    made = Database(tmp_path / "farm.sqlite")
-    await made.open()
-    yield made
-    made.close()
+    created = Database(tmp_path / "farm.sqlite")
+    await created.open()
+    yield created
+    created.close()
 
 
 def of(database: Database, *known: str) -> Identities:

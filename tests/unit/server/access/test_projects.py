@@ -29,17 +29,17 @@ NOW = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    made = Database(tmp_path / "farm.sqlite")
-    await made.open()
-    yield made
-    made.close()
+    created = Database(tmp_path / "farm.sqlite")
+    await created.open()
+    yield created
+    created.close()
 
 
 @pytest.fixture
 async def projects(database: Database) -> Projects:
-    made = Projects(database, lambda: NOW)
-    await made.load()
-    return made
+    created = Projects(database, lambda: NOW)
+    await created.load()
+    return created
 
 
 def seen(projects: Projects, name: str, role: int = ROLE_USER, requested: str = "") -> tuple[list[str], str]:
@@ -100,8 +100,13 @@ async def test_what_a_principal_claims_of_its_projects_counts_for_nothing(projec
 
 
 async def test_projects_and_members_are_there_after_a_restart(database: Database, projects: Projects) -> None:
-    made = await projects.create("vision", ["bob", "ann", "bob"], 5 << 30, by="root")
-    assert (made.members, made.storage_limit_bytes, made.created_by, made.created_at) == (("ann", "bob"), 5 << 30, "root", NOW)
+    created = await projects.create("vision", ["bob", "ann", "bob"], 5 << 30, by="root")
+    assert (created.members, created.storage_limit_bytes, created.created_by, created.created_at) == (
+        ("ann", "bob"),
+        5 << 30,
+        "root",
+        NOW,
+    )
     again = Projects(database, lambda: NOW)
     await again.load()
     assert again.names() == ["default", "vision"]

@@ -220,10 +220,10 @@ class TestQuotas:
 
     async def test_the_server_s_own_grants_count_and_are_never_refused(self, tmp_path: Path) -> None:
         async with opened(tmp_path, StoreLimits(project_bytes=1000)) as store:
-            made = await store.put(os.urandom(1500), "ann", holder="vision")
+            created = await store.put(os.urandom(1500), "ann", holder="vision")
             assert await store.holdings.used_bytes("vision") == 1500
-            await store.hold("audio", [made.digest], "bob")
-            await store.hold("audio", [made.digest], "bob")
+            await store.hold("audio", [created.digest], "bob")
+            await store.hold("audio", [created.digest], "bob")
             assert await store.holdings.used_bytes("audio") == 1500
             with pytest.raises(QuotaExceeded):
                 await send(store, b"x", "audio")
@@ -311,9 +311,9 @@ class TestIntegrity:
         async with opened(tmp_path) as store:
             await send(store, DATA)
         damage(tmp_path / "artifacts" / "blobs" / DIGEST[:2] / DIGEST)
-        found: list[tuple[str, int]] = []
+        result: list[tuple[str, int]] = []
         async with opened(tmp_path) as store:
-            store.integrity.on_damaged = lambda digest, size: found.append((digest, size))
+            store.integrity.on_damaged = lambda digest, size: result.append((digest, size))
             match how:
                 case "missing":
                     assert await store.missing([DIGEST], "vision") == [DIGEST]
@@ -328,7 +328,7 @@ class TestIntegrity:
                         assert [chunk async for chunk in store.chunks(DIGEST, 0)] == []
                 case "verify":
                     assert [row[3] async for row in store.verify()] == [[artifact_of(DATA)]]
-            assert found == [(DIGEST, len(DATA))]
+            assert result == [(DIGEST, len(DATA))]
             (kept,) = (tmp_path / "artifacts" / "quarantine").iterdir()
             assert kept.read_bytes()[1:] == DATA[1:]
 
@@ -356,10 +356,10 @@ class TestIntegrity:
 
     async def test_many_files_are_looked_at_together(self, tmp_path: Path) -> None:
         async with opened(tmp_path) as store:
-            made = [await store.put(os.urandom(8), "ann") for _ in range(250)]
-        damage(tmp_path / "artifacts" / "blobs" / made[17].digest[:2] / made[17].digest)
+            created = [await store.put(os.urandom(8), "ann") for _ in range(250)]
+        damage(tmp_path / "artifacts" / "blobs" / created[17].digest[:2] / created[17].digest)
         async with opened(tmp_path) as store:
-            assert await store.absent([artifact.digest for artifact in made]) == [made[17].digest]
+            assert await store.absent([artifact.digest for artifact in created]) == [created[17].digest]
 
 
 class TestThreads:

@@ -39,10 +39,10 @@ WAIT_S = 60.0
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    made = Database(tmp_path / "farm.sqlite")
-    await made.open()
-    yield made
-    made.close()
+    created = Database(tmp_path / "farm.sqlite")
+    await created.open()
+    yield created
+    created.close()
 
 
 @pytest.fixture

@@ -89,25 +89,25 @@ class World:
         )  # fmt: skip
 
     async def model(self, orders: str = "", recipe: str = FP32, *, calibration: bytes = b"", **methods: str) -> Candidate:
-        made = Candidate(name="net", recipe=recipe)
-        made.model.name = "net"
+        created = Candidate(name="net", recipe=recipe)
+        created.model.name = "net"
         for name, text in {"forward": orders, **methods}.items():
-            made.model.methods[name].exported_program.CopyFrom(await self.store.put(f"{name}\n{text}\n".encode(), "ann"))
+            created.model.methods[name].exported_program.CopyFrom(await self.store.put(f"{name}\n{text}\n".encode(), "ann"))
         if calibration:
-            made.model.methods["forward"].calibration.append(await self.store.put(calibration, "ann"))
-        return made
+            created.model.methods["forward"].calibration.append(await self.store.put(calibration, "ann"))
+        return created
 
     def compile(
         self,
         candidate: Candidate,
-        heard: Heard | None = None,
+        received: Heard | None = None,
         *,
         fresh: bool = False,
         stop_after: str = "",
         project: str = "default",
     ) -> asyncio.Task[Outcome]:
-        heard = heard or Heard()
-        listener = Listener(heard.told, heard.lines.append)
+        received = received or Heard()
+        listener = Listener(received.told, received.lines.append)
         return asyncio.create_task(
             self.compiler.compile(candidate, owner="ann", project=project, fresh=fresh, listener=listener, stop_after=stop_after)
         )
@@ -174,40 +174,40 @@ def error_of(outcome: Outcome) -> EtfarmError:
 
 
 async def test_a_recipe_that_does_not_quantize_takes_one_child_and_gives_all_that_is_known(world: World) -> None:
-    heard = Heard()
+    received = Heard()
     candidate = await world.model(encode="other")
     candidate.model.constant_methods["eos"].CopyFrom(await world.store.put(b"constant", "ann"))
-    outcome = await world.compile(candidate, heard)
-    made = outcome.compilation
+    outcome = await world.compile(candidate, received)
+    created = outcome.compilation
     assert world.ran == ["lower"]
     assert (outcome.cached, outcome.error) == (False, None)
-    assert names(made.stages) == LOWERED
-    assert {(stage.where, stage.cached, stage.methods["encode"]) for stage in made.stages} == {
+    assert names(created.stages) == LOWERED
+    assert {(stage.where, stage.cached, stage.methods["encode"]) for stage in created.stages} == {
         (common_pb2.ACTOR_SERVER, False, 1.0)
     }
-    assert heard.stages == [(stage, ended, False) for stage in LOWERED for ended in (False, True)]
-    assert heard.lines == [f"lower {stage}" for stage in LOWERED]
-    assert world.bytes_of(made.program.pte) == b"pte encode\nother\n|forward\n\n|constant"
-    assert world.bytes_of(made.program.data["weights"]) == b"ptd"
-    assert made.exported_programs["encode"] == candidate.model.methods["encode"].exported_program
-    assert made.delegation["forward"].operators[0].places[0].source.line == 3
-    assert (made.sizes.delegate_bytes, made.sizes.data_bytes["weights"]) == (3, 3)
-    assert (made.checks[0].outputs[0].max_abs_error, made.checks[0].outputs[0].HasField("sqnr_db")) == (0.5, False)
-    assert set(made.facts.methods) == {"forward", "encode", "eos"}
-    assert not made.stayed_fp32
+    assert received.stages == [(stage, ended, False) for stage in LOWERED for ended in (False, True)]
+    assert received.lines == [f"lower {stage}" for stage in LOWERED]
+    assert world.bytes_of(created.program.pte) == b"pte encode\nother\n|forward\n\n|constant"
+    assert world.bytes_of(created.program.data["weights"]) == b"ptd"
+    assert created.exported_programs["encode"] == candidate.model.methods["encode"].exported_program
+    assert created.delegation["forward"].operators[0].places[0].source.line == 3
+    assert (created.sizes.delegate_bytes, created.sizes.data_bytes["weights"]) == (3, 3)
+    assert (created.checks[0].outputs[0].max_abs_error, created.checks[0].outputs[0].HasField("sqnr_db")) == (0.5, False)
+    assert set(created.facts.methods) == {"forward", "encode", "eos"}
+    assert not created.stayed_fp32
     assert not world.folders()
 
 
 async def test_a_recipe_that_quantizes_lowers_what_the_quantizing_child_made(world: World) -> None:
-    heard = Heard()
-    made = (await world.compile(await world.model("x", INT8, calibration=b"sample"), heard)).compilation
+    received = Heard()
+    created = (await world.compile(await world.model("x", INT8, calibration=b"sample"), received)).compilation
     assert world.ran == ["quantize", "lower"]
-    assert heard.lines == [*(f"quantize {stage}" for stage in QUANTIZED), *(f"lower {stage}" for stage in LOWERED)]
-    assert names(made.stages) == [*QUANTIZED, *LOWERED]
-    assert world.bytes_of(made.exported_programs["forward"]) == b"quantized sample\nforward\nx\n"
-    assert world.bytes_of(made.program.pte) == b"pte quantized sample\nforward\nx\n"
-    assert [warning.code for warning in made.warnings] == ["FEW"]
-    assert made.stayed_fp32["forward"].operators[0].op == "aten.sin"
+    assert received.lines == [*(f"quantize {stage}" for stage in QUANTIZED), *(f"lower {stage}" for stage in LOWERED)]
+    assert names(created.stages) == [*QUANTIZED, *LOWERED]
+    assert world.bytes_of(created.exported_programs["forward"]) == b"quantized sample\nforward\nx\n"
+    assert world.bytes_of(created.program.pte) == b"pte quantized sample\nforward\nx\n"
+    assert [warning.code for warning in created.warnings] == ["FEW"]
+    assert created.stayed_fp32["forward"].operators[0].op == "aten.sin"
 
 
 async def test_what_the_client_has_quantized_is_not_quantized_again(world: World) -> None:
@@ -221,16 +221,16 @@ async def test_what_the_client_has_quantized_is_not_quantized_again(world: World
 async def test_a_ready_program_is_only_described(world: World) -> None:
     candidate = Candidate(name="x.pte")
     candidate.program.pte.CopyFrom(await world.store.put(b"pte", "ann"))
-    made = (await world.compile(candidate)).compilation
+    created = (await world.compile(candidate)).compilation
     assert world.ran == ["inspect"]
-    assert (made.program.pte, list(made.facts.methods), len(made.stages)) == (candidate.program.pte, ["forward"], 0)
+    assert (created.program.pte, list(created.facts.methods), len(created.stages)) == (candidate.program.pte, ["forward"], 0)
 
 
 async def test_a_compilation_that_stops_has_the_stages_files_and_no_program(world: World) -> None:
-    made = (await world.compile(await world.model("x", INT8), stop_after="TO_EDGE_TRANSFORM_AND_LOWER")).compilation
-    assert not made.HasField("program")
-    assert made.stopped_after == "TO_EDGE_TRANSFORM_AND_LOWER"
-    assert world.bytes_of(made.stage_files["delegation.csv"]) == b"TO_EDGE_TRANSFORM_AND_LOWER"
+    created = (await world.compile(await world.model("x", INT8), stop_after="TO_EDGE_TRANSFORM_AND_LOWER")).compilation
+    assert not created.HasField("program")
+    assert created.stopped_after == "TO_EDGE_TRANSFORM_AND_LOWER"
+    assert world.bytes_of(created.stage_files["delegation.csv"]) == b"TO_EDGE_TRANSFORM_AND_LOWER"
     assert (await world.compile(await world.model("x", INT8))).compilation.HasField("program"), "another key"
 
 
@@ -251,8 +251,8 @@ async def test_a_cached_program_whose_file_is_gone_is_compiled_again(world: Worl
 
 async def test_recipes_that_quantize_alike_share_it_and_the_report_and_the_progress_say_so(world: World) -> None:
     await world.compile(await world.model("x", INT8))
-    heard = Heard()
-    outcome = await world.compile(await world.model("x", PLANNED), heard)
+    received = Heard()
+    outcome = await world.compile(await world.model("x", PLANNED), received)
     assert world.ran == ["quantize", "lower", "lower"]
     assert not outcome.cached
     assert [(stage.stage, stage.cached) for stage in outcome.compilation.stages] == [
@@ -260,7 +260,7 @@ async def test_recipes_that_quantize_alike_share_it_and_the_report_and_the_progr
         *((stage, False) for stage in LOWERED),
     ]
     assert outcome.compilation.stages[0].duration_ms == 1.5, "as long as it took then"
-    assert heard.stages[:2] == [(stage, True, True) for stage in QUANTIZED]
+    assert received.stages[:2] == [(stage, True, True) for stage in QUANTIZED]
     assert [warning.code for warning in outcome.compilation.warnings] == ["FEW"]
 
 
@@ -327,9 +327,9 @@ async def test_who_wants_no_cache_does_not_join_a_compilation_that_may_use_it(wo
     await world.compile(await world.model("x", INT8))
     gate = world.gate()
     candidate = await world.model(f"lower wait {gate.path}", INT8)
-    heard = Heard()
-    first = world.compile(candidate, heard)
-    await heard.until(LOWERED[0])
+    received = Heard()
+    first = world.compile(candidate, received)
+    await received.until(LOWERED[0])
     second = world.compile(candidate, again := Heard(), fresh=True)
     await again.until(LOWERED[0])
     gate.open()
@@ -357,9 +357,9 @@ async def test_a_quantization_outlives_the_cancel_of_one_of_the_two_that_wait_fo
 
 @pytest.mark.parametrize("task", ["quantize", "lower"])
 async def test_the_last_one_who_cancels_ends_the_child_and_nothing_of_it_stays(world: World, task: str) -> None:
-    heard, candidate = Heard(), await world.model(f"{task} hang", INT8)
-    waiting = [world.compile(candidate, heard), world.compile(candidate)]
-    await heard.until("QUANTIZE" if task == "quantize" else LOWERED[0])
+    received, candidate = Heard(), await world.model(f"{task} hang", INT8)
+    waiting = [world.compile(candidate, received), world.compile(candidate)]
+    await received.until("QUANTIZE" if task == "quantize" else LOWERED[0])
     waiting[0].cancel()
     await asyncio.wait([waiting[0]])
     assert len(world.folders()) == 1, "the other one still waits"
@@ -369,7 +369,7 @@ async def test_the_last_one_who_cancels_ends_the_child_and_nothing_of_it_stays(w
     assert not world.folders()
     assert not world.compiler.in_progress
     with pytest.raises(CompilationNotFound):
-        await world.compiler.get(heard.stages[0][0])
+        await world.compiler.get(received.stages[0][0])
 
 
 @pytest.mark.parametrize(("task", "ended"), [("quantize", ["QUANTIZE"]), ("lower", [*QUANTIZED, "TO_EDGE_TRANSFORM_AND_LOWER"])])
@@ -398,15 +398,15 @@ async def test_what_was_printed_when_a_model_was_refused_is_told_again(world: Wo
     await world.compile(refused)
     planned = await world.model(f"{task} refuse", PLANNED)
     for candidate in [refused] if task == "lower" else [refused, planned]:
-        heard = Heard()
-        outcome = await world.compile(candidate, heard)
+        received = Heard()
+        outcome = await world.compile(candidate, received)
         stage = "TORCH_EXPORT" if task == "quantize" else "TO_EXECUTORCH"
         assert outcome.cached
-        assert heard.lines[-1] == f"{task} {stage}" and "failed with this error" in heard.lines[0]
-    fine, heard = await world.model("x"), Heard()
+        assert received.lines[-1] == f"{task} {stage}" and "failed with this error" in received.lines[0]
+    fine, received = await world.model("x"), Heard()
     await world.compile(fine)
-    await world.compile(fine, heard)
-    assert not heard.lines
+    await world.compile(fine, received)
+    assert not received.lines
 
 
 async def test_another_recipe_is_told_that_the_shared_stages_failed_before(world: World) -> None:
@@ -474,8 +474,8 @@ async def test_an_answer_that_cannot_be_right_is_refused_and_not_kept(world: Wor
 async def test_fields_that_no_version_has_are_dropped(world: World) -> None:
     unknown = child_pb2.CompileResult(compilation=compile_pb2.Compilation.FromString(b"\xfa\x7f\x03abc")).SerializeToString()
     assert b"abc" in unknown
-    made = (await world.compile(await world.model(f"lower add {unknown.hex()}"))).compilation
-    assert made.HasField("program") and b"abc" not in made.SerializeToString()
+    created = (await world.compile(await world.model(f"lower add {unknown.hex()}"))).compilation
+    assert created.HasField("program") and b"abc" not in created.SerializeToString()
 
 
 async def test_a_child_cannot_put_another_folder_in_place_of_its_own(world: World) -> None:
@@ -541,8 +541,8 @@ async def test_plug_ins_that_are_not_installed_are_refused_with_what_there_is(wo
 
 
 async def test_what_a_plug_ins_recipe_does_to_numbers_its_server_knows(world: World) -> None:
-    made = (await world.compile(await world.model("x", recipes.parse("acme.static").json))).compilation
-    assert names(made.stages) == [*QUANTIZED, *LOWERED]
+    created = (await world.compile(await world.model("x", recipes.parse("acme.static").json))).compilation
+    assert names(created.stages) == [*QUANTIZED, *LOWERED]
     assert names((await world.compile(await world.model("x", recipes.parse("acme.plain").json))).compilation.stages) == LOWERED
 
 
@@ -567,9 +567,9 @@ async def test_a_project_holds_what_it_asked_for_whoever_had_it_compiled_first(w
 async def test_a_compilation_that_another_project_has_replaced_is_still_readable(world: World) -> None:
     await world.compile(await world.model("x", INT8), project="vision")
     other = (await world.compile(await world.model("x", INT8), project="audio", fresh=True)).compilation
-    made = await world.compiler.get_visible(other.key, Scope(frozenset({"vision"})))
-    assert made == other
-    assert await world.store.missing([artifact.digest for artifact in artifacts_of(made)], "vision") == []
+    created = await world.compiler.get_visible(other.key, Scope(frozenset({"vision"})))
+    assert created == other
+    assert await world.store.missing([artifact.digest for artifact in artifacts_of(created)], "vision") == []
 
 
 async def test_children_whose_findings_serve_every_project_do_not_learn_what_this_one_calls_its_model(world: World) -> None:

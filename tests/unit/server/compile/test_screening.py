@@ -34,18 +34,18 @@ class Gate:
 
 @pytest.fixture
 def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    made = Gate()
-    monkeypatch.setattr(screen, "screen_upload", made.look)
-    monkeypatch.setattr(screen, "screen_pte", made.look)
-    return made
+    created = Gate()
+    monkeypatch.setattr(screen, "screen_upload", created.look)
+    monkeypatch.setattr(screen, "screen_pte", created.look)
+    return created
 
 
 @pytest.fixture
 async def screened(gate: Gate) -> AsyncIterator[Screening]:
-    made = Screening(Path)
-    yield made
+    created = Screening(Path)
+    yield created
     gate.open.set()
-    made.close()
+    created.close()
 
 
 async def test_submissions_of_the_same_file_screen_it_once(screened: Screening, gate: Gate) -> None:

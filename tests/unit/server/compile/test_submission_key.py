@@ -18,18 +18,18 @@ INT8 = recipes.parse("xnnpack_pt2e_int8_static_per_channel").json
 
 
 def model(recipe: str = INT8) -> Candidate:
-    made = Candidate(name="net", recipe=recipe)
-    made.model.name = "net"
-    made.model.methods["forward"].exported_program.CopyFrom(artifact_of(b"model"))
-    made.model.methods["forward"].calibration.append(artifact_of(b"sample"))
-    return made
+    created = Candidate(name="net", recipe=recipe)
+    created.model.name = "net"
+    created.model.methods["forward"].exported_program.CopyFrom(artifact_of(b"model"))
+    created.model.methods["forward"].calibration.append(artifact_of(b"sample"))
+    return created
 
 
 def program() -> Candidate:
-    made = Candidate(name="x.pte")
-    made.program.pte.CopyFrom(artifact_of(b"pte"))
-    made.program.data["weights"].CopyFrom(artifact_of(b"weights"))
-    return made
+    created = Candidate(name="x.pte")
+    created.program.pte.CopyFrom(artifact_of(b"pte"))
+    created.program.data["weights"].CopyFrom(artifact_of(b"weights"))
+    return created
 
 
 def planned(candidate: Candidate, stop_after: str = "", **versions: str) -> Plan:
@@ -102,9 +102,9 @@ def test_calibration_is_of_no_consequence_where_the_server_quantizes_nothing() -
 
 
 def test_an_exported_program_is_one_whether_its_client_says_so_or_not() -> None:
-    said = model()
-    said.stages_done.add(stage="TORCH_EXPORT", duration_ms=5)
-    assert key(said) == key(model())
+    text = model()
+    text.stages_done.add(stage="TORCH_EXPORT", duration_ms=5)
+    assert key(text) == key(model())
     assert planned(model()).done == ("TORCH_EXPORT",)
 
 
@@ -152,7 +152,7 @@ def test_a_quantization_depends_on_models_and_samples(name: str) -> None:
 
 def test_a_plug_ins_version_changes_the_key(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     candidate = model(recipes.parse("acme.fast").json)
-    found = [key(candidate)]
+    result = [key(candidate)]
     for version in ("1.0", "1.1"):
         info = tmp_path / version / f"acme-{version}.dist-info"
         info.mkdir(parents=True)
@@ -160,8 +160,8 @@ def test_a_plug_ins_version_changes_the_key(monkeypatch: pytest.MonkeyPatch, tmp
         (info / "entry_points.txt").write_text("[etfarm.recipes]\nacme.fast = acme.missing:fast\n")
         monkeypatch.syspath_prepend(tmp_path / version)
         assert keys.plugin_versions(("acme.fast",)) == {"etfarm.recipes:acme.fast": f"acme {version}"}, "nothing is imported"
-        found.append(key(candidate))
-    assert len(set(found)) == 3
+        result.append(key(candidate))
+    assert len(set(result)) == 3
 
 
 def test_a_stage_that_a_plug_in_replaces_does_not_change_the_quantization(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,8 +52,8 @@ class World:
 
     async def connect(self, *devices: str, agent: str = "agent", boot: str = "", **hello: list[str]) -> AgentSession:
         session = self.session(agent, boot)
-        said = [Device(id=name, name=f"board-{name}", arch="aarch64") for name in devices]
-        await self.registry.connect(session, Hello(agent_id=agent, devices=said, **hello))  # type: ignore[arg-type]
+        text = [Device(id=name, name=f"board-{name}", arch="aarch64") for name in devices]
+        await self.registry.connect(session, Hello(agent_id=agent, devices=text, **hello))  # type: ignore[arg-type]
         return session
 
     def states(self) -> dict[str, int]:
@@ -62,10 +62,10 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    made = World(tmp_path)
-    await made.database.open()
-    yield made
-    made.database.close()
+    created = World(tmp_path)
+    await created.database.open()
+    yield created
+    created.database.close()
 
 
 async def test_a_device_is_idle_busy_and_offline(world: World) -> None:
@@ -127,13 +127,13 @@ async def test_of_two_agents_the_one_that_can_serve_a_phone_says_what_it_is(worl
 
 
 async def test_listeners_hear_of_coming_and_going(world: World) -> None:
-    heard: list[dict[str, int]] = []
-    world.registry.on_change(lambda: heard.append(world.states()))
+    received: list[dict[str, int]] = []
+    world.registry.on_change(lambda: received.append(world.states()))
     session = await world.connect("pi")
     await world.registry.update(session, Device(id="xl", name="xl"))
     world.registry.gone(session, "pi")
     await world.registry.disconnect(session)
-    assert heard == [{"pi": IDLE}, {"pi": IDLE, "xl": IDLE}, {"pi": OFFLINE, "xl": IDLE}, {"pi": OFFLINE, "xl": OFFLINE}]
+    assert received == [{"pi": IDLE}, {"pi": IDLE, "xl": IDLE}, {"pi": OFFLINE, "xl": IDLE}, {"pi": OFFLINE, "xl": OFFLINE}]
 
 
 async def test_a_known_device_stays_known_after_a_restart_as_offline(world: World) -> None:

@@ -63,12 +63,12 @@ async def test_a_result_that_nobody_waits_for_is_said_to_be_so() -> None:
 
 
 async def test_progress_goes_to_its_attempt_only() -> None:
-    told: list[str] = []
+    reported: list[str] = []
     runs = Runs(FOREVER_S)
-    runs.begin("a1", "pi", lambda progress: told.append(progress.phase))
+    runs.begin("a1", "pi", lambda progress: reported.append(progress.phase))
     runs.progressed(RunProgress(attempt_id="a1", device_id="pi", phase="LOAD"))
     runs.progressed(RunProgress(attempt_id="a2", device_id="pi", phase="WARMUP"))
-    assert told == ["LOAD"]
+    assert reported == ["LOAD"]
 
 
 async def test_an_agent_that_comes_back_with_the_attempt_keeps_it() -> None:
@@ -163,9 +163,9 @@ async def test_a_run_that_was_not_sent_yet_cannot_be_lost() -> None:
 
 
 async def test_what_another_device_says_of_an_attempt_does_not_count() -> None:
-    told: list[str] = []
+    reported: list[str] = []
     runs = Runs(FOREVER_S)
-    runs.begin("a1", "pi", lambda progress: told.append(progress.phase), sent=True)
+    runs.begin("a1", "pi", lambda progress: reported.append(progress.phase), sent=True)
     runs.progressed(RunProgress(attempt_id="a1", device_id="other", phase="LOAD"))
     assert not runs.deliver(RunResult(attempt_id="a1", device_id="other"))
-    assert told == [] and is_pending(runs) and not runs.has_answer("a1")
+    assert reported == [] and is_pending(runs) and not runs.has_answer("a1")

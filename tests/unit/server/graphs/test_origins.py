@@ -124,6 +124,6 @@ def test_many_in_a_row_and_beside_each_other_are_all_told() -> None:
         operators.append(operator(joined, "add", " ".join(f"v{handle}" for handle in beside), f"j{block}"))
         handles += [*beside, joined]
         value, at = 1000 * joined, f"j{block}"
-    found = find(nodes, operators, handles)
-    assert found == {place: handles[place] for place, one in enumerate(nodes) if one.handle is None}
-    assert len(found) == 120
+    result = find(nodes, operators, handles)
+    assert result == {place: handles[place] for place, one in enumerate(nodes) if one.handle is None}
+    assert len(result) == 120

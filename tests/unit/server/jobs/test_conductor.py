@@ -90,8 +90,8 @@ async def test_a_stage_of_an_earlier_compilation_is_told_as_such(world: World) -
     world.compiler.gate = asyncio.Event()
     job = await world.submit(on_device=False)
     async with asyncio.timeout(WAIT_S):
-        said = await anext(event.progress async for event in world.journal.watch(job.id, 0) if event.HasField("progress"))
-    assert (said.phase, said.duration_ms, said.message) == ("QUANTIZE", 2.0, "from an earlier compilation")
+        text = await anext(event.progress async for event in world.journal.watch(job.id, 0) if event.HasField("progress"))
+    assert (text.phase, text.duration_ms, text.message) == ("QUANTIZE", 2.0, "from an earlier compilation")
     world.compiler.gate.set()
     await world.end(job)
 

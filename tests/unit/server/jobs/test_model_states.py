@@ -46,10 +46,10 @@ def test_the_table_is_the_designs() -> None:
 
 def test_every_state_can_be_reached_and_every_live_one_can_succeed() -> None:
     def reach(state: int) -> set[int]:
-        found, new = {state}, {state}
-        while new := {after for one in new for after in TRANSITIONS[one]} - found:
-            found |= new
-        return found
+        result, new = {state}, {state}
+        while new := {after for one in new for after in TRANSITIONS[one]} - result:
+            result |= new
+        return result
 
     assert reach(QUEUED) == set(STATES)
     assert all(SUCCEEDED in reach(state) for state in LIVE)

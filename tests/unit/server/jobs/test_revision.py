@@ -37,39 +37,39 @@ def worked_out(*references: report_pb2.Reference.ValueType, places: bool = True,
 
 
 def test_accuracy_against_a_reference_that_is_gone_stays() -> None:
-    before, made = worked_out(EAGER, QUANTIZED), worked_out(QUANTIZED)
+    before, created = worked_out(EAGER, QUANTIZED), worked_out(QUANTIZED)
     before.compile.warnings.add(code="ANALYSIS_OLD", message="of then")
-    for row in made.accuracy:
+    for row in created.accuracy:
         row.sqnr_db = 30
-    keep(before, made)
-    assert [(row.output, row.reference, row.sqnr_db) for row in made.accuracy] == [
+    keep(before, created)
+    assert [(row.output, row.reference, row.sqnr_db) for row in created.accuracy] == [
         ("a", EAGER, 20), ("b", EAGER, 20), ("a", QUANTIZED, 30), ("b", QUANTIZED, 30),
     ]  # fmt: skip
-    assert [warning.code for warning in made.compile.warnings] == ["ANALYSIS_OLD"]
+    assert [warning.code for warning in created.compile.warnings] == ["ANALYSIS_OLD"]
 
 
 def test_a_numeric_gap_that_stays_keeps_its_first_bad_operator() -> None:
-    before, made = worked_out(EAGER), worked_out(EAGER, gap=False)
-    keep(before, made)
-    assert (made.numerics, list(made.numeric_gap)) == (before.numerics, list(before.numeric_gap))
+    before, created = worked_out(EAGER), worked_out(EAGER, gap=False)
+    keep(before, created)
+    assert (created.numerics, list(created.numeric_gap)) == (before.numerics, list(before.numeric_gap))
 
 
 def test_operators_that_lost_their_places_are_those_of_then() -> None:
-    before, made = worked_out(EAGER), worked_out(EAGER, places=False)
-    made.profile.p50_ns = 4000
-    keep(before, made)
-    assert (made.profile, list(made.operators)) == (before.profile, list(before.operators))
-    assert made.trace_times == before.trace_times
+    before, created = worked_out(EAGER), worked_out(EAGER, places=False)
+    created.profile.p50_ns = 4000
+    keep(before, created)
+    assert (created.profile, list(created.operators)) == (before.profile, list(before.operators))
+    assert created.trace_times == before.trace_times
 
 
 def test_what_is_all_there_is_new() -> None:
-    before, made = worked_out(EAGER), worked_out(EAGER, QUANTIZED)
+    before, created = worked_out(EAGER), worked_out(EAGER, QUANTIZED)
     before.compile.warnings.add(code="ANALYSIS_OLD", message="of then")
-    made.profile.p50_ns = 4000
-    made.numerics.first_bad = 0
-    expected = Report.FromString(made.SerializeToString())
-    keep(before, made)
-    assert made == expected
+    created.profile.p50_ns = 4000
+    created.numerics.first_bad = 0
+    expected = Report.FromString(created.SerializeToString())
+    keep(before, created)
+    assert created == expected
 
 
 @pytest.mark.parametrize("token", ["999999999999999999.abcd", "x.y", "1", "-1.abcd"])

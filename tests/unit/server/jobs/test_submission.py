@@ -78,11 +78,11 @@ class World:
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
     database = Database(tmp_path / "farm.sqlite")
     await database.open()
-    made = World(Store(tmp_path, database), database)
+    created = World(Store(tmp_path, database), database)
     # What a .pt2 must be is another room's; here it only has to be asked.
     for name in ("screen_upload", "screen_pte"):
-        monkeypatch.setattr(screen, name, lambda path, allowed=None: made.screened.append(path))
-    yield made
+        monkeypatch.setattr(screen, name, lambda path, allowed=None: created.screened.append(path))
+    yield created
     database.close()
 
 

@@ -21,11 +21,11 @@ DEVICE = Device(id="pi", name="board", arch="aarch64", soc="BCM", os="Debian", c
 
 
 def job() -> job_pb2.Job:
-    made = job_pb2.Job(id="j")
-    made.create_time.FromDatetime(AT)
-    candidate = made.spec.candidates.add(name="net", recipe=RECIPE)
+    created = job_pb2.Job(id="j")
+    created.create_time.FromDatetime(AT)
+    candidate = created.spec.candidates.add(name="net", recipe=RECIPE)
     candidate.model.methods["forward"].exported_program.CopyFrom(artifact_of(b"model"))
-    return made
+    return created
 
 
 def cell(state: str = "SUCCEEDED", **more: Any) -> job_pb2.Cell:
@@ -34,40 +34,40 @@ def cell(state: str = "SUCCEEDED", **more: Any) -> job_pb2.Cell:
 
 
 def compilation() -> compile_pb2.Compilation:
-    made = compile_pb2.Compilation(
+    created = compile_pb2.Compilation(
         key="k", stages=[compile_pb2.Stage(stage="TO_EXECUTORCH", duration_ms=5, where=common_pb2.ACTOR_SERVER)]
     )
-    made.program.pte.CopyFrom(artifact_of(b"pte"))
-    made.program.data["w"].CopyFrom(artifact_of(b"weights"))
-    made.program.digest = "d"
-    made.etrecord.CopyFrom(artifact_of(b"etrecord"))
-    made.warnings.add(code="COMPILE", message="first")
-    made.facts.methods["forward"].planned_bytes.extend([64, 128])
-    made.facts.methods["other"].planned_bytes.append(1)
-    return made
+    created.program.pte.CopyFrom(artifact_of(b"pte"))
+    created.program.data["w"].CopyFrom(artifact_of(b"weights"))
+    created.program.digest = "d"
+    created.etrecord.CopyFrom(artifact_of(b"etrecord"))
+    created.warnings.add(code="COMPILE", message="first")
+    created.facts.methods["forward"].planned_bytes.extend([64, 128])
+    created.facts.methods["other"].planned_bytes.append(1)
+    return created
 
 
 def result() -> agent_pb2.CandidateResult:
-    made = agent_pb2.CandidateResult(
+    created = agent_pb2.CandidateResult(
         cell_id="c", threads=4, warmup=10, iterations=100, duration_ns=9, stop_reason=common_pb2.STOP_REASON_ENOUGH
     )
-    made.steady, made.repeatability.outcome = False, report_pb2.REPEATABILITY_OUTCOME_EQUAL
-    made.runner.kind = common_pb2.RUNNER_KIND_NATIVE
-    made.load.load_ns = 0
-    made.memory.peak_rss_bytes = 1000
-    made.telemetry.wall_time_ns = 10
+    created.steady, created.repeatability.outcome = False, report_pb2.REPEATABILITY_OUTCOME_EQUAL
+    created.runner.kind = common_pb2.RUNNER_KIND_NATIVE
+    created.load.load_ns = 0
+    created.memory.peak_rss_bytes = 1000
+    created.telemetry.wall_time_ns = 10
     for name in ("outputs", "samples", "etdump"):
-        getattr(made, name).CopyFrom(artifact_of(name.encode()))
-    return made
+        getattr(created, name).CopyFrom(artifact_of(name.encode()))
+    return created
 
 
 def analysis() -> report_pb2.Report:
-    made = report_pb2.Report()
-    made.latency.p50_ns = 5.0
-    made.trace_times.size_bytes = 8
-    made.interleaved.ratio = 0.9
-    made.compile.warnings.add(code="ANALYSIS", message="second")
-    return made
+    created = report_pb2.Report()
+    created.latency.p50_ns = 5.0
+    created.trace_times.size_bytes = 8
+    created.interleaved.ratio = 0.9
+    created.compile.warnings.add(code="ANALYSIS", message="second")
+    return created
 
 
 def test_a_cell_that_never_compiled_has_only_what_was_asked_for() -> None:
@@ -110,56 +110,56 @@ def test_a_measured_cell_has_everything() -> None:
 
 
 def test_what_a_program_ran_on_is_told_and_that_a_runner_made_it_up() -> None:
-    found = analysis()
-    found.inputs.tensors.add(name="x", dtype="float32", shape=[2, 3])
-    given: dict[str, Any] = {"at": AT, "compilation": compilation(), "device": DEVICE, "result": result()}
-    told = assemble("r", job(), cell(), **given, analysis=found, inputs=artifact_of(b"inputs")).inputs
-    assert (told.digest, list(told.tensors)) == (artifact_of(b"inputs").digest, list(found.inputs.tensors))
-    made_up = assemble("r", job(), cell(), **given, analysis=analysis())
+    actual = analysis()
+    actual.inputs.tensors.add(name="x", dtype="float32", shape=[2, 3])
+    values: dict[str, Any] = {"at": AT, "compilation": compilation(), "device": DEVICE, "result": result()}
+    reported = assemble("r", job(), cell(), **values, analysis=actual, inputs=artifact_of(b"inputs")).inputs
+    assert (reported.digest, list(reported.tensors)) == (artifact_of(b"inputs").digest, list(actual.inputs.tensors))
+    made_up = assemble("r", job(), cell(), **values, analysis=analysis())
     assert made_up.HasField("inputs") and not made_up.inputs.HasField("digest") and not made_up.inputs.tensors
     never_ran = assemble("r", job(), cell("FAILED"), at=AT, compilation=compilation(), inputs=artifact_of(b"inputs"))
     assert not never_ran.HasField("inputs")
 
 
 def test_a_compilation_tells_all_that_it_found_out() -> None:
-    submitted, made = job(), compilation()
+    submitted, created = job(), compilation()
     submitted.spec.candidates[0].stages_done.add(stage="TORCH_EXPORT", where=common_pb2.ACTOR_CLIENT, duration_ms=3)
-    made.stages[0].cached = True
-    made.stages[0].methods["forward"] = 4.0
-    made.sizes.delegate_bytes = 7
-    made.checks.add(method="forward", inputs=compile_pb2.HOST_CHECK_INPUTS_EXAMPLE, ran=True)
-    made.stayed_fp32["forward"].operators.add(op="aten.sin", count=2)
-    made.exported_programs["forward"].CopyFrom(artifact_of(b"quantized"))
-    report = assemble("r", submitted, cell(), at=AT, compilation=made)
-    assert report.compile.compilation == made
-    found = report_json(report)["compile"]
-    assert [(stage["stage"], stage["where"], stage["cached"]) for stage in found["stages"]] == [
+    created.stages[0].cached = True
+    created.stages[0].methods["forward"] = 4.0
+    created.sizes.delegate_bytes = 7
+    created.checks.add(method="forward", inputs=compile_pb2.HOST_CHECK_INPUTS_EXAMPLE, ran=True)
+    created.stayed_fp32["forward"].operators.add(op="aten.sin", count=2)
+    created.exported_programs["forward"].CopyFrom(artifact_of(b"quantized"))
+    report = assemble("r", submitted, cell(), at=AT, compilation=created)
+    assert report.compile.compilation == created
+    actual = report_json(report)["compile"]
+    assert [(stage["stage"], stage["where"], stage["cached"]) for stage in actual["stages"]] == [
         ("TORCH_EXPORT", "CLIENT", False),
         ("TO_EXECUTORCH", "SERVER", True),
     ]
-    assert found["stages"][1]["methods"] == {"forward": 4.0}
-    assert found["sizes"]["delegate_bytes"] == 7
-    assert (found["checks"][0]["inputs"], found["checks"][0]["ran"]) == ("EXAMPLE", True)
-    assert [row["op"] for row in found["stayed_fp32"]["forward"]["operators"]] == ["aten.sin"]
-    assert found["data"]["w"]["size_bytes"] == len(b"weights")
-    assert found["exported_programs"]["forward"]["size_bytes"] == len(b"quantized")
-    assert found["stopped_after"] is None and not found["stage_files"]
+    assert actual["stages"][1]["methods"] == {"forward": 4.0}
+    assert actual["sizes"]["delegate_bytes"] == 7
+    assert (actual["checks"][0]["inputs"], actual["checks"][0]["ran"]) == ("EXAMPLE", True)
+    assert [row["op"] for row in actual["stayed_fp32"]["forward"]["operators"]] == ["aten.sin"]
+    assert actual["data"]["w"]["size_bytes"] == len(b"weights")
+    assert actual["exported_programs"]["forward"]["size_bytes"] == len(b"quantized")
+    assert actual["stopped_after"] is None and not actual["stage_files"]
 
 
 def test_a_compilation_that_stopped_has_its_stage_s_files_and_no_program() -> None:
     stopped = compile_pb2.Compilation(key="k", stopped_after="TORCH_EXPORT")
     stopped.stage_files["forward.txt"].CopyFrom(artifact_of(b"printed"))
-    found = report_json(assemble("r", job(), cell(), at=AT, compilation=stopped))["compile"]
-    assert (found["stopped_after"], found["stage_files"]["forward.txt"]["size_bytes"]) == ("TORCH_EXPORT", len(b"printed"))
-    assert [found[name] for name in ("program", "etrecord", "sizes")] == [None, None, None]
+    actual = report_json(assemble("r", job(), cell(), at=AT, compilation=stopped))["compile"]
+    assert (actual["stopped_after"], actual["stage_files"]["forward.txt"]["size_bytes"]) == ("TORCH_EXPORT", len(b"printed"))
+    assert [actual[name] for name in ("program", "etrecord", "sizes")] == [None, None, None]
 
 
 def test_it_is_a_function_of_its_arguments_and_leaves_them_as_they_are() -> None:
-    given: dict[str, Any] = {"compilation": compilation(), "device": DEVICE, "result": result(), "analysis": analysis()}
-    kept = {name: type(message).FromString(message.SerializeToString()) for name, message in given.items()}
+    values: dict[str, Any] = {"compilation": compilation(), "device": DEVICE, "result": result(), "analysis": analysis()}
+    kept = {name: type(message).FromString(message.SerializeToString()) for name, message in values.items()}
     ended = cell()
-    assert assemble("r", job(), ended, at=AT, **given) == assemble("r", job(), ended, at=AT, **given)
-    assert given == kept
+    assert assemble("r", job(), ended, at=AT, **values) == assemble("r", job(), ended, at=AT, **values)
+    assert values == kept
     assert ended == cell()
 
 

@@ -42,17 +42,17 @@ async def workers(tmp_path: Path) -> AsyncIterator[Workers]:
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    made = Database(tmp_path / "farm.sqlite")
-    await made.open()
-    yield made
-    made.close()
+    created = Database(tmp_path / "farm.sqlite")
+    await created.open()
+    yield created
+    created.close()
 
 
 @pytest.fixture
 async def store(tmp_path: Path, database: Database) -> AsyncIterator[Store]:
-    made = Store(tmp_path / "store", database)
-    yield made
-    made.close()
+    created = Store(tmp_path / "store", database)
+    yield created
+    created.close()
 
 
 class Clock:
@@ -161,9 +161,9 @@ async def test_a_child_that_hangs_over_its_files_costs_what_they_are_for(
     await workers.ready()
     findings = Findings(workers, store, database, Clock(), deadline_s=DEADLINE_S)
     asked = replace(request(tmp_path), etdump=hanging(tmp_path, "etdump"), traced_ns=(7000, 8000, 9000))
-    found = await findings.of(asked, quiet)
-    assert found.latency.min_ns == 1000 and found.profile.p50_ns == 8000
-    (warning,) = [warning for warning in found.compile.warnings if warning.code == CUT_SHORT]
+    result = await findings.of(asked, quiet)
+    assert result.latency.min_ns == 1000 and result.profile.p50_ns == 8000
+    (warning,) = [warning for warning in result.compile.warnings if warning.code == CUT_SHORT]
     assert "not done after 6 s of wall time in JOIN" in warning.message
     assert "without the profile by operator" in warning.message
     again = await findings.of(asked, quiet)
@@ -205,8 +205,8 @@ async def test_a_file_that_is_not_stored_any_more_costs_what_it_is_for(
 ) -> None:
     findings = Findings(workers, store, database, Clock(), deadline_s=60)
     asked = replace(request(tmp_path), etdump=tmp_path / ("e" * 64), etrecord=stored(tmp_path, b"record"))
-    found = await findings.of(asked, quiet)
-    assert found.latency.min_ns == 1000 and not found.operators
-    (warning,) = found.compile.warnings
+    result = await findings.of(asked, quiet)
+    assert result.latency.min_ns == 1000 and not result.operators
+    (warning,) = result.compile.warnings
     assert warning.code == FILE_MISSING
     assert "profile by operator" in warning.message and "eeeeeeeeeeee" in warning.message

@@ -20,9 +20,9 @@ def test_nan_of_every_dtype_that_has_it_is_counted(dtype: str) -> None:
     kind = tensors.dtype_of(dtype)
     has_nan = "float" in dtype
     array = np.array([[1, np.nan if has_nan else 0, 1]] * 2).astype(kind)
-    said = describe_nan([tensors.from_array("x", array)])
-    assert said.startswith("The inputs have NaN: 2 of 6 elements of 'x'.") is has_nan
-    assert bool(said) is has_nan
+    text = describe_nan([tensors.from_array("x", array)])
+    assert text.startswith("The inputs have NaN: 2 of 6 elements of 'x'.") is has_nan
+    assert bool(text) is has_nan
 
 
 def test_scalars_and_tensors_without_elements_are_looked_at_too() -> None:

@@ -160,9 +160,9 @@ def test_inputs_that_the_model_does_not_take_are_told(tmp_path: Path) -> None:
 
 def test_one_output_of_another_shape_keeps_the_others_numbers(tmp_path: Path) -> None:
     request = _request(traced("xnnpack"), tmp_path)
-    given = tensors.decode(request.outputs.read_bytes())  # type: ignore[union-attr]
+    values = tensors.decode(request.outputs.read_bytes())  # type: ignore[union-attr]
     outputs = tmp_path / "outputs.ett"
-    outputs.write_bytes(tensors.encode([Tensor("0", "float32", (10,), given[0].data), given[1]]))  # type: ignore[union-attr]
+    outputs.write_bytes(tensors.encode([Tensor("0", "float32", (10,), values[0].data), values[1]]))  # type: ignore[union-attr]
     report, _ = _analyze(replace(request, outputs=outputs), tmp_path)
     assert _codes(report) == ["ANALYSIS_OUTPUTS_DO_NOT_MATCH"]
     scores, label = report.accuracy
@@ -171,10 +171,10 @@ def test_one_output_of_another_shape_keeps_the_others_numbers(tmp_path: Path) ->
 
 
 def test_the_pool_reads_from_the_events_in_which_stage_a_child_died(tmp_path: Path) -> None:
-    heard: list[tuple[str, str] | None] = []
-    analyze(_request(traced("xnnpack"), tmp_path), tmp_path, lambda event: heard.append(stage_of(event)))
+    received: list[tuple[str, str] | None] = []
+    analyze(_request(traced("xnnpack"), tmp_path), tmp_path, lambda event: received.append(stage_of(event)))
     stages = ["INPUTS", "STATISTICS", "ACCURACY", "JOIN"]
-    assert heard == [(stage, phase) for stage in stages for phase in ("START", "END")]
+    assert received == [(stage, phase) for stage in stages for phase in ("START", "END")]
 
 
 def _in_turns(tmp_path: Path, *blocks: Block) -> AnalyzeRequest:
@@ -190,9 +190,9 @@ def _in_turns(tmp_path: Path, *blocks: Block) -> AnalyzeRequest:
 
 def test_programs_that_took_turns_are_compared_round_by_round(tmp_path: Path) -> None:
     report, events = _analyze(_in_turns(tmp_path), tmp_path)
-    found = report.interleaved
-    assert (found.ratio, list(found.ratio_ci95), found.rounds, found.process_pairs) == (0.5, [0.5, 0.5], 10, 5)
-    assert list(found.ratios) == [0.5] * 10
+    result = report.interleaved
+    assert (result.ratio, list(result.ratio_ci95), result.rounds, result.process_pairs) == (0.5, [0.5, 0.5], 10, 5)
+    assert list(result.ratios) == [0.5] * 10
     assert [event["stage"] for event in events if event["phase"] == "START"] == ["STATISTICS", "COMPARISON"]
 
 

@@ -120,8 +120,8 @@ def _measured(**telemetry: Any) -> agent_pb2.CandidateResult:
 def _codes(
     result: agent_pb2.CandidateResult, latency: dict[str, Any] | None = None, **more: Any
 ) -> dict[str, report_pb2.VerdictReason]:
-    told = report_pb2.Latency(p50_ns=5e6, **latency or {})
-    verdict = judge(result, told, emulated=False, thresholds=THRESHOLDS, **more)
+    reported = report_pb2.Latency(p50_ns=5e6, **latency or {})
+    verdict = judge(result, reported, emulated=False, thresholds=THRESHOLDS, **more)
     assert (verdict.status == report_pb2.VERDICT_STATUS_INVALID) is bool(verdict.reasons)
     return {reason.code: reason for reason in verdict.reasons}
 
@@ -142,11 +142,11 @@ def test_a_run_that_gets_slower_or_faster_has_no_one_median(drift: float, steady
     result = _measured()
     if steady is not None:
         result.steady = steady
-    found = _codes(result, {"drift": drift})
-    assert list(found) == ([code] if code else [])
+    actual = _codes(result, {"drift": drift})
+    assert list(actual) == ([code] if code else [])
     if code:
-        assert ("slower" if drift > 0 else "faster") in found[code].message
-        assert found[code].measured == pytest.approx(drift)
+        assert ("slower" if drift > 0 else "faster") in actual[code].message
+        assert actual[code].measured == pytest.approx(drift)
 
 
 def test_a_run_that_was_made_longer_in_vain_says_so() -> None:
@@ -156,25 +156,25 @@ def test_a_run_that_was_made_longer_in_vain_says_so() -> None:
 
 
 def test_samples_that_resemble_each_other_may_be_too_few() -> None:
-    found = _codes(_measured(), {"p50_ci95_ns": [4.7e6, 5.3e6], "effective_samples": 4.0})
-    assert "200 samples are worth 4 independent ones" in found["TOO_FEW_SAMPLES"].message
-    assert found["TOO_FEW_SAMPLES"].measured == pytest.approx(0.12)
+    result = _codes(_measured(), {"p50_ci95_ns": [4.7e6, 5.3e6], "effective_samples": 4.0})
+    assert "200 samples are worth 4 independent ones" in result["TOO_FEW_SAMPLES"].message
+    assert result["TOO_FEW_SAMPLES"].measured == pytest.approx(0.12)
     assert not _codes(_measured(), {"p50_ci95_ns": [4.8e6, 5.2e6], "effective_samples": 4.0})
-    found = _codes(_measured(), {"effective_samples": 4.0})
-    assert found["TOO_FEW_SAMPLES"].message == "The median has no interval: its 200 samples are worth 4 independent ones."
-    assert (found["TOO_FEW_SAMPLES"].measured, found["TOO_FEW_SAMPLES"].threshold) == (4, 6)
+    result = _codes(_measured(), {"effective_samples": 4.0})
+    assert result["TOO_FEW_SAMPLES"].message == "The median has no interval: its 200 samples are worth 4 independent ones."
+    assert (result["TOO_FEW_SAMPLES"].measured, result["TOO_FEW_SAMPLES"].threshold) == (4, 6)
 
 
-@pytest.mark.parametrize(("busy_ns", "cores", "heard"), [
+@pytest.mark.parametrize(("busy_ns", "cores", "received"), [
     (SECOND * 12 // 10, 2, False), (SECOND * 14 // 10, 2, True), (SECOND * 2, 64, False), (SECOND * 5, 64, True),
 ])  # fmt: skip
-def test_work_of_others_is_interference_though_the_runner_had_its_cpu(busy_ns: int, cores: int, heard: bool) -> None:
+def test_work_of_others_is_interference_though_the_runner_had_its_cpu(busy_ns: int, cores: int, received: bool) -> None:
     # A process on the second cpu: nobody waits for a cpu, and no other check sees it.
     result = _measured(before=_reading(0, cpu_busy_ns=7 * SECOND), after=_reading(1000, cpu_busy_ns=7 * SECOND + busy_ns))
-    found = _codes(result, cores=cores)
-    assert list(found) == (["BACKGROUND_LOAD"] if heard else [])
-    if heard:
-        assert found["BACKGROUND_LOAD"].measured == pytest.approx(busy_ns / SECOND - 1)
+    actual = _codes(result, cores=cores)
+    assert list(actual) == (["BACKGROUND_LOAD"] if received else [])
+    if received:
+        assert actual["BACKGROUND_LOAD"].measured == pytest.approx(busy_ns / SECOND - 1)
 
 
 def test_programs_that_took_turns_are_no_interference_for_each_other() -> None:
@@ -213,9 +213,9 @@ def test_time_that_the_hypervisor_took_is_interference() -> None:
     ({"cpus": [report_pb2.CpuReading(cpu=4, limit_hz=2 * SECOND)]}, {"cpus": [report_pb2.CpuReading(cpu=4, limit_hz=SECOND)]}),
 ])  # fmt: skip
 def test_a_device_that_was_slowed_down_against_heat_says_so(before: dict[str, Any], after: dict[str, Any]) -> None:
-    found = _codes(_measured(before=_reading(0, **before), after=_reading(1000, **after)))
-    assert list(found) == ["THERMAL_THROTTLED"]
-    assert re.search(r"\d", found["THERMAL_THROTTLED"].message)
+    result = _codes(_measured(before=_reading(0, **before), after=_reading(1000, **after)))
+    assert list(result) == ["THERMAL_THROTTLED"]
+    assert re.search(r"\d", result["THERMAL_THROTTLED"].message)
 
 
 def test_what_throttled_earlier_and_what_only_cools_is_not_held_against_a_run() -> None:

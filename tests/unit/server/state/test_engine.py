@@ -38,10 +38,10 @@ MIGRATIONS = Path(engine_module.__file__).parent / "migrations"
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    made = Database(tmp_path / "farm.sqlite")
-    await made.open()
-    yield made
-    made.close()
+    created = Database(tmp_path / "farm.sqlite")
+    await created.open()
+    yield created
+    created.close()
 
 
 def add(connection: Connection, digest: str = "a") -> None:
@@ -177,8 +177,8 @@ async def test_reports_of_an_older_etfarm_become_thin_and_are_found_by_what_they
     database = Database(path)
     await database.open()
     table = schema.reports.c
-    found = select(table.id, table.model_digest, table.recipe, table.method, table.threads, table.body).order_by(table.id)
-    rows = await database.read(lambda connection: [tuple(row) for row in connection.execute(found)])
+    result = select(table.id, table.model_digest, table.recipe, table.method, table.threads, table.body).order_by(table.id)
+    rows = await database.read(lambda connection: [tuple(row) for row in connection.execute(result)])
     assert [row[:5] for row in rows] == [("r1", "a" * 64, "xnnpack_fp32", "forward", 4), ("r2", "", None, None, None)]
     thin, empty = (report_pb2.Report.FromString(row[5]) for row in rows)
     assert empty == report_pb2.Report(id="r2")
@@ -215,8 +215,8 @@ async def test_a_migration_that_is_cut_off_leaves_nothing_half_made(tmp_path: Pa
 
 
 async def test_the_migrations_make_the_tables_of_the_schema(database: Database, tmp_path: Path) -> None:
-    made = create_engine(f"sqlite:///{tmp_path / 'direct.sqlite'}")
-    schema.metadata.create_all(made)
+    created = create_engine(f"sqlite:///{tmp_path / 'direct.sqlite'}")
+    schema.metadata.create_all(created)
 
     def shape(connection: Connection) -> dict[str, object]:
         looked = inspect(connection)
@@ -237,10 +237,10 @@ async def test_the_migrations_make_the_tables_of_the_schema(database: Database, 
         }
 
     migrated = await database.read(shape)
-    with made.connect() as connection:
+    with created.connect() as connection:
         assert migrated == shape(connection)
     assert set(migrated) == set(schema.metadata.tables)
-    made.dispose()
+    created.dispose()
 
 
 async def test_head_is_the_newest_migration(database: Database) -> None:

@@ -17,17 +17,17 @@ async def _settle() -> None:
 
 
 async def test_a_measurement_waits_for_work_and_goes_before_work_that_has_not_begun() -> None:
-    lock, said = MeasurementLock(), []
+    lock, text = MeasurementLock(), []
     release = asyncio.Event()
 
     async def working(name: str) -> None:
         async with lock.work():
-            said.append(name)
+            text.append(name)
             await release.wait()
 
     async def measuring() -> None:
         async with lock.measure():
-            said.append("measure")
+            text.append("measure")
 
     async with asyncio.TaskGroup() as group:
         group.create_task(working("first"))
@@ -37,9 +37,9 @@ async def test_a_measurement_waits_for_work_and_goes_before_work_that_has_not_be
         await _settle()
         group.create_task(working("late"))
         await _settle()
-        assert said == ["first", "second"]
+        assert text == ["first", "second"]
         release.set()
-    assert said == ["first", "second", "measure", "late"]
+    assert text == ["first", "second", "measure", "late"]
 
 
 async def test_a_cancelled_measurement_holds_nobody_up() -> None:

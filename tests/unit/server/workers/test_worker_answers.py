@@ -109,8 +109,8 @@ def test_a_report_that_no_analysis_gives_is_refused(sent: Message) -> None:
 
 def test_a_measurement_that_is_no_number_is_absent() -> None:
     row = report_pb2.OperatorRow(index=1, p50_ns=math.nan, mean_ns=2.0, share=-math.inf)
-    found = measured(report_pb2.Report(latency={"p50_ns": math.inf, "p90_ns": 3.0}, operators=[row]))
-    assert found == report_pb2.Report(latency={"p90_ns": 3.0}, operators=[report_pb2.OperatorRow(index=1, mean_ns=2.0)])
+    result = measured(report_pb2.Report(latency={"p50_ns": math.inf, "p90_ns": 3.0}, operators=[row]))
+    assert result == report_pb2.Report(latency={"p90_ns": 3.0}, operators=[report_pb2.OperatorRow(index=1, mean_ns=2.0)])
 
 
 def test_the_number_of_entries_is_limited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,8 +130,8 @@ def test_the_number_of_entries_is_limited(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_an_unknown_field_is_dropped_at_any_depth() -> None:
     hidden = compile_pb2.Warning.FromString(b"\xfa\x7f\x03abc")
-    found = compiled(child_pb2.CompileResult(compilation=Compilation(warnings=[hidden])))
-    assert len(found.compilation.warnings) == 1 and b"abc" not in found.SerializeToString()
+    result = compiled(child_pb2.CompileResult(compilation=Compilation(warnings=[hidden])))
+    assert len(result.compilation.warnings) == 1 and b"abc" not in result.SerializeToString()
 
 
 @given(st.binary(max_size=200))
@@ -140,10 +140,10 @@ def test_bytes_are_an_answer_or_refused(data: bytes) -> None:
     kinds: list[tuple[Any, tuple[str, ...]]] = [(child_pb2.CompileResult, COMPILED), (report_pb2.Report, MEASURED)]
     for kind, fields in kinds:
         try:
-            found = decode(data, kind, fields)
+            result = decode(data, kind, fields)
         except BadWorkerAnswer:
             continue
-        assert decode(found.SerializeToString(), kind, fields) == found
+        assert decode(result.SerializeToString(), kind, fields) == result
 
 
 def test_one_class_has_the_reason_of_a_bad_answer() -> None:

@@ -54,12 +54,12 @@ def test_a_report_against_itself_passes_every_gate_that_can_be_judged(one: dict[
 def test_turning_the_sides_round_turns_the_ratio_round(one: dict[str, Any], other: dict[str, Any]) -> None:
     pair, turned = only(against(one, other)), only(against(other, one))
     if pair["latency"] and pair["latency"]["ratio"]:
-        found, back = pair["latency"], turned["latency"]
-        assert found["ratio"] * back["ratio"] == pytest.approx(1)
-        assert (found["ratio_ci95"] is None) == (back["ratio_ci95"] is None)
-        if found["ratio_ci95"]:
-            assert found["ratio_ci95"] == pytest.approx([1 / end for end in reversed(back["ratio_ci95"])])
-            assert found["ratio_ci95"][0] <= found["ratio"] <= found["ratio_ci95"][1]
+        result, back = pair["latency"], turned["latency"]
+        assert result["ratio"] * back["ratio"] == pytest.approx(1)
+        assert (result["ratio_ci95"] is None) == (back["ratio_ci95"] is None)
+        if result["ratio_ci95"]:
+            assert result["ratio_ci95"] == pytest.approx([1 / end for end in reversed(back["ratio_ci95"])])
+            assert result["ratio_ci95"][0] <= result["ratio"] <= result["ratio_ci95"][1]
     if pair["operators"]:
         whole = [sum(operator["change_ns"] or 0 for operator in one["operators"]["rows"]) for one in (pair, turned)]
         assert whole[0] == pytest.approx(-whole[1], abs=1e-3)
@@ -79,18 +79,18 @@ def test_what_passes_a_gate_passes_a_wider_one(one: dict[str, Any], other: dict[
 
 def test_two_intervals_are_taken_as_independent() -> None:
     pair = only(against(timed("c1", 1000, (990, 1020)), timed("c2", 1200, (1180, 1230))))
-    found = pair["latency"]
-    assert (found["ratio"], found["method"], found["outcome"]) == (pytest.approx(1.2), "separate", "slower")
+    result = pair["latency"]
+    assert (result["ratio"], result["method"], result["outcome"]) == (pytest.approx(1.2), "separate", "slower")
     low = 1.2 * math.exp(-math.hypot(math.log(1200 / 1180), math.log(1020 / 1000)))
     high = 1.2 * math.exp(math.hypot(math.log(1230 / 1200), math.log(1000 / 990)))
-    assert found["ratio_ci95"] == pytest.approx([low, high])
-    assert found["p50_ns"] == {"base": 1000, "candidate": 1200, "change": 200, "ratio": pytest.approx(1.2)}
+    assert result["ratio_ci95"] == pytest.approx([low, high])
+    assert result["p50_ns"] == {"base": 1000, "candidate": 1200, "change": 200, "ratio": pytest.approx(1.2)}
 
 
 def test_without_an_interval_there_are_too_few_samples_to_tell() -> None:
     document = against(timed("c1", 1000), timed("c2", 1200, (1180, 1230)))
-    found = only(document)["latency"]
-    assert (found["ratio_ci95"], found["outcome"]) == (None, "too_few")
+    result = only(document)["latency"]
+    assert (result["ratio_ci95"], result["outcome"]) == (None, "too_few")
     assert "Measured apart" in document["notes"][0] and "--interleave" in document["notes"][0]
 
 
@@ -110,8 +110,8 @@ def in_turns(base: Sequence[float], other: Sequence[float] = ()) -> list[dict[st
 
 def test_reports_of_one_interleaved_attempt_are_compared_by_their_rounds() -> None:
     first, second, _ = in_turns((0.9, 0.88, 0.92))
-    found = only(against(first, second))["latency"]
-    assert (found["ratio"], found["ratio_ci95"], found["method"], found["rounds"]) == (0.9, [0.88, 0.92], "paired", 24)
+    result = only(against(first, second))["latency"]
+    assert (result["ratio"], result["ratio_ci95"], result["method"], result["rounds"]) == (0.9, [0.88, 0.92], "paired", 24)
     turned = only(against(second, first))["latency"]
     assert (turned["ratio"], turned["method"]) == (pytest.approx(1 / 0.9), "paired")
     assert turned["ratio_ci95"] == pytest.approx([1 / 0.92, 1 / 0.88])
@@ -120,9 +120,9 @@ def test_reports_of_one_interleaved_attempt_are_compared_by_their_rounds() -> No
 
 def test_two_later_candidates_are_compared_through_the_first() -> None:
     _, second, third = in_turns((0.5, 0.49, 0.51), (0.6, 0.59, 0.61))
-    found = only(against(second, third))["latency"]
-    assert (found["ratio"], found["method"], found["outcome"]) == (pytest.approx(1.2), "paired", "slower")
-    assert found["ratio_ci95"][0] < 0.59 / 0.5 < 1.2 < 0.61 / 0.5 < found["ratio_ci95"][1]
+    result = only(against(second, third))["latency"]
+    assert (result["ratio"], result["method"], result["outcome"]) == (pytest.approx(1.2), "paired", "slower")
+    assert result["ratio_ci95"][0] < 0.59 / 0.5 < 1.2 < 0.61 / 0.5 < result["ratio_ci95"][1]
 
 
 def test_an_attempt_of_another_time_is_not_paired() -> None:
@@ -223,8 +223,8 @@ def test_an_output_with_two_references_is_compared_by_the_first() -> None:
         rows = [{"output": "y", "sqnr_db": value, "reference": reference} for reference, value in pairs]
         return report(cell, accuracy=rows)
 
-    (found,) = only(against(quantized("b", 36.0, 50.0), quantized("k", 35.0, 60.0)))["accuracy"]
-    assert (found["base"]["sqnr_db"], found["candidate"]["sqnr_db"], found["change_db"]) == (36.0, 35.0, -1.0)
+    (result,) = only(against(quantized("b", 36.0, 50.0), quantized("k", 35.0, 60.0)))["accuracy"]
+    assert (result["base"]["sqnr_db"], result["candidate"]["sqnr_db"], result["change_db"]) == (36.0, 35.0, -1.0)
 
 
 def test_two_sides_are_compared_by_a_reference_that_both_have() -> None:
@@ -235,11 +235,11 @@ def test_two_sides_are_compared_by_a_reference_that_both_have() -> None:
         )
 
     both, lost = told("b", eager=35.0, quantized=60.0), told("k", quantized=58.0)
-    (found,) = only(against(both, lost))["accuracy"]
-    assert (found["base"]["sqnr_db"], found["candidate"]["sqnr_db"], found["change_db"]) == (60.0, 58.0, -2.0)
-    (found,) = only(against(told("b", eager=35.0), lost))["accuracy"]
-    assert (found["base"]["sqnr_db"], found["candidate"]["sqnr_db"], found["change_db"]) == (35.0, 58.0, None)
-    assert found["candidate"]["reference"] == "quantized program"
+    (result,) = only(against(both, lost))["accuracy"]
+    assert (result["base"]["sqnr_db"], result["candidate"]["sqnr_db"], result["change_db"]) == (60.0, 58.0, -2.0)
+    (result,) = only(against(told("b", eager=35.0), lost))["accuracy"]
+    assert (result["base"]["sqnr_db"], result["candidate"]["sqnr_db"], result["change_db"]) == (35.0, 58.0, None)
+    assert result["candidate"]["reference"] == "quantized program"
 
 
 def test_operators_are_matched_by_debug_handle_and_never_by_name() -> None:
@@ -251,9 +251,9 @@ def test_operators_are_matched_by_debug_handle_and_never_by_name() -> None:
         operator(0, 0.75, op_types=["conv"], debug_handles=[2], module="a"),
         operator(1, 0.25, op_types=["conv"], debug_handles=[1], module="a"),
     ]
-    found = only(against(report("b", operators=base), report("k", operators=other)))["operators"]
-    assert found["by"] == "OPERATOR"
-    by_base = {row["base"]["indexes"][0]: row for row in found["rows"]}
+    result = only(against(report("b", operators=base), report("k", operators=other)))["operators"]
+    assert result["by"] == "OPERATOR"
+    by_base = {row["base"]["indexes"][0]: row for row in result["rows"]}
     assert by_base[0]["candidate"]["indexes"] == [1] and by_base[1]["candidate"]["indexes"] == [0]
     assert by_base[0]["change_ns"] == pytest.approx(-275) and by_base[1]["change_share"] == pytest.approx(0.25)
 
@@ -310,11 +310,11 @@ def test_modules_are_compared_where_recipes_differ() -> None:
         operator(0, 0.6, op_types=["quantize", "conv", "relu"], module="a"),
         operator(1, 0.4, op_types=["linear"], module="b"),
     ]
-    found = only(against(report("b", operators=base), report("k", operators=other, recipe="int8", recipe_digest="8" * 64)))[
+    result = only(against(report("b", operators=base), report("k", operators=other, recipe="int8", recipe_digest="8" * 64)))[
         "operators"
     ]
-    assert found["by"] == "MODULE"
-    assert {row["module"]: (row["base"]["indexes"], row["candidate"]["indexes"]) for row in found["rows"]} == {
+    assert result["by"] == "MODULE"
+    assert {row["module"]: (row["base"]["indexes"], row["candidate"]["indexes"]) for row in result["rows"]} == {
         "a": ([0, 1], [0]),
         "b": ([2], [1]),
     }

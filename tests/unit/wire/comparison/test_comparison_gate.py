@@ -30,9 +30,9 @@ def notes(document: dict[str, Any]) -> list[str]:
     ],
 )  # fmt: skip
 def test_a_gate_is_a_limit_to_a_metric(text: str, metric: str, limit: float, unit: str) -> None:
-    found = Limit.parse(text)
-    assert (found.metric, found.limit, found.unit) == (metric, limit, unit)
-    assert Limit.parse(found.text.replace(" ", "=", 1)) == found
+    result = Limit.parse(text)
+    assert (result.metric, result.limit, result.unit) == (metric, limit, unit)
+    assert Limit.parse(result.text.replace(" ", "=", 1)) == result
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,8 @@ def test_of_a_file_too_where_a_partitioner_of_xnnpack_takes_part_or_may(text: st
 
 
 def test_a_file_can_say_it() -> None:
-    said = recipes.from_toml('recipe = "xnnpack_fp32"\nper_op = true')
-    assert said == recipes.parse("xnnpack_fp32").per_operator()
+    text = recipes.from_toml('recipe = "xnnpack_fp32"\nper_op = true')
+    assert text == recipes.parse("xnnpack_fp32").per_operator()
     assert recipes.from_toml('recipe = "xnnpack_fp32"\nper_op = false') == recipes.parse("xnnpack_fp32")
     with pytest.raises(BadCombination, match="which portable does not use"):
         recipes.from_toml('recipe = "portable"\nper_op = true')

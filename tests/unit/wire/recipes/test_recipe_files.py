@@ -91,7 +91,7 @@ def table(arguments: Any) -> st.SearchStrategy[dict[str, Any]]:
 
 def components(known: Any) -> st.SearchStrategy[list[Any]]:
     def one(specification: ComponentSpecification) -> st.SearchStrategy[Any]:
-        named = table(specification.arguments).map(lambda said: {"name": specification.name, **said})
+        named = table(specification.arguments).map(lambda text: {"name": specification.name, **text})
         return st.just(specification.name) | named
 
     return st.lists(st.sampled_from(list(known.values())).flatmap(one), max_size=3)
@@ -177,9 +177,9 @@ FIELDS = (
 
 @given(st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES), st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES))
 def test_any_json_is_a_recipe_with_a_canonical_form_or_a_users_error(top: dict[str, Any], options: dict[str, Any]) -> None:
-    for said in (top, {**top, "recipe": "xnnpack_fp32", "options": options}, {"recipe": "acme.fast", "arguments": options}):
+    for text in (top, {**top, "recipe": "xnnpack_fp32", "options": options}, {"recipe": "acme.fast", "arguments": options}):
         try:
-            recipe = recipes.from_json(json.dumps(said))
+            recipe = recipes.from_json(json.dumps(text))
         except EtfarmError as error:
             assert error.fault == "USER"
         else:
@@ -230,16 +230,16 @@ def test_a_file_says_all_that_a_recipe_is() -> None:
 
 
 def test_a_files_stem_is_what_people_see_and_no_part_of_the_identity() -> None:
-    said = f"{XNNPACK}strict = true"
-    named, other = recipes.from_toml(said, "mine"), recipes.from_toml(said, "theirs")
+    text = f"{XNNPACK}strict = true"
+    named, other = recipes.from_toml(text, "mine"), recipes.from_toml(text, "theirs")
     assert (named.text, other.text) == (f"mine [{named.digest[:8]}]", f"theirs [{named.digest[:8]}]")
     assert named == other
     assert named.digest == other.digest
     assert "mine" not in named.json
-    assert recipes.from_toml(said).text == f"xnnpack_fp32 [{named.digest[:8]}]"
+    assert recipes.from_toml(text).text == f"xnnpack_fp32 [{named.digest[:8]}]"
     assert recipes.from_toml(XNNPACK, "mine") == recipes.parse("xnnpack_fp32")
     assert recipes.from_toml(XNNPACK, "mine").text == "xnnpack_fp32"
-    assert recipes.from_toml(said, "xnnpack_fp32").text == f"xnnpack_fp32 [{named.digest[:8]}]"
+    assert recipes.from_toml(text, "xnnpack_fp32").text == f"xnnpack_fp32 [{named.digest[:8]}]"
 
 
 FIELD_ERRORS = [
@@ -304,17 +304,17 @@ FIELD_ERRORS = [
 ]
 
 
-@pytest.mark.parametrize(("said", "sentence"), FIELD_ERRORS)
-def test_a_wrong_field_is_refused_by_its_full_name_with_what_is_allowed(said: str, sentence: str) -> None:
+@pytest.mark.parametrize(("expected", "sentence"), FIELD_ERRORS)
+def test_a_wrong_field_is_refused_by_its_full_name_with_what_is_allowed(expected: str, sentence: str) -> None:
     with pytest.raises(BadRecipeField) as caught:
-        recipes.from_toml(XNNPACK + said)
+        recipes.from_toml(XNNPACK + expected)
     assert caught.value.reason == "BAD_RECIPE_FIELD"
     assert caught.value.metadata["allowed"]
     assert sentence in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("said", "sentence"),
+    ("expected", "sentence"),
     [
         ("combine = []", "combine cannot be []. Allowed: a list of recipes"),
         ('combine = ["xnnpack_fp32", 3]', "combine cannot be 3."),
@@ -323,9 +323,9 @@ def test_a_wrong_field_is_refused_by_its_full_name_with_what_is_allowed(said: st
         ('recipe = "portable"\narguments = 3', "[arguments] cannot be 3."),
     ],
 )
-def test_a_wrong_name_field_is_refused(said: str, sentence: str) -> None:
+def test_a_wrong_name_field_is_refused(expected: str, sentence: str) -> None:
     with pytest.raises(BadRecipeField) as caught:
-        recipes.from_toml(said)
+        recipes.from_toml(expected)
     assert sentence in str(caught.value)
 
 
@@ -343,7 +343,7 @@ def test_a_wrong_name_field_is_refused(said: str, sentence: str) -> None:
 def test_a_quantizer_that_another_leaves_nothing_is_refused(
     golden: Golden, where: str, first: str, second: str, refused: bool
 ) -> None:
-    text = 'recipe = "xnnpack_fp32"\n' + "".join(f'[[{where}]]\nname = "xnnpack"\n{said}\n' for said in (first, second))
+    text = 'recipe = "xnnpack_fp32"\n' + "".join(f'[[{where}]]\nname = "xnnpack"\n{output}\n' for output in (first, second))
     if not refused:
         assert recipes.from_toml(text).stages[0] == "QUANTIZE"
         return
@@ -377,7 +377,7 @@ EDGE_STAGES = "TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"
 
 
 @pytest.mark.parametrize(
-    ("said", "stages", "sentence"),
+    ("expected", "stages", "sentence"),
     [
         (INT8, ("TORCH_EXPORT", *EDGE_STAGES), "its stages leave out QUANTIZE: the program would silently be fp32"),
         (INT8, EDGE_STAGES, "its stages leave out QUANTIZE"),
@@ -396,14 +396,14 @@ EDGE_STAGES = "TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"
         (XNNPACK, (), "There are no stages."),
     ],
 )
-def test_stages_that_do_not_do_what_the_recipe_is_are_refused(said: str, stages: tuple[str, ...], sentence: str) -> None:
+def test_stages_that_do_not_do_what_the_recipe_is_are_refused(expected: str, stages: tuple[str, ...], sentence: str) -> None:
     with pytest.raises(BadStages) as caught:
-        recipes.from_toml(f"{said}stages = {json.dumps(stages)}")
+        recipes.from_toml(f"{expected}stages = {json.dumps(stages)}")
     assert sentence in str(caught.value)
 
 
 @pytest.mark.parametrize(
-    ("said", "stages"),
+    ("expected", "stages"),
     [
         (INT8, ("QUANTIZE", "TORCH_EXPORT", *EDGE_STAGES)),
         (INT8, ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT", *EDGE_STAGES)),
@@ -413,8 +413,8 @@ def test_stages_that_do_not_do_what_the_recipe_is_are_refused(said: str, stages:
         (XNNPACK, ("TORCH_EXPORT", "TO_EDGE", "EDGE_PROGRAM_MANAGER_TRANSFORM", "TO_BACKEND", "TO_EXECUTORCH")),
     ],
 )
-def test_stages_in_any_valid_order_are_the_pipeline(said: str, stages: tuple[str, ...]) -> None:
-    assert recipes.from_toml(f"{said}stages = {json.dumps(stages)}").stages == stages
+def test_stages_in_any_valid_order_are_the_pipeline(expected: str, stages: tuple[str, ...]) -> None:
+    assert recipes.from_toml(f"{expected}stages = {json.dumps(stages)}").stages == stages
 
 
 def test_only_a_stage_of_the_recipe_can_be_replaced(golden: Golden) -> None:
@@ -426,7 +426,7 @@ def test_only_a_stage_of_the_recipe_can_be_replaced(golden: Golden) -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "quantization", "first"),
+    ("expected", "quantization", "first"),
     [
         (XNNPACK, "NONE", "TORCH_EXPORT"),
         (INT8, "PT2E_STATIC", "QUANTIZE"),
@@ -438,8 +438,8 @@ def test_only_a_stage_of_the_recipe_can_be_replaced(golden: Golden) -> None:
         (f'{XNNPACK}[methods.decoder]\nquantizers = ["xnnpack"]', "PT2E_STATIC", "QUANTIZE"),
     ],
 )
-def test_quantizers_stand_in_place_of_the_recipes(said: str, quantization: str, first: str) -> None:
-    recipe = recipes.from_toml(said)
+def test_quantizers_stand_in_place_of_the_recipes(expected: str, quantization: str, first: str) -> None:
+    recipe = recipes.from_toml(expected)
     assert recipe.quantization.value == quantization
     assert recipe.stages[0] == first
 

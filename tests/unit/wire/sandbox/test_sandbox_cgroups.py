@@ -73,23 +73,23 @@ def test_a_host_without_a_writable_group_has_none(tmp_path: Path, groups: str) -
 
 def test_a_group_of_version_2_limits_the_tree_and_dies_as_one(tmp_path: Path) -> None:
     parent = group(tmp_path, "farm", cgroup__subtree_control="memory pids")
-    made = Group(Place(2, str(parent), str(parent)), "etfarm-x", "job-1", memory_bytes=1 << 30, processes=64)
+    created = Group(Place(2, str(parent), str(parent)), "etfarm-x", "job-1", memory_bytes=1 << 30, processes=64)
     folder = parent / "etfarm-x" / "job-1"
-    assert made.folders == [folder]
+    assert created.folders == [folder]
     assert (folder.parent / "cgroup.subtree_control").read_text() == "+memory +pids"
     limits = {name: (folder / name).read_text() for name in ("memory.max", "memory.swap.max", "memory.oom.group", "pids.max")}
     assert limits == {"memory.max": str(1 << 30), "memory.swap.max": "0", "memory.oom.group": "1", "pids.max": "64"}
     (folder / "memory.events").write_text("low 0\nhigh 0\nmax 9\noom 2\noom_kill 3\n")
     (folder / "pids.events").write_text("max 5\n")
-    assert (made.oom_kills(), made.refused_forks()) == (3, 5)
+    assert (created.oom_kills(), created.refused_forks()) == (3, 5)
 
 
 def test_a_real_group_of_this_host_is_made_and_removed() -> None:
     place = cgroups.find_place()
     if place is None:
         return
-    made = Group(place, "etfarm-test-real", "job", memory_bytes=64 << 20, processes=8)
-    assert all(folder.is_dir() for folder in made.folders)
-    assert (made.oom_kills(), made.refused_forks()) == (0, 0)
-    made.remove()
-    assert not any(folder.exists() or folder.parent.exists() for folder in made.folders)
+    created = Group(place, "etfarm-test-real", "job", memory_bytes=64 << 20, processes=8)
+    assert all(folder.is_dir() for folder in created.folders)
+    assert (created.oom_kills(), created.refused_forks()) == (0, 0)
+    created.remove()
+    assert not any(folder.exists() or folder.parent.exists() for folder in created.folders)

@@ -57,6 +57,6 @@ def test_a_ruleset_refuses_what_no_rule_allows(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         arguments = [str(tmp_path / name) for name in ("work", "read", "other")] + [str(listening.getsockname()[1])]
         done = subprocess.run([sys.executable, "-c", CONFINED, *arguments], capture_output=True, text=True, check=True)
-    told = json.loads(done.stdout)
+    reported = json.loads(done.stdout)
     granted = {"work", "delete", "null", "read", "list"} | ({"tcp"} if landlock.abi() < 4 else set())
-    assert {name for name, works in told.items() if works} == granted
+    assert {name for name, works in reported.items() if works} == granted

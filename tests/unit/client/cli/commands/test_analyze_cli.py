@@ -16,7 +16,7 @@ def found(cached: bool | None = False, state: str = "SUCCEEDED", version: str = 
 
 
 @pytest.mark.parametrize(
-    ("reports", "said"),
+    ("reports", "expected"),
     [
         ([found()], "1 of 1 report analyzed again  etfarm 1.2.0"),
         ([found(), found(cached=True)], "1 of 2 reports analyzed again, 1 known already  etfarm 1.2.0"),
@@ -29,6 +29,6 @@ def found(cached: bool | None = False, state: str = "SUCCEEDED", version: str = 
     ],
 )
 def test_what_became_of_reports_is_counted_and_what_has_no_analysis_is_explained(
-    reports: list[dict[str, Any]], said: str
+    reports: list[dict[str, Any]], expected: str
 ) -> None:
-    assert worked_out(reports) == said
+    assert worked_out(reports) == expected

@@ -37,8 +37,8 @@ def files(tmp_path: Path) -> tuple[str, str]:
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `etfarm compare`, which reaches no server."""
     code = compare.main([*argv, "--server", NOBODY])
-    said = capsys.readouterr()
-    return code, said.out, said.err
+    printed = capsys.readouterr()
+    return code, printed.out, printed.err
 
 
 def test_the_answer_is_the_first_line_and_two_files_need_no_server(
@@ -147,8 +147,8 @@ def test_bad_usage_is_one_sentence_and_its_exit_code(
 ) -> None:
     names = {"BASE": files[0], "SLOW": files[1], "EMPTY": write(tmp_path / "empty.json")}
     given = [names.get(word.partition("#")[0], word.partition("#")[0]) + "".join(word.partition("#")[1:]) for word in argv]
-    found, out, err = run(capsys, *given)
-    assert (found, out) == (code, "") and says in err and err.count("\n") == 1, err
+    result, out, err = run(capsys, *given)
+    assert (result, out) == (code, "") and says in err and err.count("\n") == 1, err
 
 
 def test_a_failed_cell_of_the_candidate_is_exit_code_1_and_shuts_a_gate(

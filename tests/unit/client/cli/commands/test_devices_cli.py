@@ -61,9 +61,9 @@ class Terminal:
     def lines(self, columns: int, *arguments: str) -> list[str]:
         self._monkeypatch.setenv("COLUMNS", str(columns))
         assert devices.main([*arguments, "--server", self._address]) == 0
-        said = self._capsys.readouterr()
-        assert said.err == ""
-        lines = said.out.splitlines()
+        printed = self._capsys.readouterr()
+        assert printed.err == ""
+        lines = printed.out.splitlines()
         assert max(map(len, lines)) <= columns
         return lines
 
@@ -151,7 +151,7 @@ def test_of_many_sensors_some_are_named(served: Devices, terminal: Terminal) -> 
 
 
 @pytest.mark.parametrize(
-    ("has_one", "told", "says"),
+    ("has_one", "expected", "says"),
     [
         (False, {}, "battery none"),
         (True, {}, "battery yes"),
@@ -160,10 +160,10 @@ def test_of_many_sensors_some_are_named(served: Devices, terminal: Terminal) -> 
     ],
 )
 def test_a_battery_is_shown(
-    served: Devices, terminal: Terminal, has_one: bool | None, told: dict[str, float], says: str | None
+    served: Devices, terminal: Terminal, has_one: bool | None, expected: dict[str, float], says: str | None
 ) -> None:
     more = {} if has_one is None else {"has_battery": has_one}
-    served.known = [_device("odroid-c2", telemetry=device_pb2.DeviceTelemetry(**told), **more)]
+    served.known = [_device("odroid-c2", telemetry=device_pb2.DeviceTelemetry(**expected), **more)]
     lines = [" ".join(line.split()) for line in terminal.lines(80, "show", "odroid-c2")]
     assert [line for line in lines if line.startswith("battery")] == ([says] if says else [])
 

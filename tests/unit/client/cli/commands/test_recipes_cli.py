@@ -24,24 +24,24 @@ TO_EXECUTORCH = "acme.write"
 
 def test_all_that_a_file_says_is_told() -> None:
     recipe = recipes.from_toml(FILE, "mine")
-    told = dict(command._whole(recipe))
-    assert told["name"] == "mine"
-    assert told["quantizers"] == 'xnnpack (dynamic=false, per_channel=false, skip_modules=["head"])'
-    assert told["method decoder"] == "partitioners none"
-    assert told["replace"] == 'TO_EXECUTORCH="acme.write"'
-    assert told["quantizes"] == "PT2E_STATIC"
-    assert told["stages"] == "QUANTIZE TORCH_EXPORT TO_EDGE_TRANSFORM_AND_LOWER TO_EXECUTORCH"
-    assert told["canonical"] == recipe.json
-    assert told["digest"] == recipe.digest
+    reported = dict(command._whole(recipe))
+    assert reported["name"] == "mine"
+    assert reported["quantizers"] == 'xnnpack (dynamic=false, per_channel=false, skip_modules=["head"])'
+    assert reported["method decoder"] == "partitioners none"
+    assert reported["replace"] == 'TO_EXECUTORCH="acme.write"'
+    assert reported["quantizes"] == "PT2E_STATIC"
+    assert reported["stages"] == "QUANTIZE TORCH_EXPORT TO_EDGE_TRANSFORM_AND_LOWER TO_EXECUTORCH"
+    assert reported["canonical"] == recipe.json
+    assert reported["digest"] == recipe.digest
 
 
 def test_a_plugins_recipe_is_what_the_server_tells_of_it() -> None:
     here = RecipeInfo(
         "acme.fast", "acme's fast path", "acme", "pt2e-static", True, "", ("level=an integer from 0 to 3: how much",)
     )
-    told = dict(command._part("acme.fast", here))
-    assert (told["what"], told["backend"], told["quantization"]) == ("acme's fast path", "acme", "pt2e-static")
-    assert told["argument"] == "level=an integer from 0 to 3: how much"
+    reported = dict(command._part("acme.fast", here))
+    assert (reported["what"], reported["backend"], reported["quantization"]) == ("acme's fast path", "acme", "pt2e-static")
+    assert reported["argument"] == "level=an integer from 0 to 3: how much"
     assert dict(command._part("acme.fast", None))["here"] == "not available: this farm has no plug-in with that name"
     assert dict(command._whole(recipes.parse("acme.fast")))["stages"].endswith("unless its plug-in quantizes")
 

@@ -64,13 +64,13 @@ def test_nothing_that_a_console_is_given_steers_the_terminal(name: str, is_termi
 def test_a_reports_names_lines_and_code_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
     source = {"file": STEERING[:-1], "line": 1, "code": STEERING[:-1]}
     rows = [row(0, "OPERATOR", STEERING[:-1], 1.0, 10.0, op_types=[STEERING[:-1]], module=STEERING[:-1], source=source)]
-    made = document(report(model={"name": f"net{STEERING[:-1]}", "digest": "0" * 64}, operators=rows))
-    output.show(render.reports(projection.loads(projection.dumps(made))["reports"], width=160, job="j"))
+    created = document(report(model={"name": f"net{STEERING[:-1]}", "digest": "0" * 64}, operators=rows))
+    output.show(render.reports(projection.loads(projection.dumps(created))["reports"], width=160, job="j"))
     output.show_table(("NAME", "WHAT"), [(f"net{STEERING}", Text(f"a\nb{STEERING}", style="red"))], shrink=("WHAT",))
-    said = capsys.readouterr().out
-    assert_harmless(said)
-    assert f"net{capabilities.MARK}[2J" in said and f"a{capabilities.MARK}b" in said
-    assert len(said.splitlines()[-1].split(capabilities.MARK)) > 10, "a newline in a name begins no line of its own"
+    printed = capsys.readouterr().out
+    assert_harmless(printed)
+    assert f"net{capabilities.MARK}[2J" in printed and f"a{capabilities.MARK}b" in printed
+    assert len(printed.splitlines()[-1].split(capabilities.MARK)) > 10, "a newline in a name begins no line of its own"
 
 
 def test_progress_errors_and_logs_are_marked(capsys: pytest.CaptureFixture[str]) -> None:
@@ -86,15 +86,15 @@ def test_progress_errors_and_logs_are_marked(capsys: pytest.CaptureFixture[str])
         display.status(f"Waiting for {STEERING}.")
         display.log(STEERING, "cell")
     assert execute(failing, [], "failing") == 2
-    said = capsys.readouterr().err
-    assert_harmless(said)
-    assert said.count("\n") == 3 and "The model" in said
+    printed = capsys.readouterr().err
+    assert_harmless(printed)
+    assert printed.count("\n") == 3 and "The model" in printed
 
 
 def test_a_file_of_others_is_shown_and_a_pipe_gets_its_json_as_it_is(tmp_path: Path) -> None:
     name = "net\x9b31m\u202e"
-    made = projection.dumps(document(report(model={"name": name, "digest": "0" * 64})))
-    (tmp_path / "r.json").write_text(made)
+    created = projection.dumps(document(report(model={"name": name, "digest": "0" * 64})))
+    (tmp_path / "r.json").write_text(created)
     command = [sys.executable, "-m", "etfarm.wire.command", "report"]
     shown = subprocess.run([*command, "show", "r.json"], cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
     assert_harmless(shown.stdout + shown.stderr)

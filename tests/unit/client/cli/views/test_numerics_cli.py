@@ -58,21 +58,21 @@ def test_the_first_bad_operator_comes_first_with_its_line_and_its_code() -> None
 
 
 @pytest.mark.parametrize(
-    ("judged", "told"),
+    ("judged", "expected"),
     [
         (0, "none of 8 values could be judged: the warnings say why"),
         (5, "none of 5 is further off than rounding explains, against the quantized program; 5 of 8 values judged"),
         (8, "no bad operator: none of 8 is further off than rounding explains, against the quantized program"),
     ],
 )
-def test_no_operator_is_called_right_that_was_not_judged(judged: int, told: str) -> None:
+def test_no_operator_is_called_right_that_was_not_judged(judged: int, expected: str) -> None:
     rows = [{**row, "first_bad": False} for row in ROWS]
-    made = _document(rows)
-    made["numerics"]["judged"] = judged
-    text = _text(made, width=160)
-    assert told in text and ("no bad operator" in text) == bool(judged)
+    created = _document(rows)
+    created["numerics"]["judged"] = judged
+    text = _text(created, width=160)
+    assert expected in text and ("no bad operator" in text) == bool(judged)
     assert ("values judged" in text) == (judged == 5)
-    comment = markdown.write({"schema": "etfarm.report/1", "job": None, "reports": [made], "error": None}).decode()
+    comment = markdown.write({"schema": "etfarm.report/1", "job": None, "reports": [created], "error": None}).decode()
     assert ("none is bad" in comment, "of them judged" in comment) == (judged > 0, judged < 8)
 
 

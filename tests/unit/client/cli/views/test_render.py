@@ -201,8 +201,8 @@ def test_waits_and_settings_that_were_not_applied_have_a_line_each() -> None:
     setting = {"name": "governor", "cpus": "0-3", "found": "powersave", "wanted": "performance"}
     settings = [{**setting, "applied": False, "why": "the agent may not write it"}, {**setting, "cpus": "4-7", "applied": True}]
     text = _text(_document(telemetry={"waits": waits, "settings": settings}), 160)
-    told = "12.0 s until the device was below 60 °C; 10.0 s for the device to be idle, in vain: 0.50 tasks per cpu"
-    assert f"waited    {told}" in text
+    reported = "12.0 s until the device was below 60 °C; 10.0 s for the device to be idle, in vain: 0.50 tasks per cpu"
+    assert f"waited    {reported}" in text
     assert "settings  the governor of cpus 0-3 stayed powersave instead of performance: the agent may not write it" in text
 
 
@@ -296,8 +296,8 @@ def _compiled(**changes: Any) -> dict[str, Any]:
 
 def _compilation(width: int = 120, **changes: Any) -> list[str]:
     nothing = dict.fromkeys(("latency", "profile", "verdict", "operators", "accuracy", "memory", "device", "threads"))
-    given = {key: value for key, value in nothing.items() if value is not None}
-    document = _document(compile=_compiled(**changes), **given)
+    values = {key: value for key, value in nothing.items() if value is not None}
+    document = _document(compile=_compiled(**changes), **values)
     return _text({**document, **nothing, "operators": []}, width).splitlines()
 
 
@@ -413,13 +413,13 @@ def test_the_module_of_a_sequential_is_called_one() -> None:
 def test_tables_shorten_only_what_they_may(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("COLUMNS", "40")
     output.show_table(("ID", "WHAT"), [("0123456789abcdef", "a long text that does not fit in here")], shrink=("WHAT",))
-    assert "0123456789abcdef" in (said := capsys.readouterr().out)
-    assert "…" in said and max(map(len, said.splitlines())) <= 40
+    assert "0123456789abcdef" in (text := capsys.readouterr().out)
+    assert "…" in text and max(map(len, text.splitlines())) <= 40
 
 
 def _cell(state: CellState, **more: Any) -> Cell:
-    given: dict[str, Any] = {"threads": 4, "device": None, "waiting_for": "", "error": None, "attempts": 0, **more}
-    return Cell("c1", 0, "resnet8", "xnnpack_fp32", "forward", state=state, **given)
+    values: dict[str, Any] = {"threads": 4, "device": None, "waiting_for": "", "error": None, "attempts": 0, **more}
+    return Cell("c1", 0, "resnet8", "xnnpack_fp32", "forward", state=state, **values)
 
 
 def _now() -> Any:
@@ -528,7 +528,7 @@ OTHER = {"model": {"name": "tiny", "digest": "2" * 64}}
 
 
 @pytest.mark.parametrize(
-    ("ratio", "ends", "said"),
+    ("ratio", "ends", "expected"),
     [
         (0.912, [0.905, 0.919], "tiny / resnet8  0.912x [0.905, 0.919]  8.8 % faster  24 rounds, 8 process pairs  (VALID)"),
         (1.5, [1.4, 1.6], "tiny / resnet8  1.500x [1.400, 1.600]  50 % slower  24 rounds, 8 process pairs  (VALID)"),
@@ -536,8 +536,8 @@ OTHER = {"model": {"name": "tiny", "digest": "2" * 64}}
         (1.01, [], "tiny / resnet8  1.010x  too few rounds to tell  24 rounds, 8 process pairs  (VALID)"),
     ],
 )
-def test_programs_that_took_turns_are_compared_in_one_line(ratio: float, ends: list[float], said: str) -> None:
-    assert _compared(ratio, ends, **OTHER) == said
+def test_programs_that_took_turns_are_compared_in_one_line(ratio: float, ends: list[float], expected: str) -> None:
+    assert _compared(ratio, ends, **OTHER) == expected
 
 
 def test_what_is_compared_is_told_apart_by_model_recipe_or_place() -> None:

@@ -62,8 +62,8 @@ def _lines(by: str, sort: str = "total", width: int = 140, document: dict[str, A
 
 
 def _line(lines: list[str], name: str) -> list[str]:
-    (found,) = [line.split() for line in lines if name in line.split()]
-    return found
+    (result,) = [line.split() for line in lines if name in line.split()]
+    return result
 
 
 def test_kernels_of_one_name_are_one_line_with_its_share_bar_and_time() -> None:
@@ -146,7 +146,7 @@ def test_a_file_is_shown_without_a_farm(
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "expected"),
     [
         (["nowhere.json"], "There is no file nowhere.json"),
         (["{folder}/other.json"], "names no schema, not etfarm.report/1"),
@@ -157,10 +157,10 @@ def test_a_file_is_shown_without_a_farm(
     ],
 )
 def test_what_cannot_be_shown_is_one_sentence_and_wrong_usage(
-    arguments: list[str], said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    arguments: list[str], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "other.json").write_text("{}")
     (tmp_path / "report.json").write_text(report.dumps({"schema": report.SCHEMA, "job": None, "reports": [], "error": None}))
     assert command.main(["show", *(one.format(folder=tmp_path) for one in arguments)]) == 2
     errors = capsys.readouterr().err
-    assert said in errors and len(errors.splitlines()) == 1
+    assert expected in errors and len(errors.splitlines()) == 1

@@ -72,18 +72,18 @@ def lowered(program: Any) -> Any:
 def test_operators_outside_of_delegates_have_places_under_their_tables_names() -> None:
     session = lowered(as_sent(torch.export.export(Net().eval(), (torch.randn(1, 4, 5),))))
     manager = session.get_edge_program_manager()
-    found = places.undelegated(manager)["forward"]
+    result = places.undelegated(manager)["forward"]
     table = get_delegation_info(manager.exported_program().graph_module).delegation_by_operator
-    assert {op: sum(place["count"] for place in rows) for op, rows in found.items()} == {
+    assert {op: sum(place["count"] for place in rows) for op, rows in result.items()} == {
         op: row.non_delegated for op, row in table.items() if row.non_delegated and op not in ("getitem", "alloc")
     }
-    sums = found["aten_cumsum_default"]
+    sums = result["aten_cumsum_default"]
     assert [(place["module"], place["count"]) for place in sums] == [("shared", 2), ("blocks.0", 1), ("blocks.1", 1)]
     source = sums[0]["source"]
     assert source is not None
     assert source["file"].endswith("test_compile_facts.py")
     assert source["code"] == "return torch.cumsum(self.conv(x), -1)"
-    assert [place["module"] for place in found["aten_erf_default"]] == [None], "the model itself"
+    assert [place["module"] for place in result["aten_erf_default"]] == [None], "the model itself"
 
 
 def test_what_a_quantizer_left_in_fp32_has_places() -> None:
@@ -205,10 +205,10 @@ def test_the_whole_contract_is_answered(tmp_path: Path) -> None:
 
 def test_a_method_takes_its_names_and_ranges_from_the_exported_program(tmp_path: Path) -> None:
     program = models.dynamic()
-    found = facts.of_program(sizes.read(written(program, tmp_path / "model.pte")).program)
-    assert found["methods"]["forward"]["inputs"][0]["dims"] == [{"min": 0, "max": 8}, {"min": 0, "max": 16}]
-    facts.add_exported(found, "forward", program)
-    value = found["methods"]["forward"]["inputs"][0]
+    result = facts.of_program(sizes.read(written(program, tmp_path / "model.pte")).program)
+    assert result["methods"]["forward"]["inputs"][0]["dims"] == [{"min": 0, "max": 8}, {"min": 0, "max": 16}]
+    facts.add_exported(result, "forward", program)
+    value = result["methods"]["forward"]["inputs"][0]
     assert (value["name"], value["dims"]) == ("x", [{"min": 1, "max": 8}, 16])
 
 

@@ -192,9 +192,9 @@ def test_inside_a_delegate_nothing_is_planned_and_its_outputs_are_those_of_the_m
 
 def test_of_a_backend_that_tells_nothing_the_graph_s_own_tensors_count(made: dict[str, Made]) -> None:
     rows = footprint.of_program(made["xnnpack_fp32"].manager, {})
-    found = {row["module"]: row["constant_bytes"] for row in rows}
-    assert found["head"] == 64 * 64 * 4 + 64 * 4
-    assert found["blocks.0.norm"] == 4 * 8 * 4 - _equal_bytes([net().blocks[0].norm])
+    result = {row["module"]: row["constant_bytes"] for row in rows}
+    assert result["head"] == 64 * 64 * 4 + 64 * 4
+    assert result["blocks.0.norm"] == 4 * 8 * 4 - _equal_bytes([net().blocks[0].norm])
 
 
 def test_methods_that_share_weights_pay_for_them_once(tmp_path: Path) -> None:

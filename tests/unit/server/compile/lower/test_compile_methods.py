@@ -128,8 +128,8 @@ async def test_a_method_in_which_nothing_can_be_quantized_stays_and_is_told(work
     whole = await compiled(workers, tmp_path, ASSISTANT, STATIC)
     assert "QUANTIZED_NOTHING" in whole.codes
     assert whole.quantized is not None
-    told = next(w["message"] for w in whole.quantized["warnings"] if w["code"] == "QUANTIZED_NOTHING")
-    assert "token_embedding" in told
+    reported = next(w["message"] for w in whole.quantized["warnings"] if w["code"] == "QUANTIZED_NOTHING")
+    assert "token_embedding" in reported
     assert run(whole.pte, [torch.arange(4)], "token_embedding")[0].shape == (4, WIDTH)
 
 

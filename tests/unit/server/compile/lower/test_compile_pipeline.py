@@ -111,11 +111,11 @@ async def test_nested_inputs_numbers_and_keywords(workers: Workers, tmp_path: Pa
     assert facts["inputs"][2] == {
         "name": "scale", "kind": "int", "dtype": None, "dims": None, "dim_order": None, "value": 3
     }  # fmt: skip
-    given = tensors.decode(one.files[one.result["inputs"]["forward"]])
-    check_inputs("forward", facts, given)
+    arguments = tensors.decode(one.files[one.result["inputs"]["forward"]])
+    check_inputs("forward", facts, arguments)
     with pytest.raises(InputMismatch, match=r"'scale'.*takes 3"):
-        check_inputs("forward", facts, [*given[:2], tensors.Scalar("scale", 4), given[3]])
-    outputs = run(one.files["model.pte"], [values.to_leaf(value) for value in given])
+        check_inputs("forward", facts, [*arguments[:2], tensors.Scalar("scale", 4), arguments[3]])
+    outputs = run(one.files["model.pte"], [values.to_leaf(value) for value in arguments])
     assert torch.equal(outputs[0], torch.full((2, 3), 4.5))
     assert outputs[1] == 3
 

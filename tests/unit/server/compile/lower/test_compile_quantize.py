@@ -42,11 +42,11 @@ def _seeded() -> None:
 
 
 def images(folder: Path, count: int = 8) -> list[Path]:
-    found = []
+    result = []
     for seed in range(count):
         torch.manual_seed(seed)
-        found.append(sample(folder / f"{seed}.ett", torch.randn(1, 3, 8, 8)))
-    return found
+        result.append(sample(folder / f"{seed}.ett", torch.randn(1, 3, 8, 8)))
+    return result
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

@@ -260,8 +260,8 @@ def test_the_original_is_the_cause_for_the_log() -> None:
     try:
         raise stage_failed("TORCH_EXPORT", original) from original
     except EtfarmError as error:
-        told = "".join(traceback.format_exception(error))
-    assert "GuardOnDataDependentSymNode" in told
+        reported = "".join(traceback.format_exception(error))
+    assert "GuardOnDataDependentSymNode" in reported
 
 
 def test_a_wrapped_error_is_told_by_its_cause_and_without_paths() -> None:

@@ -56,12 +56,12 @@ def test_the_same_schema_of_another_torch_has_torchs_own_words(tmp_path: Path) -
 
 
 @pytest.mark.parametrize(
-    "said",
+    "expected",
     [None, "", "3.1.0\n; rm -rf /", "\x1b[2J", "9" * 5000, "1." + "0" * 5000, 3, {"a": []}, ["3.1.0"]],
     ids=["none", "empty", "two_lines", "control", "long", "long_part", "number", "object", "list"],
 )
-def test_what_is_no_version_is_not_repeated(tmp_path: Path, said: object) -> None:
-    error = refused(tmp_path, torch_version=said, schema_version=NEXT)
+def test_what_is_no_version_is_not_repeated(tmp_path: Path, expected: object) -> None:
+    error = refused(tmp_path, torch_version=expected, schema_version=NEXT)
     assert error.reason == "PT2_OF_ANOTHER_TORCH"
     assert "was written by another torch, and" in error.message
 

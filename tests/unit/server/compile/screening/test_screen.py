@@ -485,15 +485,15 @@ JSON_VALUES = st.recursive(
 
 def places(document: Any) -> list[tuple[Any, Any]]:
     """Every container of a JSON document with each of its keys."""
-    found: list[tuple[Any, Any]] = []
+    result: list[tuple[Any, Any]] = []
     stack = [document]
     while stack:
         value = stack.pop()
         keys = value.keys() if isinstance(value, dict) else range(len(value)) if isinstance(value, list) else ()
         for key in list(keys):
-            found.append((value, key))
+            result.append((value, key))
             stack.append(value[key])
-    return found
+    return result
 
 
 @pytest.mark.slow(reason="screens thousands of damaged files")

@@ -27,68 +27,68 @@ in_children = pytest.mark.asyncio(loop_scope="session")
 async def checked(workers: Workers, original: str, **more: Any) -> dict[str, Any]:
     request = CheckRequest(original, **more)
     async with await workers.run("tests.support.checking:check", request, deadline_s=120) as finished:
-        found: dict[str, Any] = json.loads(finished.result)
-    assert found["left"] == [], "temporary files"
-    return found
+        result: dict[str, Any] = json.loads(finished.result)
+    assert result["left"] == [], "temporary files"
+    return result
 
 
-def codes(found: dict[str, Any]) -> list[str]:
-    return [warning["code"] for warning in found["warnings"]]
+def codes(result: dict[str, Any]) -> list[str]:
+    return [warning["code"] for warning in result["warnings"]]
 
 
-def ran_at(found: dict[str, Any]) -> list[tuple[str, list[str]]]:
-    assert all(check["ran"] and not check["why"] for check in found["checks"])
-    return [(check["inputs"], check["shapes"]) for check in found["checks"]]
+def ran_at(result: dict[str, Any]) -> list[tuple[str, list[str]]]:
+    assert all(check["ran"] and not check["why"] for check in result["checks"])
+    return [(check["inputs"], check["shapes"]) for check in result["checks"]]
 
 
 @in_children
 async def test_a_static_method_is_compared_at_its_example(workers: Workers) -> None:
-    found = await checked(workers, "conv")
-    assert ran_at(found) == [("EXAMPLE", ["1x3x8x8"])]
-    [output] = found["checks"][0]["outputs"]
+    result = await checked(workers, "conv")
+    assert ran_at(result) == [("EXAMPLE", ["1x3x8x8"])]
+    [output] = result["checks"][0]["outputs"]
     assert output["output"] == "linear"
     assert output["sqnr_db"] > 100
     assert output["max_abs_error"] < 1e-5
-    assert found["warnings"] == []
+    assert result["warnings"] == []
 
 
 @in_children
 async def test_dynamic_dims_are_tried_at_both_ends(workers: Workers) -> None:
-    found = await checked(workers, "dynamic")
-    assert ran_at(found) == [("EXAMPLE", ["4x16"]), ("MIN", ["1x16"]), ("MAX", ["8x16"])]
-    assert found["warnings"] == []
+    result = await checked(workers, "dynamic")
+    assert ran_at(result) == [("EXAMPLE", ["4x16"]), ("MIN", ["1x16"]), ("MAX", ["8x16"])]
+    assert result["warnings"] == []
 
 
 @in_children
 async def test_derived_dims_follow_and_indices_stay_valid(workers: Workers) -> None:
-    found = await checked(workers, "derived")
-    assert ran_at(found) == [
+    result = await checked(workers, "derived")
+    assert ran_at(result) == [
         ("EXAMPLE", ["3", "6x3", "3"]), ("MIN", ["2", "4x3", "2"]), ("MAX", ["6", "12x3", "6"]),
     ]  # fmt: skip
-    assert found["warnings"] == []
+    assert result["warnings"] == []
 
 
 @in_children
 async def test_sizes_that_a_guard_refuses_are_stepped_over(workers: Workers) -> None:
-    found = await checked(workers, "stepped", portable=True)
-    assert ran_at(found) == [("EXAMPLE", ["8x2"]), ("MIN", ["4x2"]), ("MAX", ["62x2"])]
-    assert found["warnings"] == []
+    result = await checked(workers, "stepped", portable=True)
+    assert ran_at(result) == [("EXAMPLE", ["8x2"]), ("MIN", ["4x2"]), ("MAX", ["62x2"])]
+    assert result["warnings"] == []
 
 
 @in_children
 async def test_numbers_keywords_and_several_outputs_are_compared(workers: Workers) -> None:
-    found = await checked(workers, "dict_inputs")
-    assert [(o["output"], o["equal"]) for o in found["checks"][0]["outputs"]] == [("add_1", True), ("1", True)]
-    assert found["inputs"] == {"forward": "inputs-0.ett"}
+    result = await checked(workers, "dict_inputs")
+    assert [(o["output"], o["equal"]) for o in result["checks"][0]["outputs"]] == [("add_1", True), ("1", True)]
+    assert result["inputs"] == {"forward": "inputs-0.ett"}
 
 
 @in_children
 async def test_a_lost_initial_value_is_found(workers: Workers) -> None:
-    found = await checked(workers, "counter")  # lowered without the pass that keeps it
-    assert codes(found) == ["OUTPUTS_DIFFER"]
-    assert "add has 0.2 dB" in found["warnings"][0]["message"]
-    assert "portable" in found["warnings"][0]["message"]
-    assert found["checks"][0]["outputs"][0]["max_abs_error"] == 41
+    result = await checked(workers, "counter")  # lowered without the pass that keeps it
+    assert codes(result) == ["OUTPUTS_DIFFER"]
+    assert "add has 0.2 dB" in result["warnings"][0]["message"]
+    assert "portable" in result["warnings"][0]["message"]
+    assert result["checks"][0]["outputs"][0]["max_abs_error"] == 41
 
 
 @in_children
@@ -120,40 +120,40 @@ async def test_what_runs_at_the_example_only_is_refused_with_the_shapes(workers:
 
 @in_children
 async def test_inputs_beyond_the_budget_are_not_made(workers: Workers) -> None:
-    found = await checked(workers, "dynamic", max_input_bytes=300)
-    assert ran_at(found) == [("EXAMPLE", ["4x16"]), ("MIN", ["1x16"])]
-    assert codes(found) == ["NOT_RUN_AT_MAXIMUM"]
+    result = await checked(workers, "dynamic", max_input_bytes=300)
+    assert ran_at(result) == [("EXAMPLE", ["4x16"]), ("MIN", ["1x16"])]
+    assert codes(result) == ["NOT_RUN_AT_MAXIMUM"]
 
 
 @in_children
 async def test_inputs_that_eager_refuses_say_nothing_against_the_program(workers: Workers) -> None:
-    found = await checked(workers, "picks", portable=True)
-    assert [(c["inputs"], c["ran"]) for c in found["checks"]] == [("EXAMPLE", True), ("MIN", False), ("MAX", True)]
-    assert codes(found) == ["NOT_RUN_AT_MINIMUM"]
-    assert "index out of range" in found["warnings"][0]["message"]
+    result = await checked(workers, "picks", portable=True)
+    assert [(c["inputs"], c["ran"]) for c in result["checks"]] == [("EXAMPLE", True), ("MIN", False), ("MAX", True)]
+    assert codes(result) == ["NOT_RUN_AT_MINIMUM"]
+    assert "index out of range" in result["warnings"][0]["message"]
 
 
 @in_children
 @pytest.mark.parametrize(("quantized", "code"), [(False, "OUTPUTS_DIFFER"), (True, "LOW_ACCURACY")])
 async def test_another_models_outputs_are_told(workers: Workers, quantized: bool, code: str) -> None:
-    found = await checked(workers, "other_conv", lowered="conv", quantized=quantized)
-    assert codes(found) == [code]
-    assert "linear" in found["warnings"][0]["message"]
-    assert " dB" in found["warnings"][0]["message"]
+    result = await checked(workers, "other_conv", lowered="conv", quantized=quantized)
+    assert codes(result) == [code]
+    assert "linear" in result["warnings"][0]["message"]
+    assert " dB" in result["warnings"][0]["message"]
 
 
 @in_children
 async def test_a_random_model_is_not_blamed(workers: Workers) -> None:
-    found = await checked(workers, "random", portable=True)
-    assert codes(found) == ["NOT_COMPARED"]
+    result = await checked(workers, "random", portable=True)
+    assert codes(result) == ["NOT_COMPARED"]
 
 
 @in_children
 async def test_constants_in_a_data_file_are_run_with(workers: Workers) -> None:
-    found = await checked(workers, "conv", portable=True, external=True)
-    assert ran_at(found) == [("EXAMPLE", ["1x3x8x8"])]
-    assert found["warnings"] == []
-    [(name, size)] = found["sizes"]["data_bytes"].items()
+    result = await checked(workers, "conv", portable=True, external=True)
+    assert ran_at(result) == [("EXAMPLE", ["1x3x8x8"])]
+    assert result["warnings"] == []
+    [(name, size)] = result["sizes"]["data_bytes"].items()
     assert name.endswith(".ptd")
     assert size >= 4 * (3 * 8 * 9 + 8 + 8 * 4 + 4)
 
@@ -168,19 +168,19 @@ async def test_constants_in_a_data_file_are_run_with(workers: Workers) -> None:
     ],
 )
 async def test_what_this_host_cannot_try_is_a_warning(workers: Workers, original: str, more: dict[str, Any], why: str) -> None:
-    found = await checked(workers, original, **more)
-    assert codes(found) == ["NOT_RUN_ON_HOST"]
-    assert why in found["warnings"][0]["message"]
-    assert found["checks"] == []
+    result = await checked(workers, original, **more)
+    assert codes(result) == ["NOT_RUN_ON_HOST"]
+    assert why in result["warnings"][0]["message"]
+    assert result["checks"] == []
 
 
 @in_children
 async def test_where_a_programs_bytes_are(workers: Workers) -> None:
-    found = (await checked(workers, "conv"))["sizes"]
-    method = found["methods"]["forward"]
-    assert found["delegate_bytes"] == method["delegate_bytes"] > 0
-    assert found["constant_bytes"] >= 4 * (3 * 8 * 9 + 8 + 8 * 4 + 4), "weights that the delegate keeps as named data"
-    assert found["program_bytes"] > 0
+    result = (await checked(workers, "conv"))["sizes"]
+    method = result["methods"]["forward"]
+    assert result["delegate_bytes"] == method["delegate_bytes"] > 0
+    assert result["constant_bytes"] >= 4 * (3 * 8 * 9 + 8 + 8 * 4 + 4), "weights that the delegate keeps as named data"
+    assert result["program_bytes"] > 0
     assert sum(method["planned_bytes"]) > 0
     portable = (await checked(workers, "conv", portable=True))["sizes"]
     assert portable["delegate_bytes"] == portable["methods"]["forward"]["delegate_bytes"] == 0
@@ -199,10 +199,10 @@ def test_the_reference_leaves_state_as_it_was() -> None:
 
 def test_contents_are_tiled_and_cropped_in_their_memory_order() -> None:
     data = bytes(range(6))  # [2, 3] stored column by column: [[0, 2, 4], [1, 3, 5]]
-    found = trials._resized(Tensor("x", "uint8", (2, 3), data, (1, 0)), (3, 2))
-    assert isinstance(found, Tensor)
-    assert found.dim_order == (1, 0)
-    assert tensors.to_array(found).tolist() == [[0, 2], [1, 3], [0, 2]]
+    result = trials._resized(Tensor("x", "uint8", (2, 3), data, (1, 0)), (3, 2))
+    assert isinstance(result, Tensor)
+    assert result.dim_order == (1, 0)
+    assert tensors.to_array(result).tolist() == [[0, 2], [1, 3], [0, 2]]
 
 
 def test_the_largest_of_a_derived_dim_is_within_its_range() -> None:
@@ -220,9 +220,9 @@ def floats(*values: float, dtype: str = "float32") -> Tensor:
 
 
 def test_a_bias_does_not_pass_for_accuracy() -> None:
-    found = checks.difference("y", floats(100, 101, 102), floats(101, 102, 103))
-    assert found.report["sqnr_db"] == pytest.approx(40.09, abs=0.01)
-    assert found.judged_db == pytest.approx(-1.76, abs=0.01)
+    result = checks.difference("y", floats(100, 101, 102), floats(101, 102, 103))
+    assert result.report["sqnr_db"] == pytest.approx(40.09, abs=0.01)
+    assert result.judged_db == pytest.approx(-1.76, abs=0.01)
 
 
 @pytest.mark.parametrize(
@@ -240,11 +240,11 @@ def test_a_bias_does_not_pass_for_accuracy() -> None:
     ],
 )
 def test_outputs_of_every_kind_are_compared(expected: Any, actual: Any, equal: bool, db: float | None, wrong: str) -> None:
-    found = checks.difference("y", expected, actual)
-    assert found.report["equal"] is equal
-    assert found.report["sqnr_db"] == db
-    assert wrong in found.wrong
-    assert bool(wrong) == bool(found.wrong)
+    result = checks.difference("y", expected, actual)
+    assert result.report["equal"] is equal
+    assert result.report["sqnr_db"] == db
+    assert wrong in result.wrong
+    assert bool(wrong) == bool(result.wrong)
 
 
 def test_large_integers_are_equal_only_if_they_are() -> None:

@@ -58,10 +58,10 @@ def test_a_crash_ends_its_own_run_only(tmp_path: Path) -> None:
         os.write(1, f"this is {order['method']}".encode())
         return {"ran": True}
 
-    found = outcomes_of(tmp_path, behaviour, ("first", "second", "third"))
-    assert [(o.method, o.ran) for o in found] == [("first", True), ("second", False), ("third", True)]
-    assert found[1].why == "it crashed with SIGABRT"
-    assert [o.log.strip() for o in (found[0], found[2])] == ["this is first", "this is third"]
+    result = outcomes_of(tmp_path, behaviour, ("first", "second", "third"))
+    assert [(o.method, o.ran) for o in result] == [("first", True), ("second", False), ("third", True)]
+    assert result[1].why == "it crashed with SIGABRT"
+    assert [o.log.strip() for o in (result[0], result[2])] == ["this is first", "this is third"]
 
 
 @pytest.mark.slow(reason="waits for the deadline of a program that hangs")

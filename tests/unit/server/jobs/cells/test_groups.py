@@ -47,9 +47,9 @@ async def farm(world: World) -> AsyncIterator[World]:
     yield world
 
 
-def use(farm: World, made: Compiles) -> None:
-    farm.compiler = made  # type: ignore[assignment]
-    farm.conductor = farm.conduct(made)
+def use(farm: World, created: Compiles) -> None:
+    farm.compiler = created  # type: ignore[assignment]
+    farm.conductor = farm.conduct(created)
 
 
 def compiler(farm: World) -> Compiles:
@@ -93,13 +93,13 @@ def answer(agent: Agent, run: agent_pb2.StartRun, **errors: common_pb2.Error) ->
 
 async def states(farm: World, job: job_pb2.Job) -> dict[str, list[str]]:
     """The states of each candidate's cell, once the job is over."""
-    found: dict[str, list[str]] = {}
+    result: dict[str, list[str]] = {}
     async with asyncio.timeout(WAIT_S):
         async for event in farm.journal.watch(job.id, 0):
             if event.HasField("cell"):
                 name = common_pb2.CellState.Name(event.cell.state).removeprefix("CELL_STATE_")
-                found.setdefault(event.cell.id.rpartition("-")[2], []).append(name)
-    return found
+                result.setdefault(event.cell.id.rpartition("-")[2], []).append(name)
+    return result
 
 
 async def reports(farm: World, job: job_pb2.Job) -> list[report_pb2.Report]:
@@ -121,10 +121,10 @@ async def test_a_group_waits_for_all_of_it_and_is_one_attempt(farm: World) -> No
     await farm.until(job, model.WAITING)
     assert agent.session._outgoing.empty(), "b is still being compiled"
     phases: dict[str, str] = {}
-    with farm.announcer.subscribe(job.id) as heard:
+    with farm.announcer.subscribe(job.id) as received:
         async with asyncio.timeout(WAIT_S):
             while "WAIT_FOR_OTHERS" not in phases:
-                phases |= {event.progress.phase: event.progress.message for event in await heard.take()}
+                phases |= {event.progress.phase: event.progress.message for event in await received.take()}
     assert phases["WAIT_FOR_OTHERS"] == "b, which it is interleaved with, is not compiled yet"
     gate.set()
     run = await agent.started()
@@ -145,11 +145,11 @@ async def test_progress_is_told_of_the_cell_that_it_is_about(farm: World) -> Non
     agent = await farm.agent()
     job = await submit(farm)
     run = await agent.started()
-    with farm.announcer.subscribe(job.id) as heard:
-        told = agent_pb2.RunProgress(attempt_id=run.attempt_id, device_id="pi", cell_id=job.cells[1].id, phase="TIMED")
-        farm.runs.progressed(told)
+    with farm.announcer.subscribe(job.id) as received:
+        reported = agent_pb2.RunProgress(attempt_id=run.attempt_id, device_id="pi", cell_id=job.cells[1].id, phase="TIMED")
+        farm.runs.progressed(reported)
         async with asyncio.timeout(WAIT_S):
-            (event,) = await heard.take()
+            (event,) = await received.take()
     assert (event.progress.cell_id, event.progress.phase) == (job.cells[1].id, "TIMED")
 
 
@@ -210,9 +210,9 @@ async def test_a_device_fault_places_all_again_but_who_failed_by_its_own_fault(f
     second = await xl.started()
     assert [candidate.cell_id[-1] for candidate in second.candidates] == ["b", "c"]
     answer(xl, second)
-    found = await states(farm, job)
-    assert found["b"] == found["c"] == [*LIVE[:3], *LIVE[1:]]
-    assert found["a"][-1] == "FAILED"
+    result = await states(farm, job)
+    assert result["b"] == result["c"] == [*LIVE[:3], *LIVE[1:]]
+    assert result["a"][-1] == "FAILED"
     cells = (await farm.journal.get(job.id, EVERYTHING)).cells
     assert [[attempt.device_id for attempt in cell.attempts] for cell in cells] == [["pi"], ["pi", "xl"], ["pi", "xl"]]
     assert farm.runs.busy() == {}
@@ -226,8 +226,8 @@ async def test_an_attempt_that_is_lost_is_lost_for_all_and_given_up_in_the_end(f
             pass
         run = message.start_run
         farm.runs.deliver(agent_pb2.RunResult(attempt_id=run.attempt_id, device_id="pi", error=error("DEVICE", "GONE")))
-    found = await states(farm, job)
-    assert found["a"] == found["b"] == ["COMPILING", *["WAITING_FOR_DEVICE", "RUNNING"] * 3, "FAILED"]
+    result = await states(farm, job)
+    assert result["a"] == result["b"] == ["COMPILING", *["WAITING_FOR_DEVICE", "RUNNING"] * 3, "FAILED"]
     assert [report.error.reason for report in await reports(farm, job)] == ["GONE", "GONE"]
 
 
@@ -266,8 +266,8 @@ async def test_cancelling_while_a_shared_step_is_written_ends_all(farm: World) -
             await asyncio.sleep(0)  # the cancellation arrives
         gate.set()
         await cancelling
-    found = await states(farm, job)
-    assert found["a"] == found["b"] == [*LIVE[:3], "CANCELLED"]
+    result = await states(farm, job)
+    assert result["a"] == result["b"] == [*LIVE[:3], "CANCELLED"]
     assert farm.runs.busy() == {}
 
 
@@ -312,7 +312,7 @@ async def test_a_new_server_goes_on_with_a_group_where_the_old_one_was(farm: Wor
         back = await Agent(again, "pi").connect(run.attempt_id)
         answer(back, run)
         await back.is_told("ack", run.attempt_id)
-    found = await states(again, job)
-    assert found == {"a": LIVE, "b": LIVE}
+    result = await states(again, job)
+    assert result == {"a": LIVE, "b": LIVE}
     assert len({report.attempt for report in await reports(again, job)}) == 1
     await again.conductor.stop()

@@ -40,17 +40,19 @@ class Both:
         listener.on_stage("TO_EXECUTORCH", 2.0)
         if key == SEPARATE and self.gate is not None:
             await self.gate.wait()
-        made = compiled()
-        made.key, made.program.digest = key, f"program of {key}"
-        made.etrecord.CopyFrom(artifact_of(key.encode()))
-        made.facts.methods["label"].CopyFrom(FORWARD)
+        created = compiled()
+        created.key, created.program.digest = key, f"program of {key}"
+        created.etrecord.CopyFrom(artifact_of(key.encode()))
+        created.facts.methods["label"].CopyFrom(FORWARD)
         if self.has_inputs:
-            made.example_inputs["forward"].CopyFrom(artifact_of(b"inputs"))
+            created.example_inputs["forward"].CopyFrom(artifact_of(b"inputs"))
         if key == SEPARATE and self.error is not None:
-            made = compile_pb2.Compilation(key=key)
-            made.error.CopyFrom(common_pb2.Error(reason=self.error.reason, message=self.error.message, remedy=self.error.remedy))
-        self.kept[key] = made
-        return Outcome(made)
+            created = compile_pb2.Compilation(key=key)
+            created.error.CopyFrom(
+                common_pb2.Error(reason=self.error.reason, message=self.error.message, remedy=self.error.remedy)
+            )
+        self.kept[key] = created
+        return Outcome(created)
 
     async def get(self, key: str) -> compile_pb2.Compilation:
         if key not in self.kept:
@@ -60,13 +62,13 @@ class Both:
 
 @pytest.fixture
 def both(world: World) -> Both:
-    made = Both()
-    use(world, made)
-    return made
+    created = Both()
+    use(world, created)
+    return created
 
 
-def use(world: World, made: Both) -> None:
-    world.conductor = world.conduct(made)
+def use(world: World, created: Both) -> None:
+    world.conductor = world.conduct(created)
 
 
 async def submit(world: World, recipe: recipes.Recipe = FP32, method: str = "forward") -> job_pb2.Job:
@@ -141,18 +143,18 @@ async def test_a_second_program_that_does_not_compile_is_a_warning(world: World,
 
 
 @pytest.mark.parametrize(
-    ("given", "says"),
+    ("values", "says"),
     [
         (agent_pb2.NumericsResult(error=error("USER", "PROGRAM_CRASHED")), "The numerics pass produced no result. No."),
         (None, "The device's agent did not report it: update the agent."),
     ],
 )
 async def test_a_pass_that_gave_nothing_is_a_warning(
-    world: World, both: Both, given: agent_pb2.NumericsResult | None, says: str
+    world: World, both: Both, values: agent_pb2.NumericsResult | None, says: str
 ) -> None:  # fmt: skip
     agent = await world.agent()
     job = await submit(world)
-    agent.answer(await agent.started(), numerics=given)
+    agent.answer(await agent.started(), numerics=values)
     states, (report,) = await world.end(job)
     assert states == STATES_TO_SUCCESS
     assert codes(report) == ["NUMERICS_NOT_RUN"]

@@ -25,9 +25,9 @@ VISION, AUDIO = Scope(frozenset({"vision"})), Scope(frozenset({"audio"}))
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    made = Database(tmp_path / "farm.sqlite")
-    await made.open()
-    journal = Journal(made, Announcer(), lambda: AT)
+    created = Database(tmp_path / "farm.sqlite")
+    await created.open()
+    journal = Journal(created, Announcer(), lambda: AT)
     for index, (project, name, device) in enumerate((("vision", "net", "pi"), ("audio", "net", "xl"), ("audio", "secret", "xl"))):
         job = Job(id=f"job-{index}", owner="ann", project=project)
         job.create_time.FromDatetime(AT)
@@ -38,8 +38,8 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
         report.device.name = f"board-{device}"
         report.create_time.FromDatetime(AT)
         await journal.change(model.advance(job.cells[0], model.CANCELLED, at=AT), report=report)
-    yield made
-    made.close()
+    yield created
+    created.close()
 
 
 def no_devices(scope: Scope) -> list[Device]:

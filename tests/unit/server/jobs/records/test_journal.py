@@ -192,21 +192,21 @@ async def test_a_watcher_is_told_progress_that_is_going_on_and_the_end_comes_las
     job = await world.submit()
     cell = await world.step(job.cells[0], model.COMPILING)
     world.announcer.announce(job.id, JobEvent(progress=Progress(cell_id=cell.id, phase="TORCH_EXPORT")))
-    heard: list[JobEvent] = []
+    received: list[JobEvent] = []
 
     async def watch() -> None:
         async for event in world.journal.watch(job.id, 0):
-            heard.append(event)
+            received.append(event)
             if event.WhichOneof("event") == "progress":
-                told.set()
+                reported.set()
 
-    told = asyncio.Event()
+    reported = asyncio.Event()
     async with asyncio.timeout(WAIT_S), asyncio.TaskGroup() as group:
         group.create_task(watch())
-        await told.wait()
+        await reported.wait()
         await world.step(cell, model.SUCCEEDED)
-    assert [event.WhichOneof("event") for event in heard] == ["job", "cell", "progress", "cell", "job"]
-    assert sequences(heard) == [1, 2, 3, 4]
+    assert [event.WhichOneof("event") for event in received] == ["job", "cell", "progress", "cell", "job"]
+    assert sequences(received) == [1, 2, 3, 4]
 
 
 async def test_a_watcher_does_not_miss_what_happens_between_its_looks(world: World) -> None:
@@ -217,11 +217,11 @@ async def test_a_watcher_does_not_miss_what_happens_between_its_looks(world: Wor
 
     async def read_then_finish(do):  # type: ignore[no-untyped-def]
         nonlocal finished
-        found = await read(do)
+        result = await read(do)
         if not finished:
             finished = True
             await world.step(job.cells[0], *PATH)
-        return found
+        return result
 
     world.database.read = read_then_finish  # type: ignore[method-assign]
     assert sequences(await world.events(job.id)) == list(range(1, 8))

@@ -48,10 +48,10 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     job = Job(id="j", owner="ann", spec=JobSpec())
     job.create_time.FromDatetime(AT)
     job.cells.add(id="c", job_id="j", state=model.QUEUED, version=1)
-    made = World(database, job)
-    await made.journal.submit(job, "r")
-    yield made
-    await made.log.flush()
+    created = World(database, job)
+    await created.journal.submit(job, "r")
+    yield created
+    await created.log.flush()
     database.close()
 
 

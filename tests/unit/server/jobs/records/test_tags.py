@@ -20,16 +20,16 @@ NOW = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    made = Database(tmp_path / "farm.sqlite")
-    await made.open()
+    created = Database(tmp_path / "farm.sqlite")
+    await created.open()
     rows = [
         {"id": job, "number": number, "name": "", "owner": "ann", "request_id": job, "priority": 0, "spec": b"",
          "submitted_at": NOW, "last_sequence": 0}
         for number, job in enumerate(("one", "two"), 1)
     ]  # fmt: skip
-    await made.write(lambda connection: connection.execute(schema.jobs.insert(), rows))
-    yield made
-    made.close()
+    await created.write(lambda connection: connection.execute(schema.jobs.insert(), rows))
+    yield created
+    created.close()
 
 
 async def of(database: Database, job_id: str) -> list[str]:

@@ -31,8 +31,8 @@ async def test_phases_that_an_agent_makes_up_do_not_grow_without_end() -> None:
     with announcer.subscribe("j") as subscription:
         for number in range(20_000):
             announcer.announce("j", progress(f"PHASE_{number}"))
-        told = [event.progress.phase for event in await subscription.take()]
-    assert (len(told), told[-1]) == (5000, "PHASE_19999")
+        reported = [event.progress.phase for event in await subscription.take()]
+    assert (len(reported), reported[-1]) == (5000, "PHASE_19999")
 
 
 async def test_of_progress_the_latest_of_each_phase_is_kept_and_ends_are_kept_apart() -> None:
@@ -43,10 +43,10 @@ async def test_of_progress_the_latest_of_each_phase_is_kept_and_ends_are_kept_ap
         announcer.announce("j", progress("TIMED", duration_ms=3.0))
         announcer.announce("j", progress("TRACED"))
         announcer.announce("j", progress("TIMED", cell="other"))
-        told = [
+        reported = [
             (e.progress.cell_id, e.progress.phase, e.progress.done, e.progress.duration_ms) for e in await subscription.take()
         ]
-    assert told == [("c", "TIMED", 99, 0), ("c", "TIMED", 0, 3.0), ("c", "TRACED", 0, 0), ("other", "TIMED", 0, 0)]
+    assert reported == [("c", "TIMED", 99, 0), ("c", "TIMED", 0, 3.0), ("c", "TRACED", 0, 0), ("other", "TIMED", 0, 0)]
 
 
 async def test_a_slow_watcher_misses_old_log_lines_only() -> None:

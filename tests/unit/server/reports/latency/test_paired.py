@@ -27,8 +27,8 @@ def test_a_round_has_one_ratio_of_medians_and_pairs_of_both_programs() -> None:
     rounds = rounds_of(other, base)
     assert rounds.ratios.tolist() == [0.9, 1.5, 1.2]
     assert rounds.pairs.tolist() == [0, 0, 1]
-    found = compare(rounds)
-    assert found is not None and (found.ratio, found.ci95) == (1.2, None), "too few rounds for an interval"
+    result = compare(rounds)
+    assert result is not None and (result.ratio, result.ci95) == (1.2, None), "too few rounds for an interval"
 
 
 def test_rounds_that_one_of_them_lacks_do_not_count() -> None:
@@ -61,14 +61,14 @@ def test_blocks_that_do_not_make_up_the_samples_are_refused(blocks: list[Block])
 def test_the_interval_holds_the_ratio_and_scales_with_the_rounds(starts: list[list[float]], factor: float) -> None:
     ratios = np.array([ratio for start in starts for ratio in start])
     pairs = np.repeat(np.arange(len(starts)), [len(start) for start in starts])
-    found = interval(Rounds(ratios, pairs))
+    result = interval(Rounds(ratios, pairs))
     if ratios.size < interleaved.MIN_ROUNDS:
-        assert found is None
+        assert result is None
         return
-    assert found is not None
-    assert 0 < found[0] <= np.median(ratios) * (1 + 1e-9) and np.median(ratios) <= found[1] * (1 + 1e-9)
-    assert found == interval(Rounds(ratios, pairs + 5)), "equal rounds give equal numbers"
-    assert interval(Rounds(ratios * factor, pairs)) == pytest.approx([end * factor for end in found])
+    assert result is not None
+    assert 0 < result[0] <= np.median(ratios) * (1 + 1e-9) and np.median(ratios) <= result[1] * (1 + 1e-9)
+    assert result == interval(Rounds(ratios, pairs + 5)), "equal rounds give equal numbers"
+    assert interval(Rounds(ratios * factor, pairs)) == pytest.approx([end * factor for end in result])
 
 
 def test_equal_ratios_have_an_interval_without_width() -> None:
@@ -96,9 +96,9 @@ def test_equal_programs_are_rarely_called_different_where_pooled_samples_often_d
                 both = dict(blocks)
                 ratios.append(both[1] / both[0])
                 pairs.append(start)
-        found = interval(Rounds(np.array(ratios), np.array(pairs)))
-        assert found is not None
-        called += not found[0] <= 1 <= found[1]
+        result = interval(Rounds(np.array(ratios), np.array(pairs)))
+        assert result is not None
+        called += not result[0] <= 1 <= result[1]
         if trial < pooled_trials:
             pooled += not _holds_one(np.concatenate(all_of[0]), np.concatenate(all_of[1]), random)
     assert called / trials <= 0.08
@@ -118,14 +118,14 @@ def _holds_one(one: NDArray[np.float64], other: NDArray[np.float64], random: np.
 def test_three_percent_are_found_between_programs_whose_processes_differ(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(interleaved, "RESAMPLES", 2000)
     random = np.random.default_rng(3)
-    found = 0
+    result = 0
     for _ in range(100):
         noise = [random.normal(0, 0.005) - random.normal(0, 0.005) for _ in range(STARTS)]
         ratios = [1.03 * math.exp(each + random.normal(0, 0.005)) for each in noise for _ in range(OF_START)]
         ends = interval(Rounds(np.array(ratios), np.repeat(np.arange(STARTS), OF_START)))
         assert ends is not None
-        found += ends[0] > 1
-    assert found >= 95
+        result += ends[0] > 1
+    assert result >= 95
 
 
 def test_a_start_with_more_rounds_than_others_counts_as_one_start() -> None:

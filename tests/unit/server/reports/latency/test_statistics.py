@@ -33,20 +33,20 @@ def _series(count: int, memory: float, random: np.random.Generator) -> np.ndarra
 
 @given(SAMPLES)
 def test_percentiles_and_moments_are_numpys(samples: list[int]) -> None:
-    found = statistics.summarize(_array(samples))
-    assert found is not None
-    assert found.min == min(samples)
-    for q, least, value in ((10, 10, found.p10), (50, 1, found.p50), (90, 10, found.p90), (99, 100, found.p99)):
+    result = statistics.summarize(_array(samples))
+    assert result is not None
+    assert result.min == min(samples)
+    for q, least, value in ((10, 10, result.p10), (50, 1, result.p50), (90, 10, result.p90), (99, 100, result.p99)):
         if len(samples) < least:
             assert value is None, f"{len(samples)} samples cannot tell p{q}"
         else:
             assert value == pytest.approx(np.percentile(_array(samples), q))
-    assert found.p50 == pytest.approx(stdlib.median(samples))
-    assert found.mean == pytest.approx(stdlib.fmean(samples))
+    assert result.p50 == pytest.approx(stdlib.median(samples))
+    assert result.mean == pytest.approx(stdlib.fmean(samples))
     if len(samples) == 1:
-        assert found.stddev is None
+        assert result.stddev is None
     else:
-        assert found.stddev == pytest.approx(np.std(samples, ddof=1), rel=1e-9, abs=1e-3)
+        assert result.stddev == pytest.approx(np.std(samples, ddof=1), rel=1e-9, abs=1e-3)
 
 
 @given(SAMPLES)
@@ -58,32 +58,32 @@ def test_equal_samples_give_equal_numbers_and_stay_as_they_are(samples: list[int
 
 @given(SAMPLES)
 def test_the_order_matters_only_where_time_does(samples: list[int]) -> None:
-    found, shuffled = statistics.summarize(_array(samples)), statistics.summarize(_array(sorted(samples)))
-    assert found is not None and shuffled is not None
+    result, shuffled = statistics.summarize(_array(samples)), statistics.summarize(_array(sorted(samples)))
+    assert result is not None and shuffled is not None
     for name in ("min", "p10", "p50", "p90", "p99", "mean", "stddev"):
-        assert getattr(found, name) == getattr(shuffled, name)
+        assert getattr(result, name) == getattr(shuffled, name)
 
 
 @given(SAMPLES)
 def test_the_interval_holds_the_median_between_two_samples(samples: list[int]) -> None:
-    found = statistics.summarize(_array(samples))
-    assert found is not None
-    assert found.p50_ci95 == statistics.median_interval(_array(samples))
+    result = statistics.summarize(_array(samples))
+    assert result is not None
+    assert result.p50_ci95 == statistics.median_interval(_array(samples))
     if len(samples) < 6:
-        assert found.p50_ci95 is None
-    elif found.p50_ci95 is None:
-        assert found.effective_samples < 6
+        assert result.p50_ci95 is None
+    elif result.p50_ci95 is None:
+        assert result.effective_samples < 6
     else:
-        low, high = found.p50_ci95
-        assert found.min <= low <= found.p50 <= high
+        low, high = result.p50_ci95
+        assert result.min <= low <= result.p50 <= high
         assert {low, high} <= set(map(float, samples))
 
 
 @given(st.lists(st.integers(0, 2**40), min_size=6, max_size=200), st.integers(2, 1000), st.integers(0, 2**40))
 def test_the_interval_moves_and_scales_with_the_samples(samples: list[int], factor: int, offset: int) -> None:
-    found = statistics.median_interval(_array(samples))
+    result = statistics.median_interval(_array(samples))
     moved = statistics.median_interval(_array(samples) * factor + offset)
-    assert moved == (found and tuple(end * factor + offset for end in found))
+    assert moved == (result and tuple(end * factor + offset for end in result))
 
 
 def test_an_interval_that_would_reach_beyond_all_samples_is_none() -> None:
@@ -139,21 +139,21 @@ def test_independent_samples_do_not_pay_for_the_blocks() -> None:
 @pytest.mark.parametrize("memory", [0.0, 0.3, 0.6, 0.9])
 def test_effective_samples_follow_the_autocorrelation(memory: float) -> None:
     random = np.random.default_rng(3)
-    found = np.median([statistics.effective_samples(_series(5000, memory, random)) for _ in range(20)]) / 5000
+    result = np.median([statistics.effective_samples(_series(5000, memory, random)) for _ in range(20)]) / 5000
     # Being above the median has the autocorrelation 2/pi asin(memory^k).
     ideal = 1 / (1 + 2 * sum(2 / math.pi * math.asin(memory**lag) for lag in range(1, 200)))
-    assert found == pytest.approx(ideal, rel=0.2)
+    assert result == pytest.approx(ideal, rel=0.2)
 
 
 def test_blocks_are_longer_the_longer_the_memory_is() -> None:
     lengths = []
     for memory in (0.0, 0.3, 0.6, 0.9):
         random = np.random.default_rng(4)
-        found = []
+        result = []
         for _ in range(11):
             series = _series(2000, memory, random) > MEDIAN
-            found.append(statistics.block_length(series - series.mean()))
-        lengths.append(float(np.median(found)))
+            result.append(statistics.block_length(series - series.mean()))
+        lengths.append(float(np.median(result)))
     assert lengths[0] <= 2
     assert lengths == sorted(set(lengths))
 
@@ -164,8 +164,8 @@ def test_drift_is_the_ratio_of_the_ends(samples: list[int], factor: float) -> No
     array = _array(samples)
     array[-third:] = np.round(array[-third:] * 1000 * factor).astype(np.int64)
     array[:-third] *= 1000
-    found = statistics.drift(array)
-    assert found == pytest.approx(factor - 1, abs=0.03)
+    result = statistics.drift(array)
+    assert result == pytest.approx(factor - 1, abs=0.03)
 
 
 @given(st.lists(st.integers(1000, 1010), min_size=30, max_size=300), st.data())
@@ -182,9 +182,9 @@ def test_drift_needs_samples_and_time() -> None:
 
 
 def test_samples_that_are_all_equal_are_certain() -> None:
-    found = statistics.summarize(_array([7] * 100))
-    assert found is not None
-    assert (found.p50_ci95, found.effective_samples, found.drift, found.stddev) == ((7, 7), 100, 0, 0)
+    result = statistics.summarize(_array([7] * 100))
+    assert result is not None
+    assert (result.p50_ci95, result.effective_samples, result.drift, result.stddev) == ((7, 7), 100, 0, 0)
 
 
 def test_a_million_samples_agree_with_the_normal_approximation() -> None:

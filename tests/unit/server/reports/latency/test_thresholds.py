@@ -21,7 +21,7 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "said"),
+    ("text", "expected"),
     [
         ("max_drfit = 0.2", "Did you mean max_drift?"),
         ("qqq = 1", "Thresholds: min_samples, "),
@@ -35,12 +35,12 @@ def test_a_file_changes_what_it_names(tmp_path: Path) -> None:
         ("max_drift", "not valid TOML"),
     ],
 )
-def test_what_is_wrong_is_named(tmp_path: Path, text: str, said: str) -> None:
+def test_what_is_wrong_is_named(tmp_path: Path, text: str, expected: str) -> None:
     file = tmp_path / "thresholds.toml"
     file.write_text(text)
     with pytest.raises(BadThresholds) as raised:
         thresholds.read(file)
-    assert said in f"{raised.value} {raised.value.remedy}"
+    assert expected in f"{raised.value} {raised.value.remedy}"
 
 
 def test_a_file_that_is_not_there_is_named(golden: Golden, tmp_path: Path) -> None:

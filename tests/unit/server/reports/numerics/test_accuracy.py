@@ -25,29 +25,29 @@ def _tensor(values: Any, dtype: str = "float32") -> Tensor:
 @given(st.lists(st.tuples(FLOATS, FLOATS), min_size=1, max_size=50))
 def test_the_numbers_are_those_of_their_definitions(pairs: list[tuple[float, float]]) -> None:
     r, a = np.array(pairs).T
-    found = accuracy.difference(r, a)
-    assert found.equal == bool((r == a).all())
-    assert found.max_abs_error == np.abs(r - a).max()
-    assert found.mean_abs_error == pytest.approx(np.abs(r - a).mean())
+    result = accuracy.difference(r, a)
+    assert result.equal == bool((r == a).all())
+    assert result.max_abs_error == np.abs(r - a).max()
+    assert result.mean_abs_error == pytest.approx(np.abs(r - a).mean())
     signal, noise = float((r * r).sum()), float(((r - a) ** 2).sum())
     if signal > 1e-200 and noise > 1e-200:
-        assert found.sqnr_db == pytest.approx(min(300.0, 10 * math.log10(signal / noise)), abs=1e-6)
+        assert result.sqnr_db == pytest.approx(min(300.0, 10 * math.log10(signal / noise)), abs=1e-6)
     if signal > 1e-200 and float((a * a).sum()) > 1e-200:
-        assert found.cosine == pytest.approx(float(np.dot(r, a)) / math.sqrt(signal) / math.sqrt(float((a * a).sum())), abs=1e-9)
+        assert result.cosine == pytest.approx(float(np.dot(r, a)) / math.sqrt(signal) / math.sqrt(float((a * a).sum())), abs=1e-9)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int64", "bool"])
 def test_an_exact_match_has_the_cap(dtype: str) -> None:
     value = _tensor([[1, 0, 1], [1, 1, 0]], dtype)
-    found = accuracy.compare("out", value, value)
+    result = accuracy.compare("out", value, value)
     agreement = 1.0 if "float" in dtype else None
-    assert found == accuracy.Difference(True, 0.0, 0.0, pytest.approx(1.0), 300.0, 0.0, agreement, 0, 0)
+    assert result == accuracy.Difference(True, 0.0, 0.0, pytest.approx(1.0), 300.0, 0.0, agreement, 0, 0)
 
 
 def test_a_known_ratio_is_in_decibels() -> None:
-    found = accuracy.compare("out", _tensor([1.0, -1.0]), _tensor([1.125, -1.125]))
-    assert found.sqnr_db == pytest.approx(20 * math.log10(8))
-    assert (found.equal, found.max_abs_error, found.mean_abs_error) == (False, 0.125, 0.125)
+    result = accuracy.compare("out", _tensor([1.0, -1.0]), _tensor([1.125, -1.125]))
+    assert result.sqnr_db == pytest.approx(20 * math.log10(8))
+    assert (result.equal, result.max_abs_error, result.mean_abs_error) == (False, 0.125, 0.125)
 
 
 def test_a_difference_below_float64_is_capped() -> None:
@@ -55,16 +55,16 @@ def test_a_difference_below_float64_is_capped() -> None:
 
 
 def test_nan_has_no_error_but_equals_nan() -> None:
-    found = accuracy.compare("out", _tensor([1.0, math.nan, 0.0]), _tensor([1.0, math.nan, 0.0]))
-    assert found == accuracy.Difference(True, None, None, None, None, None, 1.0, 1, 1)
+    result = accuracy.compare("out", _tensor([1.0, math.nan, 0.0]), _tensor([1.0, math.nan, 0.0]))
+    assert result == accuracy.Difference(True, None, None, None, None, None, 1.0, 1, 1)
     appeared = accuracy.compare("out", _tensor([1.0, 2.0]), _tensor([1.0, math.nan]))
     assert (appeared.equal, appeared.nan_count, appeared.reference_nan_count) == (False, 1, 0)
 
 
 def test_the_relative_error_is_that_of_the_norms() -> None:
-    found = accuracy.compare("out", _tensor([3.0, 4.0]), _tensor([3.0, 3.5]))
-    assert found.relative_error == pytest.approx(0.1)
-    assert found.sqnr_db == pytest.approx(-20 * math.log10(found.relative_error))
+    result = accuracy.compare("out", _tensor([3.0, 4.0]), _tensor([3.0, 3.5]))
+    assert result.relative_error == pytest.approx(0.1)
+    assert result.sqnr_db == pytest.approx(-20 * math.log10(result.relative_error))
 
 
 @pytest.mark.parametrize(
@@ -87,19 +87,19 @@ def test_top_1_agreement_is_of_rows_of_scores(scores: Any, others: Any, agreemen
 
 
 def test_an_infinite_output_has_no_numbers() -> None:
-    found = accuracy.compare("out", _tensor([1.0, 2.0]), _tensor([1.0, math.inf]))
-    assert (found.max_abs_error, found.mean_abs_error, found.sqnr_db) == (None, None, None)
+    result = accuracy.compare("out", _tensor([1.0, 2.0]), _tensor([1.0, math.inf]))
+    assert (result.max_abs_error, result.mean_abs_error, result.sqnr_db) == (None, None, None)
 
 
 def test_an_all_zero_reference_has_no_ratio_even_if_matched() -> None:
-    found = accuracy.compare("out", _tensor([0.0, 0.0]), _tensor([0.0, 0.0]))
-    assert (found.equal, found.max_abs_error, found.cosine, found.sqnr_db) == (True, 0.0, None, None)
+    result = accuracy.compare("out", _tensor([0.0, 0.0]), _tensor([0.0, 0.0]))
+    assert (result.equal, result.max_abs_error, result.cosine, result.sqnr_db) == (True, 0.0, None, None)
 
 
 def test_large_integers_that_float64_cannot_tell_apart_are_not_equal() -> None:
-    found = accuracy.compare("out", _tensor([2**60], "int64"), _tensor([2**60 + 1], "int64"))
-    assert not found.equal
-    assert found.sqnr_db is not None
+    result = accuracy.compare("out", _tensor([2**60], "int64"), _tensor([2**60 + 1], "int64"))
+    assert not result.equal
+    assert result.sqnr_db is not None
 
 
 def test_an_empty_output_is_equal_and_has_no_numbers() -> None:

@@ -83,12 +83,12 @@ def test_the_numbers_are_those_of_the_recorded_values(tmp_path: Path) -> None:
     run = recorded("cnn")
     report = _analyzed(_request(run), tmp_path)
     (output,) = tensors.decode(run.outputs.read_bytes())
-    given = tensors.to_array(output)
+    values = tensors.to_array(output)
     row = report.numeric_gap[-1]
-    assert (row.actual.min, row.actual.max) == (given.min(), given.max())
-    assert row.actual.mean == pytest.approx(given.mean()) and row.actual.stddev == pytest.approx(given.std())
+    assert (row.actual.min, row.actual.max) == (values.min(), values.max())
+    assert row.actual.mean == pytest.approx(values.mean()) and row.actual.stddev == pytest.approx(values.std())
     assert row.mse == pytest.approx(10 ** (-row.snr_db / 10) * (row.expected.mean**2 + row.expected.stddev**2), rel=1e-3)
-    assert row.max_abs_error <= row.l1 <= given.size * row.max_abs_error
+    assert row.max_abs_error <= row.l1 <= values.size * row.max_abs_error
     for one in report.numeric_gap:
         assert len(one.histogram.expected) == len(one.histogram.actual) == 32
         assert sum(one.histogram.expected) == sum(one.histogram.actual) == math.prod(one.actual.shape)
@@ -199,8 +199,8 @@ def test_operators_without_a_recorded_value_are_named_with_the_next_one_that_has
     assert "relu" in _names(group) and _names(last) == ["sigmoid"]
     lines = {line.line for line in group.sources}
     assert {line_of("short ="), line_of("long =")} <= lines and line_of("return long.sigmoid") not in lines
-    (told,) = _warnings(report).values()
-    assert told.startswith("ExecuTorch's ETDump records no bfloat16 values: 2 of 5 operators produce them")
+    (reported,) = _warnings(report).values()
+    assert reported.startswith("ExecuTorch's ETDump records no bfloat16 values: 2 of 5 operators produce them")
     assert not report.numerics.HasField("first_bad")
 
 
@@ -272,7 +272,7 @@ def _without_handles(etrecord: Path, folder: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    ("spoil", "told"),
+    ("spoil", "expected"),
     [
         (lambda n, folder: replace(n, etrecord=recorded("mixed").etrecord), "of another export"),
         (lambda n, folder: replace(n, etrecord=_without_handles(n.etrecord, folder)), "no debug handles"),
@@ -297,12 +297,12 @@ def _without_handles(etrecord: Path, folder: Path) -> Path:
     ],
 )
 def test_files_that_do_not_fit_are_told_and_the_rest_of_the_report_stays(
-    spoil: Callable[[Numerics, Path], Numerics], told: str, tmp_path: Path
+    spoil: Callable[[Numerics, Path], Numerics], expected: str, tmp_path: Path
 ) -> None:
     request = _request(recorded("cnn"))
     assert request.numerics is not None
     report = _analyzed(replace(request, numerics=spoil(request.numerics, tmp_path)), tmp_path)
-    assert told in _warnings(report)["ANALYSIS_NUMERICS_FAILED"]
+    assert expected in _warnings(report)["ANALYSIS_NUMERICS_FAILED"]
     assert not report.numeric_gap and not report.HasField("numerics")
     assert report.operators and report.accuracy[0].sqnr_db > 100
 

@@ -35,9 +35,9 @@ def test_fields_are_those_of_the_schema() -> None:
         "name": etdump._NAME, "chain_index": etdump._CHAIN, "instruction_id": etdump._INSTRUCTION, "start_time": etdump._START,
         "delegate_debug_id_int": etdump._NUMBER, "delegate_debug_id_str": etdump._TEXT, "end_time": etdump._END,
     }  # fmt: skip
-    found = {name: slot for slot, name in enumerate(_fields("ProfileEvent"))}
-    assert found.pop("delegate_debug_metadata") not in wanted.values()
-    assert found == wanted
+    result = {name: slot for slot, name in enumerate(_fields("ProfileEvent"))}
+    assert result.pop("delegate_debug_metadata") not in wanted.values()
+    assert result == wanted
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -57,10 +57,10 @@ def test_times_and_starts_are_those_that_executorch_reads(name: str) -> None:
         what = "DELEGATE_CALL" if call.delegate else f"native_call_{call.event}"
         kernels = [(("", call.instruction, str(kernel.identifier)), kernel) for kernel in call.kernels]
         for key, part in [((what, call.instruction, ""), call), *kernels]:
-            found = [run[key] for run in runs]
-            assert part.times_ns.tolist() == [one["end_time"] - one["start_time"] for one in found]
+            result = [run[key] for run in runs]
+            assert part.times_ns.tolist() == [one["end_time"] - one["start_time"] for one in result]
             assert part.spans is not None
-            assert part.spans.starts_ns.tolist() == [one["start_time"] - at for one, at in zip(found, begun, strict=True)]
+            assert part.spans.starts_ns.tolist() == [one["start_time"] - at for one, at in zip(result, begun, strict=True)]
             assert part.spans.durations_ns.tolist() == part.times_ns.tolist()
             parts += 1
     calls = {"OPERATOR_CALL", "Method::execute"}
@@ -94,8 +94,8 @@ def test_a_kernel_without_its_own_event_takes_the_time_of_its_call() -> None:
         (0, "OPERATOR_CALL", 100, 107), (1, "native_call_b.out", 111, 116), (1, "native_call_a.out", 111, 117),
         (1, "OPERATOR_CALL", 110, 118), (2, "native_call_c.out", 121, 125), (2, "OPERATOR_CALL", 120, 129),
     )  # fmt: skip
-    found = [(call.event, call.times_ns.tolist()) for call in etdump.read(written(run)).calls]
-    assert found == [(None, [7]), ("b.out", [8]), ("c.out", [4])]
+    result = [(call.event, call.times_ns.tolist()) for call in etdump.read(written(run)).calls]
+    assert result == [(None, [7]), ("b.out", [8]), ("c.out", [4])]
 
 
 def test_a_clock_that_went_back_says_nothing_and_one_that_leapt_is_refused() -> None:
@@ -106,10 +106,11 @@ def test_a_clock_that_went_back_says_nothing_and_one_that_leapt_is_refused() -> 
 
 
 @pytest.mark.parametrize(
-    ("data", "told"), [(b"", "is empty"), (b"no etdump at all", "of 16 bytes is not an ETDump"), (bytes(200), "is not an ETDump")]
+    ("data", "expected"),
+    [(b"", "is empty"), (b"no etdump at all", "of 16 bytes is not an ETDump"), (bytes(200), "is not an ETDump")],
 )
-def test_bytes_that_are_no_trace_are_refused(data: bytes, told: str) -> None:
-    with pytest.raises(BadTrace, match=told):
+def test_bytes_that_are_no_trace_are_refused(data: bytes, expected: str) -> None:
+    with pytest.raises(BadTrace, match=expected):
         etdump.read(data)
 
 

@@ -115,9 +115,9 @@ def test_times_and_types_are_those_of_inspector(name: str) -> None:
 
 def test_lines_and_modules_are_the_users_on_portable_kernels() -> None:
     joined = _joined(traced("portable"))
-    found = {row.name: (row.source.line, row.source.code, row.module) for row in joined.operators if row.kind == OPERATOR}
+    result = {row.name: (row.source.line, row.source.code, row.module) for row in joined.operators if row.kind == OPERATOR}
     fc = "scores = self.fc(pooled)"
-    assert found == {
+    assert result == {
         "aten.convolution.out": (line_of("convolved ="), "convolved = self.conv(x)", "block.conv"),
         "aten.relu.out": (line_of("return torch.relu"), "return torch.relu(convolved)", "block"),
         "aten.mean.out": (line_of("pooled ="), "pooled = y.mean((2, 3))", ""),

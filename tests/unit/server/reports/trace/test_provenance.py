@@ -70,9 +70,9 @@ def test_a_trace_of_another_program_is_told() -> None:
     alike = {("xnnpack", "int8"), ("int8", "xnnpack"), ("residual", "residual_int8"), ("residual_int8", "residual")}
     for name, other in OTHERS:
         (trace, _, _), (_, program, record) = read(other), read(name)
-        found = provenance.misfit_of_trace(trace, program)
-        assert found is not None or (name, other) in alike, (name, other)
-        assert found is not None or attribute(trace, program, record).unaligned, (name, other)
+        result = provenance.misfit_of_trace(trace, program)
+        assert result is not None or (name, other) in alike, (name, other)
+        assert result is not None or attribute(trace, program, record).unaligned, (name, other)
 
 
 def test_an_etrecord_of_another_export_costs_the_lines_only(tmp_path: Path) -> None:
@@ -158,10 +158,10 @@ def _with_empty_map(entries: dict[str, bytes]) -> None:
 
 def _without_node_handles(entries: dict[str, bytes]) -> None:
     name = "edge_dialect_exported_program/forward"
-    found = json.loads(entries[name])
-    for node in found["graph_module"]["graph"]["nodes"]:
+    result = json.loads(entries[name])
+    for node in result["graph_module"]["graph"]["nodes"]:
         node["metadata"].pop("debug_handle", None)
-    entries[name] = json.dumps(found).encode()
+    entries[name] = json.dumps(result).encode()
 
 
 def _rewritten(record: Path, target: Path, change: Callable[[dict[str, bytes]], None]) -> Path:

@@ -112,8 +112,8 @@ def test_starts_that_a_backend_told_are_kept() -> None:
 
     def rows(*kernels: Kernel) -> list[tuple[float, float, bool]]:
         call = Call(0, 0, None, True, np.array([50.0]), kernels, Spans(np.array([20.0]), np.array([50.0])))
-        found = join(Trace(np.array([100.0]), (call,), 0), Record(), program, "forward").operators
-        return [(row.start_ns, row.duration_ns, row.reconstructed) for row in found if row.kind == KERNEL]
+        result = join(Trace(np.array([100.0]), (call,), 0), Record(), program, "forward").operators
+        return [(row.start_ns, row.duration_ns, row.reconstructed) for row in result if row.kind == KERNEL]
 
     assert rows(kernel(1, 25, 10), kernel(2, 40, 30)) == [(25, 10, False), (40, 30, False)]
     assert rows(kernel(1, 25, 10), kernel(2, 30, 30)) == [(20, 10, True), (30, 30, True)], "one within another"
@@ -131,10 +131,10 @@ def test_without_starts_there_are_no_places() -> None:
 def test_kernels_lie_within_their_delegate_whatever_they_say(kernels: list[Place], delegate: Place, told: bool) -> None:
     places, made_up = lay(kernels, delegate, has_starts=told)
     assert len(places) == len(kernels)
-    found = [place for place in places if place is not None]
-    assert len(found) == len(kernels)
+    result = [place for place in places if place is not None]
+    assert len(result) == len(kernels)
     end = delegate[0] + delegate[1]
-    for at, took in found:
+    for at, took in result:
         assert delegate[0] <= at and took >= 0 and at + took <= end
-    assert all(one[0] + one[1] <= other[0] for one, other in pairwise(found))
-    assert made_up or found == kernels
+    assert all(one[0] + one[1] <= other[0] for one, other in pairwise(result))
+    assert made_up or result == kernels

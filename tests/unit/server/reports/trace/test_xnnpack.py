@@ -50,8 +50,8 @@ def _decoded(payload: bytes, folder: Path) -> dict[str, Any]:
         "graph.bin",
     ]
     subprocess.run(command, cwd=folder, check=True, capture_output=True)
-    found: dict[str, Any] = json.loads(re.sub(r"(: -?)inf\b", r"\1Infinity", (folder / "graph.json").read_text()))
-    return found
+    result: dict[str, Any] = json.loads(re.sub(r"(: -?)inf\b", r"\1Infinity", (folder / "graph.json").read_text()))
+    return result
 
 
 def test_kinds_and_fields_are_those_of_the_schema() -> None:
@@ -72,9 +72,9 @@ def test_kinds_and_fields_are_those_of_the_schema() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_a_real_graph_is_what_executorch_reads(name: str, tmp_path: Path) -> None:
     for payload in _payloads(name):
-        wanted, found = _decoded(payload, tmp_path), xnnpack.read(payload)
-        assert [f"XNN{node.kind}" for node in found.nodes] == [node["xnode_union_type"] for node in wanted["xnodes"]]
-        for node, other in zip(found.nodes, wanted["xnodes"], strict=True):
+        wanted, result = _decoded(payload, tmp_path), xnnpack.read(payload)
+        assert [f"XNN{node.kind}" for node in result.nodes] == [node["xnode_union_type"] for node in wanted["xnodes"]]
+        for node, other in zip(result.nodes, wanted["xnodes"], strict=True):
             union = other["xnode_union"]
             assert node.debug_handle == (None if other["debug_handle"] == 65535 else other["debug_handle"])
             assert node.clamped == ("output_min_max" in other)
@@ -82,7 +82,7 @@ def test_a_real_graph_is_what_executorch_reads(name: str, tmp_path: Path) -> Non
             assert set(node.inputs) <= {id_ for field, id_ in union.items() if field.endswith("_id")}
         for value in wanted["xvalues"]:
             tensor = value["xvalue_union"].get("tensor_value", value["xvalue_union"])
-            known = found.values[tensor.get("id_out", 0)]
+            known = result.values[tensor.get("id_out", 0)]
             assert known.constant == bool(tensor.get("constant_buffer_idx"))
             assert known.output == bool(tensor.get("flags", 0) & 2)
             assert (known.datatype == 3) == (tensor["datatype"] == "xnn_datatype_qint8")

@@ -34,33 +34,33 @@ def read(name: str) -> tuple[Trace, dict[tuple[int, int], graph.Instruction], Re
     )
 
 
-def rows(name: str, found: Attribution | None = None) -> list[report_pb2.OperatorRow]:
+def rows(name: str, result: Attribution | None = None) -> list[report_pb2.OperatorRow]:
     trace, program, record = read(name)
-    found = found or attribute(trace, program, record)
-    return list(join(trace, record, program, traced(name).method, found.kernels).operators)
+    result = result or attribute(trace, program, record)
+    return list(join(trace, record, program, traced(name).method, result.kernels).operators)
 
 
 def told(name: str) -> list[tuple[str, str, str]]:
     """Of each kernel: its family, the operators that it does, without those that quantize, and where the user wrote them."""
-    found = []
+    result = []
     for row in rows(name):
         if row.kind == KERNEL:
             ops = [graph.base_name(op) for op in row.op_types if not op.startswith("quantized_decomposed.")]
-            found.append((family(row.name), " ".join(ops), row.source.code.partition(" = ")[0]))
+            result.append((family(row.name), " ".join(ops), row.source.code.partition(" = ")[0]))
             assert not row.HasField("source") or (row.source.file, row.source.line) == (
                 traces.__file__,
                 line_of(row.source.code),
             )
-    return found
+    return result
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_all_kernels_of_real_programs_are_aligned(name: str) -> None:
     trace, program, record = read(name)
-    found = attribute(trace, program, record)
-    assert found.delegates >= 1
-    assert found.unaligned == {}
-    kernels = [row for row in rows(name, found) if row.kind == KERNEL]
+    result = attribute(trace, program, record)
+    assert result.delegates >= 1
+    assert result.unaligned == {}
+    kernels = [row for row in rows(name, result) if row.kind == KERNEL]
     assert kernels
     for row in kernels:
         assert row.aligned
@@ -88,8 +88,8 @@ def test_a_fused_kernel_names_all_that_it_does_and_the_line_of_the_first() -> No
 
 
 def test_lines_come_through_quantization() -> None:
-    found = [kernel for kernel in told("residual_int8") if kernel[0] not in ("Convert", "Transpose")]
-    assert found == [
+    result = [kernel for kernel in told("residual_int8") if kernel[0] not in ("Convert", "Transpose")]
+    assert result == [
         ("Convolution", "convolution relu", "stemmed"),
         ("Constant Pad", "constant_pad_nd", "padded"),
         ("Convolution", "convolution", "branched"),
@@ -122,8 +122,8 @@ def test_a_linear_that_quantizes_its_own_input_says_so() -> None:
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_times_and_shares_do_not_depend_on_it(name: str) -> None:
     measured = []
-    for found in (None, Attribution({}, 0, {})):
-        plain = rows(name, found)
+    for result in (None, Attribution({}, 0, {})):
+        plain = rows(name, result)
         for row in plain:
             row.ClearField("unaligned_reason")
             for field in ("op_types", "debug_handles", "module", "source", "sources", "aligned"):
@@ -138,10 +138,10 @@ def test_a_delegate_that_does_not_come_out_has_no_lines_at_all() -> None:
     (call,) = [call for call in trace.calls if call.delegate]
     for kernels in (call.kernels[:-1], (*call.kernels, Kernel("Sigmoid (NC) #9", call.times_ns)), call.kernels[::-1]):
         changed = replace(trace, calls=tuple(replace(one, kernels=kernels) if one is call else one for one in trace.calls))
-        found = attribute(changed, program, record)
-        assert (found.kernels, found.delegates, len(found.unaligned)) == ({}, 1, 1)
-        assert f"{len(kernels)} kernels ran for 16 nodes" in found.unaligned[call.chain, call.instruction]
-        unaligned = [row for row in join(changed, record, program, "forward", found.kernels).operators if row.kind == KERNEL]
+        result = attribute(changed, program, record)
+        assert (result.kernels, result.delegates, len(result.unaligned)) == ({}, 1, 1)
+        assert f"{len(kernels)} kernels ran for 16 nodes" in result.unaligned[call.chain, call.instruction]
+        unaligned = [row for row in join(changed, record, program, "forward", result.kernels).operators if row.kind == KERNEL]
         assert not any(row.aligned or row.op_types or row.HasField("source") or row.HasField("module") for row in unaligned)
 
 
@@ -158,13 +158,13 @@ def test_nodes_that_cannot_be_told_are_not_called_inserted(monkeypatch: pytest.M
     trace, program, record = read("gated_dynamic")
     whole = attribute(trace, program, record)
     dropping_handles(monkeypatch, "FullyConnected")
-    found = attribute(trace, program, replace(record, operators=()))
-    ((place, kernels),) = found.kernels.items()
+    result = attribute(trace, program, replace(record, operators=()))
+    ((place, kernels),) = result.kernels.items()
     assert kernels == {name: origin for name, origin in whole.kernels[place].items() if name.startswith("TanH")}
-    assert found.unaligned == {}
-    (reason,) = found.partial.values()
+    assert result.unaligned == {}
+    (reason,) = result.partial.values()
     assert "which operators 2 of its 5 nodes come from (FullyConnected)" in reason
-    joined = join(trace, record, program, "forward", found.kernels, {**found.unaligned, **found.partial}).operators
+    joined = join(trace, record, program, "forward", result.kernels, {**result.unaligned, **result.partial}).operators
     assert [row.unaligned_reason for row in joined if row.kind == report_pb2.OPERATOR_KIND_DELEGATE] == [reason]
     assert [(row.aligned, bool(row.op_types)) for row in joined if row.kind == KERNEL] == [
         (False, False),
@@ -177,8 +177,8 @@ def test_a_delegate_of_nothing_else_is_not_aligned_at_all(monkeypatch: pytest.Mo
     trace, program, record = read("gated_dynamic")
     dropping_handles(monkeypatch, "FullyConnected", "Tanh", "Convert")
     # A change of type that nobody names is one that lowering inserted.
-    found = attribute(trace, program, replace(record, operators=()))
-    assert (found.kernels, found.partial, len(found.unaligned)) == ({}, {}, 1)
+    result = attribute(trace, program, replace(record, operators=()))
+    assert (result.kernels, result.partial, len(result.unaligned)) == ({}, {}, 1)
 
 
 def dropping_handles(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> list[str]:

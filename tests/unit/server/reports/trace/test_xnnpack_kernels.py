@@ -40,8 +40,8 @@ def test_a_family_is_the_name_without_layout_and_number(event: str, name: str) -
 
 
 def test_a_clamped_binary_is_two_kernels() -> None:
-    found = align(chain("Conv2d", "Add!", "StaticTranspose"), ["Convolution (NHWC, F32) IGEMM #1", "Add", "Clamp", "Transpose"])
-    assert found == [Match(Part(0)), Match(Part(1)), Match(Part(1, clamp=True)), Match(Part(2))]
+    result = align(chain("Conv2d", "Add!", "StaticTranspose"), ["Convolution (NHWC, F32) IGEMM #1", "Add", "Clamp", "Transpose"])
+    assert result == [Match(Part(0)), Match(Part(1)), Match(Part(1, clamp=True)), Match(Part(2))]
 
 
 def test_a_clamp_behind_a_kernel_that_can_clamp_has_none() -> None:

@@ -163,7 +163,7 @@ def test_an_address_that_others_reach_needs_tls_and_tokens(golden: Golden, liste
     config(listen, insecure=True).check()
 
 
-@pytest.mark.parametrize("given", [{"tls_cert": Path("c")}, {"tls_key": Path("k")}, {"tls_client_ca": Path("a")}])
-def test_half_of_tls_is_refused_everywhere(given: dict[str, Path]) -> None:
+@pytest.mark.parametrize("values", [{"tls_cert": Path("c")}, {"tls_key": Path("k")}, {"tls_client_ca": Path("a")}])
+def test_half_of_tls_is_refused_everywhere(values: dict[str, Path]) -> None:
     with pytest.raises(UserError, match="--tls-cert and --tls-key"):
-        config("127.0.0.1:0", insecure=True, **given).check()
+        config("127.0.0.1:0", insecure=True, **values).check()

@@ -59,8 +59,8 @@ def _is_map(field: FieldDescriptor) -> bool:
 
 
 def _message(field: FieldDescriptor) -> Message:
-    made: Message = message_factory.GetMessageClass(field.containing_type)()
-    return made
+    created: Message = message_factory.GetMessageClass(field.containing_type)()
+    return created
 
 
 @pytest.mark.parametrize("field", [f for f in FIELDS if f.type in TEXTS and not f.is_repeated], ids=lambda f: f.full_name)

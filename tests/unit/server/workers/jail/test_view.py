@@ -21,10 +21,10 @@ def folder(path: Path) -> Path:
 
 
 def test_the_code_of_this_python_is_shown() -> None:
-    found = code_paths()
+    result = code_paths()
     for wanted in (sys.prefix, sys.base_prefix, str(Path(__file__).resolve().parents[5] / "server")):
-        assert any(Path(wanted).resolve().is_relative_to(path) for path in found), wanted
-    assert Path("/") not in found
+        assert any(Path(wanted).resolve().is_relative_to(path) for path in result), wanted
+    assert Path("/") not in result
 
 
 def test_a_secret_within_the_code_is_hidden_and_code_within_that_is_shown(tmp_path: Path) -> None:
