@@ -175,7 +175,7 @@ async def test_a_plug_ins_stage_stands_in_for_executorchs(workers: Workers, tmp_
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
-        ("acme.text", "the plug-in acme.text of acme gave str, not an ExportRecipe"),
+        ("acme.text", "the plug-in acme.text of acme returned str, not an ExportRecipe"),
         ("acme.broken", "the plug-in acme.broken of acme cannot be imported"),
         ("acme.failing", "the plug-in acme.failing of acme failed (no licence)"),
         ("other.fast", "no installed package has the entry point other.fast"),
