@@ -106,9 +106,10 @@ def check_candidate(result: agent_pb2.CandidateResult, plan: Plan, path: Callabl
     for name, value in _durations_ns(result):
         if value > plan.longest_ns:
             raise _too_long(name, value, plan)
-    for what, values in zip(MAX_SERIES, (result.traced_ns, result.blocks, result.telemetry.series), strict=True):
-        if len(values) > MAX_SERIES[what]:
-            raise ImplausibleResult(f"it has {len(values):,} {what} where {MAX_SERIES[what]:,} may be")
+    counts = (len(result.traced_ns), len(result.blocks), len(result.telemetry.series))
+    for what, count in zip(MAX_SERIES, counts, strict=True):
+        if count > MAX_SERIES[what]:
+            raise ImplausibleResult(f"it has {count:,} {what}, more than {MAX_SERIES[what]:,}")
     for artifact in artifacts_of(result):
         if not digests.is_digest(artifact.digest):
             raise ImplausibleResult(f"{artifact.digest[:80]!r} is not a digest")
