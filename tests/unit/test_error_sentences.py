@@ -10,9 +10,10 @@ from typing import Any, Final
 
 import pytest
 
-from etfarm.device_agents.adb.phones import Phone, State
 from etfarm.wire.errors import EtfarmError, UserError
 from tests.support.golden import Golden
+
+phones = importlib.import_module("etfarm.device_agents.adb.phones")
 
 MODULES: Final = (
     "client.errors", "client.export.errors", "client.formats",
@@ -27,7 +28,7 @@ MODULES: Final = (
 BY_TYPE: Final[dict[str, Any]] = {
     "int": 7, "float": 2.5, "bool": False, "int | None": 7, "object": 7, "Mapping[str, object]": {"level": 3},
     "BaseException": ValueError("bad value"), "EtfarmError": UserError("The program failed."),
-    "Phone": Phone("SERIAL", State.UNAUTHORIZED),
+    "Phone": phones.Phone("SERIAL", phones.State.UNAUTHORIZED),
 }  # fmt: skip
 
 

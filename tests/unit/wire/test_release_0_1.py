@@ -9,6 +9,7 @@ import pytest
 from google.protobuf.descriptor import Descriptor, FieldDescriptor
 
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, device_pb2, job_pb2, report_pb2
+from etfarm.wire.messages import from_scalar
 from etfarm.wire.release_0_1 import tables
 from etfarm.wire.release_0_1.convert import converted, counterpart, is_unchanged, label
 from etfarm.wire.release_0_1.messages import message_class
@@ -138,3 +139,16 @@ def test_a_report_becomes_the_same_document() -> None:
     assert document["profile"]["times_ns"] == [20, 21]
     assert [row["times_ns"] for row in document["operators"]] == [[9, 8], None]
     assert document["numerics"]["program"] == {"digest": "n", "size_bytes": 12}
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "expected"),
+    [("float", "0.5", (common_pb2.VALUE_KIND_DOUBLE, 0.5)), ("int", "3", (common_pb2.VALUE_KIND_INT, 3)),
+     ("bool", "true", (common_pb2.VALUE_KIND_BOOL, True)), ("str", '"a"', (common_pb2.VALUE_KIND_STRING, "a")),
+     ("none", "null", (common_pb2.VALUE_KIND_NONE, None))],
+)  # fmt: skip
+def test_a_constant_input_keeps_its_value(kind: str, text: str, expected: tuple[Any, Any]) -> None:
+    old = message_class("Compilation")()
+    old.facts.methods["forward"].inputs.add(kind=kind, value=text)
+    (spec,) = converted(compile_pb2.Compilation, old.SerializeToString()).facts.methods["forward"].inputs
+    assert (spec.kind, from_scalar(spec.value)) == expected and spec.HasField("value")

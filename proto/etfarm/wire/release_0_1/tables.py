@@ -6,10 +6,13 @@ A field that is not listed has a counterpart of the same name. If that is an enu
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 from etfarm.v1 import common_pb2, compile_pb2, report_pb2
+from etfarm.wire.messages import to_scalar
+from etfarm.wire.words import value_of
 
 RENAMED: Final[Mapping[str, str]] = {"OutputDifference.one": "first", "OutputDifference.other": "second"}
 """The new names of fields that have a new number as well, by "Message.field"."""
@@ -58,6 +61,19 @@ def _numerics_program(old: Any, new: report_pb2.Numerics, _: Callable[[Any, Any]
         _program(old.program, new.program)
 
 
+def _value_spec(old: Any, new: compile_pb2.ValueSpec, _: Callable[[Any, Any], None]) -> None:
+    """Fill `kind` and `value` of a ValueSpec, whose value was JSON."""
+    kind = {"float": "double"}.get(old.kind, old.kind)
+    new.kind = value_of(common_pb2.ValueKind, kind)
+    if not old.HasField("value"):
+        return
+    try:
+        value = json.loads(old.value)
+    except (ValueError, RecursionError):
+        value = old.value
+    new.value.CopyFrom(to_scalar(value if isinstance(value, bool | int | float | str | None) else old.value))
+
+
 def _program(old: Any, new: compile_pb2.Program) -> None:
     """Fill a Program from a ProgramSize: its digest is that of the program, and its size that of all its files."""
     new.digest = old.digest
@@ -76,5 +92,6 @@ _COMPILE: Final = (
 MOVED: Final[Mapping[tuple[str, tuple[str, ...]], Move]] = {
     ("ReportCompile", _COMPILE): _compile,
     ("Numerics", ("program",)): _numerics_program,
+    ("ValueSpec", ("kind", "value")): _value_spec,
 }
 """Functions that convert several fields of a message together, by the message and the fields."""
