@@ -77,7 +77,7 @@ def job_json(job: job_pb2.Job) -> Json:
     return {
         "id": job.id,
         "name": job.name or None,
-        "labels": dict(job.labels),
+        "labels": dict(sorted(job.labels.items())),
         "state": word_of(job_pb2.JobState.DESCRIPTOR, job.state) or "UNSPECIFIED",
         "submitted_at": _instant(job.create_time),
         "finished_at": _instant(job.end_time) if job.HasField("end_time") else None,
