@@ -36,7 +36,12 @@ def measure(samples: int) -> dict[str, int]:
     }  # fmt: skip
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Measure and print one line of JSON."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("samples", nargs="?", type=int, default=1_000_000)
     print(json.dumps(measure(parser.parse_args().samples)))
+
+
+if __name__ == "__main__":
+    main()

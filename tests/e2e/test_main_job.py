@@ -84,7 +84,7 @@ def test_the_same_again_is_answered_from_the_cache(farm: FarmProcess, tmp_path: 
     assert again.compile.etrecord.digest == first.compile.etrecord.digest
     assert again.inputs.digest == first.inputs.digest
     (value,) = again.inputs.tensors
-    assert (value.dtype, value.shape) == ("float32", [1, 1, 49, 10])
+    assert (value.dtype, value.shape) == ("float32", (1, 1, 49, 10))
 
 
 @pytest.mark.slow(reason="a command exports and compiles a model")

@@ -128,7 +128,7 @@ def plain(answer: bytes) -> Any:
         **{key: compilation[key] for key in ("stages", "warnings", "delegation", "checks", "toolchain")},
         "program": {"pte": message.pte, "data": dict(message.data)} if message.HasField("pte") else None,
         "etrecord": message.etrecord or None, "inputs": dict(message.example_inputs), "facts": facts, "sizes": sizes,
-        "modules": [{**row, "module": row["module"] or ""} for row in compilation["modules"]],
+        "modules": [{**row, "module": row["module"] or ""} for row in compilation["modules"] or ()],
         "stayed_fp32": {method: rows["operators"] for method, rows in compilation["stayed_fp32"].items()},
         "stage_files": dict(message.stage_files), "programs": dict(message.exported_programs),
     }  # fmt: skip

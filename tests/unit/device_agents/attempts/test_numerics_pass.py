@@ -19,8 +19,10 @@ from etfarm.device_agents.device import inventory
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import agent_pb2, compile_pb2, job_pb2
+from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
+from etfarm.wire.words import word_of
 from tests.support.attempts import Blobs, no_runner_is_left
 from tests.support.faults import faulty_archive, faulty_program
 from tests.support.programs import program
@@ -86,7 +88,7 @@ async def test_the_second_program_is_run_on_the_same_inputs_after_all_else_is_up
     runner = runner_archive() if kind == "native" else None
     (result,) = await attempt(address, tmp_path, candidate_of(blobs, "conv", program("conv").bytes, runner))
     assert not result.numerics.HasField("error"), result.numerics.error
-    assert is_measured(result) and result.runner.kind == kind
+    assert is_measured(result) and word_of(RunnerKind.DESCRIPTOR, result.runner.kind) == kind
     before = ["FETCH", "LOAD", "LOAD_METHOD", "WARMUP", "TIMED", "TRACED", "UPLOAD"]
     assert phases(result) == [*before, "FETCH", "NUMERICS", "UPLOAD"]
     values = result.numerics

@@ -105,12 +105,14 @@ async def test_a_program_that_keeps_state_is_told_from_a_nondeterministic_one(
         if outcome == "KEEPS_STATE":
             (actual,) = result.repeatability.differences
             # The counter is 1 after the first execution, 11 after ten traced ones more, 23 after the timed pass.
-            other, gap = ("TRACED_LAST", 10) if traced else ("TIMED_LAST", 22)
-            assert (actual.one, actual.other, actual.max_abs_difference, list(actual.at)) == ("FIRST", other, gap, [0])
+            other, gap = (report_pb2.EXECUTION_TRACED_LAST, 10) if traced else (report_pb2.EXECUTION_TIMED_LAST, 22)
+            assert (actual.first, actual.second) == (report_pb2.EXECUTION_FIRST, other)
+            assert (actual.max_abs_difference, list(actual.at)) == (gap, [0])
             assert (actual.differing, actual.elements) == (1, 1)
         if outcome == "NONDETERMINISTIC":
             (actual,) = result.repeatability.differences
-            assert (actual.one, actual.other, actual.elements) == ("FIRST", "REPEATED", 6)
+            assert (actual.first, actual.second) == (report_pb2.EXECUTION_FIRST, report_pb2.EXECUTION_REPEATED)
+            assert actual.elements == 6
             assert 0 < actual.max_abs_difference < 1
 
 
@@ -127,12 +129,13 @@ def test_differences_are_numpys(values: list[float], data: st.DataObject) -> Non
     other = one.copy()
     for index in data.draw(st.lists(st.integers(0, len(values) - 1))):
         other[index] = data.draw(st.floats(width=32))
-    result = output_diff.compare([_tensor(one)], [_tensor(other)], ("A", "B"))
+    executions = report_pb2.EXECUTION_FIRST, report_pb2.EXECUTION_TIMED_LAST
+    result = output_diff.compare([_tensor(one)], [_tensor(other)], executions)
     different = one.view(np.uint32) != other.view(np.uint32)
     assert bool(result) == different.any() == (not output_diff.equal([_tensor(one)], [_tensor(other)]))
     if result:
         (reported,) = result
-        assert (reported.output, reported.one, reported.other) == ("y", "A", "B")
+        assert (reported.output, reported.first, reported.second) == ("y", *executions)
         assert (reported.differing, reported.elements) == (different.sum(), len(values))
         gaps = np.abs(one.astype(np.float64) - other.astype(np.float64))
         if np.isfinite(gaps[different]).any():

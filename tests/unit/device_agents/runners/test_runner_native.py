@@ -182,7 +182,7 @@ async def test_a_runner_that_cannot_start_is_the_farms_fault(tmp_path: Path) -> 
         with pytest.raises(errors.RunnerBroken, match="no libc here"):
             await runner.hello()
     async with NativeRunner.start(["/bin/echo", "something else"], tmp_path) as runner:
-        with pytest.raises(errors.RunnerBroken, match="no protocol"):
+        with pytest.raises(errors.RunnerBroken, match="violates the protocol"):
             await runner.hello()
 
 

@@ -56,7 +56,7 @@ def test_a_report_holds_latency_accuracy_profile_and_operators(tmp_path: Path) -
     assert 1 <= report.latency.effective_samples < 6
     scores, label = report.accuracy
     assert (scores.output, scores.dtype, list(scores.shape)) == ("scores", "float32", [1, 10])
-    assert scores.reference == "program before quantization"
+    assert scores.reference == report_pb2.REFERENCE_EAGER
     assert scores.sqnr_db > 100
     assert scores.max_abs_error < 1e-5
     assert (label.output, label.dtype, label.equal, label.sqnr_db) == ("label", "int64", True, 300)

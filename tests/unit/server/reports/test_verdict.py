@@ -151,7 +151,7 @@ def test_a_run_that_gets_slower_or_faster_has_no_one_median(drift: float, steady
 
 def test_a_run_that_was_made_longer_in_vain_says_so() -> None:
     result = _measured()
-    result.stop_reason, result.duration_ns = "DRIFTING", 8 * SECOND
+    result.stop_reason, result.duration_ns = common_pb2.STOP_REASON_DRIFTING, 8 * SECOND
     assert "than the first, although it was extended to 8.0 s;" in _codes(result, {"drift": 0.2})["DRIFT"].message
 
 

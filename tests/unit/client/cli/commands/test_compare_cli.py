@@ -167,7 +167,7 @@ def test_a_failed_cell_of_the_candidate_is_exit_code_1_and_shuts_a_gate(
 def test_invalid_evidence_is_compared_and_gates_nothing_unless_accepted(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    emulated = timed("e", 1_000_000, (999_000, 1_001_000), verdict={"status": "VERDICT_STATUS_NOT_BENCHMARKABLE"})
+    emulated = timed("e", 1_000_000, (999_000, 1_001_000), verdict={"status": "NOT_BENCHMARKABLE"})
     file = write(tmp_path / "emulated.json", emulated)
     code, out, err = run(capsys, files[0], file, "--gate", "3%", "--gate", "size=1%")
     assert code == 3 and "no valid evidence: the candidate's latency is NOT BENCHMARKABLE" in err

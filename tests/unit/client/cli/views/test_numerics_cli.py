@@ -95,7 +95,7 @@ def test_a_right_program_is_said_to_be_right() -> None:
 
 @pytest.mark.parametrize("timed", [False, True])
 def test_values_of_another_program_than_the_timed_one_are_said_to_be_that(timed: bool) -> None:
-    assert ("not of the timed one" in _text(_document(ROWS, timed=timed))) is not timed
+    assert ("not from the timed one" in _text(_document(ROWS, timed=timed))) is not timed
 
 
 def test_all_lines_of_a_bad_group_are_told() -> None:

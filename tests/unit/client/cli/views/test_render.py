@@ -42,7 +42,7 @@ def _document(**changes: Any) -> dict[str, Any]:
         ],
         "compile": {
             "cached": True,
-            "stages": [{"stage": "TO_EXECUTORCH", "duration_ms": 195.0, "where": "ACTOR_SERVER"}],
+            "stages": [{"stage": "TO_EXECUTORCH", "duration_ms": 195.0, "where": "SERVER"}],
             "program": {"digest": "1" * 64, "size_bytes": 320_512},
             "delegation": {"forward": {"subgraphs": 1, "delegated_nodes": 36, "non_delegated_nodes": 1}},
             "warnings": [{"code": "ONE_SAMPLE", "message": "forward was calibrated with one input."}],
@@ -266,9 +266,9 @@ def _compiled(**changes: Any) -> dict[str, Any]:
     ]
     return {
         "stages": [
-            {"stage": "TORCH_EXPORT", "duration_ms": 30.0, "where": "ACTOR_CLIENT", "methods": {"encode": 10.0, "decode": 20.0}},
-            {"stage": "QUANTIZE", "duration_ms": 1500.0, "where": "ACTOR_SERVER", "cached": True},
-            {"stage": "TO_EXECUTORCH", "duration_ms": 195.0, "where": "ACTOR_SERVER"},
+            {"stage": "TORCH_EXPORT", "duration_ms": 30.0, "where": "CLIENT", "methods": {"encode": 10.0, "decode": 20.0}},
+            {"stage": "QUANTIZE", "duration_ms": 1500.0, "where": "SERVER", "cached": True},
+            {"stage": "TO_EXECUTORCH", "duration_ms": 195.0, "where": "SERVER"},
         ],
         "program": {"digest": "1" * 64, "size_bytes": 320_512},
         "sizes": {
@@ -283,11 +283,11 @@ def _compiled(**changes: Any) -> dict[str, Any]:
         },
         "stayed_fp32": {"decode": {"operators": [{"op": "aten_softmax", "count": 4, "places": [_place(line=21)]}]}},
         "checks": [
-            {"method": "encode", "inputs": "HOST_CHECK_INPUTS_EXAMPLE", "shapes": ["1x3x8x8"], "ran": True,
+            {"method": "encode", "inputs": "EXAMPLE", "shapes": ["1x3x8x8"], "ran": True,
              "outputs": [{"output": "a", "sqnr_db": 50.0, "max_abs_error": 0.01},
                          {"output": "b", "sqnr_db": 38.25, "max_abs_error": 0.2}]},
-            {"method": "decode", "inputs": "HOST_CHECK_INPUTS_MAX", "ran": False, "why": "the kernel is missing."},
-            {"method": "decode", "inputs": "HOST_CHECK_INPUTS_MIN", "ran": True, "outputs": [{"output": "a", "equal": True}]},
+            {"method": "decode", "inputs": "MAX", "ran": False, "why": "the kernel is missing."},
+            {"method": "decode", "inputs": "MIN", "ran": True, "outputs": [{"output": "a", "equal": True}]},
         ],
         "warnings": [{"code": "ONE_SAMPLE", "message": "decode was calibrated with one input."}],
         **changes,

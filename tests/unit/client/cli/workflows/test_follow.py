@@ -52,7 +52,7 @@ class Job:
     async def refresh(self) -> JobInfo:
         return self.info
 
-    async def document(self) -> dict[str, Any]:
+    async def document(self, *, with_series: bool = True) -> dict[str, Any]:
         return {"schema": "etfarm.report/1", "job": {"id": "j1", "state": "SUCCEEDED"}, "reports": [], "error": None}
 
 

@@ -103,7 +103,7 @@ def test_a_forking_process_that_is_gone_is_told(tmp_path: Path) -> None:
     [outcome] = runner.run(tmp_path / "model.pte", None, [run_of(tmp_path)], 60)
     runner.close()
     assert not outcome.ran
-    assert "is gone" in outcome.why
+    assert "has ended" in outcome.why
 
 
 def test_a_program_that_is_none_is_told(tmp_path: Path) -> None:

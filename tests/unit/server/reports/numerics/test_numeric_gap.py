@@ -141,7 +141,7 @@ def test_a_wrong_kernel_of_a_float_program_is_named_beside_a_branch_that_is_righ
 def test_a_right_int8_program_is_nearer_to_the_quantized_program_than_to_eager(tmp_path: Path) -> None:
     report = _analyzed(_request(recorded("cnn_int8")), tmp_path)
     eager, quantized = report.accuracy
-    assert (eager.reference, quantized.reference) == ("program before quantization", "quantized program")
+    assert (eager.reference, quantized.reference) == (report_pb2.REFERENCE_EAGER, report_pb2.REFERENCE_QUANTIZED)
     assert quantized.sqnr_db > eager.sqnr_db and quantized.relative_error < eager.relative_error
     assert quantized.top1_agreement == 1 and (quantized.nan_count, quantized.reference_nan_count) == (0, 0)
 
