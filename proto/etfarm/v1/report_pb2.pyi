@@ -31,23 +31,27 @@ class _RepeatabilityOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_
     REPEATABILITY_OUTCOME_UNSPECIFIED: _RepeatabilityOutcome.ValueType  # 0
     REPEATABILITY_OUTCOME_EQUAL: _RepeatabilityOutcome.ValueType  # 1
     REPEATABILITY_OUTCOME_KEEPS_STATE: _RepeatabilityOutcome.ValueType  # 2
-    """They differ, and the same number of executions after loading anew gives the same outputs again."""
+    """The outputs differ, and the same number of executions after the program is loaded again reproduces them: the program keeps
+    state.
+    """
     REPEATABILITY_OUTCOME_NONDETERMINISTIC: _RepeatabilityOutcome.ValueType  # 3
-    """They differ, and the same number of executions after loading anew gives other outputs."""
+    """The outputs differ, and the same number of executions after the program is loaded again yields other outputs."""
     REPEATABILITY_OUTCOME_DIFFERENT: _RepeatabilityOutcome.ValueType  # 4
-    """They differ for an unknown reason."""
+    """The outputs differ for an unknown reason."""
 
 class RepeatabilityOutcome(_RepeatabilityOutcome, metaclass=_RepeatabilityOutcomeEnumTypeWrapper):
-    """How the outputs of several executions with the same inputs compare."""
+    """The result of comparing the outputs of several executions with the same inputs."""
 
 REPEATABILITY_OUTCOME_UNSPECIFIED: RepeatabilityOutcome.ValueType  # 0
 REPEATABILITY_OUTCOME_EQUAL: RepeatabilityOutcome.ValueType  # 1
 REPEATABILITY_OUTCOME_KEEPS_STATE: RepeatabilityOutcome.ValueType  # 2
-"""They differ, and the same number of executions after loading anew gives the same outputs again."""
+"""The outputs differ, and the same number of executions after the program is loaded again reproduces them: the program keeps
+state.
+"""
 REPEATABILITY_OUTCOME_NONDETERMINISTIC: RepeatabilityOutcome.ValueType  # 3
-"""They differ, and the same number of executions after loading anew gives other outputs."""
+"""The outputs differ, and the same number of executions after the program is loaded again yields other outputs."""
 REPEATABILITY_OUTCOME_DIFFERENT: RepeatabilityOutcome.ValueType  # 4
-"""They differ for an unknown reason."""
+"""The outputs differ for an unknown reason."""
 Global___RepeatabilityOutcome: _TypeAlias = RepeatabilityOutcome  # noqa: Y015
 
 class _Execution:
@@ -58,26 +62,26 @@ class _ExecutionEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Execution.V
     DESCRIPTOR: _descriptor.EnumDescriptor
     EXECUTION_UNSPECIFIED: _Execution.ValueType  # 0
     EXECUTION_FIRST: _Execution.ValueType  # 1
-    """The first one after loading."""
+    """The first execution after the program is loaded."""
     EXECUTION_TIMED_LAST: _Execution.ValueType  # 2
-    """The last one of the timed pass."""
+    """The last execution of the timed pass."""
     EXECUTION_TRACED_LAST: _Execution.ValueType  # 3
-    """The last one of the traced pass."""
+    """The last execution of the traced pass."""
     EXECUTION_REPEATED: _Execution.ValueType  # 4
-    """The same one again, after loading anew."""
+    """The same execution again, after the program is loaded again."""
 
 class Execution(_Execution, metaclass=_ExecutionEnumTypeWrapper):
     """One execution of a method within an attempt."""
 
 EXECUTION_UNSPECIFIED: Execution.ValueType  # 0
 EXECUTION_FIRST: Execution.ValueType  # 1
-"""The first one after loading."""
+"""The first execution after the program is loaded."""
 EXECUTION_TIMED_LAST: Execution.ValueType  # 2
-"""The last one of the timed pass."""
+"""The last execution of the timed pass."""
 EXECUTION_TRACED_LAST: Execution.ValueType  # 3
-"""The last one of the traced pass."""
+"""The last execution of the traced pass."""
 EXECUTION_REPEATED: Execution.ValueType  # 4
-"""The same one again, after loading anew."""
+"""The same execution again, after the program is loaded again."""
 Global___Execution: _TypeAlias = Execution  # noqa: Y015
 
 class _Reference:
@@ -88,18 +92,18 @@ class _ReferenceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reference.V
     DESCRIPTOR: _descriptor.EnumDescriptor
     REFERENCE_UNSPECIFIED: _Reference.ValueType  # 0
     REFERENCE_EAGER: _Reference.ValueType  # 1
-    """The exported program before quantization, run by torch on the host."""
+    """The exported program before quantization, run by torch."""
     REFERENCE_QUANTIZED: _Reference.ValueType  # 2
-    """The quantized graph, run by torch on the host."""
+    """The quantized graph, run by torch."""
 
 class Reference(_Reference, metaclass=_ReferenceEnumTypeWrapper):
-    """What outputs and values of the device are compared with."""
+    """The program that the device's outputs and values are compared with. The host runs it with the same inputs."""
 
 REFERENCE_UNSPECIFIED: Reference.ValueType  # 0
 REFERENCE_EAGER: Reference.ValueType  # 1
-"""The exported program before quantization, run by torch on the host."""
+"""The exported program before quantization, run by torch."""
 REFERENCE_QUANTIZED: Reference.ValueType  # 2
-"""The quantized graph, run by torch on the host."""
+"""The quantized graph, run by torch."""
 Global___Reference: _TypeAlias = Reference  # noqa: Y015
 
 class _OperatorKind:
@@ -112,23 +116,24 @@ class _OperatorKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Operator
     OPERATOR_KIND_OPERATOR: _OperatorKind.ValueType  # 1
     """A kernel of the runtime."""
     OPERATOR_KIND_DELEGATE: _OperatorKind.ValueType  # 2
-    """A call of a delegate; its kernels are its children."""
+    """A call of a delegate; the rows of its kernels are its children."""
     OPERATOR_KIND_KERNEL: _OperatorKind.ValueType  # 3
     """A kernel inside a delegate."""
     OPERATOR_KIND_REST: _OperatorKind.ValueType  # 4
-    """The parent's time that its children do not explain; the method's when it has no parent."""
+    """The part of the parent's time that its children do not account for; without a parent, the part of the method's time."""
 
-class OperatorKind(_OperatorKind, metaclass=_OperatorKindEnumTypeWrapper): ...
+class OperatorKind(_OperatorKind, metaclass=_OperatorKindEnumTypeWrapper):
+    """What a row of the operator table stands for."""
 
 OPERATOR_KIND_UNSPECIFIED: OperatorKind.ValueType  # 0
 OPERATOR_KIND_OPERATOR: OperatorKind.ValueType  # 1
 """A kernel of the runtime."""
 OPERATOR_KIND_DELEGATE: OperatorKind.ValueType  # 2
-"""A call of a delegate; its kernels are its children."""
+"""A call of a delegate; the rows of its kernels are its children."""
 OPERATOR_KIND_KERNEL: OperatorKind.ValueType  # 3
 """A kernel inside a delegate."""
 OPERATOR_KIND_REST: OperatorKind.ValueType  # 4
-"""The parent's time that its children do not explain; the method's when it has no parent."""
+"""The part of the parent's time that its children do not account for; without a parent, the part of the method's time."""
 Global___OperatorKind: _TypeAlias = OperatorKind  # noqa: Y015
 
 class _VerdictStatus:
@@ -142,7 +147,8 @@ class _VerdictStatusEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Verdict
     VERDICT_STATUS_INVALID: _VerdictStatus.ValueType  # 2
     VERDICT_STATUS_NOT_BENCHMARKABLE: _VerdictStatus.ValueType  # 3
 
-class VerdictStatus(_VerdictStatus, metaclass=_VerdictStatusEnumTypeWrapper): ...
+class VerdictStatus(_VerdictStatus, metaclass=_VerdictStatusEnumTypeWrapper):
+    """Whether the latency of a report may be used as a benchmark result."""
 
 VERDICT_STATUS_UNSPECIFIED: VerdictStatus.ValueType  # 0
 VERDICT_STATUS_VALID: VerdictStatus.ValueType  # 1
@@ -165,7 +171,7 @@ class _GateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Gate.ValueType],
     """Few other runnable tasks."""
 
 class Gate(_Gate, metaclass=_GateEnumTypeWrapper):
-    """What a run waits for before it begins."""
+    """A condition that a run waits for before it begins."""
 
 GATE_UNSPECIFIED: Gate.ValueType  # 0
 GATE_COOL_DOWN: Gate.ValueType  # 1
@@ -183,24 +189,26 @@ class _OperatorGrouping:
 class _OperatorGroupingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OperatorGrouping.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     OPERATOR_GROUPING_UNSPECIFIED: _OperatorGrouping.ValueType  # 0
-    """Each row by itself."""
+    """No grouping: each row stands for itself."""
     OPERATOR_GROUPING_OP: _OperatorGrouping.ValueType  # 1
     OPERATOR_GROUPING_TYPE: _OperatorGrouping.ValueType  # 2
     OPERATOR_GROUPING_MODULE: _OperatorGrouping.ValueType  # 3
-    """A tree, in which siblings are sorted."""
+    """The tree of the model's modules. Siblings are sorted."""
     OPERATOR_GROUPING_LINE: _OperatorGrouping.ValueType  # 4
+    """The source line in the user's model."""
     OPERATOR_GROUPING_BACKEND: _OperatorGrouping.ValueType  # 5
 
 class OperatorGrouping(_OperatorGrouping, metaclass=_OperatorGroupingEnumTypeWrapper):
-    """What operators are grouped by."""
+    """The property by which operators are grouped."""
 
 OPERATOR_GROUPING_UNSPECIFIED: OperatorGrouping.ValueType  # 0
-"""Each row by itself."""
+"""No grouping: each row stands for itself."""
 OPERATOR_GROUPING_OP: OperatorGrouping.ValueType  # 1
 OPERATOR_GROUPING_TYPE: OperatorGrouping.ValueType  # 2
 OPERATOR_GROUPING_MODULE: OperatorGrouping.ValueType  # 3
-"""A tree, in which siblings are sorted."""
+"""The tree of the model's modules. Siblings are sorted."""
 OPERATOR_GROUPING_LINE: OperatorGrouping.ValueType  # 4
+"""The source line in the user's model."""
 OPERATOR_GROUPING_BACKEND: OperatorGrouping.ValueType  # 5
 Global___OperatorGrouping: _TypeAlias = OperatorGrouping  # noqa: Y015
 
@@ -211,27 +219,29 @@ class _OperatorSort:
 class _OperatorSortEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OperatorSort.ValueType], _builtins.type):
     DESCRIPTOR: _descriptor.EnumDescriptor
     OPERATOR_SORT_UNSPECIFIED: _OperatorSort.ValueType  # 0
-    """As OPERATOR_SORT_OWN."""
+    """Same as OPERATOR_SORT_OWN."""
     OPERATOR_SORT_OWN: _OperatorSort.ValueType  # 1
-    """Their own time, the longest first."""
+    """By their own time, the longest first."""
     OPERATOR_SORT_TOTAL: _OperatorSort.ValueType  # 2
-    """Their time with everything below them in the tree, the longest first."""
+    """By their time including everything below them in the tree, the longest first."""
     OPERATOR_SORT_NAME: _OperatorSort.ValueType  # 3
+    """By name."""
     OPERATOR_SORT_ORDER: _OperatorSort.ValueType  # 4
-    """The order of execution."""
+    """By the order of execution."""
 
 class OperatorSort(_OperatorSort, metaclass=_OperatorSortEnumTypeWrapper):
-    """What operators and groups of them are sorted by."""
+    """The order of operators, or of groups of them."""
 
 OPERATOR_SORT_UNSPECIFIED: OperatorSort.ValueType  # 0
-"""As OPERATOR_SORT_OWN."""
+"""Same as OPERATOR_SORT_OWN."""
 OPERATOR_SORT_OWN: OperatorSort.ValueType  # 1
-"""Their own time, the longest first."""
+"""By their own time, the longest first."""
 OPERATOR_SORT_TOTAL: OperatorSort.ValueType  # 2
-"""Their time with everything below them in the tree, the longest first."""
+"""By their time including everything below them in the tree, the longest first."""
 OPERATOR_SORT_NAME: OperatorSort.ValueType  # 3
+"""By name."""
 OPERATOR_SORT_ORDER: OperatorSort.ValueType  # 4
-"""The order of execution."""
+"""By the order of execution."""
 Global___OperatorSort: _TypeAlias = OperatorSort  # noqa: Y015
 
 @_typing.final
@@ -243,12 +253,12 @@ class GetReportsRequest(_message.Message):
     CELL_FIELD_NUMBER: _builtins.int
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
-    """As in GetJobRequest."""
+    """Names the job as in GetJobRequest.job_id."""
     page_token: _builtins.str
     cell: _builtins.str
-    """A cell's id: only its report. All when empty."""
+    """The id of a cell, to return only its report; empty for all cells."""
     page_size: _builtins.int
-    """50 when 0, 500 at most."""
+    """50 by default, at most 500."""
     def __init__(
         self,
         *,
@@ -274,7 +284,7 @@ class GetReportsResponse(_message.Message):
     next_page_token: _builtins.str
     @_builtins.property
     def reports(self) -> _containers.RepeatedCompositeFieldContainer[Global___Report]:
-        """At most page_size, and as many as fit into about 4 MiB, but at least one where there is one."""
+        """At most `page_size` reports, and no more than fit into about 4 MiB, but at least one if any remains."""
 
     def __init__(
         self,
@@ -292,6 +302,8 @@ Global___GetReportsResponse: _TypeAlias = GetReportsResponse  # noqa: Y015
 
 @_typing.final
 class Report(_message.Message):
+    """The result of one cell of a job."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ID_FIELD_NUMBER: _builtins.int
@@ -333,14 +345,14 @@ class Report(_message.Message):
     cell: _builtins.str
     """The cell's id."""
     attempt: _builtins.str
-    """The attempt's id; absent when nothing was placed."""
+    """The attempt's id; absent if the cell was never placed on a device."""
     recipe: _builtins.str
     """The recipe as the user named it; absent for a ready program."""
     recipe_digest: _builtins.str
     method: _builtins.str
     threads: _builtins.int
     state: _common_pb2.CellState.ValueType
-    """The state of the cell, which is terminal."""
+    """The terminal state of the cell."""
     @_builtins.property
     def error(self) -> _common_pb2.Error: ...
     @_builtins.property
@@ -375,43 +387,47 @@ class Report(_message.Message):
     def timeline(self) -> _containers.RepeatedCompositeFieldContainer[Global___Phase]: ...
     @_builtins.property
     def interleaved(self) -> Global___PairedRatio:
-        """Against the first candidate of an interleaved attempt; absent in its own report and where nothing was interleaved."""
+        """The comparison with the first candidate of an interleaved attempt; absent in the first candidate's own report and if the
+        attempt was not interleaved.
+        """
 
     @_builtins.property
     def numerics(self) -> Global___Numerics:
-        """Set where --numerics was asked for."""
+        """Present if --numerics was requested."""
 
     @_builtins.property
     def analysis(self) -> Global___Analysis:
-        """Absent where there was nothing to analyze."""
+        """Absent if there was nothing to analyze."""
 
     @_builtins.property
     def inputs(self) -> Global___ReportInputs:
-        """What the method ran on; absent where it did not run."""
+        """The inputs that the method ran with; absent if it did not run."""
 
     @_builtins.property
     def outputs(self) -> _common_pb2.Artifact:
-        """The files of the run. A report has no series inline whose length depends on the number of iterations. The farm may delete
-        these files while it keeps the report.
+        """The outputs of the run as a tensor file. This and the other artifacts are the files of the run: a series whose length
+        depends on the number of iterations is never inline in a report. The farm may delete these files while it keeps the report.
         """
 
     @_builtins.property
     def samples(self) -> _common_pb2.Artifact:
-        """The latency of each timed iteration in the order measured: int64, little-endian, nanoseconds."""
+        """The latency of each timed iteration in the order of measurement: int64, little-endian, nanoseconds."""
 
     @_builtins.property
-    def etdump(self) -> _common_pb2.Artifact: ...
+    def etdump(self) -> _common_pb2.Artifact:
+        """The .etdp of the traced pass."""
+
     @_builtins.property
     def trace_times(self) -> _common_pb2.Artifact:
         """The times of the traced pass: a matrix of int64, little-endian, nanoseconds, in row-major order. It has one column for each
-        traced iteration (Profile.iterations). Row 0 has the times of the whole method, row 1 + i those of operators[i], as whole
-        multiples of its resolution_ns. Operator percentiles are over its row. A row without times has -1 in every column.
-        Absent where nothing was traced.
+        traced iteration (Profile.iterations). Row 0 contains the times of the whole method, and row 1 + i those of operators[i],
+        as whole multiples of its resolution_ns. The percentiles of an operator are computed from its row. A row without times
+        contains -1 in every column. Absent if nothing was traced.
         """
 
     @_builtins.property
     def numerics_etdump(self) -> _common_pb2.Artifact:
-        """Of the numerics pass: its events, and the intermediate outputs that they refer to."""
+        """The numerics pass: its events, and the intermediate outputs that they refer to."""
 
     @_builtins.property
     def numerics_debug(self) -> _common_pb2.Artifact: ...
@@ -485,17 +501,17 @@ Global___Report: _TypeAlias = Report  # noqa: Y015
 
 @_typing.final
 class ReportInputs(_message.Message):
-    """What a method ran on. Times of different inputs are no measure of a change: of other shapes least of all."""
+    """The inputs that a method ran with. Times measured with different inputs are not comparable, especially if the shapes differ."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
     DIGEST_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
-    """Of the tensor file, which has names and values; absent where the runner made the inputs up."""
+    """The digest of the tensor file, which contains the names and values; absent if the runner generated the inputs."""
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___InputTensor]:
-        """In the order of the flattened arguments; empty where the runner made them up or nobody looked."""
+        """In the order of the flattened arguments; empty if the runner generated the inputs or the tensor file was not analyzed."""
 
     def __init__(
         self,
@@ -522,7 +538,7 @@ class InputTensor(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     dtype: _builtins.str
-    """Of a tensor; of a Python scalar, whose shape is empty, "bool scalar", "int scalar", "float scalar" or "None"."""
+    """The dtype of a tensor. For a Python scalar, whose shape is empty: "bool scalar", "int scalar", "float scalar" or "None"."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -542,7 +558,7 @@ Global___InputTensor: _TypeAlias = InputTensor  # noqa: Y015
 
 @_typing.final
 class Analysis(_message.Message):
-    """How the measured part was worked out."""
+    """How the server computed the measured parts of a report."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -551,13 +567,16 @@ class Analysis(_message.Message):
     CACHED_FIELD_NUMBER: _builtins.int
     TIME_FIELD_NUMBER: _builtins.int
     version: _builtins.str
-    """The server's version that did, and the digest of all that the result depends on: files, arguments and version."""
+    """The version of the server that computed them."""
     key: _builtins.str
+    """The digest of everything that the result depends on: files, arguments and version."""
     cached: _builtins.bool
-    """Whether a result of before was used: of the same key. Only whole results are, not those of an analysis that was cut short."""
+    """Whether an earlier result with the same key was used. Only complete results are reused, never those of an interrupted
+    analysis.
+    """
     @_builtins.property
     def time(self) -> _timestamp_pb2.Timestamp:
-        """When the result was worked out."""
+        """The time when the result was computed."""
 
     def __init__(
         self,
@@ -577,8 +596,9 @@ Global___Analysis: _TypeAlias = Analysis  # noqa: Y015
 
 @_typing.final
 class PairedRatio(_message.Message):
-    """Two candidates in alternating blocks on one device. Each round gives one ratio of medians, and rounds are what is resampled:
-    samples of one block resemble each other, and pooling them calls identical programs different.
+    """The comparison of two candidates that ran in alternating blocks on one device. Each round yields one ratio of medians, and
+    the interval is computed by resampling rounds. Samples within a block are correlated, so pooling the samples of all blocks
+    would report a difference between identical programs.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -592,17 +612,17 @@ class PairedRatio(_message.Message):
     base_cell: _builtins.str
     """The cell of the first candidate."""
     ratio: _builtins.float
-    """This candidate's median over the base's, of the middle round; 0.9 is 10 % faster."""
+    """The median over the rounds of this candidate's median latency divided by the base's: 0.9 means 10 % faster."""
     rounds: _builtins.int
     process_pairs: _builtins.int
-    """How many times both processes were started anew."""
+    """Number of process pairs: how many times both processes were started."""
     @_builtins.property
     def ratio_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Two values: its 95 % interval. Empty where there are too few rounds."""
+        """Two values: the lower and the upper end of the ratio's 95 % interval. Empty if there are too few rounds."""
 
     @_builtins.property
     def ratios(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Of each round, in the order measured; at most 1,000. A result with more rounds is refused."""
+        """The ratio of each round in the order of measurement, at most 1,000. The server refuses a result with more rounds."""
 
     def __init__(
         self,
@@ -630,7 +650,7 @@ class ReportModel(_message.Message):
     DIGEST_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     digest: _builtins.str
-    """Of the manifest of its methods' exported programs; of the program's manifest for a ready program."""
+    """The digest of the manifest of the methods' exported programs; for a ready program, that of the program's manifest."""
     def __init__(
         self,
         *,
@@ -697,7 +717,7 @@ class Runner(_message.Message):
     executorch: _builtins.str
     bundle_digest: _builtins.str
     cores: _builtins.str
-    """Logical cpus that the runner was allowed, "0-3"; absent when not restricted."""
+    """The logical CPUs that the runner was restricted to, such as "0-3"; absent if it was not restricted."""
     def __init__(
         self,
         *,
@@ -723,7 +743,7 @@ Global___Runner: _TypeAlias = Runner  # noqa: Y015
 
 @_typing.final
 class ReportCompile(_message.Message):
-    """The compilation that made the program."""
+    """The compilation that produced the program."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -732,18 +752,18 @@ class ReportCompile(_message.Message):
     WARNINGS_FIELD_NUMBER: _builtins.int
     COMPILATION_FIELD_NUMBER: _builtins.int
     cached: _builtins.bool
-    """Whether an earlier job's compilation was used."""
+    """Whether the compilation of an earlier job was used."""
     @_builtins.property
     def stages(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.Stage]:
-        """The stages that the client executed before it submitted the job. Those of the server are in `compilation`."""
+        """The stages that the client executed before it submitted the job. The server's stages are in `compilation`."""
 
     @_builtins.property
     def warnings(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.Warning]:
-        """Warnings about this run and its analysis. Those of the compiler are in `compilation`."""
+        """Warnings about this run and its analysis. The compiler's warnings are in `compilation`."""
 
     @_builtins.property
     def compilation(self) -> _compile_pb2.Compilation:
-        """As CompileService.GetCompilation returns it. Absent where the compilation is unknown."""
+        """As CompileService.GetCompilation returns it. Absent if the compilation is unknown."""
 
     def __init__(
         self,
@@ -763,6 +783,8 @@ Global___ReportCompile: _TypeAlias = ReportCompile  # noqa: Y015
 
 @_typing.final
 class ReportMeasurement(_message.Message):
+    """How the timed pass was measured."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WARMUP_FIELD_NUMBER: _builtins.int
@@ -773,16 +795,20 @@ class ReportMeasurement(_message.Message):
     WARMUP_NS_FIELD_NUMBER: _builtins.int
     REPEATABILITY_FIELD_NUMBER: _builtins.int
     warmup: _builtins.int
+    """Number of warm-up iterations."""
     iterations: _builtins.int
+    """Number of timed iterations."""
     duration_ns: _builtins.int
+    """Wall time of the timed pass."""
     stop_reason: _common_pb2.StopReason.ValueType
-    """As CandidateResult has it."""
+    """Why the timed pass stopped."""
     steady: _builtins.bool
-    """Whether the running median had become steady when the warm-up ended; absent where its number of iterations was given."""
+    """Whether the running median was steady when the warm-up ended; absent if the number of warm-up iterations was fixed."""
     warmup_ns: _builtins.int
+    """Wall time of the warm-up."""
     @_builtins.property
     def repeatability(self) -> Global___Repeatability:
-        """Absent where it was not looked at."""
+        """Absent if the outputs were not compared."""
 
     def __init__(
         self,
@@ -812,8 +838,8 @@ Global___ReportMeasurement: _TypeAlias = ReportMeasurement  # noqa: Y015
 
 @_typing.final
 class Repeatability(_message.Message):
-    """Whether the passes over the same inputs gave the same outputs, byte by byte: the last timed execution, the first one after
-    loading again, which is traced where there is a traced pass, and the last traced one.
+    """Whether the passes over the same inputs produced the same outputs, byte by byte. Three executions are compared: the last
+    timed one, the first one after the program is loaded again (a traced one if there is a traced pass), and the last traced one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -823,7 +849,7 @@ class Repeatability(_message.Message):
     outcome: Global___RepeatabilityOutcome.ValueType
     @_builtins.property
     def differences(self) -> _containers.RepeatedCompositeFieldContainer[Global___OutputDifference]:
-        """One for each output that differs; empty when EQUAL."""
+        """One entry for each output that differs; empty if the outcome is EQUAL."""
 
     def __init__(
         self,
@@ -841,7 +867,7 @@ Global___Repeatability: _TypeAlias = Repeatability  # noqa: Y015
 
 @_typing.final
 class OutputDifference(_message.Message):
-    """One output of two executions with the same inputs."""
+    """The difference between two executions with the same inputs in one output."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -853,15 +879,19 @@ class OutputDifference(_message.Message):
     MAX_ABS_DIFFERENCE_FIELD_NUMBER: _builtins.int
     AT_FIELD_NUMBER: _builtins.int
     output: _builtins.str
+    """The output's name, or its index if it has no name."""
     first: Global___Execution.ValueType
     second: Global___Execution.ValueType
     differing: _builtins.int
-    """Elements that differ; absent where they cannot be compared one by one (another shape or dtype)."""
+    """Number of elements that differ; absent if elements cannot be compared one by one because the shape or dtype differs."""
     elements: _builtins.int
+    """Number of elements of the output; absent if `differing` is."""
     max_abs_difference: _builtins.float
-    """The largest difference and where it is, in the order of dims; absent without numbers to subtract."""
+    """The largest absolute difference; absent if the values cannot be subtracted."""
     @_builtins.property
-    def at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The index of the element with the largest absolute difference, one number for each dim."""
+
     def __init__(
         self,
         *,
@@ -894,7 +924,7 @@ Global___OutputDifference: _TypeAlias = OutputDifference  # noqa: Y015
 
 @_typing.final
 class Latency(_message.Message):
-    """Of the timed pass, which is never traced."""
+    """Statistics of the timed pass, which is never traced. A percentile is absent if less than one sample is expected beyond it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -914,15 +944,16 @@ class Latency(_message.Message):
     p99_ns: _builtins.float
     mean_ns: _builtins.float
     stddev_ns: _builtins.float
+    """Sample standard deviation; absent for a single sample."""
     p10_ns: _builtins.float
     drift: _builtins.float
-    """How far the median of the last third is from that of the first: 0.1 is 10 % slower, -0.1 10 % faster."""
+    """The change of the median from the first third of the pass to the last: 0.1 is 10 % slower, -0.1 is 10 % faster."""
     effective_samples: _builtins.float
-    """As many independent samples would tell as much about the median; at most the number of samples."""
+    """The number of independent samples that would determine the median as precisely; at most the number of samples."""
     @_builtins.property
     def p50_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Two values: the 95 % interval of the median by a block bootstrap, which neighbouring samples that resemble each other
-        make wider. Empty where it cannot be told. A percentile is absent where no sample lies beyond it.
+        """Two values: the lower and the upper end of the median's 95 % interval, computed by a block bootstrap, which widens the
+        interval if neighbouring samples are correlated. Empty if there are too few samples to determine it.
         """
 
     def __init__(
@@ -990,8 +1021,11 @@ class Load(_message.Message):
     LOAD_METHOD_NS_FIELD_NUMBER: _builtins.int
     FIRST_RUN_NS_FIELD_NUMBER: _builtins.int
     load_ns: _builtins.int
+    """Time to load the program."""
     load_method_ns: _builtins.int
+    """Time to load the method."""
     first_run_ns: _builtins.int
+    """Time of the first execution since the method was loaded."""
     def __init__(
         self,
         *,
@@ -1025,8 +1059,11 @@ class Memory(_message.Message):
     PEAK_RSS_BYTES_FIELD_NUMBER: _builtins.int
     PLANNED_BYTES_FIELD_NUMBER: _builtins.int
     peak_rss_bytes: _builtins.int
+    """The maximum resident set of the runner's process."""
     @_builtins.property
-    def planned_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def planned_bytes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The sizes of the memory plan's buffers."""
+
     def __init__(
         self,
         *,
@@ -1045,7 +1082,7 @@ Global___Memory: _TypeAlias = Memory  # noqa: Y015
 
 @_typing.final
 class OutputAccuracy(_message.Message):
-    """One output against a reference, on the same inputs."""
+    """The deviation of one output from a reference that ran with the same inputs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1063,6 +1100,7 @@ class OutputAccuracy(_message.Message):
     NAN_COUNT_FIELD_NUMBER: _builtins.int
     REFERENCE_NAN_COUNT_FIELD_NUMBER: _builtins.int
     output: _builtins.str
+    """The output's name, or its index if it has no name."""
     dtype: _builtins.str
     reference: Global___Reference.ValueType
     equal: _builtins.bool
@@ -1070,16 +1108,17 @@ class OutputAccuracy(_message.Message):
     mean_abs_error: _builtins.float
     cosine: _builtins.float
     sqnr_db: _builtins.float
-    """Capped at 300, which an exact match has; absent for NaN or an all-zero reference."""
+    """Signal to quantization noise ratio in dB, capped at 300, which an exact match has; absent for NaN or an all-zero reference."""
     relative_error: _builtins.float
-    """The error's norm over the reference's; absent as sqnr_db is."""
+    """The norm of the error divided by the norm of the reference; absent for NaN or an all-zero reference."""
     top1_agreement: _builtins.float
-    """Of classifiers, part of the rows along the last dim whose largest element is at the same place, 0 to 1: where one output
-    alone is [classes] or [N, classes] in floating point, with 3 classes or more.
+    """For classifiers, the fraction (0 to 1) of rows along the last dim whose largest element has the same index in both. Present
+    if exactly one output has the shape [classes] or [N, classes], a floating-point dtype and at least 3 classes.
     """
     nan_count: _builtins.int
-    """Elements that are NaN."""
+    """Number of elements of the output that are NaN."""
     reference_nan_count: _builtins.int
+    """Number of elements of the reference that are NaN."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -1156,11 +1195,12 @@ class Profile(_message.Message):
     P50_NS_FIELD_NUMBER: _builtins.int
     SHOWN_FIELD_NUMBER: _builtins.int
     iterations: _builtins.int
+    """Number of traced iterations."""
     p50_ns: _builtins.float
     """Median time of one traced execution of the method."""
     shown: _builtins.int
-    """The execution that start_ns and duration_ns of the rows belong to: the one with the median time. Its column in
-    Report.trace_times.
+    """The execution that the rows' `start_ns` and `duration_ns` refer to, which is the one with the median time: its column in
+    Report.trace_times, from 0.
     """
     def __init__(
         self,
@@ -1181,6 +1221,8 @@ Global___Profile: _TypeAlias = Profile  # noqa: Y015
 
 @_typing.final
 class OperatorRow(_message.Message):
+    """One row of the operator table of the traced pass. Times are absent below the clock's resolution."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     INDEX_FIELD_NUMBER: _builtins.int
@@ -1207,37 +1249,40 @@ class OperatorRow(_message.Message):
     SOURCES_FIELD_NUMBER: _builtins.int
     UNALIGNED_REASON_FIELD_NUMBER: _builtins.int
     index: _builtins.int
-    """In order of execution, from 0."""
+    """The position in the order of execution, from 0."""
     kind: Global___OperatorKind.ValueType
     parent: _builtins.int
-    """The index of the delegate's row; absent at top level."""
+    """The index of the delegate's row; absent at the top level."""
     name: _builtins.str
     backend: _builtins.str
-    """XnnpackBackend, ...; absent for the runtime's own kernels."""
+    """The backend of the delegate, such as "XnnpackBackend"; absent for the runtime's own kernels."""
     delegated: _builtins.bool
     p50_ns: _builtins.float
-    """Times of the traced pass. Absent below the clock's resolution."""
+    """Percentiles are over all traced iterations."""
     mean_ns: _builtins.float
+    """The mean over the typical iterations: those in the middle half by the time of the whole method."""
     resolution_ns: _builtins.float
+    """The resolution of the clock that measured the row."""
     share: _builtins.float
-    """0 to 1, of a typical traced execution: means over the middle half of the traced iterations by their whole time, whose
-    middle is profile.p50_ns. Means add up where medians do not: leaves and REST sum to 1.
+    """The fraction (0 to 1) of the method's mean time over the typical iterations, of which Profile.p50_ns is the middle. Unlike
+    medians, means add up: the shares of the leaves and of the REST rows sum to 1.
     """
     module: _builtins.str
-    """The module's path in the user's model: "layer1.conv"."""
+    """The module's path in the user's model, such as "layer1.conv"."""
     aligned: _builtins.bool
     """Whether a KERNEL row was matched with the graph; absent for other kinds."""
     instruction_id: _builtins.int
     p10_ns: _builtins.float
     p90_ns: _builtins.float
     start_ns: _builtins.float
-    """In the execution Profile.shown: since the method began, and how long. Reconstructed: a delegate told durations only, and
-    its kernels are laid one behind the other.
-    """
+    """In the execution Profile.shown: the time since the start of the method, and the duration."""
     duration_ns: _builtins.float
     reconstructed: _builtins.bool
+    """Whether the start is reconstructed because the delegate reports only durations: its kernels are then placed one after
+    another.
+    """
     unaligned_reason: _builtins.str
-    """Of a DELEGATE: why its kernels have no source lines; absent where they have, and where the backend tells no kernels."""
+    """Why the kernels of a DELEGATE row have no source lines; absent if they have, and if the backend reports no kernels."""
     @_builtins.property
     def op_types(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -1246,7 +1291,7 @@ class OperatorRow(_message.Message):
     def debug_handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.SourceLine]:
-        """All lines of a row that stands for several operators, that of `source` first; empty where there is one or none."""
+        """All source lines of a row that stands for several operators, beginning with `source`; empty if there is at most one."""
 
     def __init__(
         self,
@@ -1340,7 +1385,7 @@ Global___OperatorRow: _TypeAlias = OperatorRow  # noqa: Y015
 
 @_typing.final
 class Numerics(_message.Message):
-    """How the numeric gap was found."""
+    """How the numeric gap was measured."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1351,19 +1396,20 @@ class Numerics(_message.Message):
     JUDGED_FIELD_NUMBER: _builtins.int
     is_timed_program: _builtins.bool
     threshold_db: _builtins.float
-    """An operator is bad that differs by so much more than rounding explains from what the host computes of the quantized
-    program (of eager where nothing is quantized) for what the device itself gave before it. Absent where the pass gave nothing.
+    """For each operator, the host recomputes the output from the values that the device recorded before it, in the quantized
+    program, or in the eager one if nothing is quantized. The operator is bad if the device's output differs from it by this
+    many dB more than rounding explains. Absent if the pass yielded no values.
     """
     first_bad: _builtins.int
-    """Index in numeric_gap of the first bad operator; absent where there is none."""
+    """Index in `numeric_gap` of the first bad operator; absent if no operator is bad."""
     judged: _builtins.int
-    """Of how many values of the device that was found out whether their operator is bad; those are not where the graph that is
-    judged by cannot be run, where they are NaN, or where the places that an operator chose cannot be told apart. Absent where
-    the pass gave nothing.
+    """Number of entries of `numeric_gap` whose operator was classified as bad or not. An operator cannot be classified if the
+    graph that it is checked against cannot be run, if values are NaN, or if it returns indices and it is unknown which of them
+    are equivalent. Absent if the pass yielded no values.
     """
     @_builtins.property
     def program(self) -> _compile_pb2.Program:
-        """What ran: the timed program itself, or one made for this, with a delegate for each operator."""
+        """The program that ran: the timed program itself, or one compiled for this pass with a separate delegate for each operator."""
 
     def __init__(
         self,
@@ -1395,8 +1441,8 @@ Global___Numerics: _TypeAlias = Numerics  # noqa: Y015
 
 @_typing.final
 class NumericGap(_message.Message):
-    """One operator, or a group that cannot be told apart, of the numerics program: its output on the device against the same
-    value on the host, with the exact inputs of the run. In order of execution.
+    """The output of one operator of the numerics program, or of a group of operators that cannot be distinguished, compared with
+    the same value on the host. Host and device use the exact inputs of the run. Entries are in the order of execution.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -1417,32 +1463,39 @@ class NumericGap(_message.Message):
     HISTOGRAM_FIELD_NUMBER: _builtins.int
     FIRST_BAD_FIELD_NUMBER: _builtins.int
     snr_db: _builtins.float
-    """Signal over difference, capped at 300, which an exact match has; absent for NaN or an all-zero reference."""
+    """Signal-to-noise ratio in dB, capped at 300, which an exact match has; absent for NaN or an all-zero reference."""
     mse: _builtins.float
+    """Mean squared error."""
     l1: _builtins.float
     """Sum of the absolute differences."""
     max_abs_error: _builtins.float
     reference: Global___Reference.ValueType
+    """The program on the host that provides `expected`."""
     module: _builtins.str
     backend: _builtins.str
     first_bad: _builtins.bool
+    """Whether Numerics.first_bad is this entry."""
     @_builtins.property
     def ops(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def source(self) -> _compile_pb2.SourceLine: ...
     @_builtins.property
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.SourceLine]:
-        """All lines of a group; empty where there is one or none."""
+        """All source lines of a group; empty if there is at most one."""
 
     @_builtins.property
     def debug_handles(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     @_builtins.property
-    def expected(self) -> Global___ValueSummary: ...
+    def expected(self) -> Global___ValueSummary:
+        """The values of the host."""
+
     @_builtins.property
-    def actual(self) -> Global___ValueSummary: ...
+    def actual(self) -> Global___ValueSummary:
+        """The values of the device."""
+
     @_builtins.property
     def histogram(self) -> Global___ValueHistogram:
-        """Of both, over the same bins."""
+        """Histogram of both values over the same bins."""
 
     def __init__(
         self,
@@ -1496,7 +1549,7 @@ Global___NumericGap: _TypeAlias = NumericGap  # noqa: Y015
 
 @_typing.final
 class ValueSummary(_message.Message):
-    """Of quantized values: of the numbers that they stand for."""
+    """Statistics of a value's elements. Quantized values are dequantized first."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1509,9 +1562,9 @@ class ValueSummary(_message.Message):
     NAN_COUNT_FIELD_NUMBER: _builtins.int
     INFINITE_COUNT_FIELD_NUMBER: _builtins.int
     dtype: _builtins.str
-    """As it was computed."""
+    """The dtype that the value was computed in."""
     min: _builtins.float
-    """Of the finite elements; absent where there are none."""
+    """Statistics of the finite elements; absent if no element is finite."""
     max: _builtins.float
     mean: _builtins.float
     stddev: _builtins.float
@@ -1556,7 +1609,7 @@ Global___ValueSummary: _TypeAlias = ValueSummary  # noqa: Y015
 
 @_typing.final
 class ValueHistogram(_message.Message):
-    """Equal bins from `low` to `high`."""
+    """Number of elements in equal bins from `low` to `high`."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1594,7 +1647,9 @@ class Verdict(_message.Message):
     REASONS_FIELD_NUMBER: _builtins.int
     status: Global___VerdictStatus.ValueType
     @_builtins.property
-    def reasons(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerdictReason]: ...
+    def reasons(self) -> _containers.RepeatedCompositeFieldContainer[Global___VerdictReason]:
+        """Empty if the status is VALID."""
+
     def __init__(
         self,
         *,
@@ -1618,8 +1673,11 @@ class VerdictReason(_message.Message):
     MEASURED_FIELD_NUMBER: _builtins.int
     THRESHOLD_FIELD_NUMBER: _builtins.int
     code: _builtins.str
+    """In UPPER_SNAKE_CASE. Stable: programs may depend on it."""
     message: _builtins.str
+    """One sentence with the relevant values."""
     measured: _builtins.float
+    """The measured value and the threshold that it was compared with; absent if there is none."""
     threshold: _builtins.float
     def __init__(
         self,
@@ -1646,7 +1704,7 @@ Global___VerdictReason: _TypeAlias = VerdictReason  # noqa: Y015
 
 @_typing.final
 class RunTelemetry(_message.Message):
-    """Counters over the timed pass. What the device does not have is absent."""
+    """Counters over the timed pass. A counter that the device does not have is absent."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1672,30 +1730,34 @@ class RunTelemetry(_message.Message):
     minor_faults: _builtins.int
     major_faults: _builtins.int
     psi_cpu_some_us: _builtins.int
-    """Time that some task of the device waited for a cpu (/proc/pressure/cpu)."""
+    """Time in microseconds during which at least one task of the device waited for a CPU (/proc/pressure/cpu)."""
     affinity: _builtins.str
-    """Below: what the agent saw beside the runner. Logical cpus that the runner might use, "0-3"."""
+    """This field and those below are observed by the agent, beside the runner. The logical CPUs that the runner was allowed to
+    use, such as "0-3".
+    """
     sampler_cpu_ns: _builtins.int
-    """CPU time that taking the series cost."""
+    """CPU time that sampling the series consumed."""
     runners_cpu_ns: _builtins.int
-    """Where several programs took turns: CPU time of all their runners between `before` and `after`, loading and warm-ups included."""
+    """For an interleaved attempt: CPU time of all runners between `before` and `after`, including loading and warm-ups."""
     @_builtins.property
     def before(self) -> Global___SystemReading:
-        """Right before the timed pass and right after it."""
+        """Immediately before the timed pass."""
 
     @_builtins.property
-    def after(self) -> Global___SystemReading: ...
+    def after(self) -> Global___SystemReading:
+        """Immediately after the timed pass."""
+
     @_builtins.property
     def series(self) -> _containers.RepeatedCompositeFieldContainer[Global___TelemetryPoint]:
-        """During it, at most 120, evenly spread; a long pass has them further apart."""
+        """Readings during the timed pass, evenly spaced, at most 120: in a long pass they are further apart."""
 
     @_builtins.property
     def settings(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceSetting]:
-        """Settings of the device that the agent changed for the run, or might not change."""
+        """Settings of the device that the agent changed for the run or could not change."""
 
     @_builtins.property
     def waits(self) -> _containers.RepeatedCompositeFieldContainer[Global___GateWait]:
-        """What the run waited for before it began; only what made it wait."""
+        """The gates that delayed the start of the run; a gate that did not delay it has no entry."""
 
     def __init__(
         self,
@@ -1765,7 +1827,7 @@ Global___RunTelemetry: _TypeAlias = RunTelemetry  # noqa: Y015
 
 @_typing.final
 class SystemReading(_message.Message):
-    """The device at one moment. What it does not have is absent or empty."""
+    """The state of the device at one moment. A value that the device does not have is absent or empty."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1787,27 +1849,29 @@ class SystemReading(_message.Message):
     SCREEN_ON_FIELD_NUMBER: _builtins.int
     THERMAL_STATUS_FIELD_NUMBER: _builtins.int
     throttle_count: _builtins.int
-    """How often the cpus were throttled since the start of the system, all of them together (x86)."""
+    """Number of times that the CPUs have been throttled since boot, summed over all CPUs (x86)."""
     battery_share: _builtins.float
+    """Charge of the battery, 0 to 1."""
     charging: _builtins.bool
     load_1m: _builtins.float
+    """Load average over one minute."""
     runnable: _builtins.int
-    """Tasks that ran or wanted to, without the one that looked."""
+    """Number of tasks that are running or runnable, excluding the task that reads this."""
     psi_cpu_avg10: _builtins.float
-    """Part of the last ten seconds in which some task waited, 0 to 1 (/proc/pressure)."""
+    """The fraction (0 to 1) of the last ten seconds during which at least one task waited for the resource (/proc/pressure)."""
     psi_memory_avg10: _builtins.float
     psi_io_avg10: _builtins.float
     memory_available_bytes: _builtins.int
     cpu_busy_ns: _builtins.int
-    """Counters since the start of the system, over all cpus: what they did not idle, and what a hypervisor took from them."""
+    """Counters since boot, summed over all CPUs: the time that they were not idle, and the time that a hypervisor took from them."""
     cpu_stolen_ns: _builtins.int
     elapsed_ms: _builtins.float
     """As in TelemetryPoint."""
     screen_on: _builtins.bool
-    """Of a phone: whether its screen was lit."""
+    """For a phone: whether its screen is on."""
     thermal_status: _builtins.int
-    """Of a phone: how severely the system slows down against heat, as Android numbers it: 0 none, 1 light, 2 moderate, 3 severe,
-    4 critical, 5 emergency, 6 shutdown.
+    """For a phone: how severely the system throttles because of heat, as Android numbers it: 0 none, 1 light, 2 moderate, 3
+    severe, 4 critical, 5 emergency, 6 shutdown.
     """
     @_builtins.property
     def cpus(self) -> _containers.RepeatedCompositeFieldContainer[Global___CpuReading]: ...
@@ -1815,7 +1879,7 @@ class SystemReading(_message.Message):
     def zones(self) -> _containers.RepeatedCompositeFieldContainer[Global___ThermalZone]: ...
     @_builtins.property
     def cooling(self) -> _containers.RepeatedCompositeFieldContainer[Global___CoolingDevice]:
-        """What the system does against heat: a state above 0 slows something down."""
+        """What the system does to limit its temperature: a state above 0 slows something down."""
 
     def __init__(
         self,
@@ -1906,9 +1970,10 @@ class CpuReading(_message.Message):
     LIMIT_HZ_FIELD_NUMBER: _builtins.int
     GOVERNOR_FIELD_NUMBER: _builtins.int
     cpu: _builtins.int
+    """Number of the logical CPU."""
     frequency_hz: _builtins.int
     limit_hz: _builtins.int
-    """The highest that is allowed now."""
+    """The highest frequency that is allowed at the moment."""
     governor: _builtins.str
     def __init__(
         self,
@@ -1992,17 +2057,20 @@ class TelemetryPoint(_message.Message):
     PSI_CPU_FIELD_NUMBER: _builtins.int
     BUSY_CPUS_FIELD_NUMBER: _builtins.int
     elapsed_ms: _builtins.float
-    """Since the agent heard that the timed pass began."""
+    """Time since the agent received the message that the timed pass had begun."""
     temperature_c: _builtins.float
-    """The hottest zone."""
+    """The temperature of the hottest zone."""
     load_1m: _builtins.float
+    """Load average over one minute."""
     psi_cpu: _builtins.float
-    """Part of the time since the point before in which some task waited for a cpu."""
+    """The fraction (0 to 1) of the time since the preceding point during which at least one task waited for a CPU."""
     busy_cpus: _builtins.float
-    """Cpus' worth of work since the point before, the runner's included: 2 is two of them all the time."""
+    """Mean number of busy CPUs since the preceding point, including those of the runner: 2 means that two CPUs were busy all the
+    time.
+    """
     @_builtins.property
     def frequency_hz(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """The fastest clock of each cluster of the device, in their order; empty where there is none to read."""
+        """The highest clock frequency in each cluster of the device, in the order of the clusters; empty if it cannot be read."""
 
     def __init__(
         self,
@@ -2039,6 +2107,8 @@ Global___TelemetryPoint: _TypeAlias = TelemetryPoint  # noqa: Y015
 
 @_typing.final
 class DeviceSetting(_message.Message):
+    """A setting of the device that measurements require."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     NAME_FIELD_NUMBER: _builtins.int
@@ -2048,14 +2118,17 @@ class DeviceSetting(_message.Message):
     APPLIED_FIELD_NUMBER: _builtins.int
     WHY_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """governor."""
+    """The name of the setting: "governor"."""
     cpus: _builtins.str
-    """Logical cpus, "0-3"."""
+    """The logical CPUs that it applies to, such as "0-3"."""
     found: _builtins.str
+    """The value before the run."""
     wanted: _builtins.str
+    """The value for the run."""
     applied: _builtins.bool
+    """Whether the setting had the value `wanted` after the agent wrote it."""
     why: _builtins.str
-    """Why it was not applied."""
+    """Why the setting was not applied; absent if it was."""
     def __init__(
         self,
         *,
@@ -2088,9 +2161,9 @@ class GateWait(_message.Message):
     gate: Global___Gate.ValueType
     waited_ms: _builtins.float
     passed: _builtins.bool
-    """Whether what was waited for came; otherwise the run began without it."""
+    """Whether the condition was met; otherwise the run began regardless."""
     measured: _builtins.float
-    """The last reading, and what it had to be below: degrees Celsius for COOL, runnable tasks a cpu for IDLE."""
+    """The last reading, and the limit that it must be below: degrees Celsius for COOL, runnable tasks per CPU for IDLE."""
     threshold: _builtins.float
     def __init__(
         self,
@@ -2118,7 +2191,7 @@ Global___GateWait: _TypeAlias = GateWait  # noqa: Y015
 
 @_typing.final
 class Phase(_message.Message):
-    """One step of the cell's way."""
+    """One step of a cell's execution."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -2129,9 +2202,9 @@ class Phase(_message.Message):
     actor: _common_pb2.Actor.ValueType
     phase: _builtins.str
     start_ms: _builtins.float
-    """Relative to the job's submission; negative before it."""
+    """Time since the submission of the job; negative for steps before it."""
     duration_ms: _builtins.float
-    """On the actor's own monotonic clock."""
+    """Measured by the actor's own monotonic clock."""
     def __init__(
         self,
         *,
@@ -2161,7 +2234,7 @@ class ListOperatorsRequest(_message.Message):
     by: Global___OperatorGrouping.ValueType
     sort: Global___OperatorSort.ValueType
     page_size: _builtins.int
-    """100 when 0, 1,000 at most."""
+    """100 by default, at most 1,000."""
     page_token: _builtins.str
     def __init__(
         self,
@@ -2190,10 +2263,12 @@ class ListOperatorsResponse(_message.Message):
     next_page_token: _builtins.str
     @_builtins.property
     def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorRow]:
-        """Set where `by` is empty."""
+        """Set if `by` is OPERATOR_GROUPING_UNSPECIFIED."""
 
     @_builtins.property
-    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorGroup]: ...
+    def groups(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorGroup]:
+        """Set for every other grouping."""
+
     def __init__(
         self,
         *,
@@ -2223,19 +2298,23 @@ class OperatorGroup(_message.Message):
     DEPTH_FIELD_NUMBER: _builtins.int
     INDEXES_FIELD_NUMBER: _builtins.int
     key: _builtins.str
+    """What the group's operators have in common."""
     detail: _builtins.str
-    """The code of a line, the type of a module's operators; may be empty."""
+    """The code of a source line, or the type of a module's operators; may be empty."""
     rows: _builtins.int
+    """Number of the group's own rows."""
     own_ns: _builtins.float
-    """Of its own rows, and with what is below it in the tree. Times are means, which add up."""
+    """`own_` is the time of the group's own rows; `total_` includes the groups below it in the tree. Times are means, which add
+    up.
+    """
     own_share: _builtins.float
     total_ns: _builtins.float
     total_share: _builtins.float
     depth: _builtins.int
-    """In the tree of modules, from 0; 0 elsewhere."""
+    """The depth in the tree of modules, from 0; 0 for other groupings."""
     @_builtins.property
     def indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """Indexes of its own rows."""
+        """OperatorRow.index of the group's own rows."""
 
     def __init__(
         self,
@@ -2281,9 +2360,10 @@ class TagJobRequest(_message.Message):
     TAG_FIELD_NUMBER: _builtins.int
     REMOVE_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
+    """Names the job as in GetJobRequest.job_id; may be empty if `remove` is set."""
     tag: _builtins.str
     remove: _builtins.bool
-    """Takes the tag away instead; job_id may be empty."""
+    """Whether to remove the tag instead of setting it."""
     def __init__(
         self,
         *,
@@ -2309,7 +2389,7 @@ class TagJobResponse(_message.Message):
     job_id: _builtins.str
     tag: _builtins.str
     previous_job_id: _builtins.str
-    """The job that had it before; empty where none had."""
+    """The job that had the tag before; empty if no job had it."""
     def __init__(
         self,
         *,
@@ -2339,13 +2419,17 @@ class ListHistoryRequest(_message.Message):
     model: _builtins.str
     """A model's name, or the beginning of its digest."""
     device: _builtins.str
-    """A selector of devices, as they are known now, else as the report tells them; empty is all."""
+    """A selector of devices; empty for all. It applies to a device as the farm knows it now, or to the device in the report if
+    the farm no longer knows it.
+    """
     recipe: _builtins.str
-    """The recipe as reports name it; empty is all."""
+    """The recipe as reports name it; empty for all."""
     method: _builtins.str
+    """Empty for all methods."""
     threads: _builtins.int
+    """Absent for all numbers of threads."""
     page_size: _builtins.int
-    """50 when 0, 500 at most."""
+    """50 by default, at most 500."""
     page_token: _builtins.str
     def __init__(
         self,
@@ -2446,7 +2530,7 @@ class AnalyzeJobResponse(_message.Message):
     REPORT_IDS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def report_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """In the order of the cells; `Get` has the reports."""
+        """In the order of the cells. ReportService.Get returns the reports."""
 
     def __init__(
         self,
