@@ -27,7 +27,7 @@ if _version_not_supported:
 
 
 class ReportServiceStub(object):
-    """Reports of what ran. `etfarm.wire.report` projects a Report to the JSON that users keep.
+    """The reports of a farm's jobs. `etfarm.wire.report` converts a Report to the JSON document that users keep.
     """
 
     def __init__(self, channel):
@@ -69,11 +69,11 @@ class ReportServiceStub(object):
 
 
 class ReportServiceServicer(object):
-    """Reports of what ran. `etfarm.wire.report` projects a Report to the JSON that users keep.
+    """The reports of a farm's jobs. `etfarm.wire.report` converts a Report to the JSON document that users keep.
     """
 
     def Get(self, request, context):
-        """The reports of a job in the order of its cells, a page at a time; those of cells that are still live are left out.
+        """Returns the reports of a job in the order of its cells, in pages. Cells that are not terminal have no report yet.
 
         Errors:
         INVALID_ARGUMENT     BAD_PAGE_TOKEN
@@ -84,10 +84,10 @@ class ReportServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def ListOperators(self, request, context):
-        """Operators of a report, grouped, sorted and paged.
+        """Lists the operators of a report, grouped and sorted, in pages.
 
         Errors:
-        INVALID_ARGUMENT     LIMIT_EXCEEDED: `by` or `sort` is a number that this server does not know; BAD_PAGE_TOKEN
+        INVALID_ARGUMENT     LIMIT_EXCEEDED: this server does not know the number in `by` or `sort`. BAD_PAGE_TOKEN.
         NOT_FOUND            REPORT_NOT_FOUND
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -95,50 +95,51 @@ class ReportServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Compare(self, request, context):
-        """Compares two jobs: their reports are paired by what they measured.
+        """Compares two jobs. Their reports are paired by what they measured.
 
         Errors:
-        NOT_FOUND            JOB_NOT_FOUND; REPORT_NOT_FOUND: the choice after `#` matches no report. The message lists them.
-        FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of a side has a counterpart on the other. The message lists both.
-        RESOURCE_EXHAUSTED   COMPARISON_TOO_LARGE: compare a cell at a time, JOB#0 and JOB#0.
+        NOT_FOUND            JOB_NOT_FOUND. REPORT_NOT_FOUND: the choice after `#` matches no report; the message lists them.
+        FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of one job has a counterpart in the other; the message lists both.
+        RESOURCE_EXHAUSTED   COMPARISON_TOO_LARGE: compare one cell at a time, such as JOB#0 with JOB#0.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Tag(self, request, context):
-        """Names a job, as a baseline; the name then stands for the job wherever an id does. It moves from the job that had it.
+        """Sets a tag on a job, for example to mark a baseline, or removes one. A tag is accepted wherever a job id is. A tag that
+        another job has moves to this job.
 
         Errors:
-        INVALID_ARGUMENT     BAD_TAG: letters, digits, dots, dashes and underscores, at most 64, a letter or digit first, and
-        neither "latest" nor what a job's id looks like.
+        INVALID_ARGUMENT     BAD_TAG: a tag consists of at most 64 letters, digits, dots, dashes and underscores, begins with a
+        letter or digit, is not "latest", and does not have the form of a job id.
         NOT_FOUND            JOB_NOT_FOUND, TAG_NOT_FOUND
-        PERMISSION_DENIED    NOT_YOURS: the tag belongs to somebody else and you are no admin.
+        PERMISSION_DENIED    NOT_YOURS: the tag belongs to another user and you are no admin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def ListHistory(self, request, context):
-        """The reports of a model over time, newest first.
+        """Lists the reports of a model over time, the newest first.
 
         Errors:
         INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR, BAD_PAGE_TOKEN
-        NOT_FOUND            NO_HISTORY: nothing of this name was ever measured; metadata `known` lists what was.
+        NOT_FOUND            NO_HISTORY: no model with this name has been measured; metadata `known` lists those that have.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Analyze(self, request, context):
-        """Computes a job's reports again from the stored files, by this server's version, and keeps them in place of the old ones.
-        What is missing in the store (it was collected) is a warning in the report; the parts that it is for stay as they are. The
-        reports of cells that gave no result stay, too. All or none are replaced; the answer comes when they are.
+        """Computes a job's reports again from the stored files with this server's version, and replaces the old ones. If a file is no
+        longer stored (garbage collection), the report has a warning and keeps the parts that need this file. The reports of cells
+        without a result stay as well. Either all reports are replaced or none; the response is sent once they are.
 
         Errors:
         NOT_FOUND            JOB_NOT_FOUND, REPORT_NOT_FOUND
-        FAILED_PRECONDITION  JOB_LIVE: wait until it is terminal.
-        PERMISSION_DENIED    NOT_YOURS
+        FAILED_PRECONDITION  JOB_LIVE: wait until the job is terminal.
+        PERMISSION_DENIED    NOT_YOURS: the job belongs to another user and you are no admin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -186,7 +187,7 @@ def add_ReportServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class ReportService(object):
-    """Reports of what ran. `etfarm.wire.report` projects a Report to the JSON that users keep.
+    """The reports of a farm's jobs. `etfarm.wire.report` converts a Report to the JSON document that users keep.
     """
 
     @staticmethod

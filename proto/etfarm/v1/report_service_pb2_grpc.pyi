@@ -28,117 +28,119 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class ReportServiceStub:
-    """Reports of what ran. `etfarm.wire.report` projects a Report to the JSON that users keep."""
+    """The reports of a farm's jobs. `etfarm.wire.report` converts a Report to the JSON document that users keep."""
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> ReportServiceAsyncStub: ...
     Get: _grpc.UnaryUnaryMultiCallable[_report_pb2.GetReportsRequest, _report_pb2.GetReportsResponse]
-    """The reports of a job in the order of its cells, a page at a time; those of cells that are still live are left out.
+    """Returns the reports of a job in the order of its cells, in pages. Cells that are not terminal have no report yet.
 
     Errors:
       INVALID_ARGUMENT     BAD_PAGE_TOKEN
       NOT_FOUND            JOB_NOT_FOUND
     """
     ListOperators: _grpc.UnaryUnaryMultiCallable[_report_pb2.ListOperatorsRequest, _report_pb2.ListOperatorsResponse]
-    """Operators of a report, grouped, sorted and paged.
+    """Lists the operators of a report, grouped and sorted, in pages.
 
     Errors:
-      INVALID_ARGUMENT     LIMIT_EXCEEDED: `by` or `sort` is a number that this server does not know; BAD_PAGE_TOKEN
+      INVALID_ARGUMENT     LIMIT_EXCEEDED: this server does not know the number in `by` or `sort`. BAD_PAGE_TOKEN.
       NOT_FOUND            REPORT_NOT_FOUND
     """
     Compare: _grpc.UnaryUnaryMultiCallable[_comparison_pb2.CompareRequest, _comparison_pb2.CompareResponse]
-    """Compares two jobs: their reports are paired by what they measured.
+    """Compares two jobs. Their reports are paired by what they measured.
 
     Errors:
-      NOT_FOUND            JOB_NOT_FOUND; REPORT_NOT_FOUND: the choice after `#` matches no report. The message lists them.
-      FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of a side has a counterpart on the other. The message lists both.
-      RESOURCE_EXHAUSTED   COMPARISON_TOO_LARGE: compare a cell at a time, JOB#0 and JOB#0.
+      NOT_FOUND            JOB_NOT_FOUND. REPORT_NOT_FOUND: the choice after `#` matches no report; the message lists them.
+      FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of one job has a counterpart in the other; the message lists both.
+      RESOURCE_EXHAUSTED   COMPARISON_TOO_LARGE: compare one cell at a time, such as JOB#0 with JOB#0.
     """
     Tag: _grpc.UnaryUnaryMultiCallable[_report_pb2.TagJobRequest, _report_pb2.TagJobResponse]
-    """Names a job, as a baseline; the name then stands for the job wherever an id does. It moves from the job that had it.
+    """Sets a tag on a job, for example to mark a baseline, or removes one. A tag is accepted wherever a job id is. A tag that
+    another job has moves to this job.
 
     Errors:
-      INVALID_ARGUMENT     BAD_TAG: letters, digits, dots, dashes and underscores, at most 64, a letter or digit first, and
-                           neither "latest" nor what a job's id looks like.
+      INVALID_ARGUMENT     BAD_TAG: a tag consists of at most 64 letters, digits, dots, dashes and underscores, begins with a
+                           letter or digit, is not "latest", and does not have the form of a job id.
       NOT_FOUND            JOB_NOT_FOUND, TAG_NOT_FOUND
-      PERMISSION_DENIED    NOT_YOURS: the tag belongs to somebody else and you are no admin.
+      PERMISSION_DENIED    NOT_YOURS: the tag belongs to another user and you are no admin.
     """
     ListHistory: _grpc.UnaryUnaryMultiCallable[_report_pb2.ListHistoryRequest, _report_pb2.ListHistoryResponse]
-    """The reports of a model over time, newest first.
+    """Lists the reports of a model over time, the newest first.
 
     Errors:
       INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR, BAD_PAGE_TOKEN
-      NOT_FOUND            NO_HISTORY: nothing of this name was ever measured; metadata `known` lists what was.
+      NOT_FOUND            NO_HISTORY: no model with this name has been measured; metadata `known` lists those that have.
     """
     Analyze: _grpc.UnaryUnaryMultiCallable[_report_pb2.AnalyzeJobRequest, _report_pb2.AnalyzeJobResponse]
-    """Computes a job's reports again from the stored files, by this server's version, and keeps them in place of the old ones.
-    What is missing in the store (it was collected) is a warning in the report; the parts that it is for stay as they are. The
-    reports of cells that gave no result stay, too. All or none are replaced; the answer comes when they are.
+    """Computes a job's reports again from the stored files with this server's version, and replaces the old ones. If a file is no
+    longer stored (garbage collection), the report has a warning and keeps the parts that need this file. The reports of cells
+    without a result stay as well. Either all reports are replaced or none; the response is sent once they are.
 
     Errors:
       NOT_FOUND            JOB_NOT_FOUND, REPORT_NOT_FOUND
-      FAILED_PRECONDITION  JOB_LIVE: wait until it is terminal.
-      PERMISSION_DENIED    NOT_YOURS
+      FAILED_PRECONDITION  JOB_LIVE: wait until the job is terminal.
+      PERMISSION_DENIED    NOT_YOURS: the job belongs to another user and you are no admin.
     """
 
 @_typing.type_check_only
 class ReportServiceAsyncStub(ReportServiceStub):
-    """Reports of what ran. `etfarm.wire.report` projects a Report to the JSON that users keep."""
+    """The reports of a farm's jobs. `etfarm.wire.report` converts a Report to the JSON document that users keep."""
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Get: _aio.UnaryUnaryMultiCallable[_report_pb2.GetReportsRequest, _report_pb2.GetReportsResponse]  # type: ignore[assignment]
-    """The reports of a job in the order of its cells, a page at a time; those of cells that are still live are left out.
+    """Returns the reports of a job in the order of its cells, in pages. Cells that are not terminal have no report yet.
 
     Errors:
       INVALID_ARGUMENT     BAD_PAGE_TOKEN
       NOT_FOUND            JOB_NOT_FOUND
     """
     ListOperators: _aio.UnaryUnaryMultiCallable[_report_pb2.ListOperatorsRequest, _report_pb2.ListOperatorsResponse]  # type: ignore[assignment]
-    """Operators of a report, grouped, sorted and paged.
+    """Lists the operators of a report, grouped and sorted, in pages.
 
     Errors:
-      INVALID_ARGUMENT     LIMIT_EXCEEDED: `by` or `sort` is a number that this server does not know; BAD_PAGE_TOKEN
+      INVALID_ARGUMENT     LIMIT_EXCEEDED: this server does not know the number in `by` or `sort`. BAD_PAGE_TOKEN.
       NOT_FOUND            REPORT_NOT_FOUND
     """
     Compare: _aio.UnaryUnaryMultiCallable[_comparison_pb2.CompareRequest, _comparison_pb2.CompareResponse]  # type: ignore[assignment]
-    """Compares two jobs: their reports are paired by what they measured.
+    """Compares two jobs. Their reports are paired by what they measured.
 
     Errors:
-      NOT_FOUND            JOB_NOT_FOUND; REPORT_NOT_FOUND: the choice after `#` matches no report. The message lists them.
-      FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of a side has a counterpart on the other. The message lists both.
-      RESOURCE_EXHAUSTED   COMPARISON_TOO_LARGE: compare a cell at a time, JOB#0 and JOB#0.
+      NOT_FOUND            JOB_NOT_FOUND. REPORT_NOT_FOUND: the choice after `#` matches no report; the message lists them.
+      FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of one job has a counterpart in the other; the message lists both.
+      RESOURCE_EXHAUSTED   COMPARISON_TOO_LARGE: compare one cell at a time, such as JOB#0 with JOB#0.
     """
     Tag: _aio.UnaryUnaryMultiCallable[_report_pb2.TagJobRequest, _report_pb2.TagJobResponse]  # type: ignore[assignment]
-    """Names a job, as a baseline; the name then stands for the job wherever an id does. It moves from the job that had it.
+    """Sets a tag on a job, for example to mark a baseline, or removes one. A tag is accepted wherever a job id is. A tag that
+    another job has moves to this job.
 
     Errors:
-      INVALID_ARGUMENT     BAD_TAG: letters, digits, dots, dashes and underscores, at most 64, a letter or digit first, and
-                           neither "latest" nor what a job's id looks like.
+      INVALID_ARGUMENT     BAD_TAG: a tag consists of at most 64 letters, digits, dots, dashes and underscores, begins with a
+                           letter or digit, is not "latest", and does not have the form of a job id.
       NOT_FOUND            JOB_NOT_FOUND, TAG_NOT_FOUND
-      PERMISSION_DENIED    NOT_YOURS: the tag belongs to somebody else and you are no admin.
+      PERMISSION_DENIED    NOT_YOURS: the tag belongs to another user and you are no admin.
     """
     ListHistory: _aio.UnaryUnaryMultiCallable[_report_pb2.ListHistoryRequest, _report_pb2.ListHistoryResponse]  # type: ignore[assignment]
-    """The reports of a model over time, newest first.
+    """Lists the reports of a model over time, the newest first.
 
     Errors:
       INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR, BAD_PAGE_TOKEN
-      NOT_FOUND            NO_HISTORY: nothing of this name was ever measured; metadata `known` lists what was.
+      NOT_FOUND            NO_HISTORY: no model with this name has been measured; metadata `known` lists those that have.
     """
     Analyze: _aio.UnaryUnaryMultiCallable[_report_pb2.AnalyzeJobRequest, _report_pb2.AnalyzeJobResponse]  # type: ignore[assignment]
-    """Computes a job's reports again from the stored files, by this server's version, and keeps them in place of the old ones.
-    What is missing in the store (it was collected) is a warning in the report; the parts that it is for stay as they are. The
-    reports of cells that gave no result stay, too. All or none are replaced; the answer comes when they are.
+    """Computes a job's reports again from the stored files with this server's version, and replaces the old ones. If a file is no
+    longer stored (garbage collection), the report has a warning and keeps the parts that need this file. The reports of cells
+    without a result stay as well. Either all reports are replaced or none; the response is sent once they are.
 
     Errors:
       NOT_FOUND            JOB_NOT_FOUND, REPORT_NOT_FOUND
-      FAILED_PRECONDITION  JOB_LIVE: wait until it is terminal.
-      PERMISSION_DENIED    NOT_YOURS
+      FAILED_PRECONDITION  JOB_LIVE: wait until the job is terminal.
+      PERMISSION_DENIED    NOT_YOURS: the job belongs to another user and you are no admin.
     """
 
 class ReportServiceServicer(metaclass=_abc_1.ABCMeta):
-    """Reports of what ran. `etfarm.wire.report` projects a Report to the JSON that users keep."""
+    """The reports of a farm's jobs. `etfarm.wire.report` converts a Report to the JSON document that users keep."""
 
     @_abc_1.abstractmethod
     def Get(
@@ -146,7 +148,7 @@ class ReportServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _report_pb2.GetReportsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_report_pb2.GetReportsResponse, _abc.Awaitable[_report_pb2.GetReportsResponse]]:
-        """The reports of a job in the order of its cells, a page at a time; those of cells that are still live are left out.
+        """Returns the reports of a job in the order of its cells, in pages. Cells that are not terminal have no report yet.
 
         Errors:
           INVALID_ARGUMENT     BAD_PAGE_TOKEN
@@ -159,10 +161,10 @@ class ReportServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _report_pb2.ListOperatorsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_report_pb2.ListOperatorsResponse, _abc.Awaitable[_report_pb2.ListOperatorsResponse]]:
-        """Operators of a report, grouped, sorted and paged.
+        """Lists the operators of a report, grouped and sorted, in pages.
 
         Errors:
-          INVALID_ARGUMENT     LIMIT_EXCEEDED: `by` or `sort` is a number that this server does not know; BAD_PAGE_TOKEN
+          INVALID_ARGUMENT     LIMIT_EXCEEDED: this server does not know the number in `by` or `sort`. BAD_PAGE_TOKEN.
           NOT_FOUND            REPORT_NOT_FOUND
         """
 
@@ -172,12 +174,12 @@ class ReportServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _comparison_pb2.CompareRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_comparison_pb2.CompareResponse, _abc.Awaitable[_comparison_pb2.CompareResponse]]:
-        """Compares two jobs: their reports are paired by what they measured.
+        """Compares two jobs. Their reports are paired by what they measured.
 
         Errors:
-          NOT_FOUND            JOB_NOT_FOUND; REPORT_NOT_FOUND: the choice after `#` matches no report. The message lists them.
-          FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of a side has a counterpart on the other. The message lists both.
-          RESOURCE_EXHAUSTED   COMPARISON_TOO_LARGE: compare a cell at a time, JOB#0 and JOB#0.
+          NOT_FOUND            JOB_NOT_FOUND. REPORT_NOT_FOUND: the choice after `#` matches no report; the message lists them.
+          FAILED_PRECONDITION  NOTHING_TO_COMPARE: no report of one job has a counterpart in the other; the message lists both.
+          RESOURCE_EXHAUSTED   COMPARISON_TOO_LARGE: compare one cell at a time, such as JOB#0 with JOB#0.
         """
 
     @_abc_1.abstractmethod
@@ -186,13 +188,14 @@ class ReportServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _report_pb2.TagJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_report_pb2.TagJobResponse, _abc.Awaitable[_report_pb2.TagJobResponse]]:
-        """Names a job, as a baseline; the name then stands for the job wherever an id does. It moves from the job that had it.
+        """Sets a tag on a job, for example to mark a baseline, or removes one. A tag is accepted wherever a job id is. A tag that
+        another job has moves to this job.
 
         Errors:
-          INVALID_ARGUMENT     BAD_TAG: letters, digits, dots, dashes and underscores, at most 64, a letter or digit first, and
-                               neither "latest" nor what a job's id looks like.
+          INVALID_ARGUMENT     BAD_TAG: a tag consists of at most 64 letters, digits, dots, dashes and underscores, begins with a
+                               letter or digit, is not "latest", and does not have the form of a job id.
           NOT_FOUND            JOB_NOT_FOUND, TAG_NOT_FOUND
-          PERMISSION_DENIED    NOT_YOURS: the tag belongs to somebody else and you are no admin.
+          PERMISSION_DENIED    NOT_YOURS: the tag belongs to another user and you are no admin.
         """
 
     @_abc_1.abstractmethod
@@ -201,11 +204,11 @@ class ReportServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _report_pb2.ListHistoryRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_report_pb2.ListHistoryResponse, _abc.Awaitable[_report_pb2.ListHistoryResponse]]:
-        """The reports of a model over time, newest first.
+        """Lists the reports of a model over time, the newest first.
 
         Errors:
           INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR, BAD_PAGE_TOKEN
-          NOT_FOUND            NO_HISTORY: nothing of this name was ever measured; metadata `known` lists what was.
+          NOT_FOUND            NO_HISTORY: no model with this name has been measured; metadata `known` lists those that have.
         """
 
     @_abc_1.abstractmethod
@@ -214,14 +217,14 @@ class ReportServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _report_pb2.AnalyzeJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_report_pb2.AnalyzeJobResponse, _abc.Awaitable[_report_pb2.AnalyzeJobResponse]]:
-        """Computes a job's reports again from the stored files, by this server's version, and keeps them in place of the old ones.
-        What is missing in the store (it was collected) is a warning in the report; the parts that it is for stay as they are. The
-        reports of cells that gave no result stay, too. All or none are replaced; the answer comes when they are.
+        """Computes a job's reports again from the stored files with this server's version, and replaces the old ones. If a file is no
+        longer stored (garbage collection), the report has a warning and keeps the parts that need this file. The reports of cells
+        without a result stay as well. Either all reports are replaced or none; the response is sent once they are.
 
         Errors:
           NOT_FOUND            JOB_NOT_FOUND, REPORT_NOT_FOUND
-          FAILED_PRECONDITION  JOB_LIVE: wait until it is terminal.
-          PERMISSION_DENIED    NOT_YOURS
+          FAILED_PRECONDITION  JOB_LIVE: wait until the job is terminal.
+          PERMISSION_DENIED    NOT_YOURS: the job belongs to another user and you are no admin.
         """
 
 def add_ReportServiceServicer_to_server(servicer: ReportServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
