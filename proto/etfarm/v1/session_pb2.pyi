@@ -34,18 +34,18 @@ class OpenSessionRequest(_message.Message):
     IDLE_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     selector: _builtins.str
-    """Which device; empty for any. Emulated ones come last."""
+    """Selects the device; empty for any device. Emulated devices are chosen last."""
     threads: _builtins.int
-    """The physical cores of the fastest cluster when absent."""
+    """If absent, the number of physical cores of the fastest cluster."""
     cores: _builtins.str
-    """big, little or a list as 0-3; the device's default when empty."""
+    """"big", "little" or a list such as "0-3"; if empty, the device's default."""
     idle_timeout_s: _builtins.float
-    """The session ends after so long without a call; 600 s when absent."""
+    """The session ends after this time without a call; 600 s if absent."""
     priority: _builtins.int
-    """Higher first in the queue for devices; 0 is usual."""
+    """The position in the queue for devices: a higher number is served first. The usual value is 0."""
     @_builtins.property
     def program(self) -> _compile_pb2.Program:
-        """Its artifacts are stored already."""
+        """The artifacts of the program must already be stored."""
 
     @_builtins.property
     def methods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
@@ -88,14 +88,14 @@ class SessionEvent(_message.Message):
     ENDED_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     log_line: _builtins.str
-    """What the runner printed."""
+    """A line that the runner printed."""
     @_builtins.property
     def waiting(self) -> Global___SessionWaiting: ...
     @_builtins.property
     def ready(self) -> Global___SessionReady: ...
     @_builtins.property
     def ended(self) -> _common_pb2.Error:
-        """Why the session is over."""
+        """Why the session ended."""
 
     def __init__(
         self,
@@ -122,7 +122,7 @@ class SessionWaiting(_message.Message):
 
     WHY_FIELD_NUMBER: _builtins.int
     why: _builtins.str
-    """"board-7 is busy"; empty when it is only being started."""
+    """Why the session waits, such as "board-7 is busy"; empty while the program is being started."""
     def __init__(
         self,
         *,
@@ -154,7 +154,7 @@ class SessionReady(_message.Message):
     def load(self) -> _report_pb2.Load: ...
     @_builtins.property
     def methods(self) -> _containers.RepeatedCompositeFieldContainer[Global___SessionMethod]:
-        """Of the whole program, in its order."""
+        """All methods of the program, in its order."""
 
     def __init__(
         self,
@@ -212,16 +212,18 @@ class SessionValue(_message.Message):
     SHAPE_FIELD_NUMBER: _builtins.int
     DIM_ORDER_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """Empty where the program does not say."""
+    """Empty if the program contains no name."""
     kind: _common_pb2.ValueKind.ValueType
-    """Only a TENSOR has what follows."""
+    """The fields below are empty unless the kind is TENSOR."""
     dtype: _builtins.str
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """A dynamic one's largest."""
+        """A dynamic dim has its maximum size."""
 
     @_builtins.property
-    def dim_order(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def dim_order(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The dims from the outermost in memory to the innermost."""
+
     def __init__(
         self,
         *,
@@ -241,7 +243,7 @@ Global___SessionValue: _TypeAlias = SessionValue  # noqa: Y015
 
 @_typing.final
 class SessionTensors(_message.Message):
-    """Tensors on their way: a tensor file of flattened leaves."""
+    """The transfer of tensors: a tensor file of flattened leaves."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -277,16 +279,18 @@ class SessionTask(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     timeout_s: _builtins.float
-    """How long it may take on the device; 600 s when absent, and beside them twice a loop's max_time_s. A program that takes
-    longer is killed and the session ends.
+    """The time limit on the device; if absent, 600 s plus twice the loop's `max_time_s`. A program that exceeds it is killed, and
+    the session ends.
     """
     @_builtins.property
     def inputs(self) -> Global___SessionTensors:
-        """All inputs. Absent: those of this method's last call, or deterministic ones that the runner makes."""
+        """All inputs of the method. If absent, those of the last call of this method, or else deterministic inputs that the runner
+        generates.
+        """
 
     @_builtins.property
     def loop(self) -> Global___SessionLoop:
-        """Absent: one execution."""
+        """If absent, the method is executed once."""
 
     def __init__(
         self,
@@ -308,8 +312,8 @@ Global___SessionTask: _TypeAlias = SessionTask  # noqa: Y015
 
 @_typing.final
 class SessionLoop(_message.Message):
-    """A timed pass on the device: at least `iterations` and `min_time_s`, at most `max_time_s`. It changes the program's state as so
-    many calls do.
+    """A timed pass on the device: at least `iterations` and `min_time_s`, at most `max_time_s`. It changes the program's state like
+    the same number of calls.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -320,11 +324,11 @@ class SessionLoop(_message.Message):
     MAX_TIME_S_FIELD_NUMBER: _builtins.int
     iterations: _builtins.int
     warmup: _builtins.int
-    """Warm-up iterations before, not counted; 10 when absent."""
+    """Number of warm-up iterations before the timed ones, which are not counted; 10 if absent."""
     min_time_s: _builtins.float
-    """0 when absent."""
+    """0 if absent."""
     max_time_s: _builtins.float
-    """60 when absent; the iteration under way is finished."""
+    """60 if absent. An iteration that has begun is completed."""
     def __init__(
         self,
         *,
@@ -362,19 +366,21 @@ class SessionAnswer(_message.Message):
     MEASURED_FIELD_NUMBER: _builtins.int
     LOAD_METHOD_NS_FIELD_NUMBER: _builtins.int
     run_ns: _builtins.int
-    """Of a single execution."""
+    """The time of a single execution; absent for a loop."""
     load_method_ns: _builtins.int
-    """Set where the method was loaded for this call."""
+    """The time to load the method; absent if it was loaded before this call."""
     @_builtins.property
     def error(self) -> _common_pb2.Error:
-        """Set when the call failed; the rest is then absent."""
+        """Present if the call failed; the other fields are then absent."""
 
     @_builtins.property
     def outputs(self) -> Global___SessionTensors:
-        """What the last execution gave."""
+        """The outputs of the last execution."""
 
     @_builtins.property
-    def measured(self) -> Global___SessionMeasured: ...
+    def measured(self) -> Global___SessionMeasured:
+        """The result of a loop; absent for a single execution."""
+
     def __init__(
         self,
         *,
@@ -410,16 +416,18 @@ class SessionMeasured(_message.Message):
     STOP_REASON_FIELD_NUMBER: _builtins.int
     FIRST_RUN_NS_FIELD_NUMBER: _builtins.int
     warmup: _builtins.int
+    """Number of warm-up iterations."""
     iterations: _builtins.int
+    """Number of timed iterations."""
     duration_ns: _builtins.int
     """Wall time of the timed pass."""
     stop_reason: _common_pb2.StopReason.ValueType
     """ENOUGH, MAX_TIME or MAX_SAMPLES."""
     first_run_ns: _builtins.int
-    """Of the first execution since the method was loaded."""
+    """Time of the first execution since the method was loaded."""
     @_builtins.property
     def samples(self) -> Global___SessionTensors:
-        """int64 little-endian nanoseconds, one a timed iteration."""
+        """The latency of each timed iteration in the order of measurement: int64, little-endian, nanoseconds."""
 
     def __init__(
         self,
@@ -448,7 +456,7 @@ class CallSessionRequest(_message.Message):
     TASK_FIELD_NUMBER: _builtins.int
     session_id: _builtins.str
     call_id: _builtins.str
-    """Made by the caller, unique within the session."""
+    """Created by the caller, unique within the session."""
     @_builtins.property
     def task(self) -> Global___SessionTask: ...
     def __init__(

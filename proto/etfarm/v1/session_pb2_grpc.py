@@ -26,16 +26,18 @@ if _version_not_supported:
 
 
 class SessionServiceStub(object):
-    """A device leased to one caller, a program loaded on it, many calls. A farm serves it for its devices, and a runner on the
-    caller's own machine serves the same for that machine alone. Invariants:
+    """Sessions. In a session a device is leased to one caller, who loads a program on it once and calls it many times. A farm
+    serves sessions on its devices; a runner on the caller's own machine serves the same interface for that machine alone.
+    Invariants:
 
-    - The stream of Open is the lease: the session lives exactly as long as it does. A caller that goes away, whatever way,
-    gives the device back within a second; the program's process is killed with all it holds.
-    - Only the session's owner (or an admin) may call. The session's id tells who is meant, never the peer's address.
-    - Calls are served one at a time in the order in which they arrive. What a method keeps in its mutable buffers stays between
-    calls, each method's for itself.
-    - Tensors are tensor files of flattened leaves: inline up to 1 MiB, by the artifact's digest above. What was uploaded
-    for a call may be deleted at the session's end, unless FindMissing or another upload was told since that it is there.
+    - The stream of Open is the lease: the session lives exactly as long as the stream. If the caller disconnects for any reason,
+    the device is free again within a second, and the program's process is killed with its state.
+    - Only the session's owner or an admin may call. The session is identified by its id, never by the peer's address.
+    - Calls are served one at a time in the order of their arrival. The state that a method keeps in its mutable buffers persists
+    between calls, separately for each method.
+    - Tensors are tensor files of flattened leaves: inline up to 1 MiB, above that by the digest of an artifact. Artifacts that
+    were uploaded for a call may be deleted when the session ends, unless FindMissing or another upload has since been answered
+    that the artifact is stored.
     """
 
     def __init__(self, channel):
@@ -57,56 +59,62 @@ class SessionServiceStub(object):
 
 
 class SessionServiceServicer(object):
-    """A device leased to one caller, a program loaded on it, many calls. A farm serves it for its devices, and a runner on the
-    caller's own machine serves the same for that machine alone. Invariants:
+    """Sessions. In a session a device is leased to one caller, who loads a program on it once and calls it many times. A farm
+    serves sessions on its devices; a runner on the caller's own machine serves the same interface for that machine alone.
+    Invariants:
 
-    - The stream of Open is the lease: the session lives exactly as long as it does. A caller that goes away, whatever way,
-    gives the device back within a second; the program's process is killed with all it holds.
-    - Only the session's owner (or an admin) may call. The session's id tells who is meant, never the peer's address.
-    - Calls are served one at a time in the order in which they arrive. What a method keeps in its mutable buffers stays between
-    calls, each method's for itself.
-    - Tensors are tensor files of flattened leaves: inline up to 1 MiB, by the artifact's digest above. What was uploaded
-    for a call may be deleted at the session's end, unless FindMissing or another upload was told since that it is there.
+    - The stream of Open is the lease: the session lives exactly as long as the stream. If the caller disconnects for any reason,
+    the device is free again within a second, and the program's process is killed with its state.
+    - Only the session's owner or an admin may call. The session is identified by its id, never by the peer's address.
+    - Calls are served one at a time in the order of their arrival. The state that a method keeps in its mutable buffers persists
+    between calls, separately for each method.
+    - Tensors are tensor files of flattened leaves: inline up to 1 MiB, above that by the digest of an artifact. Artifacts that
+    were uploaded for a call may be deleted when the session ends, unless FindMissing or another upload has since been answered
+    that the artifact is stored.
     """
 
     def Open(self, request, context):
-        """Leases a device, loads the program there, and tells about it: WAITING as often as the reason changes, READY once, log
-        lines at any time, ENDED as the last message unless the caller leaves first. Nothing may be called before READY.
+        """Leases a device and loads the program on it. The server sends WAITING each time the reason to wait changes, READY once, log
+        lines at any time, and ENDED as the last message unless the caller leaves first. Calls are accepted only after READY.
 
-        A device fault before READY places the session again, twice at most. After READY it ends the session: the state that the
-        program kept is gone.
+        If a device fault occurs before READY, the session is placed again, at most twice. After READY a device fault ends the
+        session, because the state that the program kept is lost.
 
         Errors (before the first event):
-        INVALID_ARGUMENT     BAD_SESSION: the request contradicts itself or has numbers out of range; UNKNOWN_SELECTOR_KEY;
-        METHOD_MISSING: the program has no method of the name; NOT_A_PTE, TRUNCATED_PROGRAM.
-        FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches; metadata `known` lists what there is.
+        INVALID_ARGUMENT     BAD_SESSION: the request contradicts itself or contains numbers out of range. UNKNOWN_SELECTOR_KEY.
+        METHOD_MISSING: the program has no method with this name. NOT_A_PTE, TRUNCATED_PROGRAM.
+        FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches; metadata `known` lists the known devices.
         ARTIFACT_MISSING: upload `digest` first.
         BACKEND_MISSING, OPERATOR_MISSING: no matching device can run the program.
 
-        Errors (of ENDED): SESSION_IDLE; SESSION_LOST: the device or its agent went; SERVER_STOPPED; and as a program's run says:
-        PROGRAM_CRASHED, PROGRAM_TIMED_OUT, PROGRAM_OUT_OF_MEMORY, PROGRAM_FAILED at loading, ...
+        Errors (in ENDED):
+        SESSION_IDLE: no call arrived within `idle_timeout_s`. SESSION_LOST: the device or its agent disconnected. SERVER_STOPPED.
+        PROGRAM_CRASHED, PROGRAM_TIMED_OUT, PROGRAM_OUT_OF_MEMORY, PROGRAM_FAILED while loading, and the other errors of a run.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Call(self, request, context):
-        """One execution, or a measurement of many. An error of the program or its inputs is CallSessionResponse.error: wrong inputs leave
-        the session as it was, a program that crashed or hung ends it with the same error.
+        """Executes a method once, or measures many executions. An error of the program or its inputs is returned in
+        SessionAnswer.error: wrong inputs leave the session unchanged, and a program that crashes or hangs ends the session with
+        the same error.
 
-        Calls are made one after the other, in the order in which the server took them. It tells that it has one by the initial
-        metadata, which a caller waits for before its next call: each is a stream of its own, and one may overtake another.
+        Calls are executed in the order in which the server accepted them. Each call is a stream of its own, and one may overtake
+        another on the network. The server therefore sends the initial metadata as soon as it has accepted a call; a caller that
+        needs a particular order waits for them before its next call.
 
-        A call is never repeated by itself: it may have changed the program's state. A caller that goes away before its call's
-        turn takes it back; one that has begun goes on, and nobody hears of it.
+        A call is never repeated automatically, because it may have changed the program's state. A call whose caller disconnects is
+        withdrawn if its turn has not come; if it has begun, it is completed and its answer is discarded.
 
         Errors:
-        INVALID_ARGUMENT     BAD_CALL: no task, or numbers out of range.
-        NOT_FOUND            SESSION_NOT_FOUND: there is none of this id (any more).
-        PERMISSION_DENIED    NOT_YOURS: it belongs to somebody else and you are no admin.
+        INVALID_ARGUMENT     BAD_CALL: the task is missing or contains numbers out of range.
+        NOT_FOUND            SESSION_NOT_FOUND: the id is unknown, or the session has ended.
+        PERMISSION_DENIED    NOT_YOURS: the session belongs to another user and you are no admin.
         FAILED_PRECONDITION  SESSION_NOT_READY: wait for READY. ARTIFACT_MISSING: upload the inputs first.
-        ALREADY_EXISTS       CALL_KNOWN: a call of this id is under way.
-        RESOURCE_EXHAUSTED   TOO_MANY_CALLS: so many of the session are under way as metadata `limit` says; wait for an answer.
+        ALREADY_EXISTS       CALL_KNOWN: a call with this id is in progress.
+        RESOURCE_EXHAUSTED   TOO_MANY_CALLS: the session has too many calls, or too many bytes of tensors, in progress; metadata
+        `limit` is the limit. Wait for an answer.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -134,16 +142,18 @@ def add_SessionServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class SessionService(object):
-    """A device leased to one caller, a program loaded on it, many calls. A farm serves it for its devices, and a runner on the
-    caller's own machine serves the same for that machine alone. Invariants:
+    """Sessions. In a session a device is leased to one caller, who loads a program on it once and calls it many times. A farm
+    serves sessions on its devices; a runner on the caller's own machine serves the same interface for that machine alone.
+    Invariants:
 
-    - The stream of Open is the lease: the session lives exactly as long as it does. A caller that goes away, whatever way,
-    gives the device back within a second; the program's process is killed with all it holds.
-    - Only the session's owner (or an admin) may call. The session's id tells who is meant, never the peer's address.
-    - Calls are served one at a time in the order in which they arrive. What a method keeps in its mutable buffers stays between
-    calls, each method's for itself.
-    - Tensors are tensor files of flattened leaves: inline up to 1 MiB, by the artifact's digest above. What was uploaded
-    for a call may be deleted at the session's end, unless FindMissing or another upload was told since that it is there.
+    - The stream of Open is the lease: the session lives exactly as long as the stream. If the caller disconnects for any reason,
+    the device is free again within a second, and the program's process is killed with its state.
+    - Only the session's owner or an admin may call. The session is identified by its id, never by the peer's address.
+    - Calls are served one at a time in the order of their arrival. The state that a method keeps in its mutable buffers persists
+    between calls, separately for each method.
+    - Tensors are tensor files of flattened leaves: inline up to 1 MiB, above that by the digest of an artifact. Artifacts that
+    were uploaded for a call may be deleted when the session ends, unless FindMissing or another upload has since been answered
+    that the artifact is stored.
     """
 
     @staticmethod
