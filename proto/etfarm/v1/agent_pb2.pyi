@@ -26,6 +26,8 @@ DESCRIPTOR: _descriptor.FileDescriptor
 
 @_typing.final
 class AgentMessage(_message.Message):
+    """A message from the agent to the server."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     HELLO_FIELD_NUMBER: _builtins.int
@@ -72,6 +74,8 @@ Global___AgentMessage: _TypeAlias = AgentMessage  # noqa: Y015
 
 @_typing.final
 class ServerMessage(_message.Message):
+    """A message from the server to the agent."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     WELCOME_FIELD_NUMBER: _builtins.int
@@ -121,24 +125,26 @@ class Hello(_message.Message):
     UNACKNOWLEDGED_ATTEMPTS_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
-    """A UUID kept in the agent's data folder."""
+    """A UUID that is stored in the agent's data folder."""
     protocol_version: _builtins.int
-    """2. Version 1 is that of etfarm 0.1."""
+    """The version of this protocol: 2. etfarm 0.1 has version 1."""
     agent_version: _builtins.str
+    """The agent's version of etfarm."""
     host: _builtins.str
+    """The host name of the agent's machine."""
     boot_id: _builtins.str
-    """Tells the running machine from all others (Linux: /proc/sys/kernel/random/boot_id), so that a server keeps quiet while
-    a device of its own machine measures. Empty where the system does not say, and for devices that are not this machine.
+    """Identifies the running machine (Linux: /proc/sys/kernel/random/boot_id), so that a server stays idle while a device on its
+    own machine measures. Empty if the system has no such id, and if the devices are not the agent's own machine.
     """
     @_builtins.property
     def devices(self) -> _containers.RepeatedCompositeFieldContainer[_device_pb2.Device]: ...
     @_builtins.property
     def active_attempts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Attempts that run now."""
+        """The attempts that are running."""
 
     @_builtins.property
     def unacknowledged_attempts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Attempts whose results follow after the Welcome."""
+        """The attempts whose results the agent sends after the Welcome."""
 
     def __init__(
         self,
@@ -162,8 +168,9 @@ Global___Hello: _TypeAlias = Hello  # noqa: Y015
 
 @_typing.final
 class DeviceUpdate(_message.Message):
-    """A device that came or changed. Its inventory replaces what was known. Where another live agent serves it, it is left out: of two
-    agents that know a phone, the one that can serve it says what it is, so one with a `problem` gives way to one without.
+    """A device that was connected or changed. Its inventory replaces the former one. The update is ignored if another live agent
+    serves the device. If two agents are connected to the same phone, an agent that reports a `problem` yields to one that does
+    not, because only the latter can serve it.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -186,7 +193,9 @@ Global___DeviceUpdate: _TypeAlias = DeviceUpdate  # noqa: Y015
 
 @_typing.final
 class DeviceGone(_message.Message):
-    """A device that left. What runs on it is lost and placed again; a result that comes later is acknowledged and not read."""
+    """A device that was disconnected. Attempts on it are lost, and their cells are placed again. A result that arrives later is
+    acknowledged and discarded.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -210,7 +219,7 @@ Global___DeviceGone: _TypeAlias = DeviceGone  # noqa: Y015
 
 @_typing.final
 class Heartbeat(_message.Message):
-    """Every Welcome.heartbeat_interval_s. After three that did not come the server takes the agent for dead."""
+    """Sent every Welcome.heartbeat_interval_s. After three missing heartbeats the server considers the agent dead."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -255,6 +264,8 @@ Global___Heartbeat: _TypeAlias = Heartbeat  # noqa: Y015
 
 @_typing.final
 class RunProgress(_message.Message):
+    """A phase of a run has begun, progressed or ended, or the runner has printed lines."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
@@ -270,17 +281,19 @@ class RunProgress(_message.Message):
     device_id: _builtins.str
     cell_id: _builtins.str
     phase: _builtins.str
-    """FETCH, WAIT_FOR_COOL, WAIT_FOR_IDLE, LOAD, WARMUP, TIMED, TRACED, UPLOAD, and then FETCH, NUMERICS, UPLOAD. Of a phone UPLOAD
-    comes twice: its files to the agent, then to the farm.
+    """FETCH, WAIT_FOR_COOL, WAIT_FOR_IDLE, LOAD, WARMUP, TIMED, TRACED, UPLOAD, and for the numerics pass again FETCH, NUMERICS,
+    UPLOAD. A phone has UPLOAD twice: its files are transferred to the agent, then to the farm.
     """
     duration_ms: _builtins.float
+    """Present once the phase has ended."""
     done: _builtins.int
+    """Progress within the phase; absent if it is unknown."""
     total: _builtins.int
     message: _builtins.str
-    """What is being waited for, with its reading, where the phase is a WAIT_FOR_..."""
+    """In a phase WAIT_FOR_...: the condition that the run waits for, with the last reading."""
     @_builtins.property
     def log_lines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """What the runner printed since the last one."""
+        """Lines that the runner printed since the preceding message."""
 
     def __init__(
         self,
@@ -326,11 +339,11 @@ class RunResult(_message.Message):
     device_id: _builtins.str
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___CandidateResult]:
-        """In the order of StartRun.candidates. All of them, also after an error."""
+        """All candidates in the order of StartRun.candidates, also after an error."""
 
     @_builtins.property
     def error(self) -> _common_pb2.Error:
-        """Set when the attempt as a whole failed."""
+        """Present if the attempt as a whole failed."""
 
     def __init__(
         self,
@@ -377,29 +390,34 @@ class CandidateResult(_message.Message):
     cell_id: _builtins.str
     threads: _builtins.int
     warmup: _builtins.int
+    """Number of warm-up iterations."""
     iterations: _builtins.int
+    """Number of timed iterations."""
     duration_ns: _builtins.int
     """Wall time of the timed pass."""
     stop_reason: _common_pb2.StopReason.ValueType
-    """A pass that would have ended with ENOUGH continues while its times drift, for up to eight times as long. All samples count."""
+    """A pass that would stop with ENOUGH is extended while its times drift, up to eight times its length. All samples count."""
     outputs_equal: _builtins.bool
-    """Whether all passes gave the same output bytes; a program that keeps state does when its state starts anew. Absent where
-    no two were compared.
+    """Whether all passes produced the same outputs, byte by byte. This holds for a program that keeps state if each pass starts
+    with fresh state. Absent if no two executions were compared.
     """
     steady: _builtins.bool
-    """Whether the warm-up had become steady; absent where its number of iterations was given."""
+    """Whether the running median was steady when the warm-up ended; absent if the number of warm-up iterations was fixed."""
     warmup_ns: _builtins.int
+    """Wall time of the warm-up."""
     @_builtins.property
-    def error(self) -> _common_pb2.Error: ...
+    def error(self) -> _common_pb2.Error:
+        """Present if this candidate failed."""
+
     @_builtins.property
     def runner(self) -> _report_pb2.Runner: ...
     @_builtins.property
     def outputs(self) -> _common_pb2.Artifact:
-        """Of the first of its inputs; a tensor file of flattened leaves."""
+        """The outputs for the first of the candidate's inputs: a tensor file of flattened leaves."""
 
     @_builtins.property
     def samples(self) -> _common_pb2.Artifact:
-        """int64 little-endian nanoseconds, one a timed iteration."""
+        """The latency of each timed iteration in the order of measurement: int64, little-endian, nanoseconds."""
 
     @_builtins.property
     def load(self) -> _report_pb2.Load: ...
@@ -409,19 +427,21 @@ class CandidateResult(_message.Message):
     def telemetry(self) -> _report_pb2.RunTelemetry: ...
     @_builtins.property
     def etdump(self) -> _common_pb2.Artifact:
-        """.etdp of the traced pass, and how long each traced iteration took; at most 1,000 iterations."""
+        """The .etdp of the traced pass."""
 
     @_builtins.property
-    def traced_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def traced_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The duration of each traced iteration; at most 1,000 iterations."""
+
     @_builtins.property
     def phases(self) -> _containers.RepeatedCompositeFieldContainer[_report_pb2.Phase]:
-        """Phases on the device: `start_ms` relative to the agent's receipt of StartRun."""
+        """The phases on the device; `start_ms` is relative to the agent's receipt of StartRun."""
 
     @_builtins.property
     def repeatability(self) -> _report_pb2.Repeatability: ...
     @_builtins.property
     def blocks(self) -> _containers.RepeatedCompositeFieldContainer[Global___InterleavedBlock]:
-        """Of an interleaved attempt: the blocks that the samples came in, in their order; at most 1,000."""
+        """For an interleaved attempt: the blocks that `samples` consists of, in their order; at most 1,000."""
 
     @_builtins.property
     def numerics(self) -> Global___NumericsResult: ...
@@ -472,7 +492,7 @@ Global___CandidateResult: _TypeAlias = CandidateResult  # noqa: Y015
 
 @_typing.final
 class NumericsResult(_message.Message):
-    """One execution of RunCandidate.numerics_program with the candidate's inputs."""
+    """The result of one execution of RunCandidate.numerics_program with the candidate's inputs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -482,14 +502,16 @@ class NumericsResult(_message.Message):
     OUTPUTS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def error(self) -> _common_pb2.Error:
-        """Why it gave nothing; the other passes are as they are."""
+        """Present if the numerics pass failed. The results of the other passes are unaffected."""
 
     @_builtins.property
     def etdump(self) -> _common_pb2.Artifact:
-        """.etdp with its events, and the intermediate outputs that they refer to by offset."""
+        """The .etdp with the events of the pass."""
 
     @_builtins.property
-    def debug(self) -> _common_pb2.Artifact: ...
+    def debug(self) -> _common_pb2.Artifact:
+        """The intermediate outputs, which the events refer to by offset."""
+
     @_builtins.property
     def outputs(self) -> _common_pb2.Artifact:
         """A tensor file."""
@@ -512,7 +534,7 @@ Global___NumericsResult: _TypeAlias = NumericsResult  # noqa: Y015
 
 @_typing.final
 class InterleavedBlock(_message.Message):
-    """Timed iterations of one candidate without a pause, in an interleaved attempt. A round has one block of each candidate."""
+    """Consecutive timed iterations of one candidate in an interleaved attempt. A round consists of one block of each candidate."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -521,12 +543,13 @@ class InterleavedBlock(_message.Message):
     PLACE_FIELD_NUMBER: _builtins.int
     SAMPLES_FIELD_NUMBER: _builtins.int
     round: _builtins.int
-    """From 0, over the whole attempt."""
+    """The number of the round within the attempt, from 0."""
     process_pair: _builtins.int
-    """Which start of the processes, from 0."""
+    """The number of the process pair, from 0: each time the processes are started, it increases by 1."""
     place: _builtins.int
-    """Which block of its round it was, from 0: the order is drawn anew for each round."""
+    """The position of the block within its round, from 0. The order is random for each round."""
     samples: _builtins.int
+    """Number of samples in the block."""
     def __init__(
         self,
         *,
@@ -545,7 +568,7 @@ Global___InterleavedBlock: _TypeAlias = InterleavedBlock  # noqa: Y015
 
 @_typing.final
 class Goodbye(_message.Message):
-    """The agent ends on purpose: its devices go offline now. Active attempts are lost."""
+    """The agent stops on purpose: its devices go offline immediately, and active attempts are lost."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -599,17 +622,17 @@ class StartRun(_message.Message):
     attempt_id: _builtins.str
     device_id: _builtins.str
     deadline_s: _builtins.float
-    """For the attempt as a whole, from its receipt."""
+    """The time limit of the whole attempt, from the agent's receipt of this message."""
     @_builtins.property
     def candidates(self) -> _containers.RepeatedCompositeFieldContainer[Global___RunCandidate]: ...
     @_builtins.property
     def measurement(self) -> _job_pb2.Measurement:
-        """Absent: run once."""
+        """If absent, the program is executed once."""
 
     @_builtins.property
     def session(self) -> Global___SessionStart:
-        """Serve calls instead of running once or measuring: there is one candidate, which names no method and no inputs, no
-        measurement, and deadline_s is for what comes before `ready`.
+        """If present, the agent serves calls instead of executing once or measuring. There is then exactly one candidate, without a
+        method and inputs, no measurement, and `deadline_s` limits only the time until `ready`.
         """
 
     def __init__(
@@ -637,10 +660,10 @@ class SessionStart(_message.Message):
     METHODS_FIELD_NUMBER: _builtins.int
     CORES_FIELD_NUMBER: _builtins.int
     cores: _builtins.str
-    """big, little or a list as 0-3; the device's default when empty."""
+    """"big", "little" or a list such as "0-3"; if empty, the device's default."""
     @_builtins.property
     def methods(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Methods to load before `ready`."""
+        """The methods to load before `ready`."""
 
     def __init__(
         self,
@@ -674,15 +697,17 @@ class RunCandidate(_message.Message):
     def program(self) -> _compile_pb2.Program: ...
     @_builtins.property
     def inputs(self) -> _common_pb2.Artifact:
-        """A tensor file; the runner makes deterministic inputs where it is absent."""
+        """A tensor file; if absent, the runner generates deterministic inputs."""
 
     @_builtins.property
     def bundle(self) -> Global___RunnerBundle:
-        """Absent where the farm has none and the device announced a runner of its own."""
+        """Absent if the farm has no bundle for the device, which then uses a runner that it announced."""
 
     @_builtins.property
     def numerics_program(self) -> _compile_pb2.Program:
-        """What the numerics pass runs, in a process of its own after all others; may be `program` itself. Absent: no such pass."""
+        """The program of the numerics pass, which runs in a process of its own after all other passes; may be `program` itself. If
+        absent, there is no numerics pass.
+        """
 
     def __init__(
         self,
@@ -707,7 +732,7 @@ Global___RunCandidate: _TypeAlias = RunCandidate  # noqa: Y015
 
 @_typing.final
 class RunnerBundle(_message.Message):
-    """A runner for one architecture: an archive that starts through its own loader."""
+    """A runner for one architecture: an archive that starts with the dynamic loader it contains."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -720,7 +745,7 @@ class RunnerBundle(_message.Message):
     arch: _builtins.str
     executorch_version: _builtins.str
     source_digest: _builtins.str
-    """Of the runner's sources."""
+    """The digest of the runner's sources."""
     @_builtins.property
     def artifact(self) -> _common_pb2.Artifact: ...
     @_builtins.property
@@ -747,6 +772,8 @@ Global___RunnerBundle: _TypeAlias = RunnerBundle  # noqa: Y015
 
 @_typing.final
 class CancelRun(_message.Message):
+    """The agent ends the attempt if it is still running."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
@@ -769,7 +796,7 @@ Global___CancelRun: _TypeAlias = CancelRun  # noqa: Y015
 
 @_typing.final
 class Ack(_message.Message):
-    """The result was written down; the agent forgets it."""
+    """The server has stored the result; the agent may delete it."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -790,7 +817,7 @@ Global___Ack: _TypeAlias = Ack  # noqa: Y015
 
 @_typing.final
 class Drain(_message.Message):
-    """No new runs will come for the device."""
+    """The server starts no new runs on the device."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -819,10 +846,10 @@ class SessionReply(_message.Message):
     LOG_LINE_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     log_line: _builtins.str
-    """What the runner printed."""
+    """A line that the runner printed."""
     @_builtins.property
     def ready(self) -> _session_pb2.SessionReady:
-        """First and once. Without the device, which the server knows."""
+        """Sent exactly once, as the first message. `device` is absent, since the server knows it."""
 
     @_builtins.property
     def answered(self) -> Global___SessionAnswered: ...

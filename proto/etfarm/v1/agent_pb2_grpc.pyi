@@ -27,45 +27,52 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class AgentServiceStub:
-    """How a device agent serves the farm. The agent dials out, so that it works behind NAT; the server never connects to it."""
+    """The protocol between a device agent and the farm. The agent opens every connection, so that it works behind NAT; the server
+    never connects to an agent.
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> AgentServiceAsyncStub: ...
     Connect: _grpc.StreamStreamMultiCallable[_agent_pb2.AgentMessage, _agent_pb2.ServerMessage]
-    """One stream for the life of a connection. The agent sends Hello first and nothing else before the server's Welcome.
+    """One stream for the lifetime of a connection. The agent sends Hello first, and nothing else before it receives the server's
+    Welcome.
 
-    Identity is Hello.agent_id, never the peer's address. A second stream of an id replaces one whose heartbeats have
-    stopped and is refused beside a live one. Where Hello.boot_id differs the Welcome or the refusal comes once the other was
-    heard or is taken for dead: a machine that lost its power told nobody. Every run message names its attempt and its device.
+    An agent is identified by Hello.agent_id, never by the peer's address. A second stream with the same id replaces the first
+    if the first one's heartbeats have stopped, and is refused if it is alive. If the two streams differ in Hello.boot_id, the
+    server sends the Welcome or the refusal only once the first stream has sent a message or is considered dead, because a
+    machine that lost power could not close its stream. Every message about a run names its attempt and its device.
 
-    A RunResult is sent again after each reconnection until the server's Ack came: the server may hear it several times and
-    acknowledges every time. An attempt that Hello does not list as active and for which no result comes is taken for lost,
-    and its cell is placed again. An attempt that the server no longer knows is answered with CancelRun.
+    The agent sends a RunResult again after each reconnection until it receives the server's Ack. The server may therefore
+    receive a result several times, and acknowledges each. An attempt that Hello does not list as active and whose result does
+    not arrive is considered lost, and its cell is placed again. For an attempt that the server no longer knows, it sends
+    CancelRun.
 
     Errors:
-      INVALID_ARGUMENT     NO_HELLO: the first message is another.
-      FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: install the server's version on the device; metadata has `supported` and
-                           `version`, the server's.
+      INVALID_ARGUMENT     NO_HELLO: the first message is not Hello.
+      FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: install the server's version of etfarm on the device; metadata `supported` is
+                           the supported protocol, and `version` the server's version.
       ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
-                           DEVICE_SERVED: another live agent serves its devices. Of several, those are left out.
+                           DEVICE_SERVED: another live agent serves all devices of this agent. If it serves only some of them,
+                           these are left out.
       RESOURCE_EXHAUSTED   TOO_MANY_AGENTS: the token's principal has 1,000 identities. TOO_MANY_DEVICES.
-      PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token. AGENT_UNBOUND: the identity is known from before
-                           identities were bound; an admin binds it (BindAgent).
-                           DEVICE_NOT_YOURS: its devices belong to another agent; an admin forgets them (DeviceService.Forget).
+      PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token.
+                           AGENT_UNBOUND: the identity is known from before identities were bound; an admin binds it (BindAgent).
+                           DEVICE_NOT_YOURS: the agent's devices belong to another agent; an admin removes them
+                           (DeviceService.Forget).
     """
     ServeSession: _grpc.StreamStreamMultiCallable[_agent_pb2.SessionReply, _agent_pb2.SessionCall]
-    """The calls of a session, beside Connect so that their tensors never delay a heartbeat. The agent opens it once the program
-    is loaded and sends `ready` first; the server then sends calls, one at a time, and the agent answers each.
+    """The calls of a session, on a stream separate from Connect so that tensors never delay a heartbeat. The agent opens it once
+    the program is loaded, and sends `ready` first. The server then sends calls one at a time, and the agent answers each.
 
-    The stream is the session's: when it ends, from whichever side and for whatever reason, the agent kills the runner and
-    sends the attempt's RunResult on Connect, with the error that ended it. A CancelRun of the attempt ends it as well.
+    The session lives as long as the stream: when either side ends it for any reason, the agent kills the runner and sends the
+    attempt's RunResult on Connect, with the error that ended the session. A CancelRun of the attempt ends the stream as well.
 
     Errors:
-      INVALID_ARGUMENT     NO_READY: the first message is another.
-      NOT_FOUND            SESSION_NOT_FOUND: nobody waits for this attempt any more.
-      ALREADY_EXISTS       SESSION_SERVED: another stream serves it.
+      INVALID_ARGUMENT     NO_READY: the first message is not `ready`.
+      NOT_FOUND            SESSION_NOT_FOUND: the attempt's session does not exist or has ended.
+      ALREADY_EXISTS       SESSION_SERVED: another stream serves the session.
       PERMISSION_DENIED    NOT_YOURS: the device's agent has connected with another token.
     """
     Enroll: _grpc.UnaryUnaryMultiCallable[_agent_pb2.EnrollAgentRequest, _agent_pb2.EnrollAgentResponse]
@@ -91,42 +98,49 @@ class AgentServiceStub:
 
 @_typing.type_check_only
 class AgentServiceAsyncStub(AgentServiceStub):
-    """How a device agent serves the farm. The agent dials out, so that it works behind NAT; the server never connects to it."""
+    """The protocol between a device agent and the farm. The agent opens every connection, so that it works behind NAT; the server
+    never connects to an agent.
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     Connect: _aio.StreamStreamMultiCallable[_agent_pb2.AgentMessage, _agent_pb2.ServerMessage]  # type: ignore[assignment]
-    """One stream for the life of a connection. The agent sends Hello first and nothing else before the server's Welcome.
+    """One stream for the lifetime of a connection. The agent sends Hello first, and nothing else before it receives the server's
+    Welcome.
 
-    Identity is Hello.agent_id, never the peer's address. A second stream of an id replaces one whose heartbeats have
-    stopped and is refused beside a live one. Where Hello.boot_id differs the Welcome or the refusal comes once the other was
-    heard or is taken for dead: a machine that lost its power told nobody. Every run message names its attempt and its device.
+    An agent is identified by Hello.agent_id, never by the peer's address. A second stream with the same id replaces the first
+    if the first one's heartbeats have stopped, and is refused if it is alive. If the two streams differ in Hello.boot_id, the
+    server sends the Welcome or the refusal only once the first stream has sent a message or is considered dead, because a
+    machine that lost power could not close its stream. Every message about a run names its attempt and its device.
 
-    A RunResult is sent again after each reconnection until the server's Ack came: the server may hear it several times and
-    acknowledges every time. An attempt that Hello does not list as active and for which no result comes is taken for lost,
-    and its cell is placed again. An attempt that the server no longer knows is answered with CancelRun.
+    The agent sends a RunResult again after each reconnection until it receives the server's Ack. The server may therefore
+    receive a result several times, and acknowledges each. An attempt that Hello does not list as active and whose result does
+    not arrive is considered lost, and its cell is placed again. For an attempt that the server no longer knows, it sends
+    CancelRun.
 
     Errors:
-      INVALID_ARGUMENT     NO_HELLO: the first message is another.
-      FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: install the server's version on the device; metadata has `supported` and
-                           `version`, the server's.
+      INVALID_ARGUMENT     NO_HELLO: the first message is not Hello.
+      FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: install the server's version of etfarm on the device; metadata `supported` is
+                           the supported protocol, and `version` the server's version.
       ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
-                           DEVICE_SERVED: another live agent serves its devices. Of several, those are left out.
+                           DEVICE_SERVED: another live agent serves all devices of this agent. If it serves only some of them,
+                           these are left out.
       RESOURCE_EXHAUSTED   TOO_MANY_AGENTS: the token's principal has 1,000 identities. TOO_MANY_DEVICES.
-      PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token. AGENT_UNBOUND: the identity is known from before
-                           identities were bound; an admin binds it (BindAgent).
-                           DEVICE_NOT_YOURS: its devices belong to another agent; an admin forgets them (DeviceService.Forget).
+      PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token.
+                           AGENT_UNBOUND: the identity is known from before identities were bound; an admin binds it (BindAgent).
+                           DEVICE_NOT_YOURS: the agent's devices belong to another agent; an admin removes them
+                           (DeviceService.Forget).
     """
     ServeSession: _aio.StreamStreamMultiCallable[_agent_pb2.SessionReply, _agent_pb2.SessionCall]  # type: ignore[assignment]
-    """The calls of a session, beside Connect so that their tensors never delay a heartbeat. The agent opens it once the program
-    is loaded and sends `ready` first; the server then sends calls, one at a time, and the agent answers each.
+    """The calls of a session, on a stream separate from Connect so that tensors never delay a heartbeat. The agent opens it once
+    the program is loaded, and sends `ready` first. The server then sends calls one at a time, and the agent answers each.
 
-    The stream is the session's: when it ends, from whichever side and for whatever reason, the agent kills the runner and
-    sends the attempt's RunResult on Connect, with the error that ended it. A CancelRun of the attempt ends it as well.
+    The session lives as long as the stream: when either side ends it for any reason, the agent kills the runner and sends the
+    attempt's RunResult on Connect, with the error that ended the session. A CancelRun of the attempt ends the stream as well.
 
     Errors:
-      INVALID_ARGUMENT     NO_READY: the first message is another.
-      NOT_FOUND            SESSION_NOT_FOUND: nobody waits for this attempt any more.
-      ALREADY_EXISTS       SESSION_SERVED: another stream serves it.
+      INVALID_ARGUMENT     NO_READY: the first message is not `ready`.
+      NOT_FOUND            SESSION_NOT_FOUND: the attempt's session does not exist or has ended.
+      ALREADY_EXISTS       SESSION_SERVED: another stream serves the session.
       PERMISSION_DENIED    NOT_YOURS: the device's agent has connected with another token.
     """
     Enroll: _aio.UnaryUnaryMultiCallable[_agent_pb2.EnrollAgentRequest, _agent_pb2.EnrollAgentResponse]  # type: ignore[assignment]
@@ -151,7 +165,9 @@ class AgentServiceAsyncStub(AgentServiceStub):
     """
 
 class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
-    """How a device agent serves the farm. The agent dials out, so that it works behind NAT; the server never connects to it."""
+    """The protocol between a device agent and the farm. The agent opens every connection, so that it works behind NAT; the server
+    never connects to an agent.
+    """
 
     @_abc_1.abstractmethod
     def Connect(
@@ -159,26 +175,31 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_agent_pb2.AgentMessage],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_agent_pb2.ServerMessage], _abc.AsyncIterator[_agent_pb2.ServerMessage]]:
-        """One stream for the life of a connection. The agent sends Hello first and nothing else before the server's Welcome.
+        """One stream for the lifetime of a connection. The agent sends Hello first, and nothing else before it receives the server's
+        Welcome.
 
-        Identity is Hello.agent_id, never the peer's address. A second stream of an id replaces one whose heartbeats have
-        stopped and is refused beside a live one. Where Hello.boot_id differs the Welcome or the refusal comes once the other was
-        heard or is taken for dead: a machine that lost its power told nobody. Every run message names its attempt and its device.
+        An agent is identified by Hello.agent_id, never by the peer's address. A second stream with the same id replaces the first
+        if the first one's heartbeats have stopped, and is refused if it is alive. If the two streams differ in Hello.boot_id, the
+        server sends the Welcome or the refusal only once the first stream has sent a message or is considered dead, because a
+        machine that lost power could not close its stream. Every message about a run names its attempt and its device.
 
-        A RunResult is sent again after each reconnection until the server's Ack came: the server may hear it several times and
-        acknowledges every time. An attempt that Hello does not list as active and for which no result comes is taken for lost,
-        and its cell is placed again. An attempt that the server no longer knows is answered with CancelRun.
+        The agent sends a RunResult again after each reconnection until it receives the server's Ack. The server may therefore
+        receive a result several times, and acknowledges each. An attempt that Hello does not list as active and whose result does
+        not arrive is considered lost, and its cell is placed again. For an attempt that the server no longer knows, it sends
+        CancelRun.
 
         Errors:
-          INVALID_ARGUMENT     NO_HELLO: the first message is another.
-          FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: install the server's version on the device; metadata has `supported` and
-                               `version`, the server's.
+          INVALID_ARGUMENT     NO_HELLO: the first message is not Hello.
+          FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: install the server's version of etfarm on the device; metadata `supported` is
+                               the supported protocol, and `version` the server's version.
           ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
-                               DEVICE_SERVED: another live agent serves its devices. Of several, those are left out.
+                               DEVICE_SERVED: another live agent serves all devices of this agent. If it serves only some of them,
+                               these are left out.
           RESOURCE_EXHAUSTED   TOO_MANY_AGENTS: the token's principal has 1,000 identities. TOO_MANY_DEVICES.
-          PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token. AGENT_UNBOUND: the identity is known from before
-                               identities were bound; an admin binds it (BindAgent).
-                               DEVICE_NOT_YOURS: its devices belong to another agent; an admin forgets them (DeviceService.Forget).
+          PERMISSION_DENIED    AGENT_NOT_YOURS: the identity is bound to another token.
+                               AGENT_UNBOUND: the identity is known from before identities were bound; an admin binds it (BindAgent).
+                               DEVICE_NOT_YOURS: the agent's devices belong to another agent; an admin removes them
+                               (DeviceService.Forget).
         """
 
     @_abc_1.abstractmethod
@@ -187,16 +208,16 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
         request_iterator: _MaybeAsyncIterator[_agent_pb2.SessionReply],
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_agent_pb2.SessionCall], _abc.AsyncIterator[_agent_pb2.SessionCall]]:
-        """The calls of a session, beside Connect so that their tensors never delay a heartbeat. The agent opens it once the program
-        is loaded and sends `ready` first; the server then sends calls, one at a time, and the agent answers each.
+        """The calls of a session, on a stream separate from Connect so that tensors never delay a heartbeat. The agent opens it once
+        the program is loaded, and sends `ready` first. The server then sends calls one at a time, and the agent answers each.
 
-        The stream is the session's: when it ends, from whichever side and for whatever reason, the agent kills the runner and
-        sends the attempt's RunResult on Connect, with the error that ended it. A CancelRun of the attempt ends it as well.
+        The session lives as long as the stream: when either side ends it for any reason, the agent kills the runner and sends the
+        attempt's RunResult on Connect, with the error that ended the session. A CancelRun of the attempt ends the stream as well.
 
         Errors:
-          INVALID_ARGUMENT     NO_READY: the first message is another.
-          NOT_FOUND            SESSION_NOT_FOUND: nobody waits for this attempt any more.
-          ALREADY_EXISTS       SESSION_SERVED: another stream serves it.
+          INVALID_ARGUMENT     NO_READY: the first message is not `ready`.
+          NOT_FOUND            SESSION_NOT_FOUND: the attempt's session does not exist or has ended.
+          ALREADY_EXISTS       SESSION_SERVED: another stream serves the session.
           PERMISSION_DENIED    NOT_YOURS: the device's agent has connected with another token.
         """
 
