@@ -128,16 +128,16 @@ class _ChangedRowsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ChangedRo
     CHANGED_ROWS_OPERATOR: _ChangedRows.ValueType  # 1
     """Single operators, or several that cannot be distinguished."""
     CHANGED_ROWS_MODULE: _ChangedRows.ValueType  # 2
-    """Modules of the model: other recipes group operators differently."""
+    """Modules of the model, because different recipes group operators differently."""
 
 class ChangedRows(_ChangedRows, metaclass=_ChangedRowsEnumTypeWrapper):
-    """What the rows of OperatorChanges stand for."""
+    """The meaning of the rows of OperatorChanges."""
 
 CHANGED_ROWS_UNSPECIFIED: ChangedRows.ValueType  # 0
 CHANGED_ROWS_OPERATOR: ChangedRows.ValueType  # 1
 """Single operators, or several that cannot be distinguished."""
 CHANGED_ROWS_MODULE: ChangedRows.ValueType  # 2
-"""Modules of the model: other recipes group operators differently."""
+"""Modules of the model, because different recipes group operators differently."""
 Global___ChangedRows: _TypeAlias = ChangedRows  # noqa: Y015
 
 class _OperatorChangeKind:
@@ -149,9 +149,9 @@ class _OperatorChangeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Op
     OPERATOR_CHANGE_KIND_UNSPECIFIED: _OperatorChangeKind.ValueType  # 0
     OPERATOR_CHANGE_KIND_OPERATOR: _OperatorChangeKind.ValueType  # 1
     OPERATOR_CHANGE_KIND_DELEGATE: _OperatorChangeKind.ValueType  # 2
-    """A delegate as a whole: the kernels of a side could not be matched with the graph."""
+    """A delegate as a whole, because the kernels of one side could not be matched with the graph."""
     OPERATOR_CHANGE_KIND_REST: _OperatorChangeKind.ValueType  # 3
-    """Time that no kernel explains."""
+    """Time that the kernels do not account for."""
     OPERATOR_CHANGE_KIND_UNATTRIBUTED: _OperatorChangeKind.ValueType  # 4
     """Kernels without an operator of the model, such as those that a delegate inserted."""
 
@@ -160,9 +160,9 @@ class OperatorChangeKind(_OperatorChangeKind, metaclass=_OperatorChangeKindEnumT
 OPERATOR_CHANGE_KIND_UNSPECIFIED: OperatorChangeKind.ValueType  # 0
 OPERATOR_CHANGE_KIND_OPERATOR: OperatorChangeKind.ValueType  # 1
 OPERATOR_CHANGE_KIND_DELEGATE: OperatorChangeKind.ValueType  # 2
-"""A delegate as a whole: the kernels of a side could not be matched with the graph."""
+"""A delegate as a whole, because the kernels of one side could not be matched with the graph."""
 OPERATOR_CHANGE_KIND_REST: OperatorChangeKind.ValueType  # 3
-"""Time that no kernel explains."""
+"""Time that the kernels do not account for."""
 OPERATOR_CHANGE_KIND_UNATTRIBUTED: OperatorChangeKind.ValueType  # 4
 """Kernels without an operator of the model, such as those that a delegate inserted."""
 Global___OperatorChangeKind: _TypeAlias = OperatorChangeKind  # noqa: Y015
@@ -181,8 +181,8 @@ class CompareRequest(_message.Message):
     BASE_FIELD_NUMBER: _builtins.int
     CANDIDATE_FIELD_NUMBER: _builtins.int
     base: _builtins.str
-    """Each side is a job: its id, a unique prefix of it, a tag or "latest". A `#` and a choice select some of its reports:
-    the number of a cell (from 0), a recipe, a model, or the first characters of a cell's id. Example: "latest#1".
+    """Each side names a job as in GetJobRequest.job_id. An appended `#` with a choice selects some of its reports: the number of
+    a cell (from 0), a recipe, a model, or the first characters of a cell's id. Example: "latest#1".
     """
     candidate: _builtins.str
     def __init__(
@@ -269,7 +269,7 @@ class ComparedSide(_message.Message):
     CHOICE_FIELD_NUMBER: _builtins.int
     REPORTS_FIELD_NUMBER: _builtins.int
     choice: _builtins.str
-    """The text after `#` of the request; absent if all reports of the job are meant."""
+    """The text after `#` in the request; absent if all reports of the job are compared."""
     reports: _builtins.int
     """Number of reports that were compared."""
     @_builtins.property
@@ -325,16 +325,16 @@ class ComparedJob(_message.Message):
     id: _builtins.str
     name: _builtins.str
     state: _job_pb2.JobState.ValueType
-    """A job that is QUEUED or RUNNING has cells without reports; these are not compared."""
+    """A job that is QUEUED or RUNNING has cells without reports, which are not compared."""
     server_version: _builtins.str
-    """Version of the server that compared."""
+    """The version of the server that computed the comparison."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp: ...
     @_builtins.property
     def end_time(self) -> _timestamp_pb2.Timestamp:
-        """Absent while the job is live."""
+        """Absent until the job is terminal."""
 
     def __init__(
         self,
@@ -364,6 +364,8 @@ Global___ComparedJob: _TypeAlias = ComparedJob  # noqa: Y015
 
 @_typing.final
 class UnpairedReport(_message.Message):
+    """A report without a counterpart in the other job."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SIDE_FIELD_NUMBER: _builtins.int
@@ -387,7 +389,7 @@ Global___UnpairedReport: _TypeAlias = UnpairedReport  # noqa: Y015
 
 @_typing.final
 class ComparedReport(_message.Message):
-    """What identifies a report, with the parts of its result that decide whether its numbers count."""
+    """The identity of a report, and the parts of its result that determine whether its numbers are valid."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -810,7 +812,7 @@ class OperatorChanges(_message.Message):
     by: Global___ChangedRows.ValueType
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorChange]:
-        """The largest change of time first."""
+        """Sorted by the size of the change of time, the largest first."""
 
     def __init__(
         self,
@@ -844,9 +846,9 @@ class OperatorChange(_message.Message):
     module: _builtins.str
     """The module's path in the user's model; absent if the kind is neither OPERATOR nor DELEGATE."""
     change_ns: _builtins.float
-    """A side that lacks the operators counts as 0."""
+    """The change of the time. A side without the operators counts as 0."""
     change_share: _builtins.float
-    """The change of the share of the whole time, -1 to 1."""
+    """The change of the share of the whole execution, -1 to 1."""
     @_builtins.property
     def op_types(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -899,10 +901,11 @@ class OperatorTime(_message.Message):
     TIME_NS_FIELD_NUMBER: _builtins.int
     SHARE_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The kernel's name; absent if there are several."""
+    """The kernel's name; absent if there are several kernels."""
     time_ns: _builtins.float
+    """The product of `share` and Profile.p50_ns; if `share` is absent, the sum of the rows' means."""
     share: _builtins.float
-    """0 to 1, of the whole execution."""
+    """The fraction (0 to 1) of the whole execution."""
     @_builtins.property
     def indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """OperatorRow.index of each."""
@@ -936,6 +939,8 @@ Global___OperatorTime: _TypeAlias = OperatorTime  # noqa: Y015
 
 @_typing.final
 class SizeChange(_message.Message):
+    """Changes of the program's size."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     TOTAL_BYTES_FIELD_NUMBER: _builtins.int
@@ -1102,7 +1107,7 @@ Global___OutputErrors: _TypeAlias = OutputErrors  # noqa: Y015
 
 @_typing.final
 class DelegationChange(_message.Message):
-    """Nodes that compute nothing, such as getitem, are not counted."""
+    """Changes of a method's delegation. Nodes that compute nothing, such as getitem, are not counted."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1146,10 +1151,12 @@ class OperatorDelegationChange(_message.Message):
     op: _builtins.str
     @_builtins.property
     def base(self) -> Global___DelegatedNodes:
-        """Absent on a side without the operator."""
+        """Absent if the base lacks the operator."""
 
     @_builtins.property
-    def candidate(self) -> Global___DelegatedNodes: ...
+    def candidate(self) -> Global___DelegatedNodes:
+        """Absent if the candidate lacks the operator."""
+
     def __init__(
         self,
         *,
@@ -1195,10 +1202,10 @@ class CircumstanceChange(_message.Message):
     BASE_FIELD_NUMBER: _builtins.int
     CANDIDATE_FIELD_NUMBER: _builtins.int
     what: _builtins.str
-    """What differs, such as "torch" or "governor": one of `etfarm.wire.changes.WHATS`."""
+    """The name of the circumstance, such as "torch" or "governor": one of `etfarm.wire.changes.WHATS`."""
     @_builtins.property
     def base(self) -> _compile_pb2.Scalar:
-        """Without a value if the side lacks it, such as a runner without a bundle."""
+        """The values. A Scalar without a value means that the side lacks the circumstance, such as a runner without a bundle."""
 
     @_builtins.property
     def candidate(self) -> _compile_pb2.Scalar: ...
