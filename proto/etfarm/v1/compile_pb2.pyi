@@ -30,8 +30,9 @@ class _HostCheckInputsEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HostC
     HOST_CHECK_INPUTS_EXAMPLE: _HostCheckInputs.ValueType  # 1
     """The model's own example inputs."""
     HOST_CHECK_INPUTS_MIN: _HostCheckInputs.ValueType  # 2
-    """Every dynamic dim at its minimum, or at its maximum."""
+    """Every dynamic dim has its minimum size."""
     HOST_CHECK_INPUTS_MAX: _HostCheckInputs.ValueType  # 3
+    """Every dynamic dim has its maximum size."""
 
 class HostCheckInputs(_HostCheckInputs, metaclass=_HostCheckInputsEnumTypeWrapper):
     """The inputs of a HostCheck."""
@@ -40,8 +41,9 @@ HOST_CHECK_INPUTS_UNSPECIFIED: HostCheckInputs.ValueType  # 0
 HOST_CHECK_INPUTS_EXAMPLE: HostCheckInputs.ValueType  # 1
 """The model's own example inputs."""
 HOST_CHECK_INPUTS_MIN: HostCheckInputs.ValueType  # 2
-"""Every dynamic dim at its minimum, or at its maximum."""
+"""Every dynamic dim has its minimum size."""
 HOST_CHECK_INPUTS_MAX: HostCheckInputs.ValueType  # 3
+"""Every dynamic dim has its maximum size."""
 Global___HostCheckInputs: _TypeAlias = HostCheckInputs  # noqa: Y015
 
 @_typing.final
@@ -51,7 +53,7 @@ class ListRecipesRequest(_message.Message):
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
-    """50 when 0, 500 at most."""
+    """50 by default, at most 500."""
     page_token: _builtins.str
     def __init__(
         self,
@@ -104,14 +106,14 @@ class RecipeInfo(_message.Message):
     name: _builtins.str
     summary: _builtins.str
     backend: _builtins.str
-    """The backend that its partitioner delegates to; empty for portable kernels only."""
+    """The backend that the recipe's partitioner delegates to; empty if the recipe uses only portable kernels."""
     quantization: _common_pb2.Quantization.ValueType
     available: _builtins.bool
     missing: _builtins.str
-    """What this server lacks for the recipe; empty if it is available."""
+    """What this server lacks for the recipe; empty if the recipe is available."""
     @_builtins.property
     def arguments(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
-        """Argument names with their types and allowed values, for people."""
+        """The names of the recipe's arguments with their types and allowed values, for people."""
 
     def __init__(
         self,
@@ -138,6 +140,7 @@ class GetCompilationRequest(_message.Message):
 
     KEY_FIELD_NUMBER: _builtins.int
     key: _builtins.str
+    """The key of the compilation (Cell.compilation_key)."""
     def __init__(
         self,
         *,
@@ -183,15 +186,17 @@ class Stage(_message.Message):
     CACHED_FIELD_NUMBER: _builtins.int
     METHODS_FIELD_NUMBER: _builtins.int
     stage: _builtins.str
-    """SOURCE_TRANSFORM, QUANTIZE, TORCH_EXPORT, TO_EDGE_TRANSFORM_AND_LOWER, TO_EDGE, EDGE_PROGRAM_MANAGER_TRANSFORM,
-    TO_BACKEND, TO_EXECUTORCH. A text and no enum: plug-ins may add stages.
+    """SOURCE_TRANSFORM, QUANTIZE, TORCH_EXPORT, TO_EDGE_TRANSFORM_AND_LOWER, TO_EDGE, EDGE_PROGRAM_MANAGER_TRANSFORM, TO_BACKEND
+    or TO_EXECUTORCH. A string instead of an enum, because plug-ins may add stages.
     """
     duration_ms: _builtins.float
-    """Absent if the duration is not known, as of a program that the client had exported before."""
+    """Absent if the duration is unknown, as for a program that was exported before the client received it."""
     where: _common_pb2.Actor.ValueType
     """CLIENT or SERVER."""
     cached: _builtins.bool
-    """Whether the stage's result comes from an earlier compilation that shares it; the durations are those of then."""
+    """Whether the result comes from an earlier compilation that shares the stage; the durations are then those of that
+    compilation.
+    """
     @_builtins.property
     def methods(self) -> _containers.ScalarMap[_builtins.str, _builtins.float]:
         """The duration of each method in milliseconds if the stage processes methods one after the other; empty if it processes all
@@ -219,6 +224,8 @@ Global___Stage: _TypeAlias = Stage  # noqa: Y015
 
 @_typing.final
 class Delegation(_message.Message):
+    """The distribution of a method's nodes over delegates and the runtime, as ExecuTorch's get_delegation_info counts them."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     SUBGRAPHS_FIELD_NUMBER: _builtins.int
@@ -226,6 +233,7 @@ class Delegation(_message.Message):
     NON_DELEGATED_NODES_FIELD_NUMBER: _builtins.int
     OPERATORS_FIELD_NUMBER: _builtins.int
     subgraphs: _builtins.int
+    """Number of delegated subgraphs."""
     delegated_nodes: _builtins.int
     non_delegated_nodes: _builtins.int
     @_builtins.property
@@ -312,7 +320,9 @@ Global___Place: _TypeAlias = Place  # noqa: Y015
 
 @_typing.final
 class SourceLine(_message.Message):
-    """The innermost frame outside of torch, torchao, executorch and <...>; its code is from the stack trace itself."""
+    """A line of Python code: the innermost frame of a stack trace outside of torch, torchao, executorch and <...>. The code is from
+    the stack trace itself.
+    """
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -372,7 +382,9 @@ class Warning(_message.Message):
     CODE_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
     code: _builtins.str
+    """In UPPER_SNAKE_CASE. Stable: programs may depend on it."""
     message: _builtins.str
+    """The explanation, for people."""
     def __init__(
         self,
         *,
@@ -536,7 +548,7 @@ Global___MethodFacts: _TypeAlias = MethodFacts  # noqa: Y015
 
 @_typing.final
 class ProgramFacts(_message.Message):
-    """A program's inputs and outputs, and its requirements on a device; read from the .pte itself."""
+    """The inputs, outputs and requirements of a program, read from the .pte itself."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -563,7 +575,9 @@ class ProgramFacts(_message.Message):
 
     METHODS_FIELD_NUMBER: _builtins.int
     @_builtins.property
-    def methods(self) -> _containers.MessageMap[_builtins.str, Global___MethodFacts]: ...
+    def methods(self) -> _containers.MessageMap[_builtins.str, Global___MethodFacts]:
+        """By method."""
+
     def __init__(
         self,
         *,
@@ -636,7 +650,9 @@ class ProgramSizes(_message.Message):
     delegate_bytes: _builtins.int
     """The delegates' own data, without constants that they keep as named data."""
     @_builtins.property
-    def methods(self) -> _containers.MessageMap[_builtins.str, Global___MethodSizes]: ...
+    def methods(self) -> _containers.MessageMap[_builtins.str, Global___MethodSizes]:
+        """By method."""
+
     @_builtins.property
     def data_bytes(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """The named data files beside the .pte."""
@@ -700,8 +716,9 @@ class ModuleFootprint(_message.Message):
     constant_bytes: _builtins.int
     """Its parameters and buffers as the program stores them, including delegated ones; each counts once, for its first user."""
     planned_bytes: _builtins.int
-    """The maximum that the module's own planned tensors occupy at one time, and the number of these tensors."""
+    """The maximum size of the module's own planned tensors that are live at one time."""
     planned_tensors: _builtins.int
+    """Number of the module's own planned tensors."""
     def __init__(
         self,
         *,
@@ -721,7 +738,7 @@ Global___ModuleFootprint: _TypeAlias = ModuleFootprint  # noqa: Y015
 
 @_typing.final
 class HostCheck(_message.Message):
-    """A single run of a method on the server, compared with eager PyTorch before any quantization on the same inputs."""
+    """A single run of a method on the server, and its comparison with eager PyTorch before any quantization, on the same inputs."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -734,8 +751,9 @@ class HostCheck(_message.Message):
     method: _builtins.str
     inputs: Global___HostCheckInputs.ValueType
     ran: _builtins.bool
+    """Whether the method ran to its end."""
     why: _builtins.str
-    """Why the method did not run, or was not compared; empty otherwise."""
+    """Why the method did not run or was not compared; empty otherwise."""
     @_builtins.property
     def shapes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Shapes of the tensor inputs in flattened order, such as "2x3x224x224"."""
@@ -850,6 +868,8 @@ Global___Fp32Operator: _TypeAlias = Fp32Operator  # noqa: Y015
 
 @_typing.final
 class Compilation(_message.Message):
+    """The result of compiling one model with one recipe."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     @_typing.final
@@ -976,11 +996,11 @@ class Compilation(_message.Message):
     MODULES_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     stopped_after: _builtins.str
-    """The last requested stage; empty for a whole program."""
+    """The last stage that was requested; empty if the whole program was."""
     @_builtins.property
     def error(self) -> _common_pb2.Error:
-        """Set if the compilation failed; the other fields then hold the results of the stages before. Failures that would occur again
-        are kept as well.
+        """Present if the compilation failed; the other fields then contain the results of the preceding stages. Failures that would
+        occur again are stored as well.
         """
 
     @_builtins.property
@@ -990,7 +1010,9 @@ class Compilation(_message.Message):
     @_builtins.property
     def etrecord(self) -> _common_pb2.Artifact: ...
     @_builtins.property
-    def delegation(self) -> _containers.MessageMap[_builtins.str, Global___Delegation]: ...
+    def delegation(self) -> _containers.MessageMap[_builtins.str, Global___Delegation]:
+        """By method."""
+
     @_builtins.property
     def toolchain(self) -> Global___Toolchain: ...
     @_builtins.property

@@ -26,7 +26,8 @@ if _version_not_supported:
 
 
 class CompileServiceStub(object):
-    """The recipes of the compile server, and the results of compilations. A compilation is started by submitting a job.
+    """The recipes of the compile server, and the results of compilations. Submitting a job starts a compilation
+    (JobService.Submit).
     """
 
     def __init__(self, channel):
@@ -48,12 +49,13 @@ class CompileServiceStub(object):
 
 
 class CompileServiceServicer(object):
-    """The recipes of the compile server, and the results of compilations. A compilation is started by submitting a job.
+    """The recipes of the compile server, and the results of compilations. Submitting a job starts a compilation
+    (JobService.Submit).
     """
 
     def ListRecipes(self, request, context):
-        """Lists every recipe that etfarm knows, including those that this server cannot run, with what is missing for them.
-        Shortly after the server has started, the answer waits for the compile workers' prewarming (seconds).
+        """Lists every recipe that etfarm knows. Recipes that this server cannot run are included, with what is missing. Shortly after
+        the server has started, the response is delayed by seconds until the compile workers are prewarmed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -91,7 +93,8 @@ def add_CompileServiceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class CompileService(object):
-    """The recipes of the compile server, and the results of compilations. A compilation is started by submitting a job.
+    """The recipes of the compile server, and the results of compilations. Submitting a job starts a compilation
+    (JobService.Submit).
     """
 
     @staticmethod

@@ -27,15 +27,17 @@ GRPC_GENERATED_VERSION: str
 GRPC_VERSION: str
 
 class CompileServiceStub:
-    """The recipes of the compile server, and the results of compilations. A compilation is started by submitting a job."""
+    """The recipes of the compile server, and the results of compilations. Submitting a job starts a compilation
+    (JobService.Submit).
+    """
 
     @_typing.overload
     def __new__(cls, channel: _grpc.Channel) -> _Self: ...
     @_typing.overload
     def __new__(cls, channel: _aio.Channel) -> CompileServiceAsyncStub: ...
     ListRecipes: _grpc.UnaryUnaryMultiCallable[_compile_pb2.ListRecipesRequest, _compile_pb2.ListRecipesResponse]
-    """Lists every recipe that etfarm knows, including those that this server cannot run, with what is missing for them.
-    Shortly after the server has started, the answer waits for the compile workers' prewarming (seconds).
+    """Lists every recipe that etfarm knows. Recipes that this server cannot run are included, with what is missing. Shortly after
+    the server has started, the response is delayed by seconds until the compile workers are prewarmed.
     """
     GetCompilation: _grpc.UnaryUnaryMultiCallable[_compile_pb2.GetCompilationRequest, _compile_pb2.Compilation]
     """Returns a compilation by its key (Cell.compilation_key).
@@ -46,12 +48,14 @@ class CompileServiceStub:
 
 @_typing.type_check_only
 class CompileServiceAsyncStub(CompileServiceStub):
-    """The recipes of the compile server, and the results of compilations. A compilation is started by submitting a job."""
+    """The recipes of the compile server, and the results of compilations. Submitting a job starts a compilation
+    (JobService.Submit).
+    """
 
     def __init__(self, channel: _aio.Channel) -> None: ...
     ListRecipes: _aio.UnaryUnaryMultiCallable[_compile_pb2.ListRecipesRequest, _compile_pb2.ListRecipesResponse]  # type: ignore[assignment]
-    """Lists every recipe that etfarm knows, including those that this server cannot run, with what is missing for them.
-    Shortly after the server has started, the answer waits for the compile workers' prewarming (seconds).
+    """Lists every recipe that etfarm knows. Recipes that this server cannot run are included, with what is missing. Shortly after
+    the server has started, the response is delayed by seconds until the compile workers are prewarmed.
     """
     GetCompilation: _aio.UnaryUnaryMultiCallable[_compile_pb2.GetCompilationRequest, _compile_pb2.Compilation]  # type: ignore[assignment]
     """Returns a compilation by its key (Cell.compilation_key).
@@ -61,7 +65,9 @@ class CompileServiceAsyncStub(CompileServiceStub):
     """
 
 class CompileServiceServicer(metaclass=_abc_1.ABCMeta):
-    """The recipes of the compile server, and the results of compilations. A compilation is started by submitting a job."""
+    """The recipes of the compile server, and the results of compilations. Submitting a job starts a compilation
+    (JobService.Submit).
+    """
 
     @_abc_1.abstractmethod
     def ListRecipes(
@@ -69,8 +75,8 @@ class CompileServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _compile_pb2.ListRecipesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_compile_pb2.ListRecipesResponse, _abc.Awaitable[_compile_pb2.ListRecipesResponse]]:
-        """Lists every recipe that etfarm knows, including those that this server cannot run, with what is missing for them.
-        Shortly after the server has started, the answer waits for the compile workers' prewarming (seconds).
+        """Lists every recipe that etfarm knows. Recipes that this server cannot run are included, with what is missing. Shortly after
+        the server has started, the response is delayed by seconds until the compile workers are prewarmed.
         """
 
     @_abc_1.abstractmethod
