@@ -28,7 +28,7 @@ class CompileResult(_message.Message):
     every field before anything else reads it. A child that lists recipes answers with a ListRecipesResponse, and one that
     analyzes with a Report, of which only the measured parts may be set.
 
-    The answer of a compiling child. Files are named by what they are called in the child's folder.
+    The answer of a child that compiles. A file is identified by its name in the child's folder.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -121,18 +121,18 @@ class CompileResult(_message.Message):
     EXPORTED_PROGRAMS_FIELD_NUMBER: _builtins.int
     STAGE_FILES_FIELD_NUMBER: _builtins.int
     pte: _builtins.str
-    """The program; absent for an uploaded program, and if a stage before TO_EXECUTORCH was the last one requested."""
+    """The program; absent for an uploaded program, and if the last requested stage precedes TO_EXECUTORCH."""
     etrecord: _builtins.str
     @_builtins.property
     def compilation(self) -> _compile_pb2.Compilation:
-        """A child that quantizes sets `stages`, `warnings` and `stayed_fp32`; one that inspects a program `warnings`, `facts`,
-        `sizes` and `toolchain`; one that lowers sets all of these, `delegation`, `modules` and `checks`. No child sets artifacts,
-        keys or errors.
+        """A child that quantizes sets `stages`, `warnings` and `stayed_fp32`. One that inspects a program sets `warnings`, `facts`,
+        `sizes` and `toolchain`. One that lowers sets all of these, and `delegation`, `modules` and `checks`. No child sets
+        artifacts, keys or errors.
         """
 
     @_builtins.property
     def data(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """Data files by the names that the program refers to."""
+        """Data files by the names with which the program refers to them."""
 
     @_builtins.property
     def example_inputs(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
@@ -140,11 +140,11 @@ class CompileResult(_message.Message):
 
     @_builtins.property
     def exported_programs(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """By method: the programs of a child that quantizes."""
+        """The quantized programs by method; only from a child that quantizes."""
 
     @_builtins.property
     def stage_files(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
-        """By the names of Compilation.stage_files."""
+        """By the names in Compilation.stage_files."""
 
     def __init__(
         self,
