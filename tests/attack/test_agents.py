@@ -32,6 +32,7 @@ from etfarm.v1 import (
 from etfarm.wire import digest
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.farm import Daemon
 from tests.support.programs import program
@@ -105,7 +106,7 @@ async def test_a_silent_agents_identity_and_devices_cannot_be_taken_with_another
     assert await refusal(Agent(channels["thief"], "board")) == "AGENT_NOT_YOURS"
     # As an agent of its own with the board's devices.
     stub = agent_pb2_grpc.AgentServiceStub(channels["thief"])
-    hello = agent_pb2.Hello(agent_id="fresh", protocol_version=1, devices=board.devices)
+    hello = agent_pb2.Hello(agent_id="fresh", protocol_version=PROTOCOL_VERSION, devices=board.devices)
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stub.Connect(iter([agent_pb2.AgentMessage(hello=hello)])).read()
     assert from_rpc_error(refused.value, server="here").reason == "DEVICE_NOT_YOURS"
@@ -168,8 +169,8 @@ async def test_a_forged_measurement_is_a_device_fault_and_never_valid(channels: 
         start = await thief.started()
         (candidate,) = start.candidates
         result = agent_pb2.CandidateResult(
-            cell_id=candidate.cell_id, threads=1, iterations=1000, duration_ns=1_000_000_000, stop_reason="ENOUGH",
-            samples=forged, outputs=forged,
+            cell_id=candidate.cell_id, threads=1, iterations=1000, duration_ns=1_000_000_000,
+            stop_reason=common_pb2.STOP_REASON_ENOUGH, samples=forged, outputs=forged,
         )  # fmt: skip
         answer = agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, candidates=[result])
         thief.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=answer))
@@ -240,7 +241,7 @@ async def test_restricted_devices_do_not_get_further_projects_under_new_ids(
         # By a Hello, and over a restriction that an admin lifts.
         await devices.Restrict(device_pb2.RestrictDeviceRequest(device_id=alias.id, projects=[]))
         second = device_pb2.Device(id="second-of-caged", name="second", arch="x86_64", cores=2)
-        hello = agent_pb2.Hello(agent_id="caged", protocol_version=1, devices=[second])
+        hello = agent_pb2.Hello(agent_id="caged", protocol_version=PROTOCOL_VERSION, devices=[second])
         stream = agent_pb2_grpc.AgentServiceStub(channel).Connect(iter([agent_pb2.AgentMessage(hello=hello)]))
         assert (await stream.read()).HasField("welcome")
         assert not (await devices.Get(device_pb2.GetDeviceRequest(device_id=second.id))).projects, "as its free device"
@@ -273,7 +274,7 @@ async def test_a_sessions_answers_do_not_delete_what_others_uploaded(channels: d
 
 
 async def test_an_agents_id_is_short_enough_to_be_listed(channels: dict[str, grpc.aio.Channel]) -> None:
-    hello = agent_pb2.Hello(agent_id="n" * 101, protocol_version=1)
+    hello = agent_pb2.Hello(agent_id="n" * 101, protocol_version=PROTOCOL_VERSION)
     stream = agent_pb2_grpc.AgentServiceStub(channels["thief"]).Connect(iter([agent_pb2.AgentMessage(hello=hello)]))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         await stream.read()
@@ -329,9 +330,9 @@ async def test_a_device_called_as_an_architecture_does_not_keep_jobs_from_its_de
     channels: dict[str, grpc.aio.Channel],
 ) -> None:
     # The first by name, with a runner of its own that can do nothing.
-    lacking = device_pb2.DeviceRunner(kind="own", backends=["None"], operators=["none"])
+    lacking = device_pb2.DeviceRunner(kind=common_pb2.RUNNER_KIND_OWN, backends=["None"], operators=["none"])
     impostor = device_pb2.Device(id=platform.machine(), name=" ", arch="none", cores=7, own_runners=[lacking])
-    hello = agent_pb2.Hello(agent_id="impostor", protocol_version=1, devices=[impostor])
+    hello = agent_pb2.Hello(agent_id="impostor", protocol_version=PROTOCOL_VERSION, devices=[impostor])
     stream = agent_pb2_grpc.AgentServiceStub(channels["thief"]).Connect(iter([agent_pb2.AgentMessage(hello=hello)]))
     assert (await stream.read()).HasField("welcome")
     board = Agent(channels["rack"], "honest")

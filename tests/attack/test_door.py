@@ -32,6 +32,7 @@ from etfarm.v1 import (
     token_pb2_grpc,
 )
 from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.contract import WAIT_S, call
 from tests.support.door import ADMIN, LINES, USER, Door, create, ended, refusal, watch
@@ -353,7 +354,7 @@ async def test_an_enrolment_token_does_not_take_the_identity_of_an_agent_that_is
 ) -> None:
     stream = agent_pb2_grpc.AgentServiceStub(admin).Connect()
     device = device_pb2.Device(id="door-pi", name="door-pi", arch="aarch64")
-    hello = agent_pb2.Hello(agent_id="old-agent", protocol_version=1, devices=[device], boot_id="here")
+    hello = agent_pb2.Hello(agent_id="old-agent", protocol_version=PROTOCOL_VERSION, devices=[device], boot_id="here")
     await stream.write(agent_pb2.AgentMessage(hello=hello))
     assert (await stream.read()).HasField("welcome")
     stream.cancel()

@@ -32,6 +32,7 @@ from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.farm import FarmProcess, wait_until
 from tests.support.programs import program
@@ -184,7 +185,7 @@ async def test_bytes_that_decode_to_gigabytes_are_refused_without_their_memory(
 
 
 def announced(agent_id: str, devices: list[device_pb2.Device]) -> agent_pb2.AgentMessage:
-    return agent_pb2.AgentMessage(hello=agent_pb2.Hello(agent_id=agent_id, protocol_version=1, devices=devices))
+    return agent_pb2.AgentMessage(hello=agent_pb2.Hello(agent_id=agent_id, protocol_version=PROTOCOL_VERSION, devices=devices))
 
 
 async def test_agents_can_neither_flood_the_farm_with_devices_nor_make_its_list_unreadable(breakable: FarmProcess) -> None:

@@ -10,6 +10,7 @@ import pytest
 
 from etfarm.client import Farm
 from etfarm.device_agents.runners.python import PythonRunner
+from etfarm.v1 import common_pb2
 from etfarm.wire.errors import EtfarmError
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.programs import program
@@ -58,7 +59,7 @@ def test_a_run_gives_what_torch_gave(client: Farm) -> None:
 def test_a_session_is_served_by_the_devices_own_binding(client: Farm) -> None:
     created = program("conv")
     with client.session(created.path) as session:
-        assert session._session._ready.runner.kind == "python"
+        assert session._async._ready.runner.kind == common_pb2.RUNNER_KIND_PYTHON
         np.testing.assert_allclose(
             session.run("forward", *arrays(created.inputs))[0], arrays(created.expected)[0], rtol=1e-4, atol=1e-5
         )

@@ -109,7 +109,7 @@ async def client(server: FarmProcess) -> AsyncIterator[Client]:
 
 
 def stages(report: report_pb2.Report) -> list[tuple[str, bool]]:
-    return [(stage.stage, stage.cached) for stage in report.compile.stages]
+    return [(stage.stage, stage.cached) for stage in report.compile.compilation.stages]
 
 
 async def test_methods_and_constants_become_one_program_and_recipes_that_quantize_alike_share_it(
@@ -120,7 +120,7 @@ async def test_methods_and_constants_become_one_program_and_recipes_that_quantiz
     candidate.model.constant_methods["eos"].CopyFrom(await client.put(constant))
     job, report = await client.end(await client.submit(candidate))
     assert job.state == JobState.JOB_STATE_SUCCEEDED, report.error
-    created = report.compile
+    created = report.compile.compilation
     assert stages(report) == [("QUANTIZE", False), ("TORCH_EXPORT", False), *((stage, False) for stage in LOWERED)]
     assert set(created.stages[0].methods) == {"forward", "encode"}
     assert set(created.delegation) >= {"forward", "encode"}
@@ -128,7 +128,7 @@ async def test_methods_and_constants_become_one_program_and_recipes_that_quantiz
     assert created.exported_programs["forward"].digest != candidate.model.methods["forward"].exported_program.digest
     assert {(check.method, check.ran) for check in created.checks} == {("forward", True), ("encode", True)}
     assert created.sizes.delegate_bytes + created.sizes.constant_bytes > 0
-    assert created.program.size_bytes and created.etrecord.size_bytes
+    assert created.program.pte.size_bytes and created.etrecord.size_bytes
     compilation = compile_pb2_grpc.CompileServiceStub(client.channel).GetCompilation
     facts = (await compilation(compile_pb2.GetCompilationRequest(key=job.cells[0].compilation_key))).facts
     assert set(facts.methods) == {"forward", "encode", "eos"}
@@ -137,7 +137,7 @@ async def test_methods_and_constants_become_one_program_and_recipes_that_quantiz
     job, report = await client.end(await client.submit(candidate))
     assert stages(report) == [("QUANTIZE", True), ("TORCH_EXPORT", True), *((stage, False) for stage in LOWERED)]
     assert not report.compile.cached
-    assert report.compile.exported_programs == created.exported_programs
+    assert report.compile.compilation.exported_programs == created.exported_programs
 
     job, report = await client.end(await client.submit(candidate))
     assert report.compile.cached and job.cells[0].compile_cached
@@ -148,8 +148,9 @@ async def test_a_stage_s_files_are_what_a_compilation_that_stops_there_gives(cli
     candidate = await client.model(tmp_path, INT8, forward=models.conv)
     job, report = await client.end(await client.submit(candidate, stop_after=stage))
     assert job.state == JobState.JOB_STATE_SUCCEEDED, report.error
-    assert (report.compile.stopped_after, report.compile.HasField("program")) == (stage, False)
-    assert {"forward.pt2", "forward.txt"} <= set(report.compile.stage_files)
+    compilation = report.compile.compilation
+    assert (compilation.stopped_after, compilation.HasField("program")) == (stage, False)
+    assert {"forward.pt2", "forward.txt"} <= set(compilation.stage_files)
 
 
 async def test_a_model_that_fails_fails_again_at_once_with_the_same_words_and_stages(client: Client, tmp_path: Path) -> None:
@@ -217,8 +218,8 @@ async def test_a_device_runs_methods_and_constants_of_a_program_whose_weights_li
         )
         forward, encode, eos = await client.reports(job)
     for report in (forward, encode, eos):
-        assert report.state == "SUCCEEDED", report.error
-        assert sum(data.size_bytes for data in report.compile.data.values()) > 0
+        assert report.state == common_pb2.CELL_STATE_SUCCEEDED, report.error
+        assert sum(data.size_bytes for data in report.compile.compilation.program.data.values()) > 0
         assert not [warning for warning in report.compile.warnings if warning.code.startswith("ANALYSIS")]
     for report in (forward, encode):
         assert report.accuracy[0].sqnr_db > 100, "each is compared with its own method's program"

@@ -25,7 +25,7 @@ def seeds() -> list[bytes]:
     """Return a status's details, behind d, and an error, a job and a report of the contract, behind e, j and r."""
     error = error_of(Fault.USER, "NO_SUCH_JOB", "There is no job x.", "List them.", metadata={"job": "x"})
     details = dict(status.to_status(error).trailing_metadata or ())["grpc-status-details-bin"]
-    created = report_pb2.Report(id="r", state="FAILED", error=status.to_proto(error))
+    created = report_pb2.Report(id="r", state=common_pb2.CELL_STATE_FAILED, error=status.to_proto(error))
     created.operators.add(kind=report_pb2.OPERATOR_KIND_KERNEL, name="k", p50_ns=3.0)
     job = job_pb2.Job(id="j", state=job_pb2.JOB_STATE_FAILED, labels={"a": "b"})
     return [

@@ -287,7 +287,9 @@ async def test_a_session_is_served_by_the_agent_of_its_device_alone(guarded: Gua
     data = program("add").bytes
     pte = artifact_of(data)
     created = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
-    runner = device_pb2.DeviceRunner(kind="python", executorch="1.5.1", backends=["XnnpackBackend"], operators=["aten::add.out"])
+    runner = device_pb2.DeviceRunner(
+        kind=common_pb2.RUNNER_KIND_PYTHON, executorch="1.5.1", backends=["XnnpackBackend"], operators=["aten::add.out"]
+    )
     channels = [guarded.channel(TOKENS[role]) for role in ("user", "agent", "admin")]
     async with channels[0] as users, channels[1] as agents, channels[2] as admins:
         await upload(artifact_pb2_grpc.ArtifactServiceStub(users), pte, data)

@@ -17,7 +17,7 @@ from etfarm.v1 import (
     session_pb2,
     session_pb2_grpc,
 )
-from etfarm.wire.names import boot_id
+from etfarm.wire.names import PROTOCOL_VERSION, boot_id
 
 WAIT_S = 120.0
 """An answer may have to wait until the compile workers are warm, on a busy machine."""
@@ -36,7 +36,7 @@ class Agent:
             )
             for index in range(2)
         ]
-        hello = agent_pb2.Hello(agent_id=name, protocol_version=1, devices=self.devices, boot_id=boot_id())
+        hello = agent_pb2.Hello(agent_id=name, protocol_version=PROTOCOL_VERSION, devices=self.devices, boot_id=boot_id())
         self.outgoing: asyncio.Queue[agent_pb2.AgentMessage | None] = asyncio.Queue()
         self.outgoing.put_nowait(agent_pb2.AgentMessage(hello=hello))
         self.stream = self.stub.Connect(_beating(self.outgoing))
