@@ -148,6 +148,27 @@ def test_an_attempt_names_its_own_cells_once_and_takes_no_longer_than_it_lasted(
     golden.check(refused.value)
 
 
+@pytest.mark.parametrize(
+    ("what", "limit", "fill"),
+    [
+        ("traced iterations", 1_000, lambda result, count: result.traced_ns.extend([1_000] * (count - len(result.traced_ns)))),
+        ("blocks", 1_000, lambda result, count: [result.blocks.add() for _ in range(count)]),
+        ("points of telemetry", 120, lambda result, count: [result.telemetry.series.add() for _ in range(count)]),
+    ],
+)
+def test_lists_of_a_result_have_at_most_the_length_that_an_honest_agent_sends(
+    tmp_path: Path, what: str, limit: int, fill: Callable[[agent_pb2.CandidateResult, int], None]
+) -> None:
+    longest, longer = honest(), honest()
+    fill(longest, limit)
+    if longest.blocks:
+        longest.blocks[0].samples = longest.iterations
+    check(longest, tmp_path)
+    fill(longer, limit + 1)
+    with pytest.raises(ImplausibleResult, match=f"it has {limit + 1:,} {what}, more than {limit:,}"):
+        check(longer, tmp_path)
+
+
 def test_all_artifacts_of_a_result_are_found() -> None:
     result = honest()
     result.etdump.digest, result.numerics.debug.digest, result.outputs.digest = "e", "d", "o"
