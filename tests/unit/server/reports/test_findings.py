@@ -25,6 +25,7 @@ from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.wire import digest
 from tests.support.farm import wait_until
+from tests.support.traces import traced
 
 NOW = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 DEADLINE_S = 6.0
@@ -110,6 +111,25 @@ async def test_the_same_files_are_analyzed_once(workers: Workers, store: Store, 
     assert again.analysis.cached
     again.analysis.cached = False
     assert again == first
+
+
+async def test_a_result_whose_traced_times_are_gone_is_computed_again(
+    workers: Workers, store: Store, database: Database, tmp_path: Path
+) -> None:
+    run = traced("xnnpack")
+    asked = replace(
+        request(tmp_path), pte=run.pte, etdump=run.etdump, etrecord=run.etrecord, method=run.method, traced_ns=run.traced_ns,
+    )  # fmt: skip
+    findings = Findings(workers, store, database, Clock(), deadline_s=60)
+    first = await findings.of(asked, quiet)
+    assert first.operators and not first.analysis.cached
+    times = store.path(first.trace_times.digest)
+    assert (await findings.of(asked, quiet)).analysis.cached
+    times.unlink()
+    again = await findings.of(asked, quiet)
+    assert not again.analysis.cached and again.trace_times == first.trace_times
+    assert times.stat().st_size == first.trace_times.size_bytes
+    assert (await findings.of(asked, quiet)).analysis.cached
 
 
 async def test_what_is_asked_for_anew_is_found_anew(workers: Workers, store: Store, database: Database, tmp_path: Path) -> None:
