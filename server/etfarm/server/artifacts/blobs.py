@@ -42,8 +42,12 @@ def write_blob(data: Path, content: bytes) -> common_pb2.Artifact:
     if not place.exists():
         blobs.mkdir(parents=True, exist_ok=True)
         part = blobs / f"{artifact.digest}.part"
-        part.write_bytes(content)
-        settle(part, place)
+        try:
+            part.write_bytes(content)
+            settle(part, place)
+        except OSError:
+            part.unlink(missing_ok=True)
+            raise
     return artifact
 
 

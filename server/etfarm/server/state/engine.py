@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import sqlite3
 from collections.abc import Awaitable, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -59,14 +60,22 @@ class Database:
 
         Raises:
             DatabaseUnusable, DatabaseDamaged, DatabaseForeign, DatabaseTooNew: the file cannot be used.
-            DatabaseFull: the disk has no space for the tables.
+            DatabaseFull: the disk has no space for the tables. The file is unchanged.
         """
         await asyncio.get_running_loop().run_in_executor(self._writer.thread, self._open)
 
     def _open(self) -> None:
         damage.check(self._path, HEAD, _revisions())
-        with _translated(self._path):
-            _migrate(self._engine, self._path.parent)
+        try:
+            with _translated(self._path):
+                _migrate(self._engine, self._path.parent)
+        except DatabaseFull as error:
+            raise DatabaseFull(error.message, "Free disk where its --data is, and start it again. Nothing is lost.") from error
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+            what = "The server's disk has no space for the conversion of its database."
+            raise DatabaseFull(what, "Free disk where its --data is, and start it again. Nothing is lost.") from error
 
     async def write(self, do: Callable[[Connection], T], *, durable: bool = False) -> T:
         """Run `do` in a transaction, in order with all other writes, and return its result.
@@ -183,6 +192,12 @@ def _migrate(engine: Engine, data: Path) -> None:
             revision = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
     if revision == HEAD:
         return
+    if revision is not None:
+        log.info(
+            "converting the database for this version of etfarm; older versions cannot open it afterwards",
+            revision=revision,
+            to=HEAD,
+        )
     # Imported only if there is something to migrate: the import costs 10 MB and 0.2 s.
     from alembic import command
     from alembic.config import Config
@@ -193,3 +208,5 @@ def _migrate(engine: Engine, data: Path) -> None:
         config.attributes["connection"] = connection
         config.attributes["data"] = data
         command.upgrade(config, "head")
+    if revision is not None:
+        log.info("the database is converted", revision=HEAD)

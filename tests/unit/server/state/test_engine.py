@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import signal
 import sqlite3
+import subprocess
+import sys
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -24,7 +28,7 @@ from etfarm.server.jobs.records.rows import JobNotFound
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state import engine as engine_module
 from etfarm.server.state import schema
-from etfarm.server.state.engine import HEAD, Database, DatabaseTooNew
+from etfarm.server.state.engine import HEAD, Database, DatabaseFull, DatabaseTooNew
 from etfarm.v1 import job_pb2, report_pb2
 from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.v1.device_pb2 import Device, DeviceRunner
@@ -212,6 +216,107 @@ async def test_a_migration_that_is_cut_off_leaves_nothing_half_made(tmp_path: Pa
     await second.open()
     assert await second.read(count) == 0
     second.close()
+
+
+KILLED = """
+import asyncio, os, signal, sys
+from pathlib import Path
+
+from sqlalchemy import Engine, event
+
+from etfarm.server.state.engine import Database
+
+path, beginning, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
+seen = 0
+
+
+@event.listens_for(Engine, "before_cursor_execute")
+def end(connection, cursor, statement, *_):
+    global seen
+    seen += " ".join(statement.split()).startswith(beginning)
+    if seen == number:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+asyncio.run(Database(path).open())
+"""
+
+
+def database_of_0006(folder: Path, reports: int) -> Path:
+    """A database of etfarm 0.1.0 with reports that have samples."""
+    path = folder / "farm.sqlite"
+    engine = create_engine(f"sqlite:///{path}")
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0003")
+        connection.execute(text(f"INSERT INTO jobs VALUES ('j', 1, '', 'ann', 'r', 0, x'', '{NOW}', '{NOW}', 0)"))
+        for number in range(reports):
+            report = message_class("Report")(id=f"r{number}", recipe="portable", state="SUCCEEDED")
+            report.latency.samples_ns.extend([1000 + number] * 5)
+            report.samples.digest, report.samples.size_bytes = digest.of_bytes(encode_samples([1000 + number] * 5)), 40
+            report.profile.iterations = 1
+            report.profile.times_ns.append(2000 + number)
+            connection.execute(text(f"INSERT INTO cells VALUES ('c{number}', 'j', {number}, 'SUCCEEDED', 1, x'')"))
+            connection.execute(
+                text(f"INSERT INTO reports VALUES (:id, 'j', :cell, 'net', '', 'board', NULL, '{NOW}', :body)"),
+                {"id": report.id, "cell": f"c{number}", "body": report.SerializeToString()},
+            )
+        command.upgrade(config, "0006")
+    engine.dispose()
+    return path
+
+
+def revision_of(path: Path) -> str:
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        ((revision,),) = connection.execute("SELECT version_num FROM alembic_version")
+    return str(revision)
+
+
+async def assert_converts(path: Path, reports: int) -> None:
+    """The database opens, and all its reports have their series."""
+    database = Database(path)
+    await database.open()
+    bodies = await database.read(lambda connection: connection.execute(select(schema.reports.c.body)).scalars().all())
+    store = Store(path.parent / ARTIFACTS, database)
+    found = [report_pb2.Report.FromString(body) for body in bodies]
+    assert sorted(report.id for report in found) == sorted(f"r{number}" for number in range(reports))
+    for report in found:
+        number = int(report.id[1:])
+        assert decode_samples(store.path(report.samples.digest).read_bytes()) == [1000 + number] * 5
+        assert decode_trace_times(store.path(report.trace_times.digest).read_bytes(), 1) == [[2000 + number]]
+    store.close()
+    database.close()
+    assert revision_of(path) == HEAD
+
+
+@pytest.mark.parametrize(
+    ("statement", "number"), [("UPDATE reports SET body", 2), ("DROP TABLE reports", 1), ("UPDATE alembic_version", 1)]
+)
+async def test_a_conversion_that_is_killed_is_done_whole_at_the_next_start(tmp_path: Path, statement: str, number: int) -> None:
+    path = database_of_0006(tmp_path, 3)
+    command_line = [sys.executable, "-c", KILLED, str(path), statement, str(number)]
+    killed = await asyncio.to_thread(subprocess.run, command_line, capture_output=True, text=True, check=False, timeout=120)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    assert revision_of(path) == "0006"
+    await assert_converts(path, 3)
+
+
+async def test_a_conversion_without_space_changes_nothing(tmp_path: Path) -> None:
+    path = database_of_0006(tmp_path, 3)
+    blobs = tmp_path / ARTIFACTS / "blobs"
+    blobs.mkdir(parents=True)
+    times = digest.of_bytes(encode_samples([2001]))
+    (blobs / f"{times}.part").symlink_to("/dev/full")
+    database = Database(path)
+    with pytest.raises(DatabaseFull, match="no space for the conversion") as refused:
+        await database.open()
+    database.close()
+    assert "start it again" in refused.value.remedy
+    assert revision_of(path) == "0006"
+    assert not list(blobs.glob("*.part"))
+    await assert_converts(path, 3)
 
 
 async def test_the_migrations_make_the_tables_of_the_schema(database: Database, tmp_path: Path) -> None:

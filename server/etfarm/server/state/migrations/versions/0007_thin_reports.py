@@ -38,6 +38,9 @@ _BODIES: tuple[tuple[str, str, type[Message]], ...] = (
 _ROWS = 20
 """Number of rows in memory: a job's spec may have a hundred thousand calibration samples."""
 
+_PROGRESS = 100
+"""Number of reports between two log lines."""
+
 
 def upgrade() -> None:
     connection = op.get_bind()
@@ -47,8 +50,11 @@ def upgrade() -> None:
         if not is_wire_compatible(kind):
             for rowid, body in _rows(connection, table, column, _ROWS):
                 _convert(connection, table, column, kind, rowid, body)
-    for rowid, body in _rows(connection, "reports", "body", 1):
+    total = connection.execute(sa.text("SELECT count(*) FROM reports WHERE body IS NOT NULL")).scalar_one()
+    for done, (rowid, body) in enumerate(_rows(connection, "reports", "body", 1), 1):
         _convert_report(connection, rowid, body)
+        if done % _PROGRESS == 0:
+            log.info("converting reports", done=done, total=total)
     with op.batch_alter_table("reports") as batch:
         batch.drop_column("slim")
 
