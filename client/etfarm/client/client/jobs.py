@@ -130,7 +130,7 @@ class Job(Blocking):
         """
         return self._run(self._async.outputs(cell))
 
-    def save_program(self, path: Path, cell: int = 0, *, on_progress: transfers.Moved | None = None) -> list[Path]:
+    def save_program(self, path: str | Path, cell: int = 0, *, on_progress: transfers.Moved | None = None) -> list[Path]:
         """Write a cell's .pte to `path`, and its named data files beside it under the names that the program refers to.
 
         Return the written files, `path` first.
@@ -141,7 +141,7 @@ class Job(Blocking):
         """
         return self._run(self._async.save_program(path, cell, on_progress=on_progress))
 
-    def save_exported_programs(self, path: Path, cell: int = 0) -> list[Path]:
+    def save_exported_programs(self, path: str | Path, cell: int = 0) -> list[Path]:
         """Write each method's exported program as it was lowered.
 
         The file is `path`; with several methods, `x.METHOD.pt2` for each.
@@ -163,7 +163,7 @@ class Job(Blocking):
         """
         return self._run(self._async.stage_files(cell))
 
-    def save_stage_files(self, folder: Path, cell: int = 0, *, to: Mapping[str, Path] | None = None) -> list[Path]:
+    def save_stage_files(self, folder: str | Path, cell: int = 0, *, to: Mapping[str, str | Path] | None = None) -> list[Path]:
         """Write the files of the stage that the job stopped after to `folder`, which is created.
 
         Args:
@@ -175,7 +175,7 @@ class Job(Blocking):
         """
         return self._run(self._async.save_stage_files(folder, cell, to=to))
 
-    def save_etrecord(self, path: Path, cell: int = 0) -> None:
+    def save_etrecord(self, path: str | Path, cell: int = 0) -> None:
         """Write a cell's ETRecord to `path`.
 
         Raises:
@@ -185,7 +185,7 @@ class Job(Blocking):
         """
         self._run(self._async.save_etrecord(path, cell))
 
-    def save_raw_files(self, folder: Path, cell: int = 0) -> list[Path]:
+    def save_raw_files(self, folder: str | Path, cell: int = 0) -> list[Path]:
         """Write the raw data of a cell's report to `folder`, which is created.
 
         That is its program, ETRecord, ETDump, inputs, outputs and values of the numerics pass, as far as the cell has

@@ -201,7 +201,7 @@ class AsyncJob:
         artifact = self._produced(cell, "outputs")
         return tensors.decode(await transfers.download_bytes(self._stubs.artifacts, artifact, server=self._stubs.server))
 
-    async def save_program(self, path: Path, cell: int = 0, *, on_progress: transfers.Moved | None = None) -> list[Path]:
+    async def save_program(self, path: str | Path, cell: int = 0, *, on_progress: transfers.Moved | None = None) -> list[Path]:
         """Write a cell's .pte to `path`, and its named data files beside it under the names that the program refers to.
 
         Return the written files, `path` first.
@@ -210,6 +210,7 @@ class AsyncJob:
             EtfarmError: the cell failed; this is the cell's error.
             CellNotFound, NothingThere, OutputUnwritable: the cell or program does not exist, or a file cannot be written.
         """
+        path = Path(path)
         program = self._produced(cell, "program")
         await transfers.download_file(
             self._stubs.artifacts, program.pte, path, server=self._stubs.server, on_progress=on_progress
@@ -221,7 +222,7 @@ class AsyncJob:
             written.append(file)
         return written
 
-    async def save_exported_programs(self, path: Path, cell: int = 0) -> list[Path]:
+    async def save_exported_programs(self, path: str | Path, cell: int = 0) -> list[Path]:
         """Write each method's exported program as it was lowered.
 
         The file is `path`; with several methods, `x.METHOD.pt2` for each.
@@ -232,6 +233,7 @@ class AsyncJob:
             EtfarmError: the cell failed; this is the cell's error.
             CellNotFound, NothingThere, OutputUnwritable: the cell or program does not exist, or a file cannot be written.
         """
+        path = Path(path)
         programs = await self._files(cell, "exported_programs")
         files = {name: path if len(programs) == 1 else method_file(path, name) for name in programs}
         return await self._download(programs, files)
@@ -245,7 +247,9 @@ class AsyncJob:
         """
         return list(await self._files(cell, "stage_files"))
 
-    async def save_stage_files(self, folder: Path, cell: int = 0, *, to: Mapping[str, Path] | None = None) -> list[Path]:
+    async def save_stage_files(
+        self, folder: str | Path, cell: int = 0, *, to: Mapping[str, str | Path] | None = None
+    ) -> list[Path]:
         """Write the files of the stage that the job stopped after to `folder`, which is created.
 
         Args:
@@ -255,6 +259,7 @@ class AsyncJob:
             EtfarmError: the cell failed; this is the cell's error.
             CellNotFound, NothingThere, OutputUnwritable: the cell or a file does not exist, or a file cannot be written.
         """
+        folder = Path(folder)
         there = await self._files(cell, "stage_files")
         if to is None:
             try:
@@ -267,9 +272,9 @@ class AsyncJob:
         for name in to:
             if name not in there:
                 raise NothingThere(f"The stage wrote no {name}; it wrote {', '.join(there)}.", job=self.id, cell=cell)
-        return await self._download({name: there[name] for name in to}, to)
+        return await self._download({name: there[name] for name in to}, {name: Path(path) for name, path in to.items()})
 
-    async def save_etrecord(self, path: Path, cell: int = 0) -> None:
+    async def save_etrecord(self, path: str | Path, cell: int = 0) -> None:
         """Write a cell's ETRecord to `path`.
 
         Raises:
@@ -278,9 +283,9 @@ class AsyncJob:
                 written.
         """
         artifact: common_pb2.Artifact = self._produced(cell, "etrecord")
-        await transfers.download_file(self._stubs.artifacts, artifact, path, server=self._stubs.server)
+        await transfers.download_file(self._stubs.artifacts, artifact, Path(path), server=self._stubs.server)
 
-    async def save_raw_files(self, folder: Path, cell: int = 0) -> list[Path]:
+    async def save_raw_files(self, folder: str | Path, cell: int = 0) -> list[Path]:
         """Write the raw data of a cell's report to `folder`, which is created.
 
         That is its program, ETRecord, ETDump, inputs, outputs and values of the numerics pass, as far as the cell has
@@ -294,7 +299,7 @@ class AsyncJob:
         """
         message = self._cell(cell)
         for entry in await self._reports(message.id):
-            return await raw_files.save(self._stubs, self._job, message, entry, folder)
+            return await raw_files.save(self._stubs, self._job, message, entry, Path(folder))
         raise NothingThere(
             f"Cell {cell} of job {self.id} has no report: it is {decode.cell(message).state}.", job=self.id, cell=cell
         )
