@@ -12,7 +12,7 @@ from etfarm.client.aio.connected import AsyncConnected
 from etfarm.client.jobs.job import AsyncJob
 from etfarm.client.sessions.program import ServedModel, SharedModel
 from etfarm.client.sessions.session import AsyncSession, Line, TextCallback
-from etfarm.client.submit.bench_options import BenchOptions, device_choices, takes_keywords_of
+from etfarm.client.submit.bench_options import BenchOptions, device_choices, takes_keywords_of, to_list
 from etfarm.client.submit.calibration import Calibration
 from etfarm.client.submit.inputs import Inputs
 from etfarm.client.submit.preparation import ExampleInputs, Model
@@ -109,7 +109,7 @@ class AsyncSubmissions(AsyncConnected):
         batched: bool = False,
         data: Sequence[str | Path] = (),
         inputs: Inputs | None = None,
-        methods: Sequence[str] = (),
+        methods: str | Sequence[str] = (),
         threads: int | None = None,
         name: str = "",
         timeout_s: float | None = None,
@@ -125,8 +125,8 @@ class AsyncSubmissions(AsyncConnected):
         spec = job_pb2.JobSpec(
             name=name,
             devices=device_choices(device, all_devices=False),
-            methods=methods,
-            threads=[threads] if threads else [],
+            methods=to_list(methods),
+            threads=[] if threads is None else [threads],
             timeout_s=timeout_s,
         )
         request = SubmissionRequest(model, recipes, example_inputs, calibration, batched, data, inputs)
@@ -140,7 +140,7 @@ class AsyncSubmissions(AsyncConnected):
         recipe: str | Recipe = DEFAULT_RECIPE,
         example_inputs: ExampleInputs | None = None,
         data: Sequence[str | Path] = (),
-        methods: Sequence[str] = (),
+        methods: str | Sequence[str] = (),
         threads: int | None = None,
         cores: str = "",
         idle_timeout_s: float | None = None,
@@ -168,7 +168,12 @@ class AsyncSubmissions(AsyncConnected):
         """
         selectors.parse(device)
         request = session_pb2.OpenSessionRequest(
-            selector=device, methods=methods, threads=threads, cores=cores, idle_timeout_s=idle_timeout_s, priority=priority
+            selector=device,
+            methods=to_list(methods),
+            threads=threads,
+            cores=cores,
+            idle_timeout_s=idle_timeout_s,
+            priority=priority,
         )
         served: ServedModel | SharedModel
         served = program if isinstance(program, SharedModel) else ServedModel(program, recipe, example_inputs, data)

@@ -17,6 +17,8 @@ from etfarm.client.transport import transfers
 from etfarm.v1 import job_pb2
 from etfarm.wire.recipes import Recipe
 
+ItemT = TypeVar("ItemT", str, int)
+
 
 @dataclass(frozen=True)
 class BenchOptions:
@@ -38,10 +40,10 @@ class BenchOptions:
     """Named data files (.ptd) of a ready program."""
     inputs: Inputs | None = None
     """Inputs of the programs; the models' own example inputs when None."""
-    methods: Sequence[str] = ()
-    """Methods to measure; the program's only method, or forward, when empty."""
-    threads: Sequence[int] = ()
-    """Thread counts; the number of cores of the fastest cluster when empty."""
+    methods: str | Sequence[str] = ()
+    """Names of the methods to measure; the program's only method, or forward, when empty."""
+    threads: int | Sequence[int] = ()
+    """Numbers of threads, each a cell of its own; the number of cores of the fastest cluster when empty."""
     cores: str = ""
     """big, little, or CPUs such as 0-3."""
     iterations: int | None = None
@@ -84,8 +86,8 @@ class BenchOptions:
             name=self.name,
             labels=self.labels,
             devices=device_choices(self.devices, all_devices=self.all_devices),
-            methods=self.methods,
-            threads=self.threads,
+            methods=to_list(self.methods),
+            threads=to_list(self.threads),
             measurement=measurement,
             priority=self.priority,
             timeout_s=self.timeout_s,
@@ -95,8 +97,14 @@ class BenchOptions:
 
 def device_choices(devices: str | Iterable[str], *, all_devices: bool) -> list[job_pb2.DeviceChoice]:
     """Return the device choices of one or several selectors; without a selector, the choice of any device."""
-    selectors = [devices] if isinstance(devices, str) else list(devices)
-    return [job_pb2.DeviceChoice(selector=selector, all=all_devices) for selector in selectors or [""]]
+    return [job_pb2.DeviceChoice(selector=selector, all=all_devices) for selector in to_list(devices) or [""]]
+
+
+def to_list(one_or_more: ItemT | Iterable[ItemT]) -> list[ItemT]:
+    """Return the items, or a list with the only text or number."""
+    if isinstance(one_or_more, str) or not isinstance(one_or_more, Iterable):
+        return [one_or_more]
+    return list(one_or_more)
 
 
 FarmT = TypeVar("FarmT")
@@ -117,9 +125,14 @@ def takes_keywords_of(
     def decorate(method: Callable[[FarmT, ModelT, OptionsT], ResultT]) -> Callable[Concatenate[FarmT, ModelT, P], ResultT]:
         @functools.wraps(method)
         def call(self: FarmT, model: ModelT, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+            try:
+                signature.bind(self, model, *args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{method.__name__}() {error}") from None
             return method(self, model, options_type(*args, **kwargs))
 
-        call.__signature__ = _signature(method, options_type)  # type: ignore[attr-defined]
+        signature = _signature(method, options_type)
+        call.__signature__ = signature  # type: ignore[attr-defined]
         return call  # type: ignore[return-value]  # mypy: a Concatenate has no parameter names
 
     return decorate

@@ -24,6 +24,18 @@ def test_an_unknown_option_is_refused() -> None:
         Farm().bench("demo:resnet8", iteration=3)  # type: ignore[call-arg]
 
 
+@pytest.mark.parametrize("farm", [AsyncFarm, Farm])
+def test_an_unknown_option_is_refused_in_the_name_of_the_method(farm: type) -> None:
+    with pytest.raises(TypeError, match=r"^bench\(\) got an unexpected keyword argument 'method'$"):
+        farm().bench("demo:resnet8", method="forward")
+
+
+def test_a_single_method_or_thread_count_needs_no_list() -> None:
+    single, listed = BenchOptions(methods="forward", threads=4), BenchOptions(methods=["forward"], threads=(4,))
+    assert single.job_spec() == listed.job_spec()
+    assert (list(single.job_spec().methods), list(single.job_spec().threads)) == (["forward"], [4])
+
+
 def test_options_do_not_change() -> None:
     with pytest.raises(FrozenInstanceError):
         BenchOptions().iterations = 3  # type: ignore[misc]
