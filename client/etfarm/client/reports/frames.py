@@ -51,8 +51,11 @@ def document_frame(document: Mapping[str, Any], what: str) -> pd.DataFrame:
         what: a name in `tables.WHAT`.
 
     Raises:
+        ValueError: there is no such table.
         ExtraMissing: pandas is not installed.
     """
+    if what not in tables.WHAT:
+        raise ValueError(f"table must be {' or '.join(map(repr, tables.WHAT))}, got {what!r}.")
     pandas = _pandas()
     if what == "samples":
         return _samples_frame(pandas, document)

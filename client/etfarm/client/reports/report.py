@@ -215,6 +215,7 @@ class Report(JsonObject):
         `iteration` and `latency_ns`; `operators` has those of `Operators.to_pandas`.
 
         Raises:
+            ValueError: there is no such table.
             ExtraMissing: pandas is not installed.
         """
         from etfarm.client.reports.frames import document_frame

@@ -47,7 +47,8 @@ class JobResult(JsonObject):
     """Why the command that wrote the document failed; None if it did not."""
 
     def __repr__(self) -> str:
-        return f"JobResult({self.job.id!r}, {self.job.state}, {len(self.reports)} reports)"
+        count = f"{len(self.reports)} report{'s' if len(self.reports) != 1 else ''}"
+        return f"JobResult({self.job.id!r}, {self.job.state}, {count})"
 
     @classmethod
     def loads(cls, text: str | bytes) -> Self:
@@ -107,6 +108,7 @@ class JobResult(JsonObject):
         """Return the operators or the samples of all reports as a pandas DataFrame; see `Report.to_pandas`.
 
         Raises:
+            ValueError: there is no such table.
             ExtraMissing: pandas is not installed.
         """
         from etfarm.client.reports.frames import document_frame

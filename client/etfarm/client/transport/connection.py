@@ -113,7 +113,9 @@ class Connection:
 
     def not_open(self) -> NotConnected:
         """Return the error of a use before the connection is open."""
-        return NotConnected("The farm is not connected.", "Use it inside `with Farm(...) as farm:`.")
+        return NotConnected(
+            "The farm is not connected.", "Use it inside `with Farm(...) as farm:` or `async with AsyncFarm(...) as farm:`."
+        )
 
     @property
     def lease(self) -> Lease | None:

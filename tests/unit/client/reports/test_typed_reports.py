@@ -218,6 +218,12 @@ def test_operators_and_samples_become_tables() -> None:
     assert len(JobResult.from_dict(RECORDED[1]).to_pandas("samples")) == 0 == len(JobResult.from_dict(RECORDED[2]).to_pandas())
 
 
+@pytest.mark.parametrize("document", [JobResult.from_dict(RECORDED[0]), JobResult.from_dict(RECORDED[0]).reports[0]])
+def test_a_table_that_does_not_exist_is_refused(document: JobResult | Report) -> None:
+    with pytest.raises(ValueError, match=r"^table must be 'operators' or 'samples', got 'sample'\.$"):
+        document.to_pandas("sample")  # type: ignore[arg-type]
+
+
 def test_without_pandas_a_sentence_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pandas", None)
     with pytest.raises(ExtraMissing, match=r"pandas is not installed.* Run pip install 'etfarm\[pandas\]'"):
