@@ -44,7 +44,7 @@ class NumberChange(JsonObject):
     change: float | None = None
     """candidate - base."""
     ratio: float | None = None
-    """candidate / base, for numbers above 0."""
+    """candidate / base; None unless both are above 0."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -148,6 +148,7 @@ class OperatorChange(JsonObject):
     change_ns: float | None = None
     """candidate - base, in nanoseconds."""
     change_share: float | None = None
+    """Change of the part of the traced pass, from -1 to 1."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -188,6 +189,7 @@ class OutputErrors(JsonObject):
     reference: str | None = None
     equal: bool | None = None
     sqnr_db: float | None = None
+    """The signal-to-noise ratio in dB, capped at 300 for an exact match."""
     max_abs_error: float | None = None
     top1_agreement: float | None = None
     nan_count: int | None = None
@@ -277,6 +279,7 @@ class GateLimit(JsonObject):
     metric: str = ""
     """latency, size, memory or accuracy."""
     limit: float = 0.0
+    """The limit, in `unit`."""
     unit: str = ""
     """% or dB."""
 

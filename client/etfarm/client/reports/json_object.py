@@ -90,7 +90,7 @@ class JsonObject(Mapping[str, Any]):
             ) from None
 
     def to_dict(self) -> Json:
-        """Return the plain JSON object, with every key."""
+        """Return the plain JSON object, with every key: enums as texts, tuples and samples as lists, None for null."""
         own = {known.key: known.write(getattr(self, known.attribute)) for known in _fields(type(self))}
         return {**own, **self.newer_keys} if self.newer_keys else own
 

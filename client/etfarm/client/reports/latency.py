@@ -23,7 +23,7 @@ class OutputDifference(JsonObject):
     elements: int | None = None
     """Number of elements."""
     max_abs_difference: float | None = None
-    """The largest difference; None without numbers to subtract."""
+    """The largest absolute difference; None without numbers to subtract."""
     at: tuple[int, ...] = ()
     """The index of the largest difference, one number for each dim."""
 
@@ -48,6 +48,7 @@ class Measurement(JsonObject):
     duration_ns: int = 0
     """Wall time of the timed pass, in nanoseconds."""
     stop_reason: StopReason | None = None
+    """Why the timed pass ended."""
     steady: bool | None = None
     """Whether the running median was steady at the end of the warm-up; None if the number of iterations was prescribed."""
     warmup_ns: int | None = None
@@ -64,7 +65,10 @@ class Latency(JsonObject):
     """
 
     samples_ns: Samples = field(default_factory=Samples)
-    """Latency of each timed iteration in nanoseconds, int64, in the order measured; of the shape (iterations,)."""
+    """Latency of each timed iteration in nanoseconds, int64, in the order measured; of the shape (iterations,).
+
+    Empty if the farm no longer stores the samples.
+    """
     min_ns: float | None = None
     """The fastest iteration, in nanoseconds."""
     p50_ns: float | None = None
@@ -76,15 +80,18 @@ class Latency(JsonObject):
     mean_ns: float | None = None
     """The mean, in nanoseconds."""
     stddev_ns: float | None = None
-    """The standard deviation, in nanoseconds."""
+    """The standard deviation of the samples, in nanoseconds."""
     p50_ci95_ns: tuple[float, float] | None = None
-    """The lower and the upper bound of the median's 95 % confidence interval, in nanoseconds, by a block bootstrap."""
+    """The lower and the upper bound of the median's 95 % confidence interval, in nanoseconds, by a block bootstrap.
+
+    None if there are too few samples for an interval.
+    """
     p10_ns: float | None = None
     """The 10th percentile, in nanoseconds."""
     drift: float | None = None
     """Change of the median from the first third to the last: 0.1 is 10 % slower, -0.1 is 10 % faster."""
     effective_samples: float | None = None
-    """Number of independent samples with the same information about the median."""
+    """Number of independent samples with the same information about the median; at most `len(samples_ns)`."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -124,4 +131,4 @@ class PairedRatio(JsonObject):
     process_pairs: int = 0
     """Number of times that both processes were started."""
     ratios: tuple[float, ...] = ()
-    """The ratio of each round, in the order measured."""
+    """The ratio of each round, in the order measured; of the shape (rounds,)."""

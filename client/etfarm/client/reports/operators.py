@@ -23,7 +23,7 @@ class Profile(JsonObject):
     p50_ns: float = 0.0
     """Median time of one traced execution of the method, in nanoseconds."""
     times_ns: tuple[int, ...] | None = None
-    """Time of each traced execution in nanoseconds, in order."""
+    """Time of each traced execution in nanoseconds, in order; of the shape (iterations,)."""
     shown: int | None = None
     """Index in `times_ns` of the execution that `Operator.start_ns` and `Operator.duration_ns` are of."""
 
@@ -51,18 +51,22 @@ class Operator(JsonObject):
     mean_ns: float | None = None
     """The mean."""
     resolution_ns: float | None = None
-    """The resolution of the clock."""
+    """The resolution of the clock, in nanoseconds."""
     share: float | None = None
     """Part of a typical traced execution, 0 to 1; the shares of leaves and rows of kind REST sum to 1."""
     module: str | None = None
     """Path of the module in the user's model, such as `layer1.conv`."""
     source: SourceLine | None = None
+    """The line of the user's model; None if unknown."""
     aligned: bool | None = None
     """Whether a kernel was matched with the graph; None for other kinds."""
     instruction_id: int | None = None
     debug_handles: tuple[int, ...] = ()
     times_ns: tuple[int, ...] | None = None
-    """Time of each traced execution, in order, in multiples of `resolution_ns`."""
+    """Time of each traced execution in nanoseconds, in order, in whole multiples of `resolution_ns`.
+
+    Of the shape (iterations,), as `Profile.times_ns`; None for a row without times.
+    """
     p10_ns: float | None = None
     """The 10th percentile."""
     p90_ns: float | None = None
@@ -87,7 +91,8 @@ class Operators(tuple[Operator, ...]):
     def to_pandas(self) -> pd.DataFrame:
         """Return a pandas DataFrame with a row for each operator.
 
-        The columns are the fields of `Operator` in nanoseconds, with the source as `file`, `line` and `code`.
+        The columns are the fields of `Operator`, times in nanoseconds, with the source as `file`, `line` and `code`.
+        `op_types`, `debug_handles` and `times_ns` have a list in each row.
 
         Raises:
             ExtraMissing: pandas is not installed.

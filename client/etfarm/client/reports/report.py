@@ -92,7 +92,9 @@ class VerdictReason(JsonObject):
     message: str = ""
     """One sentence."""
     measured: float | None = None
+    """The measured value, in the unit that `message` names; None without a number."""
     threshold: float | None = None
+    """The limit of `measured`, in the same unit."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -139,6 +141,7 @@ class InputTensor(JsonObject):
     dtype: str | None = None
     """The dtype of a tensor; `bool scalar`, `int scalar`, `float scalar` or `None` for a Python value."""
     shape: tuple[int, ...] = ()
+    """The sizes of a tensor's dims; empty for a scalar."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -155,6 +158,10 @@ class Inputs(JsonObject):
 class Report(JsonObject):
     """The result of one cell: one model, recipe, method and thread count on one device.
 
+    `latency.p50_ns` is the median latency in nanoseconds, `latency.samples_ns` has each timed iteration, `verdict` says
+    whether the latency can be trusted, and `operators` are the rows of the traced pass. Times end in `_ns` or `_ms`, sizes in
+    `_bytes`, shares are 0 to 1.
+
     A part that was not measured is None: `latency` of a failed cell or of a compilation, for instance.
     """
 
@@ -168,7 +175,9 @@ class Report(JsonObject):
     recipe_digest: str | None = None
     """SHA-256 of the recipe."""
     method: str | None = None
+    """The method that was measured, such as `forward`."""
     threads: int | None = None
+    """Number of threads of the runner."""
     state: CellState
     """SUCCEEDED, FAILED or CANCELLED."""
     error: ErrorFacts | None = None
@@ -187,17 +196,18 @@ class Report(JsonObject):
     operators: Operators | None = None
     """The rows of the traced pass, in the order of execution."""
     numeric_gap: tuple[NumericGap, ...] | None = None
-    """Each operator's output against the host's, in the order of execution."""
+    """Each operator's output against the host's, in the order of execution; None unless `numerics` was requested."""
     verdict: Verdict | None = None
     telemetry: Telemetry | None = None
     timeline: tuple[Phase, ...] = ()
     interleaved: PairedRatio | None = None
     """Against the first candidate of an interleaved attempt; None in its own report and without interleaving."""
     numerics: Numerics | None = None
-    """None unless `numerics` was requested."""
+    """How `numeric_gap` was computed; None unless `numerics` was requested."""
     analysis: Analysis | None = None
+    """How the measurement was evaluated; None if there was nothing to evaluate."""
     inputs: Inputs | None = None
-    """None if the method did not run."""
+    """The inputs of the run; None if the method did not run."""
 
     def __repr__(self) -> str:
         name = self.model.name if self.model else None

@@ -15,6 +15,7 @@ class CpuReading(JsonObject):
     cpu: int = 0
     """Number of the logical CPU."""
     frequency_hz: int | None = None
+    """The current frequency, in Hz."""
     limit_hz: int | None = None
     """The highest frequency that is allowed now, in Hz."""
     governor: str | None = None
@@ -52,7 +53,7 @@ class SystemReading(JsonObject):
     load_1m: float | None = None
     """Load average of the last minute."""
     runnable: int | None = None
-    """Number of tasks that ran or wanted to run."""
+    """Number of tasks that ran or waited for a CPU, without the agent's own."""
     psi_cpu_avg10: float | None = None
     """Part of the last ten seconds in which some task waited for a CPU, 0 to 1."""
     psi_memory_avg10: float | None = None
@@ -60,6 +61,7 @@ class SystemReading(JsonObject):
     psi_io_avg10: float | None = None
     """Part of the last ten seconds in which some task waited for a disk, 0 to 1."""
     memory_available_bytes: int | None = None
+    """Memory that a new program could use, in bytes."""
     cpu_busy_ns: int | None = None
     """Time since the start of the system that CPUs were not idle, over all CPUs, in nanoseconds."""
     cpu_stolen_ns: int | None = None
@@ -113,7 +115,7 @@ class GateWait(JsonObject):
 
     gate: Gate | None = None
     waited_ms: float = 0.0
-    """Duration in milliseconds."""
+    """Duration of the wait, in milliseconds."""
     passed: bool = False
     """Whether the condition was reached; otherwise the run began without it."""
     measured: float | None = None
@@ -129,7 +131,7 @@ class Telemetry(JsonObject):
     cpu_time_ns: int | None = None
     """CPU time of the runner, in nanoseconds."""
     wall_time_ns: int | None = None
-    """Wall time, in nanoseconds."""
+    """Wall time of the timed pass, in nanoseconds."""
     voluntary_switches: int | None = None
     """Number of voluntary context switches."""
     involuntary_switches: int | None = None
