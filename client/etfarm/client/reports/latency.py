@@ -91,7 +91,7 @@ class Latency(JsonObject):
     drift: float | None = None
     """Change of the median from the first third to the last: 0.1 is 10 % slower, -0.1 is 10 % faster."""
     effective_samples: float | None = None
-    """Number of independent samples with the same information about the median; at most `len(samples_ns)`."""
+    """Number of independent samples with the same information about the median; at most the number of samples."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

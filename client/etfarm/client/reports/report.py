@@ -181,7 +181,7 @@ class Report(JsonObject):
     state: CellState
     """SUCCEEDED, FAILED or CANCELLED."""
     error: ErrorFacts | None = None
-    """Why the cell failed; None if it did not. `failure` is the same as an exception."""
+    """Why the cell failed; None if it did not."""
     model: ModelFacts | None = None
     device: DeviceFacts | None = None
     runner: Runner | None = None
@@ -194,7 +194,7 @@ class Report(JsonObject):
     """Each output, for each reference."""
     profile: Profile | None = None
     operators: Operators | None = None
-    """The rows of the traced pass, in the order of execution."""
+    """The rows of the traced pass, in the order of execution; None if there was no traced pass."""
     numeric_gap: tuple[NumericGap, ...] | None = None
     """Each operator's output against the host's, in the order of execution; None unless `numerics` was requested."""
     verdict: Verdict | None = None
@@ -215,7 +215,7 @@ class Report(JsonObject):
 
     @property
     def failure(self) -> EtfarmError | None:
-        """The exception for the error of a failed cell; None if it has no error."""
+        """`error` as an exception; None if the cell has no error."""
         return None if self.error is None else self.error.exception()
 
     def to_pandas(self, table: Literal["operators", "samples"] = "operators") -> pd.DataFrame:
