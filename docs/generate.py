@@ -22,7 +22,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, get_args, get_type_hints
 
 if TYPE_CHECKING:
     from google.protobuf.descriptor import Descriptor
@@ -209,32 +209,64 @@ class _Comments:
 
 
 def make_report_keys() -> str:
-    """Make a table of keys for each object of a report, in the order in which they are first used."""
+    """Make a table of keys for each object of a report, in the order in which they are first used.
+
+    The library's dataclasses explain them; where one has no docstring, the comment of the .proto file does.
+    """
+    from etfarm.client.reports import Report
     from etfarm.v1 import common_pb2, report_pb2
     from etfarm.wire.report_keys import keys_of
 
     comments = _Comments(_read_comments())
     top = report_pb2.Report.DESCRIPTOR
     parts: list[str] = []
-    waiting: list[Descriptor] = [top]
+    waiting: list[tuple[Descriptor, type]] = [(top, Report)]
     done: set[str] = set()
     while waiting:
-        kind = waiting.pop(0)
+        kind, python_class = waiting.pop(0)
         if kind.full_name in done or kind.full_name == "google.protobuf.Timestamp":
             continue
         done.add(kind.full_name)
         parts += [f"### {kind.name}", ""]
-        if about := comments.about(kind.full_name):
-            parts += [about, ""]
+        parts += [_as_json((inspect.getdoc(python_class) or "").partition("\n\n")[0]), ""]
+        meanings = _meanings(python_class)
         parts += ["| key | value | meaning |", "|---|---|---|"]
         for key in keys_of(kind):
             if key.message is not None:
-                waiting.append(key.message)
-            meaning = comments.about(key.field.full_name).replace("|", "\\|")
+                waiting.append((key.message, _class_of_key(python_class, key.name)))
+            meaning = (meanings.get(key.name) or comments.about(key.field.full_name)).replace("|", "\\|")
             parts.append(f"| `{key.name}` | {_type_of(key)} | {meaning} |")
         parts.append("")
     assert common_pb2.Error.DESCRIPTOR.full_name in done
     return "\n".join(parts)
+
+
+def _meanings(python_class: type) -> dict[str, str]:
+    """Return the text under each field of a report's dataclass, by the key of the field."""
+    texts = _field_docstrings(python_class)
+    keys = {each.name: each.metadata.get("key", each.name) for each in fields(python_class)}
+    return {keys[name]: _as_json(text) for name, text in texts.items()}
+
+
+def _class_of_key(python_class: type, key: str) -> type:
+    """Return the dataclass of the objects that a key of another dataclass has: its own, or those of its list or map."""
+    from etfarm.client.reports import JsonObject, Operator, Operators
+
+    (attribute,) = (each.name for each in fields(python_class) if each.metadata.get("key", each.name) == key)
+    waiting = [get_type_hints(python_class)[attribute]]
+    while waiting:
+        hint = waiting.pop()
+        if hint is Operators:
+            return Operator
+        if isinstance(hint, type) and not get_args(hint) and issubclass(hint, JsonObject):
+            return hint
+        waiting += get_args(hint)
+    raise TypeError(f"{python_class.__name__}.{attribute} has no dataclass")
+
+
+def _as_json(text: str) -> str:
+    """Return a docstring in one line, with null for None."""
+    return re.sub(r"(?<!`)\bNone\b(?!`)", "null", " ".join(text.split()))
 
 
 _UNITS: Final = {
