@@ -11,7 +11,6 @@ from typing import Final
 
 from etfarm.v1 import agent_pb2
 from etfarm.wire.atomic_write import write_atomically
-from etfarm.wire.release_0_1.convert import converted
 
 log = logging.getLogger(__name__)
 
@@ -90,6 +89,9 @@ def _read_result(path: Path) -> agent_pb2.RunResult | None:
         if hashlib.sha256(message).digest() == digest and path.suffix == _SUFFIX:
             return agent_pb2.RunResult.FromString(message)
         if hashlib.sha256(message).digest() == digest and path.suffix == _SUFFIX_OF_0_1:
+            # Only agents that were upgraded with results unsent need the messages of etfarm 0.1.
+            from etfarm.wire.release_0_1.convert import converted
+
             return converted(agent_pb2.RunResult, message)
         log.warning("%s is not a complete result and is deleted", path)
         path.unlink()
