@@ -4,18 +4,18 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from etfarm.client.aio.inventory import AsyncInventory
 from etfarm.client.aio.job_records import AsyncJobRecords
 from etfarm.client.aio.submissions import AsyncSubmissions
-from etfarm.client.datasets import devices as dataset_devices
-from etfarm.client.datasets.dataset import Options, Result
-from etfarm.client.datasets.samples import number_samples
-from etfarm.client.embedded.lease import Lease
-from etfarm.client.sessions.calls import Outputs
-from etfarm.client.submit.preparation import Model
 from etfarm.client.transport.connection import Connection
+
+if TYPE_CHECKING:
+    from etfarm.client.datasets.dataset import Options, Result
+    from etfarm.client.embedded.lease import Lease
+    from etfarm.client.sessions.calls import Outputs
+    from etfarm.client.submit.preparation import Model
 
 
 class AsyncFarm(AsyncSubmissions, AsyncJobRecords, AsyncInventory):
@@ -107,5 +107,8 @@ class AsyncFarm(AsyncSubmissions, AsyncJobRecords, AsyncInventory):
             EtfarmError: no session can be opened, or a sample failed; the error names it. `keep_going` skips failed
                 samples.
         """
+        from etfarm.client.datasets import devices as dataset_devices
+        from etfarm.client.datasets.samples import number_samples
+
         samples = number_samples(inputs)
         return dataset_devices.dataset(self, program, samples, device, devices=devices, options=options).outputs(on_result)

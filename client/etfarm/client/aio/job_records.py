@@ -1,4 +1,7 @@
-"""The part of `AsyncFarm` that reads what jobs left: jobs, their history, tags and comparisons."""
+"""The part of `AsyncFarm` that reads what jobs left: jobs, their history, tags and comparisons.
+
+Its methods import what reads and compares reports: most commands need none of it.
+"""
 
 from __future__ import annotations
 
@@ -7,16 +10,15 @@ from typing import TYPE_CHECKING
 
 from etfarm.client import reports
 from etfarm.client.aio.connected import PAGE_SIZE, AsyncConnected
-from etfarm.client.jobs import history
-from etfarm.client.jobs.comparison import Compared, compare, gate_of
-from etfarm.client.jobs.history import HistoryEntry
-from etfarm.client.jobs.job import AsyncJob
 from etfarm.client.models import JobInfo
 from etfarm.client.transport import decode
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.v1 import job_pb2, report_pb2
 
 if TYPE_CHECKING:
+    from etfarm.client.jobs.comparison import Compared
+    from etfarm.client.jobs.history import HistoryEntry
+    from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.reports import Comparison, JobResult
 
 
@@ -39,6 +41,8 @@ class AsyncJobRecords(AsyncConnected):
         Raises:
             EtfarmError: JOB_NOT_FOUND.
         """
+        from etfarm.client.jobs.job import AsyncJob
+
         request = job_pb2.GetJobRequest(job_id=job_id)
         return AsyncJob(self._open, await self._open.jobs.Get(request))
 
@@ -56,6 +60,8 @@ class AsyncJobRecords(AsyncConnected):
             UserError: `device` is not a selector.
             EtfarmError: NO_HISTORY, which lists the models that have reports.
         """
+        from etfarm.client.jobs import history
+
         return await history.fetch(self._open, model, device=device, recipe=recipe, method=method, threads=threads, limit=limit)
 
     async def tag(self, job_id: str, tag: str) -> str | None:
@@ -110,5 +116,7 @@ class AsyncJobRecords(AsyncConnected):
         Raises:
             EtfarmError: BAD_GATE, BAD_REPORT_DOCUMENT; JOB_NOT_FOUND, REPORT_NOT_FOUND; NOTHING_TO_COMPARE.
         """
+        from etfarm.client.jobs.comparison import compare, gate_of
+
         limits = gate_of(gate, strict=strict, accept_invalid=accept_invalid)
         return await compare(self._open, base, candidate, limits)

@@ -1,4 +1,7 @@
-"""The part of `AsyncFarm` that submits jobs and opens sessions."""
+"""The part of `AsyncFarm` that submits jobs and opens sessions.
+
+Its methods import what prepares models and runs sessions: most commands need none of it.
+"""
 
 from __future__ import annotations
 
@@ -7,22 +10,24 @@ import tempfile
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from etfarm.client.aio.connected import AsyncConnected
-from etfarm.client.jobs.job import AsyncJob
-from etfarm.client.sessions.program import ServedModel, SharedModel
-from etfarm.client.sessions.session import AsyncSession, Line, TextCallback
 from etfarm.client.submit.bench_options import BenchOptions, device_choices, takes_keywords_of, to_list
-from etfarm.client.submit.calibration import Calibration
-from etfarm.client.submit.inputs import Inputs
-from etfarm.client.submit.preparation import ExampleInputs, Model
 from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
-from etfarm.client.submit.submission import SubmissionRequest, several
 from etfarm.client.transport import transfers
 from etfarm.v1 import job_pb2, session_pb2
 from etfarm.wire import selectors
-from etfarm.wire.recipes import Recipe
-from etfarm.wire.stages import check_stop_after
+
+if TYPE_CHECKING:
+    from etfarm.client.jobs.job import AsyncJob
+    from etfarm.client.sessions.program import SharedModel
+    from etfarm.client.sessions.session import AsyncSession, Line, TextCallback
+    from etfarm.client.submit.calibration import Calibration
+    from etfarm.client.submit.inputs import Inputs
+    from etfarm.client.submit.preparation import ExampleInputs, Model
+    from etfarm.client.submit.submission import SubmissionRequest
+    from etfarm.wire.recipes import Recipe
 
 GIVE_UP_S = 5.0
 """Seconds that a cancelled submission may take to cancel the job that it created."""
@@ -61,6 +66,8 @@ class AsyncSubmissions(AsyncConnected):
 
     async def submit_bench(self, model: Model | Sequence[Model], options: BenchOptions) -> AsyncJob:
         """Submit a benchmark with one options object; otherwise the same as `bench`."""
+        from etfarm.client.submit.submission import SubmissionRequest
+
         request = SubmissionRequest(
             model, options.recipes, options.example_inputs, options.calibration, options.batched, options.data, options.inputs
         )
@@ -90,6 +97,9 @@ class AsyncSubmissions(AsyncConnected):
         Raises:
             EtfarmError: a model or recipe is wrong, or the server refuses the job.
         """
+        from etfarm.client.submit.submission import SubmissionRequest, several
+        from etfarm.wire.stages import check_stop_after
+
         spec = job_pb2.JobSpec(name=name, labels=labels, no_cache=no_cache, stop_after=stop_after)
         parsed = [read_recipe(recipe) for recipe in several(recipes)]
         if stop_after:
@@ -122,6 +132,8 @@ class AsyncSubmissions(AsyncConnected):
         Raises:
             EtfarmError: the model, selector or inputs are wrong, or the server refuses the job.
         """
+        from etfarm.client.submit.submission import SubmissionRequest
+
         spec = job_pb2.JobSpec(
             name=name,
             devices=device_choices(device, all_devices=False),
@@ -166,6 +178,9 @@ class AsyncSubmissions(AsyncConnected):
             UserError: `device` is not a selector. Entering the session raises the errors of SessionService.Open and of
                 compiling.
         """
+        from etfarm.client.sessions.program import ServedModel, SharedModel
+        from etfarm.client.sessions.session import AsyncSession, Line
+
         selectors.parse(device)
         request = session_pb2.OpenSessionRequest(
             selector=device,
@@ -187,6 +202,8 @@ class AsyncSubmissions(AsyncConnected):
         return AsyncSession(connect, on_wait=on_wait, on_log=on_log)
 
     async def _submit(self, spec: job_pb2.JobSpec, parts: SubmissionRequest, on_upload: transfers.Moved | None) -> AsyncJob:
+        from etfarm.client.jobs.job import AsyncJob
+
         # Cheap checks come before expensive ones.
         parsed = [read_recipe(recipe) for recipe in parts.listed_recipes]
         for choice in spec.devices:

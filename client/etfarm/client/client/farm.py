@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self, Unpack
+from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from etfarm.client.aio.farm import AsyncFarm
 from etfarm.client.client.inventory import Inventory
 from etfarm.client.client.job_records import JobRecords
 from etfarm.client.client.submissions import Submissions
-from etfarm.client.datasets.dataset import Options, Result
-from etfarm.client.embedded.lease import Lease
-from etfarm.client.sessions.calls import Outputs
-from etfarm.client.submit.preparation import Model
 from etfarm.client.transport.blocking import OwnLoop
+
+if TYPE_CHECKING:
+    from etfarm.client.datasets.dataset import Options, Result
+    from etfarm.client.embedded.lease import Lease
+    from etfarm.client.sessions.calls import Outputs
+    from etfarm.client.submit.preparation import Model
 
 
 class Farm(OwnLoop, Submissions, JobRecords, Inventory):

@@ -7,15 +7,17 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from etfarm.client.submit.calibration import Calibration
-from etfarm.client.submit.inputs import Inputs
-from etfarm.client.submit.preparation import ExampleInputs
 from etfarm.client.submit.recipes import DEFAULT_RECIPE
-from etfarm.client.transport import transfers
 from etfarm.v1 import job_pb2
-from etfarm.wire.recipes import Recipe
+
+if TYPE_CHECKING:
+    from etfarm.client.submit.calibration import Calibration
+    from etfarm.client.submit.inputs import Inputs
+    from etfarm.client.submit.preparation import ExampleInputs
+    from etfarm.client.transport import transfers
+    from etfarm.wire.recipes import Recipe
 
 ItemT = TypeVar("ItemT", str, int)
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from etfarm.client.errors import UserError
-from etfarm.wire import recipes
 from etfarm.wire.errors import error_of
-from etfarm.wire.recipes import Recipe
+
+if TYPE_CHECKING:
+    from etfarm.wire.recipes import Recipe
 
 DEFAULT_RECIPE = "xnnpack_fp32"
 
@@ -22,7 +24,9 @@ def read_recipe(text: str | Recipe) -> Recipe:
     Raises:
         UserError: the name is unknown, an argument or field is wrong, or the file cannot be read.
     """
-    if isinstance(text, Recipe):
+    from etfarm.wire import recipes
+
+    if isinstance(text, recipes.Recipe):
         return text
     if not text.endswith(".toml"):
         return recipes.parse(text)
@@ -41,6 +45,8 @@ def read_recipe(text: str | Recipe) -> Recipe:
 
 def reads_values(recipe: Recipe) -> bool:
     """Return whether the recipe uses calibration samples; True for a plug-in, since only the server knows it."""
+    from etfarm.wire import recipes
+
     if recipe.quantization is recipes.Quantization.PT2E_DYNAMIC:
         return False
     return "QUANTIZE" in recipe.stages or bool(recipe.plugins)
