@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from etfarm.client.aio.inventory import AsyncInventory
 from etfarm.client.client.projects import Projects
-from etfarm.client.models import Agent, Bundle, Device, Project, RecipeInfo, ServerInfo
-from etfarm.client.transport import transfers
 from etfarm.client.transport.blocking import Blocking
+
+if TYPE_CHECKING:
+    from etfarm.client.aio.inventory import AsyncInventory
+    from etfarm.client.models import Agent, Bundle, Device, Project, RecipeInfo, ServerInfo
+    from etfarm.client.transport import transfers
 
 
 class Inventory(Blocking):

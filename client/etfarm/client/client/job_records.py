@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from etfarm.client.aio.job_records import AsyncJobRecords
 from etfarm.client.client.jobs import Job
-from etfarm.client.models import JobInfo
 from etfarm.client.transport.blocking import Blocking
 
 if TYPE_CHECKING:
+    from etfarm.client.aio.job_records import AsyncJobRecords
     from etfarm.client.jobs.comparison import Compared
     from etfarm.client.jobs.history import HistoryEntry
+    from etfarm.client.models import JobInfo
     from etfarm.client.reports import Comparison, JobResult
 
 

@@ -6,15 +6,15 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etfarm.client.jobs.job import AsyncJob
-from etfarm.client.models import Event, JobInfo, JobState, LogLine
-from etfarm.client.transport import transfers
 from etfarm.client.transport.blocking import Blocking
-from etfarm.wire import tensors
-from etfarm.wire.errors import EtfarmError
 
 if TYPE_CHECKING:
+    from etfarm.client.jobs.job import AsyncJob
+    from etfarm.client.models import Event, JobInfo, JobState, LogLine
     from etfarm.client.reports import JobResult
+    from etfarm.client.transport import transfers
+    from etfarm.wire import tensors
+    from etfarm.wire.errors import EtfarmError
 
 
 class Job(Blocking):

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from etfarm.client.client.sessions import Session
 from etfarm.client.sessions.local import AsyncLocalSession
-from etfarm.client.sessions.session import TextCallback
 from etfarm.client.transport.blocking import OwnLoop
+
+if TYPE_CHECKING:
+    from etfarm.client.sessions.session import TextCallback
 
 
 class LocalSession(OwnLoop, Session):

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
-from etfarm.client.admin.projects import AsyncProjects
-from etfarm.client.models import Project
 from etfarm.client.transport.blocking import Blocking
+
+if TYPE_CHECKING:
+    from etfarm.client.admin.projects import AsyncProjects
+    from etfarm.client.models import Project
 
 
 class Projects(Blocking):

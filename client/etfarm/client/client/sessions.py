@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Self
 
-from etfarm.client.errors import EtfarmError
-from etfarm.client.models import Device
-from etfarm.client.sessions.calls import Loop, Outputs
-from etfarm.client.sessions.session import AsyncSession
 from etfarm.client.transport.blocking import Blocking
 
 if TYPE_CHECKING:
-    pass
+    from etfarm.client.errors import EtfarmError
+    from etfarm.client.models import Device
+    from etfarm.client.sessions.calls import Loop, Outputs
+    from etfarm.client.sessions.session import AsyncSession
 
 
 class Session(Blocking):

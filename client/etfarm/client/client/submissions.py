@@ -6,20 +6,20 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etfarm.client.aio.submissions import AsyncSubmissions
 from etfarm.client.client.jobs import Job
 from etfarm.client.client.sessions import Session
 from etfarm.client.submit.bench_options import BenchOptions, takes_keywords_of
 from etfarm.client.submit.recipes import DEFAULT_RECIPE
-from etfarm.client.transport import transfers
 from etfarm.client.transport.blocking import Blocking
 
 if TYPE_CHECKING:
+    from etfarm.client.aio.submissions import AsyncSubmissions
     from etfarm.client.sessions.program import SharedModel
     from etfarm.client.sessions.session import TextCallback
     from etfarm.client.submit.calibration import Calibration
     from etfarm.client.submit.inputs import Inputs
     from etfarm.client.submit.preparation import ExampleInputs, Model
+    from etfarm.client.transport import transfers
     from etfarm.wire.recipes import Recipe
 
 
