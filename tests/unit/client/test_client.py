@@ -450,6 +450,16 @@ def test_importing_the_library_loads_neither_grpc_nor_torch() -> None:
     assert done.stdout.strip() == "set()"
 
 
+def test_a_farm_loads_what_submits_and_compares_only_when_it_does() -> None:
+    code = "import sys; from etfarm.client import AsyncFarm; AsyncFarm('127.0.0.1:1'); print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    loaded = set(done.stdout.split())
+    assert "etfarm.client.transport.stubs" in loaded
+    unused = ("export", "submit.preparation", "submit.npz", "jobs", "sessions", "datasets")
+    assert not loaded & {f"etfarm.client.{name}" for name in unused}
+    assert not loaded & {"etfarm.wire.comparison", "etfarm.wire.recipes", "rich", "numpy"}
+
+
 def test_every_public_name_is_there() -> None:
     import etfarm.client
 

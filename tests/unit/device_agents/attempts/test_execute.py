@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import subprocess
+import sys
 from pathlib import Path
 
 import psutil
@@ -201,3 +203,13 @@ def test_a_result_that_etfarm_0_1_kept_is_converted(tmp_path: Path) -> None:
         assert (actual.phases[0].actor, actual.phases[0].phase) == (common_pb2.ACTOR_DEVICE, "TIMED")
         (path,) = tmp_path.iterdir()
         assert path.name != "0123.result"
+
+
+def test_an_agent_without_results_of_0_1_loads_none_of_its_messages(tmp_path: Path) -> None:
+    code = (
+        "import sys, pathlib, etfarm.device_agents.main, etfarm.device_agents.daemon.agent as agent; "
+        "agent.ResultOutbox(pathlib.Path(sys.argv[1])); print(*(name for name in sys.modules if 'release_0_1' in name))"
+    )
+    command = [sys.executable, "-c", code, str(tmp_path / "results")]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+    assert done.stdout.split() == []
