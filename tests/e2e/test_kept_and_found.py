@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import copy
 import json
 import os
 import sqlite3
@@ -284,6 +285,42 @@ def test_a_report_whose_compilation_is_gone_stays_and_says_so(kept: Kept) -> Non
     (after,) = raw(kept.farm, result)
     after.compile.ClearField("warnings")
     assert after == before
+
+
+def test_a_report_whose_series_are_gone_has_all_the_rest_and_a_warning(kept: Kept, tmp_path: Path) -> None:
+    with kept.farm.client() as client:
+        job = client.bench(program("conv").path, **QUICK).result().job.id
+        other = kept.conv[1].job.id
+
+        def views() -> list[str]:
+            compared = client.compare(other, job)
+            shown = etfarm("report", "show", job, "--server", kept.farm.address, cwd=tmp_path)
+            assert shown.returncode == 0, shown.stderr
+            return [shown.stdout, json.dumps(compared.to_dict())]
+
+        before = client.job(job).result().json()
+        with_series = views()
+        (report,) = ask(kept.farm, "Get", report_pb2.GetReportsRequest(job_id=job)).reports
+        for artifact in (report.samples, report.trace_times):
+            kept.blob(artifact.digest).unlink()
+        assert views() == with_series
+        after = client.job(job).result().json()
+    assert before["reports"][0]["latency"]["samples_ns"] and before["reports"][0]["profile"]["times_ns"]
+    shown = etfarm("report", "show", job, "--json", "s.json", "--server", kept.farm.address, cwd=tmp_path)
+    page = etfarm("report", "export", job, "--format", "html", "--output", "s.html", "--server", kept.farm.address, cwd=tmp_path)
+    assert (shown.returncode, page.returncode) == (0, 0), shown.stderr + page.stderr
+    assert (tmp_path / "s.html").stat().st_size > 10_000
+    for document in (after, json.loads((tmp_path / "s.json").read_text())):
+        (actual,), (expected,) = copy.deepcopy((document["reports"], before["reports"]))
+        codes = [warning["code"] for warning in actual["compile"]["warnings"]]
+        assert codes.count("SERIES_NOT_STORED") == 2
+        assert actual["latency"]["samples_ns"] == [] and actual["profile"]["times_ns"] is None
+        assert all(row["times_ns"] is None for row in actual["operators"])
+        expected["latency"]["samples_ns"] = []
+        for holder in (expected["profile"], *expected["operators"]):
+            holder["times_ns"] = None
+        actual["compile"]["warnings"] = [w for w in actual["compile"]["warnings"] if w["code"] != "SERIES_NOT_STORED"]
+        assert actual == expected
 
 
 def forget_compilation(farm: FarmProcess, result: JobResult) -> None:
