@@ -112,7 +112,7 @@ def _samples_of_another_dtype(folder: Path) -> Path:
 
 
 CASES = {
-    "no_pt2": Bad(("{0}",), 2, "NOT_A_PT2", ("not a valid .pt2",), _text("model.pt2")),
+    "no_pt2": Bad(("{0}",), 2, "NOT_A_PT2", ("not a .pt2 archive",), _text("model.pt2")),
     "truncated_pte": Bad(("{0}",), 2, "TRUNCATED_PROGRAM", ("cut off",), _truncated),
     "pt2_of_a_newer_torch": Bad(
         ("{0}",), 1, "PT2_OF_ANOTHER_TORCH",

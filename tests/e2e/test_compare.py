@@ -106,7 +106,7 @@ def test_layers_that_were_added_are_named_and_the_others_found_again(farm: FarmP
     assert not [row for row in rows if row.candidate is None]
     assert not [row for row in same.operators.rows if row.base is None or row.candidate is None]
     assert pair.size.total_bytes.change > 0 and same.size.total_bytes.change == 0
-    assert [change.what for change in pair.changes] == ["model"] and same.changes == []
+    assert [change.what for change in pair.changes] == ["model"] and same.changes == ()
 
 
 def test_runs_at_different_times_are_compared_apart_and_say_so(
@@ -148,7 +148,7 @@ def test_what_cannot_be_compared_is_one_sentence(
     assert code == 2 and err.startswith("etfarm: There is no job 'nosuchjob'") and err.count("\n") == 1
     code, _, err = command(f"{in_turns.job.id}#7", alone.job.id)
     assert code == 2 and "has no report '7': it has 0 Chain" in err
-    says = r"No report of job .* has a counterpart in job .*: there is 0 Chain .*0 program"
+    says = r"No report of job .* has a counterpart in job .*: the base has 0 Chain .*the candidate 0 program"
     with farm.client() as client, pytest.raises(EtfarmError, match=says) as raised:
         client.compare(in_turns.job.id, lost)
     assert raised.value.reason == "NOTHING_TO_COMPARE"
