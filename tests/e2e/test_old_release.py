@@ -102,3 +102,12 @@ def test_a_kept_result_of_an_old_agent_is_delivered(opened: Opened) -> None:
     (report,) = job.result().reports
     assert (report.state, report.error.reason) == ("FAILED", "BOARD_ON_FIRE")
     assert not list((opened.folder / "agent-0" / "results").iterdir())
+
+
+def test_a_client_says_that_a_server_of_0_1_is_too_old(tmp_path: Path) -> None:
+    server, address = old_release.start_server(tmp_path)
+    try:
+        done = etfarm("devices", "list", "--server", address, cwd=tmp_path)
+    finally:
+        server.stop()
+    assert done.returncode == 2 and "is etfarm 0.1.0, which this version cannot talk to. Update the server" in done.stderr

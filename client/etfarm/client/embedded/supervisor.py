@@ -27,7 +27,8 @@ FIRST_CONNECTION_S = 10.0
 """Seconds to wait for the command that started this process, which connects at once unless it was killed."""
 
 START_TIMEOUT_S = 60.0
-"""Seconds that the server or the agent may take to report that it is ready."""
+"""Seconds without a new line in its log that the server or the agent may take to report that it is ready; a server logs how far
+it has converted an old database."""
 
 LEAVING_TIMEOUT_S = 20.0
 """Seconds that the previous farm may take to exit."""
@@ -71,15 +72,27 @@ class _Child:
             _Failed: it ended, or did not print the line in time.
         """
         assert self.process.stdout is not None
+        reading = asyncio.create_task(self._find_line(self.process.stdout, start))
         try:
-            async with asyncio.timeout(START_TIMEOUT_S):
-                while line := await self.process.stdout.readline():
-                    text = line.decode(errors="replace").strip()
-                    if text.startswith(start):
-                        return text.removeprefix(start).strip()
+            size_bytes = -1
+            while not reading.done() and size_bytes != (size_bytes := self.log.stat().st_size):
+                await asyncio.wait({reading}, timeout=START_TIMEOUT_S)
+            if not reading.done():
+                raise _Failed(f"The embedded farm's {self.what} did not start within {START_TIMEOUT_S:.0f} s.")
+            if (text := reading.result()) is None:
                 raise _Failed(await self.ended())
-        except TimeoutError:
-            raise _Failed(f"The embedded farm's {self.what} did not start within {START_TIMEOUT_S:.0f} s.") from None
+            return text
+        finally:
+            reading.cancel()
+
+    @staticmethod
+    async def _find_line(stream: asyncio.StreamReader, start: str) -> str | None:
+        """Return the rest of the line that begins with `start`; None if the stream ends before."""
+        while line := await stream.readline():
+            text = line.decode(errors="replace").strip()
+            if text.startswith(start):
+                return text.removeprefix(start).strip()
+        return None
 
     async def ended(self) -> str:
         """Wait for its end and return a sentence about it."""

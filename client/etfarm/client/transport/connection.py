@@ -27,6 +27,13 @@ CHOSEN_PROJECT: Final[ContextVar[str | None]] = ContextVar("chosen_project", def
 """The project of `--project`, for every farm that a command connects to."""
 
 
+class ServerTooOld(UserError):
+    """A server of a version before the contract of 0.2."""
+
+    reason = "SERVER_TOO_OLD"
+    kind = Kind.FAILED_PRECONDITION
+
+
 class NotConnected(UserError):
     """Error of a farm that is used outside of its `with` block."""
 
@@ -126,7 +133,8 @@ class Connection:
 async def _probe(channel: grpc.aio.Channel, server: str) -> None:
     """Make one quick call, so that a wrong address fails now and not after the retries for a server restart."""
     try:
-        await farm_pb2_grpc.FarmServiceStub(channel).GetServerInfo(farm_pb2.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S)
+        stub = farm_pb2_grpc.FarmServiceStub(channel)
+        info = await stub.GetServerInfo(farm_pb2.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S)
     except grpc.aio.AioRpcError as error:
         if error.code() is grpc.StatusCode.DEADLINE_EXCEEDED:
             raise Unreachable(
@@ -135,3 +143,10 @@ async def _probe(channel: grpc.aio.Channel, server: str) -> None:
                 server=server,
             ) from None
         raise from_rpc_error(error, server=server) from None
+    if info.version.startswith("0.1."):
+        raise ServerTooOld(
+            f"The server at {server} is etfarm {info.version}, which this version cannot talk to.",
+            "Update the server, or stop the `etfarm up` of the old version.",
+            server=server,
+            version=info.version,
+        )

@@ -58,7 +58,9 @@ class ResultOutbox:
     def drop(self, attempt_id: str) -> None:
         """Discard an attempt's result, if there is one."""
         if self._waiting.pop(attempt_id, None) is not None:
-            self._path(attempt_id).unlink(missing_ok=True)
+            path = self._path(attempt_id)
+            path.unlink(missing_ok=True)
+            path.with_suffix(_SUFFIX_OF_0_1).unlink(missing_ok=True)
 
     def _replace(self, path: Path, result: agent_pb2.RunResult) -> None:
         """Replace the file of etfarm 0.1 by a current one; if that fails, the next start of the agent converts it again."""

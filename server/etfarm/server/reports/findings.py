@@ -24,7 +24,7 @@ from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.artifacts.store import Store
 from etfarm.server.reports.request import TRACE_TIMES, AnalyzeRequest
 from etfarm.server.state import schema
-from etfarm.server.state.engine import Database, retry_when_full
+from etfarm.server.state.engine import Database
 from etfarm.server.workers import answers, output_files
 from etfarm.server.workers.errors import BadAnswer, BadWorkerAnswer, ChildDied, ChildOutOfMemory, ChildTimedOut
 from etfarm.server.workers.pool import Workers
@@ -203,15 +203,14 @@ class Findings:
 
         Raises:
             BadWorkerAnswer: the file is missing, or does not have the size of the report's rows.
+            DiskFull, DatabaseFull: the file cannot be stored; the caller analyzes again.
         """
         path = await asyncio.to_thread(output_files.claim, folder, TRACE_TIMES)
         size_bytes = path.stat().st_size
         if size_bytes != series.trace_times_bytes(report):
             what = f"{len(report.operators)} rows of {report.profile.iterations} iterations"
             raise BadWorkerAnswer(f"The analysis child's traced times have {size_bytes} bytes, which are not those of {what}.")
-        # Times that took an hour to measure must not be lost because the disk is full for a moment.
-        adopted = await retry_when_full(lambda: self._store.adopt(path, caller.owner, holder=caller.project))
-        report.trace_times.CopyFrom(adopted)
+        report.trace_times.CopyFrom(await self._store.adopt(path, caller.owner, holder=caller.project))
 
     async def _known(self, key: str, caller: _Caller) -> report_pb2.Report | None:
         """Return a stored result, if its file is still stored, too."""

@@ -19,7 +19,7 @@ from etfarm.client.export.demo_models import SAMPLES_KEY, ds_cnn
 from etfarm.client.export.eager import ExportedMethod
 from etfarm.wire import digest
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[4]
 
 pytestmark = [pytest.mark.numeric, pytest.mark.slow(reason="compiles every demo, some in several processes")]
 

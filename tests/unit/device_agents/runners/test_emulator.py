@@ -110,7 +110,7 @@ async def test_a_bundle_alone_in_an_empty_root_gives_the_outputs_of_x86(
 def test_an_unknown_processor_is_refused_with_those_there_are(tmp_path: Path) -> None:
     need_emulator()
     arguments = ["--emulate", ARCH, "--server", "127.0.0.1:1", "--data", str(tmp_path / "data")]
-    with pytest.raises(CpuUnknown, match=r"cannot be a 'cortex-a99': unable to find CPU model") as refused:
+    with pytest.raises(CpuUnknown, match=r"cannot emulate 'cortex-a99': unable to find CPU model") as refused:
         main.main([*arguments, "--cpu", "cortex-a99"])
     assert "cortex-a76, max" in refused.value.remedy
     assert not (tmp_path / "data").exists()
@@ -210,7 +210,7 @@ async def test_a_bundle_that_says_another_architecture_than_its_programs_is_refu
 ) -> None:
     false = _with(arm_bundle, tmp_path / "false", "x86_64")
     with pytest.raises(
-        NotABundle, match=r"it says that it is for x86_64, and its ld-linux-aarch64\.so\.1 is a program for aarch64"
+        NotABundle, match=r"it says that it is for x86_64, but its ld-linux-aarch64\.so\.1 is a program for aarch64"
     ):
         open_folder(false.folder)
     database = Database(tmp_path / "farm.sqlite")

@@ -124,7 +124,7 @@ async def test_baked_scalars_must_be_given_as_they_are(runner: RemoteRunner) -> 
         await runner.set_inputs([x, Scalar("factor", 2.25), times, bias])
     with pytest.raises(errors.InputMismatch, match="input 2 must be int, not tensor"):
         await runner.set_inputs([x, factor, x, bias])
-    with pytest.raises(errors.InputMismatch, match="takes 4 inputs, and 3 are given"):
+    with pytest.raises(errors.InputMismatch, match="takes 4 inputs, got 3"):
         await runner.set_inputs([x, factor, times])
 
 

@@ -185,7 +185,7 @@ async def test_a_child_that_hangs_over_its_files_costs_what_they_are_for(
     assert result.latency.min_ns == 1000 and result.profile.p50_ns == 8000
     (warning,) = [warning for warning in result.compile.warnings if warning.code == CUT_SHORT]
     assert "not done after 6 s of wall time in JOIN" in warning.message
-    assert "without the profile by operator" in warning.message
+    assert "lacks the profile by operator" in warning.message
     again = await findings.of(asked, quiet)
     assert not again.analysis.cached, "it may have been the machine: nothing of it is kept"
 

@@ -27,6 +27,9 @@ _KNOWN = 20
 """Maximum number of models that an error lists."""
 
 _TOKEN = re.compile(r"(\d{1,18})\.([0-9a-zA-Z_-]{1,64})\Z", re.ASCII)
+_MAX_READ_BYTES = 64 << 20
+"""Maximum total size of the reports that are read for a page, with the rows that it leaves out."""
+
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
 _MICROSECOND = timedelta(microseconds=1)
 
@@ -92,9 +95,12 @@ class History:
             query = select(table.c.id, table.c.job_id, table.c.created_at).where(*terms).order_by(*newest_first).limit(size + 1)
             rows = connection.execute(query).all()
             answer = report_pb2.ListHistoryResponse()
-            bytes_left = self._page_bytes
+            bytes_left, read_bytes = self._page_bytes, 0
             for row in rows[:size]:
                 body = connection.execute(select(table.c.body).where(table.c.id == row.id)).scalar_one()
+                read_bytes += len(body)
+                if answer.entries and read_bytes > _MAX_READ_BYTES:
+                    break
                 report = _without_rows(report_pb2.Report.FromString(body))
                 size_bytes = report.ByteSize()
                 if answer.entries and size_bytes > bytes_left:

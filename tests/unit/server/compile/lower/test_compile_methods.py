@@ -147,7 +147,7 @@ async def test_constants_of_one_name_in_two_methods_are_not_mixed_up(workers: Wo
 
         return torch.export.export(Scaled().eval(), (torch.ones(4),))
 
-    with pytest.raises(EtfarmError, match=r"The constant by differs between one than in two") as caught:
+    with pytest.raises(EtfarmError, match=r"The constant by differs between one and two") as caught:
         await compiled(workers, tmp_path, {"one": lambda: scaled(2.0), "two": lambda: scaled(3.0)}, recipe)
     assert caught.value.reason == "EXTERNAL_CONSTANTS_CLASH"
     shared = await compiled(workers, tmp_path, {"one": lambda: scaled(2.0), "two": lambda: scaled(2.0)}, recipe)

@@ -281,7 +281,7 @@ def _without_handles(etrecord: Path, folder: Path) -> Path:
         (lambda n, folder: replace(n, debug=_cut(n.debug, folder, 0.5)), "debug file is cut short, or is another run's"),
         (lambda n, folder: replace(n, etdump=_cut(n.etdump, folder, 0.5)), "cut short"),
         (lambda n, folder: replace(n, etdump=_cut(n.etdump, folder, 0)), "not an ETDump"),
-        (lambda n, folder: replace(n, etdump=recorded("attention_int8").etdump), "of another program"),
+        (lambda n, folder: replace(n, etdump=recorded("attention_int8").etdump), "from another program"),
         (lambda n, folder: replace(n, pte=recorded("mixed").pte), "of another export"),
     ],
     ids=[
