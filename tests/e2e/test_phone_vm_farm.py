@@ -105,4 +105,5 @@ def test_a_phone_that_loses_power_runs_again_when_it_is_back(lab: FarmProcess, p
         plugged.adb.connect(phone)
         report = job.result().report
         assert report.state == "SUCCEEDED"
-        assert client.job(job.id).info.cells[0].attempts == 2
+        # One attempt more is lost if it is placed before the agent notices that the phone is gone.
+        assert client.job(job.id).info.cells[0].attempts in (2, 3)
