@@ -43,8 +43,11 @@ def write_blob(data: Path, content: bytes) -> common_pb2.Artifact:
         blobs.mkdir(parents=True, exist_ok=True)
         part = blobs / f"{artifact.digest}.part"
         try:
-            part.unlink(missing_ok=True)  # of a process that was killed; the file is read-only
-            part.write_bytes(content)
+            try:
+                part.write_bytes(content)
+            except PermissionError:  # read-only: settled by a process that was killed before it renamed the file
+                part.unlink()
+                part.write_bytes(content)
             settle(part, place)
         except OSError:
             part.unlink(missing_ok=True)
