@@ -90,8 +90,10 @@ RECORDINGS: Final[dict[str, Recording]] = {
         shows_command=False,
         warm_up=True,
         pictures={
-            "report-overview": ("report.html", "header.page, section.overview, #r0 > h2, #r0 > dl.tiles"),
+            "report-overview": ("report.html", "#r0 > h2, #r0 > dl.tiles"),
+            "report-cells": ("report.html", "header.page, #cells, section.beside"),
             "report-operators": ("report.html", "#r0 section.operators"),
+            "report-delegates": ("report.html", "#r0 section.delegates"),
             "report-flame": ("report.html", "#r0 section.flame"),
             "report-latency": ("report.html", "#r0 section.latency"),
         },

@@ -1,4 +1,4 @@
-"""Every rpc of the contract as everybody: what each caller is answered, and that nothing of a project reaches its strangers.
+"""Every rpc of the contract with every kind of caller: the expected statuses, and no leak of a project's data to others.
 
 One real server with a job that a real agent has run and a session that it serves. A new rpc needs a row here.
 """
@@ -71,12 +71,12 @@ Row = Mapping[str, str]
 
 
 def row(**answers: str) -> Row:
-    """The answers by caller; void tokens are the same everywhere."""
+    """Return the expected statuses by caller; invalid tokens always get the same."""
     return answers | dict.fromkeys(VOID, ANONYMOUS)
 
 
 def people(admin: str, owner: str, member: str, stranger: str, viewer: str, other_viewer: str) -> Row:
-    """A row of what no agent calls."""
+    """Return a row of an rpc that agents may not call."""
     return row(
         admin=admin, owner=owner, member=member, stranger=stranger, viewer=viewer, other_viewer=other_viewer,
         agent=DENIED, other_agent=DENIED,
@@ -144,28 +144,28 @@ Request = Callable[[World, str], Message]
 
 
 def of_job(kind: type[Message], **more: Any) -> Request:
-    """A request that names the project's job."""
+    """Return a request that names the project's job."""
     return lambda world, caller: kind(job_id=world.job, **more)
 
 
 def fixed(request: Message) -> Request:
-    """A request that is the same for everybody."""
+    """Return a factory of a request that is the same for every caller."""
     return lambda world, caller: request
 
 
 def fresh(world: World, caller: str) -> Message:
-    """An upload of an empty artifact."""
+    """Return an upload of an empty artifact."""
     return artifact_pb2.UploadArtifactRequest(header=artifact_pb2.UploadHeader(artifact=artifact_of(b"")))
 
 
 def submit(world: World, caller: str) -> Message:
-    """A job that compiles the project's program."""
+    """Return a request for a job that compiles the project's program."""
     spec = job_pb2.JobSpec(candidates=[job_pb2.Candidate(name="again", program=world.program)])
     return job_pb2.SubmitJobRequest(request_id=uuid.uuid4().hex, spec=spec)
 
 
 def open_session(world: World, caller: str) -> Message:
-    """A session with the project's program."""
+    """Return a request for a session with the project's program."""
     return session_pb2.OpenSessionRequest(selector=f"id={world.device}", program=world.program)
 
 
@@ -281,7 +281,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 def make_projects(world: World) -> None:
-    """Two projects with a user and a viewer each, and tokens that are none any more."""
+    """Create two projects with a user and a viewer each, and invalid tokens."""
     with Farm(world.address, token=world.secrets["admin"]) as farm:
         farm.add_bundle(runner_archive())
         for project in ("vision-lab", "audio-lab"):
@@ -307,7 +307,7 @@ def unusable(world: World, why: str) -> str:
 
 
 def start_agent(world: World, folder: Path) -> Daemon:
-    """A real agent with the token of `agent`, connected."""
+    """Start a real agent with the token of `agent` and wait until it is connected."""
     know_own_runners(folder / "agent")
     agent = Daemon(
         ["agent", "--server", world.address, "--data", str(folder / "agent"), "--name", "board", "--exit-with-stdin"],
@@ -320,7 +320,7 @@ def start_agent(world: World, folder: Path) -> Daemon:
 
 
 class Secretive(torch.nn.Module):
-    """A network that its project's strangers must not hear of."""
+    """A network whose name must not leak to other projects."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.relu(x) + 1
@@ -331,7 +331,7 @@ def run_a_job(world: World, folder: Path) -> None:
     data = program("add").bytes
     (folder / "add.pte").write_bytes(data)
     with Farm(world.address, token=world.secrets["owner"]) as farm:
-        farm.compile(folder / "add.pte", recipes=[]).wait()
+        farm.compile(folder / "add.pte").wait()
         job = farm.bench(
             Secretive().eval(),
             ["portable"],
@@ -389,7 +389,7 @@ def test_every_rpc_has_a_row_with_every_caller() -> None:
 
 
 @pytest.mark.parametrize("rpc", sorted(RPCS))
-def test_each_caller_is_answered_as_the_table_says_and_strangers_learn_nothing(world: World, rpc: str) -> None:
+def test_each_rpc_answers_each_caller_as_in_the_table(world: World, rpc: str) -> None:
     request_of, answers = TABLE[rpc]
     wrong = []
     for caller, expected in answers.items():
@@ -423,7 +423,7 @@ def test_each_caller_is_answered_as_the_table_says_and_strangers_learn_nothing(w
         ("SessionService.Call", lambda key: session_pb2.CallSessionRequest(session_id=key, call_id="c")),
     ],
 )  # fmt: skip
-def test_what_is_anothers_is_answered_in_the_words_of_what_does_not_exist(
+def test_a_foreign_resource_gets_the_same_error_as_a_missing_resource(
     world: World, rpc: str, request_of: Callable[[str], Message]
 ) -> None:
     named = {
@@ -439,7 +439,7 @@ def test_what_is_anothers_is_answered_in_the_words_of_what_does_not_exist(
         assert details.replace(key, "K").replace(key[:12], "K") == words.replace(absent, "K").replace(absent[:12], "K")
 
 
-def test_latest_and_tags_are_those_of_the_callers_project(world: World) -> None:
+def test_latest_and_tags_resolve_within_the_callers_project(world: World) -> None:
     latest = job_pb2.GetJobRequest(job_id="latest")
     assert world.call("member", "JobService.Get", latest)[0] == OK
     assert world.call("stranger", "JobService.Get", latest)[0] == GONE
@@ -449,7 +449,7 @@ def test_latest_and_tags_are_those_of_the_callers_project(world: World) -> None:
     assert world.call("member", "ReportService.Tag", take)[0] == DENIED
 
 
-def test_a_stranger_holds_nothing_of_what_others_stored_and_sees_no_jobs(world: World) -> None:
+def test_a_user_of_another_project_sees_no_artifacts_and_no_jobs(world: World) -> None:
     wanted = artifact_pb2.FindMissingArtifactsRequest(digests=[world.outputs, world.pte.digest])
     for caller, missing in (("owner", []), ("member", []), ("stranger", list(wanted.digests))):
         status, answers, _ = world.call(caller, "ArtifactService.FindMissing", wanted)
@@ -463,7 +463,7 @@ def test_a_stranger_holds_nothing_of_what_others_stored_and_sees_no_jobs(world: 
         assert bool(answers[0].jobs) == bool(count), caller  # type: ignore[attr-defined]
 
 
-def test_a_stranger_sees_that_a_device_is_busy_and_not_with_what(world: World) -> None:
+def test_a_user_of_another_project_sees_a_busy_device_without_its_job(world: World) -> None:
     for caller, attempt in (("owner", world.attempt), ("admin", world.attempt), ("stranger", ""), ("other_viewer", "")):
         _, answers, _ = world.call(caller, "DeviceService.Get", device_pb2.GetDeviceRequest(device_id=world.device))
         (device,) = answers
@@ -471,7 +471,7 @@ def test_a_stranger_sees_that_a_device_is_busy_and_not_with_what(world: World) -
         assert (device.state, device.attempt_id) == (device_pb2.DEVICE_STATE_BUSY, attempt), caller
 
 
-def test_the_project_of_a_call_is_one_of_the_callers(world: World) -> None:
+def test_a_call_for_a_project_of_others_is_refused(world: World) -> None:
     with Farm(world.address, token=world.secrets["stranger"], project="audio-lab") as farm:
         assert farm.jobs() == []
     for project in ("vision-lab", "default", "no-such-project"):
@@ -484,7 +484,7 @@ def test_the_project_of_a_call_is_one_of_the_callers(world: World) -> None:
         Farm(world.address, token=world.secrets["admin"], project="no-such-project").__enter__()
 
 
-def test_a_compilation_that_others_did_first_gives_the_project_files_of_its_own(world: World) -> None:
+def test_a_cached_compilation_of_another_project_grants_its_files(world: World) -> None:
     with Farm(world.address, token=world.secrets["stranger"]) as farm:
         job = farm.compile(Secretive().eval(), ["portable"], example_inputs=(torch.ones(2, 3),))
         assert job.wait().value == "SUCCEEDED"

@@ -1,4 +1,4 @@
-"""Agents with valid tokens that claim what is not theirs, or report what they cannot have measured. Real server, raw streams."""
+"""Agents with valid tokens that claim foreign identities, or report implausible measurements. Real server, raw streams."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ async def channels(server: str) -> AsyncIterator[dict[str, grpc.aio.Channel]]:
 
 
 async def refusal(agent: Agent) -> str:
-    """The reason with which the agent's stream ends."""
+    """Return the reason for which the agent's stream ends."""
     async with asyncio.timeout(WAIT_S):
         try:
             while await agent.stream.read() is not grpc.aio.EOF:
@@ -200,7 +200,7 @@ async def test_only_an_admin_sees_and_binds_identities(channels: dict[str, grpc.
 
 
 async def enrolled(root: grpc.aio.Channel, server: str, principal: str, agent_id: str) -> str:
-    """The token of an agent that enrolled and did not connect yet."""
+    """Return the token of an agent that enrolled but has not connected yet."""
     created = await token_pb2_grpc.TokenServiceStub(root).Create(
         token_pb2.CreateTokenRequest(principal=principal, role=common_pb2.ROLE_AGENT, enrolment=True)
     )
@@ -220,9 +220,7 @@ async def test_an_enrolled_identity_cannot_be_taken_before_its_agent_connects(
         await leave(board)
 
 
-async def test_restricted_devices_do_not_get_further_projects_under_new_ids(
-    server: str, channels: dict[str, grpc.aio.Channel]
-) -> None:
+async def test_a_restricted_device_stays_restricted_under_a_new_id(server: str, channels: dict[str, grpc.aio.Channel]) -> None:
     root = channels["root"]
     await project_pb2_grpc.ProjectServiceStub(root).Create(project_pb2.CreateProjectRequest(name="cage"))
     devices = device_pb2_grpc.DeviceServiceStub(root)
@@ -248,7 +246,7 @@ async def test_restricted_devices_do_not_get_further_projects_under_new_ids(
         stream.cancel()
 
 
-async def test_a_sessions_answers_do_not_delete_what_others_uploaded(channels: dict[str, grpc.aio.Channel]) -> None:
+async def test_a_sessions_answers_do_not_delete_uploads_of_others(channels: dict[str, grpc.aio.Channel]) -> None:
     artifacts = artifact_pb2_grpc.ArtifactServiceStub(channels["ann"])
     data, fresh = program("add").path.read_bytes(), b"uploaded for a job that is submitted next"
     for each in (data, fresh):
@@ -273,7 +271,7 @@ async def test_a_sessions_answers_do_not_delete_what_others_uploaded(channels: d
     await leave(thief)
 
 
-async def test_an_agents_id_is_short_enough_to_be_listed(channels: dict[str, grpc.aio.Channel]) -> None:
+async def test_an_overlong_agent_id_is_refused(channels: dict[str, grpc.aio.Channel]) -> None:
     hello = agent_pb2.Hello(agent_id="n" * 101, protocol_version=PROTOCOL_VERSION)
     stream = agent_pb2_grpc.AgentServiceStub(channels["thief"]).Connect(iter([agent_pb2.AgentMessage(hello=hello)]))
     with pytest.raises(grpc.aio.AioRpcError) as refused:
@@ -282,7 +280,7 @@ async def test_an_agents_id_is_short_enough_to_be_listed(channels: dict[str, grp
 
 
 async def downloads(channel: grpc.aio.Channel, wanted: str) -> str:
-    """Why an artifact cannot be downloaded; empty where it can."""
+    """Return the reason for which an artifact cannot be downloaded; empty if it can."""
     try:
         async for _ in artifact_pb2_grpc.ArtifactServiceStub(channel).Download(
             artifact_pb2.DownloadArtifactRequest(digest=wanted)
@@ -294,7 +292,7 @@ async def downloads(channel: grpc.aio.Channel, wanted: str) -> str:
     return ""
 
 
-async def test_an_agent_downloads_what_its_attempt_needs_and_nothing_else(channels: dict[str, grpc.aio.Channel]) -> None:
+async def test_an_agent_can_only_download_its_attempts_artifacts(channels: dict[str, grpc.aio.Channel]) -> None:
     artifacts = artifact_pb2_grpc.ArtifactServiceStub(channels["ann"])
     data, private = program("conv").path.read_bytes(), b"a model of ann's that no device has asked for"
     for each in (data, private):
@@ -326,7 +324,7 @@ async def test_an_agent_downloads_what_its_attempt_needs_and_nothing_else(channe
     await leave(board)
 
 
-async def test_a_device_called_as_an_architecture_does_not_keep_jobs_from_its_devices(
+async def test_a_device_named_like_an_architecture_does_not_capture_its_jobs(
     channels: dict[str, grpc.aio.Channel],
 ) -> None:
     # The first by name, with a runner of its own that can do nothing.

@@ -1,4 +1,4 @@
-"""What hostile code could do from inside a compile child: real attacks through the real workers, each of which must fail."""
+"""Attacks from inside a compile child, through real workers; each must fail."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module", params=["root", "an ordinary user"])
 def outcomes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, object]]:
-    """What every attack came to in one child, of a server that is root and of one that has no rights."""
+    """Return the outcome of every attack in a child, for a server with and without root."""
     # A blank and letters beyond ASCII: paths are the installation's to choose.
     folder = tmp_path_factory.mktemp("Gerät vier")
     modules = ["tests.support.attacked"] if request.param == "root" else ["tests.support.unprivileged", "tests.support.attacked"]
@@ -80,7 +80,7 @@ async def limited(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: p
 
 
 async def nothing_is_left(workers: Workers) -> None:
-    """Fails where something of a child still runs; the next child works."""
+    """Require that no process of a child remains and that the next child works."""
     assert workers.forkserver_pid is not None
     forkserver_pid = workers.forkserver_pid
     assert await asyncio.to_thread(wait_until, lambda: not descendants(forkserver_pid)), "a supervisor lives"
@@ -99,20 +99,20 @@ async def test_many_processes_share_one_limit_of_memory(limited: Workers) -> Non
     await nothing_is_left(limited)
 
 
-async def test_shared_memory_counts(limited: Workers) -> None:
+async def test_shared_memory_counts_against_the_limit(limited: Workers) -> None:
     with pytest.raises(ChildOutOfMemory):
         await limited.run(f"{TASKS}:eat_shared_memory", 1024, deadline_s=120)
     await nothing_is_left(limited)
 
 
-async def test_a_child_that_dies_of_its_fork_bomb_is_told_from_a_crash(workers: Workers) -> None:
+async def test_a_fork_bomb_is_distinguished_from_a_crash(workers: Workers) -> None:
     if not (await workers.describe_jail()).measures[NAMES.index("process limit")].detail.startswith("control group"):
         return  # only a control group counts what it refuses
     with pytest.raises(ChildTooManyProcesses):
         await workers.run(f"{TASKS}:fork_a_lot_and_swallow_it", None, deadline_s=120)
 
 
-async def test_a_child_ends_before_the_disk_is_full(tmp_path: Path) -> None:
+async def test_a_child_is_killed_before_it_fills_the_disk(tmp_path: Path) -> None:
     # No disk has so much room: for a child it is as if it had filled it.
     limits = replace(LIMITS, reserve_bytes=1 << 60)
     running = Workers(preload=[TASKS], limits=limits, folder=tmp_path / "jobs", concurrency=1)
@@ -164,7 +164,7 @@ async def test_a_finished_child_leaves_no_control_group(workers: Workers) -> Non
     assert not groups_of(workers)
 
 
-def test_what_a_killed_daemon_leaves_is_gone(tmp_path: Path) -> None:
+def test_children_and_groups_of_a_killed_daemon_are_removed(tmp_path: Path) -> None:
     """Its forkserver's supervisors end the children and remove their groups; nothing else has to."""
     place = cgroups.find_place()
     command = [sys.executable, "-m", "tests.support.daemon", str(tmp_path / "jobs"), TASKS]
@@ -179,7 +179,7 @@ def test_what_a_killed_daemon_leaves_is_gone(tmp_path: Path) -> None:
     assert wait_until(lambda: not groups_of(later))
 
 
-def test_groups_that_were_left_with_processes_are_removed_at_the_next_start(tmp_path: Path) -> None:
+def test_leftover_control_groups_are_removed_at_the_next_start(tmp_path: Path) -> None:
     place = cgroups.find_place()
     if place is None:
         return
@@ -197,7 +197,7 @@ def groups_of(workers: Workers) -> list[Path]:
     return [Path(root) / workers._family for root in roots if (Path(root) / workers._family).exists()]
 
 
-async def test_an_input_is_readable_and_its_neighbours_are_not(workers: Workers, tmp_path: Path) -> None:
+async def test_a_child_can_read_its_input_and_no_neighbouring_file(workers: Workers, tmp_path: Path) -> None:
     for name in ("mine", "other"):
         (tmp_path / name).write_text(name)
     seen = await asyncio.gather(*(read(workers, tmp_path / name, tmp_path / "mine") for name in ("mine", "other")))
@@ -205,7 +205,7 @@ async def test_an_input_is_readable_and_its_neighbours_are_not(workers: Workers,
 
 
 async def read(workers: Workers, path: Path, file: Path) -> str:
-    """What a child finds at `path` when its request names `file`."""
+    """Return what a child can read at `path` when its request names `file`."""
     async with await workers.run(
         f"{TASKS}:read_text", {"path": str(path), "files": [{"one": (file,)}]}, deadline_s=60
     ) as finished:

@@ -1,4 +1,4 @@
-"""Who gets in, and what a stranger can cost: attacks on the door of a real server process."""
+"""Attacks on authentication and connection limits of a real server process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import os
 import resource
 import socket
 import sqlite3
+import time
 import zlib
 from collections.abc import AsyncIterator, Iterator
 from functools import cache
@@ -96,7 +97,7 @@ def gigabyte_of_zeros() -> bytes:
 
 
 @pytest.mark.parametrize("token", ["", ADMIN])
-async def test_a_gigabyte_of_zeros_in_a_megabyte_is_not_unpacked(door: Door, admin: grpc.aio.Channel, token: str) -> None:
+async def test_a_megabyte_that_decompresses_to_a_gigabyte_is_refused(door: Door, admin: grpc.aio.Channel, token: str) -> None:
     packed = gigabyte_of_zeros()
     assert len(packed) < 2 * MIB
     before = door.forget_peak()
@@ -113,7 +114,7 @@ async def test_a_gigabyte_of_zeros_in_a_megabyte_is_not_unpacked(door: Door, adm
     await call(admin, "FarmService.GetServerInfo")
 
 
-async def test_a_thousand_idle_connections_keep_nobody_out(tmp_path: Path) -> None:
+async def test_a_thousand_idle_connections_do_not_block_others(tmp_path: Path) -> None:
     files, many = 700, 1300
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert hard > many + 200, "this test needs more open files"
@@ -147,7 +148,7 @@ async def test_a_thousand_idle_connections_keep_nobody_out(tmp_path: Path) -> No
 
 
 async def farm_info(channel: grpc.aio.Channel) -> farm_pb2.ServerInfo:
-    """As one who tries again when the connection is closed."""
+    """Get the server's info, reconnecting if the connection was closed."""
     ask = channel.unary_unary("/etfarm.v1.FarmService/GetServerInfo", response_deserializer=farm_pb2.ServerInfo.FromString)
     async with asyncio.timeout(WAIT_S):
         while True:
@@ -160,13 +161,15 @@ async def farm_info(channel: grpc.aio.Channel) -> farm_pb2.ServerInfo:
 
 @pytest.mark.parametrize("greets", [False, True])
 async def test_a_connection_without_a_valid_token_is_closed(door: Door, greets: bool) -> None:
-    def idle() -> None:
+    def measure_idle_s() -> float:
         with Http2(door.address, timeout_s=WAIT_S) as connection:
             if greets:
                 connection.begin()
+            start_s = time.monotonic()
             connection.until_closed()
+            return time.monotonic() - start_s
 
-    await asyncio.to_thread(idle)
+    assert await asyncio.to_thread(measure_idle_s) < WAIT_S
 
 
 def test_connections_leave_room_for_files() -> None:
@@ -176,7 +179,9 @@ def test_connections_leave_room_for_files() -> None:
     assert most_connections(65_536) == 8192
 
 
-async def test_who_fails_often_is_asked_to_wait_and_keeps_nobody_at_its_address_out(door: Door, admin: grpc.aio.Channel) -> None:
+async def test_repeated_failures_are_throttled_without_blocking_others_at_the_address(
+    door: Door, admin: grpc.aio.Channel
+) -> None:
     async with door.channel("guess-0123456789-guess") as stranger:
         waits = []
         for _ in range(130):
@@ -196,7 +201,7 @@ async def test_who_fails_often_is_asked_to_wait_and_keeps_nobody_at_its_address_
 # Tokens
 
 
-async def test_a_revoked_token_ends_the_streams_that_use_it_and_no_others(door: Door, admin: grpc.aio.Channel) -> None:
+async def test_a_revoked_token_ends_only_its_own_streams(door: Door, admin: grpc.aio.Channel) -> None:
     created, kept = await create(admin, "eve"), await create(admin, "eve")
     assert created.secret.startswith("etf_") and created.secret not in str(created.token)
     async with door.channel(created.secret) as channel, door.channel(kept.secret) as other:
@@ -212,7 +217,7 @@ async def test_a_revoked_token_ends_the_streams_that_use_it_and_no_others(door: 
         going_on.cancel()
 
 
-async def test_a_download_that_is_not_read_ends_with_its_token(door: Door, admin: grpc.aio.Channel) -> None:
+async def test_an_unread_download_ends_with_its_token(door: Door, admin: grpc.aio.Channel) -> None:
     data = os.urandom(32 * MIB)
     artifact = artifact_of(data)
     await upload(artifact_pb2_grpc.ArtifactServiceStub(admin), artifact, data)
@@ -233,7 +238,7 @@ async def test_a_download_that_is_not_read_ends_with_its_token(door: Door, admin
         assert taken < len(data) - MIB
 
 
-async def test_a_token_that_expires_ends_its_streams(door: Door, admin: grpc.aio.Channel) -> None:
+async def test_an_expired_token_ends_its_streams(door: Door, admin: grpc.aio.Channel) -> None:
     created = await create(admin, "eve", lifetime_s=3.0)
     async with door.channel(created.secret) as channel:
         stream = watch(channel)
@@ -242,7 +247,7 @@ async def test_a_token_that_expires_ends_its_streams(door: Door, admin: grpc.aio
         assert "has expired" in (await refusal(farm_info(channel))).message
 
 
-async def test_a_token_that_leaves_the_file_ends_its_streams_and_a_broken_edit_changes_nothing(tmp_path: Path) -> None:
+async def test_removing_a_token_from_the_file_ends_its_streams(tmp_path: Path) -> None:
     door = Door(tmp_path)
     door.daemon.start()
     try:
@@ -268,7 +273,7 @@ async def test_a_token_that_leaves_the_file_ends_its_streams_and_a_broken_edit_c
         assert door.daemon.stop() == 0
 
 
-async def test_a_token_is_rotated_by_its_owner_and_by_an_admin_only(door: Door, admin: grpc.aio.Channel) -> None:
+async def test_only_its_owner_and_an_admin_rotate_a_token(door: Door, admin: grpc.aio.Channel) -> None:
     mine, other = await create(admin, "eve"), await create(admin, "mallory")
     async with door.channel(mine.secret) as channel:
         tokens = token_pb2_grpc.TokenServiceStub(channel)
@@ -298,7 +303,7 @@ async def test_a_token_is_rotated_by_its_owner_and_by_an_admin_only(door: Door, 
         ({"principal": "eve", "projects": ["nowhere"]}, "PROJECT_NOT_FOUND"),
     ],
 )
-async def test_a_token_that_means_nothing_is_not_made(admin: grpc.aio.Channel, values: dict[str, Any], reason: str) -> None:
+async def test_an_invalid_token_definition_is_refused(admin: grpc.aio.Channel, values: dict[str, Any], reason: str) -> None:
     request = token_pb2.CreateTokenRequest(**{"role": common_pb2.ROLE_USER, **values})
     error = await refusal(token_pb2_grpc.TokenServiceStub(admin).Create(request))
     assert error.reason == reason
@@ -320,7 +325,7 @@ async def test_secrets_are_not_in_the_database_and_tokens_outlive_the_server(tmp
         assert door.daemon.stop() == 0
 
 
-async def test_an_enrolment_token_makes_one_agent_and_nothing_else(door: Door, admin: grpc.aio.Channel) -> None:
+async def test_an_enrolment_token_enrolls_a_single_agent(door: Door, admin: grpc.aio.Channel) -> None:
     created = await create(admin, "board-7", common_pb2.ROLE_AGENT, enrolment=True)
     assert created.secret.startswith("etfe_")
     async with door.channel(created.secret) as channel:
@@ -349,9 +354,7 @@ async def test_an_enrolment_token_makes_one_agent_and_nothing_else(door: Door, a
         assert (await refusal(farm_info(channel))).reason == "UNAUTHENTICATED"
 
 
-async def test_an_enrolment_token_does_not_take_the_identity_of_an_agent_that_is_known(
-    door: Door, admin: grpc.aio.Channel
-) -> None:
+async def test_an_enrolment_token_cannot_take_a_known_agents_identity(door: Door, admin: grpc.aio.Channel) -> None:
     stream = agent_pb2_grpc.AgentServiceStub(admin).Connect()
     device = device_pb2.Device(id="door-pi", name="door-pi", arch="aarch64")
     hello = agent_pb2.Hello(agent_id="old-agent", protocol_version=PROTOCOL_VERSION, devices=[device], boot_id="here")
@@ -371,7 +374,7 @@ async def entries(channel: grpc.aio.Channel, **which: Any) -> list[audit_pb2.Aud
     return list((await audit_pb2_grpc.AuditServiceStub(channel).List(audit_pb2.ListAuditEntriesRequest(**which))).entries)
 
 
-async def test_changes_and_refusals_are_recorded_for_good(door: Door, admin: grpc.aio.Channel) -> None:
+async def test_changes_and_refusals_are_in_the_audit_log(door: Door, admin: grpc.aio.Channel) -> None:
     created = await create(admin, "carol")
     (entry,) = await entries(admin, action="TokenService.Create", page_size=1)
     assert (entry.principal, entry.role, entry.peer, entry.outcome) == ("ann", common_pb2.ROLE_ADMIN, "127.0.0.1", "OK")

@@ -1,4 +1,4 @@
-"""What one request, or code inside of a child, could hold up the whole farm with: each gets its turn, and no more."""
+"""Requests and child processes that try to block the daemon's event loop."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ A_TURN = 1_000
 
 
 class Turns:
-    """Counts what happens in each turn of the event loop."""
+    """Counts the events of each iteration of the event loop."""
 
     def __init__(self) -> None:
         self._turn = 0
@@ -70,7 +70,7 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
     opened.close()
 
 
-async def test_a_child_that_prints_a_million_lines_holds_up_nobody(workers: Workers, turns: Turns) -> None:
+async def test_a_child_that_prints_a_million_lines_does_not_delay_others(workers: Workers, turns: Turns) -> None:
     lines: list[str] = []
 
     def on_log(line: str) -> None:
@@ -84,13 +84,13 @@ async def test_a_child_that_prints_a_million_lines_holds_up_nobody(workers: Work
     assert "too many lines" in lines[-1]
 
 
-async def test_a_child_that_emits_without_end_is_ended(workers: Workers, turns: Turns) -> None:
+async def test_a_child_that_emits_without_end_is_killed(workers: Workers, turns: Turns) -> None:
     with pytest.raises(BadAnswer, match="more than"):
         await workers.run(f"{TASKS}:emit_events", 1_000_000, deadline_s=120, on_event=turns.note)
     assert max(turns.counts.values()) < A_TURN
 
 
-async def test_a_project_that_queues_much_leaves_the_next_turn_to_another(workers: Workers) -> None:
+async def test_a_project_with_a_long_queue_yields_the_next_slot_to_another(workers: Workers) -> None:
     done: list[str] = []
 
     async def run(project: str) -> None:
@@ -104,7 +104,7 @@ async def test_a_project_that_queues_much_leaves_the_next_turn_to_another(worker
     assert done.index("second") <= 2
 
 
-async def test_a_look_for_many_stored_artifacts_holds_up_nobody(
+async def test_a_search_for_many_artifacts_does_not_delay_others(
     tmp_path: Path, database: Database, turns: Turns, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store = Store(tmp_path / "artifacts", database)
@@ -123,7 +123,7 @@ async def test_a_look_for_many_stored_artifacts_holds_up_nobody(
     store.close()
 
 
-async def test_what_a_child_gives_counts_against_its_projects_quota(tmp_path: Path, database: Database) -> None:
+async def test_a_childs_files_count_against_its_projects_quota(tmp_path: Path, database: Database) -> None:
     store = Store(tmp_path / "artifacts", database, StoreLimits(project_bytes=100))
     folder = tmp_path / "child"
     folder.mkdir()
@@ -136,7 +136,7 @@ async def test_what_a_child_gives_counts_against_its_projects_quota(tmp_path: Pa
     store.close()
 
 
-async def test_a_child_gives_a_bounded_number_of_files(
+async def test_the_number_of_a_childs_files_is_bounded(
     tmp_path: Path, database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(answers, "MAX_FILES", 2)

@@ -93,7 +93,7 @@ async def callers(served: FarmProcess) -> AsyncIterator[dict[str, Caller]]:
             await channel.close()
 
 
-async def test_a_digest_alone_neither_tells_nor_reads(callers: dict[str, Caller]) -> None:
+async def test_a_digest_alone_grants_no_access(callers: dict[str, Caller]) -> None:
     secret = os.urandom(1000)
     artifact = await callers["pi"].upload(secret)
     for name in ("ann", "mole"):
@@ -113,14 +113,14 @@ async def test_a_digest_alone_neither_tells_nor_reads(callers: dict[str, Caller]
     assert await callers["root"].read(artifact) == secret
 
 
-async def test_who_sends_all_bytes_reads_them(callers: dict[str, Caller]) -> None:
+async def test_an_uploader_of_all_bytes_can_read_them(callers: dict[str, Caller]) -> None:
     data = os.urandom(1000)
     artifact = await callers["pi"].upload(data)
     assert await callers["ann"].upload(data) == artifact
     assert await callers["ann"].read(artifact) == data
 
 
-async def test_bad_bytes_of_one_do_not_cost_another_its_upload(callers: dict[str, Caller]) -> None:
+async def test_bad_bytes_of_a_holder_do_not_abort_anothers_upload(callers: dict[str, Caller]) -> None:
     data = os.urandom(5000)
     artifact = artifact_of(data)
     poisoned = await callers["mole"].begin(artifact, os.urandom(4999))
@@ -132,7 +132,7 @@ async def test_bad_bytes_of_one_do_not_cost_another_its_upload(callers: dict[str
     assert await callers["ann"].read(artifact) == data
 
 
-async def test_a_silent_stream_of_one_does_not_block_another(callers: dict[str, Caller]) -> None:
+async def test_a_silent_stream_does_not_block_another_holder(callers: dict[str, Caller]) -> None:
     data = os.urandom(5000)
     silent = await callers["mole"].begin(artifact_of(data), data[:10])
     assert await callers["pi"].upload(data) == artifact_of(data)
@@ -140,7 +140,7 @@ async def test_a_silent_stream_of_one_does_not_block_another(callers: dict[str, 
     silent.cancel()
 
 
-async def test_what_is_only_announced_counts_against_the_quota(callers: dict[str, Caller]) -> None:
+async def test_announced_bytes_count_against_the_quota(callers: dict[str, Caller]) -> None:
     held = [await callers["ann"].begin(Artifact(digest=f"{number:064x}", size_bytes=300 * MIB), b"x") for number in range(3)]
     error = await refusal(await callers["ann"].begin(Artifact(digest="d" * 64, size_bytes=300 * MIB)))
     assert (error.reason, error.kind, error.fault) == ("QUOTA_EXCEEDED", "RESOURCE_EXHAUSTED", "USER")
@@ -167,12 +167,12 @@ async def test_what_is_only_announced_counts_against_the_quota(callers: dict[str
     [((16 << 30) + 1, "LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED"), (-1, "BAD_UPLOAD", "INVALID_ARGUMENT"),
      (-(1 << 63), "BAD_UPLOAD", "INVALID_ARGUMENT"), ((1 << 63) - 1, "LIMIT_EXCEEDED", "RESOURCE_EXHAUSTED")],
 )  # fmt: skip
-async def test_absurd_sizes_are_refused_before_a_byte(callers: dict[str, Caller], size: int, reason: str, kind: str) -> None:
+async def test_absurd_sizes_are_refused_before_any_data(callers: dict[str, Caller], size: int, reason: str, kind: str) -> None:
     error = await refusal(await callers["ann"].begin(Artifact(digest="e" * 64, size_bytes=size)))
     assert (error.reason, error.kind) == (reason, kind)
 
 
-async def test_a_digest_is_no_path(callers: dict[str, Caller], served: FarmProcess) -> None:
+async def test_a_path_as_a_digest_is_refused(callers: dict[str, Caller], served: FarmProcess) -> None:
     for digest in ("../../tokens", "/etc/passwd", "A" * 64, "a" * 63 + "\n", ""):
         for work in (callers["root"].read(Artifact(digest=digest)), callers["ann"].read(Artifact(digest=digest))):
             assert (await refusal(work)).reason == "DIGEST_MALFORMED"
@@ -195,7 +195,7 @@ async def test_streams_without_a_header_and_out_of_order_are_refused(callers: di
     assert await ann.upload(b"abcdef") == artifact
 
 
-async def test_only_an_admin_verifies(callers: dict[str, Caller]) -> None:
+async def test_only_an_admin_can_verify_artifacts(callers: dict[str, Caller]) -> None:
     async def verify(name: str) -> artifact_pb2.VerifyArtifactsProgress:
         return [reported async for reported in callers[name].stub.Verify(artifact_pb2.VerifyArtifactsRequest())][-1]
 
@@ -205,7 +205,7 @@ async def test_only_an_admin_verifies(callers: dict[str, Caller]) -> None:
     assert last.done == last.total > 0 and not last.damaged
 
 
-def test_nothing_of_the_attacks_is_left_under_another_name(served: FarmProcess) -> None:
+def test_the_attacks_leave_no_misnamed_files(served: FarmProcess) -> None:
     folder = served.folder / "server" / "artifacts"
     assert all(path.parent.name == path.name[:2] and len(path.name) == 64 for path in folder.glob("blobs/*/*"))
     assert {path.suffix for path in folder.glob("uploads/*")} <= {".part"}

@@ -51,7 +51,7 @@ def branches(tmp_path_factory: pytest.TempPathFactory) -> Members:
 
 
 def refusal(farm: FarmProcess, path: Path, recipe: str = "xnnpack_fp32") -> EtfarmError:
-    """What a user's compilation of the file fails with, at its submission or later."""
+    """Return the error of a user's compilation of the file, at submission or later."""
     with Farm(farm.address, token="mallorys-own-token-of-some-length") as client, pytest.raises(EtfarmError) as caught:
         client.compile(path, recipe).result().report  # noqa: B018 - raises the failed cell's error
     return caught.value
@@ -117,7 +117,7 @@ FORBIDDEN: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize("operator", FORBIDDEN)
-def test_an_operator_that_does_more_than_compute_is_refused_by_name(
+def test_an_operator_with_side_effects_is_refused_by_name(
     farm: FarmProcess, good: Members, tmp_path: Path, operator: str
 ) -> None:
     error = refusal(farm, write(tmp_path / "m.pt2", changed(good, replaces_ones(f"torch.ops.{operator}", FORBIDDEN[operator]))))
@@ -148,7 +148,7 @@ def test_a_forbidden_operator_as_an_argument_is_refused(farm: FarmProcess, good:
 
 
 def spec(node: dict[str, Any]) -> Callable[[Any], None]:
-    """Puts a node into the treespec of the program's inputs."""
+    """Put a node into the treespec of the program's inputs."""
 
     def change(program: Any) -> None:
         signature = program["graph_module"]["module_call_graph"][0]["signature"]
@@ -168,7 +168,7 @@ def factory(module: str, name: str) -> dict[str, Any]:
 
 
 def shape(sizes: list[int], strides: list[int], offset: int = 0) -> Callable[[Any], None]:
-    """Gives the first weight another view of its bytes."""
+    """Give the first weight another view of its bytes."""
 
     def change(config: Any) -> None:
         meta = next(iter(config["config"].values()))["tensor_meta"]
@@ -220,13 +220,13 @@ CHANGES: dict[str, tuple[str, str, Callable[[Any], None]]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_what_torch_would_look_up_or_outgrow_is_refused(farm: FarmProcess, good: Members, tmp_path: Path, name: str) -> None:
+def test_an_unsafe_graph_or_weights_config_is_refused(farm: FarmProcess, good: Members, tmp_path: Path, name: str) -> None:
     member, vector, change = CHANGES[name]
     error = refusal(farm, write(tmp_path / "m.pt2", changed(good, change, member)))
     assert (error.reason, error.metadata.get("vector")) == ("UNSAFE_MODEL", vector)
 
 
-def test_an_empty_member_does_not_grow_to_zeros_without_end(farm: FarmProcess, good: Members, tmp_path: Path) -> None:
+def test_an_empty_member_is_not_expanded_to_zeros(farm: FarmProcess, good: Members, tmp_path: Path) -> None:
     weight = json.loads(good[WEIGHTS])["config"]["linear.weight"]["path_name"]
 
     def huge(config: Any) -> None:
@@ -237,13 +237,13 @@ def test_an_empty_member_does_not_grow_to_zeros_without_end(farm: FarmProcess, g
 
 
 def twice(path: Path, good: Members) -> None:
-    """Two graphs of one name: Python takes the last, torch the first."""
+    """Return two graphs with the same name: Python reads the last, torch the first."""
     with zipfile.ZipFile(path, "a", zipfile.ZIP_STORED) as archive, pytest.warns(UserWarning, match="Duplicate"):
         archive.writestr("archive/" + MODEL, good[MODEL])
 
 
 def packed(path: Path, good: Members) -> None:
-    """A megabyte that grows to a gigabyte."""
+    """Return a megabyte that decompresses to a gigabyte."""
     with zipfile.ZipFile(path, "a", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("archive/extra/bomb", bytes(1 << 24))
 
@@ -256,7 +256,7 @@ def encrypted(path: Path, good: Members) -> None:
 
 
 def shared(path: Path, good: Members) -> None:
-    """A second member with the first one's bytes."""
+    """Return a second member that shares the first member's bytes."""
     data = path.read_bytes()
     length, start = struct.unpack_from("<II", data, len(data) - 10)
     count = struct.unpack_from("<H", data, len(data) - 12)[0]
@@ -285,7 +285,7 @@ def commands_the_terminal(path: Path, good: Members) -> None:
 
 
 @pytest.mark.parametrize("trick", [twice, packed, encrypted, shared, two_directories, leaves, commands_the_terminal])
-def test_a_zip_that_is_read_in_two_ways_is_refused(
+def test_an_ambiguous_zip_is_refused(
     farm: FarmProcess, good: Members, tmp_path: Path, trick: Callable[[Path, Members], None]
 ) -> None:
     path = write(tmp_path / "m.pt2", good)
@@ -310,7 +310,7 @@ def test_a_view_beyond_its_tensor_fails_as_the_users_error(farm: FarmProcess, go
     assert error.reason not in ("UNSAFE_MODEL", "CHILD_DIED")
 
 
-def test_after_all_of_it_the_server_compiles_what_is_good(farm: FarmProcess, good: Members, tmp_path: Path) -> None:
+def test_the_server_compiles_a_valid_model_after_all_attacks(farm: FarmProcess, good: Members, tmp_path: Path) -> None:
     with Farm(farm.address, token="mallorys-own-token-of-some-length") as client:
         report = client.compile(write(tmp_path / "m.pt2", good), "xnnpack_fp32").result().report
     assert report.error is None

@@ -1,6 +1,6 @@
-"""Names that others give - of a model, a method, a device, a job, an operator - leave the real command line harmless.
+"""Hostile names of models, methods, devices, jobs and operators in the output of the real command line.
 
-A spreadsheet evaluates none of them, a terminal follows none of them, and in Markdown none of them is more than a name.
+Spreadsheets must not evaluate them, terminals must not obey them, and Markdown must show them literally.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ ESCAPES = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 @dataclass(frozen=True)
 class Job:
-    """A job of that name and label on a device of that name."""
+    """A job, its label and its device, all with the same name."""
 
     id: str
     server: str
@@ -88,7 +88,7 @@ def test_a_real_jobs_markdown_has_no_link_image_or_element_of_a_name(job: Job) -
 
 
 @pytest.mark.parametrize("command", [["devices", "list"], ["jobs", "list"], ["jobs", "show", "JOB"], ["report", "show", "JOB"]])
-def test_a_name_is_shown_as_it_is_and_not_as_markup(job: Job, command: list[str]) -> None:
+def test_a_name_is_shown_literally_and_not_as_markup(job: Job, command: list[str]) -> None:
     arguments = [job.id if word == "JOB" else word for word in command]
     done = etfarm(*arguments, "--server", job.server, cwd=job.folder)
     assert done.returncode == 0, done.stderr
@@ -96,7 +96,7 @@ def test_a_name_is_shown_as_it_is_and_not_as_markup(job: Job, command: list[str]
 
 
 def _on_a_terminal(*arguments: str, cwd: Path) -> str:
-    """What a command writes to a terminal that it is the only one to use."""
+    """Return what a command writes to a terminal of its own."""
     parent, child = pty.openpty()
     try:
         process = subprocess.Popen(
@@ -120,7 +120,7 @@ def _on_a_terminal(*arguments: str, cwd: Path) -> str:
 @pytest.mark.parametrize(
     "command", ["show", "show --by module", "export --format markdown", "export --format json", "export --format csv"]
 )
-def test_a_report_file_of_others_sends_no_sequence_to_a_terminal(tmp_path: Path, command: str) -> None:
+def test_a_foreign_report_file_sends_no_control_sequence_to_a_terminal(tmp_path: Path, command: str) -> None:
     name = f"net{STEERING}"
     source = {"file": name, "line": 1, "code": name}
     rows = [row(0, "OPERATOR", name, 1.0, 10.0, op_types=[name], module=name, source=source, backend=name)]

@@ -1,4 +1,4 @@
-"""Hostile input of users and agents through a real server: it is refused by name, and everybody else is served meanwhile."""
+"""Hostile input of users and agents to a real server: it is refused, and other clients are served meanwhile."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ BLANKS = "name=" + " " * 100_000 + "x\ny"
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
-    """A server that tests share; what they leave there does no harm to the others."""
+    """A server that the tests share; the data that they leave does not affect each other."""
     running = FarmProcess(tmp_path_factory.mktemp("limits"), bundle=False)
     try:
         running.restart()
@@ -69,7 +69,7 @@ async def channel(served: FarmProcess) -> AsyncIterator[grpc.aio.Channel]:
 
 
 async def refusal(call: Awaitable[Any]) -> EtfarmError:
-    """Why a call is refused, before long."""
+    """Return the error of a call, within a timeout."""
     async with asyncio.timeout(PROMPTLY_S):
         with pytest.raises(grpc.aio.AioRpcError) as refused:
             await call
@@ -82,7 +82,7 @@ async def first_event(stream: Any) -> Any:
 
 @contextlib.asynccontextmanager
 async def others_are_served(address: str) -> AsyncIterator[None]:
-    """Another client is answered while the block runs."""
+    """Require that another client is answered while the block runs."""
     async with open_channel(Access(address)) as channel:
         farm, jobs = farm_pb2_grpc.FarmServiceStub(channel), job_pb2_grpc.JobServiceStub(channel)
         devices = device_pb2_grpc.DeviceServiceStub(channel)
@@ -103,13 +103,13 @@ async def others_are_served(address: str) -> AsyncIterator[None]:
 
 
 def rss_peak_bytes(pid: int) -> int:
-    """The most memory that a process has had, since the last reset."""
+    """Return the peak memory of a process since the last reset."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM:"))
 
 
 def forget_peak(pid: int) -> int:
-    """Starts the peak anew, from what the process has now; gives that."""
+    """Reset the peak to the current memory of the process, and return it."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")
     return rss_peak_bytes(pid)
 
@@ -145,7 +145,7 @@ async def test_a_selector_that_froze_the_farm_is_refused_and_others_are_served(
     assert errors[0].metadata["limit"] == "4096"
 
 
-async def test_the_longest_selectors_that_are_allowed_hold_up_nobody(served: FarmProcess, channel: grpc.aio.Channel) -> None:
+async def test_the_longest_allowed_selectors_do_not_delay_others(served: FarmProcess, channel: grpc.aio.Channel) -> None:
     stub = device_pb2_grpc.DeviceServiceStub(channel)
     longest = "name=y" + " " * 4088 + "\nx"
     async with others_are_served(served.address):
@@ -153,7 +153,7 @@ async def test_the_longest_selectors_that_are_allowed_hold_up_nobody(served: Far
     assert {error.reason for error in errors} == {"BAD_SELECTOR"}
 
 
-async def test_names_that_would_make_lists_unreadable_are_refused(served: FarmProcess, channel: grpc.aio.Channel) -> None:
+async def test_overlong_names_are_refused(served: FarmProcess, channel: grpc.aio.Channel) -> None:
     stub = job_pb2_grpc.JobServiceStub(channel)
     huge = "x" * (7 << 20)
     specs = {
@@ -235,7 +235,7 @@ async def test_agents_can_neither_flood_the_farm_with_devices_nor_make_its_list_
         assert {device.id for device in farm.devices()} == known
 
 
-async def test_an_agent_that_does_not_read_is_cut_off(served: FarmProcess, channel: grpc.aio.Channel) -> None:
+async def test_an_agent_that_does_not_read_is_disconnected(served: FarmProcess, channel: grpc.aio.Channel) -> None:
     devices = device_pb2_grpc.DeviceServiceStub(channel)
     before = forget_peak(pid_of(served))
     attempt = "x" * 900
@@ -267,7 +267,7 @@ def tensor_file(entries: list[dict[str, Any]], payload: bytes = b"") -> bytes:
 
 
 async def submitted(channel: grpc.aio.Channel, inputs: bytes, agent: Agent) -> job_pb2.Job:
-    """A job of a ready program with these inputs, once it has ended."""
+    """Submit a compiled program with these inputs, and return the finished job."""
     artifacts, jobs = artifact_pb2_grpc.ArtifactServiceStub(channel), job_pb2_grpc.JobServiceStub(channel)
     created = program("conv")
     for data in (created.bytes, inputs):
@@ -284,7 +284,7 @@ async def submitted(channel: grpc.aio.Channel, inputs: bytes, agent: Agent) -> j
     return await jobs.Get(job_pb2.GetJobRequest(job_id=job.id))
 
 
-async def test_an_inputs_file_of_60000_dimensions_freezes_nobody(served: FarmProcess, channel: grpc.aio.Channel) -> None:
+async def test_an_inputs_file_of_60000_dimensions_does_not_delay_others(served: FarmProcess, channel: grpc.aio.Channel) -> None:
     rank = 60_000
     entry = {
         "name": "x", "kind": "tensor", "dtype": "float32", "shape": [(1 << 62) + 1] * rank,
@@ -339,7 +339,7 @@ async def test_a_session_whose_owner_does_not_read_does_not_grow(served: FarmPro
     agent.outgoing.put_nowait(None)
 
 
-async def test_quotas_are_refused_by_name_and_others_go_on(tmp_path_factory: pytest.TempPathFactory) -> None:
+async def test_exceeded_quotas_are_refused_by_name_and_others_continue(tmp_path_factory: pytest.TempPathFactory) -> None:
     quotas = ["--quota", "live_jobs_per_user=1", "--quota", "streams_per_user=1", "--quota", "sessions_per_user=1"]
     running = FarmProcess(tmp_path_factory.mktemp("quotas"), bundle=False, serve=quotas)
     try:
@@ -381,7 +381,7 @@ async def test_quotas_are_refused_by_name_and_others_go_on(tmp_path_factory: pyt
         running.stop()
 
 
-async def test_a_job_under_which_the_server_dies_three_times_is_set_aside(breakable: FarmProcess) -> None:
+async def test_a_job_that_crashes_the_server_three_times_is_set_aside(breakable: FarmProcess) -> None:
     breakable.restart()
     data = program("conv").bytes
     async with open_channel(Access(breakable.address)) as channel:

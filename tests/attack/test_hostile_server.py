@@ -1,4 +1,4 @@
-"""A server that lies to its clients: what it sends without end, and what it sends to the user's terminal."""
+"""A hostile server: endless data, and control sequences for the user's terminal."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CLEAR = "\x1b[2J\x1b]0;owned\x07"
 
 
 class Artifacts(artifact_pb2_grpc.ArtifactServiceServicer):
-    """Sends more bytes than there are, up to a bound that a client must not reach."""
+    """Sends more bytes than announced, up to a bound that a client must not reach."""
 
     def __init__(self) -> None:
         self.sent_bytes = 0
@@ -41,7 +41,7 @@ class Artifacts(artifact_pb2_grpc.ArtifactServiceServicer):
 
 
 class Tokens(token_pb2_grpc.TokenServiceServicer):
-    """Answers with names that steer a terminal."""
+    """Answers with names that contain terminal control sequences."""
 
     async def Revoke(self, request: token_pb2.RevokeTokenRequest, context: object) -> token_pb2.Token:
         return token_pb2.Token(id=CLEAR, principal=CLEAR, role=common_pb2.ROLE_USER)
@@ -52,7 +52,7 @@ class Tokens(token_pb2_grpc.TokenServiceServicer):
 
 
 class Farm(farm_pb2_grpc.FarmServiceServicer):
-    """Greets as a server of the same version."""
+    """Reports the same version as the client."""
 
     async def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: object) -> farm_pb2.ServerInfo:
         return farm_pb2.ServerInfo(version=version("etfarm"), workers_ready=True)
@@ -70,7 +70,7 @@ async def liar() -> AsyncIterator[tuple[str, Artifacts]]:
     await server.stop(None)
 
 
-async def test_a_download_ends_where_the_artifact_should(liar: tuple[str, Artifacts], tmp_path: Path) -> None:
+async def test_a_download_stops_at_the_artifacts_size(liar: tuple[str, Artifacts], tmp_path: Path) -> None:
     address, artifacts = liar
     async with open_channel(Access(address)) as channel:
         stub = artifact_pb2_grpc.ArtifactServiceStub(channel)
@@ -85,7 +85,7 @@ async def test_a_download_ends_where_the_artifact_should(liar: tuple[str, Artifa
 @pytest.mark.parametrize(
     "command", [("tokens", "revoke", "x"), ("tokens", "rotate"), ("artifacts", "verify")], ids=lambda words: "-".join(words)
 )
-async def test_what_a_server_answers_does_not_steer_the_terminal(
+async def test_a_servers_answers_send_no_control_sequences_to_the_terminal(
     liar: tuple[str, Artifacts], tmp_path: Path, command: tuple[str, ...]
 ) -> None:
     address, _ = liar

@@ -1,4 +1,4 @@
-"""A job whose cells all have a candidate of 100,000 calibration samples: its keys are found once, and are those of any other."""
+"""A job whose cells share a candidate of 100,000 calibration samples: its keys are computed once and equal those of others."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def candidate(*samples: bytes) -> Candidate:
     return created
 
 
-async def test_the_keys_of_a_large_candidate_are_found_once_and_are_its_own(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_the_keys_of_a_large_candidate_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     database = Database(tmp_path / "farm.sqlite")
     await database.open()
     store = Store(tmp_path / "store", database)

@@ -1,4 +1,4 @@
-"""What reaches the server as frames and headers before any rpc, and what a client gives away on its way there."""
+"""Hostile frames and headers before any rpc, and secrets that a client must not send to a proxy."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ async def admin(door: Door) -> AsyncIterator[grpc.aio.Channel]:
 
 
 @pytest.mark.parametrize("path", [b"/\xff\xff/x", b"\xff", b"/no.such.Service/Rpc", b"/etfarm.v1.JobService/Submit\xff"])
-async def test_a_path_of_any_bytes_is_refused_and_others_are_served(door: Door, admin: grpc.aio.Channel, path: bytes) -> None:
+async def test_an_arbitrary_rpc_path_is_refused_and_others_are_served(door: Door, admin: grpc.aio.Channel, path: bytes) -> None:
     def attack() -> None:
         for _ in range(3):
             with Http2(door.address, timeout_s=WAIT_S) as connection:
@@ -63,7 +63,7 @@ async def test_an_unknown_rpc_is_unimplemented(door: Door, admin: grpc.aio.Chann
 
 
 @pytest.mark.parametrize("value", [b"Bearer \xff\xfe", b"Bearer \0", b"\x1b[2J", b"Bearer \r\nx: y"])
-async def test_headers_of_any_bytes_are_refused(door: Door, admin: grpc.aio.Channel, value: bytes) -> None:
+async def test_arbitrary_headers_are_refused(door: Door, admin: grpc.aio.Channel, value: bytes) -> None:
     def attack() -> None:
         with Http2(door.address, timeout_s=WAIT_S) as connection:
             connection.begin()
@@ -73,7 +73,7 @@ async def test_headers_of_any_bytes_are_refused(door: Door, admin: grpc.aio.Chan
     assert await call(admin, "FarmService.GetServerInfo")
 
 
-async def test_a_thief_does_not_get_the_secret_that_replaces_the_stolen_one(door: Door, admin: grpc.aio.Channel) -> None:
+async def test_a_stolen_token_does_not_reveal_its_replacement(door: Door, admin: grpc.aio.Channel) -> None:
     stolen = (await create(admin, "victim")).secret
 
     async def rotate(channel: grpc.aio.Channel) -> Any:
@@ -91,7 +91,7 @@ async def test_a_thief_does_not_get_the_secret_that_replaces_the_stolen_one(door
         await call(channel, "FarmService.GetServerInfo")
 
 
-async def test_a_former_member_reads_no_further_in_a_stream_of_before(door: Door, admin: grpc.aio.Channel) -> None:
+async def test_an_open_stream_ends_when_its_caller_leaves_the_project(door: Door, admin: grpc.aio.Channel) -> None:
     projects = project_pb2_grpc.ProjectServiceStub(admin)
     for name in ("alpha", "beta"):
         await projects.Create(project_pb2.CreateProjectRequest(name=name, members=["leaver", "stayer"]))
@@ -110,7 +110,7 @@ async def test_a_former_member_reads_no_further_in_a_stream_of_before(door: Door
         stayed.cancel()
 
 
-async def test_a_flood_of_calls_without_a_token_cancels_nobody_elses(door: Door, admin: grpc.aio.Channel) -> None:
+async def test_a_flood_of_calls_without_a_token_cancels_no_other_call(door: Door, admin: grpc.aio.Channel) -> None:
     def attack() -> None:
         for _ in range(2):
             flood()
@@ -131,7 +131,7 @@ async def test_a_flood_of_calls_without_a_token_cancels_nobody_elses(door: Door,
 
 @pytest.fixture
 def proxy() -> Iterator[tuple[str, list[bytes]]]:
-    """An HTTP proxy's address, and what it was sent: it takes every connection and answers none."""
+    """An HTTP proxy that accepts connections and never answers; yields its address and the bytes that it received."""
     received: list[bytes] = []
 
     def take() -> None:

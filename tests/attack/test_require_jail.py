@@ -1,4 +1,4 @@
-"""A host that does not allow the whole jail: what `etfarm serve` reports of it, and when it refuses to start."""
+"""`etfarm serve` on a host that lacks a measure of the jail: its report, and when it refuses to start."""
 
 from __future__ import annotations
 
@@ -41,13 +41,13 @@ def serve(refused: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def measures(output: str) -> dict[str, bool]:
-    """The lines of the jail in what --check prints."""
+    """Return the jail's lines in the output of --check."""
     lines = output.partition("jail of compile processes\n")[2].splitlines()
     return {name: line[25:].startswith("active") for name in NAMES for line in lines if line[2:24].strip() == name}
 
 
 @pytest.mark.parametrize(("refused", "missing"), [("bpf", set()), ("mount", {"mounts"}), ("mount_setattr", {"mounts"})])
-def test_a_check_names_what_the_host_does_not_allow(tmp_path: Path, refused: str, missing: set[str]) -> None:
+def test_a_check_names_the_measures_that_the_host_lacks(tmp_path: Path, refused: str, missing: set[str]) -> None:
     checked = serve(refused, "--check", "--data", str(tmp_path / "data"))
     assert {name for name, active in measures(checked.stdout).items() if not active} == missing, checked.stdout + checked.stderr
     assert len(measures(checked.stdout)) == len(NAMES)
@@ -56,14 +56,14 @@ def test_a_check_names_what_the_host_does_not_allow(tmp_path: Path, refused: str
     assert not (tmp_path / "data").exists()
 
 
-def test_without_the_measure_that_is_never_given_up_no_server_would_start(tmp_path: Path) -> None:
+def test_a_server_does_not_start_without_the_mandatory_measure(tmp_path: Path) -> None:
     checked = serve("unshare", "--check", "--no-require-jail", "--data", str(tmp_path / "data"))
     assert measures(checked.stdout) == dict.fromkeys(NAMES, False)
     assert checked.returncode == 1
     assert "problem: " in checked.stdout
 
 
-def test_a_required_jail_that_is_incomplete_is_fatal(tmp_path: Path) -> None:
+def test_an_incomplete_required_jail_is_fatal(tmp_path: Path) -> None:
     arguments = ["--require-jail", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "data")]
     ended = serve("mount", "--no-bundle", "--exit-with-stdin", *arguments)
     assert ended.returncode == 1

@@ -1,4 +1,4 @@
-"""A hostile program on a device: native code in the runner of a real agent that tries whatever a process can."""
+"""A hostile program on a device: native attack code in the runner of a real agent."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def hostile_farm(folder: Path, *arguments: str, archive: Path, agent: bool = Tru
 
 
 def hostile_program(folder: Path, kernel: str) -> Path:
-    """A file of the program `add` with a kernel of hostile.cpp."""
+    """Return a file of the program `add` with a kernel of hostile.cpp."""
     path = folder / f"{kernel}.pte"
     path.write_bytes(faulty_program(kernel))
     return path
@@ -86,7 +86,7 @@ def hostile_program(folder: Path, kernel: str) -> Path:
 
 @contextmanager
 def listener() -> Iterator[int]:
-    """A port on loopback to which nothing must have connected at the end."""
+    """A port on loopback to which no connection may have been made at the end."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
         yield listening.getsockname()[1]
@@ -95,7 +95,7 @@ def listener() -> Iterator[int]:
 
 
 def pry(client: Farm, folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """What became of each attack, and of each thing that a runner needs, by name, as the program told."""
+    """Return the outcome of each attack and of each permitted operation, by name, as the program reports it."""
     with listener() as port:
         first = np.zeros((2, 3), np.float32)
         first[0, 0] = port
@@ -144,7 +144,7 @@ def farm(folder: Path) -> Iterator[FarmProcess]:
 
 @needs_seccomp
 @needs_root
-def test_a_hostile_program_reaches_nothing_and_the_agent_lives(farm: FarmProcess, tmp_path: Path) -> None:
+def test_a_hostile_program_is_contained_and_the_agent_survives(farm: FarmProcess, tmp_path: Path) -> None:
     agent = psutil.Process(farm.agents[0].pid)
     with farm.client() as client:
         require_contained(*pry(client, tmp_path), own_user=True)
@@ -156,7 +156,7 @@ def test_a_hostile_program_reaches_nothing_and_the_agent_lives(farm: FarmProcess
 
 @needs_seccomp
 @needs_root
-def test_a_program_that_forks_away_leaves_nothing(farm: FarmProcess, tmp_path: Path) -> None:
+def test_a_program_that_forks_leaves_no_processes(farm: FarmProcess, tmp_path: Path) -> None:
     with farm.client() as client:
         job = client.run(hostile_program(tmp_path, "hid"), timeout_s=5)
         (report,) = job.result().reports
@@ -168,7 +168,7 @@ def test_a_program_that_forks_away_leaves_nothing(farm: FarmProcess, tmp_path: P
 
 @needs_seccomp
 @needs_root
-def test_a_hostile_program_in_the_emulator_reaches_nothing(tmp_path: Path) -> None:
+def test_a_hostile_program_in_the_emulator_is_contained(tmp_path: Path) -> None:
     need_emulator()
     need_compiler()
     archive = faulty_archive(HOSTILE, "aarch64")
@@ -199,7 +199,7 @@ def add_agent(farm: FarmProcess, folder: Path, *within: str) -> Path:
 @needs_root
 @needs_setpriv
 @pytest.mark.skipif(not landlock.abi(), reason="without a user of its own a program is kept from files by Landlock")
-def test_a_hostile_program_reaches_nothing_of_an_agent_that_is_no_root(tmp_path: Path) -> None:
+def test_a_hostile_program_of_an_unprivileged_agent_is_contained(tmp_path: Path) -> None:
     folder = tmp_path / "farm"
     # The capability is for this checkout's Python, which may lie where only root looks. Its runners have none.
     user = [f"--reuid={AGENT_USER}", f"--regid={AGENT_USER}", "--clear-groups"]
@@ -216,7 +216,7 @@ def test_a_hostile_program_reaches_nothing_of_an_agent_that_is_no_root(tmp_path:
 @needs_seccomp
 @needs_root
 @needs_setpriv
-def test_the_rights_of_the_systemd_unit_are_enough_to_confine_and_to_clear_up(tmp_path: Path) -> None:
+def test_the_systemd_units_rights_suffice_to_confine_and_clean_up(tmp_path: Path) -> None:
     folder = tmp_path / "farm"
     granted = re.findall(r"CapabilityBoundingSet=(.*)", unit(["--server", "h:1"], program=["/bin/true"]))[0].split()
     bounding = ",".join(["-all", *(f"+{name.removeprefix('CAP_').lower()}" for name in granted)])
@@ -265,7 +265,7 @@ print(json.dumps(reached))
 
 @needs_seccomp
 @needs_root
-async def test_code_in_the_python_child_reaches_nothing(tmp_path: Path) -> None:
+async def test_code_in_the_python_child_is_contained(tmp_path: Path) -> None:
     data, folder = tmp_path / "data", tmp_path / "data" / "run"
     folder.mkdir(parents=True)
     data.chmod(0o700)
@@ -283,7 +283,7 @@ async def test_code_in_the_python_child_reaches_nothing(tmp_path: Path) -> None:
 
 @needs_seccomp
 @needs_root
-async def test_a_runner_that_confines_itself_keeps_a_program_from_processes_and_the_network(tmp_path: Path) -> None:
+async def test_a_self_confined_runner_blocks_processes_and_the_network(tmp_path: Path) -> None:
     """As on a phone: no user of its own, and a kernel without Landlock."""
     bundle = unpack(faulty_archive(HOSTILE), tmp_path / "bundle")
     lines: list[str] = []
@@ -330,7 +330,7 @@ async def test_a_runner_is_not_started_where_it_cannot_be_confined(tmp_path: Pat
 
 
 @needs_root
-async def test_no_runner_keeps_the_agents_user_where_it_must_be_confined(tmp_path: Path) -> None:
+async def test_a_confined_runner_never_keeps_the_agents_user(tmp_path: Path) -> None:
     """As on a kernel without Landlock, with an interpreter in somebody's home."""
     home, folder = tmp_path / "home", tmp_path / "run"
     home.mkdir(mode=0o700)

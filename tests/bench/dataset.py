@@ -48,7 +48,7 @@ def run(farm: Farm, path: Path, shape: tuple[int, ...], count: int, devices: int
     ends: list[float] = []
     busy: list[int] = []
 
-    def told(result: Result) -> None:
+    def on_result(result: Result) -> None:
         assert result.outputs is not None
         ends.append(time.perf_counter())
         busy.append(result.outputs.run_ns or 0)
@@ -57,7 +57,7 @@ def run(farm: Farm, path: Path, shape: tuple[int, ...], count: int, devices: int
         for _ in range(count):
             yield x
 
-    for _ in farm.run_dataset(path, inputs(), devices=devices, threads=1, on_result=told):
+    for _ in farm.run_dataset(path, inputs(), devices=devices, threads=1, on_result=on_result):
         pass
     wall_s, busy_s = ends[-1] - ends[0], sum(busy[1:]) / 1e9
     return {

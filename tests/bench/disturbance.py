@@ -1,9 +1,10 @@
-"""What measuring costs a number, and whether a disturbed number is told from a calm one. Run it on an idle machine:
+"""What measuring costs a number, and whether a disturbed number is distinguished from a calm one. Run it on an idle machine:
 
     python -m tests.bench.disturbance [--trials 20] [--rounds 15]
 
 The telemetry's cost is the ratio of p50 with and without it over interleaved rounds, beside the same ratio with nothing
-between. A process that keeps one cpu busy is started when the timed pass begins: the verdict has to name interference each time.
+between. A process that keeps one cpu busy is started when the timed pass begins and runs until the traced pass has ended: the
+verdict has to name interference each time. The traced pass has a verdict of its own, whose shares are printed.
 """
 
 from __future__ import annotations
@@ -17,19 +18,22 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from etfarm.device_agents.attempts.passes import Passes, plan_of
+from etfarm.device_agents.attempts.passes import Passes, plan_of, traced_iterations
 from etfarm.device_agents.conditions.sampler import Sampler, watched
 from etfarm.device_agents.runners.bundle import Bundle, unpack
 from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.server.reports.latency import statistics as summaries
+from etfarm.server.reports.request import AnalyzeRequest
+from etfarm.server.reports.trace import profile
+from etfarm.server.reports.traced_verdict import judge_trace
 from etfarm.server.reports.verdict import Thresholds, judge
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2
+from tests.support.phases import RecordedPhases
 from tests.support.programs import program
 from tests.support.runner import runner_archive
 
@@ -38,38 +42,34 @@ COST_LIMIT = 0.005
 INTERFERENCE = {"CPU_STARVED", "INVOLUNTARY_SWITCHES", "CPU_PRESSURE", "BACKGROUND_LOAD"}
 
 
-class Told:
-    """Hears when the timed pass begins."""
+class TimedPassListener(RecordedPhases):
+    """Calls a function when the timed pass begins."""
 
     def __init__(self, on_timed: Callable[[], None]) -> None:
+        super().__init__()
         self._on_timed = on_timed
-        self._phase = ""
 
-    @contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        yield
-
-    def switch(self, name: str) -> None:
-        if name == "TIMED" and self._phase != name:
+    def enter_phase(self, name: str) -> None:
+        if name == "TIMED" and self.now != name:
             self._on_timed()
-        self._phase = name
-
-    def ended(self, name: str, began_s: float, ended_s: float) -> None:
-        pass
-
-    def progress(self, done: int, total: int) -> None:
-        pass
+        super().enter_phase(name)
 
 
 class Unwatched(Sampler):
-    """Sees nothing."""
+    """Samples nothing."""
 
     def begin(self) -> None:
         pass
 
 
 async def measured(
-    bundle: Bundle, threads: int, folder: Path, sampler: Callable[[], Sampler], on_timed: Callable[[], None] = lambda: None
+    bundle: Bundle,
+    threads: int,
+    folder: Path,
+    sampler: Callable[[], Sampler],
+    on_timed: Callable[[], None] = lambda: None,
+    *,
+    traced: bool = False,
 ) -> tuple[agent_pb2.CandidateResult, summaries.Summary]:
     """One measurement with the defaults, of a small convolutional network, as an agent makes it."""
     created, result = program("conv"), agent_pb2.CandidateResult()
@@ -79,21 +79,33 @@ async def measured(
         await runner.load(created.path)
         await runner.load_method("forward")
         await runner.set_inputs(created.inputs)
-        passes = Passes(runner, "forward", result, Told(on_timed))
+        passes = Passes(runner, "forward", result, TimedPassListener(on_timed))
         samples = await passes.measure(plan_of(job_pb2.Measurement()), watched(sampler))
+        if traced:
+            await passes.first_outputs(folder / "trace.etdp", traced_iterations(samples))
     summary = summaries.summarize(np.frombuffer(samples.tobytes(), dtype="<i8"))
     assert summary is not None
     return result, summary
 
 
-def verdict(result: agent_pb2.CandidateResult, summary: summaries.Summary) -> tuple[str, ...]:
-    """The codes of what is wrong with a measurement."""
+def verdicts(
+    result: agent_pb2.CandidateResult, summary: summaries.Summary, folder: Path
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """The codes of what is wrong with a timed pass and with the traced pass after it."""
     latency = report_pb2.Latency(
         p50_ns=summary.p50, p50_ci95_ns=summary.p50_ci95 or (), drift=summary.drift,
         effective_samples=summary.effective_samples,
     )  # fmt: skip
-    reported = judge(result, latency, emulated=False, thresholds=Thresholds(), cores=os.cpu_count() or 1)
-    return tuple(reason.code for reason in reported.reasons)
+    thresholds = Thresholds()
+    timed = judge(result, latency, emulated=False, thresholds=thresholds, cores=os.cpu_count() or 1)
+    report = report_pb2.Report(latency=latency)
+    request = AnalyzeRequest(
+        pte=None, etdump=folder / "trace.etdp", etrecord=None, model=None, inputs=None, outputs=None, samples=None,
+        method="forward", output_names=(), traced_ns=tuple(result.traced_ns),
+    )  # fmt: skip
+    profile.fill(report, request, lambda code, message: None, lambda times: None)
+    traced = judge_trace(report.profile, result, emulated=False, thresholds=thresholds)
+    return tuple(reason.code for reason in timed.reasons), tuple(reason.code for reason in traced.reasons)
 
 
 def cost(bundle: Bundle, rounds: int, folder: Path) -> dict[str, object]:
@@ -115,6 +127,7 @@ def disturbed(bundle: Bundle, trials: int, folder: Path, *, hog: bool) -> dict[s
     """The verdicts of measurements beside which a process starts to keep a cpu busy, or none does."""
     cpus = [list(range(os.cpu_count() or 1))]
     result: list[tuple[str, ...]] = []
+    traced: list[tuple[str, ...]] = []
     for number in range(trials):
         hogs: list[subprocess.Popen[bytes]] = []
 
@@ -123,13 +136,20 @@ def disturbed(bundle: Bundle, trials: int, folder: Path, *, hog: bool) -> dict[s
 
         threads = 1 + number % 2
         try:
-            result.append(verdict(*asyncio.run(measured(bundle, threads, folder, lambda: Sampler(cpus), start if hog else int))))
+            begin = start if hog else int
+            pass_results = asyncio.run(measured(bundle, threads, folder, lambda: Sampler(cpus), begin, traced=True))
+            of_timed, of_traced = verdicts(*pass_results, folder)
+            result.append(of_timed)
+            traced.append(of_traced)
         finally:
             for process in hogs:
                 process.kill()
                 process.wait()
     named = sum(bool(INTERFERENCE & set(codes)) for codes in result)
-    return {"codes": result, "named": named, "valid": sum(not codes for codes in result), "trials": trials}
+    return {
+        "codes": result, "named": named, "valid": sum(not codes for codes in result), "trials": trials,
+        "traced_codes": traced, "traced_valid_share": sum(not codes for codes in traced) / trials,
+    }  # fmt: skip
 
 
 def main() -> int:

@@ -236,7 +236,7 @@ def main() -> int:
 
 
 def measured(rounds: int, script_rounds: int, parts: list[str]) -> int:
-    """Measures, prints, and gives the exit code."""
+    """Measure and print; return the exit code."""
     import torch
 
     from tests.support.farm import FarmProcess

@@ -1,4 +1,4 @@
-"""Whether --interleave tells a program from one that is 3 % slower, and no program from itself. Run it on an idle machine:
+"""Whether --interleave detects a program that is 3 % slower, and no difference of a program to itself. Run it on an idle machine:
 
     python -m tests.bench.paired [--trials 20]
 
@@ -27,7 +27,7 @@ SLOWER = 68
 
 
 class Chain(torch.nn.Module):
-    """Convolutions, one behind the other.
+    """A chain of convolutions.
 
     Not a chain of an elementwise function: how fast one calls its libm function depends on where the loader happens to put
     the two libraries, by up to 27 % from one start of a process to the next, which is no property of the program.

@@ -51,7 +51,7 @@ class Meter:
             writer.close()
 
     async def serve(self) -> asyncio.Server:
-        """Begins to."""
+        """Start to serve."""
         return await asyncio.start_unix_server(self._accept, str(self.path))
 
 
@@ -66,7 +66,7 @@ def run(farm: Farm, device: str) -> tuple[dict[str, float], float]:
 
 
 async def measure(folder: Path) -> dict[str, object]:
-    """The figures."""
+    """Return the figures."""
     async with running_phone() as phone:
         meter = Meter(folder, phone.server.address)
         async with await meter.serve():

@@ -351,7 +351,7 @@ def figures(times: list[float]) -> tuple[float, float, float]:
 
 
 async def prepare(address: str, folder: Path) -> None:
-    """What the attacks need is stored, compiled once and known."""
+    """Store and compile what the attacks need."""
     from tests.support import models  # torch: the attackers' processes go without
 
     models.save(models.conv, folder / "model.pt2")
@@ -386,7 +386,7 @@ async def prepare(address: str, folder: Path) -> None:
 
 
 async def fill(address: str, folder: Path) -> None:
-    """What is looked at later: jobs of each kind that is accepted."""
+    """Submit jobs of each accepted kind, which are read later."""
     async with channel(address, "mallory") as opened:
         jobs = job_pb2_grpc.JobServiceStub(opened)
         for kind in ("calibrated", "cells", "waiting", "waiting", "waiting", "waiting"):
@@ -440,7 +440,7 @@ async def measure(folder: Path, names: Iterable[str]) -> dict[str, float]:
 
 
 async def attacked(daemon: Daemon, address: str, folder: Path, name: str) -> dict[str, float]:
-    """The figures of one attack."""
+    """Return the figures of an attack."""
     p50, p99, _ = figures(await waits_ms(address, ALONE_S))
     result = {"alone_p50_ms": p50, "alone_p99_ms": p99}
     attacker = await asyncio.create_subprocess_exec(

@@ -45,7 +45,7 @@ def farm_with_board(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmPr
         running.stop()
 
 
-def test_a_job_on_the_board_is_as_on_x86(farm_with_board: FarmProcess, tmp_path: Path) -> None:
+def test_a_job_on_the_board_equals_x86(farm_with_board: FarmProcess, tmp_path: Path) -> None:
     where = ("--device", "arch=aarch64", "--device", "name=board-0")
     done = etfarm(
         "bench", "demo:resnet8", *where, *QUICK, "--json", "r.json", "--server", farm_with_board.address, cwd=tmp_path
@@ -67,7 +67,7 @@ def test_a_job_on_the_board_is_as_on_x86(farm_with_board: FarmProcess, tmp_path:
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-5)
 
 
-def test_a_program_runs_on_the_board_with_given_inputs(farm_with_board: FarmProcess, tmp_path: Path) -> None:
+def test_a_program_runs_on_the_board_with_inputs_from_a_file(farm_with_board: FarmProcess, tmp_path: Path) -> None:
     created = program("conv")
     np.savez(tmp_path / "in.npz", **{"0": tensors.to_array(created.inputs[0])})
     done = etfarm(
@@ -80,7 +80,7 @@ def test_a_program_runs_on_the_board_with_given_inputs(farm_with_board: FarmProc
     np.testing.assert_allclose(output, tensors.to_array(created.expected[0]), rtol=1e-4, atol=1e-5)
 
 
-def test_an_idle_agent_is_small_on_disk_and_in_memory(farm_with_board: FarmProcess) -> None:
+def test_an_idle_agent_uses_little_disk_and_memory(farm_with_board: FarmProcess) -> None:
     with farm_with_board.client() as client:
         assert client.run(program("add").path, device="arch=aarch64").result().report.state == "SUCCEEDED"
     agent = farm_with_board.agents[1]
@@ -91,7 +91,7 @@ def test_an_idle_agent_is_small_on_disk_and_in_memory(farm_with_board: FarmProce
     assert 10e6 < sum(path.stat().st_size for path in files) < 60e6
 
 
-def test_a_board_that_dies_leaves_no_process_and_runs_again_once_it_is_back(farm_with_board: FarmProcess) -> None:
+def test_a_killed_board_leaves_no_process_and_runs_again_later(farm_with_board: FarmProcess) -> None:
     agent = farm_with_board.agents[1]
     with farm_with_board.client() as client:
         (board,) = client.devices("arch=aarch64")

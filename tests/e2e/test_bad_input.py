@@ -189,9 +189,7 @@ def test_bad_input(name: str, farm: FarmProcess, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 3, 1)])
-def test_an_input_of_another_memory_format_is_refused_and_the_right_one_runs(
-    farm: FarmProcess, tmp_path: Path, order: tuple[int, ...]
-) -> None:
+def test_an_input_with_the_wrong_memory_format_is_refused(farm: FarmProcess, tmp_path: Path, order: tuple[int, ...]) -> None:
     """ExecuTorch itself would accept it, and compute with the wrong elements."""
     image = np.random.default_rng(0).random((1, 3, 16, 16), np.float32)
     np.savez(tmp_path / "in.npz", **{"image": image, "image.dim_order": np.array(order)})
@@ -209,7 +207,7 @@ def test_an_input_of_another_memory_format_is_refused_and_the_right_one_runs(
         assert "dim order" in report["error"]["message"] and "[0, 2, 3, 1]" in report["error"]["message"]
 
 
-def test_a_program_that_needs_a_kernel_the_device_lacks_is_never_sent(farm: FarmProcess, tmp_path: Path) -> None:
+def test_a_program_with_an_unsupported_kernel_is_never_sent(farm: FarmProcess, tmp_path: Path) -> None:
     from executorch.exir import to_edge
 
     from etfarm.client.models import Progress
@@ -237,7 +235,7 @@ def test_a_program_that_needs_a_kernel_the_device_lacks_is_never_sent(farm: Farm
     assert "etfarm_test::odd.out" in error.message
 
 
-def test_a_program_that_crashes_is_the_users_fault_and_the_next_one_runs(farm: FarmProcess, tmp_path: Path) -> None:
+def test_a_crashing_program_is_a_user_error_and_the_next_program_runs(farm: FarmProcess, tmp_path: Path) -> None:
     """The runtime refuses what is known to crash it, so the kernel's signal is sent by hand, in the middle of the timed pass."""
     with farm.client() as client:
         job = client.bench(program("chain").path, min_time_s=60.0)
@@ -250,7 +248,7 @@ def test_a_program_that_crashes_is_the_users_fault_and_the_next_one_runs(farm: F
         assert client.bench(_pte(tmp_path), min_time_s=0.0).result().report.state == "SUCCEEDED"
 
 
-def test_a_program_that_eats_memory_is_the_users_fault_and_the_next_one_runs(farm: FarmProcess, tmp_path: Path) -> None:
+def test_a_program_with_excessive_memory_is_a_user_error_and_the_next_program_runs(farm: FarmProcess, tmp_path: Path) -> None:
     """It plans tebibytes: more than any device of this test has."""
     from executorch.exir import to_edge
 

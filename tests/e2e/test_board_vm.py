@@ -43,19 +43,19 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
 
 @pytest.fixture(scope="module")
 def board(place: FarmProcess, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Board]:
-    """A board that is on and whose agent is connected."""
+    """A running board with a connected agent."""
     with running_board(tmp_path_factory.mktemp("board"), place.address, "--name", "board", "--idle-wait", "0") as board:
         yield board
 
 
 def the_board(farm: Farm) -> Device:
-    """What the farm knows of it."""
+    """Return the farm's entry of the board."""
     (device,) = (device for device in farm.devices() if device.name == "board")
     return device
 
 
 def until(job: Job, phase: str) -> None:
-    """Waits until the job's only cell is in the phase on the board."""
+    """Wait until the job's only cell is in the phase on the board."""
     for event in job.watch():
         if isinstance(event, Progress) and (event.phase, event.actor) == (phase, "board"):
             return
@@ -63,7 +63,7 @@ def until(job: Job, phase: str) -> None:
     raise AssertionError(f"the job ended before {phase}")
 
 
-def test_a_board_gives_the_outputs_and_the_lines_of_x86(place: FarmProcess, board: Board, tmp_path: Path) -> None:
+def test_a_board_returns_the_outputs_and_lines_of_x86(place: FarmProcess, board: Board, tmp_path: Path) -> None:
     listed = etfarm("devices", "list", "--server", place.address, cwd=tmp_path)
     assert listed.returncode == 0, listed.stderr
     assert any({"board", "aarch64", "linux,dummy-virt"} <= set(line.split()) for line in listed.stdout.splitlines()), (
@@ -102,9 +102,7 @@ def test_a_board_gives_the_outputs_and_the_lines_of_x86(place: FarmProcess, boar
     assert rss < 50 << 20, f"the agent has {rss / 1e6:.1f} MB in memory"
 
 
-def test_a_board_that_loses_power_while_it_fetches_trusts_nothing_that_is_half_written(
-    place: FarmProcess, board: Board, tmp_path: Path
-) -> None:
+def test_a_power_cut_during_a_fetch_leaves_no_trusted_partial_files(place: FarmProcess, board: Board, tmp_path: Path) -> None:
     model = models.save(models.conv, tmp_path / "conv.pt2")
     with place.client() as farm:
         before = the_board(farm)
@@ -118,7 +116,7 @@ def test_a_board_that_loses_power_while_it_fetches_trusts_nothing_that_is_half_w
             f"cd {CACHE}/blobs; until [ -s *.part ]; do busybox usleep 10000; done;"
             " for part in *.part; do busybox head -c 65536 /dev/zero >> $part || exit 1; done; busybox sync"
         )
-        board.power_cut(told=True)
+        board.power_cut(close_connection=True)
         assert wait_until(lambda: the_board(farm).state.name == "OFFLINE"), "the board is online without power"
         # The board may still run it, for all that the server knows.
         (cell,) = farm.job(job.id).info.cells
@@ -132,9 +130,7 @@ def test_a_board_that_loses_power_while_it_fetches_trusts_nothing_that_is_half_w
         assert (after.id, after.agent_id) == (before.id, before.agent_id)
 
 
-def test_a_board_that_loses_power_while_it_runs_runs_again_when_it_is_back(
-    place: FarmProcess, board: Board, tmp_path: Path
-) -> None:
+def test_a_run_repeats_after_its_board_lost_power(place: FarmProcess, board: Board, tmp_path: Path) -> None:
     model = models.save(models.conv, tmp_path / "conv.pt2")
     with place.client() as farm:
         before = the_board(farm)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -45,7 +48,7 @@ def sums(count: int = COUNT) -> list[tuple[np.ndarray, np.ndarray]]:
 
 
 def devices_of(seen: list[Result]) -> set[str]:
-    """The names of those that ran samples."""
+    """Return the names of the devices that ran samples."""
     return {result.device.name for result in seen if result.device}
 
 
@@ -55,7 +58,7 @@ def is_idle(farm: FarmProcess) -> bool:
 
 
 def write(folder: Path, count: int = 6, wrong: int | None = None, **more: Any) -> Path:
-    """A folder of inputs for `add`, `0.npz` and so on; one of a wrong shape."""
+    """Write a folder of inputs for `add`, `0.npz` and so on, optionally with a wrong shape."""
     folder.mkdir()
     for index in range(count):
         x = np.zeros(5, np.float32) if index == wrong else ONES * index
@@ -82,7 +85,7 @@ def test_results_come_in_the_order_of_inputs_from_both_devices(pair: FarmProcess
     assert wait_until(lambda: is_idle(pair))
 
 
-async def test_who_leaves_in_the_middle_gives_the_devices_back(pair: FarmProcess) -> None:
+async def test_leaving_the_iterator_early_releases_the_devices(pair: FarmProcess) -> None:
     async with AsyncFarm(pair.address) as client:
         results = client.run_dataset(program("add").path, sums(10_000), devices=2)
         async for index, _ in results:
@@ -92,7 +95,53 @@ async def test_who_leaves_in_the_middle_gives_the_devices_back(pair: FarmProcess
         assert wait_until(lambda: is_idle(pair))
 
 
-async def test_inputs_are_taken_as_they_are_needed(pair: FarmProcess) -> None:
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("departure", ["break", "raise", "keep the iterator", "break and go on"])
+def test_leaving_early_ends_cleanly(pair: FarmProcess, departure: str, caplog: pytest.LogCaptureFixture) -> None:
+    with pair.client() as client:
+        list(client.run_dataset(program("add").path, sums(1)))  # what is created once is there
+    before = set(threading.enumerate())
+    kept: list[object] = []
+    with suppress(ZeroDivisionError), pair.client() as client:
+        results = client.run_dataset(program("add").path, sums(10_000), devices=2)
+        if departure == "keep the iterator":
+            kept.append(results)
+        for index, _ in results:
+            if departure == "raise" and index == 3:
+                raise ZeroDivisionError
+            if index == 5:
+                break
+        if departure == "break and go on":
+            del results
+            assert wait_until(lambda: is_idle(pair), 15)
+    assert wait_until(lambda: is_idle(pair), 15)
+    assert wait_until(lambda: set(threading.enumerate()) <= before, 15), threading.enumerate()
+    kept.clear()
+    gc.collect()
+    assert caplog.records == []
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("keeps", [False, True])
+async def test_an_async_iteration_that_is_left_early_ends_with_its_farm(
+    pair: FarmProcess, keeps: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    kept: list[object] = []
+    async with AsyncFarm(pair.address) as client:
+        results = client.run_dataset(program("add").path, sums(10_000), devices=2)
+        if keeps:
+            kept.append(results)
+        async for index, _ in results:
+            if index == 5:
+                break
+        del results
+    assert wait_until(lambda: is_idle(pair), 15)
+    kept.clear()
+    gc.collect()
+    assert caplog.records == []
+
+
+async def test_inputs_are_consumed_lazily(pair: FarmProcess) -> None:
     taken = 0
     ahead = 0
 
@@ -109,7 +158,7 @@ async def test_inputs_are_taken_as_they_are_needed(pair: FarmProcess) -> None:
     assert ahead <= 2 * WINDOW + 1
 
 
-def test_inputs_may_be_named_and_are_each_checked(pair: FarmProcess) -> None:
+def test_named_inputs_are_accepted_and_validated(pair: FarmProcess) -> None:
     with pair.client() as client:
         named = [{"1": ONES, "0": ONES * i} for i in range(3)]
         assert [outputs[0][0, 0] for _, outputs in client.run_dataset(program("add").path, named)] == [1, 2, 3]
@@ -118,19 +167,19 @@ def test_inputs_may_be_named_and_are_each_checked(pair: FarmProcess) -> None:
         assert refused.value.metadata["sample"] == "1"
 
 
-def test_a_program_that_keeps_state_sees_the_samples_of_one_device_in_their_order(pair: FarmProcess) -> None:
+def test_a_stateful_program_receives_a_devices_samples_in_order(pair: FarmProcess) -> None:
     with pair.client() as client:
         got = list(client.run_dataset(program("counter").path, [np.zeros(1, np.float32)] * 40))
     assert [outputs[0].item() for _, outputs in got] == [float(n) for n in range(1, 41)]
 
 
-def test_with_reset_every_sample_finds_the_program_as_it_was_loaded(pair: FarmProcess) -> None:
+def test_reset_restores_the_initial_state_before_each_sample(pair: FarmProcess) -> None:
     with pair.client() as client:
         got = list(client.run_dataset(program("counter").path, [np.zeros(1, np.float32)] * 5, devices=2, reset=True))
     assert [outputs[0].item() for _, outputs in got] == [1.0] * 5
 
 
-def test_large_samples_keep_their_order_too(pair: FarmProcess) -> None:
+def test_large_samples_keep_their_order(pair: FarmProcess) -> None:
     created = program("wide")
     from etfarm.wire.tensors import Tensor, to_array
 
@@ -140,7 +189,7 @@ def test_large_samples_keep_their_order_too(pair: FarmProcess) -> None:
             assert np.array_equal(outputs[0], x + index + 1)
 
 
-def test_devices_may_give_the_same_large_outputs_at_once(pair: FarmProcess) -> None:
+def test_devices_can_return_equal_large_outputs_concurrently(pair: FarmProcess) -> None:
     ones = np.ones((1 << 19,), np.float32).reshape(program("wide").inputs[0].shape)  # type: ignore[union-attr]
     with pair.client() as client:
         for step in range(3):
@@ -149,7 +198,7 @@ def test_devices_may_give_the_same_large_outputs_at_once(pair: FarmProcess) -> N
             assert [outputs[0].flat[0] for _, outputs in got] == [100 * step + i // 2 + 1 for i in range(40)]
 
 
-def test_a_sample_that_fails_is_the_last_and_the_ones_before_it_are_done(pair: FarmProcess) -> None:
+def test_a_failing_sample_ends_the_run_after_the_samples_before_it(pair: FarmProcess) -> None:
     inputs = sums(30)
     inputs[20] = (np.zeros(5, np.float32), ONES)
     with pair.client() as client:
@@ -162,13 +211,13 @@ def test_a_sample_that_fails_is_the_last_and_the_ones_before_it_are_done(pair: F
         assert [index for index, _ in rest] == [index for index in range(30) if index != 20]
 
 
-def test_more_devices_than_there_are_is_refused(pair: FarmProcess) -> None:
+def test_more_devices_than_available_are_refused(pair: FarmProcess) -> None:
     with pair.client() as client, pytest.raises(EtfarmError, match="match 'cores>=1': 2, but 3 are required") as refused:
         list(client.run_dataset(program("add").path, sums(1), "cores>=1", devices=3))
     assert refused.value.reason == "TOO_FEW_DEVICES"
 
 
-def test_what_the_source_raises_is_raised_after_what_is_done(pair: FarmProcess) -> None:
+def test_an_exception_of_the_source_is_raised_after_finished_samples(pair: FarmProcess) -> None:
     def inputs() -> Iterator[tuple[np.ndarray, np.ndarray]]:
         yield from sums(5)
         raise OSError("the disk is gone")
@@ -181,7 +230,7 @@ def test_what_the_source_raises_is_raised_after_what_is_done(pair: FarmProcess) 
     assert done == list(range(5))
 
 
-def test_a_busy_device_joins_when_it_is_free(pair: FarmProcess) -> None:
+def test_a_busy_device_joins_once_it_is_free(pair: FarmProcess) -> None:
     waits: list[str] = []
     with pair.client() as client, client.session(program("counter").path, "name=board-0") as session:
         seen: list[Result] = []
@@ -193,7 +242,7 @@ def test_a_busy_device_joins_when_it_is_free(pair: FarmProcess) -> None:
     assert any("board-0 is busy" in wait for wait in waits)
 
 
-def test_a_device_that_is_killed_leaves_its_samples_to_the_other(breakable: FarmProcess) -> None:
+def test_the_other_device_runs_a_killed_devices_samples(breakable: FarmProcess) -> None:
     breakable.start(agents=2)
     lost: list[str] = []
     seen: list[Result] = []
@@ -220,7 +269,7 @@ def test_a_device_that_is_killed_leaves_its_samples_to_the_other(breakable: Farm
     assert any("board-0 is lost" in line for line in lost)
 
 
-def test_the_last_device_s_loss_ends_it_with_what_was_done(breakable: FarmProcess) -> None:
+def test_losing_the_last_device_keeps_finished_samples(breakable: FarmProcess) -> None:
     breakable.start()
     done: list[int] = []
 
@@ -238,7 +287,7 @@ def test_the_last_device_s_loss_ends_it_with_what_was_done(breakable: FarmProces
     assert done
 
 
-def test_a_program_that_crashes_fails_one_sample_and_is_loaded_again(pair: FarmProcess) -> None:
+def test_a_crash_fails_its_sample_and_the_program_is_reloaded(pair: FarmProcess) -> None:
     seen: list[Result] = []
     # Runners of sessions that ended just now.
     assert wait_until(lambda: not any(runners(agent.pid) for agent in pair.agents))
@@ -260,7 +309,7 @@ def test_a_program_that_crashes_fails_one_sample_and_is_loaded_again(pair: FarmP
     assert after == [float(n) for n in range(1, len(after) + 1)], "its state began anew"
 
 
-def test_a_folder_gives_a_folder_of_the_same_names(pair: FarmProcess, tmp_path: Path) -> None:
+def test_a_folder_of_inputs_yields_outputs_of_the_same_names(pair: FarmProcess, tmp_path: Path) -> None:
     write(tmp_path / "in")
     done = etfarm(
         "run", str(program("add").path), "--inputs", "in", "-o", "out", "--devices", "2", "--server", pair.address,
@@ -283,7 +332,7 @@ def test_a_folder_gives_a_folder_of_the_same_names(pair: FarmProcess, tmp_path: 
     assert 0 < dataset["busy_share"] < 1
 
 
-def test_a_wrong_file_is_named_and_what_was_done_before_it_is_kept(pair: FarmProcess, tmp_path: Path) -> None:
+def test_an_invalid_file_is_named_and_earlier_outputs_are_kept(pair: FarmProcess, tmp_path: Path) -> None:
     write(tmp_path / "in", wrong=3)
     (tmp_path / "in" / "4.npz").write_bytes(b"PK nothing")
     command = ("run", str(program("add").path), "--inputs", "in", "-o", "out", "--server", pair.address, "--json", "d.json")
@@ -301,7 +350,7 @@ def test_a_wrong_file_is_named_and_what_was_done_before_it_is_kept(pair: FarmPro
     assert failed == [(3, "3.npz", "INPUT_MISMATCH"), (4, "4.npz", "INPUT_FILE_UNREADABLE")]
 
 
-def test_ctrl_c_keeps_what_was_done_and_gives_the_devices_back(pair: FarmProcess, tmp_path: Path) -> None:
+def test_ctrl_c_keeps_finished_outputs_and_releases_the_devices(pair: FarmProcess, tmp_path: Path) -> None:
     np.savez(tmp_path / "many.npz", **{"0": np.zeros((200_000, 2, 3), np.float32), "1": np.zeros((200_000, 2, 3), np.float32)})  # type: ignore[arg-type]
     (tmp_path / "mine.py").write_text(
         "def f(inputs, outputs, index, labels):\n    if index == 20:\n        print('twenty', flush=True)\n    return 0\n"
@@ -327,7 +376,7 @@ def test_ctrl_c_keeps_what_was_done_and_gives_the_devices_back(pair: FarmProcess
     assert wait_until(lambda: is_idle(pair))
 
 
-def test_a_batch_gives_a_stack_and_labels_go_to_the_metric(pair: FarmProcess, tmp_path: Path) -> None:
+def test_a_batch_yields_stacked_outputs_and_passes_labels_to_the_metric(pair: FarmProcess, tmp_path: Path) -> None:
     x = np.zeros((8, 2, 3), np.float32)
     x[:, 0, 1] = x[:, 1, 2] = 1.0
     labels = np.tile(np.array([1, 2]), (8, 1))
@@ -348,7 +397,7 @@ def test_a_batch_gives_a_stack_and_labels_go_to_the_metric(pair: FarmProcess, tm
         np.testing.assert_array_equal(outputs[key], x)
 
 
-def test_a_metric_of_one_s_own_and_an_installed_one_are_told(pair: FarmProcess, tmp_path: Path) -> None:
+def test_custom_and_installed_metrics_are_reported(pair: FarmProcess, tmp_path: Path) -> None:
     write(tmp_path / "in", wanted=[ONES * 2] * 6)
     own = "def far(inputs, outputs, index, labels):\n"
     own += "    y = next(iter(outputs.values()))\n    return {'far': abs(y - labels['wanted']).mean(), 'x': inputs['0'].mean()}\n"
@@ -361,21 +410,21 @@ def test_a_metric_of_one_s_own_and_an_installed_one_are_told(pair: FarmProcess, 
     (site / "acme-1.0.dist-info" / "entry_points.txt").write_text("[etfarm.metrics]\nacme.index = acme_metrics:index\n")
     command = ("run", str(program("add").path), "--inputs", "in", "--server", pair.address, "--json", "-")
 
-    def told(metric: str, *more: str) -> tuple[int, dict[str, Any], str]:
+    def run_metric(metric: str, *more: str) -> tuple[int, dict[str, Any], str]:
         done = etfarm(*command, "--metric", metric, *more, cwd=tmp_path, environment={"PYTHONPATH": str(site)})
         return done.returncode, json.loads(done.stdout)["dataset"], done.stderr
 
     for metric in ("mine.py:far", "mine:far"):
-        code, dataset, _ = told(metric)
+        code, dataset, _ = run_metric(metric)
         assert (code, dataset["metrics"]) == (0, {"far": {"mean": 11 / 6, "count": 6}, "x": {"mean": 2.5, "count": 6}})
-    code, dataset, _ = told("acme.index")
+    code, dataset, _ = run_metric("acme.index")
     assert (code, dataset["metrics"]) == (0, {"acme.index": {"mean": 2.5, "count": 6}})
-    code, dataset, text = told("mine.py:bad", "--keep-going")
+    code, dataset, text = run_metric("mine.py:bad", "--keep-going")
     assert (code, [one["name"] for one in dataset["failed"]]) == (1, ["2.npz"])
     assert "2.npz: The metric bad failed with ZeroDivisionError" in text
 
 
-def test_a_model_that_is_compiled_first_takes_its_inputs_by_name(pair: FarmProcess, tmp_path: Path) -> None:
+def test_a_model_that_is_compiled_first_accepts_named_inputs(pair: FarmProcess, tmp_path: Path) -> None:
     (tmp_path / "model.py").write_text(
         "import torch\nclass Less(torch.nn.Module):\n    def forward(self, left, right):\n        return left - right\n"
         "def make():\n    return Less().eval(), (torch.rand(3), torch.rand(3))\n"

@@ -41,14 +41,14 @@ def mixed(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
 
 
 def bench(farm: FarmProcess, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """The document of a job on resnet8, and what was printed."""
+    """Run bench on resnet8; return the document and the printed text."""
     done = etfarm("bench", "demo:resnet8", *arguments, *QUICK, "--json", "r.json", "--server", farm.address, cwd=folder)
     assert done.returncode == 0, done.stderr
     document: dict[str, Any] = json.loads((folder / "r.json").read_text(), parse_constant=pytest.fail)
     return document, done.stdout
 
 
-def test_an_emulated_board_gives_the_outputs_and_the_lines_of_x86(mixed: FarmProcess, tmp_path: Path) -> None:
+def test_an_emulated_board_returns_the_outputs_and_lines_of_x86(mixed: FarmProcess, tmp_path: Path) -> None:
     where = ("--device", "soc=qemu cortex-a76", "--device", "emulated=false")
     document, printed = bench(mixed, tmp_path, "--recipe", FP32, "--recipe", INT8, *where)
     with mixed.client() as client:
@@ -72,7 +72,7 @@ def test_an_emulated_board_gives_the_outputs_and_the_lines_of_x86(mixed: FarmPro
     assert printed.count("NOT BENCHMARKABLE") == 2
 
 
-def test_the_numeric_gap_names_the_operators_that_a_processor_computes_wrongly(mixed: FarmProcess, tmp_path: Path) -> None:
+def test_the_numeric_gap_names_wrongly_computed_operators(mixed: FarmProcess, tmp_path: Path) -> None:
     document, printed = bench(mixed, tmp_path, "--recipe", INT8, "--device", "arch=aarch64,feature=sme", "--numerics")
     (report,) = document["reports"]
     assert report["device"]["soc"] == "qemu max"
@@ -99,7 +99,7 @@ def test_an_emulated_device_keeps_its_id_and_has_the_features_of_its_processor(m
     assert "with which qemu computes XNNPACK's int8 kernels wrongly" in log and "max,sme=off" in log
 
 
-def test_a_farm_without_its_runner_says_how_to_make_one(breakable: FarmProcess, tmp_path: Path) -> None:
+def test_a_farm_without_a_runner_says_how_to_build_it(breakable: FarmProcess, tmp_path: Path) -> None:
     # Not the farm that others share: it would know the device from now on.
     need_emulator()
     created = program("add").path

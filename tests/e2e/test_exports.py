@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
 import io
 import json
 import shutil
@@ -12,10 +13,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 from PIL import Image
-from playwright.sync_api import Page, sync_playwright
+from playwright.sync_api import Page, Route, sync_playwright
 
 from etfarm.client.formats import csv, html, perfetto, tables
 from tests.support.documents import HOSTILE, document, numerics, report, row
@@ -53,7 +55,7 @@ def job(farm: FarmProcess, tmp_path_factory: pytest.TempPathFactory) -> Job:
     return Job(done.id, created, farm.address, tmp_path_factory.mktemp("exports"))
 
 
-def test_tables_go_to_a_folder_both_and_hold_the_documents_values(job: Job) -> None:
+def test_exported_tables_contain_the_documents_values(job: Job) -> None:
     import pyarrow.parquet
 
     (job.folder / "tables").mkdir()
@@ -88,7 +90,7 @@ def test_the_trace_has_the_kernels_within_their_delegate(job: Job) -> None:
     assert len(portable) > 20 and any("ds_cnn.py" in one["args"].get("source", "") for one in portable)
 
 
-def test_json_and_markdown_go_to_stdout_and_a_file_exports_as_its_job_does(job: Job) -> None:
+def test_json_and_markdown_go_to_stdout_and_a_file_exports_like_its_job(job: Job) -> None:
     text = job.export("--format", "json").stdout
     assert json.loads(text)["reports"] == job.document["reports"]
     (job.folder / "kept.json").write_text(text)
@@ -98,7 +100,7 @@ def test_json_and_markdown_go_to_stdout_and_a_file_exports_as_its_job_does(job: 
     assert "**ds_cnn · xnnpack_fp32" in table and "ds_cnn.py" in table
 
 
-def test_executorchs_own_files_open_in_its_inspector(job: Job) -> None:
+def test_exported_executorch_files_open_in_the_inspector(job: Job) -> None:
     done = job.export("--format", "executorch", "--report", "1", "-o", "raw")
     assert done.returncode == 0, done.stderr
     folder = job.folder / "raw"
@@ -111,7 +113,7 @@ def test_executorchs_own_files_open_in_its_inspector(job: Job) -> None:
     assert "native_call_convolution.out" in opened.stdout
 
 
-def test_bench_writes_its_page_when_a_cell_fails_too(farm: FarmProcess, tmp_path: Path) -> None:
+def test_bench_writes_its_page_even_if_a_cell_fails(farm: FarmProcess, tmp_path: Path) -> None:
     (tmp_path / "broken.py").write_text("def factory():\n    raise ValueError('no weights here')\n")
     done = etfarm("bench", "broken.py:factory", "--html", "r.html", "--server", farm.address, cwd=tmp_path)
     assert done.returncode == 1
@@ -119,7 +121,7 @@ def test_bench_writes_its_page_when_a_cell_fails_too(farm: FarmProcess, tmp_path
     assert "FACTORY_FAILED" in page and "no weights here" in page
 
 
-def test_the_page_says_whether_it_got_worse(job: Job) -> None:
+def test_the_page_shows_regressions(job: Job) -> None:
     done = job.export("--format", "html", "--against", job.id, "-o", "compared.html", "--report", "0")
     assert done.returncode == 0, done.stderr
     page = (job.folder / "compared.html").read_text()
@@ -130,21 +132,21 @@ def test_the_page_says_whether_it_got_worse(job: Job) -> None:
 
 @dataclass
 class Browser:
-    """One page, and what it did that it must not."""
+    """A page, with its requests and errors."""
 
     page: Page
     requests: list[str]
     complaints: list[str]
 
     def open(self, path: Path, created: dict[str, Any]) -> Page:
-        """Writes the page of a document and opens it."""
+        """Write the page of a document and open it."""
         path.write_bytes(html.write(created))
         self.requests.clear()
         self.page.goto(path.as_uri())
         return self.page
 
     def must_be_quiet(self, path: Path) -> None:
-        """Nothing was asked for but the file, and nothing went wrong."""
+        """Require that the page requested only its own file, and had no errors."""
         assert self.requests == [path.as_uri()]
         assert self.complaints == []
 
@@ -201,7 +203,7 @@ def test_the_page_draws_sorts_filters_and_zooms_without_a_network(browser: Brows
 
 
 @needs_chromium
-def test_the_whole_page_of_a_real_run_is_a_picture_for_people_to_look_at(browser: Browser, job: Job, tmp_path: Path) -> None:
+def test_a_screenshot_of_the_whole_page_is_saved(browser: Browser, job: Job, tmp_path: Path) -> None:
     page = browser.open(tmp_path / "r.html", job.document)
     page.locator("canvas").first.wait_for()
     page.screenshot(path=tmp_path / "r.png", full_page=True)
@@ -215,7 +217,7 @@ def test_the_whole_page_of_a_real_run_is_a_picture_for_people_to_look_at(browser
 
 
 @needs_chromium
-def test_a_hostile_name_is_shown_and_does_nothing(browser: Browser, tmp_path: Path) -> None:
+def test_a_hostile_name_is_shown_without_effect(browser: Browser, tmp_path: Path) -> None:
     source = {"file": HOSTILE, "line": 1, "code": HOSTILE}
     rows = [row(0, "OPERATOR", HOSTILE, 1.0, 10.0, op_types=[HOSTILE], module="a", source=source, backend=HOSTILE)]
     path = tmp_path / "r.html"
@@ -273,7 +275,7 @@ OVERPRINTED = """() => {
 
 @needs_chromium
 @pytest.mark.parametrize("width", [360, 400, 600, 1280])
-def test_all_of_a_real_page_can_be_read_at_any_width(browser: Browser, job: Job, tmp_path: Path, width: int) -> None:
+def test_a_real_page_is_readable_at_any_width(browser: Browser, job: Job, tmp_path: Path, width: int) -> None:
     created = copy.deepcopy(job.document)
     long = report(**numerics())
     where = {"file": "a/folder/with/a/long/name/models/networks/residual.py", "line": 131, "code": "y = self.conv2(y)"}
@@ -299,7 +301,7 @@ def test_all_of_a_real_page_can_be_read_at_any_width(browser: Browser, job: Job,
 
 
 @needs_chromium
-def test_a_narrow_page_gives_a_line_its_room_and_names_the_file_first(browser: Browser, job: Job, tmp_path: Path) -> None:
+def test_a_narrow_page_shows_the_file_name_before_the_source_line(browser: Browser, job: Job, tmp_path: Path) -> None:
     browser.page.set_viewport_size({"width": 400, "height": 900})
     try:
         page = browser.open(tmp_path / "r.html", job.document)
@@ -325,7 +327,7 @@ def test_a_narrow_page_gives_a_line_its_room_and_names_the_file_first(browser: B
 
 
 @needs_chromium
-def test_a_wide_page_has_all_answers_in_one_line(browser: Browser, job: Job, tmp_path: Path) -> None:
+def test_a_wide_page_shows_all_answers_in_a_row(browser: Browser, job: Job, tmp_path: Path) -> None:
     page = browser.open(tmp_path / "r.html", job.document)
     tiles = page.locator("#r0 .tile")
     assert tiles.count() >= 7
@@ -335,7 +337,140 @@ def test_a_wide_page_has_all_answers_in_one_line(browser: Browser, job: Job, tmp
 
 
 @needs_chromium
-def test_values_that_were_not_judged_are_not_called_right(browser: Browser, tmp_path: Path) -> None:
+def test_contents_stay_at_the_side_and_mark_what_is_read(browser: Browser, job: Job, tmp_path: Path) -> None:
+    path = tmp_path / "r.html"
+    browser.page.set_viewport_size({"width": 1400, "height": 900})
+    try:
+        page = browser.open(path, job.document)
+        contents = page.locator(".contents")
+        assert contents.bounding_box()["x"] < 200 < page.locator("main").bounding_box()["x"]  # type: ignore[index]
+        contents.get_by_role("link", name="ds_cnn · portable").click()
+        page.wait_for_function("() => document.querySelector('.contents .current > a')?.hash === '#r1' && scrollY > 1000")
+        page.locator("#r1-facts").wait_for()
+        page.evaluate("document.documentElement.style.scrollBehavior = 'auto'")
+        contents.locator("a[href='#r1-facts']").click()
+        page.wait_for_function("() => document.querySelector('.contents [aria-current]')?.hash === '#r1-facts'")
+        assert 0 <= contents.bounding_box()["y"] < 900  # type: ignore[index]
+        assert not contents.locator("a[href='#r0-facts']").is_visible(), "only the parts of the report that is read"
+        page.set_viewport_size({"width": 1000, "height": 900})
+        page.wait_for_function("() => !document.querySelector('.contents details').open")
+        browser.must_be_quiet(path)
+    finally:
+        browser.page.set_viewport_size({"width": 1280, "height": 900})
+
+
+@needs_chromium
+def test_the_page_is_used_with_keys_alone(browser: Browser, job: Job, tmp_path: Path) -> None:
+    page = browser.open(tmp_path / "r.html", job.document)
+    beside = page.locator(".beside")
+    beside.locator("[data-view=module]").focus()
+    page.keyboard.press("ArrowRight")
+    assert beside.locator("[aria-selected=true]").inner_text() == "By line"
+    assert page.evaluate("document.activeElement.dataset.view") == "line"
+    boxes = page.locator("#r1 .icicle g")
+    before = boxes.count()
+    page.locator("#r1 .icicle g[data-box=block2]").focus()
+    page.keyboard.press("Tab")
+    page.keyboard.press("Shift+Tab")
+    assert "block2" in page.locator("#tip").inner_text()
+    page.keyboard.press("Enter")
+    assert 0 < boxes.count() < before
+    assert page.evaluate("document.activeElement.dataset.box") == "block2", "the focus stays"
+
+
+@needs_chromium
+def test_cells_stand_side_by_side_on_one_scale(browser: Browser, job: Job, tmp_path: Path) -> None:
+    page = browser.open(tmp_path / "r.html", job.document)
+    rows = page.locator(".beside tbody tr")
+    assert rows.count() <= 15
+    assert page.locator(".beside thead a").all_inner_texts() == ["xnnpack_fp32", "portable"]
+    largest = max(
+        (
+            group
+            for report in page.evaluate("JSON.parse(document.getElementById('data').textContent)")
+            for group in report["views"]["module"]
+        ),
+        key=lambda group: group["own_ns"] or 0,
+    )
+    assert rows.first.locator("td").first.inner_text() == largest["key"]
+    bars = [bar.evaluate("(one) => one.offsetWidth") for bar in page.locator(".cells .track i").all()]
+    p50s = [one["latency"]["p50_ns"] for one in job.document["reports"]]
+    assert (bars[0] < bars[1]) == (p50s[0] < p50s[1])
+
+
+@needs_chromium
+def test_a_row_with_an_interval_shows_its_mean_and_a_doubtful_trace_says_why(browser: Browser, tmp_path: Path) -> None:
+    created = document(report())
+    operators, profile = created["reports"][0]["operators"], created["reports"][0]["profile"]
+    operators[1] |= {"mean_ns": 770_000.0, "mean_ci95_ns": [750_000.0, 790_000.0]}
+    profile["verdict"] = {"status": "INVALID", "reasons": [{"code": "DRIFT", "message": "The traced median moved."}]}
+    page = browser.open(tmp_path / "r.html", created)
+    assert page.locator("tr[data-index='1'] td.time").inner_text().split("\n") == ["770 µs", "±2.6 %"]
+    assert "The traced median moved." in page.locator("#r0-operators").inner_text()
+
+
+@needs_chromium
+def test_runs_are_dots_on_one_scale(browser: Browser, tmp_path: Path) -> None:
+    runs = [{"iterations": 2, "p50_ns": p50_ns, "p50_ci95_ns": [p50_ns - 1e4, p50_ns + 1e4]} for p50_ns in (1.84e6, 1.9e6)]
+    spread = {"source": "REPEATS", "runs": 2, "relative_stddev": 0.02, "p50_ci95_ns": [1.8e6, 1.95e6]}
+    path = tmp_path / "r.html"
+    page = browser.open(path, document(report(runs=runs, run_spread=spread)))
+    left, right = (dot.bounding_box()["x"] for dot in page.locator(".dots i").all())  # type: ignore[index]
+    assert left < right
+    assert "±2.0 % between runs" in page.locator("#r0-latency").inner_text()
+    browser.must_be_quiet(path)
+
+
+MODEL_EXPLORER = importlib.util.find_spec("model_explorer")
+needs_model_explorer = pytest.mark.skipif(
+    MODEL_EXPLORER is None or not MODEL_EXPLORER.origin, reason="pip install --no-deps ai-edge-model-explorer"
+)
+
+
+@needs_chromium
+@needs_model_explorer
+def test_model_explorer_opens_the_graph_and_its_times(browser: Browser, job: Job) -> None:
+    """Its page is served from the package's files: its server would need far more than the page."""
+    done = job.export("--format", "model-explorer", "-o", "explorer/", "--report", "1")
+    assert done.returncode == 0, done.stderr
+    stem = f"explorer/ds_cnn-{job.id}"
+    assert MODEL_EXPLORER is not None and MODEL_EXPLORER.origin is not None
+    files = Path(MODEL_EXPLORER.origin).parent / "web_app"
+    adapter = {"type": "adapter", "id": "builtin_json", "name": "JSON adapter", "description": "", "fileExts": ["json"]}
+
+    def serve(route: Route) -> None:
+        url = urlsplit(route.request.url)
+        file = files / (url.path.strip("/") or "index.html")
+        if url.path == "/api/v1/get_extensions":
+            route.fulfill(json=[adapter])
+        elif url.hostname == "explorer.test" and file.is_file():
+            route.fulfill(path=file)
+        else:
+            route.abort()
+
+    assert browser.page.context.browser is not None
+    page = browser.page.context.browser.new_page(viewport={"width": 1400, "height": 900})
+    page.set_default_timeout(PATIENCE_MS)
+    errors: list[str] = []
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.route("**/*", serve)
+    page.goto("http://explorer.test/")
+    page.locator("input[type=file]").set_input_files(job.folder / f"{stem}.graph.json")
+    page.get_by_text("View selected models").click()
+    nodes = sum(one["kind"] in ("OPERATOR", "KERNEL") for one in job.document["reports"][1]["operators"])
+    information = page.locator("info-panel")
+    information.get_by_text("data flow").locator("visible=true").first.wait_for()
+    text = " ".join(information.inner_text().split())
+    assert f"op node count {nodes}" in text and "verdict" in text, text
+    page.get_by_text("Add per-node data").click()
+    page.locator("input.upload-per-node-data-input").set_input_files(job.folder / f"{stem}.times.json")
+    page.get_by_text("mean time, µs").locator("visible=true").first.wait_for()
+    assert errors == []
+    page.close()
+
+
+@needs_chromium
+def test_unjudged_values_are_not_shown_as_correct(browser: Browser, tmp_path: Path) -> None:
     created = document(report(**numerics()))
     created["reports"][0]["numerics"] |= {"first_bad": None, "judged": 0}
     for one in created["reports"][0]["numeric_gap"]:
@@ -348,7 +483,7 @@ def test_values_that_were_not_judged_are_not_called_right(browser: Browser, tmp_
 
 
 @needs_chromium
-def test_a_thousand_operators_are_there_at_once_and_all_on_demand(browser: Browser, tmp_path: Path) -> None:
+def test_a_thousand_operators_are_shown_at_once_and_the_rest_on_demand(browser: Browser, tmp_path: Path) -> None:
     rows = [row(place, "OPERATOR", f"aten::op{place}.out", 0.001, 1000.0, module=f"m{place % 50}.x") for place in range(1000)]
     path = tmp_path / "r.html"
     page = browser.open(path, document(report(operators=rows)))
@@ -359,7 +494,7 @@ def test_a_thousand_operators_are_there_at_once_and_all_on_demand(browser: Brows
     browser.must_be_quiet(path)
 
 
-def test_a_real_document_with_one_value_exchanged_is_shown_or_refused(job: Job) -> None:
+def test_a_mutated_document_is_shown_or_refused(job: Job) -> None:
     small = copy.deepcopy(job.document)
     for one in small["reports"]:
         one["latency"]["samples_ns"] = one["latency"]["samples_ns"][:20]

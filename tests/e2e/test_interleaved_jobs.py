@@ -1,4 +1,4 @@
-"""Candidates that take turns on one device, from the command line to the line that compares them."""
+"""Candidates that are interleaved on a device, from the command line to the line that compares them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ QUICK = ("--min-time", "0.1", "--no-profile")
 
 
 def bench(farm: FarmProcess, folder: Path, *arguments: str) -> tuple[list[dict[str, Any]], str]:
-    """The reports, and what was printed."""
+    """Run bench; return the reports and the printed text."""
     done = etfarm("bench", *arguments, *QUICK, "--interleave", "--json", "r.json", "--server", farm.address, cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "r.json").read_text(), parse_constant=pytest.fail)["reports"], done.stdout
 
 
-def test_a_slower_program_is_found_in_one_attempt_of_many_rounds(farm: FarmProcess, tmp_path: Path) -> None:
+def test_a_slower_program_is_detected_in_a_single_attempt(farm: FarmProcess, tmp_path: Path) -> None:
     (base, other), printed = bench(farm, tmp_path, str(program("add").path), str(program("conv").path), "--threads", "1")
     assert base["attempt"] == other["attempt"]
     assert base["interleaved"] is None
@@ -54,7 +54,7 @@ def test_a_program_is_compared_with_itself(farm: FarmProcess, tmp_path: Path) ->
     assert re.search(r"(\S+) #1 / \1 #0 .* process pairs", printed), printed
 
 
-def test_each_choice_has_a_comparison_of_its_own(farm: FarmProcess, tmp_path: Path) -> None:
+def test_each_choice_has_a_separate_comparison(farm: FarmProcess, tmp_path: Path) -> None:
     add, conv = (str(program(name).path) for name in ("add", "conv"))
     reports, _ = bench(farm, tmp_path, add, conv, conv, "--threads", "1,2")
     assert [report["threads"] for report in reports] == [1, 2] * 3
@@ -71,7 +71,7 @@ def test_recipes_of_one_model_are_compared(farm: FarmProcess, tmp_path: Path) ->
     assert "xnnpack_fp32 / portable" in printed and "times as fast" in printed
 
 
-def test_who_cannot_run_leaves_the_other_to_be_measured_alone(farm: FarmProcess) -> None:
+def test_a_candidate_is_measured_alone_if_the_other_cannot_run(farm: FarmProcess) -> None:
     with farm.client() as client:
         pair = [program("external_xnnpack").path, program("conv").path]
         result = client.bench(pair, min_time_s=0.0, profile=False, interleave=True).result()

@@ -1,4 +1,4 @@
-"""What a farm keeps: tags that stand for jobs, a history over jobs, operators by view, and reports analyzed again."""
+"""Stored results of a farm: tags of jobs, a history over jobs, operators by view, and reports analyzed again."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Kept:
             self.add = client.bench(program("add").path, threads=[1, 2], name="adding", **QUICK).result()
 
     def blob(self, digest: str) -> Path:
-        """A stored file."""
+        """Return the path of a stored file."""
         return self.farm.folder / "server" / "artifacts" / "blobs" / digest[:2] / digest
 
 
@@ -58,7 +58,7 @@ def kept(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Kept]:
 
 
 def ask(farm: FarmProcess, rpc: str, request: Any, service: Any = report_service_pb2_grpc.ReportServiceStub) -> Any:
-    """The answer of an rpc, one of ReportService unless another is named."""
+    """Return the answer of an rpc, of ReportService by default."""
 
     async def call() -> Any:
         async with open_channel(Access(farm.address)) as channel:
@@ -71,7 +71,7 @@ def ask(farm: FarmProcess, rpc: str, request: Any, service: Any = report_service
 
 
 def raw(farm: FarmProcess, result: JobResult) -> Any:
-    """A job's reports with what the JSON does not have."""
+    """Return a job's reports as messages, with fields that the JSON lacks."""
     return ask(farm, "Get", report_pb2.GetReportsRequest(job_id=result.job.id)).reports
 
 
@@ -79,7 +79,7 @@ def model_of(result: JobResult) -> str:
     return str(result.reports[0].model.digest)
 
 
-def test_a_tag_stands_for_its_job_wherever_an_id_does_and_moves(kept: Kept, tmp_path: Path) -> None:
+def test_a_tag_is_accepted_in_place_of_a_job_id_and_can_move(kept: Kept, tmp_path: Path) -> None:
     first, second = (result.job.id for result in kept.conv)
     with kept.farm.client() as client:
         assert client.tag(first[:6], "baseline") is None
@@ -100,7 +100,7 @@ def test_a_tag_stands_for_its_job_wherever_an_id_does_and_moves(kept: Kept, tmp_
             client.job("baseline")
 
 
-def test_a_tag_wins_over_the_beginning_of_an_id_and_an_id_over_a_tag(kept: Kept) -> None:
+def test_a_full_id_precedes_a_tag_and_a_tag_precedes_an_id_prefix(kept: Kept) -> None:
     first, second = (result.job.id for result in kept.conv)
     with kept.farm.client() as client:
         client.tag(second, first[:6])
@@ -111,13 +111,13 @@ def test_a_tag_wins_over_the_beginning_of_an_id_and_an_id_over_a_tag(kept: Kept)
 
 
 @pytest.mark.parametrize("tag", ["", "a b", "-x", "x" * 65, "latest", "0123456789abcdef", "größe", "a/b"])
-def test_what_is_no_name_for_a_job_is_refused(kept: Kept, tag: str) -> None:
+def test_an_invalid_job_name_is_refused(kept: Kept, tag: str) -> None:
     with kept.farm.client() as client, pytest.raises(EtfarmError) as refused:
         client.tag("latest", tag)
     assert refused.value.reason == "BAD_TAG" and refused.value.remedy
 
 
-def test_a_tag_is_given_and_taken_on_the_command_line(kept: Kept, tmp_path: Path) -> None:
+def test_commands_add_and_remove_a_tag(kept: Kept, tmp_path: Path) -> None:
     def tag(*arguments: str) -> tuple[int, str]:
         done = etfarm("report", "tag", *arguments, "--server", kept.farm.address, cwd=tmp_path)
         return done.returncode, done.stdout + done.stderr
@@ -131,7 +131,7 @@ def test_a_tag_is_given_and_taken_on_the_command_line(kept: Kept, tmp_path: Path
     assert tag(first)[0] == 2
 
 
-def test_a_models_reports_are_found_newest_first_and_slim(kept: Kept) -> None:
+def test_a_models_history_lists_slim_reports_newest_first(kept: Kept) -> None:
     with kept.farm.client() as client:
         client.tag(kept.conv[0].job.id, "old")
         actual = client.history(model_of(kept.conv[0])[:12])
@@ -145,12 +145,12 @@ def test_a_models_reports_are_found_newest_first_and_slim(kept: Kept) -> None:
         assert slim["latency"] == {**whole["latency"], "samples_ns": []}
         assert whole["operators"] and slim["operators"] is None
         assert slim["telemetry"] == {**whole["telemetry"], "series": []}
-        assert {**slim, "latency": 0, "operators": 0, "telemetry": 0, "profile": 0} == {
-            **whole, "latency": 0, "operators": 0, "telemetry": 0, "profile": 0,
-        }  # fmt: skip
+        assert slim["runs"] == [{**run, "telemetry": None} for run in whole["runs"]]
+        shortened = dict.fromkeys(("latency", "operators", "telemetry", "profile", "runs"))
+        assert {**slim, **shortened} == {**whole, **shortened}
 
 
-def test_a_history_is_narrowed_by_device_recipe_method_and_threads(kept: Kept) -> None:
+def test_a_history_is_filtered_by_device_recipe_method_and_threads(kept: Kept) -> None:
     name = kept.add.reports[0].model.name
     with kept.farm.client() as client:
 
@@ -172,7 +172,7 @@ def test_a_history_is_narrowed_by_device_recipe_method_and_threads(kept: Kept) -
     assert unknown.value.reason == "NO_HISTORY"
 
 
-def test_pages_of_a_history_are_together_all_of_it(kept: Kept) -> None:
+def test_the_pages_of_a_history_form_the_whole_history(kept: Kept) -> None:
     request = report_pb2.ListHistoryRequest(model=kept.add.reports[0].model.name, page_size=1)
     ids = []
     while True:
@@ -187,7 +187,7 @@ def test_pages_of_a_history_are_together_all_of_it(kept: Kept) -> None:
     assert len(set(ids)) == len(ids) >= 4, "other tests of this file may have measured more"
 
 
-def test_a_history_is_read_on_the_command_line_and_as_json(kept: Kept, tmp_path: Path) -> None:
+def test_the_history_command_prints_text_and_json(kept: Kept, tmp_path: Path) -> None:
     name = kept.add.reports[0].model.name
     done = etfarm("history", name, "--threads", "1", "--json", "h.json", "--server", kept.farm.address, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -204,7 +204,7 @@ def test_a_history_is_read_on_the_command_line_and_as_json(kept: Kept, tmp_path:
     assert none.returncode == 0 and "none matches --recipe portable" in none.stdout
 
 
-def test_other_inputs_are_a_change_that_history_and_compare_tell(kept: Kept, tmp_path: Path) -> None:
+def test_history_and_compare_report_changed_inputs(kept: Kept, tmp_path: Path) -> None:
     ones = {str(place): np.ones_like(tensors.to_array(value)) for place, value in enumerate(program("add").inputs)}
     with kept.farm.client() as client:
         values = client.bench(program("add").path, threads=[1], inputs=ones, **QUICK).result()
@@ -224,7 +224,7 @@ def test_other_inputs_are_a_change_that_history_and_compare_tell(kept: Kept, tmp
 
 
 @pytest.mark.parametrize("by", ["", *views.BY])
-def test_operators_come_in_pages_as_the_view_has_them(kept: Kept, by: str) -> None:
+def test_operators_are_paged_in_the_views_order(kept: Kept, by: str) -> None:
     report = kept.conv[0].reports[0].json()
     request = report_pb2.ListOperatorsRequest(
         report_id=report["id"],
@@ -250,7 +250,7 @@ def test_operators_come_in_pages_as_the_view_has_them(kept: Kept, by: str) -> No
         assert shares == sorted(shares, reverse=True)
 
 
-def test_a_report_worked_out_again_is_the_same_and_keeps_its_id(kept: Kept, tmp_path: Path) -> None:
+def test_a_reanalyzed_report_is_equal_and_keeps_its_id(kept: Kept, tmp_path: Path) -> None:
     before = raw(kept.farm, kept.conv[0])
     done = etfarm(
         "report", "analyze", kept.conv[0].job.id, "--json", "a.json", "--server", kept.farm.address, cwd=tmp_path
@@ -265,7 +265,7 @@ def test_a_report_worked_out_again_is_the_same_and_keeps_its_id(kept: Kept, tmp_
     assert reported["analysis"]["key"] == before[0].analysis.key
 
 
-def test_a_job_that_is_live_is_not_worked_out_again(kept: Kept) -> None:
+def test_a_live_job_is_not_reanalyzed(kept: Kept) -> None:
     with kept.farm.client() as client:
         job = client.bench(program("conv").path, min_time_s=60)
         with pytest.raises(EtfarmError) as refused:
@@ -274,7 +274,7 @@ def test_a_job_that_is_live_is_not_worked_out_again(kept: Kept) -> None:
     assert refused.value.reason == "JOB_LIVE" and refused.value.remedy
 
 
-def test_a_report_whose_compilation_is_gone_stays_and_says_so(kept: Kept) -> None:
+def test_reanalysis_without_the_compilation_keeps_the_report_and_warns(kept: Kept) -> None:
     with kept.farm.client() as client:
         result = client.bench(program("chain").path, **QUICK).result()
         (before,) = raw(kept.farm, result)
@@ -287,7 +287,7 @@ def test_a_report_whose_compilation_is_gone_stays_and_says_so(kept: Kept) -> Non
     assert after == before
 
 
-def test_a_report_whose_series_are_gone_has_all_the_rest_and_a_warning(kept: Kept, tmp_path: Path) -> None:
+def test_reanalysis_without_series_keeps_the_rest_and_warns(kept: Kept, tmp_path: Path) -> None:
     with kept.farm.client() as client:
         job = client.bench(program("conv").path, **QUICK).result().job.id
         other = kept.conv[1].job.id
@@ -324,7 +324,7 @@ def test_a_report_whose_series_are_gone_has_all_the_rest_and_a_warning(kept: Kep
 
 
 def forget_compilation(farm: FarmProcess, result: JobResult) -> None:
-    """Takes what a job's first cell was compiled to out of the server's database."""
+    """Delete the compilation of a job's first cell from the server's database."""
     request = job_pb2.GetJobRequest(job_id=result.job.id)
     key = ask(farm, "Get", request, job_pb2_grpc.JobServiceStub).cells[0].compilation_key
     with contextlib.closing(sqlite3.connect(farm.folder / "server" / "farm.sqlite", timeout=30)) as database, database:
@@ -351,7 +351,7 @@ def hold_a_child(farm: FarmProcess) -> set[int]:
     return held
 
 
-def test_what_hangs_or_is_gone_costs_what_it_is_for_and_a_killed_server_loses_nothing(kept: Kept) -> None:
+def test_reanalysis_survives_a_hanging_child_a_missing_file_and_a_killed_server(kept: Kept) -> None:
     with kept.farm.client() as client:
         result = client.bench(program("conv").path, no_cache=True, **QUICK).result()
         (before,) = raw(kept.farm, result)

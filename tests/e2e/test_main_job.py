@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from etfarm.client.submit.names_file import read_names
 from tests.support.farm import Daemon, FarmProcess, etfarm
 from tests.support.programs import program
 
@@ -18,7 +19,7 @@ RECIPES = ("xnnpack_fp32", "xnnpack_pt2e_int8_static_per_channel")
 
 @pytest.mark.slow(reason="builds the runner and measures two real networks")
 def test_three_processes(tmp_path: Path) -> None:
-    """A server that builds its own runner, an agent, and a command; nothing of them stays."""
+    """A server that builds its own runner, an agent, and a command; no process remains."""
     serve = Daemon(["serve", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "server")], tmp_path / "serve.log")
     serve.start()
     try:
@@ -75,7 +76,7 @@ def _check_document(document: dict[str, object]) -> None:
     assert sizes[1] < sizes[0] / 2
 
 
-def test_the_same_again_is_answered_from_the_cache(farm: FarmProcess, tmp_path: Path) -> None:
+def test_a_repeated_bench_uses_the_cache(farm: FarmProcess, tmp_path: Path) -> None:
     with farm.client() as client:
         first = client.bench("demo:ds_cnn", min_time_s=0.0).result().report
         again = client.bench("demo:ds_cnn", min_time_s=0.0).result().report
@@ -110,7 +111,7 @@ def test_undelegated_operators_name_the_users_lines(farm: FarmProcess, tmp_path:
     assert "mine.py:4" in done.stdout
 
 
-def test_one_failing_cell_does_not_sink_the_others(farm: FarmProcess, tmp_path: Path) -> None:
+def test_a_failing_cell_does_not_fail_the_others(farm: FarmProcess, tmp_path: Path) -> None:
     with farm.client() as client:
         broken = program("external_xnnpack").path
         result = client.bench([broken, program("conv").path], min_time_s=0.0).result()
@@ -118,12 +119,13 @@ def test_one_failing_cell_does_not_sink_the_others(farm: FarmProcess, tmp_path: 
     assert result.state.name == "FAILED"
 
 
-def test_run_gives_the_programs_outputs(farm: FarmProcess, tmp_path: Path) -> None:
+def test_run_returns_the_programs_outputs(farm: FarmProcess, tmp_path: Path) -> None:
     created = program("add")
     arrays = {str(index): np.asarray(value) for index, value in enumerate(_arrays(created.inputs))}
     np.savez(tmp_path / "in.npz", **arrays)
     done = etfarm("run", str(created.path), "--inputs", "in.npz", "-o", "out.npz", "--server", farm.address, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
+    assert "wrote out.npz, " in done.stdout.splitlines()[-1] and "float32 [" in done.stdout.splitlines()[-1]
     with np.load(tmp_path / "out.npz") as outputs:
         for got, expected in zip(outputs.values(), _arrays(created.expected), strict=True):
             np.testing.assert_allclose(got, expected, rtol=1e-6)
@@ -142,6 +144,7 @@ def test_compile_writes_a_program_that_the_reference_runtime_runs(farm: FarmProc
         cwd=tmp_path,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
+    assert read_names(tmp_path / "x.pte") and "wrote x.inputs.json" in done.stdout
     import torch
     from executorch.runtime import Runtime
 
@@ -151,7 +154,7 @@ def test_compile_writes_a_program_that_the_reference_runtime_runs(farm: FarmProc
 
 
 @pytest.mark.slow(reason="a command exports and compiles a model")
-def test_the_other_commands_say_what_there_is(farm: FarmProcess, tmp_path: Path) -> None:
+def test_the_other_commands_list_the_farms_contents(farm: FarmProcess, tmp_path: Path) -> None:
     def say(*arguments: str) -> str:
         done = etfarm(*arguments, "--server", farm.address, cwd=tmp_path)
         assert done.returncode == 0, done.stderr

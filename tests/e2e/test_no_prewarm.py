@@ -30,7 +30,7 @@ def forkservers(farm: FarmProcess) -> list[int]:
 
 
 @pytest.mark.parametrize("prewarm", [True, False])
-def test_the_toolchain_is_loaded_at_the_start_or_with_the_first_compilation(tmp_path: Path, prewarm: bool) -> None:
+def test_the_toolchain_is_loaded_at_start_or_by_the_first_compilation(tmp_path: Path, prewarm: bool) -> None:
     farm = FarmProcess(tmp_path / "farm", bundle=False, prewarm=prewarm)
     farm.folder.mkdir()
     try:

@@ -41,7 +41,7 @@ QUICK = ("--warmup", "1", "--iterations", "3", "--min-time", "0", "--threads", "
 
 
 def bench(farm: FarmProcess, folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
-    """The only report of the net, and what was printed."""
+    """Run bench; return the only report of the net and the printed text."""
     (folder / "net.py").write_text(NET)
     done = etfarm("bench", "net.py:net", *arguments, *QUICK, "--json", "r.json", "--server", farm.address, cwd=folder)
     assert done.returncode == 0, done.stderr
@@ -49,9 +49,7 @@ def bench(farm: FarmProcess, folder: Path, *arguments: str) -> tuple[dict[str, A
     return report, done.stdout
 
 
-def test_operators_are_compared_by_their_lines_and_the_timed_program_is_the_one_of_a_run_without(
-    farm: FarmProcess, tmp_path: Path
-) -> None:
+def test_operators_are_compared_by_line_and_the_timed_program_is_unchanged(farm: FarmProcess, tmp_path: Path) -> None:
     plain, _ = bench(farm, tmp_path, "--recipe", STATIC)
     report, printed = bench(farm, tmp_path, "--recipe", STATIC, "--numerics")
     assert plain["numerics"] is None and plain["numeric_gap"] is None
@@ -75,7 +73,7 @@ def test_operators_are_compared_by_their_lines_and_the_timed_program_is_the_one_
     assert "no bad operator" in printed
 
 
-def test_without_a_delegate_the_timed_program_is_compared_itself(farm: FarmProcess, tmp_path: Path) -> None:
+def test_without_a_delegate_the_timed_program_itself_is_compared(farm: FarmProcess, tmp_path: Path) -> None:
     report, _ = bench(farm, tmp_path, "--recipe", "portable", "--numerics")
     assert report["numerics"]["is_timed_program"] is True
     assert report["numerics"]["program"] == report["compile"]["program"]

@@ -26,7 +26,7 @@ def shell(plugged: PluggedPhone, command: str) -> tuple[int, str, str]:
     return done.returncode, done.stdout, done.stderr
 
 
-def test_its_shell_is_an_ordinary_users_with_exit_codes_and_two_streams(phone_vm: PluggedPhone) -> None:
+def test_the_phones_shell_is_unprivileged_with_exit_codes_and_separate_streams(phone_vm: PluggedPhone) -> None:
     assert shell(phone_vm, "echo out; echo err >&2; exit 7") == (7, "out\n", "err\n")
     assert shell(phone_vm, "id -u; id -un; pwd") == (0, "2000\nshell\n/\n", "")
     # No C library but its own, which no other loader finds.
@@ -37,7 +37,7 @@ def test_its_shell_is_an_ordinary_users_with_exit_codes_and_two_streams(phone_vm
     assert shell(phone_vm, "sh -c 'kill -SYS $$'")[0] == 128 + 31
 
 
-def test_files_come_back_as_they_went(phone_vm: PluggedPhone, tmp_path: Path) -> None:
+def test_pushed_files_are_pulled_unchanged(phone_vm: PluggedPhone, tmp_path: Path) -> None:
     folder = tmp_path / "folder"
     (folder / "below").mkdir(parents=True)
     files = {"one": bytes(range(256)) * 4096, "below/two": b"", "below/three with blanks": b"3\n"}
@@ -53,7 +53,7 @@ def test_files_come_back_as_they_went(phone_vm: PluggedPhone, tmp_path: Path) ->
     assert refused.returncode != 0 and "ermission denied" in refused.stdout + refused.stderr
 
 
-def test_it_tells_what_phones_tell(phone_vm: PluggedPhone) -> None:
+def test_the_emulated_phone_reports_a_phones_facts(phone_vm: PluggedPhone) -> None:
     asked = {**android.INVENTORY_COMMANDS, **android.READING_COMMANDS}
     facts = {name: shell(phone_vm, command)[1] for name, command in asked.items()}
     properties = android.properties(facts)
@@ -73,7 +73,7 @@ def test_it_tells_what_phones_tell(phone_vm: PluggedPhone) -> None:
         phone_vm.phone.say("battery", None)
 
 
-def test_the_runner_works_there_through_its_own_loader(phone_vm: PluggedPhone, tmp_path: Path) -> None:
+def test_the_runner_works_through_its_own_loader(phone_vm: PluggedPhone, tmp_path: Path) -> None:
     bundle = unpack(aarch64_archive(), tmp_path / "bundle")
     assert shell(phone_vm, f"mkdir -p {FOLDER}")[0] == 0
     pushed = phone_vm.adb("push", str(bundle.folder), FOLDER, serial=phone_vm.phone.serial)
@@ -87,7 +87,7 @@ def test_the_runner_works_there_through_its_own_loader(phone_vm: PluggedPhone, t
     assert tested["event"] == "result" and len(tested["passed"]) > 3
 
 
-def test_its_files_outlive_its_power(phone_vm: PluggedPhone) -> None:
+def test_the_phones_files_survive_a_power_cut(phone_vm: PluggedPhone) -> None:
     plugged, phone = phone_vm, phone_vm.phone
     assert shell(plugged, "echo kept > /data/local/tmp/kept && sync") == (0, "", "")
     serialno = phone.serialno

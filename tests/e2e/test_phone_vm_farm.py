@@ -57,7 +57,7 @@ def served(farm: FarmProcess, plugged: PluggedPhone, timeout_s: float = 120.0) -
     return wait_until(lambda: state(farm, plugged) == "IDLE", timeout_s)
 
 
-def test_a_phone_gives_the_outputs_and_the_lines_of_x86(lab: FarmProcess, phone_vm: PluggedPhone, tmp_path: Path) -> None:
+def test_a_phone_returns_the_outputs_and_lines_of_x86(lab: FarmProcess, phone_vm: PluggedPhone, tmp_path: Path) -> None:
     quick = ("--warmup", "1", "--iterations", "3", "--min-time", "0", "--threads", "1", "--json", "r.json")
     done = etfarm(
         "bench",
@@ -90,7 +90,7 @@ def test_a_phone_gives_the_outputs_and_the_lines_of_x86(lab: FarmProcess, phone_
     assert "Pixel" in shown and "Cortex-A72" in shown and "VIRTUAL-SKIN" in shown
 
 
-def test_a_phone_that_loses_power_runs_again_when_it_is_back(lab: FarmProcess, phone_vm: PluggedPhone) -> None:
+def test_a_run_repeats_after_its_phone_lost_power(lab: FarmProcess, phone_vm: PluggedPhone) -> None:
     plugged, phone = phone_vm, phone_vm.phone
     with lab.client() as client:
         job = client.bench(program("conv").path, devices="arch=aarch64", iterations=100, min_time_s=5.0, profile=False)

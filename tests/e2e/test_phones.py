@@ -41,13 +41,13 @@ class Desk:
         return etfarm(*arguments, "--server", self.farm.address, cwd=cwd)
 
     def listed(self) -> str:
-        """What `devices list` says of the phone."""
+        """Return what `devices list` prints of the phone."""
         done = self.etfarm("devices", "list", cwd=self.farm.folder)
         assert done.returncode == 0, done.stderr
         return next((line for line in done.stdout.splitlines() if self.phone.serial in line), "")
 
     def works(self) -> bool:
-        """Whether a run is under way on the phone."""
+        """Return whether a run is in progress on the phone."""
         with self.farm.client() as client:
             (state,) = (device.state.name for device in client.devices() if device.id == self.phone.serial)
         return state == "BUSY" and any(self.phone.files.glob("data/local/tmp/etfarm/runs/*"))
@@ -78,7 +78,7 @@ def bench(desk: Desk, folder: Path, *arguments: str) -> dict[str, Any]:
     return document
 
 
-async def test_a_phone_gives_the_outputs_and_the_lines_of_this_machine(desk: Desk, tmp_path: Path) -> None:
+async def test_a_phone_returns_the_outputs_and_lines_of_this_machine(desk: Desk, tmp_path: Path) -> None:
     bundles = [path.name for path in (desk.phone.files / "data/local/tmp/etfarm/bundles").iterdir()]
     assert len(bundles) == 1, "the runner was tried when the phone came"
     document = bench(
@@ -96,7 +96,7 @@ async def test_a_phone_gives_the_outputs_and_the_lines_of_this_machine(desk: Des
     assert phone["telemetry"]["before"]["memory_available_bytes"] > 0
 
 
-async def test_candidates_take_turns_on_a_phone(desk: Desk, tmp_path: Path) -> None:
+async def test_candidates_are_interleaved_on_a_phone(desk: Desk, tmp_path: Path) -> None:
     created = str(program("conv").path)
     document = bench(desk, tmp_path, created, created, "--device", f"id={desk.phone.serial}", "--interleave")
     assert [report["state"] for report in document["reports"]] == ["SUCCEEDED", "SUCCEEDED"]
@@ -111,7 +111,7 @@ async def test_a_session_on_a_phone_answers_calls(desk: Desk) -> None:
             np.testing.assert_allclose(output, tensors.to_array(created.expected[0]))
 
 
-async def test_a_run_is_placed_again_when_its_phone_vanishes(desk: Desk, tmp_path: Path) -> None:
+async def test_a_run_is_placed_again_after_its_phone_disconnects(desk: Desk, tmp_path: Path) -> None:
     waiting = subprocess.Popen(  # noqa: ASYNC220 - nothing else waits here
         [sys.executable, "-m", "etfarm.wire.command", "bench", str(program("conv").path), "--device", f"id={desk.phone.serial}",
          "--min-time", "6", "--json", "r.json", "--server", desk.farm.address],
@@ -134,19 +134,19 @@ async def test_a_run_is_placed_again_when_its_phone_vanishes(desk: Desk, tmp_pat
         assert client.job(document["job"]["id"]).info.cells[0].attempts == 2
 
 
-async def test_a_phone_that_does_not_answer_is_shown_with_what_to_do(desk: Desk, tmp_path: Path) -> None:
-    def told() -> str:
+async def test_an_unresponsive_phone_is_listed_with_a_remedy(desk: Desk, tmp_path: Path) -> None:
+    def devices_output() -> str:
         return " ".join(desk.etfarm("devices", "show", desk.phone.serial, cwd=tmp_path).stdout.split())
 
     desk.phone.kill_adbd()
-    assert wait_until(lambda: "is connected and does not answer adb (offline)" in told())
-    assert "state UNUSABLE" in told() and "Plug the phone in again" in told()
+    assert wait_until(lambda: "is connected and does not answer adb (offline)" in devices_output())
+    assert "state UNUSABLE" in devices_output() and "Plug the phone in again" in devices_output()
     desk.phone.start_adbd()
     await desk.phone.connect()
     assert desk.shows("IDLE")
 
 
-async def test_a_phone_whose_owner_has_not_allowed_it_is_shown_with_what_to_do(desk: Desk, tmp_path: Path) -> None:
+async def test_an_unauthorized_phone_is_listed_with_a_remedy(desk: Desk, tmp_path: Path) -> None:
     def printed(*arguments: str) -> str:
         return " ".join(desk.etfarm("devices", *arguments, cwd=tmp_path).stdout.split())
 

@@ -26,14 +26,14 @@ def model(tmp_path: Path) -> str:
 
 
 def run(farm: FarmProcess, folder: Path, *arguments: str) -> dict[str, Any]:
-    """Runs a command that succeeds; its --json document."""
+    """Run a command that must succeed; return its --json document."""
     done = etfarm(*arguments, "--json", "report.json", "--server", farm.address, cwd=folder)
     assert done.returncode == 0, done.stderr
     return json.loads((folder / "report.json").read_text(), parse_constant=pytest.fail)
 
 
 def outputs_of(pte: Path, method: str, *inputs: Any, data: Path | None = None) -> list[Any]:
-    """What ExecuTorch's own runtime gives for a program that the farm made."""
+    """Return the outputs of ExecuTorch's own runtime for a program from the farm."""
     from executorch.runtime import Runtime
 
     program = Runtime.get().load_program(pte, data_path=data)
@@ -89,7 +89,7 @@ def test_int8_keeps_dynamic_shapes_and_accuracy(farm: FarmProcess, tmp_path: Pat
     assert sizes == {"EXAMPLE", "MIN", "MAX"}
 
 
-def test_each_method_is_measured_by_itself(farm: FarmProcess, tmp_path: Path, model: str) -> None:
+def test_each_method_is_measured_separately(farm: FarmProcess, tmp_path: Path, model: str) -> None:
     arguments = ("bench", model, "--iterations", "5", "--min-time", "0", "--warmup", "1")
     everything = run(farm, tmp_path, *arguments)["reports"]
     assert {report["method"] for report in everything} == {"vision_encoder", "token_embedding", "text_decoder"}
@@ -99,7 +99,7 @@ def test_each_method_is_measured_by_itself(farm: FarmProcess, tmp_path: Path, mo
     assert one["method"] == "text_decoder" and one["compile"]["cached"]
 
 
-def test_four_bit_weights_are_made_where_the_module_is(farm: FarmProcess, tmp_path: Path, model: str) -> None:
+def test_four_bit_weights_are_quantized_by_the_client(farm: FarmProcess, tmp_path: Path, model: str) -> None:
     recipe = "xnnpack_torchao_int8da_int4w_per_tensor"
     (report,) = run(farm, tmp_path, "compile", model, "--recipe", recipe, "-o", "four.pte")["reports"]
     stages = [(stage["stage"], stage["where"]) for stage in report["compile"]["stages"]]
@@ -110,7 +110,7 @@ def test_four_bit_weights_are_made_where_the_module_is(farm: FarmProcess, tmp_pa
     assert 5 < check["outputs"][0]["sqnr_db"] < 30  # four bits against the module as it was, not against itself
 
 
-def test_a_stages_own_result(farm: FarmProcess, tmp_path: Path) -> None:
+def test_a_stopped_compilation_writes_its_stages_files(farm: FarmProcess, tmp_path: Path) -> None:
     import torch
 
     run(farm, tmp_path, "compile", "demo:ds_cnn", "--recipe", INT8, "--stop-after", "QUANTIZE", "-o", "quantized.pt2")
@@ -125,7 +125,7 @@ def test_a_stages_own_result(farm: FarmProcess, tmp_path: Path) -> None:
     assert (tmp_path / "edge" / "delegation.csv").read_text().startswith("method,")
 
 
-def test_a_stage_that_is_none_of_the_recipes_is_refused_before_anything_starts(farm: FarmProcess, tmp_path: Path) -> None:
+def test_an_unknown_stage_is_refused_before_submission(farm: FarmProcess, tmp_path: Path) -> None:
     done = etfarm("compile", "demo:ds_cnn", "--stop-after", "QUANTIZE", "-o", "x.pt2", "--server", farm.address, cwd=tmp_path)
     assert done.returncode == 2 and "QUANTIZE" in done.stderr and "TO_EXECUTORCH" in done.stderr
     (tmp_path / "bad.toml").write_text('recipe = "xnnpack_fp32"\nstages = ["TORCH_EXPORT", "TO_EDGE", "TO_EXECUTORCH"]\n')
@@ -151,7 +151,7 @@ memory_planning = "naive"
 """
 
 
-def test_a_recipe_file_decides_by_method_and_puts_weights_beside(farm: FarmProcess, tmp_path: Path, model: str) -> None:
+def test_a_recipe_file_sets_methods_and_external_weights(farm: FarmProcess, tmp_path: Path, model: str) -> None:
     import torch
 
     (tmp_path / "mixed.toml").write_text(RECIPE_FILE)
@@ -179,7 +179,7 @@ def test_a_recipe_file_decides_by_method_and_puts_weights_beside(farm: FarmProce
     assert measured["recipe"] == f"mixed [{measured['recipe_digest'][:8]}]"
 
 
-def test_recipes_that_quantize_alike_share_the_quantized_program(farm: FarmProcess, tmp_path: Path) -> None:
+def test_recipes_with_equal_quantization_share_the_quantized_program(farm: FarmProcess, tmp_path: Path) -> None:
     (tmp_path / "traced.toml").write_text(f'recipe = "{INT8}"\n[executorch]\nmemory_planning = "naive"\n')
     (first,) = run(farm, tmp_path, "compile", "demo:mobilenet_v1_025", "--recipe", INT8, "-o", "a.pte")["reports"]
     (second,) = run(farm, tmp_path, "compile", "demo:mobilenet_v1_025", "--recipe", "traced.toml", "-o", "b.pte")["reports"]
@@ -191,7 +191,7 @@ def test_recipes_that_quantize_alike_share_the_quantized_program(farm: FarmProce
     )
 
 
-def test_a_failure_is_remembered_and_says_so(farm: FarmProcess, tmp_path: Path) -> None:
+def test_a_cached_failure_is_reported_as_cached(farm: FarmProcess, tmp_path: Path) -> None:
     (tmp_path / "ffts.py").write_text(
         "import torch\n"
         "class Fft(torch.nn.Module):\n"
@@ -212,7 +212,7 @@ def test_a_failure_is_remembered_and_says_so(farm: FarmProcess, tmp_path: Path) 
     assert fresh.returncode == 1 and "--no-cache" not in fresh.stderr
 
 
-def test_verbose_shows_the_compilers_own_words(farm: FarmProcess, tmp_path: Path) -> None:
+def test_verbose_shows_the_compilers_output(farm: FarmProcess, tmp_path: Path) -> None:
     arguments = ("compile", "demo:ds_cnn", "-o", "x.pte", "--no-cache", "--server", farm.address)
     quiet, loud = etfarm(*arguments, cwd=tmp_path), etfarm(*arguments, "--verbose", cwd=tmp_path)
     assert quiet.returncode == loud.returncode == 0

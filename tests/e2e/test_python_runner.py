@@ -37,7 +37,7 @@ def client(bundleless: FarmProcess) -> Iterator[Farm]:
         yield client
 
 
-def test_a_measurement_runs_on_the_devices_own_binding_and_says_so(client: Farm) -> None:
+def test_a_measurement_on_the_python_binding_is_reported_as_such(client: Farm) -> None:
     report = client.bench(program("conv").path, iterations=20, min_time_s=0.0).result().report
     assert report["runner"]["kind"] == "python"
     assert report["runner"]["bundle_digest"] is None
@@ -48,7 +48,7 @@ def test_a_measurement_runs_on_the_devices_own_binding_and_says_so(client: Farm)
     assert sum(report["memory"]["planned_bytes"]) > 0
 
 
-def test_a_run_gives_what_torch_gave(client: Farm) -> None:
+def test_a_run_returns_torchs_outputs(client: Farm) -> None:
     created = program("conv")
     values = {str(index): array for index, array in enumerate(arrays(created.inputs))}
     job = client.run(created.path, inputs=values)
@@ -56,7 +56,7 @@ def test_a_run_gives_what_torch_gave(client: Farm) -> None:
     assert close(job.outputs(), created.expected)
 
 
-def test_a_session_is_served_by_the_devices_own_binding(client: Farm) -> None:
+def test_the_python_binding_serves_a_session(client: Farm) -> None:
     created = program("conv")
     with client.session(created.path) as session:
         assert session._async._ready.runner.kind == common_pb2.RUNNER_KIND_PYTHON
@@ -65,9 +65,11 @@ def test_a_session_is_served_by_the_devices_own_binding(client: Farm) -> None:
         )
 
 
-def test_devices_show_tells_of_it(bundleless: FarmProcess, tmp_path: Path) -> None:
+def test_devices_show_names_the_python_binding(bundleless: FarmProcess, tmp_path: Path) -> None:
     shown = etfarm("devices", "show", "board-0", "--server", bundleless.address, cwd=tmp_path)
     assert "python, its own" in shown.stdout, shown.stdout + shown.stderr
+    listed = etfarm("devices", "list", "--server", bundleless.address, cwd=tmp_path)
+    assert "board-0: its runner is python, its own" in listed.stdout, listed.stdout + listed.stderr
 
 
 @pytest.fixture
@@ -80,7 +82,7 @@ def own_farm(tmp_path: Path) -> Iterator[FarmProcess]:
         running.stop()
 
 
-def test_a_bundle_that_is_added_is_used_from_then_on(own_farm: FarmProcess) -> None:
+def test_an_added_bundle_is_used_for_later_jobs(own_farm: FarmProcess) -> None:
     own_farm.start()
     with own_farm.client() as client:
         assert client.device("board-0").runner == "python"
@@ -89,7 +91,7 @@ def test_a_bundle_that_is_added_is_used_from_then_on(own_farm: FarmProcess) -> N
         assert client.run(program("add").path).result().report["runner"]["kind"] == "native"
 
 
-def test_a_device_with_neither_is_refused_with_the_remedy(own_farm: FarmProcess) -> None:
+def test_a_device_without_bundle_and_binding_is_refused_with_the_remedy(own_farm: FarmProcess) -> None:
     own_farm.start(agents=0)
     own_farm.add_agent(bare=True)
     with own_farm.client() as client:

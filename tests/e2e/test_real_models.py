@@ -79,7 +79,7 @@ MODELS: dict[str, Callable[[], ModelSource]] = {
 
 
 def compiled(farm: FarmProcess, source: ModelSource, recipe: str, path: Path, sizes: set[str], at_least_db: float) -> Any:
-    """Compiles it, checks what the server found of it at each size of inputs, and loads it into ExecuTorch's runtime.
+    """Compile the model, check the server's findings at each size of inputs, and load it into ExecuTorch's runtime.
 
     Returns:
         The loaded method.
@@ -107,7 +107,7 @@ def assert_close(got: torch.Tensor, expected: torch.Tensor, at_least_db: float) 
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_a_model_gives_eagers_numbers(farm: FarmProcess, tmp_path: Path, name: str) -> None:
+def test_a_models_outputs_equal_eager(farm: FarmProcess, tmp_path: Path, name: str) -> None:
     source = MODELS[name]()
     method = compiled(farm, source, "xnnpack_fp32", tmp_path / "x.pte", {"EXAMPLE"}, EXACT_DB)
     inputs = [torch.randn_like(leaf) for leaf in torch.utils._pytree.tree_leaves(source.example_inputs["forward"])]
@@ -149,7 +149,7 @@ class Layer(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Logits for one to AT_ONCE tokens at their positions, after all tokens that it was given before."""
+    """Logits for one to AT_ONCE tokens at their positions, after all preceding tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -166,9 +166,7 @@ class Transformer(nn.Module):
 
 
 @pytest.mark.parametrize(("recipe", "at_least_db"), [("xnnpack_fp32", EXACT_DB), ("xnnpack_pt2e_int8_dynamic_per_channel", 15.0)])
-def test_a_transformer_keeps_its_cache_from_step_to_step(
-    farm: FarmProcess, tmp_path: Path, recipe: str, at_least_db: float
-) -> None:
+def test_a_transformer_keeps_its_cache_between_steps(farm: FarmProcess, tmp_path: Path, recipe: str, at_least_db: float) -> None:
     """A prompt of several tokens, then one token after the other: each step equals eager's, which has the same past."""
     torch.manual_seed(0)
     module = Transformer().eval()

@@ -64,18 +64,18 @@ def arrays(created: Program) -> list[np.ndarray]:
 
 
 def expected(created: Program) -> list[np.ndarray]:
-    """What torch gave for them."""
+    """torch's outputs for them."""
     return [tensors.to_array(value) for value in created.expected if isinstance(value, tensors.Tensor)]
 
 
 def is_idle(farm: FarmProcess) -> bool:
-    """Whether all devices of the farm are free."""
+    """Return whether all devices of the farm are free."""
     with farm.client() as client:
         return all(device.state is DeviceState.IDLE for device in client.devices())
 
 
 @pytest.mark.parametrize("name", ["add", "conv", "channels_last", "batch", "scalars"])
-def test_a_call_gives_what_torch_gave(open_session: Open, name: str) -> None:
+def test_a_call_returns_torchs_outputs(open_session: Open, name: str) -> None:
     created = program(name)
     values = [tensors.to_array(value) if isinstance(value, tensors.Tensor) else value.value for value in created.inputs]
     with open_session(created.path) as session:
@@ -84,17 +84,28 @@ def test_a_call_gives_what_torch_gave(open_session: Open, name: str) -> None:
         assert np.allclose(output, reference, rtol=1e-5, atol=1e-6)
 
 
-def test_state_stays_between_calls_and_is_gone_with_the_session(open_session: Open) -> None:
+def test_state_persists_between_calls_and_ends_with_the_session(open_session: Open) -> None:
     for _ in range(2):
         with open_session(program("counter").path) as session:
             assert [session.run("forward", ZERO)[0].item() for _ in range(3)] == [1.0, 2.0, 3.0]
 
 
-def test_every_method_keeps_a_state_of_its_own(open_session: Open) -> None:
+def test_each_method_has_separate_state(open_session: Open) -> None:
     with open_session(program("counters").path) as session:
         assert session.methods == ("ones", "tens")
         got = [session.run(method, ZERO)[0].item() for method in ("ones", "tens", "ones", "tens", "ones")]
     assert got == [1.0, 10.0, 2.0, 20.0, 3.0]
+
+
+def test_a_call_without_a_method_uses_the_only_one(open_session: Open) -> None:
+    x = np.ones((2, 3), np.float32)
+    with open_session(program("batch").path) as session:
+        assert np.allclose(session.run(x)[0], session.run("forward", x)[0])
+    with open_session(program("counters").path) as session:
+        with pytest.raises(EtfarmError, match=r"has 2 methods.*run\('ones', x\).*ones, tens") as caught:
+            session.run(ZERO)
+        assert caught.value.reason == "METHOD_MISSING"
+        assert session.run("tens", ZERO)[0].item() == 10.0, "the session stays usable"
 
 
 def test_dynamic_shapes_may_change_from_call_to_call(open_session: Open) -> None:
@@ -104,7 +115,7 @@ def test_dynamic_shapes_may_change_from_call_to_call(open_session: Open) -> None
             assert np.allclose(session.run("forward", x)[0], x * 2)
 
 
-def test_tensors_above_the_inline_limit_travel_as_artifacts(open_session: Open) -> None:
+def test_tensors_above_the_inline_limit_are_sent_as_artifacts(open_session: Open) -> None:
     created = program("wide")
     (x,) = arrays(created)
     assert x.nbytes > INLINE_BYTES
@@ -113,7 +124,7 @@ def test_tensors_above_the_inline_limit_travel_as_artifacts(open_session: Open) 
         np.testing.assert_array_equal(session.run("forward", x * 2), x * 2 + 1)
 
 
-def test_what_a_session_brought_into_the_store_goes_with_it_unless_a_job_has_it_too(farm: FarmProcess) -> None:
+def test_a_sessions_artifacts_are_deleted_at_its_end_unless_a_job_holds_them(farm: FarmProcess) -> None:
     blobs = farm.folder / "server" / "artifacts" / "blobs"
 
     def stored() -> set[str]:
@@ -137,7 +148,7 @@ def test_what_a_session_brought_into_the_store_goes_with_it_unless_a_job_has_it_
         assert before <= stored()
 
 
-def test_torch_tensors_lists_of_numbers_and_other_layouts_are_taken(open_session: Open) -> None:
+def test_tensors_lists_and_other_layouts_are_accepted_as_inputs(open_session: Open) -> None:
     (x,) = arrays(program("channels_last"))
     contiguous = np.ascontiguousarray(x)
     with open_session(program("channels_last").path) as session:
@@ -149,7 +160,7 @@ def test_torch_tensors_lists_of_numbers_and_other_layouts_are_taken(open_session
             assert np.array_equal(session.run("forward", values)[0], -contiguous)
 
 
-def test_outputs_are_the_callers_to_change(open_session: Open) -> None:
+def test_outputs_are_writable(open_session: Open) -> None:
     with open_session(program("add").path) as session:
         outputs = session.run("forward", *arrays(program("add")))
         outputs[0] += 1.0
@@ -167,7 +178,7 @@ def test_outputs_are_the_callers_to_change(open_session: Open) -> None:
     ],
     ids=["shape", "dtype", "none", "too many", "no array"],
 )
-def test_wrong_inputs_are_refused_and_change_nothing(
+def test_wrong_inputs_are_refused_and_leave_the_state_unchanged(
     open_session: Open, inputs: tuple[object, ...], reason: str, words: str
 ) -> None:
     with open_session(program("counter").path) as session:
@@ -178,7 +189,7 @@ def test_wrong_inputs_are_refused_and_change_nothing(
         assert session.run("forward", ZERO)[0].item() == 2.0
 
 
-def test_a_method_that_is_not_there_is_refused_with_those_that_are(open_session: Open) -> None:
+def test_an_unknown_method_is_refused_with_the_available_ones(open_session: Open) -> None:
     with open_session(program("counters").path) as session:
         with pytest.raises(EtfarmError, match="ones, tens") as refused:
             session.run("forward", ZERO)
@@ -199,7 +210,7 @@ def test_a_loop_measures_on_the_device(open_session: Open) -> None:
         assert session.run("forward", ZERO)[0].item() == 207.0
 
 
-def test_a_loop_without_inputs_makes_its_own(open_session: Open) -> None:
+def test_a_loop_without_inputs_generates_them(open_session: Open) -> None:
     with open_session(program("add").path) as session:
         assert session.loop(3, warmup=0).iterations == 3
         x, y = arrays(program("add"))
@@ -214,7 +225,7 @@ def test_a_loop_of_no_or_too_many_iterations_is_refused(open_session: Open, iter
         assert refused.value.reason == "BAD_CALL"
 
 
-def test_a_closed_session_says_so(open_session: Open) -> None:
+def test_a_call_of_a_closed_session_is_refused(open_session: Open) -> None:
     session = open_session(program("add").path)
     with session as opened:
         pass
@@ -223,14 +234,14 @@ def test_a_closed_session_says_so(open_session: Open) -> None:
     assert refused.value.reason == "SESSION_CLOSED"
 
 
-def test_a_program_that_is_none_is_refused(open_session: Open, tmp_path: Path) -> None:
+def test_an_invalid_program_is_refused(open_session: Open, tmp_path: Path) -> None:
     path = tmp_path / "no.pte"
     path.write_bytes(b"\0\0\0\0ET12" + b"nonsense" * 100)
     with pytest.raises(EtfarmError), open_session(path):
         pass
 
 
-def test_an_open_session_tells_of_the_device_that_it_has(open_session: Open) -> None:
+def test_an_open_session_names_its_device(open_session: Open) -> None:
     with open_session(program("conv").path) as session:
         device = session.device
     assert (device.state, device.arch, device.runner) == (DeviceState.BUSY, platform.machine(), "native")
@@ -239,7 +250,7 @@ def test_an_open_session_tells_of_the_device_that_it_has(open_session: Open) -> 
     assert device.last_seen_at is not None
 
 
-def test_a_local_session_ends_without_a_word_on_stderr() -> None:
+def test_a_local_session_ends_without_output_on_stderr() -> None:
     code = (
         "import sys\n"
         "from etfarm.client import LocalSession\n"
@@ -261,7 +272,9 @@ def test_a_local_session_needs_a_compiled_program(tmp_path: Path) -> None:
     assert refused.value.reason == "LOCAL_NEEDS_PROGRAM"
 
 
-def test_without_a_compiler_the_python_binding_serves_a_local_session(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_compiler_the_python_binding_serves_a_local_session(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("ETFARM_DATA", str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     lines: list[str] = []
@@ -270,9 +283,11 @@ def test_without_a_compiler_the_python_binding_serves_a_local_session(tmp_path: 
         assert session.loop(20, "tens", [ZERO], warmup=0).outputs[0].item() == 210.0
     assert got == [1.0, 10.0, 2.0]
     assert any("Python binding" in line for line in lines)
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("etfarm: using ExecuTorch's Python binding instead of a runner: ") and "needs the compiler" in line
 
 
-def test_a_model_is_compiled_first_and_its_inputs_have_names(farm: FarmProcess) -> None:
+def test_a_model_is_compiled_first_and_has_named_inputs(farm: FarmProcess) -> None:
     class Subtract(torch.nn.Module):
         def forward(self, left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
             return left - right
@@ -298,7 +313,7 @@ def test_a_device_with_a_session_is_busy_for_jobs_until_it_ends(farm: FarmProces
     assert wait_until(lambda: is_idle(farm), PROMPTLY_S)
 
 
-def test_a_device_is_free_within_a_second_of_a_session_s_end(farm: FarmProcess) -> None:
+def test_a_device_is_free_within_a_second_after_a_session(farm: FarmProcess) -> None:
     took_s = []
     with farm.client() as client:
         for _ in range(3):
@@ -330,7 +345,7 @@ def test_two_callers_queue_for_one_device(farm: FarmProcess) -> None:
     assert got == [1.0], "its state is its own"
 
 
-def test_a_session_nobody_calls_ends_and_frees_its_device(farm: FarmProcess) -> None:
+def test_an_idle_session_ends_and_frees_its_device(farm: FarmProcess) -> None:
     with farm.client() as client, client.session(program("counter").path, idle_timeout_s=2.5) as session:
         assert session.run("forward", ZERO)[0].item() == 1.0
         assert wait_until(lambda: is_idle(farm))
@@ -350,7 +365,7 @@ def test_a_session_nobody_calls_ends_and_frees_its_device(farm: FarmProcess) -> 
     ],
     ids=lambda value: str(value),
 )
-def test_a_session_that_cannot_be_is_refused_and_holds_no_device(
+def test_an_impossible_session_is_refused_and_holds_no_device(
     farm: FarmProcess, arguments: dict[str, object], reason: str
 ) -> None:
     with farm.client() as client:
@@ -360,7 +375,7 @@ def test_a_session_that_cannot_be_is_refused_and_holds_no_device(
     assert wait_until(lambda: is_idle(farm), PROMPTLY_S)
 
 
-async def test_who_gives_up_waiting_leaves_the_queue(farm: FarmProcess) -> None:
+async def test_a_caller_that_stops_waiting_leaves_the_queue(farm: FarmProcess) -> None:
     busy = asyncio.Event()
 
     def on_wait(why: str) -> None:
@@ -378,7 +393,7 @@ async def test_who_gives_up_waiting_leaves_the_queue(farm: FarmProcess) -> None:
         assert await asyncio.to_thread(wait_until, lambda: is_idle(farm), PROMPTLY_S)
 
 
-def test_what_a_listener_raises_is_raised_where_the_session_is_opened() -> None:
+def test_an_exception_of_a_listener_is_raised_by_open() -> None:
     def listener(why: str) -> None:
         raise ValueError(why)
 
@@ -386,7 +401,7 @@ def test_what_a_listener_raises_is_raised_where_the_session_is_opened() -> None:
         pass
 
 
-async def test_a_session_may_be_opened_again(farm: FarmProcess) -> None:
+async def test_a_session_can_be_reopened(farm: FarmProcess) -> None:
     async with AsyncFarm(farm.address) as client:
         session = client.session(program("counter").path)
         for _ in range(2):
@@ -394,13 +409,13 @@ async def test_a_session_may_be_opened_again(farm: FarmProcess) -> None:
                 assert (await session.run("forward", ZERO))[0].item() == 1.0
 
 
-async def test_calls_made_at_once_are_served_in_their_order(farm: FarmProcess) -> None:
+async def test_concurrent_calls_are_served_in_order(farm: FarmProcess) -> None:
     async with AsyncFarm(farm.address) as client, client.session(program("counter").path) as session:
         outputs = await asyncio.gather(*(session.run("forward", ZERO) for _ in range(20)))
     assert [output[0].item() for output in outputs] == [float(n) for n in range(1, 21)]
 
 
-async def test_a_call_that_is_taken_back_leaves_the_session_in_step(farm: FarmProcess) -> None:
+async def test_a_cancelled_call_keeps_the_session_in_order(farm: FarmProcess) -> None:
     async with AsyncFarm(farm.address) as client, client.session(program("counter").path) as session:
         (runner,) = runners(farm.agents[0].pid)
         os.kill(runner, signal.SIGSTOP)  # the loop lasts until it goes on

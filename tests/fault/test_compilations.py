@@ -1,4 +1,4 @@
-"""Compilations on a real server with real children, over the contract itself: what is shared, kept and cancelled."""
+"""Compilations on a real server with real children: sharing, caching and cancellation over gRPC."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOWERED = ["TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"]
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
-    """A server of two compilations at a time, without agents."""
+    """A server with two concurrent compilations and no agents."""
     running = FarmProcess(
         tmp_path_factory.mktemp("compilations"), bundle=False, prewarm=True, serve=["--workers", "2", "--threads", "1"]
     )
@@ -112,9 +112,7 @@ def stages(report: report_pb2.Report) -> list[tuple[str, bool]]:
     return [(stage.stage, stage.cached) for stage in report.compile.compilation.stages]
 
 
-async def test_methods_and_constants_become_one_program_and_recipes_that_quantize_alike_share_it(
-    client: Client, tmp_path: Path
-) -> None:
+async def test_recipes_with_equal_quantization_share_it_for_all_methods(client: Client, tmp_path: Path) -> None:
     candidate = await client.model(tmp_path, INT8, forward=models.conv, encode=models.dynamic)
     constant = tensors.encode([tensors.Scalar("", 7)])
     candidate.model.constant_methods["eos"].CopyFrom(await client.put(constant))
@@ -144,7 +142,7 @@ async def test_methods_and_constants_become_one_program_and_recipes_that_quantiz
 
 
 @pytest.mark.parametrize("stage", ["QUANTIZE", "TORCH_EXPORT", "TO_EDGE_TRANSFORM_AND_LOWER"])
-async def test_a_stage_s_files_are_what_a_compilation_that_stops_there_gives(client: Client, tmp_path: Path, stage: str) -> None:
+async def test_a_stopped_compilation_returns_its_stages_files(client: Client, tmp_path: Path, stage: str) -> None:
     candidate = await client.model(tmp_path, INT8, forward=models.conv)
     job, report = await client.end(await client.submit(candidate, stop_after=stage))
     assert job.state == JobState.JOB_STATE_SUCCEEDED, report.error
@@ -153,7 +151,7 @@ async def test_a_stage_s_files_are_what_a_compilation_that_stops_there_gives(cli
     assert {"forward.pt2", "forward.txt"} <= set(compilation.stage_files)
 
 
-async def test_a_model_that_fails_fails_again_at_once_with_the_same_words_and_stages(client: Client, tmp_path: Path) -> None:
+async def test_a_failed_compilation_fails_again_from_the_cache(client: Client, tmp_path: Path) -> None:
     candidate = await client.model(tmp_path, FP32, forward=models.unknown)
     first, report = await client.end(await client.submit(candidate))
     again, second = await client.end(await client.submit(candidate))
@@ -171,7 +169,7 @@ async def test_a_model_that_fails_fails_again_at_once_with_the_same_words_and_st
     assert not third.compile.cached and FOUND_EARLIER not in third.error.remedy
 
 
-async def test_cancelling_one_of_two_jobs_that_wait_for_a_quantization_leaves_it_to_the_other(
+async def test_a_shared_quantization_continues_for_the_other_job_after_a_cancel(
     server: FarmProcess, client: Client, tmp_path: Path
 ) -> None:
     candidate = await client.model(tmp_path, INT8, forward=models.resnet8)
@@ -188,7 +186,7 @@ async def test_cancelling_one_of_two_jobs_that_wait_for_a_quantization_leaves_it
     assert (await client.end(mine))[0].state == JobState.JOB_STATE_CANCELLED
 
 
-async def test_cancelling_both_ends_the_child_at_once_and_leaves_no_folder(
+async def test_cancelling_both_jobs_ends_the_child_and_removes_its_folder(
     server: FarmProcess, client: Client, tmp_path: Path
 ) -> None:
     assert server.server is not None
@@ -204,9 +202,7 @@ async def test_cancelling_both_ends_the_child_at_once_and_leaves_no_folder(
     assert await asyncio.to_thread(wait_until, lambda: not list(children.glob("job-*")), PROMPTLY_S)
 
 
-async def test_a_device_runs_methods_and_constants_of_a_program_whose_weights_lie_beside_it(
-    farm: FarmProcess, tmp_path: Path
-) -> None:
+async def test_a_device_runs_a_program_with_external_weights_and_constants(farm: FarmProcess, tmp_path: Path) -> None:
     beside = recipes.from_toml('recipe = "portable"\n[executorch]\nexternal_constants = true\n').json
     async with open_channel(Access(farm.address)) as channel:
         client = Client(channel)

@@ -1,4 +1,4 @@
-"""`etfarm serve` over a damaged database: it ends with one sentence and what to do, at its start or when it finds out."""
+"""`etfarm serve` with a damaged database exits with an error and a remedy, at start or on detection."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow(reason="starts a server for each damage")
 
 
 def overwrite_artifacts(path: Path) -> None:
-    """Put zeros where the pages of a table are."""
+    """Overwrite a table's pages with zeros."""
     connection = sqlite3.connect(path)
     root = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'artifacts'").fetchone()[0]
     size = connection.execute("PRAGMA page_size").fetchone()[0]
@@ -51,7 +51,7 @@ def test_a_server_does_not_start_over_a_damaged_database(tmp_path: Path, damage:
     assert str(path) in line and "aside" in line
 
 
-def test_a_server_whose_database_breaks_says_so_and_ends(tmp_path: Path) -> None:
+def test_a_server_reports_a_damaged_database_and_exits(tmp_path: Path) -> None:
     farm = FarmProcess(tmp_path, bundle=False)
     try:
         farm.restart()

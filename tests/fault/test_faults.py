@@ -1,4 +1,4 @@
-"""What is lost when something dies in the middle: nothing that was submitted."""
+"""Crashes of servers, agents and links during a job lose no submitted work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _until(job: object, phase: str) -> int:
-    """Watches until a cell is in the phase; the last sequence seen."""
+    """Watch until a cell reaches the phase; return the last sequence number."""
     seen = 0
     for event in job.watch():  # type: ignore[attr-defined]
         seen = event.sequence or seen
@@ -36,7 +36,7 @@ def _until(job: object, phase: str) -> int:
     raise AssertionError(f"the job ended before {phase}")
 
 
-def test_a_job_survives_the_server_s_death_while_it_compiles_and_while_it_runs(breakable: FarmProcess, model: Path) -> None:
+def test_a_job_survives_a_server_crash_while_compiling_and_running(breakable: FarmProcess, model: Path) -> None:
     breakable.start()
     with breakable.client() as farm:
         job = farm.bench(model, **LONG)
@@ -61,7 +61,7 @@ def test_a_job_survives_the_server_s_death_while_it_compiles_and_while_it_runs(b
         assert len(starts) == 1
 
 
-def test_a_cell_is_placed_again_when_its_agent_dies_which_leaves_no_runner(breakable: FarmProcess, model: Path) -> None:
+def test_a_cell_is_placed_again_after_its_agent_dies(breakable: FarmProcess, model: Path) -> None:
     breakable.start()
     dying = breakable.agents[0]
     with breakable.client() as farm:
@@ -78,7 +78,7 @@ def test_a_cell_is_placed_again_when_its_agent_dies_which_leaves_no_runner(break
         assert attempts == 2
 
 
-def test_a_cut_link_costs_nothing_but_time(breakable: FarmProcess, model: Path) -> None:
+def test_a_job_continues_after_a_broken_link(breakable: FarmProcess, model: Path) -> None:
     breakable.start(agents=0)
     with link_to(breakable.address) as link, breakable.client() as farm:
         breakable.add_agent(server=link.address)
@@ -91,7 +91,7 @@ def test_a_cut_link_costs_nothing_but_time(breakable: FarmProcess, model: Path) 
         assert farm.job(job.id).info.cells[0].attempts == 1
 
 
-def test_cancel_ends_the_compile_child_and_the_runner_at_once(breakable: FarmProcess, model: Path, tmp_path: Path) -> None:
+def test_cancel_ends_the_compile_child_and_the_runner(breakable: FarmProcess, model: Path, tmp_path: Path) -> None:
     # Its quantization takes long enough to be cancelled in the middle.
     long = models.save(models.resnet8, tmp_path / "resnet8.pt2")
     breakable.start()
@@ -117,7 +117,7 @@ def test_cancel_ends_the_compile_child_and_the_runner_at_once(breakable: FarmPro
         assert farm.bench(model, iterations=100, min_time_s=0.0).result().report.state == "SUCCEEDED"
 
 
-def test_a_frozen_agent_is_taken_for_dead_and_comes_back(breakable: FarmProcess, model: Path) -> None:
+def test_a_frozen_agent_counts_as_lost_and_reconnects(breakable: FarmProcess, model: Path) -> None:
     breakable.start()
     frozen = breakable.agents[0]
     with breakable.client() as farm:
@@ -128,7 +128,7 @@ def test_a_frozen_agent_is_taken_for_dead_and_comes_back(breakable: FarmProcess,
         assert job.result().report.state == "SUCCEEDED"
 
 
-def test_the_same_request_id_is_one_job(farm: FarmProcess, model: Path) -> None:
+def test_a_repeated_request_id_submits_a_single_job(farm: FarmProcess, model: Path) -> None:
     import asyncio
     import uuid
 

@@ -1,4 +1,4 @@
-"""A server whose disk is full: what a device measured is waited for, and nothing starts whose result would have no room."""
+"""A server with a full disk: it waits to store results, and starts no run without space for its result."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def filler(farm: FarmProcess) -> Path:
 
 
 def fill(farm: FarmProcess) -> None:
-    """Leave not a byte."""
+    """Fill the disk completely."""
     with pytest.raises(OSError, match="No space left"), filler(farm).open("ab", buffering=0) as file:
         while True:
             file.write(bytes(1 << 16))
@@ -59,7 +59,7 @@ def until(job: Any, phase: str) -> Progress:
     raise AssertionError(f"the job ended before {phase}")
 
 
-def test_a_run_that_finishes_while_the_disk_is_full_succeeds_once_there_is_room(small_disk: FarmProcess, tmp_path: Path) -> None:
+def test_a_run_that_finishes_on_a_full_disk_succeeds_once_space_is_free(small_disk: FarmProcess, tmp_path: Path) -> None:
     small_disk.start()
     with small_disk.client() as farm:
         job = farm.bench(models.save(models.conv, tmp_path / "conv.pt2"), **LONG)
@@ -74,7 +74,7 @@ def test_a_run_that_finishes_while_the_disk_is_full_succeeds_once_there_is_room(
         assert farm.job(job.id).info.cells[0].attempts == 1
 
 
-def test_nothing_starts_whose_result_would_have_no_room(small_disk: FarmProcess, tmp_path: Path) -> None:
+def test_no_run_starts_without_disk_space_for_its_result(small_disk: FarmProcess, tmp_path: Path) -> None:
     small_disk.start()
     model = models.save(models.conv, tmp_path / "conv.pt2")
     with small_disk.client() as farm:

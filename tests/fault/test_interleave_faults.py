@@ -1,4 +1,4 @@
-"""What ends an attempt that several cells share, at any end of it."""
+"""Faults during an attempt that several cells share."""
 
 from __future__ import annotations
 
@@ -20,16 +20,14 @@ def pair() -> list[Path]:
 
 
 def measured(job: Job) -> None:
-    """Returns when rounds are under way."""
+    """Wait until the rounds have started."""
     for event in job.watch():
         if isinstance(event, Progress) and event.phase == "TIMED" and event.done:
             return
     raise AssertionError("the job ended before")
 
 
-def test_cells_that_share_an_attempt_are_placed_again_together_when_their_agent_dies(
-    breakable: FarmProcess, pair: list[Path]
-) -> None:
+def test_cells_of_a_shared_attempt_are_placed_again_together(breakable: FarmProcess, pair: list[Path]) -> None:
     breakable.start()
     dying = breakable.agents[0]
     with breakable.client() as farm:
@@ -48,7 +46,7 @@ def test_cells_that_share_an_attempt_are_placed_again_together_when_their_agent_
         assert second.interleaved.rounds >= 20
 
 
-def test_a_server_that_comes_back_hears_an_attempt_that_cells_share(breakable: FarmProcess, pair: list[Path]) -> None:
+def test_a_restarted_server_resumes_a_shared_attempt(breakable: FarmProcess, pair: list[Path]) -> None:
     breakable.start()
     with breakable.client() as farm:
         job = farm.bench(pair, min_time_s=2.0, interleave=True, profile=False)

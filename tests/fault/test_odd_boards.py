@@ -39,7 +39,7 @@ UNREADABLE_SYS: Final = f'{NO_SYS} -o mode=000\nset -- unshare --user "$@"'
 
 
 @pytest.mark.parametrize("script", [NO_SYS, UNREADABLE_SYS], ids=["absent", "unreadable"])
-async def test_a_board_whose_sys_tells_nothing_measures(server: Server, launch: Launch, script: str) -> None:
+async def test_a_board_with_an_empty_sys_can_measure(server: Server, launch: Launch, script: str) -> None:
     agent = await launch("--governor", "performance", "--cool-down", "1", within=board(script))
     connection = await server.connected()
     device = connection.hello.devices[0]
@@ -59,7 +59,7 @@ async def test_a_board_whose_sys_tells_nothing_measures(server: Server, launch: 
     assert "telemetry cannot be read" not in agent.log
 
 
-def test_a_governor_that_the_board_does_not_have_is_refused_at_the_start(tmp_path: Path) -> None:
+def test_an_unavailable_governor_is_refused_at_start(tmp_path: Path) -> None:
     policy = "/sys/devices/system/cpu/cpufreq/policy0"
     script = f"""{NO_SYS}; mkdir -p {policy}; echo powersave > {policy}/scaling_governor
     echo 0-1023 > {policy}/related_cpus; echo powersave userspace > {policy}/scaling_available_governors"""
@@ -72,7 +72,7 @@ def test_a_governor_that_the_board_does_not_have_is_refused_at_the_start(tmp_pat
 
 
 @pytest.mark.parametrize("content", [None, "", "uninitialized\n", "\0" * 33], ids=["no_etc", "empty", "new_image", "zeros"])
-async def test_boards_without_a_machine_id_are_devices_of_their_own(
+async def test_boards_without_a_machine_id_are_separate_devices(
     server: Server, launch: Launch, tmp_path: Path, content: str | None
 ) -> None:
     machine_id = tmp_path / "machine-id"
@@ -103,7 +103,7 @@ async def test_boards_without_a_machine_id_are_devices_of_their_own(
     ],
     ids=["read_only", "remounted", "full", "file"],
 )
-async def test_a_data_folder_that_takes_nothing_is_one_sentence(
+async def test_an_unwritable_data_folder_is_a_single_error_line(
     server: Server, launch: Launch, tmp_path: Path, script: str, why: str
 ) -> None:
     data = tmp_path / "agent"
@@ -115,9 +115,7 @@ async def test_a_data_folder_that_takes_nothing_is_one_sentence(
     )
 
 
-async def test_a_disk_without_room_is_the_devices_fault_and_the_agent_stays(
-    server: Server, launch: Launch, tmp_path: Path
-) -> None:
+async def test_a_full_disk_is_a_device_fault_and_the_agent_stays(server: Server, launch: Launch, tmp_path: Path) -> None:
     await launch(within=board('mount -t tmpfs -o size=3m none "$1"', tmp_path / "agent"))
     connection = await server.connected()
     for attempt in ("a1", "a2"):
@@ -130,7 +128,7 @@ async def test_a_disk_without_room_is_the_devices_fault_and_the_agent_stays(
     await connection.until(lambda message: message.HasField("heartbeat"), beats)
 
 
-async def test_what_the_systemd_unit_leaves_to_it_is_enough(server: Server, launch: Launch, tmp_path: Path) -> None:
+async def test_an_agent_works_under_the_restrictions_of_its_systemd_unit(server: Server, launch: Launch, tmp_path: Path) -> None:
     data, scratch = tmp_path / "agent", tmp_path / "tmp"
     scratch.mkdir()
     data.mkdir()
@@ -167,7 +165,7 @@ async def test_a_bundle_of_another_architecture_is_never_started(server: Server,
     assert not (await connection.result("a2")).candidates[0].HasField("error")
 
 
-def test_a_program_for_a_backend_that_no_runner_has_names_both(farm: FarmProcess, tmp_path: Path) -> None:
+def test_an_unsupported_backend_error_names_program_and_runner(farm: FarmProcess, tmp_path: Path) -> None:
     created = program("conv").bytes
     assert b"XnnpackBackend" in created
     (tmp_path / "other.pte").write_bytes(created.replace(b"XnnpackBackend", b"YnnpackBackend"))

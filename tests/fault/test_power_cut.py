@@ -26,7 +26,7 @@ __all__ = ["launch", "server"]
 
 
 def _zeros(path: Path) -> None:
-    """Blocks that the file system gave the file, and that were never written."""
+    """Return zeros in place of the content, as in blocks that were allocated but never written."""
     path.write_bytes(bytes(path.stat().st_size))
 
 
@@ -59,7 +59,7 @@ DAMAGES: dict[str, Callable[[Path], None]] = {
 
 
 async def _outputs(server: Server, connection: Connection, attempt: str) -> bool:
-    """Runs a program, whose outputs are right."""
+    """Run a program and require the correct outputs."""
     connection.start(attempt, server.candidate("conv"), deadline_s=60)
     (cell,) = (await connection.result(attempt)).candidates
     assert not cell.HasField("error"), cell.error
@@ -67,7 +67,9 @@ async def _outputs(server: Server, connection: Connection, attempt: str) -> bool
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
-async def test_an_agent_works_on_whatever_is_left(server: Server, launch: Launch, tmp_path: Path, damage: str) -> None:
+async def test_an_agent_starts_with_damaged_files_in_its_data_folder(
+    server: Server, launch: Launch, tmp_path: Path, damage: str
+) -> None:
     data = tmp_path / "agent"
     agent = await launch()
     connection = await server.connected()
@@ -91,7 +93,7 @@ async def test_an_agent_works_on_whatever_is_left(server: Server, launch: Launch
     assert not list(data.glob("results/*.part"))
 
 
-async def test_an_id_that_was_written_stays(server: Server, launch: Launch) -> None:
+async def test_a_written_agent_id_persists(server: Server, launch: Launch) -> None:
     agent = await launch()
     first = await server.connected()
     agent.process.kill()  # as early as anybody can know the id
@@ -100,7 +102,7 @@ async def test_an_id_that_was_written_stays(server: Server, launch: Launch) -> N
     assert (await server.connected()).hello.agent_id == first.hello.agent_id
 
 
-async def test_a_whole_result_is_sent_whatever_lies_beside_it(server: Server, launch: Launch, tmp_path: Path) -> None:
+async def test_a_complete_result_is_sent_despite_damaged_neighbours(server: Server, launch: Launch, tmp_path: Path) -> None:
     results = ResultOutbox(tmp_path / "agent" / "results")
     kept = agent_pb2.RunResult(attempt_id="whole", device_id="d", error=common_pb2.Error(message="of an earlier life"))
     await results.put(kept)
@@ -121,7 +123,7 @@ async def test_a_whole_result_is_sent_whatever_lies_beside_it(server: Server, la
     assert {each.name for each in path.parent.iterdir()} == {path.name, "folder"}
 
 
-def test_a_message_that_is_cut_is_not_taken_for_a_message(tmp_path: Path) -> None:
+def test_a_truncated_message_is_not_parsed(tmp_path: Path) -> None:
     results = ResultOutbox(tmp_path)
     whole = agent_pb2.RunResult(
         attempt_id="a", device_id="d", candidates=[agent_pb2.CandidateResult(cell_id=cell) for cell in ("one", "two")]
@@ -136,9 +138,7 @@ def test_a_message_that_is_cut_is_not_taken_for_a_message(tmp_path: Path) -> Non
     assert dict(ResultOutbox(tmp_path).waiting) == {"a": whole}
 
 
-def test_a_file_is_durable_before_it_has_its_name_and_its_name_before_it_is_relied_on(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_is_synced_before_its_rename_and_its_folder_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "file"
     path.write_bytes(b"old")
     synced: list[tuple[Path, bytes]] = []

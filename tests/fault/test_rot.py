@@ -1,4 +1,4 @@
-"""Bits that flip in the store of a real farm: nothing is made of them, and what can be made or sent again is."""
+"""Bit flips in the store of a real farm: damaged files are never used, and are compiled or uploaded again."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def blob(farm: FarmProcess, digest: str) -> Path:
     return farm.folder / "server" / "artifacts" / "blobs" / digest[:2] / digest
 
 
-def test_damaged_models_and_programs_are_healed_and_never_used(
+def test_damaged_models_and_programs_are_replaced_and_never_used(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = models.save(models.conv, tmp_path / "conv.pt2")
@@ -86,7 +86,7 @@ def test_damaged_models_and_programs_are_healed_and_never_used(
         farm.stop()
 
 
-def test_artifacts_are_listed_put_and_fetched_by_commands(
+def test_commands_list_upload_and_fetch_artifacts(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     farm = FarmProcess(tmp_path, bundle=False)

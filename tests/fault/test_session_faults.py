@@ -1,4 +1,4 @@
-"""What ends a session ends it for all who have a part in it: the caller hears why, the device is free, the runner is gone."""
+"""Faults that end a session: the caller gets the reason, the device is free, the runner is gone."""
 
 from __future__ import annotations
 
@@ -65,12 +65,12 @@ def holder(farm: FarmProcess) -> Iterator[subprocess.Popen[str]]:
 
 
 def runners(agent: Daemon) -> set[int]:
-    """The runners of the agent."""
+    """Return the process ids of the agent's runners."""
     return runners_of(agent.pid)
 
 
 def lives(pid: int) -> bool:
-    """Whether a process runs; one that was killed may wait to be reaped by a slow init."""
+    """Return whether a process runs; one that was killed may wait to be reaped by a slow init."""
     try:
         return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
@@ -78,20 +78,20 @@ def lives(pid: int) -> bool:
 
 
 def state(farm: FarmProcess) -> DeviceState:
-    """Of the farm's only device."""
+    """Return the state of the farm's only device."""
     with farm.client() as client:
         (device,) = client.devices()
         return device.state
 
 
 def works_again(farm: FarmProcess) -> bool:
-    """Whether a new session gives a new state."""
+    """Return whether a new session starts with a new state."""
     with farm.client() as client, client.session(program("counter").path) as session:
         return bool(session.run("forward", ZERO)[0].item() == 1.0)
 
 
 def loop_in_thread(session: Session) -> tuple[threading.Thread, list[EtfarmError]]:
-    """A loop under way, and what it raised once it has ended."""
+    """Run a loop in a thread; yield the error that ended it."""
     errors: list[EtfarmError] = []
 
     def run() -> None:
@@ -105,7 +105,7 @@ def loop_in_thread(session: Session) -> tuple[threading.Thread, list[EtfarmError
     return thread, errors
 
 
-def test_a_caller_that_is_killed_gives_the_device_back(farm: FarmProcess, holder: subprocess.Popen[str]) -> None:
+def test_a_killed_caller_releases_the_device(farm: FarmProcess, holder: subprocess.Popen[str]) -> None:
     assert state(farm) is DeviceState.BUSY
     held = runners(farm.agents[0])
     assert held
@@ -115,7 +115,7 @@ def test_a_caller_that_is_killed_gives_the_device_back(farm: FarmProcess, holder
     assert works_again(farm)
 
 
-def test_a_caller_that_is_interrupted_gives_the_device_back(farm: FarmProcess, holder: subprocess.Popen[str]) -> None:
+def test_an_interrupted_caller_releases_the_device(farm: FarmProcess, holder: subprocess.Popen[str]) -> None:
     holder.send_signal(signal.SIGINT)
     assert wait_until(lambda: state(farm) is DeviceState.IDLE, PROMPTLY_S)
     assert works_again(farm)
@@ -138,7 +138,7 @@ def test_a_program_that_crashes_in_a_call_ends_the_session_with_the_same_error(f
     assert works_again(farm)
 
 
-def test_a_program_that_hangs_is_killed_when_its_call_s_time_is_up(farm: FarmProcess) -> None:
+def test_a_hanging_program_is_killed_at_its_calls_timeout(farm: FarmProcess) -> None:
     with farm.client() as client, client.session(program("chain").path) as session:
         session.run("forward", np.zeros(64, np.float32))
         (runner,) = runners(farm.agents[0])
@@ -151,7 +151,7 @@ def test_a_program_that_hangs_is_killed_when_its_call_s_time_is_up(farm: FarmPro
     assert works_again(farm)
 
 
-def test_a_hung_call_s_caller_may_leave_and_the_runner_is_killed(farm: FarmProcess) -> None:
+def test_the_runner_of_a_hanging_call_is_killed_when_its_caller_leaves(farm: FarmProcess) -> None:
     with farm.client() as client, client.session(program("chain").path) as session:
         (runner,) = runners(farm.agents[0])
         os.kill(runner, signal.SIGSTOP)
@@ -163,7 +163,7 @@ def test_a_hung_call_s_caller_may_leave_and_the_runner_is_killed(farm: FarmProce
     assert works_again(farm)
 
 
-def test_an_agent_that_is_killed_ends_the_session_and_a_new_agent_serves_the_next(breakable: FarmProcess) -> None:
+def test_a_killed_agent_ends_the_session_and_a_new_agent_serves_the_next(breakable: FarmProcess) -> None:
     breakable.start()
     with breakable.client() as client, client.session(program("counter").path) as session:
         session.run("forward", ZERO)
@@ -178,7 +178,7 @@ def test_an_agent_that_is_killed_ends_the_session_and_a_new_agent_serves_the_nex
     assert works_again(breakable)
 
 
-def test_a_cut_link_of_the_agent_ends_the_session_on_both_sides(breakable: FarmProcess) -> None:
+def test_a_broken_agent_link_ends_the_session_on_both_sides(breakable: FarmProcess) -> None:
     breakable.start(agents=0)
     with link_to(breakable.address) as link:
         agent = breakable.add_agent(server=link.address)
@@ -195,7 +195,7 @@ def test_a_cut_link_of_the_agent_ends_the_session_on_both_sides(breakable: FarmP
         assert works_again(breakable)
 
 
-def test_a_server_that_is_killed_ends_the_session_and_serves_new_ones_when_it_is_back(breakable: FarmProcess) -> None:
+def test_a_killed_server_ends_the_session_and_serves_new_ones_after_a_restart(breakable: FarmProcess) -> None:
     breakable.start()
     with breakable.client() as client, client.session(program("counter").path) as session:
         session.run("forward", ZERO)
@@ -209,7 +209,7 @@ def test_a_server_that_is_killed_ends_the_session_and_serves_new_ones_when_it_is
     assert works_again(breakable)
 
 
-def test_a_server_that_stops_says_so_to_its_sessions(breakable: FarmProcess) -> None:
+def test_a_stopping_server_ends_its_sessions_with_a_reason(breakable: FarmProcess) -> None:
     breakable.start()
     assert breakable.server is not None
     with breakable.client() as client, client.session(program("counter").path) as session:
@@ -263,7 +263,7 @@ async def test_a_session_belongs_to_its_owner(tmp_path: Path) -> None:
 
 
 async def _count(channel: grpc.aio.Channel, session_id: str) -> float | str:
-    """What a call of the session's counter returns, or the reason for which it is refused."""
+    """Return the result of a call of the session's counter, or the reason of its refusal."""
     inputs = session_pb2.SessionTensors(inline=tensors.encode([tensors.from_array("", ZERO)]))
     task = session_pb2.SessionTask(method="forward", inputs=inputs)
     request = session_pb2.CallSessionRequest(session_id=session_id, call_id=os.urandom(4).hex(), task=task)

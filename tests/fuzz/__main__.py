@@ -1,4 +1,4 @@
-"""`python -m tests.fuzz NAME... --seconds N`: fuzz readers for longer than a test does, and keep what finds something.
+"""`python -m tests.fuzz NAME... --seconds N`: fuzz readers for longer than a test does, and keep inputs that fail.
 
 With atheris the inputs are guided by coverage; without it they are mutations of seeds and corpus.
 """
@@ -18,7 +18,7 @@ from tests.fuzz import engine
 
 
 def main() -> int:
-    """Return 1 where something was found."""
+    """Fuzz the readers; return 1 if an input failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.fuzz", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"default: all; {', '.join(engine.NAMES)}")
     parser.add_argument("--seconds", type=float, default=60.0, help="for each reader; default 60")

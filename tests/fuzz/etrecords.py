@@ -61,7 +61,7 @@ def attacks() -> list[bytes]:
 
 
 def fuzz(data: bytes) -> None:
-    """A record's method is told, or is a BadRecord."""
+    """A record's methods are read, or it is refused as a BadRecord."""
     if not data.startswith(b"PK"):
         packed = io.BytesIO()
         with zipfile.ZipFile(packed, "w") as archive:

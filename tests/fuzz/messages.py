@@ -1,4 +1,4 @@
-"""Messages of the contract with values that nobody expects, from their descriptors; equal seeds give equal messages."""
+"""Messages of the contract with random and extreme values, from their descriptors; equal seeds give equal messages."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ def attacks() -> list[bytes]:
 
 
 def fuzz(data: bytes) -> None:
-    """A program is refused, or its instructions and its delegates' graphs are told."""
+    """A program is refused, or its instructions and its delegates' graphs are read."""
     with tempfile.TemporaryDirectory(prefix="etfarm-fuzz-") as folder:
         path = Path(folder) / "program.pte"
         path.write_bytes(data)

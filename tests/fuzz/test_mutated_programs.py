@@ -14,7 +14,7 @@ COUNT = 24
 SEED = 20261122
 
 
-async def test_no_damaged_program_costs_the_agent_or_the_device(tmp_path: Path) -> None:
+async def test_a_damaged_program_neither_crashes_the_agent_nor_blocks_the_device(tmp_path: Path) -> None:
     async with mutated_programs.agent(tmp_path) as (server, connection, process):
         figures = await mutated_programs.run(COUNT, SEED, tmp_path, server, connection)
         assert process.returncode is None

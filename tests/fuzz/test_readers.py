@@ -22,7 +22,7 @@ def test_a_reader_refuses_what_it_cannot_read(name: str) -> None:
     assert engine.replay(reader, itertools.islice(engine.mutated(reader, SEED), reader.runs)) == reader.runs
 
 
-def test_what_hangs_raises_or_takes_too_much_memory_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hangs_exceptions_and_excessive_memory_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     def fuzz(data: bytes) -> None:
         if data == b"hang":
             while True:

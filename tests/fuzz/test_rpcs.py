@@ -1,4 +1,4 @@
-"""Every rpc of the contract with messages that nobody expects, against a real server process.
+"""Every rpc of the contract with random and extreme messages, against a real server process.
 
 Each is answered, and never with INTERNAL or UNKNOWN; no handler fails by a bug; the server stays alive, answers others meanwhile
 and takes no more memory. What was stored on the way breaks no list.
@@ -57,7 +57,7 @@ class Served:
         return int(psutil.Process(self.daemon.pid).memory_info().rss)
 
     def bugs(self) -> list[str]:
-        """Return the lines of its log that tell of one."""
+        """Return the lines of its log that report a bug."""
         lines = self.log.read_text().splitlines()
         return [line for line in lines if any(word in line for word in BUGS)]
 
@@ -129,7 +129,7 @@ def assert_answered(rpc: str, answer: tuple[str, str], requests: list[bytes]) ->
 
 
 @pytest.mark.parametrize("rpc", sorted(RPCS))
-async def test_an_rpc_answers_messages_that_nobody_expects(rpc: str, channel: grpc.aio.Channel) -> None:
+async def test_an_rpc_answers_random_messages(rpc: str, channel: grpc.aio.Channel) -> None:
     chance, method = random.Random(f"{SEED} {rpc}"), RPCS[rpc]
     calls: list[list[bytes]] = []
     for _ in range(RUNS):
@@ -217,7 +217,7 @@ async def test_messages_out_of_order_are_refused_or_ignored(name: str, channel: 
     assert_answered(rpc, await send(channel, rpc, *sent), sent)
 
 
-async def test_what_was_stored_meanwhile_breaks_no_list(channel: grpc.aio.Channel) -> None:
+async def test_lists_work_after_random_messages(channel: grpc.aio.Channel) -> None:
     for rpc in sorted(RPCS):
         if rpc.partition(".")[2].startswith("List"):
             code, details = await send(channel, rpc, b"")

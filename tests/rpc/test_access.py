@@ -1,4 +1,4 @@
-"""Who may do what: tokens, roles and TLS against real server processes, and what a server refuses to start as."""
+"""Tokens, roles and TLS of real server processes, and configurations with which a server refuses to start."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Guarded]:
 
 
 async def outcomes(channel: grpc.aio.Channel) -> dict[str, EtfarmError | None]:
-    """What each rpc of the contract answers to an empty request."""
+    """Return the status of each rpc of the contract for an empty request."""
 
     async def outcome(rpc: str) -> EtfarmError | None:
         try:
@@ -104,7 +104,7 @@ async def test_without_a_known_token_every_rpc_is_unauthenticated(guarded: Guard
 
 
 @pytest.mark.parametrize("role", ROLES_OF_PEOPLE)
-async def test_a_role_may_call_what_the_table_says_and_nothing_else(guarded: Guarded, role: str) -> None:
+async def test_a_role_can_only_call_the_rpcs_of_the_table(guarded: Guarded, role: str) -> None:
     async with guarded.channel(TOKENS[role]) as channel:
         answers = await outcomes(channel)
     value = common_pb2.Role.Value(f"ROLE_{role.upper()}")
@@ -127,7 +127,7 @@ async def test_a_token_names_its_principal(guarded: Guarded) -> None:
 
 
 @pytest.mark.parametrize("which", ["none", "another"])
-async def test_a_client_without_the_authority_is_told_what_to_check(guarded: Guarded, which: str) -> None:
+async def test_a_client_without_the_ca_gets_an_error_with_what_to_check(guarded: Guarded, which: str) -> None:
     address = address_of(guarded.daemon)
     access = Access(address, TOKENS["admin"], guarded.other_ca if which == "another" else None)
     async with open_channel(access) as channel:
@@ -141,8 +141,8 @@ async def test_a_client_without_the_authority_is_told_what_to_check(guarded: Gua
     assert ("its certificate is not trusted (" in error.message) == (which == "another")
 
 
-def said_by(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
-    """The exit code of a command and what it wrote to stderr."""
+def run_command(folder: Path, *arguments: str, **environment: str) -> tuple[int, str]:
+    """Return the exit code of a command and its stderr."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("ETFARM_", "GRPC_"))}
     done = subprocess.run(
         [sys.executable, "-m", "etfarm.wire.command", *arguments], env=kept | {"ETFARM_DATA": str(folder)} | environment,
@@ -151,19 +151,19 @@ def said_by(folder: Path, *arguments: str, **environment: str) -> tuple[int, str
     return done.returncode, done.stderr
 
 
-def test_a_command_says_in_one_line_that_it_does_not_trust_the_server(guarded: Guarded, tmp_path: Path) -> None:
+def test_a_command_reports_an_untrusted_server_in_a_single_line(guarded: Guarded, tmp_path: Path) -> None:
     address = address_of(guarded.daemon)
     asked = ("devices", "list", "--server", address, "--tls-ca", str(guarded.other_ca))
-    code, text = said_by(tmp_path, *asked)
+    code, text = run_command(tmp_path, *asked)
     assert code == 4
     assert text.startswith(f"etfarm: The server at {address} does not answer: its certificate is not trusted ("), text
     assert text.endswith("Give --tls-ca (or ETFARM_TLS_CA) the certificate of the authority that signed it.\n")
     assert text.count("\n") == 1, text
     # Who asks gRPC for its own words gets them too.
-    assert "Handshake failed" in said_by(tmp_path, *asked, GRPC_VERBOSITY="INFO")[1]
+    assert "Handshake failed" in run_command(tmp_path, *asked, GRPC_VERBOSITY="INFO")[1]
 
 
-def test_an_agent_says_in_one_line_that_it_does_not_trust_the_server(
+def test_an_agent_reports_an_untrusted_server_in_a_single_line(
     guarded: Guarded, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GRPC_VERBOSITY", raising=False)
@@ -193,10 +193,10 @@ def test_an_agent_says_in_one_line_that_it_does_not_trust_the_server(
         ("serve", "--listen", "127.0.0.1:0", "--no-bundle", "--tls-cert", "{missing}", "--tls-key", "{none}"),
     ],
 )
-def test_a_tls_file_that_is_none_is_a_usage_error(tmp_path: Path, arguments: tuple[str, ...]) -> None:
+def test_an_invalid_tls_file_is_a_usage_error(tmp_path: Path, arguments: tuple[str, ...]) -> None:
     none, missing = tmp_path / "none.py", tmp_path / "missing.pem"
     none.write_text("import npz\n")
-    code, text = said_by(tmp_path, *(word.format(none=none, missing=missing) for word in arguments))
+    code, text = run_command(tmp_path, *(word.format(none=none, missing=missing) for word in arguments))
     assert code == 2, text
     expected = (
         f"{missing} cannot be read" if "{missing}" in arguments else f"etfarm: {none} holds no certificate (PEM). Check --tls-c"
@@ -206,7 +206,7 @@ def test_a_tls_file_that_is_none_is_a_usage_error(tmp_path: Path, arguments: tup
 
 
 def refused(folder: Path, *arguments: str) -> str:
-    """What `etfarm serve` says on stderr when it ends at once as a usage error; it must not have listened."""
+    """Return the usage error of `etfarm serve` on stderr; the server must not have listened."""
     daemon = Daemon(["serve", "--data", str(folder / "data"), *ALONE, *arguments], folder / "log")
     daemon.start()
     assert daemon.process is not None
@@ -219,7 +219,7 @@ def refused(folder: Path, *arguments: str) -> str:
     return text
 
 
-def test_an_address_that_others_reach_is_refused_before_it_is_bound(tmp_path: Path) -> None:
+def test_a_public_address_without_tls_is_refused_before_it_is_bound(tmp_path: Path) -> None:
     assert refused(tmp_path, "--listen", "0.0.0.0:0") == (
         "etfarm: Other machines can reach 0.0.0.0:0, and it has no --tls-cert, no --tls-key, no --tokens. "
         "Give them, listen on 127.0.0.1, or pass --insecure if you trust everybody who can reach it.\n"
@@ -227,14 +227,14 @@ def test_an_address_that_others_reach_is_refused_before_it_is_bound(tmp_path: Pa
     assert not (tmp_path / "data").exists()
 
 
-def test_a_token_file_that_others_may_read_is_refused(tmp_path: Path) -> None:
+def test_a_token_file_readable_by_others_is_refused(tmp_path: Path) -> None:
     tokens = tmp_path / "tokens"
     tokens.write_text(f"ann admin {TOKENS['admin']}\n")
     tokens.chmod(0o644)
     assert f"chmod 600 {tokens}" in refused(tmp_path, "--listen", "127.0.0.1:0", "--tokens", str(tokens))
 
 
-def test_an_address_that_is_taken_is_named(tmp_path: Path, guarded: Guarded) -> None:
+def test_an_address_in_use_is_named(tmp_path: Path, guarded: Guarded) -> None:
     address = address_of(guarded.daemon)
     daemon = Daemon(["serve", "--data", str(tmp_path / "data"), *ALONE, "--listen", address], tmp_path / "log")
     daemon.start()
@@ -243,7 +243,7 @@ def test_an_address_that_is_taken_is_named(tmp_path: Path, guarded: Guarded) -> 
     assert f"etfarm: Cannot listen on {address}" in (tmp_path / "log").read_text()
 
 
-def test_a_unix_socket_takes_a_former_servers_place_but_no_file(tmp_path: Path) -> None:
+def test_a_stale_unix_socket_is_replaced_but_a_file_is_not(tmp_path: Path) -> None:
     path = tmp_path / "precious"
     path.write_text("keep me")
     daemon = Daemon(
@@ -257,7 +257,7 @@ def test_a_unix_socket_takes_a_former_servers_place_but_no_file(tmp_path: Path) 
     assert path.read_text() == "keep me"
 
 
-async def test_what_a_killed_server_started_ends_with_it_and_its_socket_can_be_taken(tmp_path: Path) -> None:
+async def test_a_killed_servers_children_end_and_its_socket_can_be_reused(tmp_path: Path) -> None:
     path = tmp_path / "farm.sock"
     arguments = ["serve", "--data", str(tmp_path / "data"), "--no-bundle", "--exit-with-stdin", "--listen", f"unix:{path}"]
     first, second = Daemon(arguments, tmp_path / "log"), Daemon(arguments, tmp_path / "log")
@@ -283,7 +283,7 @@ async def test_what_a_killed_server_started_ends_with_it_and_its_socket_can_be_t
         assert second.stop() == 0
 
 
-async def test_a_session_is_served_by_the_agent_of_its_device_alone(guarded: Guarded) -> None:
+async def test_only_the_agent_of_a_sessions_device_can_serve_it(guarded: Guarded) -> None:
     data = program("add").bytes
     pte = artifact_of(data)
     created = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))

@@ -1,4 +1,4 @@
-"""The client of the adb server against a real server and a real adbd, and what becomes of it when either of them goes."""
+"""The client of the adb server against a real server and a real adbd, and its errors when either of them goes away."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SECONDS = 20.0
 
 
 async def once(lists: AsyncIterator[tuple[adb.Phone, ...]], wanted: Callable[[tuple[adb.Phone, ...]], bool]) -> None:
-    """Waits for a list that is as wanted."""
+    """Wait until the list of phones satisfies a predicate."""
     async with asyncio.timeout(SECONDS):
         async for phones in lists:
             if wanted(phones):
@@ -41,18 +41,18 @@ def states(phones: tuple[adb.Phone, ...]) -> list[tuple[str, adb.State]]:
 
 
 def at_first_progress(act: Callable[[], object]) -> adb.OnProgress:
-    """Does it once, in the middle of a transfer."""
+    """Run an action once, in the middle of a transfer."""
     left = [act]
     return lambda done, total: left.pop()() if left else None
 
 
-async def test_the_server_tells_its_version_and_its_phones(adb_phone: AdbPhone) -> None:
+async def test_the_adb_server_reports_its_version_and_phones(adb_phone: AdbPhone) -> None:
     assert await adb_phone.server.version() >= 39
     assert states(await adb_phone.server.phones()) == [(adb_phone.serial, adb.State.DEVICE)]
     assert {"shell_v2", "stat_v2"} <= await adb_phone.server.features(adb_phone.serial)
 
 
-async def test_phones_that_come_and_go_are_told(adb_phone: AdbPhone) -> None:
+async def test_connected_and_disconnected_phones_are_reported(adb_phone: AdbPhone) -> None:
     server, serial = adb_phone.server, adb_phone.serial
     async with contextlib.aclosing(server.track(recheck_s=SECONDS)) as lists:
         first = await anext(lists)
@@ -69,7 +69,7 @@ async def test_phones_that_come_and_go_are_told(adb_phone: AdbPhone) -> None:
     assert first[0].transport_id != before
 
 
-async def test_a_phone_that_vanishes_is_told_even_where_adb_does_not(adb_phone: AdbPhone) -> None:
+async def test_a_lost_phone_is_reported_even_if_adb_does_not(adb_phone: AdbPhone) -> None:
     server, serial = adb_phone.server, adb_phone.serial
     async with contextlib.aclosing(server.track(recheck_s=0.1)) as lists:
         await once(lists, lambda phones: states(phones) == [(serial, adb.State.DEVICE)])
@@ -84,7 +84,7 @@ async def test_a_phone_that_vanishes_is_told_even_where_adb_does_not(adb_phone: 
         await once(lists, lambda phones: states(phones) == [(serial, adb.State.DEVICE)])
 
 
-async def test_a_command_has_streams_of_its_own_and_an_exit_code(adb_phone: AdbPhone) -> None:
+async def test_a_command_has_separate_streams_and_an_exit_code(adb_phone: AdbPhone) -> None:
     process = await adb_phone.server.shell(adb_phone.serial, "echo ready; cat; echo 'wrong: \"é\"' >&2; exit 42")
     assert await process.stdout.readline() == b"ready\n"
     assert process.returncode is None and not process.ended
@@ -99,7 +99,7 @@ async def test_a_command_has_streams_of_its_own_and_an_exit_code(adb_phone: AdbP
     assert process.ended and process.lost is None
 
 
-async def test_what_is_written_to_a_command_that_ended_is_an_os_error(adb_phone: AdbPhone) -> None:
+async def test_writing_to_an_ended_command_is_an_os_error(adb_phone: AdbPhone) -> None:
     process = await adb_phone.server.shell(adb_phone.serial, "exit 3")
     assert await process.wait() == 3
     process.stdin.write(MANY)
@@ -110,7 +110,7 @@ async def test_what_is_written_to_a_command_that_ended_is_an_os_error(adb_phone:
         process.stdin.write(b"late")
 
 
-async def test_a_command_that_is_killed_ends_on_the_phone_too(adb_phone: AdbPhone) -> None:
+async def test_a_killed_command_ends_on_the_phone(adb_phone: AdbPhone) -> None:
     process = await adb_phone.server.shell(adb_phone.serial, "echo $$; exec sleep 1000")
     number = int(await process.stdout.readline())
     process.kill()
@@ -119,14 +119,14 @@ async def test_a_command_that_is_killed_ends_on_the_phone_too(adb_phone: AdbPhon
     await adb_phone.server.run(adb_phone.serial, f"while kill -0 {number} 2>&-; do sleep 0.05; done", deadline_s=SECONDS)
 
 
-async def test_a_command_may_be_killed_before_anything_came(adb_phone: AdbPhone) -> None:
+async def test_a_command_can_be_killed_before_its_first_output(adb_phone: AdbPhone) -> None:
     process = await adb_phone.server.shell(adb_phone.serial, "exec sleep 1000")
     process.kill()
     process.kill()
     assert await process.stdout.read() == b"" and await process.wait() is None
 
 
-async def test_twenty_megabytes_come_whole_to_a_reader_that_is_slow(adb_phone: AdbPhone) -> None:
+async def test_a_slow_reader_receives_all_of_twenty_megabytes(adb_phone: AdbPhone) -> None:
     (adb_phone.files / FOLDER[1:] / "many").write_bytes(MANY)
     process = await adb_phone.server.shell(adb_phone.serial, f"cat {FOLDER}/many", limit=1 << 16)
     digest, size = hashlib.sha256(), 0
@@ -140,7 +140,7 @@ async def test_twenty_megabytes_come_whole_to_a_reader_that_is_slow(adb_phone: A
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-async def test_what_nobody_reads_takes_no_more_memory_than_the_limit(adb_phone: AdbPhone, stream: str) -> None:
+async def test_unread_output_is_bounded_in_memory(adb_phone: AdbPhone, stream: str) -> None:
     server, serial = adb_phone.server, adb_phone.serial
     tracemalloc.start()
     try:
@@ -158,7 +158,7 @@ async def test_what_nobody_reads_takes_no_more_memory_than_the_limit(adb_phone: 
     process.kill()
 
 
-async def test_lines_may_have_sixteen_megabytes(adb_phone: AdbPhone) -> None:
+async def test_a_line_of_sixteen_megabytes_is_read(adb_phone: AdbPhone) -> None:
     command = "for size in 16777215 16777217; do head -c $size /dev/zero | tr '\\0' x; echo; done"
     process = await adb_phone.server.shell(adb_phone.serial, command)
     assert await process.stdout.readline() == b"x" * 16777215 + b"\n"
@@ -167,7 +167,7 @@ async def test_lines_may_have_sixteen_megabytes(adb_phone: AdbPhone) -> None:
     process.kill()
 
 
-async def test_a_whole_command_is_run_with_its_input(adb_phone: AdbPhone) -> None:
+async def test_a_command_runs_with_its_input(adb_phone: AdbPhone) -> None:
     done = await adb_phone.server.run(adb_phone.serial, "sha256sum; echo e >&2; exit 7", input=MANY, deadline_s=SECONDS)
     assert done == adb.Completed(f"{hashlib.sha256(MANY).hexdigest()}  -\n".encode(), b"e\n", 7)
 
@@ -178,35 +178,35 @@ async def test_a_command_need_not_read_its_input(adb_phone: AdbPhone) -> None:
     assert done == adb.Completed(b"enough\n", b"", 0)
 
 
-async def test_a_signal_is_an_exit_code_of_128_and_more(adb_phone: AdbPhone) -> None:
+async def test_a_signal_becomes_an_exit_code_above_128(adb_phone: AdbPhone) -> None:
     assert (await adb_phone.server.run(adb_phone.serial, "kill -SYS $$", deadline_s=SECONDS)).exit_code == 159
 
 
-async def test_a_command_that_says_too_much_is_cut_off(adb_phone: AdbPhone) -> None:
+async def test_a_command_with_too_much_output_is_killed(adb_phone: AdbPhone) -> None:
     run = adb_phone.server.run
     assert len((await run(adb_phone.serial, "head -c 1000 /dev/zero", deadline_s=SECONDS, max_bytes=1000)).stdout) == 1000
     with pytest.raises(adb.PhoneAnswerTooLong, match="more than 1000 bytes"):
         await run(adb_phone.serial, "yes", deadline_s=SECONDS, max_bytes=1000)
 
 
-async def test_a_command_that_does_not_end_is_given_up(adb_phone: AdbPhone) -> None:
+async def test_a_command_that_does_not_end_times_out(adb_phone: AdbPhone) -> None:
     with pytest.raises(adb.PhoneSilent, match=r"within 0\.5 s"):
         await adb_phone.server.run(adb_phone.serial, "exec sleep 1000", deadline_s=0.5)
     await adb_phone.server.run(adb_phone.serial, "while pgrep -f 'sleep [1]000'; do sleep 0.05; done", deadline_s=SECONDS)
 
 
-async def test_many_commands_run_at_once(adb_phone: AdbPhone) -> None:
+async def test_many_commands_run_concurrently(adb_phone: AdbPhone) -> None:
     runs = [adb_phone.server.run(adb_phone.serial, f"echo {n}", deadline_s=SECONDS) for n in range(30)]
     assert [int(done.stdout) for done in await asyncio.gather(*runs)] == list(range(30))
 
 
-async def test_a_command_that_no_request_can_hold_is_refused_before_it_is_sent(adb_phone: AdbPhone) -> None:
+async def test_an_overlong_command_is_refused_before_it_is_sent(adb_phone: AdbPhone) -> None:
     with pytest.raises(ValueError, match="send it as input"):
         await adb_phone.server.shell(adb_phone.serial, "x" * 70_000)
 
 
 @pytest.mark.parametrize("kind", ["file", "bytes"])
-async def test_twenty_megabytes_go_there_and_back(adb_phone: AdbPhone, tmp_path: Path, kind: str) -> None:
+async def test_twenty_megabytes_are_pushed_and_pulled(adb_phone: AdbPhone, tmp_path: Path, kind: str) -> None:
     server, serial, remote = adb_phone.server, adb_phone.serial, f"{FOLDER}/a folder, new/ä file,0644"
     source = tmp_path / "source"
     source.write_bytes(MANY)
@@ -232,21 +232,21 @@ async def test_twenty_megabytes_go_there_and_back(adb_phone: AdbPhone, tmp_path:
     assert reported[-1] == (len(MANY), len(MANY))
 
 
-async def test_empty_files_go_there_and_back(adb_phone: AdbPhone, tmp_path: Path) -> None:
+async def test_empty_files_are_pushed_and_pulled(adb_phone: AdbPhone, tmp_path: Path) -> None:
     assert await adb_phone.server.push(adb_phone.serial, b"", f"{FOLDER}/empty") == 0
     (tmp_path / "back").write_bytes(b"old")
     assert await adb_phone.server.pull(adb_phone.serial, f"{FOLDER}/empty", tmp_path / "back") == 0
     assert (tmp_path / "back").read_bytes() == b""
 
 
-async def test_the_phone_tells_what_is_there(adb_phone: AdbPhone) -> None:
+async def test_the_phone_reports_a_files_size_and_mode(adb_phone: AdbPhone) -> None:
     result = await adb_phone.server.stat(adb_phone.serial, FOLDER)
     assert result is not None and result.is_folder
     assert await adb_phone.server.stat(adb_phone.serial, f"{FOLDER}/nothing") is None
     assert await adb_phone.server.stat(adb_phone.serial, "/etc/passwd/nothing") is None
 
 
-async def test_a_phone_that_is_full_says_so_and_keeps_nothing(adb_phone: AdbPhone) -> None:
+async def test_a_push_to_a_full_phone_fails_and_leaves_no_file(adb_phone: AdbPhone) -> None:
     adb_phone.add_storage("/small", 1 << 20)
     data, reported = bytes(200 << 20), [0]
     with pytest.raises(adb.PhoneFull) as full:
@@ -259,14 +259,14 @@ async def test_a_phone_that_is_full_says_so_and_keeps_nothing(adb_phone: AdbPhon
     assert (adb_phone.files / "small/few").read_bytes() == b"fits"
 
 
-async def test_a_folder_that_takes_nothing_is_refused_with_one_that_does(adb_phone: AdbPhone) -> None:
+async def test_a_read_only_folder_is_refused_with_an_alternative(adb_phone: AdbPhone) -> None:
     adb_phone.add_storage("/system/vendor", 1 << 20, writable=False)
     with pytest.raises(adb.PhoneFileRefused, match="Read-only file system") as refused:
         await adb_phone.server.push(adb_phone.serial, MANY, "/system/vendor/x")
     assert "/data/local/tmp" in refused.value.remedy
 
 
-async def test_a_file_that_cannot_be_pulled_leaves_nothing(adb_phone: AdbPhone, tmp_path: Path) -> None:
+async def test_a_failed_pull_leaves_no_file(adb_phone: AdbPhone, tmp_path: Path) -> None:
     (tmp_path / "kept").write_bytes(b"old")
     with pytest.raises(adb.PhoneFileMissing, match="No such file"):
         await adb_phone.server.pull(adb_phone.serial, f"{FOLDER}/nothing", tmp_path / "kept")
@@ -278,7 +278,7 @@ async def test_a_file_that_cannot_be_pulled_leaves_nothing(adb_phone: AdbPhone, 
     assert (tmp_path / "kept").read_bytes() == b"old"
 
 
-async def test_a_phone_that_vanishes_under_a_command_is_gone_at_once(adb_phone: AdbPhone) -> None:
+async def test_losing_a_phone_ends_its_command_at_once(adb_phone: AdbPhone) -> None:
     process = await adb_phone.server.shell(adb_phone.serial, "echo here; exec sleep 1000")
     assert await process.stdout.readline() == b"here\n"
     adb_phone.kill_adbd()
@@ -289,7 +289,7 @@ async def test_a_phone_that_vanishes_under_a_command_is_gone_at_once(adb_phone: 
     assert process.returncode is None and await process.stdout.read() == b""
 
 
-async def test_a_phone_that_vanishes_under_a_transfer_is_gone_at_once(adb_phone: AdbPhone, tmp_path: Path) -> None:
+async def test_losing_a_phone_ends_its_transfer_at_once(adb_phone: AdbPhone, tmp_path: Path) -> None:
     server, serial = adb_phone.server, adb_phone.serial
     await server.push(serial, MANY, f"{FOLDER}/many")
     with pytest.raises(adb.PhoneGone):
@@ -302,7 +302,7 @@ async def test_a_phone_that_vanishes_under_a_transfer_is_gone_at_once(adb_phone:
         await server.push(serial, MANY, f"{FOLDER}/many", on_progress=at_first_progress(adb_phone.kill_adbd))
 
 
-async def test_a_phone_that_is_disconnected_is_not_known_any_more(adb_phone: AdbPhone) -> None:
+async def test_a_disconnected_phone_is_unknown(adb_phone: AdbPhone) -> None:
     await adb_phone.disconnect()
     calls: list[Any] = [
         adb_phone.server.shell(adb_phone.serial, "true"),
@@ -316,7 +316,7 @@ async def test_a_phone_that_is_disconnected_is_not_known_any_more(adb_phone: Adb
 
 
 @pytest.mark.slow(reason="waits for the deadline of a silent link")
-async def test_a_dead_link_is_noticed_by_its_silence_and_not_by_adb(adb_phone: AdbPhone, tmp_path: Path) -> None:
+async def test_a_dead_link_is_detected_by_its_silence(adb_phone: AdbPhone, tmp_path: Path) -> None:
     server, serial = adb.AdbServer(adb_phone.server.address, answer_s=2), adb_phone.serial
     await server.push(serial, MANY, f"{FOLDER}/many")
     for transfer in (
@@ -340,7 +340,7 @@ async def test_a_dead_link_is_noticed_by_its_silence_and_not_by_adb(adb_phone: A
 
 
 @pytest.mark.slow(reason="waits for the deadline of a silent link")
-async def test_a_slow_link_is_no_dead_one(adb_phone: AdbPhone, tmp_path: Path) -> None:
+async def test_a_slow_link_is_not_considered_dead(adb_phone: AdbPhone, tmp_path: Path) -> None:
     server, serial, remote = adb_phone.server, adb_phone.serial, f"{FOLDER}/many"
     data = MANY[: 6 << 20]
     adb_phone.slow_link(16_000_000)  # three seconds for each way
@@ -349,7 +349,7 @@ async def test_a_slow_link_is_no_dead_one(adb_phone: AdbPhone, tmp_path: Path) -
     assert (tmp_path / "back").read_bytes() == data
 
 
-async def test_a_cancelled_push_leaves_nothing_on_the_phone(adb_phone: AdbPhone) -> None:
+async def test_a_cancelled_push_leaves_no_file_on_the_phone(adb_phone: AdbPhone) -> None:
     server, serial = adb_phone.server, adb_phone.serial
     pushing = asyncio.create_task(
         server.push(serial, MANY, f"{FOLDER}/many", on_progress=at_first_progress(lambda: pushing.cancel()))
@@ -359,7 +359,7 @@ async def test_a_cancelled_push_leaves_nothing_on_the_phone(adb_phone: AdbPhone)
     await server.run(serial, f"while [ -e {FOLDER}/many ]; do sleep 0.05; done", deadline_s=SECONDS)
 
 
-async def test_a_cancelled_pull_leaves_nothing_here(adb_phone: AdbPhone, tmp_path: Path) -> None:
+async def test_a_cancelled_pull_leaves_no_local_file(adb_phone: AdbPhone, tmp_path: Path) -> None:
     server, serial = adb_phone.server, adb_phone.serial
     await server.push(serial, MANY, f"{FOLDER}/many")
     pulling = asyncio.create_task(
@@ -371,7 +371,7 @@ async def test_a_cancelled_pull_leaves_nothing_here(adb_phone: AdbPhone, tmp_pat
     assert (await server.run(serial, "true", deadline_s=SECONDS)).exit_code == 0
 
 
-async def test_a_server_that_is_killed_ends_everything_and_comes_back(adb_phone: AdbPhone) -> None:
+async def test_a_killed_adb_server_ends_all_calls_and_is_usable_after_a_restart(adb_phone: AdbPhone) -> None:
     server, serial = adb_phone.server, adb_phone.serial
     process = await server.shell(serial, "echo here; exec sleep 1000")
     assert await process.stdout.readline() == b"here\n"
@@ -389,7 +389,7 @@ async def test_a_server_that_is_killed_ends_everything_and_comes_back(adb_phone:
     assert (await server.run(serial, "true", deadline_s=SECONDS)).exit_code == 0
 
 
-async def test_a_phone_whose_owner_does_not_allow_it_is_unauthorized_until_he_does(adb_phone: AdbPhone) -> None:
+async def test_a_phone_is_unauthorized_until_its_owner_accepts(adb_phone: AdbPhone) -> None:
     server, serial = adb_phone.server, adb_phone.lock()
     async with contextlib.aclosing(server.track()) as lists:
         with pytest.raises(adb.AdbRefused, match="failed to authenticate") as refused:
@@ -406,14 +406,14 @@ async def test_a_phone_whose_owner_does_not_allow_it_is_unauthorized_until_he_do
     assert (await server.run(serial, "echo yes", deadline_s=SECONDS)).stdout == b"yes\n"
 
 
-async def test_a_phone_that_does_not_listen_is_refused_with_what_to_do(adb_phone: AdbPhone) -> None:
+async def test_connecting_to_a_closed_port_is_refused_with_a_remedy(adb_phone: AdbPhone) -> None:
     with pytest.raises(adb.AdbRefused, match="Connection refused") as refused:
         await adb_phone.server.connect("127.0.0.1:1")
     assert "adb tcpip 5555" in refused.value.remedy
 
 
 @pytest.mark.parametrize("address", ["localfilesystem:{}/none.sock", "tcp:127.0.0.1:1"])
-async def test_without_a_server_every_call_says_how_to_get_one(tmp_path: Path, address: str) -> None:
+async def test_without_an_adb_server_every_call_says_how_to_start_it(tmp_path: Path, address: str) -> None:
     server = adb.AdbServer(address.format(tmp_path))
     calls: list[Any] = [
         server.version(), server.phones(), anext(server.track()), server.connect("p:1"), server.shell("s", "true"),
@@ -438,7 +438,7 @@ async def test_without_a_server_every_call_says_how_to_get_one(tmp_path: Path, a
         (b"", "ended the connection"),
     ],
 )
-async def test_what_is_no_adb_server_is_named_as_such(answer: bytes, why: str) -> None:
+async def test_a_server_that_is_not_adb_is_reported_as_such(answer: bytes, why: str) -> None:
     async def answering(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readexactly(16)
         writer.write(answer)
@@ -449,7 +449,7 @@ async def test_what_is_no_adb_server_is_named_as_such(answer: bytes, why: str) -
             await adb.AdbServer(f"tcp:{listening.sockets[0].getsockname()[1]}").version()
 
 
-async def test_a_server_that_never_answers_is_given_up() -> None:
+async def test_an_adb_server_that_never_answers_times_out() -> None:
     over = asyncio.Event()
 
     async def silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -489,26 +489,24 @@ async def phone_that_sends(answer: bytes) -> AsyncIterator[adb.AdbServer]:
         yield adb.AdbServer(f"tcp:{listening.sockets[0].getsockname()[1]}", answer_s=2)
 
 
-FOUND = b"STA2" + bytes(20) + struct.pack("<I", 0o100644) + bytes(44)
+STAT_OK = b"STA2" + bytes(20) + struct.pack("<I", 0o100644) + bytes(44)
 
 
 @pytest.mark.parametrize(
     ("answer", "error"),
     [
         (b"NONSENSE", adb.PhoneFileRefused),
-        (FOUND + b"DATA" + struct.pack("<I", 1 << 31), adb.PhoneFileRefused),
-        (FOUND + b"FAIL" + struct.pack("<I", 1 << 31) + b"no end", adb.PhoneSilent),
-        (FOUND + b"FAIL" + struct.pack("<I", 2) + b"\xff\xfe", adb.PhoneFileRefused),
-        (FOUND + b"DATA" + struct.pack("<I", 3) + b"ab", adb.PhoneSilent),
+        (STAT_OK + b"DATA" + struct.pack("<I", 1 << 31), adb.PhoneFileRefused),
+        (STAT_OK + b"FAIL" + struct.pack("<I", 1 << 31) + b"no end", adb.PhoneSilent),
+        (STAT_OK + b"FAIL" + struct.pack("<I", 2) + b"\xff\xfe", adb.PhoneFileRefused),
+        (STAT_OK + b"DATA" + struct.pack("<I", 3) + b"ab", adb.PhoneSilent),
         (b"STA2" + struct.pack("<I", 13) + bytes(64), adb.PhoneFileRefused),
         (b"STA2" + struct.pack("<I", 2) + bytes(64), adb.PhoneFileMissing),
         (b"", adb.PhoneSilent),
     ],
     ids=["nonsense", "huge chunk", "huge refusal", "no text", "half a chunk", "denied", "missing", "nothing"],
 )
-async def test_a_phone_that_breaks_the_protocol_of_files_is_refused(
-    answer: bytes, error: type[Exception], tmp_path: Path
-) -> None:
+async def test_violations_of_the_sync_protocol_are_refused(answer: bytes, error: type[Exception], tmp_path: Path) -> None:
     async with phone_that_sends(answer) as server:
         with pytest.raises(error):
             await server.pull("s", "/x", tmp_path / "x", silence_s=0.5)
@@ -518,7 +516,7 @@ async def test_a_phone_that_breaks_the_protocol_of_files_is_refused(
 @pytest.mark.parametrize(
     ("answer", "code"), [(b"\x07\x01\0\0\0x\x03\x01\0\0\0\x05", 5), (b"\x03\0\0\0\0", None)], ids=["more", "no code"]
 )
-async def test_a_phone_that_sends_packets_of_other_kinds_is_understood(answer: bytes, code: int | None) -> None:
+async def test_unknown_packet_kinds_are_ignored(answer: bytes, code: int | None) -> None:
     async with phone_that_sends(answer) as server:
         process = await server.shell("s", "true")
         if code is None:

@@ -1,4 +1,4 @@
-"""The agent as a real process: runs, with its real runner, and what becomes of them."""
+"""The agent as a real process: runs with its real runner, and their outcomes."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ LASTED = {common_pb2.STOP_REASON_ENOUGH, common_pb2.STOP_REASON_SETTLED, common_
 """How a pass of at least so many seconds ends."""
 
 
-async def test_a_benchmark_gives_samples_outputs_a_trace_and_counters(server: Server, launch: Launch) -> None:
+async def test_a_benchmark_returns_samples_outputs_a_trace_and_counters(server: Server, launch: Launch) -> None:
     await launch()
     connection = await server.connected()
     measurement = job_pb2.Measurement(warmup=3, iterations=20, min_time_s=0.1)
@@ -66,7 +66,7 @@ async def test_a_benchmark_gives_samples_outputs_a_trace_and_counters(server: Se
     assert list(dict.fromkeys(begun)) == [phase.phase for phase in cell.phases]
 
 
-async def test_a_wait_before_a_measurement_is_told_and_ends(server: Server, launch: Launch) -> None:
+async def test_a_wait_before_a_measurement_is_reported_and_ends(server: Server, launch: Launch) -> None:
     await launch("--idle-wait", "2", "--idle-below", "0", "--cool-below", "1000")
     connection = await server.connected()
     connection.start("a1", server.candidate("add"), measurement=SHORT, deadline_s=60)
@@ -77,13 +77,15 @@ async def test_a_wait_before_a_measurement_is_told_and_ends(server: Server, laun
     # The looks themselves, which are no waiting, may be longer than they should.
     assert (wait.gate, wait.passed, wait.threshold) == (report_pb2.GATE_IDLE, False, 0) and wait.waited_ms >= 1900
     reported = [m.run_progress.message for m in connection.received if m.run_progress.phase == "WAIT_FOR_IDLE"]
-    assert any("tasks per cpu run" in message for message in reported)
+    assert any("at most 2 s: " in message and "tasks per cpu run" in message for message in reported)
+    (p50_ns,) = [m.run_progress.p50_ns for m in connection.received if m.run_progress.HasField("p50_ns")]
+    assert p50_ns > 0, "the median is known before the report"
     connection.start("a2", server.candidate("add"), deadline_s=60)
     (cell,) = (await connection.result("a2")).candidates
     assert "WAIT_FOR_IDLE" not in [phase.phase for phase in cell.phases], "who measures nothing waits for nothing"
 
 
-async def test_a_benchmark_reads_the_machine_around_it(server: Server, launch: Launch) -> None:
+async def test_a_benchmark_records_the_machines_state(server: Server, launch: Launch) -> None:
     await launch()
     connection = await server.connected()
     measurement = job_pb2.Measurement(warmup=1, iterations=20, min_time_s=0.7)
@@ -115,7 +117,7 @@ async def test_a_program_with_state_is_judged_by_its_first_run(server: Server, l
         assert cell.outputs_equal is True and cell.repeatability.outcome == report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE
 
 
-async def test_a_wrong_input_is_the_users_fault(server: Server, launch: Launch) -> None:
+async def test_a_wrong_input_is_a_user_error(server: Server, launch: Launch) -> None:
     await launch()
     connection = await server.connected()
     wrong = server.put(tensors.encode(program("add").inputs))
@@ -125,7 +127,7 @@ async def test_a_wrong_input_is_the_users_fault(server: Server, launch: Launch) 
     assert not second.HasField("error"), "the other candidates run all the same"
 
 
-async def test_a_crash_is_the_programs_when_the_self_test_passes(server: Server, launch: Launch) -> None:
+async def test_a_crash_is_a_program_fault_if_the_self_test_passes(server: Server, launch: Launch) -> None:
     agent = await launch()
     connection = await server.connected()
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=60)
@@ -140,7 +142,7 @@ async def test_a_crash_is_the_programs_when_the_self_test_passes(server: Server,
     assert not (await connection.result("a2")).candidates[0].HasField("error"), "the agent serves on"
 
 
-async def test_a_crash_is_the_devices_when_the_self_test_fails_too(server: Server, launch: Launch, tmp_path: Path) -> None:
+async def test_a_crash_is_a_device_fault_if_the_self_test_fails_too(server: Server, launch: Launch, tmp_path: Path) -> None:
     agent = await launch()
     connection = await server.connected()
     connection.start("a1", server.candidate("conv"), server.candidate("add", "second"), measurement=LONG, deadline_s=60)
@@ -193,7 +195,7 @@ async def test_a_cancelled_run_frees_the_device_within_a_second(server: Server, 
     assert min(took_s) < 1.0, "the machine may hold up one of them"
 
 
-async def test_a_busy_device_says_so_and_a_known_attempt_is_not_run_twice(server: Server, launch: Launch) -> None:
+async def test_a_busy_device_refuses_and_a_known_attempt_is_not_repeated(server: Server, launch: Launch) -> None:
     agent = await launch()
     connection = await server.connected()
     candidate = server.candidate("conv")
@@ -210,7 +212,7 @@ async def test_a_busy_device_says_so_and_a_known_attempt_is_not_run_twice(server
     assert not any(m.run_result.attempt_id == "a1" for m in connection.received)
 
 
-async def test_an_upload_waits_for_a_server_that_is_away(server: Server, launch: Launch) -> None:
+async def test_an_upload_waits_for_an_unreachable_server(server: Server, launch: Launch) -> None:
     await launch()
     connection = await server.connected()
     server.away = True
@@ -222,7 +224,7 @@ async def test_an_upload_waits_for_a_server_that_is_away(server: Server, launch:
     assert cell.outputs.digest in server.blobs
 
 
-async def test_an_upload_that_waits_too_long_is_the_devices_fault(server: Server, launch: Launch) -> None:
+async def test_an_upload_timeout_is_a_device_fault(server: Server, launch: Launch) -> None:
     await launch()
     connection = await server.connected()
     server.away = True
@@ -232,7 +234,7 @@ async def test_an_upload_that_waits_too_long_is_the_devices_fault(server: Server
     assert (error.fault, error.reason, error.stage) == (common_pb2.FAULT_DEVICE, "TRANSFER_TIMED_OUT", "UPLOAD")
 
 
-async def test_damaged_bytes_never_reach_a_runner(server: Server, launch: Launch) -> None:
+async def test_damaged_files_never_reach_a_runner(server: Server, launch: Launch) -> None:
     await launch()
     connection = await server.connected()
     candidate = server.candidate("add")
@@ -244,7 +246,7 @@ async def test_damaged_bytes_never_reach_a_runner(server: Server, launch: Launch
     assert server.downloads.count(candidate.program.pte.digest) == 3
 
 
-async def test_cores_restrict_what_is_offered_and_where_programs_run(server: Server, launch: Launch) -> None:
+async def test_cores_restrict_the_offered_cpus_and_the_programs_affinity(server: Server, launch: Launch) -> None:
     core = str(min(os.sched_getaffinity(0)))
     await launch("--cores", core)
     connection = await server.connected()

@@ -1,4 +1,4 @@
-"""The agent as a real process: its connections, its data folder, its end, and results that outlive it."""
+"""The agent as a real process: connections, data folder, shutdown, and results that survive a restart."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow(reason="starts agents' processes, and waits for th
 __all__ = ["launch", "server"]
 
 
-async def test_an_agent_introduces_its_machine_and_beats(server: Server, launch: Launch) -> None:
+async def test_an_agent_registers_its_machine_and_sends_heartbeats(server: Server, launch: Launch) -> None:
     agent = await launch("--name", "board-7", "--label", "rack=3")
     connection = await server.connected()
     hello, device = connection.hello, connection.hello.devices[0]
@@ -40,7 +40,7 @@ async def test_an_agent_introduces_its_machine_and_beats(server: Server, launch:
     assert await agent.line() == f"etfarm agent: connected to {server.address} as board-7 ({device.id})"
 
 
-async def test_artifacts_are_fetched_once_also_by_the_next_process(server: Server, launch: Launch) -> None:
+async def test_artifacts_are_fetched_once_across_processes(server: Server, launch: Launch) -> None:
     for attempt in ("a1", "a2"):
         agent = await launch()
         connection = await server.connected()
@@ -51,7 +51,7 @@ async def test_artifacts_are_fetched_once_also_by_the_next_process(server: Serve
     assert len(server.downloads) == len(set(server.downloads)) == 3
 
 
-async def test_a_run_survives_a_server_that_restarts(server: Server, launch: Launch) -> None:
+async def test_a_run_survives_a_server_restart(server: Server, launch: Launch) -> None:
     await launch()
     connection = await server.connected()
     connection.start("a1", server.candidate("conv"), measurement=job_pb2.Measurement(min_time_s=8), deadline_s=60)
@@ -93,7 +93,7 @@ async def test_a_result_is_sent_again_until_it_is_acknowledged(server: Server, l
     assert not (await server.connected()).hello.unacknowledged_attempts
 
 
-async def test_cancelling_a_result_that_nobody_wants_ends_its_sending(server: Server, launch: Launch) -> None:
+async def test_a_cancelled_result_is_no_longer_sent(server: Server, launch: Launch) -> None:
     await launch()
     connection = await server.connected()
     connection.start("a1", server.candidate("add"), deadline_s=60)
@@ -115,14 +115,14 @@ async def test_cancelling_a_result_that_nobody_wants_ends_its_sending(server: Se
         (Kind.FAILED_PRECONDITION, "PROTOCOL_UNSUPPORTED"),
     ],
 )
-async def test_a_refusal_is_one_sentence_and_exit_code_1(server: Server, launch: Launch, kind: Kind, reason: str) -> None:
+async def test_a_refusal_is_a_single_line_and_exit_code_1(server: Server, launch: Launch, kind: Kind, reason: str) -> None:
     server.refusal = error_of(Fault.USER, reason, "The server does not want you.", "Ask why.", kind=kind)
     agent = await launch(ETFARM_TOKEN="wrong")
     assert await agent.ended() == 1
     assert agent.log.splitlines() == ["etfarm: The server does not want you. Ask why."]
 
 
-async def test_a_stream_that_the_server_still_holds_does_not_end_a_known_agent(server: Server, launch: Launch) -> None:
+async def test_a_known_agent_retries_while_the_server_holds_its_old_stream(server: Server, launch: Launch) -> None:
     await launch()
     # It is known once it has heard so: a stream that ends before may be another agent's.
     await (await server.connected()).until(lambda message: message.HasField("heartbeat"))
@@ -135,7 +135,7 @@ async def test_a_stream_that_the_server_still_holds_does_not_end_a_known_agent(s
     assert await server.connected()
 
 
-async def test_an_agent_that_waited_for_the_server_has_one_connection(server: Server, launch: Launch) -> None:
+async def test_an_agent_that_waited_for_the_server_has_a_single_connection(server: Server, launch: Launch) -> None:
     await server.stop()
     agent = await launch()
     assert await agent.line() == f"etfarm agent: connecting to {server.address}"
@@ -149,7 +149,7 @@ async def test_an_agent_that_waited_for_the_server_has_one_connection(server: Se
     assert len(open_ones) == 1
 
 
-async def test_two_agents_do_not_share_a_data_folder(server: Server, launch: Launch, tmp_path: Path) -> None:
+async def test_two_agents_cannot_share_a_data_folder(server: Server, launch: Launch, tmp_path: Path) -> None:
     await launch()
     first = await server.connected()
     second = await launch()
@@ -162,7 +162,7 @@ async def test_two_agents_do_not_share_a_data_folder(server: Server, launch: Lau
 
 
 @pytest.mark.parametrize("how", ["SIGTERM", "SIGINT", "stdin"])
-async def test_an_agent_that_is_stopped_says_goodbye_and_leaves_nothing(server: Server, launch: Launch, how: str) -> None:
+async def test_a_stopped_agent_signs_off_and_leaves_no_processes(server: Server, launch: Launch, how: str) -> None:
     agent = await launch("--exit-with-stdin")
     connection = await server.connected()
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=600)
@@ -180,7 +180,7 @@ async def test_an_agent_that_is_stopped_says_goodbye_and_leaves_nothing(server: 
     await gone(runner, PROMPTLY_S)
 
 
-async def test_no_runner_outlives_an_agent_that_is_killed(server: Server, launch: Launch) -> None:
+async def test_no_runner_outlives_a_killed_agent(server: Server, launch: Launch) -> None:
     agent = await launch()
     connection = await server.connected()
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=600)

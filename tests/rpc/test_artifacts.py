@@ -41,13 +41,13 @@ class Served:
         return await self.stub.GetUploadStatus(artifact_pb2.GetUploadStatusRequest(digest=digest))
 
     async def error(self, call: grpc.aio.Call) -> EtfarmError:
-        """What the call is refused with."""
+        """Return the error that refuses the call."""
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await call  # type: ignore[misc]
         return status.from_rpc_error(failed.value, server="here")
 
     async def upload_error(self, *requests: UploadArtifactRequest) -> EtfarmError:
-        return await self.error(self.stub.Upload(said(requests)))
+        return await self.error(self.stub.Upload(stream_of(requests)))
 
 
 async def needed_by_no_agent(principal: str, digest: str) -> bool:
@@ -77,7 +77,7 @@ async def served(tmp_path: Path) -> AsyncIterator[Served]:
         yield created
 
 
-async def said(requests: Sequence[UploadArtifactRequest]) -> AsyncIterator[UploadArtifactRequest]:
+async def stream_of(requests: Sequence[UploadArtifactRequest]) -> AsyncIterator[UploadArtifactRequest]:
     for request in requests:
         yield request
 
@@ -91,7 +91,7 @@ def chunk(offset: int, data: bytes) -> UploadArtifactRequest:
 
 
 @pytest.mark.parametrize("from_file", [False, True])
-async def test_an_upload_arrives_and_comes_back(served: Served, tmp_path: Path, from_file: bool) -> None:
+async def test_an_uploaded_artifact_can_be_downloaded(served: Served, tmp_path: Path, from_file: bool) -> None:
     path = tmp_path / "data"
     path.write_bytes(DATA)
     reported: list[tuple[int, int]] = []
@@ -102,14 +102,14 @@ async def test_an_upload_arrives_and_comes_back(served: Served, tmp_path: Path, 
     assert await chunks.download_bytes(served.stub, ARTIFACT) == DATA
 
 
-async def test_only_what_is_missing_is_asked_for_in_its_order(served: Served) -> None:
+async def test_missing_artifacts_are_requested_in_order(served: Served) -> None:
     await served.store.put(DATA, "ann")
     wanted = ["f" * 64, ARTIFACT.digest, "0" * 64]
     answer = await served.stub.FindMissing(artifact_pb2.FindMissingArtifactsRequest(digests=wanted))
     assert list(answer.missing) == ["f" * 64, "0" * 64]
 
 
-async def test_an_upload_whose_stream_was_cut_goes_on_from_the_committed_bytes(served: Served) -> None:
+async def test_an_interrupted_upload_resumes_at_the_committed_bytes(served: Served) -> None:
     call = served.stub.Upload()
     await call.write(header())
     await call.write(chunk(0, DATA[:1000]))
@@ -130,7 +130,7 @@ async def test_an_upload_whose_stream_was_cut_goes_on_from_the_committed_bytes(s
     assert await chunks.download_bytes(served.stub, ARTIFACT) == DATA
 
 
-async def test_what_is_stored_is_answered_at_once_and_its_bytes_are_not_read(served: Served) -> None:
+async def test_an_upload_of_a_stored_artifact_returns_without_reading_data(served: Served) -> None:
     await served.store.put(DATA, "ann")
     call = served.stub.Upload()
     await call.write(header())
@@ -139,14 +139,14 @@ async def test_what_is_stored_is_answered_at_once_and_its_bytes_are_not_read(ser
     assert answer.complete
 
 
-async def test_an_upload_begins_with_one_header(served: Served) -> None:
+async def test_an_upload_begins_with_a_single_header(served: Served) -> None:
     assert (await served.upload_error()).reason == "NO_HEADER"
     assert (await served.upload_error(chunk(0, DATA))).reason == "NO_HEADER"
     assert (await served.upload_error(header(), chunk(0, DATA[:5]), header())).reason == "BAD_UPLOAD"
     assert (await served.status()).committed_bytes == 5
 
 
-async def test_refusals_of_uploads_are_the_contracts(served: Served) -> None:
+async def test_uploads_are_refused_as_the_contract_says(served: Served) -> None:
     error = await served.upload_error(header(), chunk(7, DATA))
     assert (error.reason, error.kind, error.metadata["committed_bytes"]) == ("CHUNK_OUT_OF_PLACE", "OUT_OF_RANGE", "0")
     error = await served.upload_error(header(artifact_of(b"abc")), chunk(0, b"abd"))
@@ -168,7 +168,7 @@ async def test_an_upload_that_does_not_fit_on_the_disk_is_refused(tmp_path: Path
     assert {"free_bytes", "needed_bytes"} <= set(error.metadata)
 
 
-async def test_a_second_stream_of_an_upload_is_told_to_wait(served: Served) -> None:
+async def test_a_second_stream_of_an_upload_is_refused_with_a_retry(served: Served) -> None:
     first = served.stub.Upload()
     await first.write(header())
     await first.write(chunk(0, DATA[:1000]))
@@ -203,7 +203,7 @@ async def download_error(served: Served, digest: str, offset: int) -> EtfarmErro
     return status.from_rpc_error(failed.value, server="here")
 
 
-async def test_refusals_of_downloads_are_the_contracts(served: Served) -> None:
+async def test_downloads_are_refused_as_the_contract_says(served: Served) -> None:
     await served.store.put(DATA, "ann")
     error = await download_error(served, "a" * 64, 0)
     assert (error.reason, error.kind) == ("ARTIFACT_NOT_FOUND", "NOT_FOUND")
@@ -212,7 +212,7 @@ async def test_refusals_of_downloads_are_the_contracts(served: Served) -> None:
 
 
 @pytest.mark.parametrize("have", [0, 1, CHUNK_BYTES, len(DATA)])
-async def test_a_download_goes_on_from_its_part(served: Served, tmp_path: Path, have: int) -> None:
+async def test_a_download_resumes_at_its_partial_file(served: Served, tmp_path: Path, have: int) -> None:
     await served.store.put(DATA, "ann")
     target = tmp_path / "got"
     target.with_name("got.part").write_bytes(DATA[:have])
@@ -223,7 +223,7 @@ async def test_a_download_goes_on_from_its_part(served: Served, tmp_path: Path, 
     assert not target.with_name("got.part").exists()
 
 
-async def test_a_part_that_rotted_is_found_out_and_the_next_try_starts_at_0(served: Served, tmp_path: Path) -> None:
+async def test_a_damaged_partial_file_is_detected_and_downloaded_from_0(served: Served, tmp_path: Path) -> None:
     await served.store.put(DATA, "ann")
     target = tmp_path / "got"
     target.with_name("got.part").write_bytes(bytes(1000))
@@ -234,7 +234,7 @@ async def test_a_part_that_rotted_is_found_out_and_the_next_try_starts_at_0(serv
     assert target.read_bytes() == DATA
 
 
-async def test_a_part_that_is_too_long_is_of_something_else(served: Served, tmp_path: Path) -> None:
+async def test_an_overlong_partial_file_is_discarded(served: Served, tmp_path: Path) -> None:
     await served.store.put(DATA, "ann")
     target = tmp_path / "got"
     target.with_name("got.part").write_bytes(DATA + b"more")
@@ -250,7 +250,7 @@ def damage(path: Path) -> None:
 
 
 @pytest.mark.parametrize("size", [0, len(DATA) - 1])
-async def test_bytes_that_rotted_in_the_store_are_not_handed_on(served: Served, tmp_path: Path, size: int) -> None:
+async def test_damaged_bytes_of_the_store_are_not_sent(served: Served, tmp_path: Path, size: int) -> None:
     await served.store.put(DATA, "ann")
     damage(served.store.path(ARTIFACT.digest))
     error = await download_error(served, ARTIFACT.digest, size)
@@ -263,14 +263,14 @@ async def test_bytes_that_rotted_in_the_store_are_not_handed_on(served: Served, 
     assert await chunks.download_bytes(served.stub, ARTIFACT) == DATA
 
 
-async def test_what_is_damaged_is_asked_for_again(served: Served) -> None:
+async def test_a_damaged_artifact_is_requested_again(served: Served) -> None:
     await served.store.put(DATA, "ann")
     damage(served.store.path(ARTIFACT.digest))
     answer = await served.stub.FindMissing(artifact_pb2.FindMissingArtifactsRequest(digests=[ARTIFACT.digest]))
     assert list(answer.missing) == [ARTIFACT.digest]
 
 
-async def test_verify_reads_everything_again_and_names_what_is_damaged(served: Served) -> None:
+async def test_verify_reads_all_artifacts_and_names_damaged_ones(served: Served) -> None:
     artifacts = [await served.store.put(os.urandom(1000), "ann") for _ in range(5)]
     damage(served.store.path(artifacts[3].digest))
     reported = [progress async for progress in served.stub.Verify(artifact_pb2.VerifyArtifactsRequest())]
@@ -297,12 +297,12 @@ async def test_the_list_is_paged_newest_first(served: Served) -> None:
 
 
 @pytest.mark.parametrize("token", ["x", "bm9uZQ==", "W10=", "WyIyMDI1IiwgMSwgMl0=" * 2])
-async def test_a_page_token_of_ones_own_is_refused(served: Served, token: str) -> None:
+async def test_a_forged_page_token_is_refused(served: Served, token: str) -> None:
     error = await served.error(served.stub.List(artifact_pb2.ListArtifactsRequest(page_token=token)))
     assert (error.reason, error.kind) == ("BAD_PAGE_TOKEN", "INVALID_ARGUMENT")
 
 
-async def test_a_silent_upload_ends_and_what_came_stays(tmp_path: Path) -> None:
+async def test_a_silent_upload_times_out_and_keeps_its_bytes(tmp_path: Path) -> None:
     async with serving(tmp_path, StoreLimits(upload_idle_s=0.3)) as served:
         silent = served.stub.Upload()
         await silent.write(header())
@@ -316,7 +316,7 @@ async def test_a_silent_upload_ends_and_what_came_stays(tmp_path: Path) -> None:
             assert (await served.error(nothing)).reason == "NO_HEADER"
 
 
-async def test_a_download_that_is_not_read_gives_its_place_to_the_next(tmp_path: Path) -> None:
+async def test_an_unread_download_frees_its_slot(tmp_path: Path) -> None:
     async with serving(tmp_path, StoreLimits(downloads=1, download_idle_s=0.3)) as served:
         big = await served.store.put(os.urandom(40 << 20), "ann")
         stuck = served.stub.Download(artifact_pb2.DownloadArtifactRequest(digest=big.digest))

@@ -1,4 +1,4 @@
-"""The contract against a real server process: every rpc is there, and every refusal says what it should."""
+"""The contract against a real server process: every rpc exists, and every refusal has its code, reason and values."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ PROTO = Path(__file__).parents[2] / "proto" / "etfarm" / "v1"
 
 
 def declared_for_later() -> set[str]:
-    """The rpcs whose comment says so."""
+    """Return the rpcs whose comment declares them for later."""
     result = set()
     for path in PROTO.glob("*.proto"):
         service, comment = "", ""
@@ -90,7 +90,7 @@ async def refusal(channel: grpc.aio.Channel, rpc: str, *requests: Message) -> tu
 
 
 def error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo:
-    """The only detail of a status."""
+    """Return the only detail of a status."""
 
     class Call:
         code = staticmethod(error.code)
@@ -111,12 +111,12 @@ def test_every_rpc_of_the_contract_has_a_row_of_roles_and_every_row_an_rpc() -> 
     assert all(ROLES.values())
 
 
-def test_what_is_declared_for_later_is_said_in_the_contract() -> None:
+def test_rpcs_declared_for_later_are_marked_in_the_contract() -> None:
     assert {"JobService.Retry", "DeviceService.Reserve"} <= LATER
     assert not {"JobService.Submit", "AgentService.Connect", "ArtifactService.Upload"} & LATER
 
 
-async def test_every_rpc_is_reachable_and_later_ones_name_themselves(channel: grpc.aio.Channel) -> None:
+async def test_every_rpc_is_reachable_and_unimplemented_ones_are_named(channel: grpc.aio.Channel) -> None:
     async def outcome(rpc: str) -> tuple[str, str]:
         try:
             await call(channel, rpc)
@@ -205,11 +205,11 @@ async def test_a_refusal_carries_its_code_reason_and_values(
 
 
 def page_request(rpc: str, **fields: Any) -> Message:
-    """The request of a list's page."""
+    """Return the request for a list's page."""
     return message_factory.GetMessageClass(RPCS[rpc].input_type)(**fields)
 
 
-def test_every_list_comes_in_pages() -> None:
+def test_every_list_is_paged() -> None:
     assert {"JobService.List", "CompileService.ListRecipes", "FarmService.ListBundles", "AgentService.ListAgents"} < set(LISTS)
     for rpc in LISTS:
         assert {"page_size", "page_token"} <= set(RPCS[rpc].input_type.fields_by_name), rpc
@@ -223,7 +223,7 @@ async def test_a_page_that_does_not_exist_is_refused(channel: grpc.aio.Channel, 
         assert (raw.code().name, error.reason) == ("INVALID_ARGUMENT", "BAD_PAGE_TOKEN"), request
 
 
-async def test_recipes_come_in_pages(channel: grpc.aio.Channel) -> None:
+async def test_recipes_are_paged(channel: grpc.aio.Channel) -> None:
     rpc = "CompileService.ListRecipes"
     (whole,) = await call(channel, rpc)
     names, token = [], ""
@@ -256,7 +256,7 @@ async def test_reflection_lists_every_service(channel: grpc.aio.Channel) -> None
     assert "grpc.health.v1.Health" in listed
 
 
-async def test_the_server_says_what_it_is_and_who_calls(channel: grpc.aio.Channel) -> None:
+async def test_the_server_reports_its_version_and_the_caller(channel: grpc.aio.Channel) -> None:
     (info,) = await call(channel, "FarmService.GetServerInfo")
     assert info.version
     assert (info.principal.name, info.principal.role) == ("local", 1)
@@ -270,13 +270,13 @@ async def test_an_unknown_method_is_unimplemented(channel: grpc.aio.Channel) -> 
     assert failed.value.code() is grpc.StatusCode.UNIMPLEMENTED
 
 
-async def test_bytes_that_are_no_message_are_refused_and_the_server_goes_on(channel: grpc.aio.Channel) -> None:
+async def test_malformed_messages_are_refused_and_the_server_continues(channel: grpc.aio.Channel) -> None:
     with pytest.raises(grpc.aio.AioRpcError):
         await channel.unary_unary("/etfarm.v1.JobService/Get")(b"\xff\xff\xff")
     await call(channel, "FarmService.GetServerInfo")
 
 
-async def test_an_agents_device_comes_goes_and_stays_known(channel: grpc.aio.Channel) -> None:
+async def test_an_agents_device_stays_known_while_offline(channel: grpc.aio.Channel) -> None:
     connect = channel.stream_stream(
         "/etfarm.v1.AgentService/Connect",
         request_serializer=agent_pb2.AgentMessage.SerializeToString,
@@ -323,7 +323,7 @@ async def test_an_agents_device_comes_goes_and_stays_known(channel: grpc.aio.Cha
             await again.code()
 
 
-def test_the_address_file_is_the_owners_alone_and_tells_address_and_pid(server: Daemon) -> None:
+def test_the_address_file_is_private_and_contains_address_and_pid(server: Daemon) -> None:
     path = server.log.parent / "address"
     assert path.stat().st_mode & 0o777 == 0o600
     assert json.loads(path.read_text()) == {"address": address_of(server), "pid": server.pid}

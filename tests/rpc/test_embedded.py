@@ -1,33 +1,41 @@
-"""The embedded farm with its real server and agent: shared, gone with its last user, and never left behind."""
+"""The embedded farm with its real server and agent: shared by commands, and stopped with its last user."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import os
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import grpc
 import pytest
 
 from etfarm.client.embedded import lease as embedded_lease
-from etfarm.client.embedded.lease import Place, join
+from etfarm.client.embedded.lease import Place
 from etfarm.client.embedded.supervisor import last_words
 from etfarm.client.errors import EmbeddedFarmFailed
 from etfarm.v1 import farm_pb2, farm_pb2_grpc
 from etfarm.wire import names
 from etfarm.wire.channel import Access, open_channel
+from tests.support.farm import wait_until
+from tests.support.programs import program
 
 pytestmark = pytest.mark.slow(reason="starts an embedded farm for each test")
+
+join = partial(embedded_lease.join, prewarm=False)
+"""Nothing is compiled here."""
 
 
 @pytest.fixture
 def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """A data folder of its own; what still runs there afterwards fails the test."""
+    """A separate data folder; processes that still run there afterwards fail the test."""
     monkeypatch.setenv(names.DATA_VARIABLE, str(tmp_path))
     monkeypatch.delenv(names.SERVER_VARIABLE, raising=False)
     here = Place.of_user()
@@ -39,7 +47,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
 
 
 def _processes(place: Place) -> list[int]:
-    """Processes whose command line names the farm's folder."""
+    """Return the processes whose command line names the farm's folder."""
     result = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -52,6 +60,19 @@ def _processes(place: Place) -> list[int]:
     return result
 
 
+def _command(pid: int) -> list[bytes]:
+    """The arguments of a process; empty if it has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    except OSError:
+        return []
+
+
+def _servers(place: Place) -> list[list[bytes]]:
+    """The commands of the farm's servers."""
+    return [command for command in map(_command, _processes(place)) if b"serve" in command]
+
+
 def _supervisor(place: Place) -> int:
     (pid,) = (
         pid for pid in _processes(place) if b"etfarm.client.embedded.supervisor" in Path(f"/proc/{pid}/cmdline").read_bytes()
@@ -60,11 +81,11 @@ def _supervisor(place: Place) -> int:
 
 
 async def _all_gone(place: Place) -> None:
-    """Waits until the lock that every process of the farm holds is free."""
+    """Wait until the lock that every process of the farm holds is free."""
     os.close(await asyncio.to_thread(place.lock, "running"))
 
 
-async def test_the_last_one_out_leaves_nothing(place: Place) -> None:
+async def test_the_last_user_leaves_no_processes(place: Place) -> None:
     statuses: list[str] = []
     lease = await join(on_status=statuses.append)
     assert lease.address == f"unix:{place.server_socket}"
@@ -77,7 +98,7 @@ async def test_the_last_one_out_leaves_nothing(place: Place) -> None:
     assert not place.supervisor_socket.exists() and not place.server_socket.exists() and not place.address_file.exists()
 
 
-async def test_its_socket_alone_lets_nobody_in(place: Place) -> None:
+async def test_the_socket_requires_a_token(place: Place) -> None:
     lease = await join()
     assert stat.S_IMODE(place.token_file.stat().st_mode) == 0o600
     assert stat.S_IMODE(place.server_socket.stat().st_mode) == 0o600
@@ -125,7 +146,7 @@ async def test_another_user_cannot_join(place: Place) -> None:
     await lease.leave()
 
 
-async def test_commands_at_once_share_one_farm(place: Place) -> None:
+async def test_concurrent_commands_share_a_farm(place: Place) -> None:
     leases = await asyncio.gather(*(join() for _ in range(4)))
     assert len({lease.address for lease in leases}) == 1
     assert len(_processes(place)) >= 3
@@ -136,7 +157,7 @@ async def test_commands_at_once_share_one_farm(place: Place) -> None:
     await leases[-1].leave()
 
 
-async def test_one_that_comes_while_the_last_leaves_gets_a_farm(place: Place) -> None:
+async def test_a_command_that_starts_during_shutdown_gets_a_farm(place: Place) -> None:
     for _ in range(3):
         first = await join()
         leaving = asyncio.create_task(first.leave())
@@ -148,8 +169,8 @@ async def test_one_that_comes_while_the_last_leaves_gets_a_farm(place: Place) ->
     assert _processes(place) == []
 
 
-async def test_a_killed_command_takes_its_farm_along(place: Place) -> None:
-    code = "import asyncio, sys; from etfarm.client.embedded.lease import join\nasync def main():\n lease = await join(); print('joined', flush=True); await lease.lost()\nasyncio.run(main())"  # noqa: E501
+async def test_a_killed_command_ends_its_farm(place: Place) -> None:
+    code = "import asyncio, sys; from etfarm.client.embedded.lease import join\nasync def main():\n lease = await join(prewarm=False); print('joined', flush=True); await lease.lost()\nasyncio.run(main())"  # noqa: E501
     command = await asyncio.create_subprocess_exec(sys.executable, "-c", code, stdout=subprocess.PIPE)
     assert command.stdout is not None
     assert await command.stdout.readline() == b"joined\n"
@@ -159,7 +180,7 @@ async def test_a_killed_command_takes_its_farm_along(place: Place) -> None:
     assert _processes(place) == []
 
 
-async def test_a_killed_supervisor_takes_its_children_along_and_is_heard_of(place: Place) -> None:
+async def test_a_killed_supervisor_ends_its_children_and_is_reported(place: Place) -> None:
     lease = await join()
     os.kill(_supervisor(place), signal.SIGKILL)
     with pytest.raises(EmbeddedFarmFailed):
@@ -172,7 +193,38 @@ async def test_a_killed_supervisor_takes_its_children_along_and_is_heard_of(plac
     await again.leave()
 
 
-async def test_a_lasting_farm_is_known_as_one(place: Place) -> None:
+@pytest.mark.parametrize("prewarm", [True, False])
+async def test_the_server_loads_the_compiler_if_the_first_command_compiles(place: Place, prewarm: bool) -> None:
+    lease = await embedded_lease.join(prewarm=prewarm)
+    (server,) = _servers(place)
+    assert (b"--no-prewarm" in server) is not prewarm
+    await lease.leave()
+
+
+@pytest.mark.parametrize(("model", "prewarm"), [("add.pte", False), ("demo:resnet8", True)])
+async def test_a_command_loads_the_compiler_only_for_what_it_compiles(place: Place, model: str, prewarm: bool) -> None:
+    shutil.copy(program("add").path, place.data.parent / "add.pte")
+    command = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-m",
+        "etfarm.wire.command",
+        "bench",
+        model,
+        cwd=place.data.parent,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    try:
+        assert await asyncio.to_thread(wait_until, lambda: bool(_servers(place)))
+        (server,) = _servers(place)
+        assert (b"--no-prewarm" in server) is not prewarm
+    finally:
+        command.kill()
+        await command.wait()
+        await _all_gone(place)
+
+
+async def test_a_persistent_farm_is_recognized(place: Place) -> None:
     assert not await embedded_lease.is_lasting()
     up = await join(kind="up")
     assert await embedded_lease.is_lasting()
@@ -183,7 +235,47 @@ async def test_a_lasting_farm_is_known_as_one(place: Place) -> None:
     assert not await embedded_lease.is_lasting()
 
 
-async def test_a_server_that_cannot_start_says_why(place: Place) -> None:
+@pytest.mark.parametrize("lasting", [False, True])
+async def test_a_farm_that_an_earlier_release_started_names_no_keeper(place: Place, lasting: bool) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readline()
+        writer.write(json.dumps({"address": "unix:x", "lasting": lasting}).encode() + b"\n")
+        await reader.read()
+        writer.close()
+
+    place.make()
+    async with await asyncio.start_unix_server(answer, place.supervisor_socket):
+        lease = await join()
+        assert (lease.lasting, lease.keeper_pid) == (lasting, None)
+        await lease.leave()
+
+
+async def test_commands_of_an_earlier_release_read_whether_the_farm_stays(place: Place) -> None:
+    up = await join(kind="up")
+    reader, writer = await asyncio.open_unix_connection(place.supervisor_socket)
+    writer.write(json.dumps({"kind": "command", "pid": os.getpid()}).encode() + b"\n")
+    message = json.loads(await reader.readline())
+    assert (message["keeper"], message["lasting"]) == (os.getpid(), True)
+    writer.close()
+    await up.leave()
+    await _all_gone(place)
+
+
+async def test_a_second_up_names_the_first_and_ends(place: Place) -> None:
+    first = await join(kind="up")
+    second = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "etfarm.wire.command", "up", stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE
+    )  # fmt: skip
+    out, error = await second.communicate()
+    assert (second.returncode, out) == (1, b"")
+    assert f"Another `etfarm up`, process {os.getpid()}, keeps the embedded farm at {first.address} running." in error.decode()
+    guest = await join()
+    assert guest.keeper_pid == os.getpid(), "the first one is undisturbed"
+    await guest.leave()
+    await first.leave()
+
+
+async def test_a_server_that_cannot_start_reports_the_reason(place: Place) -> None:
     place.make()
     (place.data / "server").write_text("in the way")
     with pytest.raises(EmbeddedFarmFailed, match="server ended with exit code"):
@@ -191,7 +283,7 @@ async def test_a_server_that_cannot_start_says_why(place: Place) -> None:
     await _all_gone(place)
 
 
-async def test_a_killed_server_is_said_to_be_killed_and_no_more(place: Place) -> None:
+async def test_a_killed_server_is_reported_as_killed_only(place: Place) -> None:
     lease = await join()
     server = next(pid for pid in _processes(place) if b"\0serve\0" in Path(f"/proc/{pid}/cmdline").read_bytes())
     os.kill(server, signal.SIGKILL)
@@ -215,11 +307,11 @@ async def test_a_killed_server_is_said_to_be_killed_and_no_more(place: Place) ->
         ("etfarm agent: It has no disk.\n", "It has no disk."),
     ],
 )
-def test_of_a_log_only_what_says_why_is_quoted(log: str, expected: str) -> None:
+def test_only_the_relevant_lines_of_a_log_are_quoted(log: str, expected: str) -> None:
     assert last_words(log) == expected
 
 
-async def test_a_long_path_has_its_sockets_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_long_data_path_has_its_sockets_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(names.DATA_VARIABLE, str(tmp_path / ("long" * 30)))
     place = Place.of_user()
     assert len(str(place.server_socket)) <= embedded_lease.LONGEST_SOCKET_PATH

@@ -1,4 +1,4 @@
-"""`etfarm agent` as a real process that enrolls at a real server, and what it does with its token afterwards."""
+"""`etfarm agent` as a real process that enrolls at a real server, and its use of the token afterwards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 
 async def enrolment_token(address: str, name: str) -> str:
-    """As `etfarm tokens create NAME --agent` makes it."""
+    """Return an enrolment token as `etfarm tokens create NAME --agent` creates it."""
     async with open_channel(Access(address, ADMIN)) as channel:
         request = token_pb2.CreateTokenRequest(principal=name, role=common_pb2.ROLE_AGENT, enrolment=True)
         return (await token_pb2_grpc.TokenServiceStub(channel).Create(request)).secret
@@ -54,7 +54,7 @@ async def agents_of(address: str, principal: str) -> list[agent_pb2.Agent]:
 
 
 def agent_of(folder: Path, address: str, token: str = "") -> Daemon:
-    """An agent that is not started yet; without a token, ETFARM_TOKEN is not set."""
+    """Return an agent that is not started yet; without a token, ETFARM_TOKEN is not set."""
     know_own_runners(folder / "agent")
     daemon = Daemon(
         ["agent", "--server", address, "--data", str(folder / "agent"), "--name", "board", "--exit-with-stdin"],
@@ -65,7 +65,7 @@ def agent_of(folder: Path, address: str, token: str = "") -> Daemon:
     return daemon
 
 
-async def test_an_agent_enrolls_once_and_comes_back_with_the_token_in_its_folder(address: str, tmp_path: Path) -> None:
+async def test_an_agent_enrolls_once_and_reconnects_with_its_stored_token(address: str, tmp_path: Path) -> None:
     one_time = await enrolment_token(address, "board-1")
     first = agent_of(tmp_path, address, one_time)
     await asyncio.to_thread(first.start)
@@ -92,7 +92,7 @@ async def test_an_agent_enrolls_once_and_comes_back_with_the_token_in_its_folder
     assert token not in (tmp_path / "agent.log").read_text()
 
 
-async def test_a_second_agent_does_not_enroll_with_a_used_token(address: str, tmp_path: Path) -> None:
+async def test_a_second_agent_cannot_enroll_with_a_used_token(address: str, tmp_path: Path) -> None:
     one_time = await enrolment_token(address, "board-2")
     for name, folder in (("first", tmp_path / "first"), ("second", tmp_path / "second")):
         folder.mkdir()
@@ -113,7 +113,7 @@ async def test_a_second_agent_does_not_enroll_with_a_used_token(address: str, tm
 
 
 class Stranger(Server):
-    """Another server, which remembers what its callers send."""
+    """Another server, which records the metadata of its callers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ class Stranger(Server):
             yield message
 
 
-async def test_the_token_goes_to_no_other_server(address: str, tmp_path: Path) -> None:
+async def test_the_token_is_sent_to_no_other_server(address: str, tmp_path: Path) -> None:
     agent = agent_of(tmp_path, address, await enrolment_token(address, "board-3"))
     await asyncio.to_thread(agent.start)
     await asyncio.to_thread(agent.expect, "connected to")

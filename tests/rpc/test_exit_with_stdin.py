@@ -18,7 +18,7 @@ DAEMONS = {
 
 @pytest.mark.parametrize("daemon", DAEMONS)
 @pytest.mark.parametrize("stdin", ["/dev/null", "file"])
-def test_a_daemon_whose_stdin_has_ended_already_ends_in_order(daemon: str, stdin: str, tmp_path: Path) -> None:
+def test_a_daemon_with_a_closed_stdin_shuts_down_cleanly(daemon: str, stdin: str, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a word of this is read\n")
     command = [sys.executable, "-m", "etfarm.wire.command", *DAEMONS[daemon], "--data", str(tmp_path / "data")]
     with (tmp_path / stdin).open("rb") as source:  # an absolute name stays what it is

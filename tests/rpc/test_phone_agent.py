@@ -1,4 +1,4 @@
-"""`etfarm agent --adb` as a real process, against a phone of the real adbd: runs, files, faults, coming and going."""
+"""`etfarm agent --adb` as a real process, against a phone of the real adbd: runs, files, faults and reconnections."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ async def ready(server: Server, launch: Launch, phone: AdbPhone, *arguments: str
 
 
 async def sending(server: Server) -> None:
-    """Waits until an agent wants to send files to the server, which is away."""
+    """Wait until an agent tries to send files to the unreachable server."""
     async with asyncio.timeout(WAIT_S):
         await server.turned_away.wait()
 
@@ -66,7 +66,7 @@ def outputs_of(server: Server, cell: agent_pb2.CandidateResult) -> list[tensors.
     return tensors.decode(server.blobs[cell.outputs.digest])
 
 
-async def test_a_phone_is_a_device_that_measures(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+async def test_a_phone_measures_as_a_device(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
     connection, device_id = await ready(server, launch, adb_phone, "--label", "desk=2", "--name", "lab")
     assert device_id == adb_phone.serial
     connection.start("a1", server.candidate("conv"), measurement=SHORT, deadline_s=60, device_id=device_id)
@@ -84,9 +84,7 @@ async def test_a_phone_is_a_device_that_measures(server: Server, launch: Launch,
     assert beat.heartbeat.telemetry[device_id].memory_available_bytes > 0
 
 
-async def test_what_is_on_the_phone_is_not_sent_again_unless_it_is_damaged(
-    server: Server, launch: Launch, adb_phone: AdbPhone
-) -> None:
+async def test_files_on_the_phone_are_only_sent_again_if_damaged(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
     connection, device_id = await ready(server, launch, adb_phone)
     stored = adb_phone.files / ROOT
     for attempt in ("a1", "a2", "a3"):
@@ -111,7 +109,7 @@ def _written(folder: Path) -> dict[str, int]:
     }
 
 
-async def test_a_crash_is_the_programs_and_named_by_its_signal(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+async def test_a_crash_is_a_program_fault_that_names_its_signal(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
     connection, device_id = await ready(server, launch, adb_phone)
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)
     await connection.phase("TIMED")
@@ -162,7 +160,7 @@ async def test_a_phone_that_is_unplugged_fails_its_run_and_comes_back(
     assert not (await connection.result("a2")).candidates[0].HasField("error")
 
 
-async def test_a_phone_that_is_unplugged_when_all_files_are_here_loses_no_run(
+async def test_a_phone_unplugged_after_its_files_were_pulled_loses_no_run(
     server: Server, launch: Launch, adb_phone: AdbPhone
 ) -> None:
     connection, device_id = await unplugged_while_it_sends(server, launch, adb_phone)
@@ -181,9 +179,7 @@ async def test_a_phone_that_is_unplugged_when_all_files_are_here_loses_no_run(
     assert kinds.index("run_result") < kinds.index("device_gone") == connection.received.index(gone)
 
 
-async def test_a_phone_that_takes_long_to_end_keeps_no_other_one_waiting(
-    server: Server, launch: Launch, adb_phone: AdbPhone
-) -> None:
+async def test_a_phone_that_is_slow_to_end_does_not_delay_another(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
     connection, _ = await unplugged_while_it_sends(server, launch, adb_phone)
     async with running_phone(beside=adb_phone) as other:
         reported = await connection.until(lambda m: m.device_update.device.id == other.serial)
@@ -196,7 +192,7 @@ async def test_a_phone_that_takes_long_to_end_keeps_no_other_one_waiting(
             assert not result.HasField("error") and not result.candidates[0].HasField("error"), result
 
 
-async def test_a_phone_that_is_unplugged_while_a_candidate_waits_for_it_fails_the_run(
+async def test_unplugging_a_phone_before_its_candidate_starts_fails_the_run(
     server: Server, launch: Launch, adb_phone: AdbPhone
 ) -> None:
     connection, device_id = await ready(server, launch, adb_phone)
@@ -210,7 +206,7 @@ async def test_a_phone_that_is_unplugged_while_a_candidate_waits_for_it_fails_th
     assert (result.error.fault, result.error.reason) == (common_pb2.FAULT_DEVICE, "DEVICE_GONE")
 
 
-async def test_a_dead_link_is_noticed_though_adb_does_not(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+async def test_a_dead_link_is_detected_even_if_adb_does_not(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
     connection, device_id = await ready(server, launch, adb_phone)
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)
     await connection.phase("TIMED")
@@ -226,7 +222,7 @@ async def test_a_dead_link_is_noticed_though_adb_does_not(server: Server, launch
     )
 
 
-async def test_an_agent_that_is_killed_leaves_the_phone_free_and_another_is_refused_before(
+async def test_a_phone_is_exclusive_until_its_agent_is_killed(
     server: Server, launch: Launch, adb_phone: AdbPhone, tmp_path: Path
 ) -> None:
     first = await launch("--adb", ADB_SERVER_SOCKET=adb_phone.server.address)
@@ -241,7 +237,7 @@ async def test_an_agent_that_is_killed_leaves_the_phone_free_and_another_is_refu
     assert await asyncio.to_thread(wait_until, lambda: "serving the phone" in other.log)
 
 
-async def test_one_phone_that_is_listed_twice_is_one_device(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+async def test_a_phone_that_adb_lists_twice_is_a_single_device(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
     shim = adb_phone.files / "system/bin/getprop"
     shim.write_text("#!/bin/sh\necho '[ro.serialno]: [ONE]'\n")
     shim.chmod(0o755)
@@ -262,7 +258,7 @@ async def test_one_phone_that_is_listed_twice_is_one_device(server: Server, laun
     assert (await connection.result("a1")).error.reason == "CANCELLED"
 
 
-async def test_what_is_kept_on_the_phone_is_bounded(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+async def test_the_cache_on_the_phone_is_bounded(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
     connection, device_id = await ready(server, launch, adb_phone, "--phone-limit", "1")
     files = adb_phone.files / ROOT / "files"
     for attempt, name in (("a1", "conv"), ("a2", "add")):
@@ -273,7 +269,7 @@ async def test_what_is_kept_on_the_phone_is_bounded(server: Server, launch: Laun
     assert len(list((adb_phone.files / ROOT / "bundles").iterdir())) == 1
 
 
-async def test_a_runner_of_ones_own_takes_the_bundles_place(
+async def test_a_custom_runner_replaces_the_bundles_runner(
     server: Server, launch: Launch, adb_phone: AdbPhone, runner_bundle: Bundle
 ) -> None:
     there = adb_phone.files / "data/local/tmp/mine"
@@ -290,13 +286,13 @@ async def test_a_runner_of_ones_own_takes_the_bundles_place(
     assert not list((adb_phone.files / ROOT / "bundles").iterdir())
 
 
-async def test_a_runner_of_ones_own_that_is_not_there_is_told(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+async def test_a_missing_custom_runner_is_reported(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
     _, reported = await attached(server, launch, adb_phone, "--phone-runner", "/data/local/tmp/nothing")
     problem = reported.device_update.device.problem
     assert problem.reason == "PHONE_RUNNER_UNUSABLE" and "No such file" in problem.message and "adb push" in problem.remedy
 
 
-async def test_a_phone_without_room_says_so(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+async def test_a_full_phone_is_reported(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
     adb_phone.add_storage("/" + ROOT, 2 << 20)
     connection, device_id = await ready(server, launch, adb_phone)
     connection.start("a1", server.candidate("conv"), deadline_s=60, device_id=device_id)
@@ -305,7 +301,7 @@ async def test_a_phone_without_room_says_so(server: Server, launch: Launch, adb_
     assert "df -h /data" in cell.error.remedy
 
 
-async def test_a_phone_whose_owner_has_not_allowed_it_is_shown_with_what_to_do_and_served_once_he_has(
+async def test_an_unauthorized_phone_is_listed_with_a_remedy_and_served_once_authorized(
     server: Server, launch: Launch, adb_phone: AdbPhone
 ) -> None:
     await adb_phone.disconnect()
@@ -321,7 +317,7 @@ async def test_a_phone_whose_owner_has_not_allowed_it_is_shown_with_what_to_do_a
     await connection.until(lambda m: m.device_update.device.id == serial and not m.device_update.device.HasField("problem"))
 
 
-async def test_a_phone_of_32_bits_is_shown_with_the_reason(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+async def test_a_32_bit_phone_is_listed_with_the_reason(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
     shim = adb_phone.files / "system/bin/getprop"
     shim.write_text("#!/bin/sh\necho '[ro.product.cpu.abilist]: [armeabi-v7a,armeabi]'\necho '[ro.serialno]: [OLD32]'\n")
     shim.chmod(0o755)
@@ -331,7 +327,7 @@ async def test_a_phone_of_32_bits_is_shown_with_the_reason(server: Server, launc
     assert "runs armv7l programs only" in device.problem.message and "arm64-v8a" in device.problem.remedy
 
 
-async def test_a_phone_that_may_not_execute_says_so_in_the_systems_words(
+async def test_a_phone_that_cannot_execute_files_reports_the_systems_error(
     server: Server, launch: Launch, adb_phone: AdbPhone
 ) -> None:
     adb_phone.call("mkdir", "-p", "/" + ROOT)
@@ -343,7 +339,7 @@ async def test_a_phone_that_may_not_execute_says_so_in_the_systems_words(
     assert "exit code 126" in cell.error.message and "Permission denied" in cell.error.message
 
 
-async def test_a_runner_that_a_filter_of_system_calls_kills_is_told_with_the_signal(
+async def test_a_runner_killed_by_a_syscall_filter_is_reported_with_the_signal(
     server: Server, launch: Launch, adb_phone: AdbPhone
 ) -> None:
     candidate = server.candidate("conv")
@@ -356,7 +352,7 @@ async def test_a_runner_that_a_filter_of_system_calls_kills_is_told_with_the_sig
 
 
 def _with_loader(archive: Path, loader: bytes) -> bytes:
-    """The bundle again, with another loader."""
+    """Return a copy of the bundle with another loader."""
     changed = io.BytesIO()
     with tarfile.open(archive) as old, tarfile.open(fileobj=changed, mode="w:gz") as new:
         files = {member.name: (member.mode, old.extractfile(member).read()) for member in old}  # type: ignore[union-attr]
@@ -372,13 +368,13 @@ def _with_loader(archive: Path, loader: bytes) -> bytes:
     return changed.getvalue()
 
 
-async def test_without_an_adb_server_the_remedy_is_told(launch: Launch, tmp_path: Path) -> None:
+async def test_without_an_adb_server_the_error_has_a_remedy(launch: Launch, tmp_path: Path) -> None:
     agent = await launch("--adb", ADB_SERVER_SOCKET=f"localfilesystem:{tmp_path / 'nobody'}")
     assert await agent.ended() == 1
     assert "No adb server answers" in agent.log and "adb start-server" in agent.log
 
 
-async def test_the_adb_server_may_go_and_come(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
+async def test_an_agent_survives_a_restart_of_the_adb_server(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
     connection, device_id = await ready(server, launch, adb_phone)
     adb_phone.kill_server()
     await connection.until(lambda m: m.device_gone.device_id == device_id)

@@ -1,4 +1,4 @@
-"""How phones are followed, in this process, by the real adb server and adbd: which are tried when, and who waits for whom."""
+"""The fleet of phones, in this process, with a real adb server and adbd: when phones are tried, and their order."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ NEVER_S = 1e6
 """A pause that no test outlives."""
 
 
-class Heard:
-    """What the agent tells the farm."""
+class ReceivedUpdates:
+    """Updates that the agent sends to the farm."""
 
     agent: Agent
 
@@ -44,7 +44,7 @@ class Heard:
         self._changed.set()
 
     async def until(self, which: Callable[[agent_pb2.AgentMessage], bool], after: int = 0) -> agent_pb2.AgentMessage:
-        """The first message after `after` others that `which` holds of."""
+        """Return the first message after `after` others that satisfies `which`."""
         async with asyncio.timeout(WAIT_S):
             while not (result := [message for message in self.messages[after:] if which(message)]):
                 self._changed.clear()
@@ -53,10 +53,10 @@ class Heard:
 
 
 @asynccontextmanager
-async def followed(phone: AdbPhone, server: Server, data: Path, **options: Any) -> AsyncIterator[Heard]:
+async def followed(phone: AdbPhone, server: Server, data: Path, **options: Any) -> AsyncIterator[ReceivedUpdates]:
     """A fleet that follows the phone's adb server."""
     config = AgentConfig(Access(server.address), "", data, phones=PhoneOptions(**options), gates=GateLimits(idle_wait_s=0))
-    folder, received = DataFolder(data), Heard()
+    folder, received = DataFolder(data), ReceivedUpdates()
     cache = Cache(data / "cache", config.cache_limit_bytes)
     received.agent = agent = Agent(config, folder, cache, received)
     following = asyncio.create_task(Fleet(phone.server, agent, folder.agent_id(), cache, config).run())
@@ -70,8 +70,8 @@ async def followed(phone: AdbPhone, server: Server, data: Path, **options: Any) 
     assert following.cancelled()
 
 
-async def measured(received: Heard, candidate: agent_pb2.RunCandidate, **start: Any) -> agent_pb2.CandidateResult:
-    """What a run gives on the phone that is served, which has all that it needs from a run before."""
+async def measured(received: ReceivedUpdates, candidate: agent_pb2.RunCandidate, **start: Any) -> agent_pb2.CandidateResult:
+    """Return the result of a run on the served phone, which has all files from a previous run."""
     device_id = (await received.until(is_served)).device_update.device.id
     for attempt, more in {"a1": {"deadline_s": 600}, "a2": start}.items():
         received.agent.start(agent_pb2.StartRun(attempt_id=attempt, device_id=device_id, candidates=[candidate], **more))
@@ -92,14 +92,14 @@ def tells(reason: str) -> Callable[[agent_pb2.AgentMessage], bool]:
 
 
 def answer_getprop(phone: AdbPhone, script: str) -> Path:
-    """Makes `getprop` of the phone a shell script, and gives its file."""
+    """Replace the phone's `getprop` by a shell script; return its file."""
     shim = phone.files / "system/bin/getprop"
     shim.write_text(f"#!/bin/sh\n{script}\n")
     shim.chmod(0o755)
     return shim
 
 
-async def test_a_phone_that_cannot_be_served_is_told_once_however_often_it_is_tried(
+async def test_an_unusable_phone_is_reported_once_despite_retries(
     server: Server, adb_phone: AdbPhone, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     answer_getprop(adb_phone, "echo '[ro.product.cpu.abilist]: [armeabi-v7a]'; echo tried >>/data/local/tmp/tries")
@@ -111,7 +111,7 @@ async def test_a_phone_that_cannot_be_served_is_told_once_however_often_it_is_tr
     assert len([message for message in received.messages if message.HasField("device_update")]) == 1
 
 
-async def test_a_phone_that_could_not_be_served_is_tried_at_once_when_it_is_plugged_in_again(
+async def test_an_unusable_phone_is_retried_when_it_is_plugged_in_again(
     server: Server, adb_phone: AdbPhone, tmp_path: Path
 ) -> None:
     shim = answer_getprop(adb_phone, "echo '[ro.product.cpu.abilist]: [armeabi-v7a]'")
@@ -125,7 +125,7 @@ async def test_a_phone_that_could_not_be_served_is_tried_at_once_when_it_is_plug
     assert [refused.device_update.device.id, gone.device_gone.device_id] == [served.device_update.device.id] * 2
 
 
-async def test_a_phone_is_tried_at_once_when_its_state_changes(server: Server, adb_phone: AdbPhone, tmp_path: Path) -> None:
+async def test_a_phone_is_retried_at_once_when_its_state_changes(server: Server, adb_phone: AdbPhone, tmp_path: Path) -> None:
     adb_phone.kill_adbd()
     async with followed(adb_phone, server, tmp_path, retry_s=NEVER_S, retry_last_s=NEVER_S, settle_s=0.0) as received:
         await received.until(tells("PHONE_NOT_READY"))
@@ -134,7 +134,7 @@ async def test_a_phone_is_tried_at_once_when_its_state_changes(server: Server, a
         assert not [message for message in received.messages if message.HasField("device_gone")]
 
 
-async def test_an_adb_server_that_is_away_is_told_once(
+async def test_an_unreachable_adb_server_is_reported_once(
     server: Server, adb_phone: AdbPhone, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     adb_phone.kill_server()
@@ -155,7 +155,7 @@ async def test_an_adb_server_that_is_away_is_told_once(
     assert caplog.text.count("No adb server answers") == 1
 
 
-async def test_a_phone_that_is_connected_in_two_ways_is_served_by_the_other_when_the_first_goes(
+async def test_a_phone_with_two_connections_falls_back_to_the_second(
     server: Server, adb_phone: AdbPhone, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     answer_getprop(adb_phone, "echo '[ro.serialno]: [ONE]'")
@@ -172,7 +172,7 @@ async def test_a_phone_that_is_connected_in_two_ways_is_served_by_the_other_when
 
 
 @pytest.mark.parametrize("step", ["recognized", "tried"])
-async def test_a_link_that_dies_while_a_phone_is_enrolled_is_found_by_asking_whether_it_lives(
+async def test_a_link_that_dies_during_enrolment_is_detected_by_a_probe(
     server: Server, adb_phone: AdbPhone, tmp_path: Path, step: str
 ) -> None:
     reached = adb_phone.files / "data/local/tmp/reached"
@@ -193,7 +193,7 @@ async def test_a_link_that_dies_while_a_phone_is_enrolled_is_found_by_asking_whe
         adb_phone.thaw_adbd()
 
 
-async def test_a_trace_that_is_too_long_on_a_slow_link_is_the_links_fault(
+async def test_a_slow_pull_of_a_trace_is_a_link_fault(
     server: Server, adb_phone: AdbPhone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pull = adb_phone.server.pull
@@ -215,9 +215,7 @@ async def test_a_trace_that_is_too_long_on_a_slow_link_is_the_links_fault(
         assert [phase.phase for phase in cell.phases][-2:] == ["TIMED", "TRACED"]
 
 
-async def test_outputs_that_take_too_long_on_a_slow_link_are_the_links_fault(
-    server: Server, adb_phone: AdbPhone, tmp_path: Path
-) -> None:
+async def test_a_slow_pull_of_outputs_is_a_link_fault(server: Server, adb_phone: AdbPhone, tmp_path: Path) -> None:
     # An answer comes behind the outputs.
     async with followed(adb_phone, server, tmp_path, answer_s=60.0) as received:
         measurement = job_pb2.Measurement(min_time_s=2)

@@ -37,7 +37,7 @@ def no_choice() -> Iterator[None]:
 
 
 @pytest.mark.slow(reason="each command is a process")
-def test_projects_are_made_changed_and_listed(farm: FarmProcess, capsys: pytest.CaptureFixture[str]) -> None:
+def test_projects_are_created_changed_and_listed(farm: FarmProcess, capsys: pytest.CaptureFixture[str]) -> None:
     server = ["--server", farm.address]
     assert projects.main(["create", "vision", "--member", "ann", "--member", "bob", "--storage", "20GiB", *server]) == 0
     assert projects.main(["add", "vision", "cat", "dan", *server]) == 0
@@ -60,7 +60,7 @@ def test_projects_are_made_changed_and_listed(farm: FarmProcess, capsys: pytest.
         (["remove", "default", "ann"], 2, "'ann' is not a member of default."),
     ],
 )
-def test_what_cannot_be_is_one_sentence(
+def test_an_impossible_request_is_a_single_error_line(
     farm: FarmProcess, capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, says: str
 ) -> None:
     assert projects.main([*arguments, "--server", farm.address]) == code
@@ -68,7 +68,7 @@ def test_what_cannot_be_is_one_sentence(
     assert says in printed and printed.count("\n") == 1
 
 
-def test_a_device_is_restricted_and_opened_again(farm: FarmProcess, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_device_is_restricted_and_unrestricted(farm: FarmProcess, capsys: pytest.CaptureFixture[str]) -> None:
     server = ["--server", farm.address]
     assert projects.main(["create", "audio", *server]) == 0
     assert devices.main(["restrict", "board-0", "--project", "audio", *server]) == 0
@@ -87,7 +87,7 @@ def _pte(farm: FarmProcess) -> Path:
     return path
 
 
-def test_the_project_of_an_option_goes_before_the_environments(
+def test_the_project_option_precedes_the_environment_variable(
     farm: FarmProcess, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with Farm(farm.address) as client:
@@ -95,9 +95,9 @@ def test_the_project_of_an_option_goes_before_the_environments(
         client.create_project("there")
     monkeypatch.setenv(PROJECT_VARIABLE, "there")
     with Farm(farm.address) as client:
-        assert client.compile(_pte(farm), recipes=[]).info.project == "there"
+        assert client.compile(_pte(farm)).info.project == "there"
     with Farm(farm.address, project="here") as client:
-        assert client.compile(_pte(farm), recipes=[]).info.project == "here"
+        assert client.compile(_pte(farm)).info.project == "here"
     for chosen, code in ((["--project", "here"], 0), (["--project=nothing"], 2), (["--project"], 2), (["--project", "No"], 2)):
         assert jobs.main(["show", "latest", "--server", farm.address, *chosen]) == code, capsys.readouterr().err
     monkeypatch.setenv(PROJECT_VARIABLE, "default")
@@ -107,7 +107,7 @@ def test_the_project_of_an_option_goes_before_the_environments(
 
 
 @pytest.mark.parametrize("name", ["", "A", "a b", "a\n", "-a", "a" * 65, "agent:pi", "é"])
-def test_a_name_that_no_project_has_is_not_sent(name: str) -> None:
+def test_an_invalid_project_name_is_not_sent(name: str) -> None:
     assert not is_project_name(name)
     if name:
         with pytest.raises(BadProjectName):
@@ -115,11 +115,11 @@ def test_a_name_that_no_project_has_is_not_sent(name: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "size"), [("20GiB", 20 << 30), ("7", 7), ("1 mib", 1 << 20), ("default", None), ("", None)])
-def test_sizes_are_read(text: str, size: int | None) -> None:
+def test_sizes_are_parsed(text: str, size: int | None) -> None:
     assert size_of(text) == size
 
 
 @pytest.mark.parametrize("text", ["-1", "1.5GiB", "GiB", "1GB", "0x10", "9" * 30])
-def test_what_is_no_size_is_refused(text: str) -> None:
+def test_an_invalid_size_is_refused(text: str) -> None:
     with pytest.raises(Usage):
         size_of(text)

@@ -1,4 +1,4 @@
-"""SessionService and AgentService.ServeSession of a real server, with an agent that the test holds in its hands."""
+"""SessionService and AgentService.ServeSession of a real server, with an agent that the test plays."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ async def agent(channel: grpc.aio.Channel, request: pytest.FixtureRequest) -> As
 
 @pytest.fixture
 async def wanted(channel: grpc.aio.Channel, agent: Agent) -> session_pb2.OpenSessionRequest:
-    """A session on the agent's first device."""
+    """Return a request for a session on the agent's first device."""
     from etfarm.v1 import artifact_pb2_grpc
 
     data = program("add").bytes
@@ -78,14 +78,14 @@ async def wanted(channel: grpc.aio.Channel, agent: Agent) -> session_pb2.OpenSes
 
 
 async def refusal(awaited: object) -> str:
-    """The reason that a call or a stream's first message is refused for."""
+    """Return the reason for which a call or a stream's first message is refused."""
     with pytest.raises(grpc.aio.AioRpcError) as refused:
         async with asyncio.timeout(WAIT_S):
             await awaited  # type: ignore[misc]
     return from_rpc_error(refused.value, server="").reason
 
 
-async def test_calls_go_to_the_device_one_at_a_time_and_come_back_by_their_ids(
+async def test_calls_are_sent_to_the_device_in_sequence_and_answered_by_id(
     channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
 ) -> None:
     caller = Caller(channel, wanted)
@@ -108,7 +108,7 @@ async def test_calls_go_to_the_device_one_at_a_time_and_come_back_by_their_ids(
     caller.events.cancel()
 
 
-async def test_what_may_not_be_called_is_refused_by_name(
+async def test_an_invalid_call_is_refused_by_name(
     channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
 ) -> None:
     caller = Caller(channel, wanted)
@@ -131,7 +131,7 @@ async def test_what_may_not_be_called_is_refused_by_name(
     caller.events.cancel()
 
 
-async def test_calls_beyond_what_a_session_keeps_are_refused_and_the_others_answered(
+async def test_calls_beyond_a_sessions_queue_are_refused_and_the_others_answered(
     channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
 ) -> None:
     caller = Caller(channel, wanted)
@@ -162,7 +162,7 @@ async def test_an_answer_with_too_much_inline_does_not_reach_the_owner(
     caller.events.cancel()
 
 
-async def test_a_session_that_cannot_be_is_refused_before_its_first_event(
+async def test_an_impossible_session_is_refused_before_its_first_event(
     channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
 ) -> None:
     def other(**fields: object) -> session_pb2.OpenSessionRequest:
@@ -185,7 +185,7 @@ async def test_a_session_that_cannot_be_is_refused_before_its_first_event(
     assert got == {reason: reason for reason in reasons}
 
 
-async def test_a_device_fault_before_ready_places_the_session_again_twice_at_most(
+async def test_a_device_fault_before_ready_replaces_the_session_at_most_twice(
     channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
 ) -> None:
     caller = Caller(channel, wanted)
@@ -199,7 +199,7 @@ async def test_a_device_fault_before_ready_places_the_session_again_twice_at_mos
     assert await caller.events.read() is grpc.aio.EOF
 
 
-async def test_a_program_s_own_fault_ends_the_session_at_once(
+async def test_a_program_fault_ends_the_session_at_once(
     channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
 ) -> None:
     caller = Caller(channel, wanted)
@@ -207,7 +207,7 @@ async def test_a_program_s_own_fault_ends_the_session_at_once(
     assert (await caller.event("ended")).ended.reason == "PROGRAM_FAILED"
 
 
-async def test_a_device_that_stops_serving_gives_its_reason_to_the_call_that_waits(
+async def test_a_waiting_call_gets_the_reason_of_a_device_that_stops_serving(
     channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
 ) -> None:
     caller = Caller(channel, wanted)
@@ -222,7 +222,7 @@ async def test_a_device_that_stops_serving_gives_its_reason_to_the_call_that_wai
     assert (await caller.event("ended")).ended.reason == "PROGRAM_OUT_OF_MEMORY"
 
 
-async def test_a_device_that_stops_serving_without_a_word_has_lost_the_session(
+async def test_a_stream_that_ends_without_a_reason_loses_the_session(
     channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
 ) -> None:
     caller = Caller(channel, wanted)
@@ -233,7 +233,7 @@ async def test_a_device_that_stops_serving_without_a_word_has_lost_the_session(
     assert (ended.fault, ended.reason) == (common_pb2.FAULT_DEVICE, "SESSION_LOST")
 
 
-async def test_a_stream_that_serves_nobody_is_refused(
+async def test_a_stream_for_an_unknown_session_is_refused(
     channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
 ) -> None:
     unready = Serving(agent.stub, "x", ready=False)
@@ -251,7 +251,7 @@ async def test_a_stream_that_serves_nobody_is_refused(
     caller.events.cancel()
 
 
-async def test_a_loop_waits_until_the_server_s_own_machine_is_quiet(
+async def test_a_loop_waits_until_the_servers_machine_is_idle(
     channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
 ) -> None:
     caller = Caller(channel, wanted)
@@ -285,6 +285,6 @@ async def test_an_agent_that_leaves_ends_the_session(
     assert await serving.stream.read() is grpc.aio.EOF
 
 
-def test_the_sessions_of_this_module_left_no_device_busy(server: str) -> None:
+def test_no_device_stays_busy_after_the_sessions_of_this_module(server: str) -> None:
     with Farm(server) as farm:
         assert {device.state.name for device in farm.devices()} == {"OFFLINE"}

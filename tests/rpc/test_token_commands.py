@@ -83,9 +83,10 @@ def test_from_the_first_admin_to_a_revoked_user(farm: Farm, tmp_path: Path) -> N
     revoked = farm(ann, "tokens", "revoke", token["id"])
     assert revoked.stdout == f"Revoked: {token['id']} of bob (user).\n"
     assert farm(fresh, "devices", "list").returncode != 0
-    states = {each["principal"]: each["state"] for each in json.loads(farm(ann, "tokens", "list", "--json", "-").stdout)}
+    tokens = json.loads(farm(ann, "tokens", "list", "--json", "-").stdout)["tokens"]
+    states = {each["principal"]: each["state"] for each in tokens}
     assert states == {"ann": "valid", "bob": "revoked", "board-7": "valid"}
-    entries = json.loads(farm(ann, "audit", "--json", "-").stdout)
+    entries = json.loads(farm(ann, "audit", "--json", "-").stdout)["audit"]
     assert ["TokenService.Create", "OK"] in [[entry["action"], entry["outcome"]] for entry in entries]
     assert {"TokenService.Revoke", "TokenService.Rotate"} <= {entry["action"] for entry in entries}
     assert "UNAUTHENTICATED" in {entry["outcome"] for entry in entries}
@@ -101,13 +102,13 @@ def test_from_the_first_admin_to_a_revoked_user(farm: Farm, tmp_path: Path) -> N
         (["create", "bob", "--role", "user", "--agent"], "--agent requires the role agent, got --role user."),
     ],
 )
-def test_a_command_that_means_nothing_is_refused_before_anything_is_asked(arguments: list[str], says: str) -> None:
+def test_an_invalid_command_is_refused_before_any_rpc(arguments: list[str], says: str) -> None:
     done = run("tokens", *arguments, "--server", "127.0.0.1:1")
     assert done.returncode == 2
     assert says in done.stderr
 
 
-def test_a_database_with_tokens_is_enough_where_others_reach_the_server(tmp_path: Path) -> None:
+def test_tokens_in_the_database_suffice_for_a_public_address(tmp_path: Path) -> None:
     config = Config(listen=parse_address("0.0.0.0:0"), data=tmp_path / "data")
     with pytest.raises(Exposed, match="no --tokens"):
         config.check()

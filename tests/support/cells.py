@@ -118,17 +118,17 @@ class Agent:
     async def leave(self) -> None:
         await self.world.registry.disconnect(self.session)
 
-    async def heard(self) -> agent_pb2.ServerMessage:
+    async def next_message(self) -> agent_pb2.ServerMessage:
         async with asyncio.timeout(WAIT_S):
             return await anext(self._messages)
 
     async def started(self) -> agent_pb2.StartRun:
-        message = await self.heard()
+        message = await self.next_message()
         assert message.WhichOneof("message") == "start_run", message
         return message.start_run
 
-    async def is_told(self, kind: str, attempt: str) -> None:
-        message = await self.heard()
+    async def expect_message(self, kind: str, attempt: str) -> None:
+        message = await self.next_message()
         assert message.WhichOneof("message") == kind, message
         assert getattr(message, kind).attempt_id == attempt
 

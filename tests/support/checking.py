@@ -128,6 +128,40 @@ class Random(nn.Module):
         return x + torch.rand(4)
 
 
+class Sums(nn.Module):
+    """A sum that is long enough for torch to divide it among threads, whose number changes its last bits."""
+
+    def __init__(self, sign: float) -> None:
+        super().__init__()
+        self.register_buffer("weight", sign * torch.rand(1 << 20, generator=torch.Generator().manual_seed(0)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.stack([(x * self.weight).sum(), (x * x).sum()])
+
+
+class PartlyRandom(nn.Module):
+    """An output that depends on the weight, and one by chance."""
+
+    def __init__(self, sign: float) -> None:
+        super().__init__()
+        self.register_buffer("weight", sign * torch.arange(1.0, 5.0))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * self.weight, x + torch.rand(4)
+
+
+class Twice(nn.Module):
+    """Two outputs of the same name."""
+
+    def __init__(self, sign: float) -> None:
+        super().__init__()
+        self.register_buffer("weight", sign * torch.arange(1.0, 5.0))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        result = x * self.weight
+        return result, result
+
+
 class Picks(nn.Module):
     """Indices into an input: the smallest input has none of them."""
 
@@ -148,6 +182,30 @@ def stepped() -> Any:
 
 def unplanned() -> Any:
     return torch.export.export(Unplanned(), (torch.randn(8, 2),), dynamic_shapes={"x": {0: Dim.AUTO(min=3, max=63)}})
+
+
+def sums() -> Any:
+    return torch.export.export(Sums(1.0), (torch.rand(1 << 20, generator=torch.Generator().manual_seed(1)),))
+
+
+def negative_sums() -> Any:
+    return torch.export.export(Sums(-1.0), (torch.rand(1 << 20, generator=torch.Generator().manual_seed(1)),))
+
+
+def partly_random() -> Any:
+    return torch.export.export(PartlyRandom(1.0), (torch.ones(4),))
+
+
+def negative_partly_random() -> Any:
+    return torch.export.export(PartlyRandom(-1.0), (torch.ones(4),))
+
+
+def twice() -> Any:
+    return torch.export.export(Twice(1.0), (torch.ones(4),))
+
+
+def negative_twice() -> Any:
+    return torch.export.export(Twice(-1.0), (torch.ones(4),))
 
 
 def random() -> Any:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -34,6 +36,23 @@ def report(cell: str = "c1", **changes: Any) -> dict[str, Any]:
 def timed(cell: str, p50_ns: float, ci95: Sequence[float] = (), **changes: Any) -> dict[str, Any]:
     latency = {"samples_ns": [1], "p50_ns": p50_ns, "p50_ci95_ns": list(ci95)}
     return report(cell, latency=latency, **changes)
+
+
+def observed(cell: str, p50_ns: float, ci95: Sequence[float] = (), **changes: Any) -> dict[str, Any]:
+    """A measurement of a program of its own, whose many earlier runs differed by no more than the interval within this one."""
+    own = {"program": {"digest": cell.ljust(64, "0"), "size_bytes": 1000}, "toolchain": {"torch": "2.13.0"}}
+    spread = {"source": "HISTORY", "runs": 10**6, "relative_stddev": 0.0, "p50_ci95_ns": list(ci95)}
+    return timed(cell, p50_ns, ci95, **{"compile": own, "run_spread": spread, **changes})
+
+
+def repeated(cell: str, medians_ns: Sequence[float], **changes: Any) -> dict[str, Any]:
+    """A measurement of a program of its own by several runs with these medians."""
+    logs = [math.log(median_ns) for median_ns in medians_ns]
+    mean_ns, stddev = math.exp(statistics.fmean(logs)), statistics.stdev(logs)
+    runs = [{"p50_ns": each, "verdict": {"status": "VALID"}} for each in medians_ns]
+    ends = [mean_ns * math.exp(sign * 2.8 * stddev / math.sqrt(len(runs))) for sign in (-1, 1)]
+    spread = {"source": "REPEATS", "runs": len(runs), "relative_stddev": stddev, "p50_ci95_ns": ends}
+    return observed(cell, mean_ns, ends, **{"runs": runs, "run_spread": spread, **changes})
 
 
 def against(base: Any, candidate: Any, *gates: str, **options: bool) -> dict[str, Any]:
@@ -75,13 +94,18 @@ def reports(draw: st.DrawFn, cell: str = "c1") -> dict[str, Any]:
         "accuracy": [{"output": "y", "sqnr_db": draw(st.floats(-300, 300)), "equal": draw(st.booleans())}],
         "operators": [draw(row(index)) for index in range(draw(st.integers(0, 6)))],
         "compile": {
-            "program": {"size_bytes": draw(st.integers(0, 2**50))}, "data": {"w": {"size_bytes": draw(st.integers(0, 2**50))}},
+            "program": {"digest": draw(st.sampled_from(["4" * 64, "5" * 64])), "size_bytes": draw(st.integers(0, 2**50))},
+            "data": {"w": {"size_bytes": draw(st.integers(0, 2**50))}},
             "sizes": {"program_bytes": 1},
             "delegation": {"forward": {"subgraphs": 1, "operators": [{"op": "add", "delegated": 2}]}},
         },
         "verdict": {"status": draw(st.sampled_from(["VALID", "INVALID"]))},
         "profile": {"p50_ns": draw(NUMBERS)},
         "device": {"id": draw(st.sampled_from(["d1", "d2"])), "soc": "x"},
+        "run_spread": {
+            "source": draw(st.sampled_from(["REPEATS", "HISTORY", "PRIOR"])), "runs": draw(st.integers(0, 50)),
+            "relative_stddev": draw(st.floats(0, 1)),
+        },
     }  # fmt: skip
     absent = draw(st.sets(st.sampled_from(sorted(parts))))
     return report(cell, **{key: None if key in absent else value for key, value in parts.items()})

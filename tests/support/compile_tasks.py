@@ -42,7 +42,7 @@ def quantize(request: QuantizeRequest, folder: Path, emit: Emit) -> bytes:
         programs[method] = f"{method}.pt2"
         (folder / f"{method}.pt2").write_bytes(b"quantized " + samples + b"\n" + path.read_bytes())
     stayed = {method: [{"op": "aten.sin", "count": 2, "places": PLACES}] for method in programs}
-    text = _said("quantize", request.models)
+    text = _find_overrides("quantize", request.models)
     result: Any = {"stages": stages, "programs": programs, "warnings": [FEW], "stayed_fp32": stayed} | text
     return _answer("quantize", request.models, encode(result))
 
@@ -65,10 +65,10 @@ def lower(request: LowerRequest, folder: Path, emit: Emit) -> bytes:
     (folder / "weights.ptd").write_bytes(b"ptd")
     (folder / "model.etrecord").write_bytes(b"etrecord")
     (folder / "forward.ett").write_bytes(b"inputs")
-    if _told("lower", "move", request.models):
+    if _find_orders("lower", "move", request.models):
         folder.rename(folder.with_name("elsewhere"))
         folder.symlink_to("elsewhere")
-    pte = "../model.pte" if _told("lower", "escape", request.models) else "model.pte"
+    pte = "../model.pte" if _find_orders("lower", "escape", request.models) else "model.pte"
     outputs = [{"output": "0", "equal": False, "max_abs_error": 0.5, "sqnr_db": None}]
     whole: Any = (
         result
@@ -93,7 +93,7 @@ def lower(request: LowerRequest, folder: Path, emit: Emit) -> bytes:
                 for method, _ in models
             ],
         }
-        | _said("lower", request.models)
+        | _find_overrides("lower", request.models)
     )  # fmt: skip
     return _answer("lower", request.models, encode(whole))
 
@@ -115,35 +115,35 @@ def list_recipes(request: object, folder: Path, emit: Emit) -> bytes:
 def _stage(task: str, stage: str, models: Mapping[str, Path], emit: Emit) -> dict[str, Any]:
     emit(_json(stage=stage, phase="START", duration_ms=None))
     print(f"{task} {stage}", flush=True)
-    if _told(task, "refuse", models) and stage in ("TORCH_EXPORT", "TO_EXECUTORCH"):
+    if _find_orders(task, "refuse", models) and stage in ("TORCH_EXPORT", "TO_EXECUTORCH"):
         raise Refused("No.", "Change it.", stage=stage)
-    if _told(task, "die", models):
+    if _find_orders(task, "die", models):
         os.kill(os.getpid(), signal.SIGKILL)
-    if _told(task, "hang", models):
+    if _find_orders(task, "hang", models):
         signal.pause()
-    for held in _told(task, "wait", models):
+    for held in _find_orders(task, "wait", models):
         with Path(held).open() as file:
             fcntl.flock(file, fcntl.LOCK_SH)
     emit(_json(stage=stage, phase="END", duration_ms=1.5))
-    while _told(task, "flood", models):
+    while _find_orders(task, "flood", models):
         emit(_json(stage=stage, phase="END", duration_ms=1.5))
     return {"stage": stage, "duration_ms": 1.5, "where": "SERVER", "methods": dict.fromkeys(models, 1.0)}
 
 
-def _told(task: str, order: str, models: Mapping[str, Path]) -> list[str]:
-    """What comes after the order in each line that gives it; empty where none does."""
+def _find_orders(task: str, order: str, models: Mapping[str, Path]) -> list[str]:
+    """Return the arguments of each line with that order for the task."""
     lines = [line.split() for path in models.values() for line in path.read_text().splitlines()]
     return [" ".join(words[2:]) for words in lines if words[:2] == [task, order]]
 
 
-def _said(task: str, models: Mapping[str, Path]) -> dict[str, Any]:
-    return {key: json.loads(value) for key, _, value in (text.partition(" ") for text in _told(task, "say", models))}
+def _find_overrides(task: str, models: Mapping[str, Path]) -> dict[str, Any]:
+    return {key: json.loads(value) for key, _, value in (text.partition(" ") for text in _find_orders(task, "say", models))}
 
 
 def _answer(task: str, models: Mapping[str, Path], answer: bytes) -> bytes:
-    for instead in _told(task, "answer", models):
+    for instead in _find_orders(task, "answer", models):
         answer = bytes.fromhex(instead)
-    return answer + b"".join(map(bytes.fromhex, _told(task, "add", models)))
+    return answer + b"".join(map(bytes.fromhex, _find_orders(task, "add", models)))
 
 
 def _json(**values: object) -> bytes:

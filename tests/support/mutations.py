@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from etfarm.client.cli.views import render
-from etfarm.client.formats import compared, csv, html, markdown, parquet, perfetto, tables
+from etfarm.client.formats import compared, csv, html, markdown, model_explorer, parquet, perfetto, tables
 from etfarm.wire import comparison
 from etfarm.wire import report as projection
 from etfarm.wire.comparison import Gate, Side
@@ -56,7 +56,7 @@ def read_everywhere(text: str, good: dict[str, Any]) -> str | None:
         result = projection.loads(text)
     except EtfarmError as refused:
         return str(refused)
-    for write in (markdown.write, html.write, perfetto.write):
+    for write in (markdown.write, html.write, perfetto.write, model_explorer.write, model_explorer.write_times):
         assert write(result)
     for what in tables.WHAT:
         assert csv.write(result, what)

@@ -22,7 +22,7 @@ class RecordedPhases:
     def enter_phase(self, name: str) -> None:
         self.now = name
 
-    def end_phase(self, name: str, began_s: float, ended_s: float) -> None:
+    def end_phase(self, name: str, began_s: float, ended_s: float, *, p50_ns: float | None = None) -> None:
         assert began_s <= ended_s
         self.phases.append(name)
 

@@ -216,6 +216,17 @@ def _random(folder: Path) -> None:
     _make(folder, Noisy(), (torch.zeros(2, 3),))
 
 
+def _rounding(folder: Path) -> None:
+    """x and noise in its last bits: executions differ by what rounding explains."""
+    import torch
+
+    class Rounded(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x + 4e-6 * torch.rand(2, 3)
+
+    _make(folder, Rounded(), (torch.ones(2, 3),))
+
+
 def _external(folder: Path, *, xnnpack: bool) -> None:
     """A linear layer whose weights are in a .ptd file."""
     import torch
@@ -450,6 +461,7 @@ _MAKERS: dict[str, Callable[[Path], None]] = {
     "split": _split,
     "unplanned": _unplanned,
     "random": _random,
+    "rounding": _rounding,
     "external": partial(_external, xnnpack=False),
     "external_xnnpack": partial(_external, xnnpack=True),
 }

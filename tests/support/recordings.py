@@ -79,7 +79,7 @@ def line_of(code: str) -> int:
 
 @cache
 def recorded(name: str) -> RecordedRun:
-    """The pass of that name; see `_MADE`. The first one asked for has all of them made, in one child."""
+    """The pass of that name; see `_RECIPES`. The first one asked for has all of them made, in one child."""
     # The path too: it stands in the traces as the line of the model.
     key = digest.of_value([__file__, digest.of_file(Path(__file__)), version("torch"), version("executorch")])[:16]
     folder = cache_folder() / f"recordings-{key}"
@@ -91,7 +91,7 @@ def recorded(name: str) -> RecordedRun:
             created = subprocess.run(command, check=False, capture_output=True, text=True)
             assert created.returncode == 0, created.stderr[-4000:]
             (folder / "done").touch()
-    return RecordedRun(folder / name, _MADE[name].method)
+    return RecordedRun(folder / name, _RECIPES[name].method)
 
 
 def _cnn() -> tuple[torch.nn.Module, tuple[Any, ...]]:
@@ -304,11 +304,11 @@ def _short() -> tuple[torch.nn.Module, tuple[Any, ...]]:
 
 
 @dataclass(frozen=True)
-class _Made:
-    """How a pass is made."""
+class _Recipe:
+    """A network and the options with which its pass is recorded."""
 
     network: Callable[[], tuple[torch.nn.Module, tuple[Any, ...]]]
-    """Gives a network, and the inputs that it is run with."""
+    """Returns a network and its inputs."""
     recipe: str = "xnnpack_fp32"
     like: str = ""
     """The pass whose files this one has, but for what follows."""
@@ -323,24 +323,24 @@ class _Made:
 
 
 _INT8 = "xnnpack_pt2e_int8_static_per_channel"
-_MADE = {
-    "cnn": _Made(_cnn),
-    "cnn_wrong": _Made(_cnn, like="cnn", wrong="middle.weight"),
-    "cnn_nan": _Made(_cnn, like="cnn", nan=True),
-    "cnn_int8": _Made(_cnn, _INT8),
-    "cnn_int8_wrong": _Made(_cnn, _INT8, like="cnn_int8", wrong="_frozen_param2"),
-    "mixed": _Made(_mixed),
-    "attention_int8": _Made(_attention, "xnnpack_pt2e_int8_dynamic_per_channel"),
-    "lstm": _Made(_lstm),
-    "several": _Made(_several),
-    "counter": _Made(_counter, "portable"),
-    "any_batch": _Made(_any_batch),
-    "lines": _Made(_lines, "portable"),
-    "lines_wrong": _Made(_lines, "portable", like="lines", wrong="a.weight"),
-    "looked_up": _Made(_looked_up, "portable"),
-    "rounded": _Made(_rounded, "portable"),
-    "short": _Made(_short, "portable"),
-    "methods": _Made(_two, method="decode", other="encode"),
+_RECIPES = {
+    "cnn": _Recipe(_cnn),
+    "cnn_wrong": _Recipe(_cnn, like="cnn", wrong="middle.weight"),
+    "cnn_nan": _Recipe(_cnn, like="cnn", nan=True),
+    "cnn_int8": _Recipe(_cnn, _INT8),
+    "cnn_int8_wrong": _Recipe(_cnn, _INT8, like="cnn_int8", wrong="_frozen_param2"),
+    "mixed": _Recipe(_mixed),
+    "attention_int8": _Recipe(_attention, "xnnpack_pt2e_int8_dynamic_per_channel"),
+    "lstm": _Recipe(_lstm),
+    "several": _Recipe(_several),
+    "counter": _Recipe(_counter, "portable"),
+    "any_batch": _Recipe(_any_batch),
+    "lines": _Recipe(_lines, "portable"),
+    "lines_wrong": _Recipe(_lines, "portable", like="lines", wrong="a.weight"),
+    "looked_up": _Recipe(_looked_up, "portable"),
+    "rounded": _Recipe(_rounded, "portable"),
+    "short": _Recipe(_short, "portable"),
+    "methods": _Recipe(_two, method="decode", other="encode"),
 }
 
 
@@ -377,7 +377,7 @@ def _ignore(event: bytes) -> None:
     """Nobody waits for progress here."""
 
 
-def _make(run: RecordedRun, temporary: Path, created: _Made) -> None:
+def _make(run: RecordedRun, temporary: Path, created: _Recipe) -> None:
     import torch
 
     from etfarm.server.reports.numerics import reference
@@ -404,7 +404,7 @@ def _make(run: RecordedRun, temporary: Path, created: _Made) -> None:
     run.inputs.write_bytes(tensors.encode(reference.from_torch(str(at), leaf) for at, leaf in enumerate(inputs)))
 
 
-def _make_other(run: RecordedRun, temporary: Path, created: _Made) -> None:
+def _make_other(run: RecordedRun, temporary: Path, created: _Recipe) -> None:
     from etfarm.server.reports.numerics import reference
     from etfarm.wire import tensors
 
@@ -457,7 +457,7 @@ def _main(folder: Path) -> None:
     prewarm.load_toolchain()
     with tempfile.TemporaryDirectory() as unpacked, torch.no_grad():
         bundle = unpack(runner_archive(), Path(unpacked) / "runner")
-        for name, created in _MADE.items():
+        for name, created in _RECIPES.items():
             run = RecordedRun(folder / name, created.method)
             shutil.rmtree(run.folder, ignore_errors=True)
             with tempfile.TemporaryDirectory() as temporary:

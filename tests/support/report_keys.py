@@ -8,7 +8,7 @@ ERROR = ["fault", "reason", "message", "remedy", "stage", "metadata"]
 SOURCE = ["file", "line", "code"]
 ARTIFACT = ["digest", "size_bytes"]
 VALUES = ["dtype", "shape", "min", "max", "mean", "stddev", "nan_count", "infinite_count"]
-PLACE: dict[str, Any] = {"source": dict.fromkeys(SOURCE), **dict.fromkeys(["module", "count"])}
+PLACE: dict[str, Any] = {"source": dict.fromkeys(SOURCE), **dict.fromkeys(["module", "count", "undelegated_reason"])}
 READING: dict[str, Any] = {
     "cpus": [dict.fromkeys(["cpu", "frequency_hz", "limit_hz", "governor"])],
     "zones": [dict.fromkeys(["name", "temperature_c"])],
@@ -21,6 +21,30 @@ READING: dict[str, Any] = {
         ]
     ),
 }  # fmt: skip
+VERDICT: Any = {"status": None, "reasons": [dict.fromkeys(["code", "message", "measured", "threshold"])]}
+
+TELEMETRY: Any = {
+    **dict.fromkeys(
+        [
+            "cpu_time_ns",
+            "wall_time_ns",
+            "voluntary_switches",
+            "involuntary_switches",
+            "minor_faults",
+            "major_faults",
+            "psi_cpu_some_us",
+            "affinity",
+        ]
+    ),
+    "before": READING,
+    "after": READING,
+    "series": [dict.fromkeys(["elapsed_ms", "frequency_hz", "temperature_c", "load_1m", "psi_cpu", "busy_cpus"])],
+    "sampler_cpu_ns": None,
+    "settings": [dict.fromkeys(["name", "cpus", "found", "wanted", "applied", "why"])],
+    "waits": [dict.fromkeys(["gate", "waited_ms", "passed", "measured", "threshold"])],
+    "runners_cpu_ns": None,
+}
+
 # What `etfarm.report/1` promises: dicts are objects, a list is a list of such objects, None is a leaf.
 KEYS: dict[str, Any] = {
     "id": None,
@@ -73,7 +97,7 @@ KEYS: dict[str, Any] = {
         "repeatability": {
             "outcome": None,
             "differences": [
-                dict.fromkeys(["output", "one", "other", "differing", "elements", "max_abs_difference", "at"])
+                dict.fromkeys(["output", "one", "other", "differing", "elements", "max_abs_difference", "at", "rounding"])
             ],
         },
     },
@@ -93,7 +117,12 @@ KEYS: dict[str, Any] = {
             ]
         )
     ],
-    "profile": dict.fromkeys(["iterations", "p50_ns", "times_ns", "shown"]),
+    "profile": {
+        **dict.fromkeys(["iterations", "p50_ns", "times_ns", "shown", "mean_ns", "mean_ci95_ns", "drift", "traced_ratio"]),
+        **dict.fromkeys(["events", "event_cost_ns"]),
+        "telemetry": TELEMETRY,
+        "verdict": VERDICT,
+    },
     "operators": [
         {
             **dict.fromkeys(
@@ -105,6 +134,8 @@ KEYS: dict[str, Any] = {
             **dict.fromkeys(["start_ns", "duration_ns", "reconstructed"]),
             "sources": [dict.fromkeys(SOURCE)],
             "unaligned_reason": None,
+            "mean_ci95_ns": None,
+            "input_rows": None,
         }
     ],
     "numeric_gap": [
@@ -120,22 +151,8 @@ KEYS: dict[str, Any] = {
             "first_bad": None,
         }
     ],
-    "verdict": {"status": None, "reasons": [dict.fromkeys(["code", "message", "measured", "threshold"])]},
-    "telemetry": {
-        **dict.fromkeys(
-            [
-                "cpu_time_ns", "wall_time_ns", "voluntary_switches", "involuntary_switches", "minor_faults", "major_faults",
-                "psi_cpu_some_us", "affinity",
-            ]
-        ),
-        "before": READING,
-        "after": READING,
-        "series": [dict.fromkeys(["elapsed_ms", "frequency_hz", "temperature_c", "load_1m", "psi_cpu", "busy_cpus"])],
-        "sampler_cpu_ns": None,
-        "settings": [dict.fromkeys(["name", "cpus", "found", "wanted", "applied", "why"])],
-        "waits": [dict.fromkeys(["gate", "waited_ms", "passed", "measured", "threshold"])],
-        "runners_cpu_ns": None,
-    },
+    "verdict": VERDICT,
+    "telemetry": TELEMETRY,
     "timeline": [dict.fromkeys(["actor", "phase", "start_ms", "duration_ms"])],
     "interleaved": dict.fromkeys(["base_cell", "ratio", "ratio_ci95", "rounds", "process_pairs", "ratios"]),
     "numerics": {
@@ -143,4 +160,14 @@ KEYS: dict[str, Any] = {
     },
     "analysis": dict.fromkeys(["version", "key", "cached", "at"]),
     "inputs": {"digest": None, "tensors": [dict.fromkeys(["name", "dtype", "shape"])]},
+    "runs": [
+        {
+            **dict.fromkeys(["warmup", "iterations", "duration_ns", "stop_reason", "steady", "warmup_ns"]),
+            **dict.fromkeys(["p50_ns", "p50_ci95_ns", "drift"]),
+            "verdict": VERDICT,
+            "load": dict.fromkeys(["load_ns", "load_method_ns", "first_run_ns"]),
+            "telemetry": TELEMETRY,
+        }
+    ],
+    "run_spread": dict.fromkeys(["source", "runs", "relative_stddev", "p50_ci95_ns"]),
 }  # fmt: skip

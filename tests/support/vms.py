@@ -104,7 +104,7 @@ class Machine:
             raise
 
     def power_cut(self) -> None:
-        """It is off at once; its disks have what it had written to them. Harmless where it is off already."""
+        """Switch it off at once; its disks keep what it has written. Has no effect if it is off."""
         if self._process is not None:
             assert self._process.stdin is not None
             self._process.kill()
@@ -217,13 +217,13 @@ class Board(Machine):
         """Makes the link to the server slow, from now on, or with None as fast as it gets."""
         (self._link / "rate").write_text(str(bytes_per_s or ""))
 
-    def power_cut(self, *, told: bool = False) -> None:
-        """As any machine's. The server is not told: its connection stays as it was and says nothing more.
+    def power_cut(self, *, close_connection: bool = False) -> None:
+        """Cut the power. By default the server's connection stays open and silent.
 
         Args:
-            told: the connection is closed, as a network does that notices.
+            close_connection: whether the connection is closed, as by a network that notices the loss.
         """
-        if told:
+        if close_connection:
             (self._link / "dark").unlink(missing_ok=True)
         else:
             (self._link / "dark").touch()
@@ -232,7 +232,7 @@ class Board(Machine):
         super().power_cut()
 
     def close(self) -> None:
-        """Ends it, and what it left of connections."""
+        """End the machine and its connections."""
         self.power_cut()
         (self._link / "dark").unlink(missing_ok=True)
         _, alive = psutil.wait_procs(self._relays, timeout=30)

@@ -35,8 +35,8 @@ __all__ = [
     "from_rpc_error",
 ]
 
-DONE, FAILED, USAGE, GATE, UNREACHABLE = 0, 1, 2, 3, 4
-"""Exit codes: done; the job or a cell failed; wrong usage; a gate did not pass; no server answers."""
+DONE, FAILED, USAGE, GATE, UNREACHABLE, INCONCLUSIVE = 0, 1, 2, 3, 4, 5
+"""Exit codes: done; the job or a cell failed; wrong usage; a gate failed; no server answers; the measurement decides nothing."""
 
 _MODEL_REASONS = frozenset(
     {

@@ -8,6 +8,7 @@ from datetime import datetime
 from enum import StrEnum
 from typing import TYPE_CHECKING
 
+from etfarm.client.formats import phases, units
 from etfarm.client.reports.enums import CellState as CellState
 from etfarm.client.reports.enums import JobState as JobState
 from etfarm.wire.errors import EtfarmError
@@ -50,6 +51,12 @@ class Cell:
     error: EtfarmError | None
     on_device: bool = True
     """Whether a device runs the cell's method. A compile-only cell covers all methods, whatever its method name."""
+    p50_ns: float | None = None
+    """Median latency of the timed pass in nanoseconds; None until the cell has succeeded, and without a measurement."""
+    p50_ci95_ns: tuple[float, ...] = ()
+    """The lower and upper end of the median's 95 % interval; empty if unknown."""
+    verdict: str | None = None
+    """Status of the measurement's verdict, such as VALID; None without a measurement."""
 
     @property
     def traits(self) -> tuple[str, str, str, str]:
@@ -62,6 +69,14 @@ class Cell:
     def label(self) -> str:
         """Label that distinguishes a job's cells: `resnet8 · xnnpack_fp32 · encode · 4 threads`."""
         return " · ".join(filter(None, self.traits))
+
+    @property
+    def latency(self) -> str:
+        """The measured latency: `p50 1.84 ms [1.82, 1.86] VALID`; empty without one."""
+        if self.p50_ns is None:
+            return ""
+        p50, interval = units.median(self.p50_ns, self.p50_ci95_ns)
+        return " ".join(filter(None, ("p50", p50, interval, (self.verdict or "").replace("_", " "))))
 
 
 @dataclass(frozen=True)
@@ -108,6 +123,7 @@ class CellChanged:
     def __str__(self) -> str:
         cell = self.cell
         why = f": {cell.error}" if cell.error is not None else f" ({cell.waiting_for})" if cell.waiting_for else ""
+        why = why or (f", {cell.latency}" if cell.latency else "")
         return f"{cell.label}: {cell.state.value}{why}"
 
 
@@ -130,12 +146,16 @@ class Progress:
     total: int | None
     message: str
     sequence: None = None
+    p50_ns: float | None = None
+    """Median of the samples in nanoseconds, when the phase TIMED just ended."""
 
     def __str__(self) -> str:
         took = f" {self.duration_ms:.0f} ms" if self.duration_ms is not None else ""
         far = f" {100 * self.done / self.total:.0f} %" if self.done is not None and self.total else ""
         detail = f": {self.message}" if self.message else ""
-        return f"cell {self.cell_id}: {self.phase}{took}{far}{f' ({self.actor})' if self.actor else ''}{detail}"
+        actor = f" ({self.actor})" if self.actor else ""
+        p50 = f", p50 {units.time(self.p50_ns)}" if self.p50_ns is not None else ""
+        return f"cell {self.cell_id}: {phases.describe(self.phase)}{took}{far}{actor}{p50}{detail}"
 
 
 @dataclass(frozen=True)
@@ -249,6 +269,18 @@ class Bundle:
     source_digest: str
     backends: tuple[str, ...]
     operators: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Artifact:
+    """A file that the farm stores for a project, by its digest."""
+
+    digest: str
+    size_bytes: int
+    project: str
+    owner: str
+    """The principal that stored it."""
+    created_at: datetime
 
 
 @dataclass(frozen=True)

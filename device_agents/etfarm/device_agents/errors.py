@@ -74,12 +74,6 @@ class AgentFailed(FarmError):
     reason = "AGENT_FAILED"
 
 
-class CoresUnknown(UserError):
-    """A Measurement.cores that names no cpus of the device."""
-
-    reason = "CORES_UNKNOWN"
-
-
 class DiskFull(DeviceError):
     """A device without room for what the run needs."""
 

@@ -12,6 +12,7 @@ import re
 import signal
 import socket
 import sys
+import time
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -375,7 +376,14 @@ def _print_line(line: str) -> None:
 
 
 class _OneLine(logging.Formatter):
-    """A formatter that puts a record, traceback included, on one line without control characters."""
+    """A formatter that puts a record, traceback included, on one line without control characters.
+
+    Instants are in UTC as ISO 8601, as in the server's log.
+    """
+
+    converter = staticmethod(time.gmtime)
+    default_time_format = "%Y-%m-%dT%H:%M:%S"
+    default_msec_format = "%s.%03dZ"
 
     def format(self, record: logging.LogRecord) -> str:
         return in_a_line(super().format(record).replace("\n", " | "))

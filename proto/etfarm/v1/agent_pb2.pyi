@@ -277,6 +277,7 @@ class RunProgress(_message.Message):
     TOTAL_FIELD_NUMBER: _builtins.int
     LOG_LINES_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    P50_NS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     device_id: _builtins.str
     cell_id: _builtins.str
@@ -290,7 +291,9 @@ class RunProgress(_message.Message):
     """Progress within the phase; absent if it is unknown."""
     total: _builtins.int
     message: _builtins.str
-    """In a phase WAIT_FOR_...: the condition that the run waits for, with the last reading."""
+    """In a phase WAIT_FOR_...: how long the run waits at most, and the condition with the last reading."""
+    p50_ns: _builtins.float
+    """The median of the samples in nanoseconds, at the end of TIMED."""
     @_builtins.property
     def log_lines(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Lines that the runner printed since the preceding message."""
@@ -307,21 +310,26 @@ class RunProgress(_message.Message):
         total: _builtins.int | None = ...,
         log_lines: _abc.Iterable[_builtins.str] | None = ...,
         message: _builtins.str = ...,
+        p50_ns: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_done", b"_done", "_duration_ms", b"_duration_ms", "_total", b"_total", "done", b"done", "duration_ms", b"duration_ms", "total", b"total"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_done", b"_done", "_duration_ms", b"_duration_ms", "_p50_ns", b"_p50_ns", "_total", b"_total", "done", b"done", "duration_ms", b"duration_ms", "p50_ns", b"p50_ns", "total", b"total"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_done", b"_done", "_duration_ms", b"_duration_ms", "_total", b"_total", "attempt_id", b"attempt_id", "cell_id", b"cell_id", "device_id", b"device_id", "done", b"done", "duration_ms", b"duration_ms", "log_lines", b"log_lines", "message", b"message", "phase", b"phase", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_done", b"_done", "_duration_ms", b"_duration_ms", "_p50_ns", b"_p50_ns", "_total", b"_total", "attempt_id", b"attempt_id", "cell_id", b"cell_id", "device_id", b"device_id", "done", b"done", "duration_ms", b"duration_ms", "log_lines", b"log_lines", "message", b"message", "p50_ns", b"p50_ns", "phase", b"phase", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__done: _TypeAlias = _typing.Literal["done"]  # noqa: Y015
     _WhichOneofArgType__done: _TypeAlias = _typing.Literal["_done", b"_done"]  # noqa: Y015
     _WhichOneofReturnType__duration_ms: _TypeAlias = _typing.Literal["duration_ms"]  # noqa: Y015
     _WhichOneofArgType__duration_ms: _TypeAlias = _typing.Literal["_duration_ms", b"_duration_ms"]  # noqa: Y015
+    _WhichOneofReturnType__p50_ns: _TypeAlias = _typing.Literal["p50_ns"]  # noqa: Y015
+    _WhichOneofArgType__p50_ns: _TypeAlias = _typing.Literal["_p50_ns", b"_p50_ns"]  # noqa: Y015
     _WhichOneofReturnType__total: _TypeAlias = _typing.Literal["total"]  # noqa: Y015
     _WhichOneofArgType__total: _TypeAlias = _typing.Literal["_total", b"_total"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__done) -> _WhichOneofReturnType__done | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__duration_ms) -> _WhichOneofReturnType__duration_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__p50_ns) -> _WhichOneofReturnType__p50_ns | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__total) -> _WhichOneofReturnType__total | None: ...
 
@@ -387,6 +395,8 @@ class CandidateResult(_message.Message):
     REPEATABILITY_FIELD_NUMBER: _builtins.int
     BLOCKS_FIELD_NUMBER: _builtins.int
     NUMERICS_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    TRACED_TELEMETRY_FIELD_NUMBER: _builtins.int
     cell_id: _builtins.str
     threads: _builtins.int
     warmup: _builtins.int
@@ -445,6 +455,16 @@ class CandidateResult(_message.Message):
 
     @_builtins.property
     def numerics(self) -> Global___NumericsResult: ...
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___MeasuredRun]:
+        """The processes that measured the program, in order, if Measurement.repeat is above 1; otherwise empty. The fields of this
+        message then describe all of them: `iterations` and `duration_ns` are sums, `samples` are those of all runs in order.
+        """
+
+    @_builtins.property
+    def traced_telemetry(self) -> _report_pb2.RunTelemetry:
+        """Counters over the traced pass. Absent if nothing was traced, or the runner does not report them."""
+
     def __init__(
         self,
         *,
@@ -470,10 +490,12 @@ class CandidateResult(_message.Message):
         repeatability: _report_pb2.Repeatability | None = ...,
         blocks: _abc.Iterable[Global___InterleavedBlock] | None = ...,
         numerics: Global___NumericsResult | None = ...,
+        runs: _abc.Iterable[Global___MeasuredRun] | None = ...,
+        traced_telemetry: _report_pb2.RunTelemetry | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "error", b"error", "etdump", b"etdump", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "repeatability", b"repeatability", "runner", b"runner", "samples", b"samples", "steady", b"steady", "telemetry", b"telemetry", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "error", b"error", "etdump", b"etdump", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "repeatability", b"repeatability", "runner", b"runner", "samples", b"samples", "steady", b"steady", "telemetry", b"telemetry", "traced_telemetry", b"traced_telemetry", "warmup_ns", b"warmup_ns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "blocks", b"blocks", "cell_id", b"cell_id", "duration_ns", b"duration_ns", "error", b"error", "etdump", b"etdump", "iterations", b"iterations", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "phases", b"phases", "repeatability", b"repeatability", "runner", b"runner", "samples", b"samples", "steady", b"steady", "stop_reason", b"stop_reason", "telemetry", b"telemetry", "threads", b"threads", "traced_ns", b"traced_ns", "warmup", b"warmup", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "blocks", b"blocks", "cell_id", b"cell_id", "duration_ns", b"duration_ns", "error", b"error", "etdump", b"etdump", "iterations", b"iterations", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "phases", b"phases", "repeatability", b"repeatability", "runner", b"runner", "runs", b"runs", "samples", b"samples", "steady", b"steady", "stop_reason", b"stop_reason", "telemetry", b"telemetry", "threads", b"threads", "traced_ns", b"traced_ns", "traced_telemetry", b"traced_telemetry", "warmup", b"warmup", "warmup_ns", b"warmup_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__outputs_equal: _TypeAlias = _typing.Literal["outputs_equal"]  # noqa: Y015
     _WhichOneofArgType__outputs_equal: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal"]  # noqa: Y015
@@ -489,6 +511,62 @@ class CandidateResult(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__warmup_ns) -> _WhichOneofReturnType__warmup_ns | None: ...
 
 Global___CandidateResult: _TypeAlias = CandidateResult  # noqa: Y015
+
+@_typing.final
+class MeasuredRun(_message.Message):
+    """One process that measured a candidate."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WARMUP_FIELD_NUMBER: _builtins.int
+    ITERATIONS_FIELD_NUMBER: _builtins.int
+    DURATION_NS_FIELD_NUMBER: _builtins.int
+    STOP_REASON_FIELD_NUMBER: _builtins.int
+    STEADY_FIELD_NUMBER: _builtins.int
+    WARMUP_NS_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    TELEMETRY_FIELD_NUMBER: _builtins.int
+    warmup: _builtins.int
+    """Number of warm-up iterations."""
+    iterations: _builtins.int
+    """Number of timed iterations."""
+    duration_ns: _builtins.int
+    """Wall time of the timed pass."""
+    stop_reason: _common_pb2.StopReason.ValueType
+    steady: _builtins.bool
+    """As in CandidateResult."""
+    warmup_ns: _builtins.int
+    """Wall time of the warm-up."""
+    @_builtins.property
+    def load(self) -> _report_pb2.Load: ...
+    @_builtins.property
+    def telemetry(self) -> _report_pb2.RunTelemetry: ...
+    def __init__(
+        self,
+        *,
+        warmup: _builtins.int = ...,
+        iterations: _builtins.int = ...,
+        duration_ns: _builtins.int = ...,
+        stop_reason: _common_pb2.StopReason.ValueType = ...,
+        steady: _builtins.bool | None = ...,
+        warmup_ns: _builtins.int | None = ...,
+        load: _report_pb2.Load | None = ...,
+        telemetry: _report_pb2.RunTelemetry | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "load", b"load", "steady", b"steady", "telemetry", b"telemetry", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "duration_ns", b"duration_ns", "iterations", b"iterations", "load", b"load", "steady", b"steady", "stop_reason", b"stop_reason", "telemetry", b"telemetry", "warmup", b"warmup", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__steady: _TypeAlias = _typing.Literal["steady"]  # noqa: Y015
+    _WhichOneofArgType__steady: _TypeAlias = _typing.Literal["_steady", b"_steady"]  # noqa: Y015
+    _WhichOneofReturnType__warmup_ns: _TypeAlias = _typing.Literal["warmup_ns"]  # noqa: Y015
+    _WhichOneofArgType__warmup_ns: _TypeAlias = _typing.Literal["_warmup_ns", b"_warmup_ns"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steady) -> _WhichOneofReturnType__steady | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__warmup_ns) -> _WhichOneofReturnType__warmup_ns | None: ...
+
+Global___MeasuredRun: _TypeAlias = MeasuredRun  # noqa: Y015
 
 @_typing.final
 class NumericsResult(_message.Message):

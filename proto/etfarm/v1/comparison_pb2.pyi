@@ -77,7 +77,9 @@ class _RatioMethodEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RatioMeth
     RATIO_METHOD_PAIRED: _RatioMethod.ValueType  # 1
     """Both programs took turns in one attempt, and their rounds were compared."""
     RATIO_METHOD_SEPARATE: _RatioMethod.ValueType  # 2
-    """Each program was measured alone. The interval covers the variation within each run, not that between runs."""
+    """Each program was measured alone. The interval covers the variation within and between runs as far as the spread of both
+    sides is known.
+    """
 
 class RatioMethod(_RatioMethod, metaclass=_RatioMethodEnumTypeWrapper):
     """How the ratio of two latencies was measured."""
@@ -86,7 +88,9 @@ RATIO_METHOD_UNSPECIFIED: RatioMethod.ValueType  # 0
 RATIO_METHOD_PAIRED: RatioMethod.ValueType  # 1
 """Both programs took turns in one attempt, and their rounds were compared."""
 RATIO_METHOD_SEPARATE: RatioMethod.ValueType  # 2
-"""Each program was measured alone. The interval covers the variation within each run, not that between runs."""
+"""Each program was measured alone. The interval covers the variation within and between runs as far as the spread of both
+sides is known.
+"""
 Global___RatioMethod: _TypeAlias = RatioMethod  # noqa: Y015
 
 class _LatencyOutcome:
@@ -104,6 +108,8 @@ class _LatencyOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Latenc
     """The interval contains 1."""
     LATENCY_OUTCOME_TOO_FEW: _LatencyOutcome.ValueType  # 4
     """There are too few samples or rounds for an interval."""
+    LATENCY_OUTCOME_INCONCLUSIVE: _LatencyOutcome.ValueType  # 5
+    """The two were measured in separate runs, and too little is known about how such runs vary to tell."""
 
 class LatencyOutcome(_LatencyOutcome, metaclass=_LatencyOutcomeEnumTypeWrapper): ...
 
@@ -116,6 +122,8 @@ LATENCY_OUTCOME_NO_DIFFERENCE: LatencyOutcome.ValueType  # 3
 """The interval contains 1."""
 LATENCY_OUTCOME_TOO_FEW: LatencyOutcome.ValueType  # 4
 """There are too few samples or rounds for an interval."""
+LATENCY_OUTCOME_INCONCLUSIVE: LatencyOutcome.ValueType  # 5
+"""The two were measured in separate runs, and too little is known about how such runs vary to tell."""
 Global___LatencyOutcome: _TypeAlias = LatencyOutcome  # noqa: Y015
 
 class _ChangedRows:
@@ -166,6 +174,39 @@ OPERATOR_CHANGE_KIND_REST: OperatorChangeKind.ValueType  # 3
 OPERATOR_CHANGE_KIND_UNATTRIBUTED: OperatorChangeKind.ValueType  # 4
 """Kernels without an operator of the model, such as those that a delegate inserted."""
 Global___OperatorChangeKind: _TypeAlias = OperatorChangeKind  # noqa: Y015
+
+class _OperatorOutcome:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OperatorOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OperatorOutcome.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OPERATOR_OUTCOME_UNSPECIFIED: _OperatorOutcome.ValueType  # 0
+    OPERATOR_OUTCOME_FASTER: _OperatorOutcome.ValueType  # 1
+    """The whole interval is below 0."""
+    OPERATOR_OUTCOME_SLOWER: _OperatorOutcome.ValueType  # 2
+    """The whole interval is above 0."""
+    OPERATOR_OUTCOME_NO_DIFFERENCE: _OperatorOutcome.ValueType  # 3
+    """The interval contains 0."""
+    OPERATOR_OUTCOME_TOO_FEW: _OperatorOutcome.ValueType  # 4
+    """There are too few iterations for an interval."""
+    OPERATOR_OUTCOME_INCONCLUSIVE: _OperatorOutcome.ValueType  # 5
+    """The interval does not contain 0, but a traced pass is not VALID, or it is unknown how separate runs of a side vary."""
+
+class OperatorOutcome(_OperatorOutcome, metaclass=_OperatorOutcomeEnumTypeWrapper): ...
+
+OPERATOR_OUTCOME_UNSPECIFIED: OperatorOutcome.ValueType  # 0
+OPERATOR_OUTCOME_FASTER: OperatorOutcome.ValueType  # 1
+"""The whole interval is below 0."""
+OPERATOR_OUTCOME_SLOWER: OperatorOutcome.ValueType  # 2
+"""The whole interval is above 0."""
+OPERATOR_OUTCOME_NO_DIFFERENCE: OperatorOutcome.ValueType  # 3
+"""The interval contains 0."""
+OPERATOR_OUTCOME_TOO_FEW: OperatorOutcome.ValueType  # 4
+"""There are too few iterations for an interval."""
+OPERATOR_OUTCOME_INCONCLUSIVE: OperatorOutcome.ValueType  # 5
+"""The interval does not contain 0, but a traced pass is not VALID, or it is unknown how separate runs of a side vary."""
+Global___OperatorOutcome: _TypeAlias = OperatorOutcome  # noqa: Y015
 
 @_typing.final
 class CompareRequest(_message.Message):
@@ -743,6 +784,9 @@ class LatencyChange(_message.Message):
     LOAD_NS_FIELD_NUMBER: _builtins.int
     LOAD_METHOD_NS_FIELD_NUMBER: _builtins.int
     FIRST_RUN_NS_FIELD_NUMBER: _builtins.int
+    SAME_PROGRAM_FIELD_NUMBER: _builtins.int
+    BASE_SPREAD_FIELD_NUMBER: _builtins.int
+    CANDIDATE_SPREAD_FIELD_NUMBER: _builtins.int
     ratio: _builtins.float
     """The ratio of the median latencies; absent if a side has no median above 0. `method` and `outcome` are then unspecified."""
     method: Global___RatioMethod.ValueType
@@ -750,6 +794,8 @@ class LatencyChange(_message.Message):
     rounds: _builtins.int
     """Number of rounds, and of pairs of processes that ran them; present only for PAIRED."""
     process_pairs: _builtins.int
+    same_program: _builtins.bool
+    """Whether both sides ran the same program on the same inputs: equal digests, method, runner, threads and cores."""
     @_builtins.property
     def ratio_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Two values: the lower and the upper end of the ratio's 95 % interval. Empty if there is no interval."""
@@ -768,6 +814,12 @@ class LatencyChange(_message.Message):
     def load_method_ns(self) -> Global___CountChange: ...
     @_builtins.property
     def first_run_ns(self) -> Global___CountChange: ...
+    @_builtins.property
+    def base_spread(self) -> _report_pb2.RunSpread:
+        """Present for SEPARATE, unless unknown."""
+
+    @_builtins.property
+    def candidate_spread(self) -> _report_pb2.RunSpread: ...
     def __init__(
         self,
         *,
@@ -783,10 +835,13 @@ class LatencyChange(_message.Message):
         load_ns: Global___CountChange | None = ...,
         load_method_ns: Global___CountChange | None = ...,
         first_run_ns: Global___CountChange | None = ...,
+        same_program: _builtins.bool = ...,
+        base_spread: _report_pb2.RunSpread | None = ...,
+        candidate_spread: _report_pb2.RunSpread | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_process_pairs", b"_process_pairs", "_ratio", b"_ratio", "_rounds", b"_rounds", "first_run_ns", b"first_run_ns", "load_method_ns", b"load_method_ns", "load_ns", b"load_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "p99_ns", b"p99_ns", "process_pairs", b"process_pairs", "ratio", b"ratio", "rounds", b"rounds"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_process_pairs", b"_process_pairs", "_ratio", b"_ratio", "_rounds", b"_rounds", "base_spread", b"base_spread", "candidate_spread", b"candidate_spread", "first_run_ns", b"first_run_ns", "load_method_ns", b"load_method_ns", "load_ns", b"load_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "p99_ns", b"p99_ns", "process_pairs", b"process_pairs", "ratio", b"ratio", "rounds", b"rounds"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_process_pairs", b"_process_pairs", "_ratio", b"_ratio", "_rounds", b"_rounds", "first_run_ns", b"first_run_ns", "load_method_ns", b"load_method_ns", "load_ns", b"load_ns", "method", b"method", "outcome", b"outcome", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "p99_ns", b"p99_ns", "process_pairs", b"process_pairs", "ratio", b"ratio", "ratio_ci95", b"ratio_ci95", "rounds", b"rounds"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_process_pairs", b"_process_pairs", "_ratio", b"_ratio", "_rounds", b"_rounds", "base_spread", b"base_spread", "candidate_spread", b"candidate_spread", "first_run_ns", b"first_run_ns", "load_method_ns", b"load_method_ns", "load_ns", b"load_ns", "method", b"method", "outcome", b"outcome", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "p99_ns", b"p99_ns", "process_pairs", b"process_pairs", "ratio", b"ratio", "ratio_ci95", b"ratio_ci95", "rounds", b"rounds", "same_program", b"same_program"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__process_pairs: _TypeAlias = _typing.Literal["process_pairs"]  # noqa: Y015
     _WhichOneofArgType__process_pairs: _TypeAlias = _typing.Literal["_process_pairs", b"_process_pairs"]  # noqa: Y015
@@ -842,6 +897,8 @@ class OperatorChange(_message.Message):
     CANDIDATE_FIELD_NUMBER: _builtins.int
     CHANGE_NS_FIELD_NUMBER: _builtins.int
     CHANGE_SHARE_FIELD_NUMBER: _builtins.int
+    CHANGE_CI95_NS_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
     kind: Global___OperatorChangeKind.ValueType
     module: _builtins.str
     """The module's path in the user's model; absent if the kind is neither OPERATOR nor DELEGATE."""
@@ -849,6 +906,8 @@ class OperatorChange(_message.Message):
     """The change of the time. A side without the operators counts as 0."""
     change_share: _builtins.float
     """The change of the share of the whole execution, -1 to 1."""
+    outcome: Global___OperatorOutcome.ValueType
+    """Unspecified if `change_ns` is absent, and if a side lacks the operators."""
     @_builtins.property
     def op_types(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -859,6 +918,12 @@ class OperatorChange(_message.Message):
     def base(self) -> Global___OperatorTime: ...
     @_builtins.property
     def candidate(self) -> Global___OperatorTime: ...
+    @_builtins.property
+    def change_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Two values: the 95 % interval of `change_ns`. It covers the variation within both traced passes, and between runs as far as
+        Report.run_spread is known. Empty if a side has no interval.
+        """
+
     def __init__(
         self,
         *,
@@ -870,10 +935,12 @@ class OperatorChange(_message.Message):
         candidate: Global___OperatorTime | None = ...,
         change_ns: _builtins.float | None = ...,
         change_share: _builtins.float | None = ...,
+        change_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
+        outcome: Global___OperatorOutcome.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_change_ns", b"_change_ns", "_change_share", b"_change_share", "_module", b"_module", "base", b"base", "candidate", b"candidate", "change_ns", b"change_ns", "change_share", b"change_share", "module", b"module", "source", b"source"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_change_ns", b"_change_ns", "_change_share", b"_change_share", "_module", b"_module", "base", b"base", "candidate", b"candidate", "change_ns", b"change_ns", "change_share", b"change_share", "kind", b"kind", "module", b"module", "op_types", b"op_types", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_change_ns", b"_change_ns", "_change_share", b"_change_share", "_module", b"_module", "base", b"base", "candidate", b"candidate", "change_ci95_ns", b"change_ci95_ns", "change_ns", b"change_ns", "change_share", b"change_share", "kind", b"kind", "module", b"module", "op_types", b"op_types", "outcome", b"outcome", "source", b"source"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__change_ns: _TypeAlias = _typing.Literal["change_ns"]  # noqa: Y015
     _WhichOneofArgType__change_ns: _TypeAlias = _typing.Literal["_change_ns", b"_change_ns"]  # noqa: Y015
@@ -900,15 +967,20 @@ class OperatorTime(_message.Message):
     INDEXES_FIELD_NUMBER: _builtins.int
     TIME_NS_FIELD_NUMBER: _builtins.int
     SHARE_FIELD_NUMBER: _builtins.int
+    TIME_CI95_NS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     """The kernel's name; absent if there are several kernels."""
     time_ns: _builtins.float
-    """The product of `share` and Profile.p50_ns; if `share` is absent, the sum of the rows' means."""
+    """The sum of the rows' means, which is `share` of Profile.mean_ns."""
     share: _builtins.float
     """The fraction (0 to 1) of the whole execution."""
     @_builtins.property
     def indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """OperatorRow.index of each."""
+
+    @_builtins.property
+    def time_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Two values: the 95 % interval of `time_ns` within its run; empty if it is unknown."""
 
     def __init__(
         self,
@@ -917,10 +989,11 @@ class OperatorTime(_message.Message):
         indexes: _abc.Iterable[_builtins.int] | None = ...,
         time_ns: _builtins.float | None = ...,
         share: _builtins.float | None = ...,
+        time_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_share", b"_share", "_time_ns", b"_time_ns", "name", b"name", "share", b"share", "time_ns", b"time_ns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_share", b"_share", "_time_ns", b"_time_ns", "indexes", b"indexes", "name", b"name", "share", b"share", "time_ns", b"time_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_name", b"_name", "_share", b"_share", "_time_ns", b"_time_ns", "indexes", b"indexes", "name", b"name", "share", b"share", "time_ci95_ns", b"time_ci95_ns", "time_ns", b"time_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__name: _TypeAlias = _typing.Literal["name"]  # noqa: Y015
     _WhichOneofArgType__name: _TypeAlias = _typing.Literal["_name", b"_name"]  # noqa: Y015

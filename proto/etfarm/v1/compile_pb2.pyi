@@ -294,9 +294,14 @@ class Place(_message.Message):
     SOURCE_FIELD_NUMBER: _builtins.int
     MODULE_FIELD_NUMBER: _builtins.int
     COUNT_FIELD_NUMBER: _builtins.int
+    UNDELEGATED_REASON_FIELD_NUMBER: _builtins.int
     module: _builtins.str
     """The module's path in the user's model: "layer1.conv"."""
     count: _builtins.int
+    undelegated_reason: _builtins.str
+    """Why the nodes were not delegated, in the partitioner's own words; absent if the partitioner states no reason, and in lists of
+    other nodes.
+    """
     @_builtins.property
     def source(self) -> Global___SourceLine:
         """Absent if no frame of the stack trace is the user's own."""
@@ -307,14 +312,20 @@ class Place(_message.Message):
         source: Global___SourceLine | None = ...,
         module: _builtins.str | None = ...,
         count: _builtins.int = ...,
+        undelegated_reason: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_module", b"_module", "module", b"module", "source", b"source"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_module", b"_module", "_undelegated_reason", b"_undelegated_reason", "module", b"module", "source", b"source", "undelegated_reason", b"undelegated_reason"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_module", b"_module", "count", b"count", "module", b"module", "source", b"source"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_module", b"_module", "_undelegated_reason", b"_undelegated_reason", "count", b"count", "module", b"module", "source", b"source", "undelegated_reason", b"undelegated_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__module: _TypeAlias = _typing.Literal["module"]  # noqa: Y015
     _WhichOneofArgType__module: _TypeAlias = _typing.Literal["_module", b"_module"]  # noqa: Y015
+    _WhichOneofReturnType__undelegated_reason: _TypeAlias = _typing.Literal["undelegated_reason"]  # noqa: Y015
+    _WhichOneofArgType__undelegated_reason: _TypeAlias = _typing.Literal["_undelegated_reason", b"_undelegated_reason"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__module) -> _WhichOneofReturnType__module | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__undelegated_reason) -> _WhichOneofReturnType__undelegated_reason | None: ...
 
 Global___Place: _TypeAlias = Place  # noqa: Y015
 

@@ -246,6 +246,8 @@ class Measurement(_message.Message):
     INTERLEAVE_FIELD_NUMBER: _builtins.int
     CORES_FIELD_NUMBER: _builtins.int
     MAX_WARMUP_S_FIELD_NUMBER: _builtins.int
+    REPEAT_FIELD_NUMBER: _builtins.int
+    TRACE_ITERATIONS_FIELD_NUMBER: _builtins.int
     warmup: _builtins.int
     """Number of warm-up iterations, which are not counted. When absent, the warm-up lasts until the running median is steady, at
     most max_warmup_s.
@@ -257,7 +259,9 @@ class Measurement(_message.Message):
     max_time_s: _builtins.float
     """Maximum duration of the timed pass in seconds; 60 when absent. It takes precedence over the minimums."""
     max_samples: _builtins.int
-    """Maximum number of samples; 1,000,000 when absent. It takes precedence over the minimums."""
+    """Maximum number of samples; 1,000,000 divided by `repeat` when absent. It takes precedence over the minimums. All runs
+    together may have 10,000,000.
+    """
     no_profile: _builtins.bool
     """Whether to skip the traced pass."""
     numerics: _builtins.bool
@@ -272,6 +276,12 @@ class Measurement(_message.Message):
     """"big", "little" or a list such as "0-3"; the device's default when empty."""
     max_warmup_s: _builtins.float
     """Maximum duration of the warm-up in seconds. When absent, 10 if `warmup` is absent, and unlimited if it is set."""
+    repeat: _builtins.int
+    """Number of fresh processes that measure the program one after another in one attempt, 1 to 50; 1 when absent. The limits above
+    apply to each. Not with `interleave`, which starts several processes itself.
+    """
+    trace_iterations: _builtins.int
+    """Minimum number of traced iterations, 1 to 1,000; 30 when absent. The traced pass is limited in time as well."""
     def __init__(
         self,
         *,
@@ -285,10 +295,12 @@ class Measurement(_message.Message):
         interleave: _builtins.bool = ...,
         cores: _builtins.str = ...,
         max_warmup_s: _builtins.float | None = ...,
+        repeat: _builtins.int | None = ...,
+        trace_iterations: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_iterations", b"_iterations", "_max_samples", b"_max_samples", "_max_time_s", b"_max_time_s", "_max_warmup_s", b"_max_warmup_s", "_min_time_s", b"_min_time_s", "_warmup", b"_warmup", "iterations", b"iterations", "max_samples", b"max_samples", "max_time_s", b"max_time_s", "max_warmup_s", b"max_warmup_s", "min_time_s", b"min_time_s", "warmup", b"warmup"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_iterations", b"_iterations", "_max_samples", b"_max_samples", "_max_time_s", b"_max_time_s", "_max_warmup_s", b"_max_warmup_s", "_min_time_s", b"_min_time_s", "_repeat", b"_repeat", "_trace_iterations", b"_trace_iterations", "_warmup", b"_warmup", "iterations", b"iterations", "max_samples", b"max_samples", "max_time_s", b"max_time_s", "max_warmup_s", b"max_warmup_s", "min_time_s", b"min_time_s", "repeat", b"repeat", "trace_iterations", b"trace_iterations", "warmup", b"warmup"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_iterations", b"_iterations", "_max_samples", b"_max_samples", "_max_time_s", b"_max_time_s", "_max_warmup_s", b"_max_warmup_s", "_min_time_s", b"_min_time_s", "_warmup", b"_warmup", "cores", b"cores", "interleave", b"interleave", "iterations", b"iterations", "max_samples", b"max_samples", "max_time_s", b"max_time_s", "max_warmup_s", b"max_warmup_s", "min_time_s", b"min_time_s", "no_profile", b"no_profile", "numerics", b"numerics", "warmup", b"warmup"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_iterations", b"_iterations", "_max_samples", b"_max_samples", "_max_time_s", b"_max_time_s", "_max_warmup_s", b"_max_warmup_s", "_min_time_s", b"_min_time_s", "_repeat", b"_repeat", "_trace_iterations", b"_trace_iterations", "_warmup", b"_warmup", "cores", b"cores", "interleave", b"interleave", "iterations", b"iterations", "max_samples", b"max_samples", "max_time_s", b"max_time_s", "max_warmup_s", b"max_warmup_s", "min_time_s", b"min_time_s", "no_profile", b"no_profile", "numerics", b"numerics", "repeat", b"repeat", "trace_iterations", b"trace_iterations", "warmup", b"warmup"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__iterations: _TypeAlias = _typing.Literal["iterations"]  # noqa: Y015
     _WhichOneofArgType__iterations: _TypeAlias = _typing.Literal["_iterations", b"_iterations"]  # noqa: Y015
@@ -300,6 +312,10 @@ class Measurement(_message.Message):
     _WhichOneofArgType__max_warmup_s: _TypeAlias = _typing.Literal["_max_warmup_s", b"_max_warmup_s"]  # noqa: Y015
     _WhichOneofReturnType__min_time_s: _TypeAlias = _typing.Literal["min_time_s"]  # noqa: Y015
     _WhichOneofArgType__min_time_s: _TypeAlias = _typing.Literal["_min_time_s", b"_min_time_s"]  # noqa: Y015
+    _WhichOneofReturnType__repeat: _TypeAlias = _typing.Literal["repeat"]  # noqa: Y015
+    _WhichOneofArgType__repeat: _TypeAlias = _typing.Literal["_repeat", b"_repeat"]  # noqa: Y015
+    _WhichOneofReturnType__trace_iterations: _TypeAlias = _typing.Literal["trace_iterations"]  # noqa: Y015
+    _WhichOneofArgType__trace_iterations: _TypeAlias = _typing.Literal["_trace_iterations", b"_trace_iterations"]  # noqa: Y015
     _WhichOneofReturnType__warmup: _TypeAlias = _typing.Literal["warmup"]  # noqa: Y015
     _WhichOneofArgType__warmup: _TypeAlias = _typing.Literal["_warmup", b"_warmup"]  # noqa: Y015
     @_typing.overload
@@ -312,6 +328,10 @@ class Measurement(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_warmup_s) -> _WhichOneofReturnType__max_warmup_s | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__min_time_s) -> _WhichOneofReturnType__min_time_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__repeat) -> _WhichOneofReturnType__repeat | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__trace_iterations) -> _WhichOneofReturnType__trace_iterations | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__warmup) -> _WhichOneofReturnType__warmup | None: ...
 
@@ -378,7 +398,9 @@ class JobSpec(_message.Message):
     priority: _builtins.int
     """Cells with a higher priority run first; 0 is the default."""
     timeout_s: _builtins.float
-    """Time limit of an attempt on the device, in seconds; 600 when absent."""
+    """Time limit of an attempt on the device, in seconds. When absent, 600, and for each further run of Measurement.repeat 120
+    more, or 80 and the minimum duration of the timed pass if that is longer; at most a day for all further runs.
+    """
     no_cache: _builtins.bool
     """Whether to ignore cached compilations and analyses, here and in ReportService.Analyze."""
     stop_after: _builtins.str
@@ -443,8 +465,14 @@ class SubmitJobRequest(_message.Message):
 
     REQUEST_ID_FIELD_NUMBER: _builtins.int
     SPEC_FIELD_NUMBER: _builtins.int
+    VALIDATE_ONLY_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """A unique id among the owner's requests, chosen by the caller, such as a UUID."""
+    validate_only: _builtins.bool
+    """Only checks the request, before models are exported: stores nothing, starts nothing, and answers with the job as it would be,
+    whose ids name nothing. request_id may be empty. A candidate may lack its source; what depends on the source is then not
+    checked, and a candidate without a recipe counts as a ready program.
+    """
     @_builtins.property
     def spec(self) -> Global___JobSpec: ...
     def __init__(
@@ -452,10 +480,11 @@ class SubmitJobRequest(_message.Message):
         *,
         request_id: _builtins.str = ...,
         spec: Global___JobSpec | None = ...,
+        validate_only: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["spec", b"spec"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "spec", b"spec"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id", "spec", b"spec", "validate_only", b"validate_only"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -491,6 +520,9 @@ class Cell(_message.Message):
     UPDATE_TIME_FIELD_NUMBER: _builtins.int
     COMPILE_CACHED_FIELD_NUMBER: _builtins.int
     TIMELINE_FIELD_NUMBER: _builtins.int
+    P50_NS_FIELD_NUMBER: _builtins.int
+    P50_CI95_NS_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     job_id: _builtins.str
     index: _builtins.int
@@ -517,6 +549,11 @@ class Cell(_message.Message):
     """Why the cell waits, such as "board-7 is known but offline"; may be empty."""
     compile_cached: _builtins.bool
     """Whether the compilation came from the cache."""
+    p50_ns: _builtins.float
+    """The result of the timed pass, as in the cell's report: Latency.p50_ns and p50_ci95_ns, and Verdict.status. Set once the cell
+    has succeeded with a measurement.
+    """
+    verdict: _report_pb2.VerdictStatus.ValueType
     @_builtins.property
     def error(self) -> _common_pb2.Error: ...
     @_builtins.property
@@ -537,6 +574,8 @@ class Cell(_message.Message):
     def timeline(self) -> _containers.RepeatedCompositeFieldContainer[_report_pb2.Phase]:
         """The completed steps."""
 
+    @_builtins.property
+    def p50_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
@@ -564,17 +603,24 @@ class Cell(_message.Message):
         update_time: _timestamp_pb2.Timestamp | None = ...,
         compile_cached: _builtins.bool = ...,
         timeline: _abc.Iterable[_report_pb2.Phase] | None = ...,
+        p50_ns: _builtins.float | None = ...,
+        p50_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
+        verdict: _report_pb2.VerdictStatus.ValueType = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_threads", b"_threads", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "outputs", b"outputs", "program", b"program", "threads", b"threads", "update_time", b"update_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_p50_ns", b"_p50_ns", "_threads", b"_threads", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "outputs", b"outputs", "p50_ns", b"p50_ns", "program", b"program", "threads", b"threads", "update_time", b"update_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_threads", b"_threads", "attempts", b"attempts", "candidate_index", b"candidate_index", "candidate_name", b"candidate_name", "compilation_key", b"compilation_key", "compile_cached", b"compile_cached", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "id", b"id", "index", b"index", "job_id", b"job_id", "method", b"method", "numerics_compilation_key", b"numerics_compilation_key", "outputs", b"outputs", "program", b"program", "recipe_name", b"recipe_name", "report_id", b"report_id", "selector", b"selector", "state", b"state", "threads", b"threads", "timeline", b"timeline", "update_time", b"update_time", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_device_index", b"_device_index", "_p50_ns", b"_p50_ns", "_threads", b"_threads", "attempts", b"attempts", "candidate_index", b"candidate_index", "candidate_name", b"candidate_name", "compilation_key", b"compilation_key", "compile_cached", b"compile_cached", "device_index", b"device_index", "error", b"error", "etrecord", b"etrecord", "id", b"id", "index", b"index", "job_id", b"job_id", "method", b"method", "numerics_compilation_key", b"numerics_compilation_key", "outputs", b"outputs", "p50_ci95_ns", b"p50_ci95_ns", "p50_ns", b"p50_ns", "program", b"program", "recipe_name", b"recipe_name", "report_id", b"report_id", "selector", b"selector", "state", b"state", "threads", b"threads", "timeline", b"timeline", "update_time", b"update_time", "verdict", b"verdict", "version", b"version", "waiting_for", b"waiting_for"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__device_index: _TypeAlias = _typing.Literal["device_index"]  # noqa: Y015
     _WhichOneofArgType__device_index: _TypeAlias = _typing.Literal["_device_index", b"_device_index"]  # noqa: Y015
+    _WhichOneofReturnType__p50_ns: _TypeAlias = _typing.Literal["p50_ns"]  # noqa: Y015
+    _WhichOneofArgType__p50_ns: _TypeAlias = _typing.Literal["_p50_ns", b"_p50_ns"]  # noqa: Y015
     _WhichOneofReturnType__threads: _TypeAlias = _typing.Literal["threads"]  # noqa: Y015
     _WhichOneofArgType__threads: _TypeAlias = _typing.Literal["_threads", b"_threads"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__device_index) -> _WhichOneofReturnType__device_index | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__p50_ns) -> _WhichOneofReturnType__p50_ns | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__threads) -> _WhichOneofReturnType__threads | None: ...
 
@@ -707,8 +753,8 @@ class GetJobRequest(_message.Message):
 
     JOB_ID_FIELD_NUMBER: _builtins.int
     job_id: _builtins.str
-    """An id, a tag, a unique prefix of an id with at least 4 characters, or "latest", looked up in this order. Every request that
-    names a job accepts the same.
+    """"latest", an id, a tag, or a unique prefix of an id with at least 4 characters or unique job name, looked up in this order.
+    Every request that names a job accepts the same.
     """
     def __init__(
         self,
@@ -725,22 +771,66 @@ Global___GetJobRequest: _TypeAlias = GetJobRequest  # noqa: Y015
 
 @_typing.final
 class ListJobsRequest(_message.Message):
+    """Lists the jobs that meet all conditions. A page of a list with conditions may have fewer jobs than page_size, even none, although
+    next_page_token is set.
+    """
+
     DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     PAGE_SIZE_FIELD_NUMBER: _builtins.int
     PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    NAME_FIELD_NUMBER: _builtins.int
+    LABELS_FIELD_NUMBER: _builtins.int
+    STATES_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """50 by default, at most 500."""
     page_token: _builtins.str
+    name: _builtins.str
+    """A part of the job's name; any name when empty."""
+    owner: _builtins.str
+    """The principal that submitted the job; any when empty."""
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
+        """Labels that the job has, with these values."""
+
+    @_builtins.property
+    def states(self) -> _containers.RepeatedScalarFieldContainer[Global___JobState.ValueType]:
+        """The job is in one of these states; any state when empty."""
+
     def __init__(
         self,
         *,
         page_size: _builtins.int = ...,
         page_token: _builtins.str = ...,
+        name: _builtins.str = ...,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        states: _abc.Iterable[Global___JobState.ValueType] | None = ...,
+        owner: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "name", b"name", "owner", b"owner", "page_size", b"page_size", "page_token", b"page_token", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -861,6 +951,7 @@ class Progress(_message.Message):
     DONE_FIELD_NUMBER: _builtins.int
     TOTAL_FIELD_NUMBER: _builtins.int
     MESSAGE_FIELD_NUMBER: _builtins.int
+    P50_NS_FIELD_NUMBER: _builtins.int
     cell_id: _builtins.str
     actor: _common_pb2.Actor.ValueType
     """The server or a device."""
@@ -874,6 +965,8 @@ class Progress(_message.Message):
     """How far the phase is: `done` of `total` units. Absent if the phase cannot be counted."""
     total: _builtins.int
     message: _builtins.str
+    p50_ns: _builtins.float
+    """The median of the samples in nanoseconds, at the end of TIMED. The report follows after all of the job's runs on the machine."""
     def __init__(
         self,
         *,
@@ -885,21 +978,26 @@ class Progress(_message.Message):
         done: _builtins.int | None = ...,
         total: _builtins.int | None = ...,
         message: _builtins.str = ...,
+        p50_ns: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_done", b"_done", "_duration_ms", b"_duration_ms", "_total", b"_total", "done", b"done", "duration_ms", b"duration_ms", "total", b"total"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_done", b"_done", "_duration_ms", b"_duration_ms", "_p50_ns", b"_p50_ns", "_total", b"_total", "done", b"done", "duration_ms", b"duration_ms", "p50_ns", b"p50_ns", "total", b"total"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_done", b"_done", "_duration_ms", b"_duration_ms", "_total", b"_total", "actor", b"actor", "cell_id", b"cell_id", "device_name", b"device_name", "done", b"done", "duration_ms", b"duration_ms", "message", b"message", "phase", b"phase", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_done", b"_done", "_duration_ms", b"_duration_ms", "_p50_ns", b"_p50_ns", "_total", b"_total", "actor", b"actor", "cell_id", b"cell_id", "device_name", b"device_name", "done", b"done", "duration_ms", b"duration_ms", "message", b"message", "p50_ns", b"p50_ns", "phase", b"phase", "total", b"total"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__done: _TypeAlias = _typing.Literal["done"]  # noqa: Y015
     _WhichOneofArgType__done: _TypeAlias = _typing.Literal["_done", b"_done"]  # noqa: Y015
     _WhichOneofReturnType__duration_ms: _TypeAlias = _typing.Literal["duration_ms"]  # noqa: Y015
     _WhichOneofArgType__duration_ms: _TypeAlias = _typing.Literal["_duration_ms", b"_duration_ms"]  # noqa: Y015
+    _WhichOneofReturnType__p50_ns: _TypeAlias = _typing.Literal["p50_ns"]  # noqa: Y015
+    _WhichOneofArgType__p50_ns: _TypeAlias = _typing.Literal["_p50_ns", b"_p50_ns"]  # noqa: Y015
     _WhichOneofReturnType__total: _TypeAlias = _typing.Literal["total"]  # noqa: Y015
     _WhichOneofArgType__total: _TypeAlias = _typing.Literal["_total", b"_total"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__done) -> _WhichOneofReturnType__done | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__duration_ms) -> _WhichOneofReturnType__duration_ms | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__p50_ns) -> _WhichOneofReturnType__p50_ns | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__total) -> _WhichOneofReturnType__total | None: ...
 

@@ -93,10 +93,11 @@ class JobServiceServicer(object):
 
         Errors:
         INVALID_ARGUMENT     UNKNOWN_RECIPE, UNKNOWN_SELECTOR_KEY, NOT_A_PT2, UNSAFE_MODEL, NOT_A_PTE, TRUNCATED_PROGRAM,
-        RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS; BAD_STAGES: the order of stages is invalid;
-        METHOD_MISSING: a model lacks a method that the job names; BAD_RECIPE_FIELD: a recipe names a method
-        that its model lacks, or has an invalid value; UNKNOWN_STAGE: no plug-in has the stage; BAD_JOB: the
-        spec contradicts itself. The message says what to change.
+        RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS; CORES_UNKNOWN: no device that matches has the
+        cores of the measurement; BAD_STAGES: the order of stages is invalid; METHOD_MISSING: a model lacks a
+        method that the job names; BAD_RECIPE_FIELD: a recipe names a method that its model lacks, or has an
+        invalid value; UNKNOWN_STAGE: no plug-in has the stage; BAD_JOB: the spec contradicts itself. The
+        message says what to change.
         FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
         the devices. RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
         ARTIFACT_MISSING: upload `digest` first.
@@ -109,7 +110,7 @@ class JobServiceServicer(object):
         """Returns a job with its spec and cells.
 
         Errors:
-        NOT_FOUND            JOB_NOT_FOUND: no job has this id, and not exactly one has this prefix.
+        NOT_FOUND            JOB_NOT_FOUND: no job has this id, and not exactly one has this prefix or name.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

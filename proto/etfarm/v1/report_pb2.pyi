@@ -22,6 +22,40 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _RunSpreadSource:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _RunSpreadSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunSpreadSource.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    RUN_SPREAD_SOURCE_UNSPECIFIED: _RunSpreadSource.ValueType  # 0
+    RUN_SPREAD_SOURCE_REPEATS: _RunSpreadSource.ValueType  # 1
+    """The runs of this report."""
+    RUN_SPREAD_SOURCE_HISTORY: _RunSpreadSource.ValueType  # 2
+    """Earlier valid reports of the same project with the same program, device, method, threads, cores, inputs and runner, and
+    equally many valid runs. Takes precedence over REPEATS where whole reports vary more than their runs explain.
+    """
+    RUN_SPREAD_SOURCE_PRIOR: _RunSpreadSource.ValueType  # 3
+    """Other programs of the same project on devices of the same kind with a similar duration, or a constant: an assumption, which
+    decides no comparison.
+    """
+
+class RunSpreadSource(_RunSpreadSource, metaclass=_RunSpreadSourceEnumTypeWrapper):
+    """Where a RunSpread comes from."""
+
+RUN_SPREAD_SOURCE_UNSPECIFIED: RunSpreadSource.ValueType  # 0
+RUN_SPREAD_SOURCE_REPEATS: RunSpreadSource.ValueType  # 1
+"""The runs of this report."""
+RUN_SPREAD_SOURCE_HISTORY: RunSpreadSource.ValueType  # 2
+"""Earlier valid reports of the same project with the same program, device, method, threads, cores, inputs and runner, and
+equally many valid runs. Takes precedence over REPEATS where whole reports vary more than their runs explain.
+"""
+RUN_SPREAD_SOURCE_PRIOR: RunSpreadSource.ValueType  # 3
+"""Other programs of the same project on devices of the same kind with a similar duration, or a constant: an assumption, which
+decides no comparison.
+"""
+Global___RunSpreadSource: _TypeAlias = RunSpreadSource  # noqa: Y015
+
 class _RepeatabilityOutcome:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -38,6 +72,8 @@ class _RepeatabilityOutcomeEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_
     """The outputs differ, and the same number of executions after the program is loaded again yields other outputs."""
     REPEATABILITY_OUTCOME_DIFFERENT: _RepeatabilityOutcome.ValueType  # 4
     """The outputs differ for an unknown reason."""
+    REPEATABILITY_OUTCOME_ROUNDING: _RepeatabilityOutcome.ValueType  # 5
+    """The outputs differ by no more than rounding explains, as when threads add in another order."""
 
 class RepeatabilityOutcome(_RepeatabilityOutcome, metaclass=_RepeatabilityOutcomeEnumTypeWrapper):
     """The result of comparing the outputs of several executions with the same inputs."""
@@ -52,6 +88,8 @@ REPEATABILITY_OUTCOME_NONDETERMINISTIC: RepeatabilityOutcome.ValueType  # 3
 """The outputs differ, and the same number of executions after the program is loaded again yields other outputs."""
 REPEATABILITY_OUTCOME_DIFFERENT: RepeatabilityOutcome.ValueType  # 4
 """The outputs differ for an unknown reason."""
+REPEATABILITY_OUTCOME_ROUNDING: RepeatabilityOutcome.ValueType  # 5
+"""The outputs differ by no more than rounding explains, as when threads add in another order."""
 Global___RepeatabilityOutcome: _TypeAlias = RepeatabilityOutcome  # noqa: Y015
 
 class _Execution:
@@ -341,6 +379,8 @@ class Report(_message.Message):
     NUMERICS_ETDUMP_FIELD_NUMBER: _builtins.int
     NUMERICS_DEBUG_FIELD_NUMBER: _builtins.int
     CREATE_TIME_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    RUN_SPREAD_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     cell: _builtins.str
     """The cell's id."""
@@ -433,6 +473,16 @@ class Report(_message.Message):
     def numerics_debug(self) -> _common_pb2.Artifact: ...
     @_builtins.property
     def create_time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___Run]:
+        """The processes that measured the program, in order: one, or as many as Measurement.repeat. Empty if nothing was timed, and if
+        the attempt was interleaved.
+        """
+
+    @_builtins.property
+    def run_spread(self) -> Global___RunSpread:
+        """How much medians of separate runs of this program vary. Absent if nothing was timed or the spread is unknown."""
+
     def __init__(
         self,
         *,
@@ -471,10 +521,12 @@ class Report(_message.Message):
         numerics_etdump: _common_pb2.Artifact | None = ...,
         numerics_debug: _common_pb2.Artifact | None = ...,
         create_time: _timestamp_pb2.Timestamp | None = ...,
+        runs: _abc.Iterable[Global___Run] | None = ...,
+        run_spread: Global___RunSpread | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "analysis", b"analysis", "attempt", b"attempt", "compile", b"compile", "create_time", b"create_time", "device", b"device", "error", b"error", "etdump", b"etdump", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "telemetry", b"telemetry", "threads", b"threads", "trace_times", b"trace_times", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "analysis", b"analysis", "attempt", b"attempt", "compile", b"compile", "create_time", b"create_time", "device", b"device", "error", b"error", "etdump", b"etdump", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "run_spread", b"run_spread", "runner", b"runner", "samples", b"samples", "telemetry", b"telemetry", "threads", b"threads", "trace_times", b"trace_times", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "accuracy", b"accuracy", "analysis", b"analysis", "attempt", b"attempt", "cell", b"cell", "compile", b"compile", "create_time", b"create_time", "device", b"device", "error", b"error", "etdump", b"etdump", "id", b"id", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numeric_gap", b"numeric_gap", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "operators", b"operators", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "runner", b"runner", "samples", b"samples", "state", b"state", "telemetry", b"telemetry", "threads", b"threads", "timeline", b"timeline", "trace_times", b"trace_times", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "accuracy", b"accuracy", "analysis", b"analysis", "attempt", b"attempt", "cell", b"cell", "compile", b"compile", "create_time", b"create_time", "device", b"device", "error", b"error", "etdump", b"etdump", "id", b"id", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numeric_gap", b"numeric_gap", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "operators", b"operators", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "run_spread", b"run_spread", "runner", b"runner", "runs", b"runs", "samples", b"samples", "state", b"state", "telemetry", b"telemetry", "threads", b"threads", "timeline", b"timeline", "trace_times", b"trace_times", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
     _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
@@ -498,6 +550,129 @@ class Report(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__threads) -> _WhichOneofReturnType__threads | None: ...
 
 Global___Report: _TypeAlias = Report  # noqa: Y015
+
+@_typing.final
+class Run(_message.Message):
+    """One process that measured the program. Its samples follow those of the runs before it in Report.samples."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    WARMUP_FIELD_NUMBER: _builtins.int
+    ITERATIONS_FIELD_NUMBER: _builtins.int
+    DURATION_NS_FIELD_NUMBER: _builtins.int
+    STOP_REASON_FIELD_NUMBER: _builtins.int
+    STEADY_FIELD_NUMBER: _builtins.int
+    WARMUP_NS_FIELD_NUMBER: _builtins.int
+    P50_NS_FIELD_NUMBER: _builtins.int
+    P50_CI95_NS_FIELD_NUMBER: _builtins.int
+    DRIFT_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    TELEMETRY_FIELD_NUMBER: _builtins.int
+    warmup: _builtins.int
+    """Number of warm-up iterations."""
+    iterations: _builtins.int
+    """Number of timed iterations, which is the number of its samples."""
+    duration_ns: _builtins.int
+    """Wall time of the timed pass."""
+    stop_reason: _common_pb2.StopReason.ValueType
+    """Why the timed pass stopped."""
+    steady: _builtins.bool
+    """As in ReportMeasurement."""
+    warmup_ns: _builtins.int
+    """Wall time of the warm-up."""
+    p50_ns: _builtins.float
+    drift: _builtins.float
+    @_builtins.property
+    def p50_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """As in Latency: the interval within this run."""
+
+    @_builtins.property
+    def verdict(self) -> Global___Verdict:
+        """The verdict on this run alone."""
+
+    @_builtins.property
+    def load(self) -> Global___Load: ...
+    @_builtins.property
+    def telemetry(self) -> Global___RunTelemetry:
+        """Counters over the timed pass, without `series`."""
+
+    def __init__(
+        self,
+        *,
+        warmup: _builtins.int = ...,
+        iterations: _builtins.int = ...,
+        duration_ns: _builtins.int = ...,
+        stop_reason: _common_pb2.StopReason.ValueType = ...,
+        steady: _builtins.bool | None = ...,
+        warmup_ns: _builtins.int | None = ...,
+        p50_ns: _builtins.float | None = ...,
+        p50_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
+        drift: _builtins.float | None = ...,
+        verdict: Global___Verdict | None = ...,
+        load: Global___Load | None = ...,
+        telemetry: Global___RunTelemetry | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_p50_ns", b"_p50_ns", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "drift", b"drift", "load", b"load", "p50_ns", b"p50_ns", "steady", b"steady", "telemetry", b"telemetry", "verdict", b"verdict", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_p50_ns", b"_p50_ns", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "drift", b"drift", "duration_ns", b"duration_ns", "iterations", b"iterations", "load", b"load", "p50_ci95_ns", b"p50_ci95_ns", "p50_ns", b"p50_ns", "steady", b"steady", "stop_reason", b"stop_reason", "telemetry", b"telemetry", "verdict", b"verdict", "warmup", b"warmup", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__drift: _TypeAlias = _typing.Literal["drift"]  # noqa: Y015
+    _WhichOneofArgType__drift: _TypeAlias = _typing.Literal["_drift", b"_drift"]  # noqa: Y015
+    _WhichOneofReturnType__p50_ns: _TypeAlias = _typing.Literal["p50_ns"]  # noqa: Y015
+    _WhichOneofArgType__p50_ns: _TypeAlias = _typing.Literal["_p50_ns", b"_p50_ns"]  # noqa: Y015
+    _WhichOneofReturnType__steady: _TypeAlias = _typing.Literal["steady"]  # noqa: Y015
+    _WhichOneofArgType__steady: _TypeAlias = _typing.Literal["_steady", b"_steady"]  # noqa: Y015
+    _WhichOneofReturnType__warmup_ns: _TypeAlias = _typing.Literal["warmup_ns"]  # noqa: Y015
+    _WhichOneofArgType__warmup_ns: _TypeAlias = _typing.Literal["_warmup_ns", b"_warmup_ns"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drift) -> _WhichOneofReturnType__drift | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__p50_ns) -> _WhichOneofReturnType__p50_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__steady) -> _WhichOneofReturnType__steady | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__warmup_ns) -> _WhichOneofReturnType__warmup_ns | None: ...
+
+Global___Run: _TypeAlias = Run  # noqa: Y015
+
+@_typing.final
+class RunSpread(_message.Message):
+    """How much the medians of separate runs of one program on one device vary: each run is a process of its own, with its own memory
+    layout, clock frequency and neighbours. The interval of a single run's median, Latency.p50_ci95_ns, covers only the variation
+    within it.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SOURCE_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
+    RELATIVE_STDDEV_FIELD_NUMBER: _builtins.int
+    P50_CI95_NS_FIELD_NUMBER: _builtins.int
+    source: Global___RunSpreadSource.ValueType
+    runs: _builtins.int
+    """Number of runs that it was estimated from, for a HISTORY of reports; 0 for a PRIOR without any, which is a constant."""
+    relative_stddev: _builtins.float
+    """Standard deviation of the logarithm of a run's median, for a HISTORY of the median over all runs of a report: 0.02 is 2 %."""
+    @_builtins.property
+    def p50_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Two values: the 95 % interval of the median that covers the variation within and between runs."""
+
+    def __init__(
+        self,
+        *,
+        source: Global___RunSpreadSource.ValueType = ...,
+        runs: _builtins.int = ...,
+        relative_stddev: _builtins.float = ...,
+        p50_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["p50_ci95_ns", b"p50_ci95_ns", "relative_stddev", b"relative_stddev", "runs", b"runs", "source", b"source"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___RunSpread: _TypeAlias = RunSpread  # noqa: Y015
 
 @_typing.final
 class ReportInputs(_message.Message):
@@ -838,7 +1013,7 @@ Global___ReportMeasurement: _TypeAlias = ReportMeasurement  # noqa: Y015
 
 @_typing.final
 class Repeatability(_message.Message):
-    """Whether the passes over the same inputs produced the same outputs, byte by byte. Three executions are compared: the last
+    """Whether the passes over the same inputs, with the same number of threads, produced the same outputs. Three executions are compared: the last
     timed one, the first one after the program is loaded again (a traced one if there is a traced pass), and the last traced one.
     """
 
@@ -878,6 +1053,7 @@ class OutputDifference(_message.Message):
     ELEMENTS_FIELD_NUMBER: _builtins.int
     MAX_ABS_DIFFERENCE_FIELD_NUMBER: _builtins.int
     AT_FIELD_NUMBER: _builtins.int
+    ROUNDING_FIELD_NUMBER: _builtins.int
     output: _builtins.str
     """The output's name, or its index if it has no name."""
     first: Global___Execution.ValueType
@@ -888,6 +1064,10 @@ class OutputDifference(_message.Message):
     """Number of elements of the output; absent if `differing` is."""
     max_abs_difference: _builtins.float
     """The largest absolute difference; absent if the values cannot be subtracted."""
+    rounding: _builtins.float
+    """The largest absolute difference that rounding explains, by the output's dtype and largest magnitude; absent for integers, and
+    if a difference is not finite.
+    """
     @_builtins.property
     def at(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """The index of the element with the largest absolute difference, one number for each dim."""
@@ -902,10 +1082,11 @@ class OutputDifference(_message.Message):
         elements: _builtins.int | None = ...,
         max_abs_difference: _builtins.float | None = ...,
         at: _abc.Iterable[_builtins.int] | None = ...,
+        rounding: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_differing", b"_differing", "_elements", b"_elements", "_max_abs_difference", b"_max_abs_difference", "differing", b"differing", "elements", b"elements", "max_abs_difference", b"max_abs_difference"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_differing", b"_differing", "_elements", b"_elements", "_max_abs_difference", b"_max_abs_difference", "_rounding", b"_rounding", "differing", b"differing", "elements", b"elements", "max_abs_difference", b"max_abs_difference", "rounding", b"rounding"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_differing", b"_differing", "_elements", b"_elements", "_max_abs_difference", b"_max_abs_difference", "at", b"at", "differing", b"differing", "elements", b"elements", "first", b"first", "max_abs_difference", b"max_abs_difference", "output", b"output", "second", b"second"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_differing", b"_differing", "_elements", b"_elements", "_max_abs_difference", b"_max_abs_difference", "_rounding", b"_rounding", "at", b"at", "differing", b"differing", "elements", b"elements", "first", b"first", "max_abs_difference", b"max_abs_difference", "output", b"output", "rounding", b"rounding", "second", b"second"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__differing: _TypeAlias = _typing.Literal["differing"]  # noqa: Y015
     _WhichOneofArgType__differing: _TypeAlias = _typing.Literal["_differing", b"_differing"]  # noqa: Y015
@@ -913,12 +1094,16 @@ class OutputDifference(_message.Message):
     _WhichOneofArgType__elements: _TypeAlias = _typing.Literal["_elements", b"_elements"]  # noqa: Y015
     _WhichOneofReturnType__max_abs_difference: _TypeAlias = _typing.Literal["max_abs_difference"]  # noqa: Y015
     _WhichOneofArgType__max_abs_difference: _TypeAlias = _typing.Literal["_max_abs_difference", b"_max_abs_difference"]  # noqa: Y015
+    _WhichOneofReturnType__rounding: _TypeAlias = _typing.Literal["rounding"]  # noqa: Y015
+    _WhichOneofArgType__rounding: _TypeAlias = _typing.Literal["_rounding", b"_rounding"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__differing) -> _WhichOneofReturnType__differing | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__elements) -> _WhichOneofReturnType__elements | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_abs_difference) -> _WhichOneofReturnType__max_abs_difference | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rounding) -> _WhichOneofReturnType__rounding | None: ...
 
 Global___OutputDifference: _TypeAlias = OutputDifference  # noqa: Y015
 
@@ -940,6 +1125,7 @@ class Latency(_message.Message):
     EFFECTIVE_SAMPLES_FIELD_NUMBER: _builtins.int
     min_ns: _builtins.float
     p50_ns: _builtins.float
+    """The median; of several runs, the geometric mean of the valid runs' medians. The other statistics are over all samples."""
     p90_ns: _builtins.float
     p99_ns: _builtins.float
     mean_ns: _builtins.float
@@ -953,7 +1139,8 @@ class Latency(_message.Message):
     @_builtins.property
     def p50_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Two values: the lower and the upper end of the median's 95 % interval, computed by a block bootstrap, which widens the
-        interval if neighbouring samples are correlated. Empty if there are too few samples to determine it.
+        interval if neighbouring samples are correlated. Empty if there are too few samples to determine it. With three or more
+        valid runs it is that of RunSpread, which also covers the variation between them.
         """
 
     def __init__(
@@ -1194,6 +1381,14 @@ class Profile(_message.Message):
     ITERATIONS_FIELD_NUMBER: _builtins.int
     P50_NS_FIELD_NUMBER: _builtins.int
     SHOWN_FIELD_NUMBER: _builtins.int
+    MEAN_NS_FIELD_NUMBER: _builtins.int
+    MEAN_CI95_NS_FIELD_NUMBER: _builtins.int
+    DRIFT_FIELD_NUMBER: _builtins.int
+    TRACED_RATIO_FIELD_NUMBER: _builtins.int
+    EVENTS_FIELD_NUMBER: _builtins.int
+    EVENT_COST_NS_FIELD_NUMBER: _builtins.int
+    TELEMETRY_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
     iterations: _builtins.int
     """Number of traced iterations."""
     p50_ns: _builtins.float
@@ -1202,20 +1397,77 @@ class Profile(_message.Message):
     """The execution that the rows' `start_ns` and `duration_ns` refer to, which is the one with the median time: its column in
     Report.trace_times, from 0.
     """
+    mean_ns: _builtins.float
+    """The mean time of one traced execution over the typical iterations: those in the middle half by time. It is the whole of the
+    rows' times and shares: OperatorRow.mean_ns is OperatorRow.share of it.
+    """
+    drift: _builtins.float
+    """The change of the median from the first third of the pass to the last, as Latency.drift. Absent below 30 iterations."""
+    traced_ratio: _builtins.float
+    """Median traced time divided by the median untraced time of the same process, which is that of the last of several runs: what
+    tracing costs, 1 if nothing. Absent if nothing was timed.
+    """
+    events: _builtins.int
+    """Number of events that the tracer recorded in one execution."""
+    event_cost_ns: _builtins.float
+    """The difference of both medians for each event: the tracer's cost. Absent if the difference is within both intervals, or if the
+    traced pass was disturbed or drifted.
+    """
+    @_builtins.property
+    def mean_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Two values: the 95 % interval of `mean_ns` within this run. Empty below 6 iterations."""
+
+    @_builtins.property
+    def telemetry(self) -> Global___RunTelemetry:
+        """Counters over the traced pass; absent if the runner does not report them."""
+
+    @_builtins.property
+    def verdict(self) -> Global___Verdict:
+        """Whether the times of the operators can be trusted. Report.verdict is about the timed pass."""
+
     def __init__(
         self,
         *,
         iterations: _builtins.int = ...,
         p50_ns: _builtins.float = ...,
         shown: _builtins.int | None = ...,
+        mean_ns: _builtins.float | None = ...,
+        mean_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
+        drift: _builtins.float | None = ...,
+        traced_ratio: _builtins.float | None = ...,
+        events: _builtins.int | None = ...,
+        event_cost_ns: _builtins.float | None = ...,
+        telemetry: Global___RunTelemetry | None = ...,
+        verdict: Global___Verdict | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_shown", b"_shown", "shown", b"shown"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_event_cost_ns", b"_event_cost_ns", "_events", b"_events", "_mean_ns", b"_mean_ns", "_shown", b"_shown", "_traced_ratio", b"_traced_ratio", "drift", b"drift", "event_cost_ns", b"event_cost_ns", "events", b"events", "mean_ns", b"mean_ns", "shown", b"shown", "telemetry", b"telemetry", "traced_ratio", b"traced_ratio", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_shown", b"_shown", "iterations", b"iterations", "p50_ns", b"p50_ns", "shown", b"shown"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_event_cost_ns", b"_event_cost_ns", "_events", b"_events", "_mean_ns", b"_mean_ns", "_shown", b"_shown", "_traced_ratio", b"_traced_ratio", "drift", b"drift", "event_cost_ns", b"event_cost_ns", "events", b"events", "iterations", b"iterations", "mean_ci95_ns", b"mean_ci95_ns", "mean_ns", b"mean_ns", "p50_ns", b"p50_ns", "shown", b"shown", "telemetry", b"telemetry", "traced_ratio", b"traced_ratio", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__drift: _TypeAlias = _typing.Literal["drift"]  # noqa: Y015
+    _WhichOneofArgType__drift: _TypeAlias = _typing.Literal["_drift", b"_drift"]  # noqa: Y015
+    _WhichOneofReturnType__event_cost_ns: _TypeAlias = _typing.Literal["event_cost_ns"]  # noqa: Y015
+    _WhichOneofArgType__event_cost_ns: _TypeAlias = _typing.Literal["_event_cost_ns", b"_event_cost_ns"]  # noqa: Y015
+    _WhichOneofReturnType__events: _TypeAlias = _typing.Literal["events"]  # noqa: Y015
+    _WhichOneofArgType__events: _TypeAlias = _typing.Literal["_events", b"_events"]  # noqa: Y015
+    _WhichOneofReturnType__mean_ns: _TypeAlias = _typing.Literal["mean_ns"]  # noqa: Y015
+    _WhichOneofArgType__mean_ns: _TypeAlias = _typing.Literal["_mean_ns", b"_mean_ns"]  # noqa: Y015
     _WhichOneofReturnType__shown: _TypeAlias = _typing.Literal["shown"]  # noqa: Y015
     _WhichOneofArgType__shown: _TypeAlias = _typing.Literal["_shown", b"_shown"]  # noqa: Y015
+    _WhichOneofReturnType__traced_ratio: _TypeAlias = _typing.Literal["traced_ratio"]  # noqa: Y015
+    _WhichOneofArgType__traced_ratio: _TypeAlias = _typing.Literal["_traced_ratio", b"_traced_ratio"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drift) -> _WhichOneofReturnType__drift | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__event_cost_ns) -> _WhichOneofReturnType__event_cost_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__events) -> _WhichOneofReturnType__events | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__mean_ns) -> _WhichOneofReturnType__mean_ns | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shown) -> _WhichOneofReturnType__shown | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__traced_ratio) -> _WhichOneofReturnType__traced_ratio | None: ...
 
 Global___Profile: _TypeAlias = Profile  # noqa: Y015
 
@@ -1248,6 +1500,8 @@ class OperatorRow(_message.Message):
     RECONSTRUCTED_FIELD_NUMBER: _builtins.int
     SOURCES_FIELD_NUMBER: _builtins.int
     UNALIGNED_REASON_FIELD_NUMBER: _builtins.int
+    MEAN_CI95_NS_FIELD_NUMBER: _builtins.int
+    INPUT_ROWS_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """The position in the order of execution, from 0."""
     kind: Global___OperatorKind.ValueType
@@ -1260,12 +1514,14 @@ class OperatorRow(_message.Message):
     p50_ns: _builtins.float
     """Percentiles are over all traced iterations."""
     mean_ns: _builtins.float
-    """The mean over the typical iterations: those in the middle half by the time of the whole method."""
+    """The time of the row: its `share` of Profile.mean_ns, which is its mean over the typical iterations. If a delegate's clock
+    rounds and its kernels exceed it together, they are scaled to fill it.
+    """
     resolution_ns: _builtins.float
     """The resolution of the clock that measured the row."""
     share: _builtins.float
-    """The fraction (0 to 1) of the method's mean time over the typical iterations, of which Profile.p50_ns is the middle. Unlike
-    medians, means add up: the shares of the leaves and of the REST rows sum to 1.
+    """The fraction (0 to 1) of the method's mean time over the typical iterations, Profile.mean_ns. Unlike medians, means add up:
+    the shares of the leaves and of the REST rows sum to 1.
     """
     module: _builtins.str
     """The module's path in the user's model, such as "layer1.conv"."""
@@ -1293,6 +1549,19 @@ class OperatorRow(_message.Message):
     def sources(self) -> _containers.RepeatedCompositeFieldContainer[_compile_pb2.SourceLine]:
         """All source lines of a row that stands for several operators, beginning with `source`; empty if there is at most one."""
 
+    @_builtins.property
+    def mean_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Two values: the 95 % interval of `mean_ns` within this run, by a block bootstrap over the iterations. Empty if `mean_ns` is
+        absent, and below 6 iterations.
+        """
+
+    @_builtins.property
+    def input_rows(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """`index` of the rows whose outputs this row's operators take, ascending, at most 64: the data flow of the graph between rows.
+        All are before this row. A DELEGATE row has none if its kernels have them. Empty if the data flow is unknown, as
+        for kernels that a backend inserted.
+        """
+
     def __init__(
         self,
         *,
@@ -1319,10 +1588,12 @@ class OperatorRow(_message.Message):
         reconstructed: _builtins.bool = ...,
         sources: _abc.Iterable[_compile_pb2.SourceLine] | None = ...,
         unaligned_reason: _builtins.str | None = ...,
+        mean_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
+        input_rows: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_duration_ns", b"_duration_ns", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_share", b"_share", "_start_ns", b"_start_ns", "_unaligned_reason", b"_unaligned_reason", "aligned", b"aligned", "backend", b"backend", "duration_ns", b"duration_ns", "instruction_id", b"instruction_id", "mean_ns", b"mean_ns", "module", b"module", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "parent", b"parent", "resolution_ns", b"resolution_ns", "share", b"share", "source", b"source", "start_ns", b"start_ns", "unaligned_reason", b"unaligned_reason"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_duration_ns", b"_duration_ns", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_share", b"_share", "_start_ns", b"_start_ns", "_unaligned_reason", b"_unaligned_reason", "aligned", b"aligned", "backend", b"backend", "debug_handles", b"debug_handles", "delegated", b"delegated", "duration_ns", b"duration_ns", "index", b"index", "instruction_id", b"instruction_id", "kind", b"kind", "mean_ns", b"mean_ns", "module", b"module", "name", b"name", "op_types", b"op_types", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "parent", b"parent", "reconstructed", b"reconstructed", "resolution_ns", b"resolution_ns", "share", b"share", "source", b"source", "sources", b"sources", "start_ns", b"start_ns", "unaligned_reason", b"unaligned_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_duration_ns", b"_duration_ns", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_share", b"_share", "_start_ns", b"_start_ns", "_unaligned_reason", b"_unaligned_reason", "aligned", b"aligned", "backend", b"backend", "debug_handles", b"debug_handles", "delegated", b"delegated", "duration_ns", b"duration_ns", "index", b"index", "input_rows", b"input_rows", "instruction_id", b"instruction_id", "kind", b"kind", "mean_ci95_ns", b"mean_ci95_ns", "mean_ns", b"mean_ns", "module", b"module", "name", b"name", "op_types", b"op_types", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "parent", b"parent", "reconstructed", b"reconstructed", "resolution_ns", b"resolution_ns", "share", b"share", "source", b"source", "sources", b"sources", "start_ns", b"start_ns", "unaligned_reason", b"unaligned_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__aligned: _TypeAlias = _typing.Literal["aligned"]  # noqa: Y015
     _WhichOneofArgType__aligned: _TypeAlias = _typing.Literal["_aligned", b"_aligned"]  # noqa: Y015
@@ -2297,6 +2568,8 @@ class OperatorGroup(_message.Message):
     TOTAL_SHARE_FIELD_NUMBER: _builtins.int
     DEPTH_FIELD_NUMBER: _builtins.int
     INDEXES_FIELD_NUMBER: _builtins.int
+    OWN_CI95_NS_FIELD_NUMBER: _builtins.int
+    TOTAL_CI95_NS_FIELD_NUMBER: _builtins.int
     key: _builtins.str
     """What the group's operators have in common."""
     detail: _builtins.str
@@ -2316,6 +2589,14 @@ class OperatorGroup(_message.Message):
     def indexes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """OperatorRow.index of the group's own rows."""
 
+    @_builtins.property
+    def own_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Two values each: the 95 % intervals of the times, as wide as those of the rows together, since rows may vary in step. Empty
+        if a row with a time has no interval.
+        """
+
+    @_builtins.property
+    def total_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     def __init__(
         self,
         *,
@@ -2328,10 +2609,12 @@ class OperatorGroup(_message.Message):
         total_share: _builtins.float | None = ...,
         depth: _builtins.int = ...,
         indexes: _abc.Iterable[_builtins.int] | None = ...,
+        own_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
+        total_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_own_ns", b"_own_ns", "_own_share", b"_own_share", "_total_ns", b"_total_ns", "_total_share", b"_total_share", "own_ns", b"own_ns", "own_share", b"own_share", "total_ns", b"total_ns", "total_share", b"total_share"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_own_ns", b"_own_ns", "_own_share", b"_own_share", "_total_ns", b"_total_ns", "_total_share", b"_total_share", "depth", b"depth", "detail", b"detail", "indexes", b"indexes", "key", b"key", "own_ns", b"own_ns", "own_share", b"own_share", "rows", b"rows", "total_ns", b"total_ns", "total_share", b"total_share"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_own_ns", b"_own_ns", "_own_share", b"_own_share", "_total_ns", b"_total_ns", "_total_share", b"_total_share", "depth", b"depth", "detail", b"detail", "indexes", b"indexes", "key", b"key", "own_ci95_ns", b"own_ci95_ns", "own_ns", b"own_ns", "own_share", b"own_share", "rows", b"rows", "total_ci95_ns", b"total_ci95_ns", "total_ns", b"total_ns", "total_share", b"total_share"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__own_ns: _TypeAlias = _typing.Literal["own_ns"]  # noqa: Y015
     _WhichOneofArgType__own_ns: _TypeAlias = _typing.Literal["_own_ns", b"_own_ns"]  # noqa: Y015
@@ -2487,7 +2770,7 @@ class HistoryEntry(_message.Message):
     def tags(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
     def report(self) -> Global___Report:
-        """Without operators, numeric gap, the series of telemetry and the ratios of rounds."""
+        """Without operators, numeric gap, the series of telemetry, the telemetry of runs and the ratios of rounds."""
 
     def __init__(
         self,

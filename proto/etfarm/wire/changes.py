@@ -6,7 +6,7 @@ Takes two REPORTs of etfarm.report/1. Pure. The numbers themselves are compared 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, TypedDict
 
 WARMER_C: Final = 5.0
@@ -55,6 +55,8 @@ _INPUTS: Final = ("inputs", "inputs", "digest")
 _PROGRAM: Final = ("program", "compile.program", "digest")
 """The program; reported if none of its known inputs explains the difference, such as after a change of calibration samples."""
 
+_PROGRAMS: Final = frozenset(what for what, _, _ in (*_MADE_FROM, _PROGRAM))
+
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}")
 
 _STATE: Final = ("governor", "frequency limit", "temperature", "throttled", "charging")
@@ -86,6 +88,11 @@ def changes(base: Report, candidate: Report) -> list[Change]:
             differences.append(Change(what=what, base=old, candidate=new))
     differences += _differing(base, candidate, (("analyzing etfarm", "analysis", "version"),))
     return differences
+
+
+def is_other_program(differences: Iterable[Change]) -> bool:
+    """Return whether differences include the program or what it was compiled from."""
+    return any(change["what"] in _PROGRAMS for change in differences)
 
 
 def sentence(change: Change) -> str:

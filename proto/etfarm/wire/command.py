@@ -34,7 +34,9 @@ SUMMARIES = {
     "audit": "show who changed what, and who was refused",
     "serve": "run the compile server",
     "agent": "serve this machine as a device",
+    "doctor": "check what this machine has and lacks, with remedies",
     "up": "keep the embedded farm of this user running",
+    "completion": "print a script for the completion of commands and options in bash, zsh or fish",
 }
 """The texts of `etfarm --help`, which need not load the commands; a name with a dot is a subcommand."""
 

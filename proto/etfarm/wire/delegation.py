@@ -15,3 +15,24 @@ def nodes(delegation: Mapping[str, Any]) -> tuple[int, int]:
     inside = delegation["delegated_nodes"] - sum(operator["delegated"] for operator in glue)
     outside = delegation["non_delegated_nodes"] - sum(operator["non_delegated"] for operator in glue)
     return inside, outside
+
+
+def undelegated_reason(delegation: Mapping[str, Any] | None, row: Mapping[str, Any]) -> str:
+    """Return why an operator of the profile was not delegated, in the partitioner's words; empty if that is unknown.
+
+    Args:
+        delegation: the method's delegation in etfarm.report/1; None if nothing was partitioned.
+        row: a row of `operators` in etfarm.report/1.
+    """
+    if delegation is None or row["kind"] != "OPERATOR" or row["delegated"]:
+        return ""
+    ops = {op.replace(".", "_") for op in row["op_types"] or ()}
+    places = [place for operator in delegation["operators"] or () if operator["op"] in ops for place in operator["places"] or ()]
+    here = [place for place in places if _line(place) == _line(row) and place["module"] == row["module"]]
+    # Without a place of its own, the row has the reason that all nodes of the operator share.
+    reasons = {place.get("undelegated_reason") or "" for place in here or places}
+    return reasons.pop() if len(reasons) == 1 else ""
+
+
+def _line(entry: Mapping[str, Any]) -> tuple[str, int] | None:
+    return (entry["source"]["file"], entry["source"]["line"]) if entry["source"] else None

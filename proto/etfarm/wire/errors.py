@@ -65,6 +65,11 @@ class EtfarmError(Exception):
         self.stage = stage
         self.metadata: dict[str, str] = {key: str(value) for key, value in metadata.items()}
 
+    def prefix(self, subject: str) -> None:
+        """Begin the message with its subject, as in `net: forward: the module is in train mode`."""
+        self.message = f"{subject}: {self.message}"
+        self.args = (f"{self.message} {self.remedy}" if self.remedy else self.message,)
+
 
 class UserError(EtfarmError):
     """An error that the user must fix in the model, the program, the inputs or the command."""

@@ -39,7 +39,7 @@ _ALWAYS: Final = {
 }
 """Required texts of each object, by which readers identify it."""
 
-_INTERVALS: Final = {"p50_ci95_ns", "ratio_ci95"}
+_INTERVALS: Final = {"p50_ci95_ns", "ratio_ci95", "mean_ci95_ns"}
 """Lists that hold a lower and an upper bound, or are empty."""
 
 _TYPES: Final[dict[Type, tuple[type, ...]]] = {

@@ -22,6 +22,7 @@ _WORDY: Final = ("soc", "model", "os")
 _NUMERIC: Final = ("memory", "cores")
 # Patterns that need a single pass: selectors are untrusted, and backtracking over blanks would take quadratic time.
 _COMPARISON = re.compile(r"([a-z][a-zA-Z0-9_.\-]*)\s*(>=|<=|!=|=)(?!=)")
+_NAME = re.compile(r"[\w.\-]{1,100}\Z")
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{1,9})?)\s{0,9}([KMGT]i?B|B)?\Z")
 _UNITS: dict[str, int] = {"B": 1} | {f"{prefix}B": 1000**power for power, prefix in enumerate("KMGT", 1)}
 _UNITS |= {f"{prefix}iB": 1 << (10 * power) for power, prefix in enumerate("KMGT", 1)}
@@ -91,9 +92,10 @@ def _term(text: str) -> Term:
     bare = text.strip()
     comparison = _COMPARISON.match(bare)
     if comparison is None or "\n" in bare[comparison.end() :].strip():
+        hint = f"To select a device by its name, give name={bare}. " if _NAME.match(bare) else ""
         raise BadSelector(
             f"The selector {bare!r} is not KEY OP VALUE.",
-            f"Keys: {', '.join(KEYS)}; operators: = != >= <=.",
+            f"{hint}Keys: {', '.join(KEYS)}; operators: = != >= <=.",
             term=text,
         )
     key, operator = comparison.groups()

@@ -1,4 +1,4 @@
-"""Statistics of iteration times that agents and server share: drift, and the number of samples that percentiles need."""
+"""Statistics of iteration times that several roles share: drift, the number of samples that percentiles need, and quantiles."""
 
 from __future__ import annotations
 
@@ -7,6 +7,10 @@ from typing import Any, Final, Protocol
 
 MIN_FOR_DRIFT: Final = 30
 """Minimum number of samples for a drift: a third of fewer has less than ten samples, whose median depends on single ones."""
+
+
+NORMAL_QUANTILE: Final = 1.959964
+"""The 97.5 % quantile of the normal distribution: half the width of a 95 % interval, in standard errors."""
 
 
 class Samples(Protocol):
@@ -39,3 +43,18 @@ def drift(samples: Samples, median: Callable[[Any], float]) -> float | None:
     third = len(samples) // 3
     first, last = float(median(samples[:third])), float(median(samples[-third:]))
     return last / first - 1 if first > 0 else None
+
+
+def student_quantile(freedom: float) -> float:
+    """Return the 97.5 % quantile of Student's distribution with `freedom` degrees, within 1 % from 2 degrees on; 1 at least.
+
+    Source: Abramowitz and Stegun, "Handbook of Mathematical Functions" (1964), 26.7.5.
+    """
+    z = NORMAL_QUANTILE
+    terms = (
+        (z**3 + z) / 4,
+        (5 * z**5 + 16 * z**3 + 3 * z) / 96,
+        (3 * z**7 + 19 * z**5 + 17 * z**3 - 15 * z) / 384,
+        (79 * z**9 + 776 * z**7 + 1482 * z**5 - 1920 * z**3 - 945 * z) / 92160,
+    )
+    return z + sum(term / freedom**power for power, term in enumerate(terms, 1))

@@ -65,6 +65,10 @@ class Group:
     """Depth in the tree of modules, from 0; 0 in other groupings."""
     indexes: tuple[int, ...]
     """`index` of the own rows, in order of execution."""
+    own_ci95_ns: tuple[float, float] | None
+    """95 % interval of `own_ns`, as wide as those of the rows together; None if a row with a time has none."""
+    total_ci95_ns: tuple[float, float] | None
+    """95 % interval of `total_ns`, likewise."""
 
 
 def group(operators: Sequence[Row], by: str, sort: str = "own", *, modules: Iterable[str] = ()) -> tuple[Group, ...]:
@@ -149,7 +153,33 @@ class _Node:
             part(name) for part in (self.own, self.total) for name in ("mean_ns", "share")
         )
         indexes = tuple(row["index"] for row in self.rows)
-        return Group(self.key, detail, len(self.rows), own_ns, own_share, total_ns, total_share, depth, indexes)
+        everything = list(self.everything())
+        return Group(
+            self.key, detail, len(self.rows), own_ns, own_share, total_ns, total_share, depth, indexes,
+            interval(own_ns, self.rows), interval(total_ns, everything),
+        )  # fmt: skip
+
+    def everything(self) -> Iterator[Row]:
+        yield from self.rows
+        for node in self.below:
+            yield from node.everything()
+
+
+def half_width(rows: Iterable[Row]) -> float | None:
+    """Return half the width of the 95 % interval of the rows' total time, ns; None if a row with a time has no interval.
+
+    It is the sum of the rows' own: rows vary in step when the clock does, and a sum is never less certain than that.
+    """
+    ends = [row["mean_ci95_ns"] for row in rows if row["mean_ns"]]
+    return None if None in ends else sum((high - low) / 2 for low, high in ends)
+
+
+def interval(time_ns: float | None, rows: Iterable[Row]) -> tuple[float, float] | None:
+    """Return the 95 % interval of `time_ns`, the total time of rows."""
+    half_ns = half_width(rows)
+    if not time_ns or half_ns is None:
+        return None
+    return max(0.0, time_ns - half_ns), time_ns + half_ns
 
 
 def _sum(values: Iterable[float | None]) -> float | None:

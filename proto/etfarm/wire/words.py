@@ -16,6 +16,11 @@ Value = TypeVar("Value", bound=int)
 _WORDS: Final[dict[str, dict[str, str]]] = {
     "etfarm.v1.LatencyOutcome": {
         "FASTER": "faster", "SLOWER": "slower", "NO_DIFFERENCE": "no_difference", "TOO_FEW": "too_few",
+        "INCONCLUSIVE": "inconclusive",
+    },
+    "etfarm.v1.OperatorOutcome": {
+        "FASTER": "faster", "SLOWER": "slower", "NO_DIFFERENCE": "no_difference", "TOO_FEW": "too_few",
+        "INCONCLUSIVE": "inconclusive",
     },
     "etfarm.v1.Quantization": {
         "NONE": "none", "PT2E_STATIC": "pt2e-static", "PT2E_DYNAMIC": "pt2e-dynamic", "TORCHAO": "torchao",

@@ -165,7 +165,7 @@ class _Host:
         self.jail = jail
         """Report on the child processes' jail; None until it is known."""
         self.ready = Event()
-        """Set once the child processes are warm; from the start if the first compilation or analysis warms them."""
+        """Set once the child processes are warm; from the start if the first compilation warms them."""
 
     def start(self, background: Background) -> None:
         """Start warming the child processes, examining their jail, and building the runner if configured."""

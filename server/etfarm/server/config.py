@@ -63,7 +63,7 @@ class Config:
     exit_with_stdin: bool = False
     """End when stdin closes: the process that started the server holds the other end."""
     prewarm: bool = True
-    """Load the toolchain into the compile workers at the start, not with the first compilation or analysis."""
+    """Load the toolchain into the compile workers at the start, not with the first task that needs it."""
     build_bundle: bool = True
     """Build the runner bundle for this machine's architecture if it is missing."""
     project_storage_bytes: int | None = None

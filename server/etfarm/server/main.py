@@ -115,7 +115,7 @@ def parser() -> argparse.ArgumentParser:
                        f"point in the group {operators.PLUGINS}, whose name is the operator and whose value is the module that "
                        "registers it")  # fmt: skip
     serve.add_argument("--no-prewarm", action="store_true",
-                       help="load the toolchain with the first compilation or analysis, which then takes several seconds longer; "
+                       help="load the toolchain with the first compilation of a model, which then takes several seconds longer; "
                        "until then the server needs less memory (default: load it at the start)")  # fmt: skip
     serve.add_argument("--no-bundle", action="store_true", help="do not build the runner bundle for this machine")
     serve.add_argument("--address-file", type=Path, metavar="FILE", help="write the address there once listening")

@@ -54,7 +54,9 @@ from etfarm.wire.errors import FarmError
 log = structlog.get_logger()
 
 PRELOAD = (*COMPILE_PRELOAD, "etfarm.server.reports.analyze:prewarm")
-"""Modules that the forkserver loads before the server accepts calls: everything that a compilation or analysis imports."""
+"""Modules that the forkserver loads: everything that a compilation or analysis imports."""
+LIGHT_PRELOAD = ("etfarm.server.compile.inspect.facts", "etfarm.server.reports.analyze")
+"""Modules for children that need no torch: those that describe a .pte, or analyze a run whose model the server does not have."""
 
 
 def now() -> datetime:
@@ -71,6 +73,7 @@ def start_workers(config: Config, quiet: MeasurementLock) -> Workers:
     """Return the started pool of child processes. Call it before gRPC starts threads, since it forks."""
     workers = Workers(
         preload=PRELOAD,
+        light_preload=LIGHT_PRELOAD,
         limits=preflight.limits(config),
         folder=config.data / "work" / "children",
         concurrency=config.workers,
@@ -235,7 +238,7 @@ class Jobs:
             compiler=compiler,
             submission=Submission(store, registry.devices, compiler.check, new_id, readers, screening),
             conductor=Conductor(journal, announcer, stages),
-            revision=Revision(journal, joblog, compiler, dispatch, analysis),
+            revision=Revision(journal, joblog, compiler, dispatch, analysis, now),
             sessions=Sessions(
                 registry, runs, compiler, store, requirements, leasing, quiet, now=now, new_id=new_id, quotas=config.quotas
             ),

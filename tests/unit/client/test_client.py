@@ -20,7 +20,7 @@ from etfarm.client.jobs.file_names import data_file_name, method_file
 from etfarm.client.jobs.job import AsyncJob
 from etfarm.client.models import CellChanged, JobChanged, JobResult, LogLine, Progress
 from etfarm.client.submit.input_names import InputMissing, UnknownInput
-from etfarm.client.submit.inputs import InputsDiffer
+from etfarm.client.submit.inputs import InputsDiffer, read_named
 from etfarm.client.submit.preparation import BadModel, prepare
 from etfarm.client.submit.prepared import PreparedExport, PreparedMethod, PreparedModel
 from etfarm.client.submit.recipes import read_recipe
@@ -101,7 +101,7 @@ def _inputs(created: Submission, method: str = "forward") -> list[tensors.Value]
 )
 def test_inputs_are_ordered_as_the_method_takes_them(values: Any) -> None:
     created = Submission(job_pb2.JobSpec())
-    created.add_inputs(values, [TWO], [])
+    created.add_inputs(read_named(values), [TWO], [])
     assert [value.name for value in _inputs(created)] == ["x", "y"]
     first = _inputs(created)[0]
     assert isinstance(first, tensors.Tensor)
@@ -111,13 +111,13 @@ def test_inputs_are_ordered_as_the_method_takes_them(values: Any) -> None:
 def test_an_inputs_file_is_read(tmp_path: Path) -> None:
     np.savez(tmp_path / "in.npz", y=np.zeros(2), x=np.ones(2))
     created = Submission(job_pb2.JobSpec())
-    created.add_inputs(tmp_path / "in.npz", [TWO], [])
+    created.add_inputs(read_named(tmp_path / "in.npz"), [TWO], [])
     assert [value.name for value in _inputs(created)] == ["x", "y"]
 
 
 def test_an_unknown_input_is_refused() -> None:
     with pytest.raises(UnknownInput):
-        Submission(job_pb2.JobSpec()).add_inputs({"z": np.ones(2)}, [TWO], [])
+        Submission(job_pb2.JobSpec()).add_inputs(read_named({"z": np.ones(2)}), [TWO], [])
 
 
 NOTHING = [{}, [], "empty.npz"]
@@ -136,7 +136,7 @@ def nothing(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
 @pytest.mark.parametrize("chosen", [[], ["forward"]])
 def test_a_method_that_takes_inputs_is_not_given_others_than_none(golden: Golden, nothing: Any, chosen: list[str]) -> None:
     with pytest.raises(InputMissing) as caught:
-        Submission(job_pb2.JobSpec()).add_inputs(nothing, [TWO], chosen)
+        Submission(job_pb2.JobSpec()).add_inputs(read_named(nothing), [TWO], chosen)
     golden.check(caught.value)
     assert exit_code(caught.value) == 2
 
@@ -146,17 +146,17 @@ def test_no_inputs_are_those_of_all_methods_that_run(golden: Golden, nothing: An
     taken = {"encode": ("image",), "reset": ()}
     model = PreparedModel.of("m", {name: PreparedMethod(b"pt2", (), names) for name, names in taken.items()})
     with pytest.raises(InputMissing) as refused:
-        Submission(job_pb2.JobSpec()).add_inputs(nothing, [model], [])
+        Submission(job_pb2.JobSpec()).add_inputs(read_named(nothing), [model], [])
     golden.check(refused.value)
     created = Submission(job_pb2.JobSpec())
-    created.add_inputs(nothing, [model], ["reset"])
+    created.add_inputs(read_named(nothing), [model], ["reset"])
     assert list(created.spec.inputs) == ["reset"] and _inputs(created, "reset") == []
 
 
 @pytest.mark.parametrize("nothing", NOTHING, indirect=True)
 def test_what_a_ready_program_takes_is_the_farms_to_say(nothing: Any, tmp_path: Path) -> None:
     created = Submission(job_pb2.JobSpec())
-    created.add_inputs(nothing, [PreparedModel("x", program=tmp_path / "x.pte")], [])
+    created.add_inputs(read_named(nothing), [PreparedModel("x", program=tmp_path / "x.pte")], [])
     assert list(created.spec.inputs) == ["forward"] and _inputs(created) == []
 
 
@@ -164,7 +164,7 @@ def test_a_program_takes_places_in_their_order(tmp_path: Path) -> None:
     created = Submission(job_pb2.JobSpec())
     program = PreparedModel("x", program=tmp_path / "x.pte")
     turned = {str(place): np.full(1, place) for place in reversed(range(11))}
-    created.add_inputs(turned | {"arr_11": np.full(1, 11)}, [program], ["encode"])
+    created.add_inputs(read_named(turned | {"arr_11": np.full(1, 11)}), [program], ["encode"])
     values = _inputs(created, "encode")
     assert [tensors.to_array(value).item() for value in values if isinstance(value, tensors.Tensor)] == list(range(12))
 
@@ -181,7 +181,7 @@ def test_a_program_takes_places_in_their_order(tmp_path: Path) -> None:
 def test_a_program_takes_no_names_and_no_gaps(golden: Golden, tmp_path: Path, keys: tuple[str, ...]) -> None:
     program = PreparedModel("x", program=tmp_path / "x.pte")
     with pytest.raises(EtfarmError) as caught:
-        Submission(job_pb2.JobSpec()).add_inputs({key: np.ones(1) for key in keys}, [program], [])
+        Submission(job_pb2.JobSpec()).add_inputs(read_named({key: np.ones(1) for key in keys}), [program], [])
     golden.check(caught.value)
     assert exit_code(caught.value) == 2
 
@@ -201,7 +201,7 @@ def test_what_is_no_model_is_told_what_is_one(golden: Golden) -> None:
 def test_one_file_cannot_serve_models_that_order_it_otherwise() -> None:
     turned = PreparedModel.of("turned", {"forward": PreparedMethod(b"", input_names=("y", "x"))})
     with pytest.raises(InputsDiffer):
-        Submission(job_pb2.JobSpec()).add_inputs({"x": np.ones(1), "y": np.ones(1)}, [TWO, turned], [])
+        Submission(job_pb2.JobSpec()).add_inputs(read_named({"x": np.ones(1), "y": np.ones(1)}), [TWO, turned], [])
 
 
 def test_a_recipe_file_is_the_recipe_that_it_names(golden: Golden, tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ def test_events_are_plain_values() -> None:
     assert [type(event) for event in events] == [JobChanged, CellChanged, Progress, LogLine]
     assert [event.sequence for event in events if event] == [1, 2, None, None]
     assert decode.event(job_pb2.JobEvent()) is None
-    assert [str(event) for event in events] == ["job j: QUEUED", "m: RUNNING", "cell c: TIMED", "runner: hello"]
+    assert [str(event) for event in events] == ["job j: QUEUED", "m: RUNNING", "cell c: measuring", "runner: hello"]
 
 
 def _refusal(code: grpc.StatusCode) -> grpc.aio.AioRpcError:
@@ -430,16 +430,16 @@ async def test_a_watcher_goes_on_after_the_last_event_it_saw() -> None:
 
 async def test_a_farm_outside_of_its_block_says_so() -> None:
     with pytest.raises(NotConnected):
-        await AsyncFarm(NOBODY).devices()
+        await AsyncFarm(UNREACHABLE).devices()
     with pytest.raises(NotConnected):
-        Farm(NOBODY).devices()
+        Farm(UNREACHABLE).devices()
 
 
-NOBODY = "127.0.0.1:1"
+UNREACHABLE = "127.0.0.1:1"
 
 
 def test_the_synchronous_farm_raises_what_the_other_does() -> None:
-    with pytest.raises(EtfarmError) as caught, Farm(NOBODY):
+    with pytest.raises(EtfarmError) as caught, Farm(UNREACHABLE):
         pass
     assert caught.value.reason == "SERVER_UNREACHABLE"
 

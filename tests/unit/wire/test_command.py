@@ -95,7 +95,7 @@ def test_a_group_lists_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
         assert "{add,build,list}" in capsys.readouterr().err
 
 
-def test_without_a_command_help_is_told_as_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_without_a_command_is_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main([]) == 2
     assert capsys.readouterr().out.startswith("usage: etfarm COMMAND")
 

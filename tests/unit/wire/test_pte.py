@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import struct
+from pathlib import Path
 
 import pytest
 from executorch.exir._serialize._program import _get_extended_header
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etfarm.wire.pte import HEAD_BYTES, MIN_HEADER_BYTES, HeaderCutOff, identifier_of, read_extended_header
+from etfarm.wire.pte import HEAD_BYTES, MIN_HEADER_BYTES, HeaderCutOff, identifier_of, read_extended_header, read_method_names
+from tests.support.programs import program
 
 _SIZES = st.integers(0, 2**64 - 1)
 
@@ -63,3 +65,26 @@ def test_valid_headers_are_read_as_executorch_reads_them(length: int, program: i
         assert (ours.program_bytes, ours.segments_start) == (theirs.program_size, theirs.segment_base_offset)
         if length == MIN_HEADER_BYTES or length >= 32:  # no version in between exists
             assert ours.segment_bytes == theirs.segment_data_size
+
+
+def test_the_methods_of_a_program_are_read_without_executorch(tmp_path: Path) -> None:
+    path = tmp_path / "x.pte"
+    path.write_bytes(program("methods").bytes)
+    assert read_method_names(path) == ["double", "shift"]
+    assert read_method_names(program("conv").path) == ["forward"]
+    path.write_bytes(path.read_bytes()[:100])
+    assert read_method_names(path) == []
+    path.write_bytes(b"")
+    assert read_method_names(path) == []
+
+
+@pytest.mark.parametrize("program_bytes", [2**40, 2**63 - 1, 2**63, 2**64 - 1])
+def test_a_program_that_declares_more_than_its_file_is_read_to_the_files_end(tmp_path: Path, program_bytes: int) -> None:
+    path = tmp_path / "x.pte"
+    path.write_bytes(head(32, program_bytes, 0, 0) + bytes(100))
+    assert read_method_names(path) == []
+    # ExecuTorch writes the field's 8 bytes behind the header's magic and length.
+    content = program("methods").bytes
+    if read_extended_header(content) is not None:
+        path.write_bytes(content[:16] + struct.pack("<Q", program_bytes) + content[24:])
+        assert read_method_names(path) == ["double", "shift"]

@@ -34,7 +34,8 @@ def test_keys_that_an_older_version_did_not_have_are_there_as_of_nothing() -> No
     older = json.loads(report.dumps(written()))
     (one,) = older["reports"]
     for parent, key in (
-        (one, "numerics"), (one["latency"], "drift"), (one["operators"][0], "sources"), (one["operators"][0], "times_ns"),
+        (one, "numerics"), (one, "runs"), (one, "run_spread"), (one["latency"], "drift"), (one["operators"][0], "sources"),
+        (one["operators"][0], "times_ns"),
         (one["compile"], "modules"), (one["compile"]["delegation"]["forward"]["operators"][0], "places"),
         (one["compile"]["stages"][0], "methods"), (one["error"], "remedy"),
     ):  # fmt: skip
@@ -42,6 +43,7 @@ def test_keys_that_an_older_version_did_not_have_are_there_as_of_nothing() -> No
     (result,) = report.loads(json.dumps(older))["reports"]
     assert set(result) == set(KEYS)
     assert result["numerics"] is result["latency"]["drift"] is result["operators"][0]["times_ns"] is None
+    assert result["runs"] == [] and result["run_spread"] is None
     assert result["compile"]["modules"] is result["error"]["remedy"] is None
     assert result["operators"][0]["sources"] == result["compile"]["delegation"]["forward"]["operators"][0]["places"] == []
     assert result["compile"]["stages"][0]["methods"] == {}

@@ -75,6 +75,7 @@ def test_an_empty_report_has_every_top_key_and_measures_nothing() -> None:
         "cell": "c",
         "state": "CANCELLED",
         "timeline": [],
+        "runs": [],
     }
 
 

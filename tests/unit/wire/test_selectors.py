@@ -104,6 +104,7 @@ def test_keys_that_devices_do_not_have_are_refused(text: str) -> None:
         ("label.rack<=3", "compares numbers"),
         ("emulated=maybe", "true or false"),
         ("=4", "KEY OP VALUE"),
+        ("board-7", "give name=board-7."),
     ],
 )
 def test_a_bad_term_is_refused_with_a_remedy(text: str, says: str) -> None:

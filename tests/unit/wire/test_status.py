@@ -116,7 +116,7 @@ def test_details_of_another_domain_are_not_taken_for_ours() -> None:
     assert status.from_rpc_error(rpc_error(sent), server="there").reason == "RESOURCE_EXHAUSTED"
 
 
-def test_an_error_of_nobody_is_the_farms() -> None:
+def test_an_error_without_a_fault_is_a_farm_error() -> None:
     assert status.from_proto(common_pb2.Error(message="x")).fault is Fault.FARM
 
 

@@ -73,9 +73,9 @@ def test_a_payload_that_lacks_one_byte_is_refused_by_name(golden: Golden) -> Non
 
 @given(st.binary(max_size=200))
 def test_other_bytes_are_refused(data: bytes) -> None:
-    for given_ in (data, tensors.MAGIC + data):
+    for content in (data, tensors.MAGIC + data):
         with pytest.raises(BadTensorFile):
-            tensors.decode(given_ if given_[:4] != tensors.MAGIC or data else tensors.MAGIC)
+            tensors.decode(content if content[:4] != tensors.MAGIC or data else tensors.MAGIC)
 
 
 def with_header(header: object, payload: bytes = b"") -> bytes:

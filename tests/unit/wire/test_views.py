@@ -20,6 +20,7 @@ def row(index: int, kind: str = "OPERATOR", **more: Any) -> dict[str, Any]:
     base = {
         "index": index, "kind": kind, "parent": None, "name": "aten.add.out", "op_types": [], "backend": None, "delegated": False,
         "mean_ns": 10.0, "p50_ns": 10.0, "resolution_ns": None, "share": 0.1, "module": None, "source": None, "aligned": None,
+        "mean_ci95_ns": None,
     }  # fmt: skip
     return base | more
 
@@ -37,6 +38,8 @@ def reports(draw: st.DrawFn) -> list[dict[str, Any]]:
     def add(kind: str, **more: Any) -> dict[str, Any]:
         created = row(len(rows), kind, **more)
         created["mean_ns"] = draw(st.none() | st.floats(0.01, 1e9))
+        if created["mean_ns"] is not None and draw(st.booleans()):
+            created["mean_ci95_ns"] = [created["mean_ns"] * 0.9, created["mean_ns"] * 1.1]
         rows.append(created)
         return created
 
@@ -65,6 +68,27 @@ def reports(draw: st.DrawFn) -> list[dict[str, Any]]:
     for leaf, weight in zip(leaves, weights, strict=True):
         leaf["share"] = weight / sum(weights) if sum(weights) else 1 / len(leaves)
     return rows
+
+
+@given(reports(), st.sampled_from(views.BY))
+@settings(max_examples=100, deadline=None)
+def test_a_group_has_the_interval_of_its_rows_together_or_none(rows: list[dict[str, Any]], by: str) -> None:
+    by_index = {each["index"]: each for each in rows}
+    for group in views.group(rows, by):
+        own = [by_index[index] for index in group.indexes]
+        if not group.own_ns or any(each["mean_ns"] is not None and each["mean_ci95_ns"] is None for each in own):
+            assert group.own_ci95_ns is None
+        else:
+            assert group.own_ci95_ns == pytest.approx((0.9 * group.own_ns, 1.1 * group.own_ns))
+
+
+def test_a_module_s_interval_is_with_the_modules_below() -> None:
+    rows = [
+        row(0, module="layer1", mean_ns=100.0, mean_ci95_ns=[90.0, 110.0]),
+        row(1, module="layer1.conv", mean_ns=50.0, mean_ci95_ns=[45.0, 55.0]),
+    ]
+    parent, child = views.group(rows, "module")
+    assert (parent.own_ci95_ns, parent.total_ci95_ns, child.total_ci95_ns) == ((90, 110), (135, 165), (45, 55))
 
 
 @given(reports(), st.sampled_from(views.BY), st.sampled_from(views.SORTS))

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import AsyncGenerator, Callable, Iterable
 from pathlib import Path
+from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from etfarm.client.aio.inventory import AsyncInventory
@@ -12,7 +14,7 @@ from etfarm.client.aio.submissions import AsyncSubmissions
 from etfarm.client.transport.connection import Connection
 
 if TYPE_CHECKING:
-    from etfarm.client.datasets.dataset import Options, Result
+    from etfarm.client.datasets.dataset import Dataset, Options, Result
     from etfarm.client.embedded.lease import Lease
     from etfarm.client.sessions.calls import Outputs
     from etfarm.client.submit.preparation import Model
@@ -40,6 +42,7 @@ class AsyncFarm(AsyncSubmissions, AsyncJobRecords, AsyncInventory):
         tls_ca: str | Path | None = None,
         project: str | None = None,
         on_status: Callable[[str], None] | None = None,
+        prewarm: bool = True,
     ) -> None:
         """Prepare a connection; `async with` opens it.
 
@@ -49,11 +52,15 @@ class AsyncFarm(AsyncSubmissions, AsyncJobRecords, AsyncInventory):
             tls_ca: PEM file of the authority that signed the server's certificate; ETFARM_TLS_CA when None.
             project: owner of what this client creates; ETFARM_PROJECT when None, else the caller's only project, else `default`.
             on_status: called with one sentence about what the start of the embedded farm waits for.
+            prewarm: whether an embedded farm that this starts loads the compiler at once. Without it, the first compilation
+                takes some ten seconds longer, and a farm that only runs .pte files starts faster.
 
         Raises:
             BadAddress: the file `tls_ca` does not exist, or there is no server address to use it for.
         """
-        self._connection = Connection(address, token, tls_ca, on_status, project)
+        self._connection = Connection(address, token, tls_ca, on_status, project, prewarm=prewarm)
+        self._datasets: dict[Dataset, weakref.ref[AsyncGenerator[tuple[int, Outputs], None]]] = {}
+        """Data sets that may be running, each with its iteration, which the caller may drop at any time."""
 
     async def __aenter__(self) -> Self:
         """Connect to the farm.
@@ -68,8 +75,19 @@ class AsyncFarm(AsyncSubmissions, AsyncJobRecords, AsyncInventory):
         await self.close()
 
     async def close(self) -> None:
-        """Disconnect from the farm; an embedded farm without other users stops."""
-        await self._connection.close()
+        """End data sets, and disconnect from the farm; an embedded farm without other users stops."""
+        try:
+            for dataset, iteration in self._datasets.items():
+                outputs = iteration()
+                if isinstance(outputs, AsyncGeneratorType) and outputs.ag_running:
+                    continue  # another task waits for a result; the end of the connection ends it
+                if outputs is not None:
+                    await outputs.aclose()
+                # Python closes an iteration that nothing refers to in a task of its own.
+                await dataset.wait_until_ended()
+        finally:
+            self._datasets.clear()
+            await self._connection.close()
 
     @property
     def address(self) -> str:
@@ -93,7 +111,7 @@ class AsyncFarm(AsyncSubmissions, AsyncJobRecords, AsyncInventory):
     ) -> AsyncGenerator[tuple[int, Outputs], None]:
         """Yield the index and outputs of every set of inputs, in order.
 
-        Each device keeps one program loaded and has a few samples in flight.
+        Each device keeps one program loaded and has a few samples in flight. Leaving the iteration early frees the devices.
 
         Args:
             program: as in `session`.
@@ -111,4 +129,8 @@ class AsyncFarm(AsyncSubmissions, AsyncJobRecords, AsyncInventory):
         from etfarm.client.datasets.samples import number_samples
 
         samples = number_samples(inputs)
-        return dataset_devices.dataset(self, program, samples, device, devices=devices, options=options).outputs(on_result)
+        dataset = dataset_devices.dataset(self, program, samples, device, devices=devices, options=options)
+        outputs = dataset.outputs(on_result)
+        self._datasets = {known: ref for known, ref in self._datasets.items() if known.is_running or ref() is not None}
+        self._datasets[dataset] = weakref.ref(outputs)
+        return outputs

@@ -100,12 +100,13 @@ class AsyncInventory(AsyncConnected):
             bundles += [decode.bundle(bundle) for bundle in page.bundles]
         return bundles
 
-    async def add_bundle(self, path: Path, *, on_upload: transfers.Moved | None = None) -> Bundle:
+    async def add_bundle(self, path: str | Path, *, on_upload: transfers.Moved | None = None) -> Bundle:
         """Upload a runner bundle and offer it to the devices of its architecture.
 
         Raises:
             EtfarmError: NOT_A_BUNDLE; PERMISSION_DENIED.
         """
+        path = Path(path)
         artifact = await chunks.artifact_of_file(path)
         blobs: dict[str, tuple[Any, transfers.Source]] = {artifact.digest: (artifact, path)}
         await transfers.upload_missing(self._open.artifacts, blobs, server=self._open.server, on_progress=on_upload)

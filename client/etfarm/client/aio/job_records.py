@@ -5,12 +5,13 @@ Its methods import what reads and compares reports: most commands need none of i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from etfarm.client import reports
 from etfarm.client.aio.connected import PAGE_SIZE, AsyncConnected
-from etfarm.client.models import JobInfo
+from etfarm.client.models import JobInfo, JobState
+from etfarm.client.submit.options import BadOption, require_at_least, to_list
 from etfarm.client.transport import decode
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.v1 import job_pb2, report_pb2
@@ -25,10 +26,32 @@ if TYPE_CHECKING:
 class AsyncJobRecords(AsyncConnected):
     """The jobs of a farm and their reports."""
 
-    async def jobs(self, limit: int = 50) -> list[JobInfo]:
-        """Return the farm's jobs, newest first."""
+    async def jobs(
+        self,
+        limit: int = 50,
+        *,
+        name: str = "",
+        labels: Mapping[str, str] | None = None,
+        states: str | Sequence[str] = (),
+        owner: str = "",
+    ) -> list[JobInfo]:
+        """Return the farm's jobs, newest first; with conditions, those that meet all of them.
+
+        Args:
+            limit: maximum number of jobs.
+            name: a part of the job's name.
+            labels: labels that the job has, with these values.
+            states: one or several states, such as `FAILED`.
+            owner: the principal that submitted the job.
+
+        Raises:
+            BadOption: `limit` is less than 1, or a state does not exist.
+        """
+        require_at_least("limit", limit, 1)
         jobs: list[JobInfo] = []
-        request = job_pb2.ListJobsRequest(page_size=min(limit, PAGE_SIZE))
+        request = job_pb2.ListJobsRequest(
+            page_size=min(limit, PAGE_SIZE), name=name, labels=labels, states=_to_states(to_list(states)), owner=owner
+        )
         async for page in iterate_pages(self._open.jobs.List, request, server=self._open.server):
             jobs += [decode.job(job) for job in page.jobs]
             if len(jobs) >= limit:
@@ -36,7 +59,7 @@ class AsyncJobRecords(AsyncConnected):
         return jobs[:limit]
 
     async def job(self, job_id: str) -> AsyncJob:
-        """Return a job by its id, a unique prefix of at least 4 characters, a tag, or `latest`.
+        """Return a job by its id, a unique prefix of at least 4 characters, a tag, a unique name, or `latest`.
 
         Raises:
             EtfarmError: JOB_NOT_FOUND.
@@ -62,6 +85,7 @@ class AsyncJobRecords(AsyncConnected):
         """
         from etfarm.client.jobs import history
 
+        require_at_least("limit", limit, 1)
         return await history.fetch(self._open, model, device=device, recipe=recipe, method=method, threads=threads, limit=limit)
 
     async def tag(self, job_id: str, tag: str) -> str | None:
@@ -109,8 +133,9 @@ class AsyncJobRecords(AsyncConnected):
 
         Args:
             base, candidate: a job, a report file or a result; see `etfarm.client.jobs.comparison.Compared`.
-            gate: limits, `3%` (of latency) or `["latency=3%", "accuracy=1dB"]`; sets `Comparison.passed`.
-            strict: also fail if an interval does not decide whether a limit is kept.
+            gate: limits, `3%` (of latency) or `["latency=3%", "accuracy=1dB"]`; sets `Comparison.gate` and `Comparison.passed`.
+                `gate.outcome` tells what is worse (`failed`) from what was not measured well enough to tell (`inconclusive`).
+            strict: be inconclusive if an interval does not decide whether a limit is kept, instead of passing.
             accept_invalid: accept latencies with a verdict other than VALID.
 
         Raises:
@@ -120,3 +145,16 @@ class AsyncJobRecords(AsyncConnected):
 
         limits = gate_of(gate, strict=strict, accept_invalid=accept_invalid)
         return await compare(self._open, base, candidate, limits)
+
+
+def _to_states(names: Sequence[str]) -> list[job_pb2.JobState.ValueType]:
+    """Return the states with these names.
+
+    Raises:
+        BadOption: a state does not exist.
+    """
+    for name in names:
+        if name not in JobState.__members__:
+            known = ", ".join(JobState.__members__)
+            raise BadOption(f"`states` must be job states, got {name!r}.", f"Use {known}.", option="states", value=name)
+    return [job_pb2.JobState.Value(f"JOB_STATE_{name}") for name in names]

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etfarm.client.aio.connected import AsyncConnected
-from etfarm.client.submit.bench_options import BenchOptions, device_choices, takes_keywords_of, to_list
-from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
+from etfarm.client.submit.bench_options import BenchOptions, chosen_recipes, device_choices, only_recipe, takes_keywords_of
+from etfarm.client.submit.options import one_spelling, to_list
+from etfarm.client.submit.recipes import read_recipe
 from etfarm.client.transport import transfers
+from etfarm.client.transport.daemon_thread import in_thread
 from etfarm.v1 import job_pb2, session_pb2
 from etfarm.wire import selectors
 
@@ -23,11 +25,11 @@ if TYPE_CHECKING:
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.sessions.program import SharedModel
     from etfarm.client.sessions.session import AsyncSession, Line, TextCallback
+    from etfarm.client.submit.bench_options import Recipes
     from etfarm.client.submit.calibration import Calibration
     from etfarm.client.submit.inputs import Inputs
     from etfarm.client.submit.preparation import ExampleInputs, Model
-    from etfarm.client.submit.submission import SubmissionRequest
-    from etfarm.wire.recipes import Recipe
+    from etfarm.client.submit.submission import Submission, SubmissionRequest
 
 GIVE_UP_S = 5.0
 """Seconds that a cancelled submission may take to cancel the job that it created."""
@@ -45,8 +47,10 @@ class AsyncSubmissions(AsyncConnected):
         Args:
             model: a model, or a list of models, of any kind in `etfarm.client.submit.preparation.Model`; exporting an
                 eager module takes seconds.
-            recipes: names with arguments, several joined by +, or TOML files, as on the command line.
-            devices: selectors; each is one cell on one matching device, or one per match with `all_devices`.
+            recipes: names with arguments, several joined by +, or TOML files, as on the command line; `recipe` is the
+                same.
+            devices: selectors; each is one cell on one matching device, or one per match with `all_devices`; `device` is
+                the same.
             example_inputs: arguments of `forward` for an nn.Module; for a dict of modules, a dict by method.
             calibration: samples for static quantization instead of the models' own: any type in
                 `etfarm.client.submit.calibration.Calibration`, such as an .npz or a folder of them; with `batched`, axis
@@ -55,6 +59,8 @@ class AsyncSubmissions(AsyncConnected):
             inputs: inputs of the programs; the models' own example inputs when None.
             numerics: compare the outputs of each operator too (`report.numeric_gap`): in addition to the timed program,
                 one with a delegate per operator is compiled and run once. Not available for ready programs.
+            repeat: measure in that many fresh processes, one after the other. `report.runs` has each of them, and
+                `report.run_spread` how much their medians vary, which a comparison of two reports needs.
             interleave: measure the candidates of each device choice, method and thread count in turns, on one device; at
                 least two. `report.interleaved` then compares each with the first, round by round.
             options: all other options of `etfarm.client.submit.bench_options.BenchOptions`.
@@ -69,15 +75,39 @@ class AsyncSubmissions(AsyncConnected):
         from etfarm.client.submit.submission import SubmissionRequest
 
         request = SubmissionRequest(
-            model, options.recipes, options.example_inputs, options.calibration, options.batched, options.data, options.inputs
+            model,
+            options.chosen_recipes,
+            options.example_inputs,
+            options.calibration,
+            options.batched,
+            options.data,
+            options.inputs,
         )
-        return await self._submit(options.job_spec(), request, options.on_upload)
+        return await self._submit(options.job_spec(), request, options.on_upload, options.on_status)
+
+    async def measure_again(self, job_id: str, cell: str) -> AsyncJob:
+        """Submit a finished cell's measurement again: the same compiled program on the same device, as a job of its own.
+
+        Args:
+            job_id: the id of a job that was not interleaved.
+            cell: the id of one of its cells, which ran on a device.
+
+        Raises:
+            EtfarmError: there is no such cell, or the server refuses the job.
+        """
+        from etfarm.client.jobs.job import AsyncJob
+        from etfarm.client.submit.submission import Submission
+
+        stubs = self._open
+        job = AsyncJob(stubs, await stubs.jobs.Get(job_pb2.GetJobRequest(job_id=job_id)))
+        return await self._submit_spec(Submission(job._spec_of(cell)))
 
     async def compile(
         self,
         model: Model | Sequence[Model],
-        recipes: str | Recipe | Sequence[str | Recipe] = (DEFAULT_RECIPE,),
+        recipes: Recipes | None = None,
         *,
+        recipe: Recipes | None = None,
         example_inputs: ExampleInputs | None = None,
         calibration: Calibration | None = None,
         batched: bool = False,
@@ -86,44 +116,50 @@ class AsyncSubmissions(AsyncConnected):
         no_cache: bool = False,
         stop_after: str = "",
         on_upload: transfers.Moved | None = None,
+        on_status: Callable[[str], None] | None = None,
     ) -> AsyncJob:
         """Submit a compilation; `AsyncJob.save_program` downloads the result.
 
         Args:
             stop_after: the last stage to run, such as "QUANTIZE"; `AsyncJob.save_stage_files` downloads its output. The
                 job produces a program when empty.
-            model, recipes, example_inputs, calibration, batched: as in `bench`.
+            on_status: called with one sentence about slow work before the job runs, such as an export.
+            model, recipes, recipe, example_inputs, calibration, batched: as in `bench`.
 
         Raises:
             EtfarmError: a model or recipe is wrong, or the server refuses the job.
         """
-        from etfarm.client.submit.submission import SubmissionRequest, several
+        from etfarm.client.submit.submission import SubmissionRequest
         from etfarm.wire.stages import check_stop_after
 
         spec = job_pb2.JobSpec(name=name, labels=labels, no_cache=no_cache, stop_after=stop_after)
-        parsed = [read_recipe(recipe) for recipe in several(recipes)]
+        parsed = [read_recipe(each) for each in chosen_recipes(recipe, recipes)]
         if stop_after:
-            for recipe in parsed:
-                check_stop_after(recipe, stop_after)
+            for each in parsed:
+                check_stop_after(each, stop_after)
         request = SubmissionRequest(model, parsed, example_inputs, calibration, batched)
-        return await self._submit(spec, request, on_upload)
+        return await self._submit(spec, request, on_upload, on_status)
 
     async def run(
         self,
         model: Model,
-        recipes: str | Recipe | Sequence[str | Recipe] = (DEFAULT_RECIPE,),
-        device: str = "",
+        recipes: Recipes | None = None,
+        device: str | None = None,
         *,
+        recipe: Recipes | None = None,
+        devices: str | None = None,
         example_inputs: ExampleInputs | None = None,
         calibration: Calibration | None = None,
         batched: bool = False,
         data: Sequence[str | Path] = (),
         inputs: Inputs | None = None,
-        methods: str | Sequence[str] = (),
+        methods: str | Sequence[str] | None = None,
+        method: str | Sequence[str] | None = None,
         threads: int | None = None,
         name: str = "",
         timeout_s: float | None = None,
         on_upload: transfers.Moved | None = None,
+        on_status: Callable[[str], None] | None = None,
     ) -> AsyncJob:
         """Submit one run without a measurement; `AsyncJob.outputs` downloads the program's outputs.
 
@@ -136,23 +172,25 @@ class AsyncSubmissions(AsyncConnected):
 
         spec = job_pb2.JobSpec(
             name=name,
-            devices=device_choices(device, all_devices=False),
-            methods=to_list(methods),
+            devices=device_choices(one_spelling("device", device, "devices", devices, ""), all_devices=False),
+            methods=to_list(one_spelling("method", method, "methods", methods, ())),
             threads=[] if threads is None else [threads],
             timeout_s=timeout_s,
         )
-        request = SubmissionRequest(model, recipes, example_inputs, calibration, batched, data, inputs)
-        return await self._submit(spec, request, on_upload)
+        request = SubmissionRequest(model, chosen_recipes(recipe, recipes), example_inputs, calibration, batched, data, inputs)
+        return await self._submit(spec, request, on_upload, on_status)
 
     def session(
         self,
         program: Model | SharedModel,
         device: str = "",
         *,
-        recipe: str | Recipe = DEFAULT_RECIPE,
+        recipe: Recipes | None = None,
+        recipes: Recipes | None = None,
         example_inputs: ExampleInputs | None = None,
         data: Sequence[str | Path] = (),
-        methods: str | Sequence[str] = (),
+        methods: str | Sequence[str] | None = None,
+        method: str | Sequence[str] | None = None,
         threads: int | None = None,
         cores: str = "",
         idle_timeout_s: float | None = None,
@@ -168,7 +206,8 @@ class AsyncSubmissions(AsyncConnected):
         Args:
             program: a .pte, or any other model that `bench` takes, which is first compiled with `recipe`.
             device: a selector; while all matching devices are busy, the session waits in the queue.
-            methods: methods to load at the start; others are loaded at their first call.
+            recipe: a recipe, as in `bench`; `recipes` is the same.
+            methods: methods to load at the start; others are loaded at their first call. `method` is the same.
             idle_timeout_s: seconds without a call after which the session ends; 600 when None.
             on_wait: called with what the session waits for, whenever that changes.
             on_log: called with each line that the runner prints.
@@ -184,14 +223,15 @@ class AsyncSubmissions(AsyncConnected):
         selectors.parse(device)
         request = session_pb2.OpenSessionRequest(
             selector=device,
-            methods=to_list(methods),
+            methods=to_list(one_spelling("method", method, "methods", methods, ())),
             threads=threads,
             cores=cores,
             idle_timeout_s=idle_timeout_s,
             priority=priority,
         )
         served: ServedModel | SharedModel
-        served = program if isinstance(program, SharedModel) else ServedModel(program, recipe, example_inputs, data)
+        chosen = only_recipe(recipe, recipes)
+        served = program if isinstance(program, SharedModel) else ServedModel(program, chosen, example_inputs, data)
 
         async def connect(_: AsyncExitStack) -> Line:
             stubs = self._open
@@ -201,18 +241,35 @@ class AsyncSubmissions(AsyncConnected):
 
         return AsyncSession(connect, on_wait=on_wait, on_log=on_log)
 
-    async def _submit(self, spec: job_pb2.JobSpec, parts: SubmissionRequest, on_upload: transfers.Moved | None) -> AsyncJob:
-        from etfarm.client.jobs.job import AsyncJob
+    async def _submit(
+        self,
+        spec: job_pb2.JobSpec,
+        parts: SubmissionRequest,
+        on_upload: transfers.Moved | None,
+        on_status: Callable[[str], None] | None,
+    ) -> AsyncJob:
+        from etfarm.client.submit.early_checks import require_accepted
 
         # Cheap checks come before expensive ones.
         parsed = [read_recipe(recipe) for recipe in parts.listed_recipes]
         for choice in spec.devices:
             selectors.parse(choice.selector)
-        # Samples and exports may be larger than memory, so they stay in files until they are sent.
+        stubs = self._open
+        await require_accepted(stubs, spec, parts.models, parsed)
+        # Samples and exports may be larger than memory, so they stay in files until they are sent. A thread that Ctrl-C leaves
+        # behind may still write there while the folder is removed.
         with tempfile.TemporaryDirectory(prefix="etfarm-submission-", ignore_cleanup_errors=True) as folder:
-            submission = await asyncio.to_thread(lambda: parts.gather(spec, parsed, Path(folder)))
-            stubs = self._open
+            submission = await in_thread(lambda: parts.gather(spec, parsed, Path(folder), on_status))
+            if on_status is not None:
+                on_status("Submitting.")
             await transfers.upload_missing(stubs.artifacts, submission.blobs, server=stubs.server, on_progress=on_upload)
+        return await self._submit_spec(submission)
+
+    async def _submit_spec(self, submission: Submission) -> AsyncJob:
+        """Submit a job whose artifacts the farm has."""
+        from etfarm.client.jobs.job import AsyncJob
+
+        stubs = self._open
         request = job_pb2.SubmitJobRequest(request_id=submission.request_id, spec=submission.spec)
 
         async def submit() -> job_pb2.Job:
@@ -220,7 +277,7 @@ class AsyncSubmissions(AsyncConnected):
 
         submitting = asyncio.create_task(submit(), name="submit")
         try:
-            return AsyncJob(stubs, await asyncio.shield(submitting))
+            return AsyncJob(stubs, await asyncio.shield(submitting), submission.input_names)
         except asyncio.CancelledError:
             # The server may have created the job although the caller does not know its id: cancel it.
             async with asyncio.timeout(GIVE_UP_S):

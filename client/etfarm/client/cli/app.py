@@ -9,11 +9,12 @@ from collections.abc import Callable, Collection, Mapping
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.event_loop import leave_busy_threads
+from etfarm.client.cli.help_texts import make_readable
 from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.terminal.capabilities import printable, tell
 from etfarm.client.cli.usage import Usage
 from etfarm.client.errors import Interrupted, NotAvailable, OutputUnwritable, exit_code
+from etfarm.client.transport.daemon_thread import leave_busy_threads
 from etfarm.wire.errors import EtfarmError, FarmError
 
 Command = Callable[..., int | None]
@@ -83,6 +84,7 @@ def _run(command: Command | Mapping[str, Command], argv: list[str], name: str, a
     else:
         app.command()(command)
     runnable = typer.main.get_command(app)
+    make_readable(runnable)
     # A group that is called without a subcommand prints its help, which counts as wrong usage.
     arguments = argv if argv or not isinstance(command, Mapping) else ["--help"]
     code = runnable.main(args=arguments, prog_name=f"etfarm {name}", standalone_mode=False, obj=outcome)

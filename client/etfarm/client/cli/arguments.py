@@ -53,6 +53,20 @@ def prepare_archives(specs: Sequence[ModelSpec], recipes: Sequence[Recipe]) -> l
     return [prepare(spec, recipes=recipes) if isinstance(spec, Pt2File) else spec for spec in specs]
 
 
+def needs_export(sources: Sequence[ModelSpec | PreparedModel]) -> bool:
+    """Return whether a model is eager, so that torch is needed here."""
+    from etfarm.client.export.spec import EagerSpec
+
+    return any(isinstance(source, EagerSpec) for source in sources)
+
+
+def needs_compiler(sources: Sequence[ModelSpec | PreparedModel]) -> bool:
+    """Return whether a model is not a ready program, so that the farm compiles."""
+    from etfarm.client.export.spec import PteFile
+
+    return not all(isinstance(source, PteFile) for source in sources)
+
+
 def report_generated_inputs(specs: Sequence[ModelSpec], inputs: Path | None) -> None:
     """Print which programs run on generated inputs: a .pte contains no example inputs."""
     from etfarm.client.export.spec import PteFile

@@ -20,6 +20,9 @@ Item = TypeVar("Item")
 
 _CPUS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 
+_DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?) ?(ns|us|µs|ms|s)", re.ASCII)
+_UNITS_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
+
 Server = Annotated[
     str | None,
     typer.Option("--server", metavar="ADDR", help="HOST:PORT or unix:PATH; else ETFARM_SERVER, else a farm of its own."),
@@ -59,7 +62,10 @@ Project = Annotated[
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write etfarm.report/1 there, on failure too; - is stdout.")
 ]
-JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, its first characters, a tag, or latest.")]
+ListJson = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write it as JSON there, on failure too; - is stdout.")
+]
+JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, its first characters, a tag, a name, or latest.")]
 Recipes = Annotated[
     list[str] | None,
     typer.Option("--recipe", metavar="R", help="A recipe's name, name:key=value, or a TOML file; repeatable. [xnnpack_fp32]"),
@@ -86,7 +92,7 @@ def finite(value: float | None) -> float | None:
 
 
 Timeout = Annotated[
-    float | None, typer.Option("--timeout", metavar="S", min=1, callback=finite, help="Maximum seconds of one run. [600]")
+    float | None, typer.Option("--timeout", metavar="S", min=1, callback=finite, help="Maximum seconds on the device. [600]")
 ]
 
 
@@ -158,6 +164,21 @@ def once(what: str, items: Sequence[Item], key: Callable[[Item], object] = lambd
     if dropped:
         tell(f"Duplicates are ignored: {what} {', '.join(dropped)}.", to_stderr=True)
     return kept
+
+
+def duration_of(option: str, text: str | None) -> float | None:
+    """Return a duration such as `5ms` in nanoseconds; None if the option is absent.
+
+    Raises:
+        Usage: it is not a positive number with a unit.
+    """
+    if text is None:
+        return None
+    match = _DURATION.fullmatch(text.strip())
+    value_ns = float(match[1]) * _UNITS_NS[match[2]] if match else 0.0
+    if not 0 < value_ns < math.inf:
+        raise Usage(f"{option} {text!r} is not a duration.", f"Give a number and ns, us, ms or s: {option} 5ms.", value=text)
+    return value_ns
 
 
 def cores_of(text: str) -> str:

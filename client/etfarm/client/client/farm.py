@@ -45,6 +45,7 @@ class Farm(OwnLoop, Submissions, JobRecords, Inventory):
         tls_ca: str | Path | None = None,
         project: str | None = None,
         on_status: Callable[[str], None] | None = None,
+        prewarm: bool = True,
     ) -> None:
         """Prepare a connection; `with` opens it.
 
@@ -54,11 +55,13 @@ class Farm(OwnLoop, Submissions, JobRecords, Inventory):
             tls_ca: PEM file of the authority that signed the server's certificate; ETFARM_TLS_CA when None.
             project: owner of what this client creates; ETFARM_PROJECT when None, else the caller's only project, else `default`.
             on_status: called with one sentence about what the start of the embedded farm waits for.
+            prewarm: whether an embedded farm that this starts loads the compiler at once. Without it, the first compilation
+                takes some ten seconds longer, and a farm that only runs .pte files starts faster.
 
         Raises:
             BadAddress: the file `tls_ca` does not exist, or there is no server address to use it for.
         """
-        super().__init__(AsyncFarm(address, token=token, tls_ca=tls_ca, project=project, on_status=on_status))
+        super().__init__(AsyncFarm(address, token=token, tls_ca=tls_ca, project=project, on_status=on_status, prewarm=prewarm))
 
     def __enter__(self) -> Self:
         """Connect to the farm.
@@ -73,7 +76,7 @@ class Farm(OwnLoop, Submissions, JobRecords, Inventory):
         self.close()
 
     def close(self) -> None:
-        """Disconnect from the farm; an embedded farm without other users stops."""
+        """End data sets, and disconnect from the farm; an embedded farm without other users stops."""
         self._stop()
 
     @property
@@ -98,7 +101,7 @@ class Farm(OwnLoop, Submissions, JobRecords, Inventory):
     ) -> Iterator[tuple[int, Outputs]]:
         """Yield the index and outputs of every set of inputs, in order.
 
-        Each device keeps one program loaded and has a few samples in flight.
+        Each device keeps one program loaded and has a few samples in flight. Leaving the iteration early frees the devices.
 
         Args:
             program: as in `session`.

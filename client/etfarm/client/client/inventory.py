@@ -81,7 +81,7 @@ class Inventory(Blocking):
         """Return the runner bundles that the farm sends to devices, newest first."""
         return self._run(self._async.bundles())
 
-    def add_bundle(self, path: Path, *, on_upload: transfers.Moved | None = None) -> Bundle:
+    def add_bundle(self, path: str | Path, *, on_upload: transfers.Moved | None = None) -> Bundle:
         """Upload a runner bundle and offer it to the devices of its architecture.
 
         Raises:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from etfarm.client.client.jobs import Job
@@ -21,12 +21,31 @@ class JobRecords(Blocking):
 
     _async: AsyncJobRecords
 
-    def jobs(self, limit: int = 50) -> list[JobInfo]:
-        """Return the farm's jobs, newest first."""
-        return self._run(self._async.jobs(limit))
+    def jobs(
+        self,
+        limit: int = 50,
+        *,
+        name: str = "",
+        labels: Mapping[str, str] | None = None,
+        states: str | Sequence[str] = (),
+        owner: str = "",
+    ) -> list[JobInfo]:
+        """Return the farm's jobs, newest first; with conditions, those that meet all of them.
+
+        Args:
+            limit: maximum number of jobs.
+            name: a part of the job's name.
+            labels: labels that the job has, with these values.
+            states: one or several states, such as `FAILED`.
+            owner: the principal that submitted the job.
+
+        Raises:
+            BadOption: `limit` is less than 1, or a state does not exist.
+        """
+        return self._run(self._async.jobs(limit, name=name, labels=labels, states=states, owner=owner))
 
     def job(self, job_id: str) -> Job:
-        """Return a job by its id, a unique prefix of at least 4 characters, a tag, or `latest`.
+        """Return a job by its id, a unique prefix of at least 4 characters, a tag, a unique name, or `latest`.
 
         Raises:
             EtfarmError: JOB_NOT_FOUND.
@@ -88,8 +107,9 @@ class JobRecords(Blocking):
 
         Args:
             base, candidate: a job, a report file or a result; see `etfarm.client.jobs.comparison.Compared`.
-            gate: limits, `3%` (of latency) or `["latency=3%", "accuracy=1dB"]`; sets `Comparison.passed`.
-            strict: also fail if an interval does not decide whether a limit is kept.
+            gate: limits, `3%` (of latency) or `["latency=3%", "accuracy=1dB"]`; sets `Comparison.gate` and `Comparison.passed`.
+                `gate.outcome` tells what is worse (`failed`) from what was not measured well enough to tell (`inconclusive`).
+            strict: be inconclusive if an interval does not decide whether a limit is kept, instead of passing.
             accept_invalid: accept latencies with a verdict other than VALID.
 
         Raises:

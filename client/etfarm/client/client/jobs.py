@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -32,6 +32,11 @@ class Job(Blocking):
     def id(self) -> str:
         """The job's id."""
         return self._async.id
+
+    @property
+    def input_names(self) -> Mapping[str, Sequence[str]]:
+        """Input names of the model by method, in flattened order; empty for several models and jobs submitted elsewhere."""
+        return self._async.input_names
 
     @property
     def state(self) -> JobState:

@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 class LocalSession(OwnLoop, Session):
     """A `Session` on this machine's own runner.
 
+    The runner is that of the user's embedded farm, if it has one; else it is built once.
+
     Use it with `with`.
     """
 
@@ -27,7 +29,8 @@ class LocalSession(OwnLoop, Session):
         program: str | Path,
         *,
         data: Sequence[str | Path] = (),
-        methods: Sequence[str] = (),
+        methods: str | Sequence[str] | None = None,
+        method: str | Sequence[str] | None = None,
         threads: int | None = None,
         cores: str = "",
         on_wait: TextCallback | None = None,
@@ -37,14 +40,18 @@ class LocalSession(OwnLoop, Session):
 
         Args:
             program: a .pte.
-            data, methods, threads, cores, on_wait, on_log: as in Farm.session.
+            on_wait: as in Farm.session; when None, the build of a runner, or that none can be built, is reported on
+                stderr.
+            data, methods, method, threads, cores, on_log: as in Farm.session.
 
         Raises, when it is entered:
             LocalNeedsProgram: `program` is a model that is not compiled.
             EtfarmError: the program cannot be loaded, or there is no runner for this machine and none can be built.
         """
         super().__init__(
-            AsyncLocalSession(program, data=data, methods=methods, threads=threads, cores=cores, on_wait=on_wait, on_log=on_log)
+            AsyncLocalSession(
+                program, data=data, methods=methods, method=method, threads=threads, cores=cores, on_wait=on_wait, on_log=on_log
+            )
         )
 
     def __enter__(self) -> Self:

@@ -74,20 +74,24 @@ class Session(Blocking):
         """
         return self._run(self._async.ended(within_s))
 
-    def run(self, method: str, /, *inputs: Any, timeout_s: float | None = None, **named: Any) -> Outputs:
-        """Run one execution of `method` and return its outputs.
+    def run(self, /, *inputs: Any, timeout_s: float | None = None, **named: Any) -> Outputs:
+        """Run one execution of a method and return its outputs.
+
+        `s.run(x)` calls the program's only method; `s.run("encode", x)` calls a method by its name.
 
         Args:
-            inputs: arrays, torch tensors, or Python numbers for scalar inputs, in flattened order.
+            inputs: arrays, torch tensors, or Python numbers for scalar inputs, in flattened order; a method's name may
+                precede them.
             named: the remaining inputs by name.
             timeout_s: limit on the device in seconds, 600 when None; a program that takes longer is killed, and the
                 session ends.
 
         Raises:
             UserError: an input does not fit; the session stays usable. Errors such as PROGRAM_CRASHED end the session.
+            NoSuchMethod: the program has several methods, and the call names none.
             EtfarmError: the session has ended; this is the reason.
         """
-        return self._run(self._async.run(method, *inputs, timeout_s=timeout_s, **named))
+        return self._run(self._async.run(*inputs, timeout_s=timeout_s, **named))
 
     def loop(
         self,

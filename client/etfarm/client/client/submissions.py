@@ -2,25 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etfarm.client.client.jobs import Job
 from etfarm.client.client.sessions import Session
 from etfarm.client.submit.bench_options import BenchOptions, takes_keywords_of
-from etfarm.client.submit.recipes import DEFAULT_RECIPE
 from etfarm.client.transport.blocking import Blocking
 
 if TYPE_CHECKING:
     from etfarm.client.aio.submissions import AsyncSubmissions
     from etfarm.client.sessions.program import SharedModel
     from etfarm.client.sessions.session import TextCallback
+    from etfarm.client.submit.bench_options import Recipes
     from etfarm.client.submit.calibration import Calibration
     from etfarm.client.submit.inputs import Inputs
     from etfarm.client.submit.preparation import ExampleInputs, Model
     from etfarm.client.transport import transfers
-    from etfarm.wire.recipes import Recipe
 
 
 class Submissions(Blocking):
@@ -37,8 +36,10 @@ class Submissions(Blocking):
         Args:
             model: a model, or a list of models, of any kind in `etfarm.client.submit.preparation.Model`; exporting an
                 eager module takes seconds.
-            recipes: names with arguments, several joined by +, or TOML files, as on the command line.
-            devices: selectors; each is one cell on one matching device, or one per match with `all_devices`.
+            recipes: names with arguments, several joined by +, or TOML files, as on the command line; `recipe` is the
+                same.
+            devices: selectors; each is one cell on one matching device, or one per match with `all_devices`; `device` is
+                the same.
             example_inputs: arguments of `forward` for an nn.Module; for a dict of modules, a dict by method.
             calibration: samples for static quantization instead of the models' own: any type in
                 `etfarm.client.submit.calibration.Calibration`, such as an .npz or a folder of them; with `batched`, axis
@@ -47,6 +48,8 @@ class Submissions(Blocking):
             inputs: inputs of the programs; the models' own example inputs when None.
             numerics: compare the outputs of each operator too (`report.numeric_gap`): in addition to the timed program,
                 one with a delegate per operator is compiled and run once. Not available for ready programs.
+            repeat: measure in that many fresh processes, one after the other. `report.runs` has each of them, and
+                `report.run_spread` how much their medians vary, which a comparison of two reports needs.
             interleave: measure the candidates of each device choice, method and thread count in turns, on one device; at
                 least two. `report.interleaved` then compares each with the first, round by round.
             options: all other options of `etfarm.client.submit.bench_options.BenchOptions`.
@@ -60,11 +63,24 @@ class Submissions(Blocking):
         """Submit a benchmark with one options object; otherwise the same as `bench`."""
         return Job(self._run(self._async.submit_bench(model, options)), self._running)
 
+    def measure_again(self, job_id: str, cell: str) -> Job:
+        """Submit a finished cell's measurement again: the same compiled program on the same device, as a job of its own.
+
+        Args:
+            job_id: the id of a job that was not interleaved.
+            cell: the id of one of its cells, which ran on a device.
+
+        Raises:
+            EtfarmError: there is no such cell, or the server refuses the job.
+        """
+        return Job(self._run(self._async.measure_again(job_id, cell)), self._running)
+
     def compile(
         self,
         model: Model | Sequence[Model],
-        recipes: str | Recipe | Sequence[str | Recipe] = (DEFAULT_RECIPE,),
+        recipes: Recipes | None = None,
         *,
+        recipe: Recipes | None = None,
         example_inputs: ExampleInputs | None = None,
         calibration: Calibration | None = None,
         batched: bool = False,
@@ -73,13 +89,15 @@ class Submissions(Blocking):
         no_cache: bool = False,
         stop_after: str = "",
         on_upload: transfers.Moved | None = None,
+        on_status: Callable[[str], None] | None = None,
     ) -> Job:
         """Submit a compilation; `Job.save_program` downloads the result.
 
         Args:
             stop_after: the last stage to run, such as "QUANTIZE"; `Job.save_stage_files` downloads its output. The
                 job produces a program when empty.
-            model, recipes, example_inputs, calibration, batched: as in `bench`.
+            on_status: called with one sentence about slow work before the job runs, such as an export.
+            model, recipes, recipe, example_inputs, calibration, batched: as in `bench`.
 
         Raises:
             EtfarmError: a model or recipe is wrong, or the server refuses the job.
@@ -89,6 +107,7 @@ class Submissions(Blocking):
                 self._async.compile(
                     model,
                     recipes,
+                    recipe=recipe,
                     example_inputs=example_inputs,
                     calibration=calibration,
                     batched=batched,
@@ -97,6 +116,7 @@ class Submissions(Blocking):
                     no_cache=no_cache,
                     stop_after=stop_after,
                     on_upload=on_upload,
+                    on_status=on_status,
                 )
             ),
             self._running,
@@ -105,19 +125,23 @@ class Submissions(Blocking):
     def run(
         self,
         model: Model,
-        recipes: str | Recipe | Sequence[str | Recipe] = (DEFAULT_RECIPE,),
-        device: str = "",
+        recipes: Recipes | None = None,
+        device: str | None = None,
         *,
+        recipe: Recipes | None = None,
+        devices: str | None = None,
         example_inputs: ExampleInputs | None = None,
         calibration: Calibration | None = None,
         batched: bool = False,
         data: Sequence[str | Path] = (),
         inputs: Inputs | None = None,
-        methods: str | Sequence[str] = (),
+        methods: str | Sequence[str] | None = None,
+        method: str | Sequence[str] | None = None,
         threads: int | None = None,
         name: str = "",
         timeout_s: float | None = None,
         on_upload: transfers.Moved | None = None,
+        on_status: Callable[[str], None] | None = None,
     ) -> Job:
         """Submit one run without a measurement; `Job.outputs` downloads the program's outputs.
 
@@ -132,16 +156,20 @@ class Submissions(Blocking):
                     model,
                     recipes,
                     device,
+                    recipe=recipe,
+                    devices=devices,
                     example_inputs=example_inputs,
                     calibration=calibration,
                     batched=batched,
                     data=data,
                     inputs=inputs,
                     methods=methods,
+                    method=method,
                     threads=threads,
                     name=name,
                     timeout_s=timeout_s,
                     on_upload=on_upload,
+                    on_status=on_status,
                 )
             ),
             self._running,
@@ -152,10 +180,12 @@ class Submissions(Blocking):
         program: Model | SharedModel,
         device: str = "",
         *,
-        recipe: str | Recipe = DEFAULT_RECIPE,
+        recipe: Recipes | None = None,
+        recipes: Recipes | None = None,
         example_inputs: ExampleInputs | None = None,
         data: Sequence[str | Path] = (),
-        methods: str | Sequence[str] = (),
+        methods: str | Sequence[str] | None = None,
+        method: str | Sequence[str] | None = None,
         threads: int | None = None,
         cores: str = "",
         idle_timeout_s: float | None = None,
@@ -171,7 +201,8 @@ class Submissions(Blocking):
         Args:
             program: a .pte, or any other model that `bench` takes, which is first compiled with `recipe`.
             device: a selector; while all matching devices are busy, the session waits in the queue.
-            methods: methods to load at the start; others are loaded at their first call.
+            recipe: a recipe, as in `bench`; `recipes` is the same.
+            methods: methods to load at the start; others are loaded at their first call. `method` is the same.
             idle_timeout_s: seconds without a call after which the session ends; 600 when None.
             on_wait: called with what the session waits for, whenever that changes.
             on_log: called with each line that the runner prints.
@@ -186,9 +217,11 @@ class Submissions(Blocking):
                 program,
                 device,
                 recipe=recipe,
+                recipes=recipes,
                 example_inputs=example_inputs,
                 data=data,
                 methods=methods,
+                method=method,
                 threads=threads,
                 cores=cores,
                 idle_timeout_s=idle_timeout_s,

@@ -52,7 +52,11 @@ class Options(TypedDict, total=False):
 
     method: str
     """The method; the program's only method, or forward, when left out."""
+    methods: str
+    """The same as `method`."""
     recipe: str | Recipe
+    recipes: str | Recipe
+    """The same as `recipe`."""
     example_inputs: ExampleInputs | None
     data: Sequence[str | Path]
     threads: int | None
@@ -138,6 +142,14 @@ class Dataset:
         self._tries: dict[int, int] = {}
         self._calls = 0
         self.tally = Tally()
+        self.is_running = False
+        """Whether the iteration has begun and its sessions are not closed yet."""
+        self._ended = asyncio.Event()
+
+    async def wait_until_ended(self) -> None:
+        """Wait until an iteration that has begun has closed its sessions."""
+        if self.is_running:
+            await self._ended.wait()
 
     async def results(self) -> AsyncGenerator[Result, None]:
         """Yield the result of each sample in order; a failed sample is the last one unless `keep_going` is set.
@@ -147,6 +159,7 @@ class Dataset:
         """
         tasks: list[asyncio.Task[None]] = []
         deal: Deal[Result] | None = None
+        self.is_running = True
         try:
             slots = await self._choose()
             deal = Deal(
@@ -165,8 +178,15 @@ class Dataset:
                 deal.close()
             for task in tasks:
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            await self._close()
+            # A further cancellation, or an error of the callback, must not keep those that wait for the end waiting.
+            try:
+                await asyncio.gather(*tasks, return_exceptions=True)
+            finally:
+                try:
+                    await self._close()
+                finally:
+                    self.is_running = False
+                    self._ended.set()
 
     async def outputs(self, on_result: Callable[[Result], None] | None = None) -> AsyncGenerator[tuple[int, Outputs], None]:
         """Yield the index and outputs of each sample in order; `keep_going` skips failed samples.

@@ -11,7 +11,8 @@ from etfarm.client.errors import Kind, UserError
 from etfarm.client.models import Device, DeviceState
 from etfarm.client.sessions.program import ServedModel, SharedModel
 from etfarm.client.sessions.session import AsyncSession, TextCallback
-from etfarm.client.submit.recipes import DEFAULT_RECIPE
+from etfarm.client.submit.bench_options import only_recipe
+from etfarm.client.submit.options import one_spelling
 from etfarm.wire import selectors
 
 if TYPE_CHECKING:
@@ -113,10 +114,11 @@ def dataset(
     selectors.parse(device)
     if devices is not None and devices < 1:
         raise TooFewDevices(f"`devices` must be at least 1, got {devices}.", "Ask for one or more.", wanted=devices)
-    method = options.get("method", "")
+    method = one_spelling("method", options.get("method"), "methods", options.get("methods"), "")
+    recipe = only_recipe(options.get("recipe"), options.get("recipes"))
     model = SharedModel(
         ServedModel(
-            program, options.get("recipe", DEFAULT_RECIPE), options.get("example_inputs"), tuple(options.get("data", ()))
+            program, recipe, options.get("example_inputs"), tuple(options.get("data", ()))
         )
     )  # fmt: skip
 

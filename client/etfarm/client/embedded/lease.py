@@ -131,10 +131,18 @@ class Lease:
     """
 
     def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, address: str, lasting: bool, data: Path
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        address: str,
+        keeper_pid: int | None,
+        lasting: bool,
+        data: Path,
     ) -> None:
         """Wrap a connection to the supervisor; `join` creates instances."""
         self.address = address
+        self.keeper_pid = keeper_pid
+        """Process id of the `etfarm up` that keeps the farm; the first one of several, None without one or if unknown."""
         self.lasting = lasting
         """Whether `etfarm up` keeps the farm, so that jobs may continue without this command."""
         self.data = data
@@ -193,7 +201,7 @@ class Lease:
         return ""
 
 
-async def join(*, place: Place | None = None, kind: str = "command", on_status: Say | None = None) -> Lease:
+async def join(*, place: Place | None = None, kind: str = "command", on_status: Say | None = None, prewarm: bool = True) -> Lease:
     """Take a lease on the embedded farm and start it if it does not run.
 
     Its server and agent answer when this returns.
@@ -202,6 +210,7 @@ async def join(*, place: Place | None = None, kind: str = "command", on_status: 
         place: the farm's files; those of the user when None.
         kind: `command`, or `up` for one that keeps the farm running.
         on_status: called with one sentence about what the start waits for.
+        prewarm: whether the server, if this starts it, loads the compiler at once.
 
     Raises:
         EmbeddedFarmFailed: the farm did not start.
@@ -209,7 +218,7 @@ async def join(*, place: Place | None = None, kind: str = "command", on_status: 
     place = place or Place.of_user()
     place.make()
     for _ in range(_TRIES):
-        connection = await asyncio.to_thread(_connect, place)
+        connection = await asyncio.to_thread(_connect, place, prewarm)
         lease = await _hold(connection, place, kind, on_status)
         if lease is not None:
             return lease
@@ -242,7 +251,9 @@ async def _hold(connection: socket.socket, place: Place, kind: str, on_status: S
             if "error" in message:
                 raise EmbeddedFarmFailed(message["error"], f"Its logs are in {place.data}.", folder=place.data)
             if "address" in message:
-                return Lease(reader, writer, message["address"], message["lasting"], place.data)
+                # A farm that 0.2.0 started sends no `keeper`.
+                lasting = bool(message.get("lasting"))
+                return Lease(reader, writer, message["address"], message.get("keeper"), lasting, place.data)
             if on_status is not None:
                 on_status(message["status"])
     except (ConnectionError, ValueError):
@@ -255,7 +266,7 @@ async def _hold(connection: socket.socket, place: Place, kind: str, on_status: S
     return None
 
 
-def _connect(place: Place) -> socket.socket:
+def _connect(place: Place, prewarm: bool) -> socket.socket:
     """Connect to the supervisor, starting it if it does not answer.
 
     Its listening socket is created here, under the lock, so that the next command can connect to it at once.
@@ -274,7 +285,7 @@ def _connect(place: Place) -> socket.socket:
             listener.bind(str(path))
             path.chmod(0o600)
             listener.listen(64)
-            _spawn(place, listener.fileno())
+            _spawn(place, listener.fileno(), prewarm)
         connection.connect(str(path))
         return connection
     finally:
@@ -285,7 +296,7 @@ _spawned: list[subprocess.Popen[bytes]] = []
 """Supervisors that this process started; kept so that their exit codes can be collected."""
 
 
-def _spawn(place: Place, listener: int) -> None:
+def _spawn(place: Place, listener: int, prewarm: bool) -> None:
     environment = {
         key: value
         for key, value in os.environ.items()
@@ -294,7 +305,8 @@ def _spawn(place: Place, listener: int) -> None:
     with (place.data / "supervisor.log").open("ab") as log:
         process = subprocess.Popen(
             # -P: modules in the user's working folder must not shadow others.
-            [sys.executable, "-P", "-m", "etfarm.client.embedded.supervisor", str(place.data.resolve()), str(listener)],
+            [sys.executable, "-P", "-m", "etfarm.client.embedded.supervisor", str(place.data.resolve()), str(listener),
+             *([] if prewarm else ["--no-prewarm"])],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
@@ -302,7 +314,7 @@ def _spawn(place: Place, listener: int) -> None:
             start_new_session=True,
             cwd=place.data,
             env=environment,
-        )
+        )  # fmt: skip
     _spawned.append(process)
 
 

@@ -1,7 +1,8 @@
 """The process that owns an embedded farm; see etfarm.client.embedded.lease for its rules.
 
-Run as `python -m etfarm.client.embedded.supervisor DATA LISTENER`, the descriptor of a listening unix socket. To each
-connection it writes JSON lines: {"status": ...} while it starts, then {"address": ..., "lasting": ...}, or {"error": ...}.
+Run as `python -m etfarm.client.embedded.supervisor DATA LISTENER [OPTION...]`, with the descriptor of a listening unix socket
+and further options of `etfarm serve`. To each connection it writes JSON lines: {"status": ...} while it starts, then
+{"address": ..., "keeper": PID, "lasting": BOOL}, or {"error": ...}.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import signal
 import socket
 import struct
 import sys
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +126,14 @@ class _Child:
 class Supervisor:
     """One embedded farm from its first connection to its last."""
 
-    def __init__(self, place: Place, listener: socket.socket) -> None:
+    def __init__(self, place: Place, listener: socket.socket, options: Sequence[str] = ()) -> None:
         """Prepare to run a farm.
 
         Args:
             listener: bound to `place.supervisor_socket`; this object closes it.
+            options: further options of `etfarm serve`.
         """
+        self._options = options
         self._place = place
         self._listener = listener
         self._listener.setblocking(False)
@@ -138,7 +141,8 @@ class Supervisor:
         self._accepted = 0
         self._connections: dict[int, asyncio.StreamWriter | None] = {}
         """Connections that hold the farm; they have a writer after their first line."""
-        self._kinds: dict[int, str] = {}
+        self._keepers: dict[int, int] = {}
+        """Process ids of the `etfarm up` commands, by connection, the first one first."""
         self._parting: list[asyncio.StreamWriter] = []
         """Connections of the last commands, which wait for this process to exit."""
         self._changed = asyncio.Event()
@@ -184,7 +188,9 @@ class Supervisor:
         held: set[str] = set()
         try:
             if first := await reader.readline():
-                self._kinds[key] = str(json.loads(first).get("kind", ""))
+                joined = json.loads(first)
+                if joined.get("kind") == "up":
+                    self._keepers[key] = int(joined["pid"])
                 self._connections[key] = writer
                 self._send(writer, self._last_message)
                 while line := await reader.readline():
@@ -192,7 +198,7 @@ class Supervisor:
         except (OSError, ValueError) as error:
             print(f"connection {key}: {error}", file=sys.stderr, flush=True)
         finally:
-            self._kinds.pop(key, None)
+            self._keepers.pop(key, None)
             del self._connections[key]
             self._changed.set()
         if self._connections:
@@ -231,7 +237,8 @@ class Supervisor:
 
     def _send(self, writer: asyncio.StreamWriter, message: dict[str, Any]) -> None:
         if "address" in message:
-            message = {**message, "lasting": "up" in self._kinds.values()}
+            keeper = next(iter(self._keepers.values()), None)
+            message = {**message, "keeper": keeper, "lasting": keeper is not None}  # commands of 0.2.0 read `lasting`
         if not writer.is_closing():
             writer.write(json.dumps(message).encode() + b"\n")
 
@@ -291,7 +298,7 @@ class Supervisor:
             _write_token(place.token_file)
             here = ("--listen", unix, "--data", str(place.data / "server"), "--address-file", str(place.address_file))
             secret = ("--tokens", str(place.token_file))
-            server = await self._launch("server", running, "serve", *here, *secret)
+            server = await self._launch("server", running, "serve", *here, *secret, *self._options)
             await server.read_line_after("etfarm serve: listening on")
             self._start(server.drain(), "server's stdout")
             for orphan in sorted(place.held_jobs.iterdir()):
@@ -376,9 +383,9 @@ def _uid_of_peer(connection: socket.socket) -> int | None:
 def main(argv: list[str]) -> int:
     """Run a supervisor; see the module."""
     os.umask(0o077)
-    folder, descriptor = argv
+    folder, descriptor, *options = argv
     os.set_inheritable(int(descriptor), False)
-    asyncio.run(Supervisor(Place(Path(folder)), socket.socket(fileno=int(descriptor))).run())
+    asyncio.run(Supervisor(Place(Path(folder)), socket.socket(fileno=int(descriptor)), options).run())
     return 0
 
 

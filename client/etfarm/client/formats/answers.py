@@ -55,10 +55,9 @@ def latency(report: Json) -> Answer:
 
 def median(measured: Json) -> tuple[str, str]:
     """Return the median of a latency and its 95 % interval, `1.84 ms` and `[1.82, 1.86]`; empty texts if unknown."""
-    p50_ns, ends = measured["p50_ns"], measured["p50_ci95_ns"]
-    if p50_ns is None:
+    if measured["p50_ns"] is None:
         return "", ""
-    return units.estimate(p50_ns, *ends) if ends else (units.time(p50_ns), "")
+    return units.median(measured["p50_ns"], measured["p50_ci95_ns"] or ())
 
 
 def verdict(report: Json) -> Answer:
@@ -177,15 +176,36 @@ def backend(row: Json) -> str:
     return known.get(name, name.removesuffix("Backend"))
 
 
+def short_type(name: str) -> str:
+    """Return `convolution` for `aten.convolution.default`; other overloads are kept."""
+    parts = name.split(".")
+    return ".".join(parts[1:-1] if parts[-1] == "default" else parts[1:]) if len(parts) == 3 else name
+
+
 def place(row: Json) -> str:
     """Return the source of a row: `models/net.py:31`, else its module."""
     return views.line_of(row) or (f"module {row['module']}" if row["module"] else "")
 
 
+def time_ns(row: Json) -> float | None:
+    """Return a row's time, which is its share of the whole: the mean over typical executions, or an old median."""
+    mean_ns: float | None = row["mean_ns"]
+    return row["p50_ns"] if mean_ns is None else mean_ns
+
+
+def precision(row: Json) -> str:
+    """Return half of the interval of a row's time as a part of it, `±1.2 %`; empty without an interval."""
+    mean_ns, ends = row["mean_ns"], row["mean_ci95_ns"]
+    if not mean_ns or not ends:
+        return ""
+    part = max(mean_ns - ends[0], ends[1] - mean_ns) / mean_ns * 100
+    return "±<0.1 %" if part < 0.05 else f"±{part:.1f} %" if part < 9.95 else f"±{part:.0f} %"
+
+
 def time_of(row: Json) -> str:
-    """Return a row's median; `< 1.00 µs` below the clock's resolution."""
-    if row["p50_ns"] is not None:
-        return units.time(row["p50_ns"])
+    """Return a row's time with its precision, `760 µs ±1.2 %`; `< 1.00 µs` below the clock's resolution."""
+    if (value_ns := time_ns(row)) is not None:
+        return f"{units.time(value_ns)} {precision(row)}".rstrip()
     return f"< {units.time(row['resolution_ns'])}" if row["resolution_ns"] else ""
 
 

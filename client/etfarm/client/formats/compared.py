@@ -22,6 +22,14 @@ NOTEWORTHY: Final = 0.01
 TOP: Final = 5
 """Number of operators to list."""
 
+GATE_WORDS: Final = {"passed": "passed", "failed": "not passed", "inconclusive": "inconclusive"}
+"""Outcomes of a gate."""
+
+_GATE_MARKS: Final = {"passed": "✅", "failed": "❌", "inconclusive": "❔"}
+
+_SPREAD: Final = "between runs"
+"""Name of the fact that says how much separate runs vary."""
+
 _ONCE = ("first run", "load program", "load method")
 """Times that are measured once and differ between any two runs."""
 
@@ -47,6 +55,8 @@ class Moved:
     what: str
     place: str
     slower: bool
+    is_certain: bool
+    """Whether the change is more than chance explains, as far as that is known."""
 
 
 def answer(pair: Json) -> str:
@@ -66,10 +76,14 @@ def answer(pair: Json) -> str:
 
 
 def describe_change(latency: Json) -> str:
-    """Return `9 % faster`, `no difference found` or `too few samples to tell`."""
+    """Return `9 % faster`, `no difference found`, `12 % slower, inconclusive` or `same program, 12 % apart`."""
+    text = sentences.ratio(latency["ratio"], latency["ratio_ci95"])
     if latency["outcome"] == "too_few":
-        return f"too few {'rounds' if latency['method'] == 'paired' else 'samples'} to tell"
-    return sentences.ratio(latency["ratio"], latency["ratio_ci95"])
+        text = f"too few {'rounds' if latency['method'] == 'paired' else 'samples'} to tell"
+    if latency["outcome"] == "inconclusive":
+        apart = f"{units.significant(abs(1 - latency['ratio']) * 100, 2)} % apart"
+        text = apart if latency["same_program"] else f"{text}, inconclusive"
+    return f"same program, {text}" if latency["same_program"] else text
 
 
 def status(pair: Json) -> str | None:
@@ -93,6 +107,8 @@ def facts(pair: Json) -> Iterator[Fact]:
     latency, size, memory = pair["latency"] or {}, pair["size"] or {}, pair["memory"] or {}
     for name, key in (("p50", "p50_ns"), ("p90", "p90_ns"), ("p99", "p99_ns"), ("first run", "first_run_ns")):
         yield from _number(name, latency.get(key), units.time)
+    if latency.get("method") == "separate":
+        yield Fact(_SPREAD, spread(latency["base_spread"]), spread(latency["candidate_spread"]), "")
     yield from _number("load program", latency.get("load_ns"), units.time)
     yield from _number("load method", latency.get("load_method_ns"), units.time)
     yield from _number("program", size.get("total_bytes"), units.size)
@@ -107,16 +123,32 @@ def facts(pair: Json) -> Iterator[Fact]:
         yield from _delegation(method, delegation, alone=len(pair["delegation"]) == 1)
 
 
+def spread(values: Json | None) -> str:
+    """Return how much separate runs vary: `1.2 % (5 runs)`, `3.0 % (assumed)` or `unknown`."""
+    if values is None or values["relative_stddev"] is None:
+        return "unknown"
+    sources = {"REPEATS": units.count(values["runs"], "run"), "HISTORY": units.count(values["runs"], "earlier report")}
+    return f"{values['relative_stddev'] * 100:.1f} % ({sources.get(values['source'], 'assumed')})"
+
+
 def moved(pair: Json, top: int = TOP) -> list[Moved]:
-    """Return the operators that changed most and by at least NOTEWORTHY of the time; all of them if `top` is 0."""
+    """Return the operators that changed most, by at least NOTEWORTHY of the time and by more than chance; all if `top` is 0."""
     operators = pair["operators"]
     if not operators:
         return []
     sums = [sum(row[side]["time_ns"] or 0.0 for row in operators["rows"] if row[side]) for side in ("base", "candidate")]
     least_ns = NOTEWORTHY * max(sums)
     rows = [row for row in operators["rows"] if row["change_ns"] is not None and abs(row["change_ns"]) >= max(least_ns, 1e-9)]
-    rows = rows[:top] if top else rows
+    if top:
+        rows = [row for row in rows if row["outcome"] != "no_difference"][:top]
     return [_moved(row) for row in rows]
+
+
+def unmoved(pair: Json) -> str:
+    """Return in how many operators chance explains the change: `no difference found in 12 of 14`; empty without outcomes."""
+    outcomes = [row["outcome"] for row in (pair["operators"] or {}).get("rows", ()) if row["outcome"]]
+    count = outcomes.count("no_difference")
+    return f"no difference found in {count} of {len(outcomes)}" if count else ""
 
 
 def joined(pair: Json) -> Iterator[str]:
@@ -169,10 +201,11 @@ def markdown(document: Json) -> str:
 def _markdown(document: Json) -> Iterator[str]:
     gate = document["gate"]
     if gate:
-        yield f"**{'✅ gate passed' if gate['passed'] else '❌ gate not passed'}** ({escapes.text(limits(gate))})"
+        mark = _GATE_MARKS[gate["outcome"]]
+        yield f"**{mark} gate {GATE_WORDS[gate['outcome']]}** ({escapes.text(limits(gate))})"
         yield ""
         for reason in gate["reasons"]:
-            yield f"- ❌ {escapes.text(reason['message'])}"
+            yield f"- {mark} {escapes.text(reason['message'])}"
         for note in gate["notes"]:
             yield f"- ⚠️ {escapes.text(note['message'])}"
         if gate["reasons"] or gate["notes"]:
@@ -216,8 +249,10 @@ def _row(pair: Json) -> str:
 
 
 def _details(pair: Json, *, several: bool) -> Iterator[str]:
-    rows = [fact for fact in facts(pair) if fact.change and fact.name not in _ONCE]
+    rows = [fact for fact in facts(pair) if fact.name == _SPREAD or (fact.change and fact.name not in _ONCE)]
     others, operators, joins = changed(pair), moved(pair), list(joined(pair))
+    if same := unmoved(pair):
+        others.append(f"{'modules' if pair['operators']['by'] == 'MODULE' else 'operators'}: {same}")
     if not (rows or others or operators or joins):
         return
     yield ""
@@ -320,10 +355,13 @@ def _delegation(method: str, delegation: Json, *, alone: bool) -> Iterator[Fact]
     )
 
 
+_OUTCOMES = {"no_difference": " (no difference)", "inconclusive": " (inconclusive)"}
+"""What is said beside the change of an operator, by its outcome."""
+
+
 def _moved(row: Json) -> Moved:
     before, after = (units.time(row[side]["time_ns"]) if row[side] else "-" for side in ("base", "candidate"))
     change = row["change_ns"]
-    sign = "+" if change > 0 else "-"
     first, more = row["op_types"][:1], len(row["op_types"]) - 1
     types = "".join(map(_short, first)) + (f" (+{more})" if more > 0 else "")
     if row["kind"] == "REST":
@@ -336,7 +374,8 @@ def _moved(row: Json) -> Moved:
         what += " (new)" if row["base"] is None else " (gone)"
     source = row["source"]
     place = f"{source['file']}:{source['line']}" if source else ""
-    return Moved(f"{sign}{units.time(abs(change))}", before, after, what, place, change > 0)
+    text = f"{units.difference(change, row['change_ci95_ns'])}{_OUTCOMES.get(row['outcome'] or '', '')}"
+    return Moved(text, before, after, what, place, change > 0, not row["outcome"] or row["outcome"] in ("faster", "slower"))
 
 
 def _short(name: str) -> str:

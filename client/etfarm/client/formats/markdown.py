@@ -49,7 +49,8 @@ def _overview(reports: Sequence[Json]) -> Iterator[str]:
             yield _row([*cells, f"❌ {escapes.text(report['state'].lower())} {reason}", *[""] * (len(heads) - 2)])
             continue
         time, share = answers.latency(report), answers.delegated(report)
-        cells.append(" ".join(filter(None, (time.text, escapes.text(time.detail)))))
+        runs = f"({sentences.runs(report)})" if len(report["runs"]) > 1 else ""
+        cells.append(" ".join(filter(None, (time.text, escapes.text(time.detail), escapes.text(runs)))))
         cells.append(_VERDICTS.get(str((report["verdict"] or {}).get("status")), ""))
         cells += [share.text, escapes.text(answers.accuracy(report).text), answers.size(report).text, answers.memory(report).text]
         if compared:

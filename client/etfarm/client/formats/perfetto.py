@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from etfarm.client.formats import label, units
+from etfarm.client.formats import answers, label, units
 from etfarm.wire.escapes import in_a_line
 
 Json = Mapping[str, Any]
@@ -95,17 +95,17 @@ def _placed(rows: Sequence[Json], start_ns: float, end_ns: float, whole_ns: floa
     """Yield each row with its start and end within [start_ns, end_ns], without overlaps, and whether they are reconstructed.
 
     Known starts of all rows are kept. Otherwise each row follows the previous one; it takes its share of a typical
-    execution of `whole_ns`, or its median without a share.
+    execution of `whole_ns`, or its time without a share.
     """
     known = all(row["start_ns"] is not None for row in rows)
     ordered = sorted(rows, key=lambda row: row["start_ns"]) if known else rows
     at = start_ns
     for row in ordered:
         begin = row["start_ns"] if known else at
-        # Shares add up to the whole; medians of single rows do not.
-        share, median = row["share"], row["p50_ns"] if row["p50_ns"] is not None else row["mean_ns"]
+        # Shares add up to the whole; times of single rows need not.
+        share, mean_ns = row["share"], answers.time_ns(row)
         # A kernel below the clock's resolution started, but its duration is unknown.
-        length = row["duration_ns"] or 0.0 if known else (share * whole_ns if share is not None else median or 0.0)
+        length = row["duration_ns"] or 0.0 if known else (share * whole_ns if share is not None else mean_ns or 0.0)
         begin = min(max(begin, at), end_ns)
         end = min(max(begin + length, begin), end_ns)
         yield row, begin, end, bool(row["reconstructed"]) or not known
@@ -122,6 +122,8 @@ def _arguments(row: Json) -> dict[str, Any]:
         "backend": row["backend"],
         "delegated": row["delegated"],
         "share": row["share"],
+        "mean_ns": row["mean_ns"],
+        "mean_ci95_ns": row["mean_ci95_ns"],
         "p10_ns": row["p10_ns"],
         "p50_ns": row["p50_ns"],
         "p90_ns": row["p90_ns"],

@@ -35,6 +35,14 @@ _ADVICE = {
 }
 """Remedy for a verdict's reason, by code."""
 
+_TRACED_ADVICE = {
+    "TOO_FEW_SAMPLES": "Give --trace-iterations.",
+    "TRACING_SLOW": "Compare the operators' times with each other, and not with the latency.",
+    "TRACING_FAST": "Measure again: the timed pass or the traced one was disturbed.",
+    "DRIFT": "Give a larger --trace-iterations, or stop other programs on the device.",
+}
+"""Remedy for a reason of the traced pass's verdict, by code."""
+
 _DISTURBED = {
     "CPU_STARVED", "INVOLUNTARY_SWITCHES", "CPU_PRESSURE", "BACKGROUND_LOAD", "CPU_STOLEN", "THERMAL_THROTTLED",
     "FREQUENCY_MOVED", "MORE_THREADS_THAN_CPUS",
@@ -74,6 +82,39 @@ def verdict(report: Json) -> list[Reason]:
     return [
         Reason(reason["message"], advice[place] if advice[place] not in advice[place + 1 :] else "")
         for place, reason in enumerate(reasons)
+    ]
+
+
+def traced(profile: Json) -> str:
+    """Return `traced 1.88 ms`: the whole of the operators' times."""
+    return f"traced {units.time(profile['p50_ns'] if profile['mean_ns'] is None else profile['mean_ns'])}"
+
+
+def tracing(profile: Json) -> str:
+    """Return `30 iterations, median 1.88 ms, 1.02 times the untraced one of the same process, 0.15 µs for each of 120 events`.
+
+    The ratio is one of medians, and of a single process: neither the mean of the operators' times nor the median over several
+    runs gives it.
+    """
+    parts = [units.count(profile["iterations"], "iteration")]
+    if profile["traced_ratio"] is not None:
+        parts += [
+            f"median {units.time(profile['p50_ns'])}",
+            f"{profile['traced_ratio']:.2f} times the untraced one of the same process",
+        ]
+    if profile["event_cost_ns"] is not None:
+        parts.append(f"{profile['event_cost_ns'] / 1e3:.2f} µs for each of {profile['events']:,} events")
+    if profile["drift"] is not None:
+        parts.append(f"drift {change(profile['drift'])}")
+    return ", ".join(parts)
+
+
+def traced_verdict(profile: Json) -> list[Reason]:
+    """Return why the times of operators cannot be trusted, with remedies; empty if they can."""
+    return [
+        Reason(reason["message"], _TRACED_ADVICE.get(reason["code"], _STOP))
+        for reason in (profile["verdict"] or {}).get("reasons", ())
+        if reason["code"] != "EMULATED"
     ]
 
 
@@ -118,11 +159,28 @@ def warmup(measurement: Json) -> str:
     return f"{units.count(count, 'iteration')}{took}{how}"
 
 
+def runs(report: Json) -> str:
+    """Return how much medians of separate runs vary: `5 runs, 1.2 % between runs`; empty if unknown."""
+    spread, count = report["run_spread"], len(report["runs"])
+    several = units.count(count, "run") if count > 1 else ""
+    if not spread:
+        return several
+    # Each earlier report has as many runs as this one.
+    what = "reports" if spread["source"] == "HISTORY" and count > 1 else "runs"
+    share = f"{units.percent(spread['relative_stddev'])} between {what}"
+    if spread["source"] == "HISTORY":
+        share += f" (of {units.count(spread['runs'], 'earlier report')})"
+    elif spread["source"] != "REPEATS":
+        share += " (assumed)"
+    return ", ".join(filter(None, (several, share)))
+
+
 def repeatability(record: Json) -> str:
     """Return `Keeps state: output 'y' ...`: the output that differs most, and between which executions."""
     words = {
         "KEEPS_STATE": "The program keeps state: the same executions after loading it again give the same outputs.",
         "NONDETERMINISTIC": "The program is nondeterministic: the same execution gives other outputs each time.",
+        "ROUNDING": "The outputs differ by rounding only, as when threads add in another order.",
     }
     text = words.get(record["outcome"], "Executions on the same inputs gave different outputs.")
     differences = record["differences"] or ()

@@ -48,8 +48,10 @@ _ROW: Final = {
 _SOURCE: Final = {"file": Kind.TEXT, "line": Kind.INTEGER, "code": Kind.TEXT}
 _LAST: Final = {
     "aligned": Kind.TRUTH, "unaligned_reason": Kind.TEXT, "instruction_id": Kind.INTEGER, "debug_handles": Kind.INTEGERS,
-    "times_ns": Kind.INTEGERS,
+    "input_rows": Kind.INTEGERS, "times_ns": Kind.INTEGERS, "mean_low_ns": Kind.NUMBER, "mean_high_ns": Kind.NUMBER,
 }  # fmt: skip
+_ENDS: Final = ("mean_low_ns", "mean_high_ns")
+"""Columns of the ends of the row's `mean_ci95_ns`."""
 
 WHAT: Final = ("operators", "samples")
 """The names of the tables."""
@@ -75,7 +77,9 @@ def _operators(document: Json) -> Iterator[tuple[Any, ...]]:
         of = identity_of(document, report)
         for row in report["operators"] or ():
             source = row["source"] or dict.fromkeys(_SOURCE)
-            yield (*of, *(row[key] for key in _ROW), *(source[key] for key in _SOURCE), *(row[key] for key in _LAST))
+            ends = dict(zip(_ENDS, row["mean_ci95_ns"] or (None, None), strict=True))
+            last = (ends[key] if key in ends else row[key] for key in _LAST)
+            yield (*of, *(row[key] for key in _ROW), *(source[key] for key in _SOURCE), *last)
 
 
 def _samples(document: Json) -> Iterator[tuple[Any, ...]]:

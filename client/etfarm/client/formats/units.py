@@ -6,6 +6,7 @@ These are pure functions.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Final
 
@@ -45,13 +46,40 @@ def estimate(value_ns: float, low_ns: float, high_ns: float) -> tuple[str, str]:
     would be noise. There are 3 significant digits at least, as in `time`, and 6 at most.
     """
     scale, unit = unit_of(value_ns)
-    value, half_width = value_ns / scale, (high_ns - low_ns) / 2 / scale
+    value = value_ns / scale
+    decimals = _decimals(value, (high_ns - low_ns) / 2 / scale)
+    return f"{value:.{decimals}f} {unit}", f"[{low_ns / scale:.{decimals}f}, {high_ns / scale:.{decimals}f}]"
+
+
+def difference(value_ns: float, ends_ns: Sequence[float] | None) -> str:
+    """Return a difference of two durations with its sign, and its interval if known: `-1.52 ms [-3.60, +0.56]`."""
+    if not ends_ns:
+        return f"{'+' if value_ns > 0 else '-'}{time(abs(value_ns))}"
+    low_ns, high_ns = ends_ns
+    # The difference may be close to 0, so the largest number determines the unit.
+    largest_ns = max(abs(value_ns), abs(low_ns), abs(high_ns))
+    scale, unit = unit_of(largest_ns)
+    decimals = _decimals(largest_ns / scale, (high_ns - low_ns) / 2 / scale)
+    value, low, high = (f"{each / scale:+.{decimals}f}" for each in (value_ns, low_ns, high_ns))
+    return f"{value} {unit} [{low}, {high}]"
+
+
+def _decimals(value: float, half_width: float) -> int:
+    """Return the number of decimals of a value whose interval has this half width, as `estimate` describes."""
     magnitude = math.floor(math.log10(value)) if value > 0 else 0
     decimals = _MIN_DIGITS - 1 - magnitude
     if half_width > 0:
         decimals = max(decimals, min(-math.floor(math.log10(half_width)), _MAX_DIGITS - 1 - magnitude))
-    decimals = max(0, decimals)
-    return f"{value:.{decimals}f} {unit}", f"[{low_ns / scale:.{decimals}f}, {high_ns / scale:.{decimals}f}]"
+    return max(0, decimals)
+
+
+def median(p50_ns: float, ends_ns: Sequence[float]) -> tuple[str, str]:
+    """Return a median and its 95 % interval, as `estimate`; an empty text for an unknown interval.
+
+    Args:
+        ends_ns: the interval's ends; empty if they are unknown.
+    """
+    return estimate(p50_ns, *ends_ns) if len(ends_ns) == 2 else (time(p50_ns), "")
 
 
 def column(values_ns: list[float | None]) -> list[str]:

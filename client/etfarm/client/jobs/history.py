@@ -115,8 +115,6 @@ async def fetch(
     """See `AsyncFarm.history`."""
     selectors.parse(device)
     entries: list[HistoryEntry] = []
-    if limit <= 0:
-        return entries
     request = report_pb2.ListHistoryRequest(
         model=model, device=device, recipe=recipe, method=method, threads=threads, page_size=min(_PAGE, limit)
     )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -45,10 +45,11 @@ class AsyncJob:
     It continues whether or not a client watches it.
     """
 
-    def __init__(self, stubs: Stubs, job: job_pb2.Job) -> None:
+    def __init__(self, stubs: Stubs, job: job_pb2.Job, input_names: Mapping[str, Sequence[str]] | None = None) -> None:
         """Wrap a job message; `AsyncFarm` creates instances."""
         self._stubs = stubs
         self._job = job
+        self._input_names = dict(input_names or {})
 
     def __repr__(self) -> str:
         return f"AsyncJob({self.id!r}, {self.state})"
@@ -57,6 +58,11 @@ class AsyncJob:
     def id(self) -> str:
         """The job's id."""
         return self._job.id
+
+    @property
+    def input_names(self) -> Mapping[str, Sequence[str]]:
+        """Input names of the model by method, in flattened order; empty for several models and jobs submitted elsewhere."""
+        return self._input_names
 
     @property
     def state(self) -> JobState:
@@ -77,6 +83,29 @@ class AsyncJob:
         request = job_pb2.GetJobRequest(job_id=self.id)
         self._job = await self._stubs.jobs.Get(request)
         return self.info
+
+    def _spec_of(self, cell: str) -> job_pb2.JobSpec:
+        """Return the spec of a job that has only one of this job's cells, on the device that it ran on.
+
+        Raises:
+            CellNotFound: the job has no such cell, or it never ran.
+        """
+        known = next((each for each in self._job.cells if each.id == cell and each.attempts), None)
+        if known is None:
+            raise CellNotFound(f"Job {self.id} has no cell {cell!r} that ran on a device.", "`etfarm report show` lists them.")
+        spec = job_pb2.JobSpec()
+        spec.CopyFrom(self._job.spec)
+        candidate = self._job.spec.candidates[known.candidate_index]
+        # The name stays with this job alone, so that it keeps resolving to it.
+        for name in ("name", "candidates", "devices", "methods", "threads", "no_cache"):
+            spec.ClearField(name)
+        spec.labels["retry_of"] = self.id
+        spec.candidates.append(candidate)
+        spec.devices.add(selector=f"id={known.attempts[-1].device_id}")
+        spec.methods.append(known.method)
+        if known.HasField("threads"):
+            spec.threads.append(known.threads)
+        return spec
 
     async def watch(self, after: int = 0) -> AsyncIterator[Event]:
         """Yield the events after the sequence number `after`, then new events until the job's state is final.

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from etfarm.client.formats import notebook
+from etfarm.client.formats import notebook, phases
 from etfarm.client.models import CellChanged, CellState, Event, JobInfo, Progress
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class JobProgress:
             self.text = str(event)
         elif isinstance(event, Progress):
             part = f" {100 * event.done / event.total:.0f} %" if event.done is not None and event.total else ""
-            self.text = f"{self._labels.get(event.cell_id, event.cell_id)}: {event.phase}{part}"
+            self.text = f"{self._labels.get(event.cell_id, event.cell_id)}: {phases.describe(event.phase)}{part}"
 
     def __repr__(self) -> str:
         return f"{self.done}/{self.total} {self.text}"

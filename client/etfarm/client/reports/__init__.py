@@ -20,6 +20,7 @@ if TYPE_CHECKING:
         Difference,
         Finding,
         GateLimit,
+        GateOutcome,
         GateResult,
         LatencyComparison,
         MemoryComparison,
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
         NumberChange,
         OperatorChange,
         OperatorChanges,
+        OperatorOutcome,
         OperatorTime,
         Outcome,
         OutputErrors,
@@ -63,6 +65,7 @@ if TYPE_CHECKING:
         NumericReference,
         OperatorKind,
         RepeatabilityOutcome,
+        RunSpreadSource,
         StopReason,
         VerdictStatus,
     )
@@ -88,10 +91,9 @@ if TYPE_CHECKING:
         Phase,
         Report,
         Runner,
-        Verdict,
-        VerdictReason,
     )
     from etfarm.client.reports.result import JobFacts, JobResult
+    from etfarm.client.reports.runs import Run, RunSpread
     from etfarm.client.reports.samples import Samples
     from etfarm.client.reports.source import SourceLine
     from etfarm.client.reports.telemetry import (
@@ -104,6 +106,7 @@ if TYPE_CHECKING:
         TelemetryPoint,
         ThermalZone,
     )
+    from etfarm.client.reports.verdict import Verdict, VerdictReason
 
 __all__ = [
     "Accuracy",
@@ -133,6 +136,7 @@ __all__ = [
     "Fp32Operators",
     "Gate",
     "GateLimit",
+    "GateOutcome",
     "GateResult",
     "GateWait",
     "HostCheck",
@@ -162,6 +166,7 @@ __all__ = [
     "OperatorChanges",
     "OperatorDelegation",
     "OperatorKind",
+    "OperatorOutcome",
     "OperatorTime",
     "Operators",
     "Outcome",
@@ -179,6 +184,9 @@ __all__ = [
     "RepeatabilityOutcome",
     "Report",
     "ReportName",
+    "Run",
+    "RunSpread",
+    "RunSpreadSource",
     "Runner",
     "Samples",
     "SizeComparison",
@@ -199,8 +207,8 @@ __all__ = [
 ]
 
 _MODULES: Final = (
-    "enums", "samples", "source", "json_object", "latency", "operators", "compilation", "numerics", "telemetry", "report",
-    "result", "comparison",
+    "enums", "samples", "source", "json_object", "latency", "operators", "compilation", "numerics", "telemetry", "verdict",
+    "runs", "report", "result", "comparison",
 )  # fmt: skip
 """The modules with the classes, those that others import first."""
 

@@ -10,6 +10,7 @@ from etfarm.client.reports.enums import CellState, OperatorKind, VerdictStatus
 from etfarm.client.reports.json_object import JsonObject, OpenEnum
 from etfarm.client.reports.report import ErrorFacts
 from etfarm.client.reports.result import JobFacts
+from etfarm.client.reports.runs import RunSpread
 from etfarm.client.reports.source import SourceLine
 
 SCHEMA: Final = "etfarm.comparison/1"
@@ -24,6 +25,31 @@ class Outcome(OpenEnum):
     """The interval of the ratio contains 1."""
     TOO_FEW = "too_few"
     """There are too few samples or rounds for an interval."""
+    INCONCLUSIVE = "inconclusive"
+    """The two were measured in separate runs, and too little is known about how such runs vary to tell."""
+
+
+class OperatorOutcome(OpenEnum):
+    """How the candidate's time in corresponding operators differs from the base's."""
+
+    FASTER = "faster"
+    SLOWER = "slower"
+    NO_DIFFERENCE = "no_difference"
+    """The interval of the change contains 0."""
+    TOO_FEW = "too_few"
+    """There are too few iterations for an interval."""
+    INCONCLUSIVE = "inconclusive"
+    """The interval does not contain 0, but a traced pass is not VALID, or how separate runs vary was not observed."""
+
+
+class GateOutcome(OpenEnum):
+    """The result of a gate."""
+
+    PASSED = "passed"
+    FAILED = "failed"
+    """Something is worse than allowed, or missing."""
+    INCONCLUSIVE = "inconclusive"
+    """Nothing is shown to be worse, but the latencies do not decide: measuring again, or better, may."""
 
 
 class Method(OpenEnum):
@@ -32,7 +58,8 @@ class Method(OpenEnum):
     PAIRED = "paired"
     """Both took turns in one attempt, and rounds are compared."""
     SEPARATE = "separate"
-    """Each was measured alone; the interval does not cover the variation between runs at different times."""
+    """Each was measured alone. The interval covers the variation within and between runs as far as the spread of both sides is
+    known."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -117,6 +144,12 @@ class LatencyComparison(JsonObject):
     load_ns: NumberChange | None = None
     load_method_ns: NumberChange | None = None
     first_run_ns: NumberChange | None = None
+    same_program: bool = False
+    """Whether both sides ran the same program on the same inputs: equal digests, method, runner, threads and cores."""
+    base_spread: RunSpread | None = None
+    """The spread between runs of the base; None if it is unknown, and for paired ratios."""
+    candidate_spread: RunSpread | None = None
+    """The spread between runs of the candidate; None if it is unknown, and for paired ratios."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -131,6 +164,8 @@ class OperatorTime(JsonObject):
     """Time in the traced pass, in nanoseconds."""
     share: float | None = None
     """Part of the traced pass, 0 to 1."""
+    time_ci95_ns: tuple[float, float] | None = None
+    """The lower and the upper bound of the 95 % interval of `time_ns` within its run."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -149,6 +184,10 @@ class OperatorChange(JsonObject):
     """candidate - base, in nanoseconds."""
     change_share: float | None = None
     """Change of the part of the traced pass, from -1 to 1."""
+    change_ci95_ns: tuple[float, float] | None = None
+    """The lower and the upper bound of the 95 % interval of `change_ns`, within and between runs as far as known."""
+    outcome: OperatorOutcome | None = None
+    """NO_DIFFERENCE if the interval contains 0; None if a side lacks the operators."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -304,6 +343,7 @@ class GateResult(JsonObject):
     strict: bool = False
     accept_invalid: bool = False
     passed: bool = False
+    outcome: GateOutcome | None = None
     reasons: tuple[Finding, ...] = ()
     """Why it did not pass."""
     notes: tuple[Finding, ...] = ()

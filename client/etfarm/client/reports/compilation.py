@@ -45,6 +45,8 @@ class Place(JsonObject):
     """Path of the module in the user's model."""
     count: int = 0
     """Number of nodes."""
+    undelegated_reason: str | None = None
+    """Why the nodes were not delegated, in the partitioner's own words; None if it states no reason, and for other nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -82,6 +82,19 @@ class StopReason(OpenEnum):
     """Times drifted when it had enough, and still drifted after a longer pass."""
 
 
+class RunSpreadSource(OpenEnum):
+    """Where the spread between runs comes from."""
+
+    REPEATS = "REPEATS"
+    """The runs of this report."""
+    HISTORY = "HISTORY"
+    """Earlier valid reports of the project with the same program, device, method, threads, cores, inputs and runner, and
+    equally many valid runs."""
+    PRIOR = "PRIOR"
+    """Other programs of the project on such devices with a similar duration, or a constant: an assumption, which decides no
+    comparison."""
+
+
 class RepeatabilityOutcome(OpenEnum):
     """Whether several executions on the same inputs gave the same outputs."""
 
@@ -92,6 +105,8 @@ class RepeatabilityOutcome(OpenEnum):
     """They differ, also after the same number of executions."""
     DIFFERENT = "DIFFERENT"
     """They differ for an unknown reason."""
+    ROUNDING = "ROUNDING"
+    """They differ by no more than rounding explains, as when threads add in another order."""
 
 
 class Execution(OpenEnum):

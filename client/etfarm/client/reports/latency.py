@@ -26,11 +26,13 @@ class OutputDifference(JsonObject):
     """The largest absolute difference; None without numbers to subtract."""
     at: tuple[int, ...] = ()
     """The index of the largest difference, one number for each dim."""
+    rounding: float | None = None
+    """The largest absolute difference that rounding explains; None for integers, and if a difference is not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Repeatability(JsonObject):
-    """Whether executions on the same inputs gave the same outputs, byte by byte."""
+    """Whether executions on the same inputs, with the same number of threads, gave the same outputs."""
 
     outcome: RepeatabilityOutcome | None = None
     differences: tuple[OutputDifference, ...] = ()
@@ -72,7 +74,7 @@ class Latency(JsonObject):
     min_ns: float | None = None
     """The fastest iteration, in nanoseconds."""
     p50_ns: float | None = None
-    """The median, in nanoseconds."""
+    """The median, in nanoseconds; of several runs, the geometric mean of the valid runs' medians."""
     p90_ns: float | None = None
     """The 90th percentile, in nanoseconds."""
     p99_ns: float | None = None
@@ -84,7 +86,8 @@ class Latency(JsonObject):
     p50_ci95_ns: tuple[float, float] | None = None
     """The lower and the upper bound of the median's 95 % confidence interval, in nanoseconds, by a block bootstrap.
 
-    None if there are too few samples for an interval.
+    None if there are too few samples for an interval. With three or more valid runs it is that of `run_spread`, which also
+    covers the variation between them.
     """
     p10_ns: float | None = None
     """The 10th percentile, in nanoseconds."""

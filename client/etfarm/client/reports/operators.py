@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 from etfarm.client.reports.enums import OperatorKind
 from etfarm.client.reports.json_object import JsonObject
 from etfarm.client.reports.source import SourceLine
+from etfarm.client.reports.telemetry import Telemetry
+from etfarm.client.reports.verdict import Verdict
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -26,6 +28,24 @@ class Profile(JsonObject):
     """Time of each traced execution in nanoseconds, in order; of the shape (iterations,)."""
     shown: int | None = None
     """Index in `times_ns` of the execution that `Operator.start_ns` and `Operator.duration_ns` are of."""
+    mean_ns: float | None = None
+    """Mean time over the typical executions, those in the middle half by time: the whole of `Operator.share`."""
+    mean_ci95_ns: tuple[float, float] | None = None
+    """The lower and the upper bound of the 95 % interval of `mean_ns` within this run; None below 6 executions."""
+    drift: float | None = None
+    """The change of the median from the first third of the pass to the last: 0.1 is 10 % slower."""
+    traced_ratio: float | None = None
+    """Median traced time over the median untraced time of the same process, the last run's: what tracing costs, 1 if nothing."""
+    events: int | None = None
+    """Number of events that the tracer recorded in one execution."""
+    event_cost_ns: float | None = None
+    """Difference of both medians for each event; None if the difference is within both intervals, or the traced pass
+    was disturbed or drifted.
+    """
+    telemetry: Telemetry | None = None
+    """Counters over the traced pass; None if the runner does not report them."""
+    verdict: Verdict | None = None
+    """Whether the times of the operators can be trusted. `Report.verdict` is about the timed pass."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -47,13 +67,13 @@ class Operator(JsonObject):
     """The delegate's backend, such as `XnnpackBackend`; None for the runtime's own kernels."""
     delegated: bool = False
     p50_ns: float | None = None
-    """The median."""
+    """The median over all executions. Medians of rows do not add up; `mean_ns` is the time beside `share`."""
     mean_ns: float | None = None
-    """The mean."""
+    """The time: `share` of `Profile.mean_ns`, which is the mean over the typical executions."""
     resolution_ns: float | None = None
     """The resolution of the clock, in nanoseconds."""
     share: float | None = None
-    """Part of a typical traced execution, 0 to 1; the shares of leaves and rows of kind REST sum to 1."""
+    """Part of `Profile.mean_ns`, 0 to 1; the shares of leaves and rows of kind REST sum to 1."""
     module: str | None = None
     """Path of the module in the user's model, such as `layer1.conv`."""
     source: SourceLine | None = None
@@ -81,6 +101,10 @@ class Operator(JsonObject):
     """All lines of a row that stands for several operators, that of `source` first; empty for zero or one."""
     unaligned_reason: str | None = None
     """Why the kernels of a delegate have no source lines; None if they have."""
+    mean_ci95_ns: tuple[float, float] | None = None
+    """The lower and the upper bound of the 95 % interval of `mean_ns` within this run; None below 6 executions."""
+    input_rows: tuple[int, ...] = ()
+    """Indices of the rows whose outputs this row takes, all before it; empty if unknown."""
 
 
 class Operators(tuple[Operator, ...]):

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from etfarm.client.reports.compilation import Compile
-from etfarm.client.reports.enums import Actor, CellState, VerdictStatus
+from etfarm.client.reports.enums import Actor, CellState
 from etfarm.client.reports.json_object import JsonObject
 from etfarm.client.reports.latency import Latency, Load, Measurement, Memory, PairedRatio
 from etfarm.client.reports.numerics import Accuracy, NumericGap, Numerics
 from etfarm.client.reports.operators import Operators, Profile
+from etfarm.client.reports.runs import Run, RunSpread
 from etfarm.client.reports.telemetry import Telemetry
+from etfarm.client.reports.verdict import Verdict
 from etfarm.wire.errors import EtfarmError, Fault, error_of
 
 if TYPE_CHECKING:
@@ -81,29 +83,6 @@ class Runner(JsonObject):
     """SHA-256 of the farm's runner bundle; None for an installed runner."""
     cores: str | None = None
     """The logical CPUs that the runner was restricted to, such as `0-3`; None if it was not restricted."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class VerdictReason(JsonObject):
-    """One reason why a latency cannot be trusted."""
-
-    code: str = ""
-    """UPPER_SNAKE word that programs may rely on."""
-    message: str = ""
-    """One sentence."""
-    measured: float | None = None
-    """The measured value, in the unit that `message` names; None without a number."""
-    threshold: float | None = None
-    """The limit of `measured`, in the same unit."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Verdict(JsonObject):
-    """Whether the latency can be trusted."""
-
-    status: VerdictStatus | None = None
-    reasons: tuple[VerdictReason, ...] = ()
-    """Empty for VALID."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -208,6 +187,11 @@ class Report(JsonObject):
     """How the measurement was evaluated; None if there was nothing to evaluate."""
     inputs: Inputs | None = None
     """The inputs of the run; None if the method did not run."""
+    runs: tuple[Run, ...] = ()
+    """The processes that measured the program, in order: one, or as many as `repeat`. Empty if nothing was timed, and if the
+    attempt was interleaved."""
+    run_spread: RunSpread | None = None
+    """How much medians of separate runs of this program vary; None if nothing was timed or the spread is unknown."""
 
     def __repr__(self) -> str:
         name = self.model.name if self.model else None

@@ -1,7 +1,7 @@
 """`AsyncLocalSession`: a session on this machine's own runner, without a farm.
 
 with LocalSession("x.pte") as s:
-    y = s.run("forward", x)
+    y = s.run(x)
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from pathlib import Path
 from etfarm.client.errors import FarmError, UserError
 from etfarm.client.sessions.program import ServedModel, send_program
 from etfarm.client.sessions.session import AsyncSession, Line, TextCallback
+from etfarm.client.submit.options import one_spelling, to_list
 from etfarm.client.transport.stubs import artifact_stub
 from etfarm.v1 import session_pb2, session_pb2_grpc
 from etfarm.wire.channel import Access, open_channel
@@ -43,6 +44,8 @@ class LocalRunnerFailed(FarmError):
 class AsyncLocalSession(AsyncSession):
     """An `AsyncSession` on this machine's own runner.
 
+    The runner is that of the user's embedded farm, if it has one; else it is built once.
+
     Use it with `async with`.
     """
 
@@ -53,7 +56,8 @@ class AsyncLocalSession(AsyncSession):
         program: str | Path,
         *,
         data: Sequence[str | Path] = (),
-        methods: Sequence[str] = (),
+        methods: str | Sequence[str] | None = None,
+        method: str | Sequence[str] | None = None,
         threads: int | None = None,
         cores: str = "",
         on_wait: TextCallback | None = None,
@@ -63,14 +67,17 @@ class AsyncLocalSession(AsyncSession):
 
         Args:
             program: a .pte.
-            data, methods, threads, cores, on_wait, on_log: as in AsyncFarm.session.
+            on_wait: as in AsyncFarm.session; when None, the build of a runner, or that none can be built, is reported on
+                stderr.
+            data, methods, method, threads, cores, on_log: as in AsyncFarm.session.
 
         Raises, when it is entered:
             LocalNeedsProgram: `program` is a model that is not compiled.
             EtfarmError: the program cannot be loaded, or there is no runner for this machine and none can be built.
         """
         served = ServedModel(program, data=data)
-        request = session_pb2.OpenSessionRequest(methods=methods, threads=threads, cores=cores)
+        chosen = to_list(one_spelling("method", method, "methods", methods, ()))
+        request = session_pb2.OpenSessionRequest(methods=chosen, threads=threads, cores=cores)
 
         async def connect(stack: AsyncExitStack) -> Line:
             folder = stack.enter_context(_folder())
@@ -86,9 +93,15 @@ class AsyncLocalSession(AsyncSession):
             stack.push_async_callback(channel.close)
             artifacts = artifact_stub(channel, server)
             request.program.CopyFrom(await send_program(artifacts, model, server=server))
-            return Line(server, session_pb2_grpc.SessionServiceStub(channel), artifacts, request)
+            return Line(server, session_pb2_grpc.SessionServiceStub(channel), artifacts, request, model.input_names)
 
-        super().__init__(connect, on_wait=on_wait, on_log=on_log)
+        super().__init__(connect, on_wait=on_wait or _report_build, on_log=on_log)
+
+
+def _report_build(why: str) -> None:
+    """Print that a runner is being built, which takes long, or cannot be built; other waits are short."""
+    if why.startswith(("building", "using ExecuTorch's Python binding")):
+        print(f"etfarm: {why}", file=sys.stderr, flush=True)
 
 
 def _folder() -> _Folder:

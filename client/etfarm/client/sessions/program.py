@@ -63,7 +63,8 @@ class ServedModel:
         with tempfile.TemporaryDirectory(prefix="etfarm-session-", ignore_cleanup_errors=True) as folder:
             model = await asyncio.to_thread(served.prepared, Path(folder))
             if model.program is not None:
-                return await send_program(stubs.artifacts, model, server=stubs.server, on_upload=on_upload), {}
+                sent = await send_program(stubs.artifacts, model, server=stubs.server, on_upload=on_upload)
+                return sent, dict(model.input_names)
             job = await compile_model(model, served.recipe)
         try:
             await job.wait()
@@ -75,7 +76,7 @@ class ServedModel:
         (cell,) = (await stubs.jobs.Get(request)).cells
         if (error := decode.cell(cell).error) is not None:
             raise error
-        return cell.program, {name: method.input_names for name, method in model.methods.items()}
+        return cell.program, dict(model.input_names)
 
 
 class SharedModel:

@@ -1,7 +1,7 @@
 """`AsyncSession`: a leased device with a loaded program, for many calls.
 
 with Farm() as farm, farm.session(device="arch=aarch64", program="x.pte") as s:
-    y = s.run("forward", x)
+    y = s.run(x)
     print(s.loop(1000).p50_ns)
 """
 
@@ -18,6 +18,7 @@ import grpc
 from etfarm.client.errors import EtfarmError, FarmError, Kind, UserError, from_rpc_error
 from etfarm.client.models import Device
 from etfarm.client.sessions.calls import Loop, Outputs, flattened, loop_of
+from etfarm.client.submit.early_checks import NoSuchMethod
 from etfarm.client.transport import decode, transfers
 from etfarm.v1 import common_pb2, session_pb2
 from etfarm.wire import chunks, sessions, tensors
@@ -41,13 +42,6 @@ class SessionClosed(UserError):
 
     reason = "SESSION_CLOSED"
     kind = Kind.FAILED_PRECONDITION
-
-
-class NoSuchMethod(UserError):
-    """The program has no method with that name."""
-
-    reason = "METHOD_MISSING"
-    kind = Kind.NOT_FOUND
 
 
 class SessionCut(FarmError):
@@ -184,19 +178,27 @@ class AsyncSession:
             await asyncio.wait([self._following], timeout=within_s)
         return self._ended
 
-    async def run(self, method: str, /, *inputs: Any, timeout_s: float | None = None, **named: Any) -> Outputs:
-        """Run one execution of `method` and return its outputs.
+    async def run(self, /, *inputs: Any, timeout_s: float | None = None, **named: Any) -> Outputs:
+        """Run one execution of a method and return its outputs.
+
+        `s.run(x)` calls the program's only method; `s.run("encode", x)` calls a method by its name.
 
         Args:
-            inputs: arrays, torch tensors, or Python numbers for scalar inputs, in flattened order.
+            inputs: arrays, torch tensors, or Python numbers for scalar inputs, in flattened order; a method's name may
+                precede them.
             named: the remaining inputs by name.
             timeout_s: limit on the device in seconds, 600 when None; a program that takes longer is killed, and the
                 session ends.
 
         Raises:
             UserError: an input does not fit; the session stays usable. Errors such as PROGRAM_CRASHED end the session.
+            NoSuchMethod: the program has several methods, and the call names none.
             EtfarmError: the session has ended; this is the reason.
         """
+        if inputs and isinstance(inputs[0], str):
+            method, inputs = inputs[0], inputs[1:]
+        else:
+            method = self._only_method()
         described = self._method(method)
         names = self._must_be_open().input_names.get(method, ())
         values = flattened(method, described, names, inputs, named)
@@ -292,6 +294,14 @@ class AsyncSession:
     async def _fetch(self, artifact: common_pb2.Artifact) -> bytes:
         line = self._must_be_open()
         return await transfers.download_bytes(line.artifacts, artifact, server=line.server)
+
+    def _only_method(self) -> str:
+        if len(self.methods) != 1:
+            raise NoSuchMethod(
+                f"The program has {len(self.methods)} methods, and the call names none.",
+                f"Name it first, as in run({self.methods[0]!r}, x). Methods: {', '.join(self.methods)}.",
+            )
+        return self.methods[0]
 
     def _method(self, name: str) -> session_pb2.SessionMethod | None:
         """Return the program's description of a method; None without one.

@@ -75,6 +75,11 @@ def by_method(named: Mapping[str, Named], methods: Sequence[str] | Mapping[str, 
     return result
 
 
+def is_position(key: str) -> bool:
+    """Return whether a key can be an input's position."""
+    return _PLACE.match(key) is not None
+
+
 def place_of(key: str, names: Sequence[str]) -> int | None:
     """Return the position of a key's input: by name, or by position if no input has that name; None without a match."""
     if key in names:

@@ -40,20 +40,32 @@ def named_arrays(arrays: Arrays) -> dict[str, input_names.Named]:
     return named or {input_names.UNSAID: {}}
 
 
-def values_of(inputs: Inputs, model: PreparedModel, methods: Sequence[str]) -> dict[str, list[tensors.Value]]:
-    """Return the values of each method in `inputs`, in flattened order if the names are known.
+def read_named(inputs: Inputs) -> dict[str, input_names.Named]:
+    """Return inputs by method and key, as `npz.read_named` returns those of a file.
+
+    Raises:
+        UserError: the file cannot be read, or a value has an unsupported type.
+    """
+    return npz.read_named(Path(inputs)) if isinstance(inputs, str | Path) else named_arrays(inputs)
+
+
+def values_of(
+    named: Mapping[str, input_names.Named], model: PreparedModel, methods: Sequence[str]
+) -> dict[str, list[tensors.Value]]:
+    """Return the values of each method in `named`, in flattened order if the names are known.
 
     Empty inputs apply to the methods that run: a method that takes inputs does not fall back to other inputs.
     """
-    named = npz.read_named(Path(inputs)) if isinstance(inputs, str | Path) else named_arrays(inputs)
-    known: Sequence[str] = list(model.methods) or list(methods) or [m for m in named if m] or ["forward"]
+    if len(methods) == 1 and methods[0] not in named:
+        # Keys without a method belong to the only one that runs.
+        named = {methods[0] if method == input_names.UNSAID else method: values for method, values in named.items()}
+    known: Sequence[str] = list(model.input_names) or list(methods) or [m for m in named if m] or ["forward"]
     if not any(named.values()):
         named = {method: {} for method in methods or (["forward"] if "forward" in known else known)}
     label = model.program.name if model.program is not None else model.name
     result = {}
     for method, values in input_names.by_method(named, known).items():
-        names = model.methods[method].input_names if method in model.methods else ()
-        result[method] = in_order(values, names, label, method)
+        result[method] = in_order(values, model.input_names.get(method, ()), label, method)
     return result
 
 

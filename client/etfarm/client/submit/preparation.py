@@ -14,6 +14,7 @@ from etfarm.client.export.errors import BadModel
 from etfarm.client.export.spec import EagerSpec, FileFactory, ModelSpec
 from etfarm.client.export.transform import torchao_parts
 from etfarm.client.submit.calibration import Calibration, calibrated
+from etfarm.client.submit.names_file import read_names
 from etfarm.client.submit.prepared import PreparedExport, PreparedMethod, PreparedModel, export_key, reference_key
 from etfarm.client.submit.recipes import read_recipe, reads_values
 from etfarm.wire.recipes import Recipe
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
 
 Say: TypeAlias = Callable[[str], None]
 """Callback that takes one sentence about the current work."""
+
+BeforeExport: TypeAlias = Callable[[str, ModelSource], None]
+"""Callback that takes the name and source of an eager model, and raises to refuse its export."""
 
 _Method: TypeAlias = "nn.Module | ExportedProgram | str | Path"
 Model: TypeAlias = "_Method | Mapping[str, _Method] | ModelSource | ModelSpec | PreparedModel"
@@ -55,6 +59,7 @@ def prepare(
     name: str = "",
     folder: Path | None = None,
     say: Say | None = None,
+    before_export: BeforeExport | None = None,
 ) -> PreparedModel:
     """Prepare `model` for submission.
 
@@ -68,6 +73,7 @@ def prepare(
         folder: folder for exports and samples as files instead of in memory; the caller removes it after they are
             sent.
         say: called with a sentence about slow work.
+        before_export: called with the name and source of an eager model before it is exported.
 
     Raises:
         UserError: it is not a model, or it cannot be exported; see etfarm.client.export.
@@ -82,7 +88,12 @@ def prepare(
     else:
         if isinstance(model, str | Path):
             model = resolve(str(model))
-        prepared = _prepared(model, wanted, example_inputs, name, folder, say)
+        label, content = _resolve(model, example_inputs, name, say)
+        if isinstance(content, ModelSource):
+            if before_export is not None:
+                before_export(label, content)
+            content = _exports(content, label, wanted, folder, say)
+        prepared = content
         if isinstance(model, PteFile | Pt2File | FileFactory):
             prepared = replace(prepared, file=model.path)
     if data:
@@ -95,26 +106,25 @@ def prepare(
     return prepared
 
 
-def _prepared(
-    model: Any, recipes: Sequence[Recipe], example_inputs: ExampleInputs | None, name: str, folder: Path | None, say: Say | None
-) -> PreparedModel:
+def _resolve(
+    model: Any, example_inputs: ExampleInputs | None, name: str, say: Say | None
+) -> tuple[str, ModelSource | PreparedModel]:
+    """Return a model's name, with its source if it has to be exported."""
     if isinstance(model, PteFile):
-        return PreparedModel(name or model.label, program=model.path)
+        label = name or model.label
+        return label, PreparedModel(label, program=model.path, program_inputs=read_names(model.path))
     if isinstance(model, Pt2File):
-        return PreparedModel.of(name or model.label, {"forward": PreparedMethod.of_archive(model.path)})
+        label = name or model.label
+        return label, PreparedModel.of(label, {"forward": PreparedMethod.of_archive(model.path)})
     if isinstance(model, EagerSpec):
         from etfarm.client.export import load_source
 
-        return _exports(load_source(model, say=say), name or model.label, recipes, folder, say)
+        return name or model.label, load_source(model, say=say)
     if isinstance(model, ModelSource):
-        return _exports(model, name or type(next(iter(model.methods.values()))).__name__, recipes, folder, say)
-    if isinstance(model, Mapping):
-        label, content = _of_methods(model, example_inputs)
-    else:
-        label, content = _in_memory(model, example_inputs)
-    if isinstance(content, ModelSource):
-        return _exports(content, name or label, recipes, folder, say)
-    return PreparedModel.of(name or label, content)
+        return name or type(next(iter(model.methods.values()))).__name__, model
+    label, content = _of_methods(model, example_inputs) if isinstance(model, Mapping) else _in_memory(model, example_inputs)
+    label = name or label
+    return label, content if isinstance(content, ModelSource) else PreparedModel.of(label, content)
 
 
 def _exports(source: ModelSource, name: str, recipes: Sequence[Recipe], folder: Path | None, say: Say | None) -> PreparedModel:

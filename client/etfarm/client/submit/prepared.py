@@ -11,7 +11,7 @@ from etfarm.client.errors import UserError
 from etfarm.client.export.archive import InputType, read_archive
 from etfarm.client.export.errors import RecipeNeedsEagerModule
 from etfarm.client.export.transform import torchao_parts
-from etfarm.wire import digest
+from etfarm.wire import digest, pte
 
 if TYPE_CHECKING:
     from etfarm.v1 import compile_pb2
@@ -95,6 +95,8 @@ class PreparedModel:
     """Whether it was exported here from modules, so that other recipes could get other exports."""
     file: Path | None = None
     """The user's file that it came from; None if there is no such file."""
+    program_inputs: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Input names of the ready program by method, as `etfarm compile` wrote them beside it; empty if unknown."""
 
     @classmethod
     def of(cls, name: str, methods: Mapping[str, PreparedMethod]) -> PreparedModel:
@@ -108,6 +110,17 @@ class PreparedModel:
         Empty for a ready program.
         """
         return next(iter(self.exports.values())).methods if self.exports else {}
+
+    def method_names(self) -> Sequence[str]:
+        """Return the names of its methods, with constant ones; empty if those of a ready program cannot be read."""
+        if self.program is not None:
+            return pte.read_method_names(self.program)
+        return [name for export in self.exports.values() for name in (*export.methods, *export.constants)]
+
+    @property
+    def input_names(self) -> Mapping[str, Sequence[str]]:
+        """Input names by method, in flattened order; empty if unknown."""
+        return {name: method.input_names for name, method in self.methods.items()} or self.program_inputs
 
     def export_for(self, recipe: Recipe) -> PreparedExport:
         """Return the export to compile with `recipe`.

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etfarm.client.submit.inputs import Inputs, InputsDiffer, values_of
-from etfarm.client.submit.preparation import ExampleInputs, prepare
-from etfarm.client.submit.prepared import distinct_names
+from etfarm.client.export.errors import STAGE, TRANSFORM_STAGE
+from etfarm.client.export.spec import PteFile, resolve
+from etfarm.client.submit.early_checks import check_source, require_methods
+from etfarm.client.submit.input_names import Named
+from etfarm.client.submit.inputs import Inputs, InputsDiffer, read_named, values_of
+from etfarm.client.submit.preparation import ExampleInputs, Say, prepare
+from etfarm.client.submit.prepared import PreparedModel, distinct_names
 from etfarm.client.submit.recipes import reads_values
 from etfarm.wire import tensors
+from etfarm.wire.errors import UserError
 
 if TYPE_CHECKING:
+    from etfarm.client.export.source import ModelSource
     from etfarm.client.submit.calibration import Calibration
-    from etfarm.client.submit.prepared import PreparedExport, PreparedModel
+    from etfarm.client.submit.prepared import PreparedExport
     from etfarm.v1 import common_pb2, job_pb2
     from etfarm.wire.recipes import Recipe
 
@@ -32,6 +38,8 @@ class Submission:
     blobs: dict[str, tuple[common_pb2.Artifact, bytes | Path]] = field(default_factory=dict, repr=False)
     request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     """Id shared by all attempts of this submission, so that a lost answer does not create a second job."""
+    input_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """Input names of the only model by method, in flattened order; empty for several models."""
 
     def add(self, source: bytes | Path) -> common_pb2.Artifact:
         """Add an artifact for `source`, which is uploaded if the store lacks it, and return it."""
@@ -66,16 +74,16 @@ class Submission:
                 candidate.model.CopyFrom(known)
                 candidate.stages_done.extend(export.stages_done())
 
-    def add_inputs(self, inputs: Inputs, models: Sequence[PreparedModel], methods: Sequence[str]) -> None:
-        """Add `inputs` as tensor files by method.
+    def add_inputs(self, named: Mapping[str, Named], models: Sequence[PreparedModel], methods: Sequence[str]) -> None:
+        """Add inputs by method and key as tensor files by method.
 
         Raises:
-            UserError: the file cannot be read, or a key matches no input.
+            UserError: a key matches no input.
             InputsDiffer: the models' input names differ.
         """
         files: dict[str, bytes] = {}
         for model in models:
-            for method, values in values_of(inputs, model, methods).items():
+            for method, values in values_of(named, model, methods).items():
                 data = tensors.encode(values)
                 if files.setdefault(method, data) != data:
                     raise InputsDiffer(
@@ -133,28 +141,68 @@ class SubmissionRequest:
         """The recipes as a list."""
         return several(self.recipes)
 
-    def gather(self, spec: job_pb2.JobSpec, recipes: Sequence[Recipe], folder: Path) -> Submission:
+    @property
+    def models(self) -> list[Any]:
+        """The models as a list."""
+        return several(self.model)
+
+    def gather(self, spec: job_pb2.JobSpec, recipes: Sequence[Recipe], folder: Path, say: Say | None = None) -> Submission:
         """Create the submission, with its files in `folder`.
 
         This blocks while models are exported.
+
+        Args:
+            say: called with a sentence about slow work.
         """
-        models = [
-            prepare(
-                model,
-                recipes=recipes,
-                example_inputs=self.example_inputs,
-                calibration=self.calibration,
-                batched=self.batched,
-                data=self.data,
-                folder=folder,
-            )
-            for model in several(self.model)
-        ]
-        submission = Submission(spec)
+        methods = list(spec.methods)
+        has_program = any(_is_program(model) for model in self.models)
+        inputs = read_named(self.inputs) if self.inputs is not None else None
+        exporting = ""
+
+        def before_export(name: str, source: ModelSource) -> None:
+            nonlocal exporting
+            check_source(name, source, methods, inputs)
+            exporting = name
+
+        models = []
+        for model in self.models:
+            try:
+                prepared = prepare(
+                    model,
+                    recipes=recipes,
+                    example_inputs=self.example_inputs,
+                    calibration=self.calibration,
+                    batched=self.batched,
+                    data=self.data if not has_program or _is_program(model) else (),
+                    folder=folder,
+                    say=say,
+                    before_export=before_export,
+                )
+            except UserError as error:
+                # Most errors of an export name only the method, which several models have.
+                is_of_export = bool(exporting) and error.stage in (STAGE, TRANSFORM_STAGE)
+                if is_of_export and len(self.models) > 1 and "model" not in error.metadata:
+                    error.prefix(exporting)
+                    error.metadata["model"] = exporting
+                raise
+            models.append(prepared)
+            exporting = ""
+        if methods:
+            for model in models:
+                if known := model.method_names():
+                    require_methods(model.name, known, methods)
+        submission = Submission(spec, input_names=models[0].input_names if len(models) == 1 else {})
         submission.add_candidates(models, recipes)
-        if self.inputs is not None:
-            submission.add_inputs(self.inputs, models, list(spec.methods))
+        if inputs is not None:
+            submission.add_inputs(inputs, models, methods)
         return submission
+
+
+def _is_program(model: Any) -> bool:
+    """Return whether a model is a ready program, which named data files belong to."""
+    if isinstance(model, PreparedModel):
+        return model.program is not None
+    return isinstance(resolve(str(model)) if isinstance(model, str | Path) else model, PteFile)
 
 
 def several(one_or_more: Any) -> list[Any]:

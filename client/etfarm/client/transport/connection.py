@@ -51,6 +51,8 @@ class Connection:
         tls_ca: str | Path | None,
         on_status: Callable[[str], None] | None,
         project: str | None = None,
+        *,
+        prewarm: bool = True,
     ) -> None:
         """Take the arguments of `AsyncFarm`.
 
@@ -69,6 +71,7 @@ class Connection:
         self._tls_ca = tls_ca
         self._on_status = on_status
         self._project = project if project is not None else CHOSEN_PROJECT.get()
+        self._prewarm = prewarm
         self._lease: Lease | None = None
         self._channel: grpc.aio.Channel | None = None
         self._stubs: Stubs | None = None
@@ -82,7 +85,7 @@ class Connection:
         """
         try:
             if self._address is None:
-                self._lease = await join(on_status=self._on_status)
+                self._lease = await join(on_status=self._on_status, prewarm=self._prewarm)
                 # ETFARM_PROJECT is meant for a team's server; this farm has only `default` until its user creates another.
                 access = Access(self._lease.address, socket_token(self._lease.address))
             else:

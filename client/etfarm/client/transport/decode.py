@@ -8,6 +8,7 @@ from google.protobuf.timestamp_pb2 import Timestamp
 
 from etfarm.client.models import (
     Agent,
+    Artifact,
     Bundle,
     Cell,
     CellChanged,
@@ -25,7 +26,7 @@ from etfarm.client.models import (
     RecipeInfo,
     ServerInfo,
 )
-from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, device_pb2, farm_pb2, job_pb2, project_pb2
+from etfarm.v1 import agent_pb2, artifact_pb2, common_pb2, compile_pb2, device_pb2, farm_pb2, job_pb2, project_pb2, report_pb2
 from etfarm.wire import status
 from etfarm.wire.words import word_of
 
@@ -67,6 +68,9 @@ def cell(message: job_pb2.Cell) -> Cell:
         waiting_for=message.waiting_for,
         error=status.from_proto(message.error) if message.HasField("error") else None,
         on_device=message.HasField("device_index"),
+        p50_ns=message.p50_ns if message.HasField("p50_ns") else None,
+        p50_ci95_ns=tuple(message.p50_ci95_ns),
+        verdict=word_of(report_pb2.VerdictStatus.DESCRIPTOR, message.verdict),
     )
 
 
@@ -90,6 +94,7 @@ def event(message: job_pb2.JobEvent) -> Event | None:
                 done=progress.done if progress.HasField("done") else None,
                 total=progress.total if progress.HasField("total") else None,
                 message=progress.message,
+                p50_ns=progress.p50_ns if progress.HasField("p50_ns") else None,
             )
         case "log":
             return log_line(message.log)
@@ -173,6 +178,13 @@ def recipe(message: compile_pb2.RecipeInfo) -> RecipeInfo:
         missing=message.missing,
         arguments=tuple(message.arguments),
     )
+
+
+def artifact(message: artifact_pb2.StoredArtifact) -> Artifact:
+    """Return an Artifact."""
+    stored = message.artifact
+    at = message.create_time.ToDatetime(tzinfo=UTC)
+    return Artifact(stored.digest, stored.size_bytes, message.project, message.owner, at)
 
 
 def bundle(message: agent_pb2.RunnerBundle) -> Bundle:

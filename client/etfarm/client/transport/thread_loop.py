@@ -58,11 +58,29 @@ class Loop:
                     return
                 yield item  # type: ignore[misc]
         finally:
-            if (close := getattr(items, "aclose", None)) is not None:
-                self.run(close())
+            self._close(items)
+
+    def _close(self, items: AsyncIterator[Any]) -> None:
+        """Close an async generator; one that outlives the loop was closed when the loop stopped."""
+        close = getattr(items, "aclose", None)
+        if close is None or self._loop.is_closed():
+            return
+        if threading.current_thread() is self._thread:
+            # The garbage collector ended an abandoned iteration here: waiting for this loop would never end.
+            self._loop.create_task(close())
+        else:
+            self.run(close())
 
     def stop(self) -> None:
-        """Stop the loop and its thread."""
+        """End what still runs on the loop, and stop it and its thread."""
+        self.run(self._end_all())
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
+
+    async def _end_all(self) -> None:
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in others:
+            task.cancel()
+        await asyncio.gather(*others, return_exceptions=True)
+        await self._loop.shutdown_asyncgens()

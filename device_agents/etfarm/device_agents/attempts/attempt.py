@@ -9,17 +9,17 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final
 
 import grpc
 
-from etfarm.device_agents.attempts import numerics
+from etfarm.device_agents.attempts import numerics, repeats
 from etfarm.device_agents.attempts.cache import Cache, Lease
 from etfarm.device_agents.attempts.fault_attribution import ABNORMAL_EXITS, attribute_fault, self_test_limit_s
 from etfarm.device_agents.attempts.fetch import attempt_limit_s, fetch_program
-from etfarm.device_agents.attempts.passes import Passes, plan_of, traced_iterations
+from etfarm.device_agents.attempts.passes import TRACED_ITERATIONS, Passes, plan_of, traced_iterations
 from etfarm.device_agents.attempts.progress import CandidateProgress, OnRunProgress
 from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.config import AgentConfig
@@ -41,6 +41,8 @@ from etfarm.wire.words import value_of
 log = logging.getLogger(__name__)
 
 _TIMING_PHASES: Final = frozenset({"WARMUP", "TIMED", "TRACED"})
+USUAL_RUN_S: Final = 100.0
+"""Time that a run takes at most with the default gates and a usual program: waiting 70 s, warming up 10 s, and measuring."""
 _TRANSFER_PHASES: Final = frozenset({"FETCH", "UPLOAD"})
 
 
@@ -122,6 +124,11 @@ class Attempt:
         """Return the attempt's remaining time in seconds."""
         return attempt_limit_s(self.start) - (time.monotonic() - self.received_s)
 
+    def share_s(self, runs: int) -> float:
+        """Return the time in seconds that the next of `runs` remaining runs may take: what the others do not usually need."""
+        left_s = self.remaining_s()
+        return max(left_s / runs, left_s - USUAL_RUN_S * (runs - 1))
+
     def send_progress(self, progress: agent_pb2.RunProgress) -> None:
         """Send progress to the server, with the ids of the attempt and the device."""
         progress.attempt_id, progress.device_id = self.start.attempt_id, self.start.device_id
@@ -137,8 +144,20 @@ class Files:
     etdump: Path | None = None
 
 
+@dataclass
+class Run:
+    """One process that measures the program."""
+
+    result: agent_pb2.CandidateResult
+    """Its part of the candidate's result, or the whole for the first one."""
+    left: int
+    """Number of runs that are left, with this one."""
+    timed_s: float = 0.0
+    """When its timed pass began, by the monotonic clock."""
+
+
 class Execution(CandidateProgress):
-    """One candidate of an attempt: FETCH, a fresh runner process with its passes, UPLOAD."""
+    """One candidate of an attempt: FETCH, a fresh runner process with its passes for each run, UPLOAD."""
 
     def __init__(
         self, attempt: Attempt, candidate: agent_pb2.RunCandidate, transfers: Transfers, lease: Lease, folder: Path
@@ -227,20 +246,11 @@ class Execution(CandidateProgress):
             raise errors.ProgramHung(stage, deadline_s, list(self.recent)) from None
 
     async def _run(self) -> None:
-        attempt, target, result = self._attempt, self._attempt.target, self.result
+        attempt, target = self._attempt, self._attempt.target
         measurement = attempt.start.measurement if attempt.start.HasField("measurement") else None
         cpus = choose_cpus(target.device, measurement.cores if measurement else "", target.restricted)
         await self.fetch()
-        if measurement is not None and not target.device.emulated:
-            # Times of an emulated device are meaningless: there is nothing to wait for or to set.
-            result.telemetry.waits.extend(await self.wait())
-            result.telemetry.affinity = format_cpu_list(cpus or target.usable_cpus())
-            with target.settings(cpus) as settings:
-                result.telemetry.settings.extend(settings)
-                files = await self._execute(measurement, cpus)
-        else:
-            files = await self._execute(measurement, cpus)
-        await self.upload(files)
+        await self.upload(await (self._execute(cpus) if measurement is None else self._measure(measurement, cpus)))
 
     async def _run_numerics(self) -> None:
         """Run FETCH, NUMERICS in a separate runner, and UPLOAD."""
@@ -253,7 +263,7 @@ class Execution(CandidateProgress):
             fetched = await fetch_program(candidate, target, attempt.config.data, self._lease, self.report)
         async with self.start_runner() as runner:
             with self.phase("NUMERICS"):
-                await self.load(runner, cpus, again=True, instead=fetched, debug=True)
+                await self.load(runner, cpus, into=agent_pb2.CandidateResult(), instead=fetched, debug=True)
                 recorded = await numerics.record(runner, self.folder)
             await self._collect()
         self._runner = None
@@ -264,21 +274,69 @@ class Execution(CandidateProgress):
             numerics_result.outputs.CopyFrom(await self._transfers.upload(tensors.encode(recorded.outputs)))
         await asyncio.to_thread(recorded.delete)
 
-    async def _execute(self, measurement: job_pb2.Measurement | None, cpus: frozenset[int] | None) -> Files:
-        """Run everything from LOAD to the last pass in a separate runner."""
-        attempt, target, result = self._attempt, self._attempt.target, self.result
+    async def _execute(self, cpus: frozenset[int] | None) -> Files:
+        """Run everything from LOAD to the only execution of a job without a measurement, in a separate runner."""
         async with self.start_runner() as runner:
-            method = await self.load(runner, cpus)
-            if measurement is None:
-                with self.phase("RUN"):
-                    result.load.first_run_ns = (await runner.run()).run_ns
-                    return Files(await runner.outputs())
-            passes = Passes(runner, method, result, self)
+            await self.load(runner, cpus)
+            with self.phase("RUN"):
+                self.result.load.first_run_ns = (await runner.run()).run_ns
+                return Files(await runner.outputs())
+
+    async def _measure(self, measurement: job_pb2.Measurement, cpus: frozenset[int] | None) -> Files:
+        """Measure the program in as many fresh runners as the job requests, one after the other.
+
+        The passes after the timed one take place once, in the last runner: they would heat the device before the next run.
+        """
+        result, count = self.result, repeats.repeat_of(measurement)
+        samples: array[int] = array("q")
+        began_s: list[float] = []
+        for number in range(1, count + 1):
+            self.step = f"run {number} of {count}" if count > 1 else ""
+            run = Run(result if number == 1 else agent_pb2.CandidateResult(), count - number + 1)
+            files = await self._measure_run(run, measurement, cpus)
+            assert files.samples is not None  # it was measured
+            samples += files.samples
+            began_s.append(run.timed_s)
+            if number > 1:
+                repeats.add_run(result, run.result, (run.timed_s - began_s[0]) * 1e3)
+            elif count > 1:
+                result.runs.append(repeats.run_of(result))
+        if count > 1:
+            repeats.join_series(result, [(each_s - began_s[0]) * 1e3 for each_s in began_s])
+        self.step = ""
+        return replace(files, samples=samples)
+
+    async def _measure_run(self, run: Run, measurement: job_pb2.Measurement, cpus: frozenset[int] | None) -> Files:
+        """Wait until the device is ready, and measure the program in a fresh runner."""
+        target, telemetry = self._attempt.target, run.result.telemetry
+        if target.device.emulated:
+            # Times of an emulated device are meaningless: there is nothing to wait for or to set.
+            return await self._run_passes(run, measurement, cpus)
+        telemetry.waits.extend(await self.wait(run.left))
+        telemetry.affinity = format_cpu_list(cpus or target.usable_cpus())
+        with target.settings(cpus) as settings:
+            telemetry.settings.extend(settings)
+            return await self._run_passes(run, measurement, cpus)
+
+    async def _run_passes(self, run: Run, measurement: job_pb2.Measurement, cpus: frozenset[int] | None) -> Files:
+        """Run everything from LOAD to the last pass of a run in a separate runner."""
+        attempt, target = self._attempt, self._attempt.target
+
+        def left_s() -> float:
             # Times of an emulated device are meaningless, so a drifting pass is not continued.
-            left_s = (lambda: 0.0) if target.device.emulated else attempt.remaining_s
+            return 0.0 if target.device.emulated else attempt.share_s(run.left)
+
+        async with self.start_runner() as runner:
+            is_first = run.result is self.result
+            if not is_first:
+                # `load` reports no phase then, and a program that hangs in it must not count as waiting for the device.
+                self.enter_phase("LOAD")
+            method = await self.load(runner, cpus, into=None if is_first else run.result)
+            passes = Passes(runner, method, run.result, self)
             samples = await passes.measure(plan_of(measurement), target.watch(cpus), left_s)
+            run.timed_s = passes.timed_s
             target.gates.measured()
-            return await self.trace(passes, samples)
+            return await self.trace(passes, samples) if run.left == 1 else Files([], samples)
 
     async def fetch(self) -> None:
         """Run FETCH: get everything from the cache or the server, verified, and the inputs if there are any.
@@ -300,7 +358,7 @@ class Execution(CandidateProgress):
         runner: RemoteRunner,
         cpus: frozenset[int] | None,
         *,
-        again: bool = False,
+        into: agent_pb2.CandidateResult | None = None,
         instead: Provisions | None = None,
         debug: bool = False,
     ) -> str:
@@ -309,14 +367,14 @@ class Execution(CandidateProgress):
         Args:
             runner: a fresh runner.
             cpus: cpus to bind it to; None leaves it unbound.
-            again: whether the result already has the load times of an earlier runner.
+            into: gets the load times instead of the result, which has those of an earlier runner; no phase is reported then.
             instead: another program than the candidate's.
             debug: whether to load the method for `Runner.debug`.
         """
         fetched, self._runner = instead or self._provisions, runner
         assert fetched is not None  # the program was fetched
-        result = agent_pb2.CandidateResult() if again else self.result
-        phase = nullcontext if again else self.phase
+        result = self.result if into is None else into
+        phase = self.phase if into is None else nullcontext
         threads = self._candidate.threads
         if not self._candidate.HasField("threads"):
             threads = choose_threads(self._attempt.target.device, cpus)
@@ -344,8 +402,10 @@ class Execution(CandidateProgress):
 
     async def trace(self, passes: Passes, samples: array[int]) -> Files:
         """Run TRACED, if the job requests it, and return the first execution's outputs and all files."""
-        etdump = None if self._attempt.start.measurement.no_profile else self.folder / "trace.etdp"
-        files = Files(await passes.first_outputs(etdump, traced_iterations(samples)), samples, etdump)
+        measurement = self._attempt.start.measurement
+        etdump = None if measurement.no_profile else self.folder / "trace.etdp"
+        minimum = measurement.trace_iterations if measurement.HasField("trace_iterations") else TRACED_ITERATIONS
+        files = Files(await passes.first_outputs(etdump, traced_iterations(samples, minimum)), samples, etdump)
         await self._collect()
         return files
 
@@ -372,8 +432,12 @@ class Execution(CandidateProgress):
         assert self._provisions is not None  # the program was fetched
         return self._attempt.target.start_runner(self._provisions.bundle, self.folder, self.take_log)
 
-    async def wait(self) -> list[report_pb2.GateWait]:
-        """Run WAIT_FOR_COOL and WAIT_FOR_IDLE if necessary; they are phases of the result then."""
+    async def wait(self, runs: int = 1) -> list[report_pb2.GateWait]:
+        """Run WAIT_FOR_COOL and WAIT_FOR_IDLE if necessary; they are phases of the result then.
+
+        Args:
+            runs: number of runs that share the attempt's remaining time.
+        """
         attempt, began_s, current = self._attempt, time.monotonic(), ""
 
         def report_wait(phase: str, message: str) -> None:
@@ -386,7 +450,7 @@ class Execution(CandidateProgress):
             current = attempt.phase = phase
             self.report(message=message, force=is_new)
 
-        waits = await attempt.target.gates.wait(report_wait, attempt.remaining_s())
+        waits = await attempt.target.gates.wait(report_wait, attempt.share_s(runs))
         if current:
             self.end_phase(current, began_s, time.monotonic())
         return waits

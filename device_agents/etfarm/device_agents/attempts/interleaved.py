@@ -20,7 +20,7 @@ from typing import Final
 
 from etfarm.device_agents.attempts.attempt import Attempt, Execution, Files
 from etfarm.device_agents.attempts.cache import Lease
-from etfarm.device_agents.attempts.passes import Passes, plan_of
+from etfarm.device_agents.attempts.passes import Passes, median_ns, plan_of
 from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.conditions.sampler import Watch
 from etfarm.device_agents.conditions.telemetry import run_telemetry
@@ -102,7 +102,7 @@ class Turns:
     async def start(self, *, again: bool) -> None:
         """Start a fresh runner, load the program and warm it up."""
         self._runner = runner = await self._opened.enter_async_context(self.execution.start_runner())
-        self._method = await self.execution.load(runner, self._cpus, again=again)
+        self._method = await self.execution.load(runner, self._cpus, into=agent_pb2.CandidateResult() if again else None)
         plan = replace(
             self._plan, max_warmup_ns=max(1, (self._plan.max_warmup_ns or self._plan.max_time_ns) // STARTS),
             iterations=1, min_time_ns=_PROBE_NS,
@@ -157,7 +157,7 @@ class Turns:
         """Fill the result with everything but telemetry and files."""
         execution, measured, plan = self.execution, self.measured, self._plan
         assert measured is not None
-        execution.end_phase("TIMED", began_s, ended_s)
+        execution.end_phase("TIMED", began_s, ended_s, p50_ns=median_ns(measured.samples_ns))
         result = execution.result
         result.blocks.extend(self._blocks)
         result.iterations, result.duration_ns = measured.iterations, measured.duration_ns

@@ -8,6 +8,7 @@ from array import array
 from collections.abc import Sequence
 
 from etfarm.v1 import report_pb2
+from etfarm.wire.rounding import tolerance
 from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value
 
 Executions = tuple[report_pb2.Execution.ValueType, report_pb2.Execution.ValueType]
@@ -39,7 +40,7 @@ def compare(
         second: the same number of outputs of another execution.
         executions: the two executions.
     """
-    differences = []
+    differences: list[report_pb2.OutputDifference] = []
     for index, (left, right) in enumerate(zip(first, second, strict=True)):
         if _equal(left, right):
             continue
@@ -52,6 +53,14 @@ def compare(
             _compare(difference, left, right)
         differences.append(difference)
     return differences
+
+
+def is_rounding(differences: Sequence[report_pb2.OutputDifference]) -> bool:
+    """Return whether rounding explains all of these differences; True if there are none."""
+    return all(
+        each.HasField("rounding") and each.HasField("max_abs_difference") and each.max_abs_difference <= each.rounding
+        for each in differences
+    )
 
 
 def _equal(left: Value, right: Value) -> bool:
@@ -75,9 +84,13 @@ def _compare(difference: report_pb2.OutputDifference, first: Tensor, second: Ten
     numbers = _numbers(first.dtype, first.data), _numbers(second.dtype, second.data)
     if numbers[0] is None or numbers[1] is None:
         return
-    gaps = ((abs(numbers[0][index] - numbers[1][index]), index) for index in places)
+    gaps = [(abs(numbers[0][index] - numbers[1][index]), index) for index in places]
     # NaN and infinity have no distance; without any other difference, report the first position.
     largest = max(((gap, -index) for gap, index in gaps if math.isfinite(gap)), default=None)
+    if all(math.isfinite(gap) for gap, _ in gaps):
+        limit = tolerance(first.dtype, max((abs(number) for number in numbers[0] if math.isfinite(number)), default=0.0))
+        if limit is not None:
+            difference.rounding = limit
     place = -largest[1] if largest is not None else places[0]
     if largest is not None:
         _set_largest(difference, largest[0])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import statistics
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -15,7 +16,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from typing import Final, Protocol
 
-from etfarm.device_agents.attempts import drift, output_diff
+from etfarm.device_agents.attempts import drift, output_diff, repeats
 from etfarm.device_agents.conditions.sampler import Watch
 from etfarm.device_agents.conditions.telemetry import run_telemetry
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan, Progress, Runner
@@ -27,6 +28,7 @@ _EQUAL: Final = report_pb2.REPEATABILITY_OUTCOME_EQUAL
 _KEEPS_STATE: Final = report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE
 _NONDETERMINISTIC: Final = report_pb2.REPEATABILITY_OUTCOME_NONDETERMINISTIC
 _DIFFERENT: Final = report_pb2.REPEATABILITY_OUTCOME_DIFFERENT
+_ROUNDING: Final = report_pb2.REPEATABILITY_OUTCOME_ROUNDING
 _FIRST: Final = report_pb2.EXECUTION_FIRST
 _TIMED_LAST: Final = report_pb2.EXECUTION_TIMED_LAST
 _TRACED_LAST: Final = report_pb2.EXECUTION_TRACED_LAST
@@ -35,11 +37,17 @@ _REPEATED: Final = report_pb2.EXECUTION_REPEATED
 _Pass = tuple[report_pb2.Execution.ValueType, int, list[Value]]
 """The last execution of a pass, the number of executions since loading, and its outputs."""
 
-TRACED_ITERATIONS: Final = 10
+TRACED_ITERATIONS: Final = 30
+"""Default minimum number of traced iterations. The times of operators are means over the middle half of them."""
 SHORT_TRACED_ITERATIONS: Final = 100
-SHORT_NS: Final = 200_000
-"""Median time below which kernels are about as short as the resolution of the delegates' clocks, a microsecond: a small
-network has dozens of them. Tracing 100 of its iterations takes 20 ms."""
+"""Maximum number of traced iterations for SHORT_TRACED_NS: a trace has about 100 bytes for each event of each iteration."""
+SHORT_TRACED_NS: Final = 100_000_000
+"""Time to fill with traced iterations. Kernels of a small network are about as short as the resolution of the delegates' clocks,
+a microsecond, so that only means over many iterations resolve them."""
+MAX_TRACED_NS: Final = 20_000_000_000
+"""Limit of the traced pass, by the median of the timed one."""
+MIN_TRACED_ITERATIONS: Final = 6
+"""Number of iterations that are traced even beyond that limit: fewer have no interval."""
 MAX_WARMUP_NS: Final = 10_000_000_000
 """Limit of a warm-up that ends when the median is steady. Clocks and caches settle within a second; heat takes minutes, and
 shows in the drift of the timed pass."""
@@ -49,12 +57,12 @@ _AT_LEAST_NS: Final = 1_000_000_000
 
 
 def plan_of(measurement: job_pb2.Measurement) -> MeasurePlan:
-    """Return how long to measure, with defaults for missing values.
+    """Return how long to measure in each run, with defaults for missing values; all runs together have the default `max_samples`.
 
     Without a number of warm-up iterations the warm-up continues until it is steady, for MAX_WARMUP_NS at most; a number is exact,
     and only `max_warmup_s` ends it earlier.
     """
-    default = MeasurePlan()
+    default, repeat = MeasurePlan(), repeats.repeat_of(measurement)
     counted = measurement.HasField("warmup")
     if measurement.HasField("max_warmup_s"):
         max_warmup_ns = max(1, round(measurement.max_warmup_s * 1e9))
@@ -67,13 +75,25 @@ def plan_of(measurement: job_pb2.Measurement) -> MeasurePlan:
         iterations=measurement.iterations if measurement.HasField("iterations") else default.iterations,
         min_time_ns=round(measurement.min_time_s * 1e9) if measurement.HasField("min_time_s") else default.min_time_ns,
         max_time_ns=max(1, round(measurement.max_time_s * 1e9)) if measurement.HasField("max_time_s") else default.max_time_ns,
-        max_samples=measurement.max_samples if measurement.HasField("max_samples") else default.max_samples,
+        max_samples=measurement.max_samples if measurement.HasField("max_samples") else default.max_samples // repeat,
     )
 
 
-def traced_iterations(samples_ns: Sequence[int]) -> int:
-    """Return the number of iterations to trace, from the timed samples, of which there is at least one."""
-    return SHORT_TRACED_ITERATIONS if sorted(samples_ns)[len(samples_ns) // 2] < SHORT_NS else TRACED_ITERATIONS
+def traced_iterations(samples_ns: Sequence[int], minimum: int = TRACED_ITERATIONS) -> int:
+    """Return the number of iterations to trace, from the timed samples, of which there is at least one.
+
+    Args:
+        samples_ns: the timed samples.
+        minimum: the requested minimum, which is reduced only to end within MAX_TRACED_NS.
+    """
+    median_ns = max(1, sorted(samples_ns)[len(samples_ns) // 2])
+    wanted = max(minimum, min(SHORT_TRACED_ITERATIONS, SHORT_TRACED_NS // median_ns))
+    return min(wanted, max(MIN_TRACED_ITERATIONS, MAX_TRACED_NS // median_ns))
+
+
+def median_ns(samples_ns: Sequence[int]) -> float | None:
+    """Return the median of samples; None without samples."""
+    return float(statistics.median(samples_ns)) if samples_ns else None
 
 
 class PhaseListener(Protocol):
@@ -85,8 +105,8 @@ class PhaseListener(Protocol):
     def enter_phase(self, name: str) -> None:
         """Make another phase the current one; `end_phase` reports it."""
 
-    def end_phase(self, name: str, began_s: float, ended_s: float) -> None:
-        """Report a phase that has ended, by the monotonic clock."""
+    def end_phase(self, name: str, began_s: float, ended_s: float, *, p50_ns: float | None = None) -> None:
+        """Report a phase that has ended, by the monotonic clock, with the median of its samples if it has samples."""
 
     def report_steps(self, done: int, total: int) -> None:
         """Report how many of the current phase's steps are done."""
@@ -107,6 +127,8 @@ class Passes:
         self._method = method
         self._result = result
         self._listener = listener
+        self.timed_s = 0.0
+        """When the timed pass began, by the monotonic clock."""
         self._timed = 0
         """Number of executions from loading to the end of the timed pass."""
         self._repeat_limit_ns = 0
@@ -122,15 +144,15 @@ class Passes:
             watch: observes the device meanwhile.
             left_s: returns the attempt's remaining time in seconds.
         """
-        listener, began_s, timed_s = self._listener, time.monotonic(), 0.0
+        listener, began_s = self._listener, time.monotonic()
+        self.timed_s = 0.0
         async with watch as watching:
 
             def on_progress(progress: Progress) -> None:
-                nonlocal timed_s
-                if progress.stage == "TIMED" and not timed_s:
-                    timed_s = time.monotonic()
+                if progress.stage == "TIMED" and not self.timed_s:
+                    self.timed_s = time.monotonic()
                     watching.begin()
-                    listener.end_phase("WARMUP", began_s, timed_s)
+                    listener.end_phase("WARMUP", began_s, self.timed_s)
                 listener.enter_phase(progress.stage)
                 listener.report_steps(progress.done, plan.warmup if progress.stage == "WARMUP" else plan.iterations)
 
@@ -138,7 +160,8 @@ class Passes:
             measured = await drift.measure(self._runner, plan, on_progress, left_s)
             ended_s = time.monotonic()
             sampled = await watching.seen()
-        listener.end_phase("TIMED", timed_s or began_s, ended_s)
+        self.timed_s = self.timed_s or began_s
+        listener.end_phase("TIMED", self.timed_s, ended_s, p50_ns=median_ns(measured.samples_ns))
         self._take(measured)
         self._result.telemetry.MergeFrom(run_telemetry(measured, sampled))
         return measured.samples_ns
@@ -171,11 +194,13 @@ class Passes:
                     iterations, etdump, warmup=0, on_progress=lambda progress: listener.report_steps(progress.done, iterations)
                 )
                 self._result.traced_ns.extend(traced.samples_ns)
+                if traced.wall_ns is not None:
+                    self._result.traced_telemetry.CopyFrom(run_telemetry(traced))
                 lasts.insert(0, (_TRACED_LAST, 1 + iterations, await runner.outputs()))
         listener.enter_phase("OUTPUTS")
         self._result.repeatability.CopyFrom(await self._repeatability(first, lasts))
         if self._result.repeatability.outcome != _DIFFERENT:
-            self._result.outputs_equal = self._result.repeatability.outcome != _NONDETERMINISTIC
+            self._result.outputs_equal = self._result.repeatability.outcome in {_EQUAL, _KEEPS_STATE}
         return first
 
     def _take(self, measured: Measured) -> None:
@@ -209,14 +234,13 @@ class Passes:
         runner = self._runner
         await runner.load_method(self._method)
         await runner.run()
-        if not output_diff.equal(first, again := await runner.outputs()):
-            return await _repeatability(
-                _NONDETERMINISTIC,
-                first,
-                again,
-                (_FIRST, _REPEATED),
-            )
+        again = await runner.outputs()
+        reproduced = output_diff.equal(first, again)
+        repeated = await _compare(first, again, (_FIRST, _REPEATED))
+        if not output_diff.is_rounding(repeated):
+            return report_pb2.Repeatability(outcome=_NONDETERMINISTIC, differences=repeated)
         name, executions, last = differing[0]
+        differences = await _compare(first, last, (_FIRST, name))
         if executions > 1:
             plan = MeasurePlan(
                 warmup=0, iterations=executions - 1, min_time_ns=0, max_time_ns=self._repeat_limit_ns, max_samples=executions
@@ -224,18 +248,19 @@ class Passes:
             done = (await runner.measure(plan)).iterations
             again = await runner.outputs()
             if done < executions - 1:
-                return await _repeatability(_DIFFERENT, first, last, (_FIRST, name))
-        if not output_diff.equal(last, again):
-            return await _repeatability(_NONDETERMINISTIC, last, again, (name, _REPEATED))
-        return await _repeatability(_KEEPS_STATE, first, last, (_FIRST, name))
+                outcome = _ROUNDING if output_diff.is_rounding(differences) else _DIFFERENT
+                return report_pb2.Repeatability(outcome=outcome, differences=differences)
+        reproduced = reproduced and output_diff.equal(last, again)
+        repeated = await _compare(last, again, (name, _REPEATED))
+        if not output_diff.is_rounding(repeated):
+            return report_pb2.Repeatability(outcome=_NONDETERMINISTIC, differences=repeated)
+        # State that changes an output by a rounding error is still state if the same executions reproduce each bit.
+        is_rounding = not reproduced and output_diff.is_rounding(differences)
+        return report_pb2.Repeatability(outcome=_ROUNDING if is_rounding else _KEEPS_STATE, differences=differences)
 
 
-async def _repeatability(
-    outcome: report_pb2.RepeatabilityOutcome.ValueType,
-    first: Sequence[Value],
-    second: Sequence[Value],
-    executions: output_diff.Executions,
-) -> report_pb2.Repeatability:
+async def _compare(
+    first: Sequence[Value], second: Sequence[Value], executions: output_diff.Executions
+) -> list[report_pb2.OutputDifference]:
     # Outputs may have millions of elements, and a heartbeat must not wait for them.
-    differences = await asyncio.to_thread(output_diff.compare, first, second, executions)
-    return report_pb2.Repeatability(outcome=outcome, differences=differences)
+    return await asyncio.to_thread(output_diff.compare, first, second, executions)

@@ -46,6 +46,8 @@ class CandidateProgress:
         self.result = result
         self._lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
         self._sent_s = 0.0
+        self.step = ""
+        """The part of the measurement that is in progress, such as `run 2 of 5`; empty if it has only one."""
         self.recent: deque[str] = deque(maxlen=_RECENT_LINES)
         """The runner's last lines."""
 
@@ -62,13 +64,13 @@ class CandidateProgress:
         """Make another phase the current one."""
         self._sink.phase = name
 
-    def end_phase(self, name: str, began_s: float, ended_s: float) -> None:
-        """Add a phase that has ended to the result, and report it."""
+    def end_phase(self, name: str, began_s: float, ended_s: float, *, p50_ns: float | None = None) -> None:
+        """Add a phase that has ended to the result, and report it, with the median of its samples if it has samples."""
         duration_ms = (ended_s - began_s) * 1e3
         start_ms = (began_s - self._sink.received_s) * 1e3
         self.result.phases.add(actor=common_pb2.ACTOR_DEVICE, phase=name, start_ms=start_ms, duration_ms=duration_ms)
         self.enter_phase(name)
-        self.report(duration_ms=duration_ms, force=True)
+        self.report(duration_ms=duration_ms, p50_ns=p50_ns, force=True)
 
     def report_steps(self, done: int, total: int, message: str = "") -> None:
         """Report how many of the current phase's steps are done."""
@@ -85,6 +87,7 @@ class CandidateProgress:
         total: int | None = None,
         *,
         duration_ms: float | None = None,
+        p50_ns: float | None = None,
         message: str = "",
         force: bool = False,
     ) -> None:
@@ -94,6 +97,7 @@ class CandidateProgress:
             done: steps that are done; None if the phase has none.
             total: steps in all, as far as that is known.
             duration_ms: the phase's duration, once it is over.
+            p50_ns: the median of the phase's samples, once it is over.
             message: a line for people.
             force: report in any case.
         """
@@ -102,7 +106,8 @@ class CandidateProgress:
             return
         self._sent_s = now
         progress = agent_pb2.RunProgress(
-            cell_id=self.result.cell_id, phase=self._sink.phase, log_lines=self._lines, message=message
+            cell_id=self.result.cell_id, phase=self._sink.phase, log_lines=self._lines,
+            message=": ".join(text for text in (self.step, message) if text), p50_ns=p50_ns,
         )  # fmt: skip
         self._lines.clear()
         if duration_ms is not None:

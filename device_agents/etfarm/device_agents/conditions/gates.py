@@ -148,7 +148,8 @@ class Gates:
             hopeless = waited_s >= COOLING_WINDOW_S and max(degrees for _, degrees in history) - hottest < COOLING_C
             if hopeless or waited_s >= self._limits.cool_wait_s:
                 break
-            on_wait("WAIT_FOR_COOL", f"{hottest:.1f} °C, to be below {most:g} °C")
+            limit = f"at most {self._limits.cool_wait_s:.3g} s"
+            on_wait("WAIT_FOR_COOL", f"{limit}: {hottest:.1f} °C, to be below {most:g} °C")
             await around.sleep(min(_COOL_AGAIN_S, self._limits.cool_wait_s - waited_s))
         return self._gate_wait(report_pb2.GATE_COOL, began_s, hottest, most)
 
@@ -159,7 +160,8 @@ class Gates:
             waited_s = around.now_s() - began_s
             if waited_s >= self._limits.idle_wait_s:
                 break
-            on_wait("WAIT_FOR_IDLE", f"{busy:.2f} tasks per cpu run, to be below {most:g}")
+            limit = f"at most {self._limits.idle_wait_s:.3g} s"
+            on_wait("WAIT_FOR_IDLE", f"{limit}: {busy:.2f} tasks per cpu run, to be below {most:g}")
             await around.sleep(min(_AGAIN_S, self._limits.idle_wait_s - waited_s))
         # Reading the load also takes time, which does not count as waiting.
         return self._gate_wait(report_pb2.GATE_IDLE, began_s + (LOOKS - 1) * LOOK_S, busy, most)

@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil
 
 from etfarm.device_agents.conditions.sampler import Sampled
-from etfarm.device_agents.runners.protocol import Measured
+from etfarm.device_agents.runners.protocol import Measured, Traced
 from etfarm.v1 import device_pb2, report_pb2
 
 
@@ -51,8 +51,8 @@ class Telemetry:
         return state
 
 
-def run_telemetry(measured: Measured, sampled: Sampled | None = None) -> report_pb2.RunTelemetry:
-    """Return the counters and samples of the timed pass; what the kernel does not report stays unset."""
+def run_telemetry(measured: Measured | Traced, sampled: Sampled | None = None) -> report_pb2.RunTelemetry:
+    """Return the counters and samples of a pass; what the kernel does not report stays unset."""
     telemetry = report_pb2.RunTelemetry(
         cpu_time_ns=measured.cpu_ns,
         wall_time_ns=measured.wall_ns,

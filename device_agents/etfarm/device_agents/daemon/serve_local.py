@@ -13,7 +13,7 @@ import shutil
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +26,8 @@ from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.daemon.own_runners import WORKING_BACKENDS
 from etfarm.device_agents.device import inventory
 from etfarm.device_agents.native.build import source_digest
-from etfarm.device_agents.runners.bundle import Bundle, unpack
+from etfarm.device_agents.native.toolchain import LOADERS, Compiler, CompilerFailed, CompilerMissing
+from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle, BundleManifest, NotABundle, unpack
 from etfarm.device_agents.runners.protocol import Hello
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.device_agents.targets.local import Machine
@@ -40,6 +41,7 @@ from etfarm.v1 import (
 )
 from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.wire import chunks
+from etfarm.wire.atomic_write import write_atomically
 from etfarm.wire.channel import SERVER_OPTIONS, Access
 from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Kind, UserError
 from etfarm.wire.names import data_folder
@@ -47,6 +49,12 @@ from etfarm.wire.owner import at_end_of_stdin
 from etfarm.wire.sessions import SessionNotFound
 from etfarm.wire.status import to_proto, to_status
 from etfarm.wire.words import value_of
+
+BUILDING: Final = "building the runner for this machine, once; it takes about a minute"
+"""What a session waits for while a runner is built; the client reports it to users who follow nothing else."""
+
+FALLBACK: Final = "using ExecuTorch's Python binding instead of a runner"
+"""The start of what a session waits for if no runner can be built; the client reports it as it does `BUILDING`."""
 
 _GRACE_S: Final = 2.0
 """Seconds for calls to end by themselves: the caller has cancelled them before it closes stdin. For calls that the server cuts
@@ -205,14 +213,17 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
             session.put_event(session_pb2.SessionEvent(log_line=str(line)))
 
         bundle: Bundle | None = None
-        session.put_event(
-            session_pb2.SessionEvent(waiting=session_pb2.SessionWaiting(why="preparing the runner for this machine"))
-        )
+
+        def on_wait(why: str) -> None:
+            session.put_event(session_pb2.SessionEvent(waiting=session_pb2.SessionWaiting(why=why)))
+
+        on_wait("preparing the runner for this machine")
         try:
-            bundle = await asyncio.shield(asyncio.ensure_future(local_bundle()))
+            bundle = await asyncio.shield(asyncio.ensure_future(local_bundle(lambda: on_wait(BUILDING))))
         except RunnerUnbuilt as error:
             if not PythonRunner.available():
                 raise
+            on_wait(f"{FALLBACK}: {error}")
             on_log(f"{error.message} ExecuTorch's Python binding runs the program instead.")
         files = [request.program.pte, *request.program.data.values()]
         self._artifacts.held.update(file.digest for file in files)
@@ -252,8 +263,13 @@ class _LocalSession:
         return answer
 
 
-async def local_bundle() -> Bundle:
+async def local_bundle(on_build: Callable[[], None]) -> Bundle:
     """Return this machine's runner, which is built unless there is one of these sources and this ExecuTorch.
+
+    The runner of the user's embedded farm serves as well.
+
+    Args:
+        on_build: called before a build, which takes a minute.
 
     Raises:
         RunnerUnbuilt: it cannot be built.
@@ -267,8 +283,49 @@ async def local_bundle() -> Bundle:
     archive = cache / f"runner-{platform.machine()}-{executorch}-{sources[:16]}.tar.gz"
     if not archive.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        await _build(archive)
+        if (of_farm := await asyncio.to_thread(find_farm_runner, data_folder(), executorch, sources)) is not None:
+            await asyncio.to_thread(lambda: write_atomically(archive, of_farm.read_bytes()))
+        else:
+            await asyncio.to_thread(_require_compiler)
+            on_build()
+            await _build(archive)
     return await asyncio.to_thread(unpack, archive, archive.with_name(archive.name.removesuffix(".tar.gz")))
+
+
+def find_farm_runner(data: Path, executorch: str, sources: str) -> Path | None:
+    """Return the archive of this machine's runner that the embedded farm's agent has in its cache; None without one.
+
+    Args:
+        data: the user's data folder.
+        executorch: the version that the runner must have.
+        sources: the digest of the sources that it must be built from.
+    """
+    cache = data / "agent" / "cache"
+    wanted = platform.machine(), executorch.partition("+")[0], sources
+    for file in sorted((cache / "bundles").glob(f"*/{MANIFEST_NAME}")):
+        try:
+            manifest = BundleManifest.parse(file.read_bytes())
+        except (OSError, NotABundle):
+            continue  # the agent is replacing it
+        archive = cache / "blobs" / file.parent.name
+        if (manifest.arch, manifest.executorch, manifest.source_digest) == wanted and archive.exists():
+            return archive
+    return None
+
+
+def _require_compiler() -> None:
+    """Check that this machine has a compiler for its own runner.
+
+    Raises:
+        RunnerUnbuilt: it has none that works, or there is no runner for its architecture.
+    """
+    arch = platform.machine()
+    if arch not in LOADERS:
+        raise RunnerUnbuilt(f"There is no runner for {arch!r}.", f"Runners exist for {', '.join(LOADERS)}.", arch=arch)
+    try:
+        Compiler.find(arch)
+    except (CompilerMissing, CompilerFailed) as error:
+        raise RunnerUnbuilt(error.message, error.remedy, **error.metadata) from None
 
 
 async def _build(archive: Path) -> None:

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.device_agents.device import android, processors, readings
-from etfarm.device_agents.device.processors import is_count, parse_cpu_list
-from etfarm.device_agents.errors import CoresUnknown
+from etfarm.device_agents.device.processors import is_count
 from etfarm.v1 import device_pb2
+from etfarm.wire.cores import choose_cpus, format_cpu_list, parse_cpu_list
 
 __all__ = ["choose_cpus", "choose_threads", "collect", "format_cpu_list", "parse", "parse_cpu_list"]
 
@@ -109,36 +109,6 @@ def collect() -> dict[str, str]:
     return facts
 
 
-def choose_cpus(device: device_pb2.Device, wanted: str, restricted: bool) -> frozenset[int] | None:
-    """Return the logical cpus to bind a runner to; None if the system may choose among all.
-
-    Args:
-        device: the device, whose clusters are fastest first.
-        wanted: Measurement.cores: `big`, `little`, a cpu list, or empty for the device's default.
-        restricted: whether the agent may use only some cpus (`--cores`), which are those of the device.
-
-    Raises:
-        CoresUnknown: `wanted` names no cpu, or one that programs may not use here.
-    """
-    allowed = frozenset(cpu for cluster in device.clusters for cpu in cluster.cpus)
-    if not wanted:
-        return allowed if restricted else None
-    if wanted in ("big", "little"):
-        return frozenset(device.clusters[0 if wanted == "big" else -1].cpus)
-    try:
-        chosen = parse_cpu_list(wanted)
-    except ValueError:
-        chosen = frozenset()
-    if not chosen or not chosen <= allowed:
-        raise CoresUnknown(
-            f"{wanted!r} names no cpus that programs may use on {device.name}.",
-            f"Give big, little or cpus of {format_cpu_list(allowed)}.",
-            cores=wanted,
-            allowed=format_cpu_list(allowed),
-        )
-    return chosen
-
-
 def choose_threads(device: device_pb2.Device, cpus: frozenset[int] | None) -> int:
     """Return the default number of threads: the physical cores of the fastest cluster that `cpus` includes."""
     for cluster in device.clusters:
@@ -146,17 +116,6 @@ def choose_threads(device: device_pb2.Device, cpus: frozenset[int] | None) -> in
         if reached:
             return max(1, min(cluster.physical_cores or reached, reached))
     return 1
-
-
-def format_cpu_list(numbers: Collection[int]) -> str:
-    """Return the shortest cpu list of the numbers: "0-3,6". `parse_cpu_list` is the inverse."""
-    parts: list[list[int]] = []
-    for number in sorted(set(numbers)):
-        if parts and parts[-1][-1] == number - 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    return ",".join(str(part[0]) if len(part) == 1 else f"{part[0]}-{part[-1]}" for part in parts)
 
 
 def _arch(facts: Mapping[str, str]) -> str:

@@ -13,6 +13,7 @@ from typing import Final
 
 from etfarm.device_agents.device.arm_parts import LITTLE, part_name
 from etfarm.v1 import device_pb2
+from etfarm.wire.cores import MAX_CPUS, MAX_LIST, parse_cpu_list
 
 Facts = Mapping[str, str]
 Stanza = Mapping[str, str]
@@ -68,33 +69,6 @@ class Cpu:
     """The scheduler's estimate of the cpu's speed; 1024 is the fastest."""
 
 
-MOST_CPUS: Final = 1 << 13
-"""Maximum number of cpus that Linux supports; larger numbers are invalid."""
-_MOST_LIST: Final = 1 << 16
-"""Maximum number of characters in a cpu list, and of numbers in its ranges: far more than a list of 8192 cpus needs."""
-
-
-def parse_cpu_list(text: str) -> frozenset[int]:
-    """Return the numbers of a kernel cpu list such as "0-3,6", or "0 1 2".
-
-    Raises:
-        ValueError: the text is not such a list, or is empty.
-    """
-    if len(text) > _MOST_LIST:
-        raise ValueError(f"a list of {len(text)} characters")
-    numbers: set[int] = set()
-    named = 0
-    for part in re.split(r"\s*,\s*|\s+", text.strip()):
-        first, dash, last = part.partition("-")
-        low, high = int(first), int(last if dash else first)
-        if not 0 <= low <= high < MOST_CPUS:
-            raise ValueError(f"{part[:40]!r} is not a range of cpus")
-        if (named := named + high - low + 1) > _MOST_LIST:
-            raise ValueError(f"a list that names {named} cpus and more")
-        numbers.update(range(low, high + 1))
-    return frozenset(numbers)
-
-
 def is_count(text: str) -> bool:
     """Return whether a fact is a number that fits a protobuf field, even times 1000."""
     return text.isdecimal() and len(text) <= 15
@@ -130,7 +104,7 @@ def parse_cpus(facts: Facts, stanzas: Sequence[Stanza], cores: Collection[int] |
     # Single-cpu kernels do not number the cpu.
     alone = frozenset({0} if shared else ())
     numbered = [(int(stanza["processor"]), stanza) for stanza in reversed(stanzas) if is_count(stanza.get("processor", ""))]
-    own = {number: stanza for number, stanza in numbered if number < MOST_CPUS}
+    own = {number: stanza for number, stanza in numbered if number < MAX_CPUS}
     return [
         _cpu(number, facts, {**shared, **own.get(number, {})}, policies)
         for number in sorted(_allowed(facts, own.keys() or alone, cores))
@@ -219,11 +193,11 @@ def _policies(facts: Facts) -> dict[int, str]:
     """Return the folder of frequency files for each cpu."""
     folders: dict[int, str] = {}
     # A policy has at least one cpu, so there are no more policies than cpus.
-    policies = [(match, text) for path, text in facts.items() if (match := _POLICY_FILE.match(path)) is not None][:MOST_CPUS]
+    policies = [(match, text) for path, text in facts.items() if (match := _POLICY_FILE.match(path)) is not None][:MAX_CPUS]
     named = 0
     for match, text in policies:
         numbers = _cpu_list(text) or frozenset()
-        if (named := named + len(numbers)) <= _MOST_LIST:
+        if (named := named + len(numbers)) <= MAX_LIST:
             for number in numbers:
                 folders.setdefault(number, match.group(1))
     return folders

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.device_agents.device import android
-from etfarm.device_agents.device.processors import MOST_CPUS, parse_cpu_list
 from etfarm.v1 import report_pb2
+from etfarm.wire.cores import MAX_CPUS, parse_cpu_list
 
 Facts = Mapping[str, str]
 
@@ -201,14 +201,14 @@ def _clocks(facts: Facts) -> dict[int, dict[str, str]]:
     named = 0
     for path, text in facts.items():
         if (own := _CPU_FILE.match(path)) is not None:
-            if (value := text.strip()) and int(own.group(1)) < MOST_CPUS:
+            if (value := text.strip()) and int(own.group(1)) < MAX_CPUS:
                 clocks.setdefault(int(own.group(1)), {})[own.group(2)] = value
         elif (policy := _POLICY_FILE.match(path)) is not None:
             shared = {name: facts.get(f"{policy.group(1)}{name}", "").strip() for name in _CLOCKS}
             numbers = _cpu_list(text)
             # Each cpu has one policy; ignore a device whose policies name cpus repeatedly.
             named += len(numbers)
-            for number in numbers if named <= 2 * MOST_CPUS else ():
+            for number in numbers if named <= 2 * MAX_CPUS else ():
                 cpu = clocks.setdefault(number, {})
                 cpu.update({name: value for name, value in shared.items() if value and name not in cpu})
     return clocks

@@ -146,6 +146,17 @@ WarmUp warm_up(LoadedMethod& method, const std::vector<std::optional<Input>>& in
   return done;
 }
 
+// The counters between two readings.
+void add_counters(Json& result, const Usage& before, const Usage& after) {
+  result.number("wall_ns", after.wall_ns - before.wall_ns)
+      .number("cpu_ns", difference(after.cpu_ns, before.cpu_ns))
+      .number("voluntary_switches", difference(after.voluntary_switches, before.voluntary_switches))
+      .number("involuntary_switches", difference(after.involuntary_switches, before.involuntary_switches))
+      .number("minor_faults", difference(after.minor_faults, before.minor_faults))
+      .number("major_faults", difference(after.major_faults, before.major_faults))
+      .number("cpu_pressure_us", difference(after.pressure_us, before.pressure_us));
+}
+
 }  // namespace
 
 void measure(Session& session, const Plan& plan, Json result) {
@@ -189,15 +200,9 @@ void measure(Session& session, const Plan& plan, Json result) {
   result.number("first_run_ns", method.first_run_ns)
       .number("iterations", count)
       .number("duration_ns", elapsed)
-      .text("stop_reason", stop_reason)
-      .number("wall_ns", after.wall_ns - before.wall_ns)
-      .number("cpu_ns", difference(after.cpu_ns, before.cpu_ns))
-      .number("voluntary_switches", difference(after.voluntary_switches, before.voluntary_switches))
-      .number("involuntary_switches", difference(after.involuntary_switches, before.involuntary_switches))
-      .number("minor_faults", difference(after.minor_faults, before.minor_faults))
-      .number("major_faults", difference(after.major_faults, before.major_faults))
-      .number("cpu_pressure_us", difference(after.pressure_us, before.pressure_us))
-      .number("peak_rss_bytes", peak)
+      .text("stop_reason", stop_reason);
+  add_counters(result, before, after);
+  result.number("peak_rss_bytes", peak)
       .number("payload_bytes", count * static_cast<std::int64_t>(sizeof(std::int64_t)));
   Channel::get().send(result, samples, static_cast<std::size_t>(count) * sizeof(std::int64_t));
 }
@@ -212,6 +217,7 @@ void trace(Session& session, std::int64_t warmup, std::int64_t iterations, const
 
   std::vector<std::int64_t> samples;
   samples.reserve(static_cast<std::size_t>(iterations));
+  const Usage before = Usage::now();
   const std::int64_t start = now_ns();
   for (std::int64_t i = 0, reported = start; i < iterations; ++i) {
     const Span span = method.execute(inputs);
@@ -221,11 +227,12 @@ void trace(Session& session, std::int64_t warmup, std::int64_t iterations, const
       reported = span.end;
     }
   }
+  const Usage after = Usage::now();
   const std::size_t size = write_etdump(*method.tracer(), path);
   const std::size_t bytes = samples.size() * sizeof(std::int64_t);
-  result.number("iterations", iterations)
-      .number("etdump_bytes", static_cast<std::int64_t>(size))
-      .number("payload_bytes", static_cast<std::int64_t>(bytes));
+  result.number("iterations", iterations).number("etdump_bytes", static_cast<std::int64_t>(size));
+  add_counters(result, before, after);
+  result.number("payload_bytes", static_cast<std::int64_t>(bytes));
   Channel::get().send(result, samples.data(), bytes);
 }
 

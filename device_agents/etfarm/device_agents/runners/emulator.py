@@ -27,7 +27,8 @@ SME_WARNING: Final = (
     "this cpu model has SME, with which qemu computes XNNPACK's int8 kernels wrongly (their outputs, not only their times): "
     "cortex-a76 and max,sme=off are right"
 )
-_PROGRAMS: Final = {"aarch64": ("qemu-aarch64-static", "qemu-aarch64")}
+PROGRAMS: Final = {"aarch64": ("qemu-aarch64-static", "qemu-aarch64")}
+"""Names of the emulator's program by architecture, in order of preference."""
 _ANSWER_S: Final = 30.0
 _CODE_BYTES: Final = 96 << 20
 """Address space for everything but data: the runner and its libraries (17 MB), a program's file, and what malloc reserves."""
@@ -59,7 +60,7 @@ class EmulatorMissing(UserError):
     reason = "EMULATOR_MISSING"
 
     def __init__(self, arch: str) -> None:
-        program = _PROGRAMS[arch][0]
+        program = PROGRAMS[arch][0]
         super().__init__(
             f"Emulating {arch} needs {program}, which is not on PATH.",
             "Install it, for example with `apt-get install qemu-user-static`.",
@@ -105,7 +106,7 @@ class Emulator:
         Raises:
             EmulatorMissing: the emulator is not installed.
         """
-        for name in _PROGRAMS[arch]:
+        for name in PROGRAMS[arch]:
             if (path := shutil.which(name)) is not None:
                 return cls(str(Path(path).absolute()), arch, cpu or DEFAULT_CPUS[arch])
         raise EmulatorMissing(arch)

@@ -173,6 +173,14 @@ class Traced:
     samples_ns: array[int]
     etdump: Path
     etdump_bytes: int
+    wall_ns: int | None = None
+    """Time between the two readings of the counters below, as in `Measured`; None if the runner's bundle does not read them."""
+    cpu_ns: int | None = None
+    voluntary_switches: int | None = None
+    involuntary_switches: int | None = None
+    minor_faults: int | None = None
+    major_faults: int | None = None
+    cpu_pressure_us: int | None = None
 
 
 @dataclass(frozen=True)

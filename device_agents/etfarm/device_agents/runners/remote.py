@@ -32,6 +32,9 @@ from etfarm.wire.chunks import Progressed
 from etfarm.wire.tensors import BadTensorFile, Scalar, Tensor, Value
 
 _SAMPLE_BYTES: Final = 8
+_COUNTERS: Final = (
+    "cpu_ns", "voluntary_switches", "involuntary_switches", "minor_faults", "major_faults", "cpu_pressure_us",
+)  # fmt: skip
 PROTOCOL: Final = 1
 """The implemented version of `native/PROTOCOL.md`."""
 
@@ -233,7 +236,9 @@ class RemoteRunner:
             max_payload_bytes=_SAMPLE_BYTES * iterations,
         )
         with self._reading("trace"):
-            return Traced(answers.whole(event, "iterations"), _samples(payload), etdump, answers.whole(event, "etdump_bytes"))
+            iterations, etdump_bytes = (answers.whole(event, key) for key in ("iterations", "etdump_bytes"))
+            counters = {key: answers.optional_whole(event, key) for key in ("wall_ns", *_COUNTERS)}
+            return Traced(iterations, _samples(payload), etdump, etdump_bytes, **counters)
 
     async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
         """Run one iteration with intermediate outputs; the method must be loaded with `trace` and `debug`.
@@ -354,13 +359,7 @@ def _tensor_info(value: Mapping[str, Any]) -> TensorInfo:
 
 def _measured(event: Event, payload: bytes) -> Measured:
     numbers = {key: answers.whole(event, key) for key in ("warmup", "first_run_ns", "iterations", "duration_ns", "wall_ns")}
-    counters = {
-        key: answers.optional_whole(event, key)
-        for key in (
-            "cpu_ns", "voluntary_switches", "involuntary_switches", "minor_faults", "major_faults", "cpu_pressure_us",
-            "peak_rss_bytes", "warmup_ns",
-        )
-    }  # fmt: skip
+    counters = {key: answers.optional_whole(event, key) for key in (*_COUNTERS, "peak_rss_bytes", "warmup_ns")}
     return Measured(
         **numbers,
         **counters,  # type: ignore[arg-type]

@@ -11,10 +11,13 @@ Takes REPORTs of etfarm.report/1 and returns one document in strict JSON, with e
                   changes[{what,base,candidate}]}            `changes` as etfarm.wire.changes has them
                   `differs` lists those of model, recipe, method, threads and device that differ
     NUMBER       {base, candidate, change, ratio}          change = candidate - base, ratio = candidate / base
-    latency      {ratio, ratio_ci95[2]|null, method: paired|separate, outcome: faster|slower|no_difference|too_few,
-                  rounds, process_pairs, p50_ns: NUMBER, p90_ns, p99_ns, load_ns, load_method_ns, first_run_ns}
+    latency      {ratio, ratio_ci95[2]|null, method: paired|separate, outcome: faster|slower|no_difference|too_few|inconclusive,
+                  rounds, process_pairs, p50_ns: NUMBER, p90_ns, p99_ns, load_ns, load_method_ns, first_run_ns, same_program,
+                  base_spread: RUN_SPREAD|null, candidate_spread: RUN_SPREAD|null}
                   paired: both took turns in one attempt, and rounds were compared; separate: each was measured alone, and
-                  the interval covers the variation within each run, not that between runs at different times.
+                  the interval covers the variation between runs as far as it is known (etfarm.wire.comparison.uncertainty).
+                  inconclusive: separate, and the spread between runs was not observed for both sides
+    RUN_SPREAD   {source: REPEATS|HISTORY|PRIOR, runs, relative_stddev, p50_ci95_ns[2]|null}    as in REPORT
     operators    {by: OPERATOR|MODULE, rows[{kind: OPERATOR|DELEGATE|REST|UNATTRIBUTED, module, op_types[], source,
                   base: TIME|null, candidate: TIME|null, change_ns, change_share}]}, the largest changes first
     TIME         {name, indexes[], time_ns, share}         of the traced pass; a row with only one side was added or removed
@@ -26,7 +29,8 @@ Takes REPORTs of etfarm.report/1 and returns one document in strict JSON, with e
     delegation   {METHOD: {subgraphs, delegated_nodes, non_delegated_nodes: NUMBER,
                   operators[{op, base{delegated,non_delegated}|null, candidate|null}]}}, of operators whose counts differ;
                   nodes that compute nothing, such as getitem, are not counted
-    GATE         {limits[{metric, limit, unit}], strict, accept_invalid, passed, reasons[FINDING], notes[FINDING]}
+    GATE         {limits[{metric, limit, unit}], strict, accept_invalid, passed, outcome: passed|failed|inconclusive,
+                  reasons[FINDING], notes[FINDING]}        `passed` is whether the outcome is
     FINDING      {pair, metric, code, message}             `pair` is an index of pairs; null for the whole document
 """
 

@@ -9,7 +9,7 @@ from etfarm.wire import changes
 from etfarm.wire.comparison import latency, operators, program
 from etfarm.wire.comparison.gate import Gate, judge
 from etfarm.wire.comparison.pairing import differs, pair
-from etfarm.wire.comparison.sides import NothingToCompare, Side, is_live, name
+from etfarm.wire.comparison.sides import NothingToCompare, Side, how_to_decide, is_live, name
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.report import Json, error_json
 
@@ -101,9 +101,8 @@ def _notes(pairs: Sequence[tuple[Json, Json]], base: Side, candidate: Side) -> I
             f"{note} To compare two reports of one job give JOB#0 JOB#1: it has {base.listed}." if len(base.reports) > 1 else note
         )
         return
-    ratios = [latency.compared(*both) for both in pairs]
-    if any(ratio is not None and ratio.method == "separate" for ratio in ratios):
-        yield (
-            "Measured apart: runs at different times differ by more than these intervals say. "
-            "`etfarm bench A B --interleave` measures both in turns."
-        )
+    unclear = [both for both in pairs if (ratio := latency.compared(*both)) is not None and not ratio.is_conclusive]
+    if unclear:
+        other = not latency.is_same_program(*unclear[0]) and changes.is_other_program(changes.changes(*unclear[0]))
+        remedy = how_to_decide(*map(name, unclear[0]), other_program=other)
+        yield f"Measured apart, and it is not known how much runs of both sides vary: the intervals do not cover it. {remedy}."

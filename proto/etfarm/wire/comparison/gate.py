@@ -1,4 +1,8 @@
-"""Gates: limits on how much worse than the base a candidate may be, judged on a comparison."""
+"""Gates: limits on how much worse than the base a candidate may be, judged on a comparison.
+
+A gate is passed, failed or inconclusive. It fails if something is shown to be worse than allowed, or is missing. It is
+inconclusive if the latencies cannot show that: measuring again, or better, may decide.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +12,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from etfarm.wire.comparison.sides import is_live, label
+from etfarm.wire.changes import is_other_program
+from etfarm.wire.comparison import uncertainty
+from etfarm.wire.comparison.latency import OBVIOUS
+from etfarm.wire.comparison.sides import how_to_decide, is_live, label
 from etfarm.wire.errors import UserError
 from etfarm.wire.report import Json
 
@@ -21,6 +28,12 @@ EXACT_DB: Final = 100.0
 
 _LIMIT = re.compile(r"(?:(?P<metric>[a-z]+)\s*=)?\s*(?P<limit>\d{1,6}(?:\.\d{1,6})?)\s*(?P<unit>%|db)", re.ASCII | re.IGNORECASE)
 _SUCCEEDED: Final = "SUCCEEDED"
+
+PASSED, FAILED, INCONCLUSIVE = "passed", "failed", "inconclusive"
+"""Outcomes of a gate."""
+
+_UNDECIDED: Final = {"JOB_LIVE", "NO_VALID_EVIDENCE", "NO_SPREAD", "TOO_FEW", "INCONCLUSIVE", "SAME_PROGRAM"}
+"""Codes of reasons that show nothing to be worse: with no other reason, the gate is inconclusive."""
 
 
 class BadGate(UserError):
@@ -68,7 +81,7 @@ class Gate:
 
     limits: tuple[Limit, ...]
     strict: bool = False
-    """Whether to fail also if a latency is inconclusive: its interval crosses the limit, or there is no interval."""
+    """Whether a latency whose interval crosses the limit does not pass, but is inconclusive."""
     accept_invalid: bool = False
     """Whether to accept latencies whose verdict is not VALID, and those of devices of different kinds."""
 
@@ -91,24 +104,30 @@ class Gate:
 
 @dataclass(frozen=True)
 class Finding:
-    """A reason why a gate fails, or a note on a gate that passes."""
+    """A reason why a gate does not pass, or a note."""
 
     code: str
     message: str
-    fails: bool = True
+    is_reason: bool = True
 
 
 def judge(document: Json, gate: Gate) -> Json:
     """Return the GATE of a comparison.
 
-    It passes if no metric is shown to be worse than allowed, and no required measurement is missing:
-      latency   fails if the whole 95 % interval of the ratio is above 1 + limit; without an interval, if the ratio is; and
-                without two VALID measurements on devices of one kind, unless others are accepted
-      size      fails if the .pte with its data files is larger by more than the limit
-      memory    fails if the process's peak or the planned memory is larger by more than the limit
-      accuracy  fails if an output's SQNR is lower by more than the limit, where values above EXACT_DB count as EXACT_DB; and
-                if the two have no common reference
-      all       fail if a cell of the candidate failed, a report of the base has no counterpart, or a job is not done
+    It fails if a metric is shown to be worse than allowed, or a measurement other than a latency is missing:
+      latency   the whole 95 % interval of the ratio is above 1 + limit; for separate runs of an unknown spread, the ratio is
+                OBVIOUS or more as well
+      size      the .pte with its data files is larger by more than the limit
+      memory    the process's peak or the planned memory is larger by more than the limit
+      accuracy  an output's SQNR is lower by more than the limit, where values above EXACT_DB count as EXACT_DB; or the two have
+                no common reference
+      all       a cell of the candidate failed, or a report of the base has no counterpart
+    Otherwise it is inconclusive if a job is not done, or a latency decides nothing:
+      - a side has no VALID one, or the devices are of different kinds, unless that is accepted
+      - the two were measured in separate runs of different programs, whose spread was not observed on both sides, and the
+        candidate is not obviously slower
+      - there is no interval
+      - the interval spans the limit, if the gate is strict; else it passes with a note
     """
     reasons: list[Json] = list(_of_the_whole(document))
     notes: list[Json] = []
@@ -120,15 +139,24 @@ def judge(document: Json, gate: Gate) -> Json:
             continue
         for limit in gate.limits:
             for finding in _JUDGES[limit.metric](pair, limit.limit, gate):
-                (reasons if finding.fails else notes).append(_finding(finding, name, place, limit.metric))
+                (reasons if finding.is_reason else notes).append(_finding(finding, name, place, limit.metric))
+    # What failed comes first.
+    reasons.sort(key=lambda reason: reason["code"] in _UNDECIDED)
     return {
         "limits": [{"metric": limit.metric, "limit": limit.limit, "unit": limit.unit} for limit in gate.limits],
         "strict": gate.strict,
         "accept_invalid": gate.accept_invalid,
         "passed": not reasons,
+        "outcome": _outcome(reasons),
         "reasons": reasons,
         "notes": notes,
     }
+
+
+def _outcome(reasons: Sequence[Json]) -> str:
+    if not reasons:
+        return PASSED
+    return INCONCLUSIVE if all(reason["code"] in _UNDECIDED for reason in reasons) else FAILED
 
 
 def _finding(finding: Finding, name: str, place: int | None, metric: str | None) -> Json:
@@ -160,16 +188,12 @@ def _failed(candidate: Json) -> Finding | None:
 def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
     latency = pair["latency"]
     for side in ("base", "candidate"):
-        verdict = pair[side]["verdict"]
-        status = verdict["status"] if verdict else None
         if latency is None or latency["p50_ns"] is None or latency["p50_ns"][side] is None:
             yield Finding("NO_VALID_EVIDENCE", f"no valid evidence: the {side} has no latency")
             return
-        if status != "VALID" and not gate.accept_invalid:
-            why = f" ({', '.join(verdict['codes'])})" if verdict and verdict["codes"] else ""
-            message = f"no valid evidence: the {side}'s latency is {(status or 'not judged').replace('_', ' ')}{why}"
-            yield Finding("NO_VALID_EVIDENCE", f"{message}; --accept-invalid accepts it")
-            return
+    if not gate.accept_invalid and (message := _not_valid(pair)):
+        yield Finding("NO_VALID_EVIDENCE", message)
+        return
     if "device" in pair["differs"] and not gate.accept_invalid:
         message = "no valid evidence: the two were measured on devices of different kinds"
         yield Finding("NO_VALID_EVIDENCE", f"{message}; --accept-invalid accepts it")
@@ -177,20 +201,59 @@ def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
     ratio, ends, allowed = latency["ratio"], latency["ratio_ci95"], 1 + limit / 100
     if ratio is None:
         yield Finding("NO_VALID_EVIDENCE", "no valid evidence: a latency of 0 ns has no ratio")
-    elif ends is None:
+        return
+    times = f"{ratio:.3f}x of the base's latency" if ends is None else f"{ratio:.3f}x [{ends[0]:.3f}, {ends[1]:.3f}]"
+    unobserved = [side for side in ("base", "candidate") if not _is_observed(latency, side)]
+    if latency["same_program"]:
         if ratio > allowed:
-            yield Finding(
-                "SLOWER", f"{ratio:.3f}x of the base's latency, too few samples for an interval; {limit:g} % is allowed"
-            )
-        else:
-            message = f"{ratio:.3f}x of the base's latency, and too few samples to tell whether that is within {limit:g} %"
-            yield Finding("INCONCLUSIVE", message, gate.strict)
+            message = f"same program, {times}: a difference between runs or their circumstances, not between programs"
+            yield Finding("SAME_PROGRAM", message, is_reason=False)
+    elif unobserved and latency["outcome"] == "slower" and ends[0] > allowed:
+        message = f"slower by more than separate runs of one program differ ({OBVIOUS:g}x), {times}; {limit:g} % is allowed"
+        yield Finding("SLOWER", message)
+    elif unobserved:
+        which = f"the {unobserved[0]}" if len(unobserved) == 1 else "both sides"
+        message = f"{times} in separate runs does not show whether it is within {limit:g} %: it is not known how much runs of"
+        yield Finding("NO_SPREAD", f"{message} {which} vary. {_how_to_decide(pair)}")
+    elif ends is None:
+        few = "rounds" if latency["method"] == "paired" else "samples"
+        yield Finding("TOO_FEW", f"{times}, and too few {few} to tell whether that is within {limit:g} %")
     elif ends[0] > allowed:
-        at_least = f"at least {_percent(ends[0] - 1)} slower"
-        yield Finding("SLOWER", f"{at_least}, {ratio:.3f}x [{ends[0]:.3f}, {ends[1]:.3f}]; {limit:g} % is allowed")
+        yield Finding("SLOWER", f"at least {_percent(ends[0] - 1)} slower, {times}; {limit:g} % is allowed")
     elif ends[1] > allowed:
-        message = f"{ratio:.3f}x [{ends[0]:.3f}, {ends[1]:.3f}] does not show whether it is within {limit:g} %"
-        yield Finding("INCONCLUSIVE", f"{message}: measure for longer, or in turns with bench A B --interleave", gate.strict)
+        yield Finding(
+            "INCONCLUSIVE",
+            f"{times} does not show whether it is within {limit:g} %. {_how_to_decide(pair)}",
+            gate.strict,
+        )
+
+
+def _not_valid(pair: Json) -> str:
+    """Return which latencies of a pair are not VALID, and what to do; empty if both are."""
+    verdicts = {side: pair[side]["verdict"] or {"status": None, "codes": []} for side in ("base", "candidate")}
+    sides = [side for side, verdict in verdicts.items() if verdict["status"] != "VALID"]
+    if not sides:
+        return ""
+    parts = []
+    for side in sides:
+        codes = f" ({', '.join(verdicts[side]['codes'])})" if verdicts[side]["codes"] else ""
+        parts.append(f"the {side}'s latency is {(verdicts[side]['status'] or 'not judged').replace('_', ' ')}{codes}")
+    message = f"no valid evidence: {' and '.join(parts)}"
+    invalid = [side for side in sides if verdicts[side]["status"] == "INVALID"]
+    if invalid:
+        which = "both" if len(invalid) == 2 else f"the {invalid[0]}"
+        message += f". Measure {which} again with `etfarm bench --require-valid --retry-invalid 2`, or with --repeat 5"
+    return f"{message}; --accept-invalid accepts {'both' if len(sides) == 2 else 'it'}"
+
+
+def _how_to_decide(pair: Json) -> str:
+    return how_to_decide(pair["base"], pair["candidate"], other_program=is_other_program(pair["changes"]))
+
+
+def _is_observed(latency: Json, side: str) -> bool:
+    """Return whether a latency's interval covers the variation between runs of a side."""
+    spread = latency[f"{side}_spread"]
+    return latency["method"] == "paired" or (spread is not None and uncertainty.is_observed(spread))
 
 
 def _size(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:

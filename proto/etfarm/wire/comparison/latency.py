@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
+from etfarm.wire.comparison import uncertainty
 from etfarm.wire.comparison.numbers import finite, number, ratio
+from etfarm.wire.comparison.uncertainty import Interval
 from etfarm.wire.report import Json
 
-Interval = tuple[float, float]
+OBVIOUS: Final = 1.5
+"""Ratio beyond which separate runs differ, even if it is not known how much they vary.
+
+Processes of one program on an idle machine differed by up to 1.27, depending on where the loader placed its libraries.
+"""
 
 
 @dataclass(frozen=True)
@@ -20,6 +26,8 @@ class Ratio:
     ci95: Interval | None
     method: str
     """How the ratio was measured: paired or separate."""
+    is_conclusive: bool = True
+    """Whether the interval covers the variation between runs, as observed for both sides."""
     rounds: int | None = None
     process_pairs: int | None = None
 
@@ -28,27 +36,55 @@ def latency(base: Json, candidate: Json) -> Json | None:
     """Return the latency part of a PAIR; None if neither side measured a latency."""
     if not (base["latency"] or candidate["latency"]):
         return None
-    comparison = compared(base, candidate)
+    comparison, same_program = compared(base, candidate), is_same_program(base, candidate)
     times = {key: number(_of(base, "latency", key), _of(candidate, "latency", key)) for key in ("p50_ns", "p90_ns", "p99_ns")}
     loads = ("load_ns", "load_method_ns", "first_run_ns")
     return {
         "ratio": comparison.ratio if comparison else None,
         "ratio_ci95": list(comparison.ci95) if comparison and comparison.ci95 else None,
         "method": comparison.method if comparison else None,
-        "outcome": outcome(comparison) if comparison else None,
+        "outcome": outcome(comparison, same_program=same_program) if comparison else None,
         "rounds": comparison.rounds if comparison else None,
         "process_pairs": comparison.process_pairs if comparison else None,
         **times,
         **{key: number(_of(base, "load", key), _of(candidate, "load", key)) for key in loads},
+        "same_program": same_program,
+        **{
+            f"{side}_spread": report["run_spread"] if comparison and comparison.method == "separate" else None
+            for side, report in (("base", base), ("candidate", candidate))
+        },
     }
 
 
-def outcome(change: Ratio) -> str:
-    """Return the outcome of a ratio: too_few, no_difference, faster or slower."""
+def is_same_program(base: Json, candidate: Json) -> bool:
+    """Return whether two reports ran the same program on the same inputs, with equal method, runner, threads and cores.
+
+    Programs with an unknown digest are different.
+    """
+    execution = _execution(base)
+    return execution is not None and execution == _execution(candidate)
+
+
+def _execution(report: Json) -> tuple[Any, ...] | None:
+    """Return what determines the execution of a program apart from the device; None if its digest is unknown."""
+    program = _of(report, "compile", "program")
+    if not program or not program["digest"]:
+        return None
+    runner = tuple(_of(report, "runner", key) for key in ("kind", "executorch", "bundle_digest", "cores"))
+    return program["digest"], _of(report, "inputs", "digest"), report["method"], report["threads"], runner
+
+
+def outcome(change: Ratio, *, same_program: bool = False) -> str:
+    """Return the outcome of a ratio: too_few, no_difference, faster, slower or inconclusive.
+
+    A program is neither faster nor slower than itself: a difference that runs do not explain comes from their circumstances.
+    """
     if change.ci95 is None:
         return "too_few"
     if change.ci95[0] <= 1 <= change.ci95[1]:
         return "no_difference"
+    if same_program or (not change.is_conclusive and 1 / OBVIOUS < change.ratio < OBVIOUS):
+        return "inconclusive"
     return "faster" if change.ratio < 1 else "slower"
 
 
@@ -58,20 +94,18 @@ def compared(base: Json, candidate: Json) -> Ratio | None:
 
 
 def separate(base: Json, candidate: Json) -> Ratio | None:
-    """Return the ratio of two medians that were measured separately.
+    """Return the ratio of two medians that were measured separately; None if a side has no median.
 
-    Its interval treats the medians' intervals (from a block bootstrap) as independent, and adds the squares of their half-widths
-    on a logarithmic scale, separately for each direction since they are not symmetric. It does not include the variation
-    between runs at different times.
+    Its interval covers what is known of the variation between runs. It is conclusive if that was observed for both sides.
     """
-    base_ns, candidate_ns = _of(base, "latency", "p50_ns"), _of(candidate, "latency", "p50_ns")
-    value = ratio(base_ns, candidate_ns)
-    if value is None or base_ns is None or candidate_ns is None:
+    of_base, of_candidate = uncertainty.estimate(base), uncertainty.estimate(candidate)
+    if of_base is None or of_candidate is None:
         return None
-    ends = _ends(base), _ends(candidate)
-    if ends[0] is None or ends[1] is None:
-        return Ratio(value, None, "separate")
-    return _with_interval(value, _relative(base_ns, ends[0]), _relative(candidate_ns, ends[1]), "separate")
+    value = _exp(of_candidate.log_ns - of_base.log_ns)
+    if not value:
+        return None
+    ends = uncertainty.interval(of_base, of_candidate)
+    return Ratio(value, _exponentials(ends), "separate", of_base.is_observed and of_candidate.is_observed)
 
 
 def paired(base: Json, candidate: Json) -> Ratio | None:
@@ -87,7 +121,7 @@ def paired(base: Json, candidate: Json) -> Ratio | None:
         return _from_interleaved(of_candidate["ratio"], of_candidate["ratio_ci95"], of_candidate)
     if of_base and of_base["base_cell"] == candidate["cell"]:
         ends = of_base["ratio_ci95"]
-        inverted = [1 / ends[1], 1 / ends[0]] if _usable(ends) else None
+        inverted = [1 / ends[1], 1 / ends[0]] if uncertainty.is_usable(ends) else None
         return _from_interleaved(ratio(of_base["ratio"], 1.0), inverted, of_base)
     if of_base and of_candidate and of_base["base_cell"] == of_candidate["base_cell"]:
         return _through_first(of_base, of_candidate)
@@ -99,44 +133,39 @@ def _through_first(of_base: Json, of_candidate: Json) -> Ratio | None:
     if value is None:
         return None
     rounds, pairs = (min(of_base[key], of_candidate[key]) for key in ("rounds", "process_pairs"))
-    if not (_usable(of_base["ratio_ci95"]) and _usable(of_candidate["ratio_ci95"])):
-        return Ratio(value, None, "paired", rounds, pairs)
-    ends = [_relative(part["ratio"], tuple(part["ratio_ci95"])) for part in (of_base, of_candidate)]
-    return _with_interval(value, ends[0], ends[1], "paired", rounds, pairs)
+    if not (uncertainty.is_usable(of_base["ratio_ci95"]) and uncertainty.is_usable(of_candidate["ratio_ci95"])):
+        return Ratio(value, None, "paired", rounds=rounds, process_pairs=pairs)
+    low, high = (math.hypot(_distance(of_candidate, end), _distance(of_base, opposite)) for end, opposite in ((0, 1), (1, 0)))
+    middle = math.log(value)
+    return Ratio(value, _exponentials((middle - low, middle + high)), "paired", rounds=rounds, process_pairs=pairs)
+
+
+def _distance(interleaved: Json, end: int) -> float:
+    """Return how far an end of an interval, 0 or 1, is from the ratio in that direction, as a logarithm."""
+    distance = math.log(interleaved["ratio_ci95"][end]) - math.log(interleaved["ratio"])
+    return max(0.0, distance if end else -distance)
 
 
 def _from_interleaved(value: float | None, ends: list[float] | None, interleaved: Json) -> Ratio | None:
     """Return the ratio of an interleaved report."""
     if value is None or ratio(1.0, value) is None:
         return None
-    ci95 = (ends[0], ends[1]) if ends and _usable(ends) and all(map(math.isfinite, ends)) else None
-    return Ratio(value, ci95, "paired", interleaved["rounds"], interleaved["process_pairs"])
+    ci95 = (ends[0], ends[1]) if ends and uncertainty.is_usable(ends) and all(map(math.isfinite, ends)) else None
+    return Ratio(value, ci95, "paired", rounds=interleaved["rounds"], process_pairs=interleaved["process_pairs"])
 
 
-def _with_interval(
-    value: float, base: Interval, candidate: Interval, method: str, rounds: int | None = None, pairs: int | None = None
-) -> Ratio:
-    """Return a ratio with the interval that results from two independent intervals, as returned by `_relative`."""
-    low = finite(value * math.exp(-math.hypot(candidate[0], base[1])))
+def _exponentials(ends: Interval | None) -> Interval | None:
+    """Return the interval with these logarithms as its ends; None if JSON cannot represent it."""
+    low, high = (_exp(end) for end in ends) if ends else (None, None)
+    return None if low is None or high is None else (low, high)
+
+
+def _exp(logarithm: float) -> float | None:
+    """Return the exponential; None if JSON cannot represent it."""
     try:
-        high = finite(value * math.exp(math.hypot(candidate[1], base[0])))
+        return finite(math.exp(logarithm))
     except OverflowError:
-        high = None
-    return Ratio(value, None if low is None or high is None else (low, high), method, rounds, pairs)
-
-
-def _relative(middle: float, ends: Interval) -> Interval:
-    """Return the distances of an interval's ends below and above `middle`, as logarithms."""
-    return max(0.0, math.log(middle) - math.log(ends[0])), max(0.0, math.log(ends[1]) - math.log(middle))
-
-
-def _ends(report: Json) -> Interval | None:
-    ends = _of(report, "latency", "p50_ci95_ns")
-    return (ends[0], ends[1]) if _usable(ends) else None
-
-
-def _usable(ends: list[float] | None) -> bool:
-    return ends is not None and len(ends) == 2 and all(end is not None and end > 0 for end in ends)
+        return None
 
 
 def _of(report: Json, part: str, key: str) -> Any:

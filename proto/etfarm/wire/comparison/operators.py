@@ -1,16 +1,26 @@
 """The comparison of operators: rows of two traced passes, matched by what they compute.
 
 Rows are never matched by name, since a kernel's name depends on the CPU.
+
+Changes have intervals. Each combines the variation within both traced passes with that between runs, which affects an operator at
+least as much as the whole program, and with the rounding of a delegate's clock. As for latencies, Student's distribution accounts
+for the number of runs. "No difference" is an answer.
 """
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
+from etfarm.wire import timings, views
+from etfarm.wire.comparison import uncertainty
 from etfarm.wire.report import Json
+
+_ROUNDING: Final = 1 / math.sqrt(12)
+"""Standard deviation of an error that is uniform within one unit of a clock."""
 
 Key = Callable[[Json], Hashable | None]
 
@@ -156,6 +166,7 @@ def _row(kind: str, matched: _Matched, base: Json, candidate: Json) -> Json:
     change = _difference(times[0], times[1], "time_ns")
     if kind == "OPERATOR" and first["kind"] == "DELEGATE":
         kind = "DELEGATE"
+    ends, outcome = _judge(change, matched, base, candidate)
     return {
         "kind": kind,
         "module": first["module"] if kind == "OPERATOR" else None,
@@ -165,23 +176,71 @@ def _row(kind: str, matched: _Matched, base: Json, candidate: Json) -> Json:
         "candidate": times[1],
         "change_ns": change,
         "change_share": _difference(times[0], times[1], "share"),
+        "change_ci95_ns": ends,
+        "outcome": outcome,
     }
 
 
 def _time(rows: Sequence[Json], report: Json) -> Json | None:
-    """Return a TIME: the total time of the rows in a typical traced execution, the median one."""
+    """Return a TIME: the total time of the rows in a typical traced execution."""
     if not rows:
         return None
     shares = [row["share"] for row in rows]
     share = None if None in shares else sum(shares)
-    whole_ns = report["profile"]["p50_ns"] if report["profile"] else None
+    profile = report["profile"] or {}
+    # Reports of 0.2 have no mean of the whole.
+    whole_ns = profile["p50_ns"] if profile.get("mean_ns") is None and profile else profile.get("mean_ns")
     if share is not None and whole_ns is not None:
         time_ns: float | None = share * whole_ns
     else:
         means = [row["mean_ns"] for row in rows]
         time_ns = None if None in means else sum(means)
-    name = rows[0]["name"] if len(rows) == 1 else None
-    return {"name": name, "indexes": [row["index"] for row in rows], "time_ns": time_ns, "share": share}
+    ends = views.interval(time_ns, rows)
+    return {
+        "name": rows[0]["name"] if len(rows) == 1 else None,
+        "indexes": [row["index"] for row in rows],
+        "time_ns": time_ns,
+        "share": share,
+        "time_ci95_ns": None if ends is None else list(ends),
+    }
+
+
+def _judge(change: float | None, matched: _Matched, base: Json, candidate: Json) -> tuple[list[float] | None, str | None]:
+    """Return the 95 % interval of a change and its outcome; None for operators that one side lacks."""
+    if change is None or not (matched.base and matched.candidate):
+        return None, None
+    base_errors, candidate_errors = _errors(matched.base, base), _errors(matched.candidate, candidate)
+    if base_errors is None or candidate_errors is None:
+        return None, "too_few"
+    half_ns = uncertainty.half_width(base_errors + candidate_errors)
+    ends = [change - half_ns, change + half_ns]
+    if ends[0] <= 0 <= ends[1]:
+        return ends, "no_difference"
+    if not (_is_reliable(base) and _is_reliable(candidate)):
+        return ends, "inconclusive"
+    return ends, "slower" if change > 0 else "faster"
+
+
+def _errors(rows: Sequence[Json], report: Json) -> list[tuple[float, float]] | None:
+    """Return the standard errors of the rows' total time with their degrees of freedom; None if there is no interval.
+
+    They are those within the traced pass, between runs, and by rounding. Only one run is traced, so repeats do not average.
+    """
+    within_ns = views.half_width(rows)
+    if within_ns is None or any(row["share"] and row["mean_ns"] is None for row in rows):
+        return None
+    spread = report["run_spread"] or {}
+    between_ns = (spread.get("relative_stddev") or 0.0) * sum(row["mean_ns"] or 0.0 for row in rows)
+    freedom = spread["runs"] - 1.0 if uncertainty.is_observed(spread) else math.inf
+    # The interval within the pass already accounts for the number of its iterations.
+    errors = [(within_ns / timings.NORMAL_QUANTILE, math.inf), (between_ns, freedom)]
+    return errors + [(_ROUNDING * (row["resolution_ns"] or 0.0), math.inf) for row in rows]
+
+
+def _is_reliable(report: Json) -> bool:
+    """Return whether a report's traced pass is VALID, and how separate runs of its program vary was observed."""
+    verdict = (report["profile"] or {}).get("verdict") or {}
+    return verdict.get("status") == "VALID" and uncertainty.is_observed(report["run_spread"] or {})
 
 
 def _difference(base: Json | None, candidate: Json | None, key: str) -> float | None:

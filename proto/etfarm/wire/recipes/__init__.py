@@ -17,7 +17,7 @@ from etfarm.wire.recipes.errors import (
 from etfarm.wire.recipes.pipeline import check_combination, check_methods, check_pipeline
 from etfarm.wire.recipes.reading import from_json, from_toml, parse, resolve, with_plugins
 from etfarm.wire.recipes.recipe import Component, MethodOptions, Options, Part, Recipe
-from etfarm.wire.recipes.table import DEFAULT, RECIPES, Quantization, Specification
+from etfarm.wire.recipes.table import DEFAULT, RECIPES, Quantization, Specification, runtime_backend
 from etfarm.wire.recipes.values import Argument, Plain
 
 __all__ = [
@@ -51,5 +51,6 @@ __all__ = [
     "literal",
     "parse",
     "resolve",
+    "runtime_backend",
     "with_plugins",
 ]

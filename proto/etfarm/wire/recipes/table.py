@@ -50,6 +50,23 @@ class Specification:
     """Whether more than the name is known; False for a plug-in's recipe, which only the server with the plug-in knows."""
 
 
+_RUNTIME_BACKENDS: Final = {
+    "portable": "", "xnnpack": "XnnpackBackend", "coreml": "CoreMLBackend", "coreai": "CoreAIBackend", "qnn": "QnnBackend",
+    "arm_ethos": "EthosUBackend", "arm_vgf": "VgfBackend", "arm_tosa": "TOSABackend",
+}  # fmt: skip
+"""Ids of the backends that runners register, by the beginning of a recipe's name."""
+
+
+def runtime_backend(name: str) -> str | None:
+    """Return the id of the backend that a runner needs for programs of a recipe.
+
+    It is empty for the portable kernels, and None for a plug-in's recipe, of which only its programs tell.
+    """
+    if "." in name:
+        return None
+    return next((backend for prefix, backend in _RUNTIME_BACKENDS.items() if name.startswith(prefix)), None)
+
+
 def _coreml(name: str, quantization: Quantization, summary: str, *more: Argument, target: str = "") -> Specification:
     return Specification(
         name, "coreml", quantization, summary, needs="coremltools", runs_on="an Apple device",

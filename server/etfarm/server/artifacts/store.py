@@ -12,7 +12,7 @@ from typing import TypeVar
 
 import structlog
 
-from etfarm.server.access.scope import DEFAULT_PROJECT, agent_holder
+from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.artifacts.blobs import BLOBS, place_of, settle
 from etfarm.server.artifacts.errors import (
     ArtifactDamaged,
@@ -27,9 +27,10 @@ from etfarm.server.artifacts.errors import (
     UploadInProgress,
     UploadTooLarge,
 )  # fmt: skip
-from etfarm.server.artifacts.holdings import Holding, Holdings
+from etfarm.server.artifacts.holdings import Holdings
 from etfarm.server.artifacts.integrity import Integrity
 from etfarm.server.artifacts.limits import StoreLimits
+from etfarm.server.artifacts.quotas import Quotas
 from etfarm.server.artifacts.room import Room
 from etfarm.server.artifacts.staging import MAX_CHUNK_BYTES, Staging
 from etfarm.server.state.engine import Database
@@ -80,6 +81,7 @@ class Store:
         self.holdings = Holdings(database)
         self.room = Room(folder, self.limits.reserve_bytes)
         self._staging = Staging(self._uploads, self.room, self.limits, self._pool)
+        self.quotas = Quotas(self.holdings, self._staging, self.limits)
         self.integrity = Integrity(folder / "quarantine", self.place, self._verifiers)
         self._adopting: set[str] = set()
         self._unshared: set[str] = set()
@@ -191,27 +193,6 @@ class Store:
         committed = self.place(digest).stat().st_size if is_held else self._staging.committed_bytes(holder, digest)
         return artifact_pb2.UploadStatus(digest=digest, committed_bytes=committed, complete=is_held)
 
-    async def require_quota(self, holder: str, needed_bytes: int = 0, *, without: str = "") -> None:
-        """Raise an error if a project exceeds its storage limit, or an agent has too many uploads without results.
-
-        Args:
-            without: digest of the upload to which `needed_bytes` belongs.
-
-        Raises:
-            QuotaExceeded: with `limit_bytes` and `used_bytes`.
-        """
-        limit = self.limits.agent_bytes if _is_agent(holder) else await self.limit_bytes(holder)
-        if limit is None:
-            return
-        used = await self.holdings.used_bytes(holder) + self._staging.staged_bytes(holder, without=without)
-        if used + needed_bytes > limit or (not needed_bytes and used >= limit):
-            raise QuotaExceeded(holder, limit, used, needed_bytes)
-
-    async def limit_bytes(self, project: str) -> int | None:
-        """Return the storage limit of a project's artifacts, in bytes; None for no limit."""
-        own = await self.holdings.limit_bytes(project)
-        return self.limits.project_bytes if own is None else own
-
     async def put(self, data: bytes, owner: str, *, holder: str = DEFAULT_PROJECT) -> common_pb2.Artifact:
         """Store a small artifact for a holder."""
         path = self._uploads / f"put-{os.urandom(8).hex()}"
@@ -264,7 +245,7 @@ class Store:
         if not await self.missing([digest], holder):
             return self._status(digest, holder, is_held=True)
         self._staging.require_free(artifact, holder)
-        await self.require_quota(holder, artifact.size_bytes, without=digest)
+        await self.quotas.require(holder, artifact.size_bytes, without=digest)
 
         async def settle(part: Path) -> None:
             # Decide before the file gets its name, since others may ask for it from then on. An artifact that is already stored
@@ -332,10 +313,6 @@ class Store:
         """Return the path at which an artifact is stored, whether or not it exists. Read the file, never write it."""
         require_digest(digest)
         return place_of(self._blobs, digest)
-
-    async def page(self, holders: Collection[str] | None, after: tuple[datetime, str, str] | None, size: int) -> list[Holding]:
-        """Return a page of the holders' artifacts; see `Holdings.page`."""
-        return await self.holdings.page(holders, after, size)
 
     async def verify(self) -> AsyncIterator[tuple[int, int, int, list[common_pb2.Artifact]]]:
         """Verify every stored artifact. Yield (done, total, bytes done, newly detected damage) periodically and at the end."""
@@ -417,7 +394,3 @@ def require_digest(digest: str) -> None:
         error = BadUpload(f"A digest must be a sha256 in lower-case hex, got {digest!r}.")
         error.reason = "DIGEST_MALFORMED"
         raise error
-
-
-def _is_agent(holder: str) -> bool:
-    return holder.startswith(agent_holder(""))

@@ -94,7 +94,7 @@ class Files:
         self._remaining -= 1
         path = await asyncio.to_thread(output_files.claim, self._folder, name)
         # A child may have written anything, so its files count against the project's quota like uploads.
-        await self._store.require_quota(self._project, path.stat().st_size)
+        await self._store.quotas.require(self._project, path.stat().st_size)
         return await self._store.adopt(path, self._owner, holder=self._project)
 
     async def adopt_all(self, names: Mapping[str, str], into: Mapping[str, common_pb2.Artifact]) -> None:

@@ -195,9 +195,7 @@ class Compiler:
         try:
             if todo.recipe is None:
                 return await self._inspect(todo, compilation, owner, project, subscribers)
-            if any(part.specification.needs for part in todo.recipe.parts):
-                await self._catalog.recipes()  # other recipes need nothing that may be missing, so they do not wait for the list
-            self._catalog.require_available(todo.recipe)
+            await self._catalog.require_available(todo.recipe)
             sources = {name: method.exported_program for name, method in todo.candidate.model.methods.items()}
             lowered_from = sources
             if todo.quantization_key:
@@ -299,8 +297,8 @@ class Compiler:
 
         try:
             finished = await self._workers.run(
-                task, request, deadline_s=self._deadline_s, stage_deadline_s=self._stage_deadline_s, whose=project,
-                on_event=on_event, on_log=on_log,
+                task, request, deadline_s=self._deadline_s, stage_deadline_s=self._stage_deadline_s,
+                light=task == self._tasks.inspect, whose=project, on_event=on_event, on_log=on_log,
             )  # fmt: skip
             async with finished:
                 files = answers.Files(self._store, finished.folder, owner, project)

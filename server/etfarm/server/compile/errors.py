@@ -143,7 +143,8 @@ class MissingOutVariants(UserError):
     def __init__(self, stage: str, operators: str, names: str) -> None:
         super().__init__(
             f"ExecuTorch has no kernel for operators that no delegate took: {operators}.",
-            "Rewrite them with Core ATen operators, or use a recipe whose backend supports them.",
+            "Replace them: ExecuTorch's portable kernels lack some Core ATen operators too. "
+            "Or use a recipe whose backend supports them.",
             stage=stage, operators=names, places=operators,
         )  # fmt: skip
 
@@ -303,7 +304,10 @@ class ProgramCannotRun(UserError):
         if "planned memory" in why:
             remedy = "ExecuTorch plans too little memory for sizes that depend on others: export narrower or static dims."
         elif "no kernel" in why:
-            remedy = "Rewrite the operator with Core ATen operators, or use a recipe whose backend supports it."
+            remedy = (
+                "Replace the operator: ExecuTorch's portable kernels lack some Core ATen operators too. "
+                "Or use a recipe whose backend supports it."
+            )
         elif at:
             remedy = "It runs at the example inputs: narrow the dynamic dims to sizes that work, or use another recipe."
         else:

@@ -55,8 +55,6 @@ class RecipeCatalog:
     async def check(self, recipe: Recipe) -> Recipe:
         """Return the recipe with the specifications of its plug-ins, if it can be compiled here.
 
-        Built-in recipes are only refused after a call of `recipes`; for plug-ins' recipes, this lists them.
-
         Raises:
             RecipeUnavailable: something is missing on this server; the message says what.
             UnknownRecipe, UnknownStage: no installed plug-in has it.
@@ -64,7 +62,7 @@ class RecipeCatalog:
         resolved = await self.resolve(recipe)
         if recipe.options.replace:
             _require_stages(recipe)
-        self.require_available(recipe)
+        await self.require_available(recipe)
         return resolved
 
     async def resolve(self, recipe: Recipe) -> Recipe:
@@ -82,12 +80,14 @@ class RecipeCatalog:
             raise UnknownRecipe(missing[0], rows)
         return recipes.with_plugins(recipe, {name: _specification(rows[name]) for name in named})
 
-    def require_available(self, recipe: Recipe) -> None:
-        """Refuse a recipe that `recipes` has listed as unavailable.
+    async def require_available(self, recipe: Recipe) -> None:
+        """Refuse a recipe that this server cannot compile with. One that needs nothing that may be missing does not wait.
 
         Raises:
             RecipeUnavailable: something is missing on this server; the message says what.
         """
+        if any(part.specification.needs for part in recipe.parts):
+            await self.recipes()
         missing = {row.name: row.missing for row in self._listed.recipes if not row.available} if self._listed else {}
         for part in recipe.parts:
             if part.name in missing:

@@ -107,6 +107,8 @@ class Place(TypedDict):
     source: SourceLine | None
     module: str | None
     count: int
+    undelegated_reason: NotRequired[str]
+    """Why the nodes were not delegated, in the partitioner's words; absent if unknown."""
 
 
 class OperatorDelegation(TypedDict):

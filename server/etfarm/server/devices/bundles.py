@@ -1,4 +1,4 @@
-"""The farm's runner bundles by architecture, and the build of the bundle for the server's own."""
+"""The farm's runner bundles by architecture, and the prebuilt or built bundle for the server's own."""
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ class Bundles:
     Args:
         own_arch: the server's architecture; this machine's by default.
         run_build: runs `etfarm bundle build` with a folder for temporary files and arguments, and returns its output.
+        prebuilt: the archive of a prebuilt bundle; that of the distribution `etfarm-runner` by default.
     """
 
     def __init__(
@@ -83,9 +84,11 @@ class Bundles:
         *,
         own_arch: str | None = None,
         run_build: Callable[..., Awaitable[str]] | None = None,
+        prebuilt: Path | None = None,
     ) -> None:
         self._readers = readers or Readers()
         self._run_build = run_build or run_bundle_build
+        self._prebuilt = prebuilt or find_prebuilt()
         self._store = store
         self._database = database
         self._builds = folder / "bundle"
@@ -193,9 +196,11 @@ class Bundles:
 
     async def _build_own(self) -> None:
         known = self._by_arch.get(self._own_arch)
-        same_runtime = known is not None and known.executorch_version == version("executorch")
         self._builds.mkdir(exist_ok=True)
-        if known is not None and same_runtime and known.source_digest == await self._run_build(self._builds, "--source-digest"):
+        source_digest = await self._run_build(self._builds, "--source-digest")
+        if known is not None and self._difference(known, source_digest) is None:
+            return
+        if self._prebuilt is not None and await self._add_prebuilt(self._prebuilt, source_digest):
             return
         log.info("building the runner bundle", arch=self._own_arch)
         print(f"etfarm serve: building the runner bundle for {self._own_arch}, once", flush=True)
@@ -206,6 +211,45 @@ class Bundles:
         bundle = await self.add(artifact.digest)
         megabytes = bundle.artifact.size_bytes / 1e6
         print(f"etfarm serve: the runner bundle for {bundle.arch} is ready ({megabytes:.1f} MB)", flush=True)
+
+    async def _add_prebuilt(self, path: Path, source_digest: str) -> bool:
+        """Offer the prebuilt bundle; return whether it is what a build would yield."""
+        try:
+            difference = self._difference(await self._readers.run(read_manifest, path), source_digest)
+        except EtfarmError as error:
+            difference = error.message
+        if difference is not None:
+            log.warning("the prebuilt runner bundle does not fit", path=str(path), difference=difference)
+            print(f"etfarm serve: the bundle of etfarm-runner is not used: {difference}", flush=True)
+            return False
+        with tempfile.TemporaryDirectory(dir=self._builds) as folder:
+            copy = Path(folder) / path.name
+            await asyncio.to_thread(shutil.copyfile, path, copy)
+            artifact = await self._store.adopt(copy, "farm", holder=FARM_HOLDER)
+        await self.add(artifact.digest)
+        log.info("using the prebuilt runner bundle", arch=self._own_arch, digest=artifact.digest)
+        return True
+
+    def _difference(self, bundle: agent_pb2.RunnerBundle, source_digest: str) -> str | None:
+        return find_difference(bundle, self._own_arch, self._version, source_digest)
+
+
+def find_difference(bundle: agent_pb2.RunnerBundle, arch: str, executorch_version: str, source_digest: str) -> str | None:
+    """Return how a bundle differs from the one that a build would yield; None if it does not."""
+    expected = {"arch": arch, "executorch_version": executorch_version, "source_digest": source_digest}
+    for name, value in expected.items():
+        if (actual := getattr(bundle, name)) != value:
+            return f"{name} must be {value}, got {actual}."
+    return None
+
+
+def find_prebuilt() -> Path | None:
+    """Return the archive of the bundle in the distribution `etfarm-runner`; None if that is not installed."""
+    try:
+        from etfarm_runner import BUNDLE
+    except ImportError:
+        return None
+    return Path(BUNDLE)
 
 
 async def run_bundle_build(scratch: Path, *arguments: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from datetime import datetime
 from typing import Final
 
-from etfarm.v1 import job_pb2
+from etfarm.v1 import job_pb2, report_pb2
 from etfarm.v1.common_pb2 import CellState
 from etfarm.v1.job_pb2 import Cell, JobState
 from etfarm.wire.errors import FarmError
@@ -61,6 +61,16 @@ def amend(cell: Cell, *, at: datetime) -> Cell:
     after.version += 1
     after.update_time.FromDatetime(at)
     return after
+
+
+def copy_result(report: report_pb2.Report, cell: Cell) -> None:
+    """Set the cell's result of the timed pass to that of its report. Only cells that succeeded with a measurement have one."""
+    for name in ("p50_ns", "p50_ci95_ns", "verdict"):
+        cell.ClearField(name)
+    if cell.state == SUCCEEDED and report.latency.HasField("p50_ns"):
+        cell.p50_ns = report.latency.p50_ns
+        cell.p50_ci95_ns.extend(report.latency.p50_ci95_ns)
+        cell.verdict = report.verdict.status
 
 
 def job_state(cells: Iterable[Cell]) -> JobState.ValueType:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Sequence
-from datetime import UTC
+from collections.abc import Callable, Sequence
+from datetime import UTC, datetime
 
 from etfarm.server.compile.cache import CompilationNotFound
 from etfarm.server.compile.compiler import Compiler
@@ -19,16 +19,31 @@ from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.reports import ReportNotFound
 from etfarm.server.reports.findings import FILE_MISSING, is_of_analysis
+from etfarm.server.reports.runs import LEFT_OUT, NOT_REPEATED
 from etfarm.v1 import agent_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import Kind, UserError
 
-_PARTS = ("latency", "interleaved", "verdict", "profile", "operators", "trace_times", "numerics", "numeric_gap")
+_PARTS = (
+    "latency",
+    "runs",
+    "run_spread",
+    "interleaved",
+    "verdict",
+    "profile",
+    "operators",
+    "trace_times",
+    "numerics",
+    "numeric_gap",
+)
 """Report parts that an analysis computes. Parts that can no longer be computed stay; accuracy is kept per reference."""
 
 _ROWS = {"operators": "profile", "numeric_gap": "numerics"}
 """Lists of rows, with the part that describes them: neither is meaningful without the other."""
+
+
+_LISTS = (*_ROWS, "runs")
 
 
 class JobLive(UserError):
@@ -41,18 +56,29 @@ class JobLive(UserError):
 class Revision:
     """Repetition of analyses, for one job of a project at a time, since the workers serve others, too."""
 
-    def __init__(self, journal: Journal, joblog: JobLog, compiler: Compiler, dispatch: Dispatch, analysis: CellAnalysis) -> None:
+    def __init__(
+        self,
+        journal: Journal,
+        joblog: JobLog,
+        compiler: Compiler,
+        dispatch: Dispatch,
+        analysis: CellAnalysis,
+        now: Callable[[], datetime],
+    ) -> None:
         self._journal = journal
         self._joblog = joblog
         self._compiler = compiler
         self._numerics = NumericsPrograms(compiler)
         self._dispatch = dispatch
         self._analysis = analysis
+        self._now = now
         self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)
         """Locks by project, so that no project waits for another one's thousand reports."""
 
     async def revise(self, job: Job) -> Sequence[report_pb2.Report]:
         """Replace the job's reports, all at once, by new ones with the same ids; return them in the order of the cells.
+
+        The cells' results follow them.
 
         Reports of incomplete measurements stay unchanged, as do parts whose files are no longer stored.
 
@@ -71,7 +97,7 @@ class Revision:
             await self._joblog.resume(job.id)
             cells = {cell.id: cell for cell in job.cells}
             revised = [await self._revise(job, cells[report.cell], report) for report in reports]
-            await self._journal.reports.replace(job, revised)
+            await self._journal.reports.replace(job, revised, at=self._now())
         return revised
 
     async def _revise(self, job: Job, cell: Cell, before: report_pb2.Report) -> report_pb2.Report:
@@ -88,7 +114,9 @@ class Revision:
             return _unchanged(before)
         await self._numerics.recover(run)
         run.analysis = await self._analysis.analyze(run, results)
-        report = self._analysis.report(run, cell, before.id, at=before.create_time.ToDatetime(UTC))
+        at = before.create_time.ToDatetime(UTC)
+        run.earlier = await self._journal.reports.find_earlier(job.project, self._analysis.report(run, cell, before.id, at=at))
+        report = self._analysis.report(run, cell, before.id, at=at)
         report.create_time.CopyFrom(before.create_time)  # exact to the nanosecond
         keep(before, report)
         return report
@@ -116,15 +144,18 @@ def keep(before: report_pb2.Report, revised: report_pb2.Report) -> None:
         missing.add("trace_times")  # its rows are those of the profile and the operators
     for name in missing:
         revised.ClearField(name)  # type: ignore[arg-type]
-        if name in _ROWS:
+        if name in _LISTS:
             getattr(revised, name).extend(getattr(before, name))
         elif before.HasField(name):  # type: ignore[arg-type]
             getattr(revised, name).CopyFrom(getattr(before, name))
+    if "latency" in missing and "profile" not in missing:
+        _keep_trace_verdict(before.profile, revised.profile)
     if before.inputs.tensors and not revised.inputs.tensors and revised.inputs.digest == before.inputs.digest:
         revised.inputs.tensors.extend(before.inputs.tensors)
     if _keep_accuracy(before, revised) or missing:
         known = {(warning.code, warning.message) for warning in revised.compile.warnings}
-        old = [warning for warning in before.compile.warnings if is_of_analysis(warning)]
+        codes = (LEFT_OUT, NOT_REPEATED) if "runs" in missing else ()
+        old = [warning for warning in before.compile.warnings if is_of_analysis(warning) or warning.code in codes]
         revised.compile.warnings.extend(warning for warning in old if (warning.code, warning.message) not in known)
 
 
@@ -138,6 +169,16 @@ def _keep_accuracy(before: report_pb2.Report, revised: report_pb2.Report) -> boo
         revised.ClearField("accuracy")
         revised.accuracy.extend(rows)
     return bool(kept)
+
+
+def _keep_trace_verdict(before: report_pb2.Profile, revised: report_pb2.Profile) -> None:
+    """Copy what compares the traced pass with the timed one, whose samples are no longer stored."""
+    if not before.HasField("traced_ratio"):
+        return
+    revised.traced_ratio = before.traced_ratio
+    if before.HasField("event_cost_ns"):
+        revised.event_cost_ns = before.event_cost_ns
+    revised.verdict.CopyFrom(before.verdict)
 
 
 def _is_placed(report: report_pb2.Report) -> bool:

@@ -22,6 +22,7 @@ from etfarm.v1 import common_pb2, job_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import digest as digests
 from etfarm.wire import recipes, selectors, stages
+from etfarm.wire.cores import CoresUnknown, choose_cpus
 from etfarm.wire.errors import UserError
 from etfarm.wire.recipes import Recipe
 
@@ -32,7 +33,14 @@ MAX_CELLS = 1000
 MAX_SAMPLES = 10_000
 """Maximum number of calibration samples of one method: all of ImageNet would calibrate no better, and take a day."""
 _MAX_TIMED = 1_000_000
-"""Number of timed iterations that agents assume if Measurement.max_samples is absent."""
+"""Number of timed iterations of all runs that agents assume if Measurement.max_samples is absent."""
+_MAX_REQUESTED = 10_000_000
+"""Maximum number of timed iterations of all runs."""
+MAX_REPEAT = 50
+"""Maximum number of runs of an attempt."""
+
+_MAX_TRACED = 1_000
+"""Maximum number of traced iterations, which CandidateResult.traced_ns can hold."""
 
 _LARGE_SPEC = 64 << 10
 _LARGE_AT_ONCE = 1
@@ -65,7 +73,7 @@ class TooManyCells(BadJob):
 
 
 class Submission:
-    """Raise an error if a project has reached its storage limit, since the results of a job would take more.
+    """Validation of job specs, and creation of the jobs with their cells.
 
     Args:
         check_recipe: returns a recipe completed with what is known of its plug-ins; raises if this server cannot use it.
@@ -96,12 +104,15 @@ class Submission:
         Raises:
             QuotaExceeded: the limit is reached; the error has the limit and the use.
         """
-        await self._store.require_quota(project)
+        await self._store.quotas.require(project)
 
-    async def make(self, spec: job_pb2.JobSpec, *, owner: str, project: str, at: datetime) -> job_pb2.Job:
+    async def make(
+        self, spec: job_pb2.JobSpec, *, owner: str, project: str, at: datetime, validate_only: bool = False
+    ) -> job_pb2.Job:
         """Return the job of a spec with all of its cells queued.
 
         Args:
+            validate_only: as SubmitJobRequest.validate_only: candidates may lack their sources.
             project: project of the job. Artifacts that it does not hold count as missing, and devices that are restricted to
                 others do not exist.
 
@@ -119,7 +130,7 @@ class Submission:
             await self._readers.run(self._check_stored, spec)
             names, pace = [], Pace()
             for candidate in spec.candidates:
-                names.append(await self._check_candidate(candidate, spec))
+                names.append(await self._check_candidate(candidate, spec, source_required=not validate_only))
                 await pace.pause()  # with 1,000 small candidates nothing else yields to the event loop
             devices = schedule.open_to(project, self._devices()) if spec.devices else ()
             choices = await self._readers.run(self._choices, spec, devices)
@@ -173,26 +184,37 @@ class Submission:
         measurement = spec.measurement
         for field, value in measurement.ListFields():
             least = {"warmup": 0, "iterations": 1, "min_time_s": 0, "max_time_s": 0, "max_samples": 1}.get(field.name)
-            if least is not None and not least <= value <= 10_000_000:
+            if least is not None and not least <= value <= _MAX_REQUESTED:
                 raise BadJob(
                     f"`{field.name}` must be {least} to 10,000,000, got {value:g}.",
                     "Choose a value in this range, or leave it out.",
                     field=field.name,
                 )
-        most = measurement.max_samples if measurement.HasField("max_samples") else _MAX_TIMED
+        if measurement.HasField("repeat"):
+            _check_repeat(measurement)
+        if measurement.HasField("trace_iterations") and not 1 <= measurement.trace_iterations <= _MAX_TRACED:
+            raise BadJob(
+                f"`trace_iterations` must be 1 to {_MAX_TRACED:,}, got {measurement.trace_iterations}.",
+                "Choose a value in this range, or leave it out.",
+                field="trace_iterations",
+            )
+        repeat = max(1, measurement.repeat)
+        most = measurement.max_samples if measurement.HasField("max_samples") else _MAX_TIMED // repeat
         if measurement.iterations > most:
             what = f"`iterations` must be at most {most:,}, the samples that a timed pass keeps, got {measurement.iterations:,}."
             raise BadJob(what, "Choose a lower number, or leave it out.", field="iterations")
 
-    async def _check_candidate(self, candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> str:
+    async def _check_candidate(self, candidate: job_pb2.Candidate, spec: job_pb2.JobSpec, *, source_required: bool) -> str:
         """Validate a candidate; return its recipe's name for people, empty for a program."""
         source = candidate.WhichOneof("source")
-        if source == "program":
+        is_sourceless = source is None and not source_required
+        if source == "program" or (is_sourceless and not candidate.recipe):
             _check_program(candidate, spec)
             return ""
-        if source is None or not candidate.model.methods:
-            raise NoCandidate(f"The candidate {candidate.name!r} has neither a model nor a program.", "Give one of them.")
-        _check_methods(candidate, spec)
+        if not is_sourceless:
+            if not candidate.model.methods:
+                raise NoCandidate(f"The candidate {candidate.name!r} has neither a model nor a program.", "Give one of them.")
+            _check_methods(candidate, spec)
         recipe = await self._recipe(candidate.recipe)
         if recipe.json != candidate.recipe:
             raise BadJob(f"The recipe of {candidate.name} is not in canonical form.", f"Send {recipe.json}.")
@@ -201,9 +223,10 @@ class Submission:
             raise BadJob(f"The recipe label of {candidate.name} is not valid: {label[:_LABEL]!r}.", _LABELS)
         recipe = replace(recipe, label=label)
         done = _check_done(candidate)
-        recipes.check_methods(recipe, sorted(candidate.model.methods))
+        if not is_sourceless:
+            recipes.check_methods(recipe, sorted(candidate.model.methods))
         recipe = await self._check_recipe(recipe)
-        if recipe.quantization is recipes.Quantization.TORCHAO_SOURCE and "SOURCE_TRANSFORM" not in done:
+        if not is_sourceless and recipe.quantization is recipes.Quantization.TORCHAO_SOURCE and "SOURCE_TRANSFORM" not in done:
             raise RecipeNeedsEagerModule(recipe.name, candidate.name)
         if spec.stop_after:
             stages.check_stop_after(recipe, spec.stop_after)
@@ -231,6 +254,7 @@ class Submission:
             if matches is None:
                 matches = schedule.matching(selectors.parse(choice.selector), choice.selector, devices)
                 matching[choice.selector] = matches
+                _require_cores(spec.measurement.cores, matches)
             choices += [(index, f"id={device.id}") for device in matches] if choice.all else [(index, choice.selector)]
             if len(choices) > MAX_CELLS:
                 raise _too_many_cells()
@@ -251,6 +275,36 @@ class Submission:
             await self._screening.screen_pt2(method.exported_program.digest)
             if method.HasField("reference"):
                 await self._screening.screen_pt2(method.reference.digest)
+
+
+def _require_cores(wanted: str, devices: Sequence[Device]) -> None:
+    """Raise the error of the last device if no device has the wanted cores."""
+    unknown: CoresUnknown | None = None
+    for device in devices:
+        try:
+            choose_cpus(device, wanted, restricted=False)
+        except CoresUnknown as error:
+            unknown = error
+        else:
+            return
+    if unknown is not None:
+        raise unknown
+
+
+def _check_repeat(measurement: job_pb2.Measurement) -> None:
+    repeat = measurement.repeat
+    if not 1 <= repeat <= MAX_REPEAT:
+        raise BadJob(f"`repeat` must be 1 to {MAX_REPEAT}, got {repeat}.", "Choose a value in this range.", field="repeat")
+    if repeat > 1 and measurement.interleave:
+        raise BadJob(
+            "`repeat` cannot be combined with `interleave`, which starts each program several times itself.",
+            "Leave one of them out.", field="repeat",
+        )  # fmt: skip
+    if repeat * measurement.max_samples > _MAX_REQUESTED:
+        raise BadJob(
+            f"`max_samples` must be at most {_MAX_REQUESTED // repeat:,} with {repeat} runs, got {measurement.max_samples:,}.",
+            "Choose a lower number, or leave it out.", field="max_samples",
+        )  # fmt: skip
 
 
 def _too_many_cells() -> TooManyCells:

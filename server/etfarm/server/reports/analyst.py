@@ -69,6 +69,7 @@ class Analyst:
             method=method,
             output_names=tuple(spec.name or str(index) for index, spec in enumerate(facts.outputs)),
             traced_ns=tuple(result.traced_ns),
+            runs=tuple(run.iterations for run in result.runs),
             blocks=_blocks(result),
             base_samples=path(base.result.samples.digest) if base is not None else None,
             base_blocks=_blocks(base.result) if base is not None else (),

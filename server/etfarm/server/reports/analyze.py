@@ -33,9 +33,9 @@ Emit = Callable[[bytes], None]
 def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
     """Return a serialized etfarm.v1.Report with the measured parts and `compile.warnings`.
 
-    The measured parts are `inputs.tensors`, `latency`, `interleaved`, `accuracy`, `profile`, `operators`, `trace_times`,
-    `numerics` and `numeric_gap`. A part for which the request has no files stays empty. A part that fails adds a warning with
-    a code ANALYSIS_... and does not affect the others; its traceback goes to the job's log.
+    The measured parts are `inputs.tensors`, `latency`, `runs` (their statistics), `interleaved`, `accuracy`, `profile`,
+    `operators`, `trace_times`, `numerics` and `numeric_gap`. A part for which the request has no files stays empty. A part that
+    fails adds a warning with a code ANALYSIS_... and does not affect the others; its traceback goes to the job's log.
 
     Args:
         folder: folder of the child. TRACE_TIMES is written there if the run was traced, and `trace_times.size_bytes` is set;
@@ -53,7 +53,7 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
                 _warn(report, "INPUTS_HAVE_NAN", sentence)
     if request.samples is not None:
         with _part("STATISTICS", report, emit):
-            _fill_latency(report, request.samples)
+            _fill_latency(report, request)
     if request.samples is not None and request.base_samples is not None:
         with _part("COMPARISON", report, emit):
             _fill_interleaved(report, request, request.samples, request.base_samples)
@@ -130,8 +130,9 @@ def _input(value: tensors.Value) -> report_pb2.InputTensor:
     return report_pb2.InputTensor(name=value.name, dtype=kind)
 
 
-def _fill_latency(report: report_pb2.Report, path: Path) -> None:
-    samples = statistics.read_samples(path)
+def _fill_latency(report: report_pb2.Report, request: AnalyzeRequest) -> None:
+    assert request.samples is not None
+    samples = statistics.read_samples(request.samples)
     summary = statistics.summarize(samples)
     report.latency.SetInParent()
     if summary is None:
@@ -143,6 +144,12 @@ def _fill_latency(report: report_pb2.Report, path: Path) -> None:
             effective_samples=summary.effective_samples,
         )
     )  # fmt: skip
+    if request.blocks:
+        return
+    for part in statistics.split_runs(samples, request.runs) if request.runs else (samples,):
+        of_run = statistics.summarize(part)
+        assert of_run is not None  # a run has samples
+        report.runs.add(p50_ns=of_run.p50, p50_ci95_ns=of_run.p50_ci95 or (), drift=of_run.drift)
 
 
 def _save_times(report: report_pb2.Report, folder: Path, rows: Sequence[Sequence[int]]) -> None:

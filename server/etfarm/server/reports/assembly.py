@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from functools import partial
+from typing import Final
 
+from etfarm.server.reports.latency.between_runs import Earlier
+from etfarm.server.reports.runs import fill_runs
+from etfarm.server.reports.traced_verdict import is_disturbed, judge_trace
 from etfarm.server.reports.verdict import Thresholds, judge
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import digest as digests
+
+PYTHON_RUNNER: Final = "PYTHON_RUNNER"
+"""Code of the warning about a program that ExecuTorch's Python binding ran. It is no reason of a verdict: the binding runs the
+same kernels, and adds a nearly constant time to each call."""
+_PYTHON_MESSAGE: Final = (
+    "ExecuTorch's Python binding ran the program, because the farm has no runner bundle for {arch}: each call takes about 2 µs "
+    "more than with a native runner, and the program's peak memory is unknown. Install g++ or the wheel etfarm-runner where the "
+    "server runs, and start it again, or offer a bundle: `etfarm bundle build --arch {arch} -o FILE`, `etfarm bundle add FILE`."
+)
 
 
 def assemble(
@@ -25,6 +39,7 @@ def assemble(
     numerics: compile_pb2.Compilation | None = None,
     inputs: common_pb2.Artifact | None = None,
     warnings: Sequence[compile_pb2.Warning] = (),
+    earlier: Earlier = Earlier(),  # noqa: B008 - frozen
 ) -> report_pb2.Report:
     """Return the report of a cell in a terminal state. Parts that the cell did not reach are absent.
 
@@ -33,6 +48,7 @@ def assemble(
         numerics: the compilation that the numerics pass ran, which may be `compilation`; None without a numerics pass.
         inputs: the program's inputs; None if the runner generated them.
         warnings: in addition to those of the compilation and the analysis.
+        earlier: medians of earlier reports.
     """
     candidate = job.spec.candidates[cell.candidate_index]
     report = report_pb2.Report(id=report_id, cell=cell.id, method=cell.method, state=cell.state)
@@ -74,17 +90,34 @@ def assemble(
         report.compile.warnings.extend(analysis.compile.warnings)
     if warnings:
         report.compile.warnings.extend(warnings)
+    if report.runner.kind == common_pb2.RUNNER_KIND_PYTHON:
+        report.compile.warnings.add(code=PYTHON_RUNNER, message=_PYTHON_MESSAGE.format(arch=report.device.arch))
     if job.spec.measurement.numerics:
         _fill_numerics(report, compilation, numerics, result, analysis or report_pb2.Report())
     if result is not None and device is not None and result.HasField("samples") and report.HasField("latency"):
-        asked = job.spec.measurement.iterations
-        verdict = judge(
-            result, report.latency, emulated=device.emulated, thresholds=thresholds or Thresholds(), asked_samples=asked,
+        measurement = job.spec.measurement
+        judge_run = partial(
+            judge, emulated=device.emulated, thresholds=thresholds or Thresholds(), asked_samples=measurement.iterations,
             cores=device.cores, clusters=[list(cluster.cpus) for cluster in device.clusters],
         )  # fmt: skip
-        report.verdict.CopyFrom(verdict)
+        statistics = analysis.runs if analysis is not None else ()
+        fill_runs(report, result, statistics, judge_run, requested=measurement.repeat, earlier=earlier)
+    if result is not None and device is not None and report.HasField("profile"):
+        _fill_trace(report.profile, result, emulated=device.emulated, thresholds=thresholds or Thresholds())
     report.timeline.extend(cell.timeline)
     return report
+
+
+def _fill_trace(
+    profile: report_pb2.Profile, result: agent_pb2.CandidateResult, *, emulated: bool, thresholds: Thresholds
+) -> None:
+    """Set the counters of the traced pass and its verdict, which the child that analyzed untrusted files must not do."""
+    profile.ClearField("telemetry")
+    if result.HasField("traced_telemetry"):
+        profile.telemetry.CopyFrom(result.traced_telemetry)
+    if is_disturbed(profile, result, thresholds):
+        profile.ClearField("event_cost_ns")
+    profile.verdict.CopyFrom(judge_trace(profile, result, emulated=emulated, thresholds=thresholds))
 
 
 def _fill_numerics(

@@ -82,13 +82,18 @@ _LOSES: Final = {
 _DEADLY: Final = (ChildDied, ChildTimedOut, ChildOutOfMemory, BadAnswer, BadWorkerAnswer)
 
 _MEASURED: Final = (
-    "inputs.tensors", "latency", "interleaved", "accuracy", "profile", "operators", "numeric_gap", "compile.warnings",
+    "inputs.tensors", "latency", "runs", "interleaved", "accuracy", "profile", "operators", "numeric_gap", "compile.warnings",
     "numerics.threshold_db", "numerics.first_bad", "numerics.judged", "trace_times",
 )  # fmt: skip
 """The fields of a Report that a child computes."""
 
 _MAX_ANSWER_BYTES: Final = 64 << 20
 """Maximum size of a child's report, which has a row for every operator."""
+
+
+_MIN_NS: Final = 1e-3
+_MAX_NS: Final = 2.0**63
+"""Range of a run's median and of the ends of its interval, which are 0 or between samples: their logarithms stay small."""
 
 
 @dataclass(frozen=True)
@@ -188,12 +193,18 @@ class Findings:
         # These are not in the key, since a complete result does not depend on them.
         request = replace(request, limit_s=self._deadline_s, screen=self._screen)
         finished = await self._workers.run(
-            ANALYZE_TASK, request, deadline_s=self._deadline_s, whose=caller.project, on_log=caller.on_log
+            ANALYZE_TASK,
+            request,
+            deadline_s=self._deadline_s,
+            light=not request.needs_torch,
+            whose=caller.project,
+            on_log=caller.on_log,
         )
         async with finished:
             report = await asyncio.to_thread(
                 answers.decode, finished.result, report_pb2.Report, _MEASURED, most_bytes=_MAX_ANSWER_BYTES
             )
+            require_runs(report, request)
             if report.HasField("trace_times"):
                 await self._adopt_times(report, finished.folder, caller)
             return report
@@ -247,6 +258,23 @@ def key_of(request: AnalyzeRequest) -> str:
     Files are in the store, where their names are their digests.
     """
     return digests.of_value({"schema": "etfarm.analysis/1", "code": _code(), "request": _plain(request)})
+
+
+def require_runs(report: report_pb2.Report, request: AnalyzeRequest) -> None:
+    """Require the statistics of each run, or none if that part failed or the programs were interleaved.
+
+    Raises:
+        BadWorkerAnswer: their number is not that of the runs, or a median or an interval is not one of times.
+    """
+    expected = 0 if request.samples is None or request.blocks else max(1, len(request.runs))
+    if len(report.runs) not in (0, expected):
+        raise BadWorkerAnswer(f"The analysis child must return the statistics of {expected} runs, got {len(report.runs)}.")
+    for run in report.runs:
+        ends = run.p50_ci95_ns
+        if not all(value == 0 or _MIN_NS <= value <= _MAX_NS for value in (run.p50_ns, *ends)):
+            raise BadWorkerAnswer(f"The analysis child must return times of 0 or {_MIN_NS:g} to {_MAX_NS:g} ns for each run.")
+        if len(ends) not in (0, 2) or list(ends) != sorted(ends):
+            raise BadWorkerAnswer("The analysis child must return intervals of runs with two ends in ascending order.")
 
 
 def _plain(value: Any) -> Any:

@@ -57,6 +57,8 @@ class AnalyzeRequest:
     """The names of the outputs in order; missing ones are taken from the file."""
     traced_ns: tuple[int, ...]
     """Time of each traced iteration by the runner's own clock, ns."""
+    runs: tuple[int, ...] = ()
+    """Number of samples of each run, in order; empty for a single one."""
     blocks: tuple[Block, ...] = ()
     """The blocks that make up `samples` of interleaved programs."""
     base_samples: Path | None = None
@@ -70,3 +72,8 @@ class AnalyzeRequest:
     """A function that raises for a .pt2 that must not be loaded; module-level, since it is pickled."""
     numerics: Numerics | None = None
     """Set if --numerics was requested and the pass wrote its files."""
+
+    @property
+    def needs_torch(self) -> bool:
+        """Whether the analysis runs a graph on the host."""
+        return any(part is not None for part in (self.model, self.quantized, self.numerics))

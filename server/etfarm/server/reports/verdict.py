@@ -8,13 +8,19 @@ from typing import Final
 
 from etfarm.server.reports.latency.thresholds import MIN_FOR_INTERVAL, Thresholds
 from etfarm.v1 import agent_pb2, common_pb2, report_pb2
+from etfarm.wire.comparison.uncertainty import MIN_RUNS
 
-__all__ = ["Thresholds", "judge"]
+__all__ = ["Thresholds", "judge", "judge_runs", "required_runs"]
 
 MIN_POINTS: Final = 4
 """Minimum number of readings in a series to conclude that a clock moved."""
 _THERMAL: Final = ("none", "light", "moderate", "severe", "critical", "emergency", "shutdown")
 """Android's names of `thermal_status`."""
+_REPEATABLE: Final = {
+    report_pb2.REPEATABILITY_OUTCOME_EQUAL,
+    report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE,
+    report_pb2.REPEATABILITY_OUTCOME_ROUNDING,
+}
 MIN_SPAN_MS: Final = 200.0
 """Minimum time between two readings of /proc/stat, whose resolution is 10 ms per cpu."""
 
@@ -64,6 +70,45 @@ def judge(
         message = "The device is emulated: its outputs count, its times mean nothing."
         reasons.insert(0, report_pb2.VerdictReason(code="EMULATED", message=message))
         return report_pb2.Verdict(status=report_pb2.VERDICT_STATUS_NOT_BENCHMARKABLE, reasons=reasons)
+    status = report_pb2.VERDICT_STATUS_INVALID if reasons else report_pb2.VERDICT_STATUS_VALID
+    return report_pb2.Verdict(status=status, reasons=reasons)
+
+
+def required_runs(runs: int) -> int:
+    """Return how many of a number of runs must be valid: three or all, and more than half."""
+    return max(min(runs, MIN_RUNS), runs // 2 + 1)
+
+
+def judge_runs(result: agent_pb2.CandidateResult, verdicts: Sequence[report_pb2.Verdict]) -> report_pb2.Verdict:
+    """Return the verdict on several runs of a program: VALID if `required_runs` of them are, and all outputs are equal.
+
+    Otherwise it has each reason of the invalid runs once, with their numbers.
+
+    Args:
+        result: the result with all runs.
+        verdicts: the verdict on each run, all NOT_BENCHMARKABLE on an emulated device.
+    """
+    outputs = _outputs(result)
+    reasons = [] if outputs is None else [outputs]
+    if any(verdict.status == report_pb2.VERDICT_STATUS_NOT_BENCHMARKABLE for verdict in verdicts):
+        reasons = [*verdicts[0].reasons, *reasons]
+        return report_pb2.Verdict(status=report_pb2.VERDICT_STATUS_NOT_BENCHMARKABLE, reasons=reasons)
+    valid = sum(verdict.status == report_pb2.VERDICT_STATUS_VALID for verdict in verdicts)
+    if valid < required_runs(len(verdicts)):
+        runs_of: dict[str, list[int]] = {}
+        first: dict[str, report_pb2.VerdictReason] = {}
+        for number, verdict in enumerate(verdicts, 1):
+            for reason in verdict.reasons:
+                runs_of.setdefault(reason.code, []).append(number)
+                first.setdefault(reason.code, reason)
+        for code, numbers in runs_of.items():
+            *before, last = map(str, numbers)
+            which = f"Runs {', '.join(before)} and {last}" if before else f"Run {last}"
+            message = f"{which} of {len(verdicts)}: {first[code].message}"
+            reasons.append(report_pb2.VerdictReason(code=code, message=message))
+            for name in ("measured", "threshold"):
+                if first[code].HasField(name):
+                    setattr(reasons[-1], name, getattr(first[code], name))
     status = report_pb2.VERDICT_STATUS_INVALID if reasons else report_pb2.VERDICT_STATUS_VALID
     return report_pb2.Verdict(status=status, reasons=reasons)
 
@@ -248,7 +293,7 @@ def _frequency(
 
 def _outputs(result: agent_pb2.CandidateResult) -> report_pb2.VerdictReason | None:
     repeated = result.repeatability
-    if repeated.outcome in {report_pb2.REPEATABILITY_OUTCOME_EQUAL, report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE} or (
+    if repeated.outcome in _REPEATABLE or (
         not repeated.outcome and (not result.HasField("outputs_equal") or result.outputs_equal)
     ):
         return None

@@ -55,6 +55,7 @@ jobs = Table(
     Column("takeups", Integer, nullable=False, server_default="0"),
     UniqueConstraint("owner", "request_id"),
     Index("jobs_of_a_project", "project", "number"),
+    Index("jobs_of_a_name", "name", "number"),
 )  # fmt: skip
 
 cells = Table(
@@ -149,6 +150,11 @@ reports = Table(
     Column("recipe", String),
     Column("method", String),
     Column("threads", Integer),
+    # A digest of what determines the latency, and the device's kind; both empty if the report is no evidence for a latency.
+    Column("execution", String, nullable=False, server_default=""),
+    Column("device_kind", String, nullable=False, server_default=""),
+    Index("reports_of_an_execution", "execution", "created_at"),
+    Index("reports_of_a_device_kind", "device_kind", "created_at"),
     Index("reports_of_a_job", "job_id"),
     Index("reports_of_a_model", "model_name", "created_at"),
     Index("reports_of_a_model_digest", "model_digest", "created_at"),

@@ -55,11 +55,13 @@ class Finished:
 
 
 class Workers:
-    """A forkserver and its children, at most `concurrency` at a time.
+    """A forkserver and its children, at most `concurrency` at a time; a second forkserver for light tasks, started when needed.
 
     Args:
         preload: `module` to import or `module:function` to call in the forkserver before it serves.
-        prewarm: whether `start` starts the forkserver; otherwise the first `run` or `ready` does.
+        light_preload: as `preload`, for the forkserver of light tasks that run while the other one is not warm. It should be
+            warm within a second. None to run light tasks as all others.
+        prewarm: whether `start` starts the forkserver of `preload`; otherwise the first `run` or `ready` does.
         limits: limits of each child.
         folder: existing or new folder for the children's folders; `start` deletes its contents.
         concurrency: maximum number of children at a time; further callers of `run` wait for their turn.
@@ -74,18 +76,20 @@ class Workers:
         limits: Limits,
         folder: Path,
         concurrency: int,
+        light_preload: Sequence[str] | None = None,
         prewarm: bool = True,
         gate: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
         options: JailOptions = JailOptions(),  # noqa: B008 - frozen
     ) -> None:
         self._preload = tuple(preload)
+        self._light_preload = self._preload if light_preload is None else tuple(light_preload)
         self._limits = limits
         self._folder = folder.resolve()
         self._slots = FairSlots(concurrency)
         self._prewarm = prewarm
         self._gate = gate
         self._is_started = False
-        self._server: ForkserverProcess | None = None
+        self._servers: dict[tuple[str, ...], ForkserverProcess] = {}
         self._network = namespaces.network_inode()
         self._options = options
         first = options.first_user
@@ -107,21 +111,24 @@ class Workers:
         (self._folder / _POINT).mkdir(mode=0o700)
         self._is_started = True
         if self._prewarm:
-            self._current()
+            self._current(self._preload)
 
     @property
     def forkserver_pid(self) -> int | None:
-        """The forkserver's process id; None before its start and after `stop`."""
-        return None if self._server is None else self._server.process.pid
+        """The process id of the forkserver of `preload`; None before its start and after `stop`."""
+        server = self._servers.get(self._preload)
+        return None if server is None else server.process.pid
 
     async def ready(self) -> None:
-        """Wait until the forkserver is warm; start it if there is none.
+        """Wait until the forkserver of `preload` is warm; start it if there is none.
 
         Raises:
             WorkersDown: it ended instead, or an entry of `preload` failed; the message says which and why.
         """
-        server = self._current()
-        failed = await asyncio.shield(server.warm)
+        await self._ready(self._preload)
+
+    async def _ready(self, preload: tuple[str, ...]) -> None:
+        failed = await asyncio.shield(self._current(preload).warm)
         if failed:
             entry, why = next(iter(failed.items()))
             raise WorkersDown(
@@ -132,13 +139,13 @@ class Workers:
             )
 
     async def stop(self) -> None:
-        """End the children, then the forkserver, and delete the folder."""
+        """End the children, then the forkservers, and delete the folder."""
         for task in list(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
         self._is_started = False
-        if self._server is not None:
-            server, self._server = self._server, None
+        while self._servers:
+            _, server = self._servers.popitem()
             server.close()
             await asyncio.to_thread(server.process.wait)
         await _delete(self._folder)
@@ -150,6 +157,7 @@ class Workers:
         *,
         deadline_s: float,
         stage_deadline_s: float | None = None,
+        light: bool = False,
         whose: str = "",
         on_event: Callable[[bytes], None] = lambda _: None,
         on_log: Callable[[str], None] = lambda _: None,
@@ -164,6 +172,7 @@ class Workers:
             deadline_s: wall-clock seconds from the child's start; waiting for a slot or for warm-up does not count.
             stage_deadline_s: wall-clock seconds of each stage, and of the time before the first and after each stage; None
                 for `deadline_s` only.
+            light: whether the modules of `light_preload` suffice for the task, which then never waits for `preload`.
             whose: project of the caller; projects take turns for slots.
             on_event: called with each event that the task emits, in order, on the event loop. JSON objects with `stage` and a
                 `phase` of START or END name the current stage for errors, and restart the stage's clock.
@@ -186,13 +195,13 @@ class Workers:
         assert current is not None
         self._running.add(current)
         try:
-            await self._warm_up()
+            await self._warm_up(light)
             async with self._slots.take(whose), self._gate():
                 folder = Path(tempfile.mkdtemp(prefix="job-", dir=self._folder))
                 user = self._users.pop()
                 try:
                     data = await asyncio.to_thread(_encode, request)
-                    ends = self._current().order(task, folder, self._limits, self._jail(user))
+                    ends = self._current(self._choose_preload(light)).order(task, folder, self._limits, self._jail(user))
                     answer = await attendance.attend(
                         task, data, ends, self._limits, deadline_s=deadline_s, stage_deadline_s=stage_deadline_s,
                         on_event=on_event, on_log=on_log,
@@ -221,23 +230,32 @@ class Workers:
             cgroup=self._family, required=self._options.required,
         )  # fmt: skip
 
-    async def _warm_up(self) -> None:
-        """Wait until the forkserver is warm, within the gate if it still has to warm up, as that takes seconds of CPU time."""
-        if self._server is not None and not self._server.has_ended and self._server.warm.done():
-            await self.ready()
+    async def _warm_up(self, light: bool) -> None:
+        """Wait until a task's forkserver is warm, within the gate if it still has to warm up, which takes seconds of CPU time."""
+        preload = self._choose_preload(light)
+        if self._is_warm(preload):
+            await self._ready(preload)
             return
         async with self._gate():
-            await self.ready()
+            await self._ready(preload)
 
-    def _current(self) -> ForkserverProcess:
+    def _choose_preload(self, light: bool) -> tuple[str, ...]:
+        return self._light_preload if light and not self._is_warm(self._preload) else self._preload
+
+    def _is_warm(self, preload: tuple[str, ...]) -> bool:
+        server = self._servers.get(preload)
+        return server is not None and not server.has_ended and server.warm.done()
+
+    def _current(self, preload: tuple[str, ...]) -> ForkserverProcess:
         if not self._is_started:
             raise WorkersDown("The compile workers are not running.", "Call start() first.")
-        if self._server is not None and self._server.has_ended:
-            self._server.close()
-            self._server = None
-        if self._server is None:
-            self._server = ForkserverProcess(self._folder, self._preload, self._options)
-        return self._server
+        server = self._servers.get(preload)
+        if server is not None and server.has_ended:
+            server.close()
+            server = None
+        if server is None:
+            server = self._servers[preload] = ForkserverProcess(self._folder, preload, self._options)
+        return server
 
 
 async def _delete(folder: Path) -> None:

@@ -23,7 +23,7 @@ from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.commands import bench, compile, devices, jobs, run
 from etfarm.client.cli.commands.report import main as report
-from etfarm.client.cli.event_loop import in_thread, run_async
+from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import write_whole
 from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.usage import Usage
@@ -32,11 +32,12 @@ from etfarm.client.errors import EmbeddedFarmFailed, Interrupted, NotAvailable, 
 from etfarm.client.export import spec
 from etfarm.client.formats import units
 from etfarm.client.transport.connection import CHOSEN_PROJECT
+from etfarm.client.transport.daemon_thread import in_thread
 from etfarm.wire import recipes
 from etfarm.wire.errors import EtfarmError, Fault, Kind, error_of
 from tests.support.golden import Golden
 
-NOBODY = "127.0.0.1:1"
+UNREACHABLE = "127.0.0.1:1"
 INT8 = "xnnpack_pt2e_int8_static_per_channel"
 FOUR_BIT = "xnnpack_torchao_int8da_int4w_per_channel"
 STATIC = ("demo:resnet8", "--recipe", INT8)
@@ -116,7 +117,13 @@ def test_the_parser_of_commands_names_the_wrong_option(
         (bench.main, ["demo:resnet8", "--inputs", "nothere.npz"]),
         (bench.main, ["demo:resnet8", "--html", "no/x.html"]),
         (bench.main, ["demo:resnet8", "--interleave"]),
+        (bench.main, ["demo:resnet8", "--recipe", "portable", "--recipe", INT8, "--interleave", "--repeat", "2"]),
+        (bench.main, ["demo:resnet8", "--recipe", "portable", "--recipe", INT8, "--interleave", "--retry-invalid", "1"]),
+        (bench.main, ["demo:resnet8", "--detach", "--require-valid"]),
+        (bench.main, ["demo:resnet8", "--max-p50", "5"]),
+        (bench.main, ["demo:resnet8", "--trace-iterations", "10", "--no-profile"]),
         (bench.main, ["plain.pte", "--numerics"]),
+        (bench.main, ["demo:resnet8", "plain.pte", "--min-sqnr", "30"]),
         (bench.main, ["demo:resnet8", "--data", "x.ptd"]),
         (bench.main, ["demo:resnet8", "--data", "here.ptd"]),
         (bench.main, ["demo:resnet8", "--batched"]),
@@ -181,14 +188,14 @@ def test_json_that_cannot_be_written_is_said_before_anything_starts(
     name: str, says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for command in (bench.main, run.main):
-        assert command(["demo:resnet8", "--server", NOBODY, "--json", str(tmp_path / name)]) == 2
+        assert command(["demo:resnet8", "--server", UNREACHABLE, "--json", str(tmp_path / name)]) == 2
         printed = capsys.readouterr().err
         assert says in printed and printed.count("\n") == 1
 
 
 def test_a_server_that_is_not_there_is_exit_code_4(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    assert jobs.main(["list", "--server", NOBODY]) == 4
-    assert f"The server at {NOBODY} does not answer" in capsys.readouterr().err
+    assert jobs.main(["list", "--server", UNREACHABLE]) == 4
+    assert f"The server at {UNREACHABLE} does not answer" in capsys.readouterr().err
 
 
 def test_detach_without_a_lasting_farm_names_up(
@@ -254,7 +261,7 @@ def test_a_pte_refuses_a_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[st
     ("argv", "says"),
     [
         (["--tls-ca", "ca.pem"], "--tls-ca requires a server's address"),
-        (["--tls-ca", "ca.pem", "--server", NOBODY], "There is no file ca.pem, which --tls-ca names."),
+        (["--tls-ca", "ca.pem", "--server", UNREACHABLE], "There is no file ca.pem, which --tls-ca names."),
     ],
 )
 def test_an_authority_without_a_server_or_file_is_refused(
@@ -272,7 +279,7 @@ def test_an_authority_without_a_server_or_file_is_refused(
 def test_a_pte_without_inputs_says_that_they_are_made_up(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pte = tmp_path / "x.pte"
     pte.write_bytes((4).to_bytes(4, "little") + b"ET12" + bytes(64))
-    assert run.main([str(pte), "--server", NOBODY]) == 4
+    assert run.main([str(pte), "--server", UNREACHABLE]) == 4
     assert capsys.readouterr().err.splitlines()[0] == "No --inputs: x.pte runs on generated inputs, seed 0."
 
 
@@ -484,7 +491,7 @@ def test_work_in_a_thread_raises_where_it_is_awaited() -> None:
 
 @pytest.mark.parametrize(
     "arguments",
-    [["devices", "list", "--help"], ["bench", "--help"], ["bench", "demo:nothing"], ["jobs", "list", "--server", NOBODY]],
+    [["devices", "list", "--help"], ["bench", "--help"], ["bench", "demo:nothing"], ["jobs", "list", "--server", UNREACHABLE]],
 )
 def test_commands_load_no_torch(arguments: list[str]) -> None:
     code = "import sys; from etfarm.wire.command import main; main(sys.argv[1:]); print('torch' in sys.modules, file=sys.stderr)"

@@ -230,7 +230,7 @@ def test_train_mode_is_refused_wherever_it_hides() -> None:
     assert forward_of(ModelSource.of(captured, x)).pt2
 
 
-def test_a_data_dependent_branch_is_told_with_its_line(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_data_dependent_branch_is_reported_with_its_line(capfd: pytest.CaptureFixture[str]) -> None:
     error = refused(ModelSource.of(Branch().eval(), (torch.ones(3),)))
     assert error.reason == "DATA_DEPENDENT_BRANCH"
     assert re.fullmatch(r"tests/unit/client/export/test_export\.py:\d+", error.metadata["place"])
@@ -304,7 +304,7 @@ def test_an_example_size_of_1_of_a_dynamic_dim_is_told_with_what_to_do(dim: obje
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(("dim", "shown"), [(Dim("n", max=9), "Dim n"), (Dim.DYNAMIC(max=9), "dim 0 of 'x'")])
-def test_a_dim_that_the_model_fixes_is_told_with_its_size(dim: object, shown: str, strict: bool) -> None:
+def test_a_dim_that_the_model_fixes_is_reported_with_its_size(dim: object, shown: str, strict: bool) -> None:
     source = ModelSource.of(Fixed().eval(), (torch.ones(4, 2),), dynamic_shapes={"x": {0: dim}})
     with pytest.raises(e.DimSpecialized) as caught:
         export_source(source, name="m", strict=strict)

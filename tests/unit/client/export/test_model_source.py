@@ -115,13 +115,13 @@ def test_a_file_without_a_function_is_told_to_name_one(golden: Golden) -> None:
     golden.check(refused.value)
 
 
-def test_an_unknown_demo_is_told_the_nearest_and_all(golden: Golden) -> None:
+def test_an_unknown_demo_is_refused_with_the_nearest_and_all_names(golden: Golden) -> None:
     with pytest.raises(e.UnknownDemo) as refused:
         resolve("demo:DS-CNN")
     golden.check(refused.value)
 
 
-def test_a_missing_file_is_told_with_the_nearest(folder: Path) -> None:
+def test_a_missing_file_is_reported_with_the_nearest_name(folder: Path) -> None:
     error = refusal("models/nett.py:make")
     assert error.reason == "MODEL_NOT_FOUND" and "Did you mean models/net.py?" in str(error)
     assert refusal("nothing/x.pt2").reason == "MODEL_NOT_FOUND"
@@ -229,7 +229,7 @@ def test_a_factory_that_gives_no_model_is_told_why(golden: Golden, folder: Path,
         ("1 / 0\n", "ZeroDivisionError.*broken.py:1"),
     ],
 )
-def test_a_file_that_fails_on_import_is_told_its_line(folder: Path, code: str, words: str) -> None:
+def test_a_file_that_fails_on_import_is_reported_with_its_line(folder: Path, code: str, words: str) -> None:
     (folder / "broken.py").write_text(code)
     with pytest.raises(e.FactoryFailed, match=words):
         load_source(FileFactory(Path("broken.py"), "make"))

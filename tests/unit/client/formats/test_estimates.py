@@ -28,6 +28,20 @@ def test_the_width_decides_how_many_digits_are_shown(value: float, low: float, h
     assert " ".join(units.estimate(value, low, high)) == shown
 
 
+@pytest.mark.parametrize(
+    ("value", "ends", "shown"),
+    [
+        (-1.52e6, (-3.6e6, 0.56e6), "-1.52 ms [-3.60, +0.56]"),
+        (1.5e3, (-1e6, 1.003e6), "+0.00 ms [-1.00, +1.00]"),
+        (220.0, (219.8, 220.2), "+220.0 ns [+219.8, +220.2]"),
+        (-1.52e6, None, "-1.52 ms"),
+        (220.0, (), "+220 ns"),
+    ],
+)
+def test_a_difference_is_shown_with_signs_and_its_interval(value: float, ends: tuple[float, float] | None, shown: str) -> None:
+    assert units.difference(value, ends) == shown
+
+
 @given(st.floats(1, 1e11), st.floats(1e-7, 1), st.floats(0, 1))
 def test_no_digit_is_hidden_that_the_interval_resolves(value: float, width: float, place: float) -> None:
     low = value - value * width * place

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from etfarm.client import formats
 from etfarm.client.errors import ExtraMissing
-from etfarm.client.formats import csv, executorch, gaps, html, markdown, parquet, perfetto, tables
-from etfarm.client.formats.html import charts
+from etfarm.client.formats import csv, executorch, gaps, html, markdown, model_explorer, parquet, perfetto, sentences, tables
+from etfarm.client.formats.html import charts, facts
 from etfarm.wire import views
 from tests.support.documents import HOSTILE, document, numerics, report, row
 
@@ -198,19 +198,45 @@ def test_boxes_of_modules_lie_within_their_parents_and_fill_the_method(rows: lis
     assert shown == {one["index"] for one in views.leaves(operators) if one["kind"] != "REST"}
 
 
+def _names(*modules: str) -> list[tuple[int, str, str]]:
+    rows = [row(place, "OPERATOR", "x", 1 / len(modules), 1.0, module=module) for place, module in enumerate(modules)]
+    boxes = charts.flame(report(operators=rows)["operators"], "forward")
+    return [(box["d"], box["name"], box["path"]) for box in boxes if "row" not in box]
+
+
+def test_modules_that_hold_nothing_but_one_submodule_share_its_box() -> None:
+    assert _names("a.b.c") == [(0, "forward", ""), (1, "a.b.c", "a.b.c")]
+    assert _names("a.b.c.d", "a.b.e") == [(0, "forward", ""), (1, "a.b", "a.b"), (2, "c.d", "a.b.c.d"), (2, "e", "a.b.e")]
+    assert _names("a", "a.b") == [(0, "forward", ""), (1, "a", "a"), (2, "b", "a.b")], "a has an operator of its own"
+    assert _names("a.b", "c.d.e") == [(0, "forward", ""), (1, "a.b", "a.b"), (1, "c.d.e", "c.d.e")]
+
+
+def test_phases_that_wait_are_told_from_phases_that_work() -> None:
+    phases = [
+        {"actor": "SERVER", "phase": "COMPILE", "start_ms": 0.0, "duration_ms": 2000.0},
+        {"actor": "DEVICE", "phase": "WAIT_FOR_IDLE", "start_ms": 2000.0, "duration_ms": 500.0},
+        {"actor": "DEVICE", "phase": "TIMED", "start_ms": 2500.0, "duration_ms": 1000.0},
+    ]
+    measured = report(timeline=phases)
+    assert [bar["waits"] for bar in facts.timeline(measured)] == [False, True, False]
+    assert facts.waited(measured) == "3.00 s of work and 500 ms of waiting"
+    page = html.write(document(measured)).decode()
+    assert page.count('<tr class="waits">') == 1
+
+
 class _Elements(HTMLParser):
     """The elements of a page, with the text of its scripts."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[tuple[str, dict[str, str | None]]] = []
+        self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.scripts: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found.append((tag, dict(attrs)))
+        self.tags.append((tag, dict(attrs)))
 
     def handle_data(self, data: str) -> None:
-        if self.found and self.found[-1][0] == "script":
+        if self.tags and self.tags[-1][0] == "script":
             self.scripts.append(data)
 
 
@@ -235,9 +261,9 @@ def test_no_name_becomes_an_element_of_the_page() -> None:
     page.feed(html.write(_hostile()).decode())
     plain = _Elements()
     plain.feed(html.write(document(report(), report(state="FAILED"))).decode())
-    assert {tag for tag, _ in page.found} <= {tag for tag, _ in plain.found} | {"br"}
-    assert sum(tag == "script" for tag, _ in page.found) == 2
-    assert not any(name.startswith("on") for _, attributes in page.found for name in attributes)
+    assert {tag for tag, _ in page.tags} <= {tag for tag, _ in plain.tags} | {"br"}
+    assert sum(tag == "script" for tag, _ in page.tags) == 2
+    assert not any(name.startswith("on") for _, attributes in page.tags for name in attributes)
     data = json.loads(page.scripts[0])
     assert data[0]["operators"][0]["name"] == HOSTILE, "and yet it is there, whole"
 
@@ -249,8 +275,8 @@ def test_the_page_names_no_address_and_lets_nothing_out(created: dict[str, Any])
     assert "default-src 'none'" in text and "unsafe-eval" not in text
     page = _Elements()
     page.feed(text)
-    assert not {"link", "img", "iframe", "object", "video", "audio", "embed"} & {tag for tag, _ in page.found}
-    assert not any({"src", "srcset"} & set(attributes) for _, attributes in page.found)
+    assert not {"link", "img", "iframe", "object", "video", "audio", "embed"} & {tag for tag, _ in page.tags}
+    assert not any({"src", "srcset"} & set(attributes) for _, attributes in page.tags)
 
 
 def test_a_page_with_a_million_samples_stays_small_and_says_what_it_leaves_out() -> None:
@@ -295,17 +321,43 @@ def test_the_page_answers_without_a_script() -> None:
     assert "not on the timed one" in text
 
 
+def test_the_page_has_the_remedies_of_the_traced_pass_and_not_those_of_the_timed_one() -> None:
+    measured = report()
+    reason = {"code": "DRIFT", "message": "The last third of the traced pass was 20 % slower than the first."}
+    measured["profile"]["verdict"] = {"status": "INVALID", "reasons": [reason]}
+    text = html.write(document(measured)).decode().partition("<h3>What is slow")[2].partition('id="data"')[0]
+    assert "Give a larger --trace-iterations" in text and "Warm up for longer" not in text
+
+
+def test_every_link_of_the_contents_goes_to_a_part_of_the_page() -> None:
+    created = document(report(**numerics()), report(id="r2", recipe="portable"), report(id="r3", state="FAILED", **EMPTY))
+    page = _Elements()
+    page.feed(html.write(created).decode())
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    links = {str(attributes["href"]) for tag, attributes in page.tags if tag == "a"}
+    assert {"#cells", "#beside", "#r0-warnings", "#r1-delegates", "#r0-numerics", "#r2-facts"} <= links
+    assert {link.removeprefix("#") for link in links} <= set(ids)
+
+
 EMPTY: dict[str, Any] = dict.fromkeys(
     ("latency", "profile", "verdict", "operators", "compile", "accuracy", "memory", "measurement", "device", "runner", "timeline",
      "model", "method", "threads", "recipe")
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["csv", "parquet", "markdown", "perfetto", "html"])
+@pytest.mark.parametrize("name", ["csv", "parquet", "markdown", "perfetto", "html", "model_explorer"])
 def test_every_format_takes_what_was_never_measured(name: str) -> None:
     error = {"fault": "FAULT_USER", "reason": "PROGRAM_CRASHED", "message": "It was killed.", "remedy": "Look at the log."}
     failed = report(state="FAILED", error=error, **EMPTY)
-    module = {"csv": csv, "parquet": parquet, "markdown": markdown, "perfetto": perfetto, "html": html}[name]
+    module = {
+        "csv": csv,
+        "parquet": parquet,
+        "markdown": markdown,
+        "perfetto": perfetto,
+        "html": html,
+        "model_explorer": model_explorer,
+    }[name]
     written = [module.write(created) for created in (document(failed), document(failed, report()), document())]
     assert all(written)
     if name in ("markdown", "html"):
@@ -361,3 +413,19 @@ def test_a_folder_without_an_etdump_says_that_the_inspector_cannot_open_it() -> 
     text = executorch.readme(report(), ["program.pte", "inputs.npz"])
     assert "The Inspector needs program.etrecord and traced.etdp, which this report does not have." in text
     assert "executorch==1.5.1" in executorch.readme(report(), ["program.etrecord", "traced.etdp"])
+
+
+@pytest.mark.parametrize(
+    ("runs", "spread", "expected"),
+    [
+        (5, ("REPEATS", 5, 0.0123), "5 runs, 1.2 % between runs"),
+        (1, ("HISTORY", 9, 0.02), "2.0 % between runs (of 9 earlier reports)"),
+        (5, ("HISTORY", 3, 0.02), "5 runs, 2.0 % between reports (of 3 earlier reports)"),
+        (2, ("PRIOR", 0, 0.05), "2 runs, 5.0 % between runs (assumed)"),
+        (1, None, ""),
+        (0, None, ""),
+    ],
+)
+def test_the_spread_between_runs_names_its_source(runs: int, spread: tuple[str, int, float] | None, expected: str) -> None:
+    known = dict(zip(("source", "runs", "relative_stddev"), spread, strict=True)) if spread else None
+    assert sentences.runs(report(runs=[{}] * runs, **({"run_spread": known} if known else {}))) == expected

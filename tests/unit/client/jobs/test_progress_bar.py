@@ -61,8 +61,8 @@ def test_a_bar_counts_the_steps_of_all_cells() -> None:
     progress.observe(CellChanged(1, NOW, cell, JobState.RUNNING))
     assert (progress.done, progress.text) == (8, "net: RUNNING")
     progress.observe(Progress(NOW, "0", "board", "TIMED", None, 50, 200, ""))
-    assert str(progress) == "8/10 net: TIMED 25 %"
-    assert progress._repr_html_() == '<div><progress value="8" max="10"></progress> 8/10 net: TIMED 25 %</div>'
+    assert str(progress) == "8/10 net: measuring 25 %"
+    assert progress._repr_html_() == '<div><progress value="8" max="10"></progress> 8/10 net: measuring 25 %</div>'
 
 
 def test_a_bar_shows_names_literally() -> None:

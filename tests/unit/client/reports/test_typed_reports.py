@@ -189,6 +189,10 @@ def test_samples_are_integers_of_eight_bytes() -> None:
 def test_comparisons_are_the_same_again() -> None:
     base, candidate = (copy.deepcopy(RECORDED[0]) for _ in range(2))
     candidate["reports"][0]["latency"].update(p50_ns=2_000_000.0, p50_ci95_ns=[1_990_000.0, 2_010_000.0])
+    candidate["reports"][0]["compile"]["program"]["digest"] = "9" * 64
+    for side in (base, candidate):
+        spread = {"source": "REPEATS", "runs": 5, "relative_stddev": 0.01, "p50_ci95_ns": None}
+        side["reports"][0]["run_spread"] = spread
     sides = Side(base["reports"], base["job"]), Side(candidate["reports"], candidate["job"])
     document = comparison.compare(*sides, Gate.parse(["3%"]))
     parsed = Comparison.from_dict(document)

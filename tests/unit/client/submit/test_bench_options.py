@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import inspect
 from dataclasses import FrozenInstanceError, fields
+from typing import Any
 
 import pytest
 
-from etfarm.client import AsyncFarm, Farm
+from etfarm.client import AsyncFarm, Farm, LocalSession
 from etfarm.client.submit.bench_options import BenchOptions
+from etfarm.client.submit.options import BadOption
 
 
 @pytest.mark.parametrize("farm", [AsyncFarm, Farm])
@@ -26,8 +28,8 @@ def test_an_unknown_option_is_refused() -> None:
 
 @pytest.mark.parametrize("farm", [AsyncFarm, Farm])
 def test_an_unknown_option_is_refused_in_the_name_of_the_method(farm: type) -> None:
-    with pytest.raises(TypeError, match=r"^bench\(\) got an unexpected keyword argument 'method'$"):
-        farm().bench("demo:resnet8", method="forward")
+    with pytest.raises(TypeError, match=r"^bench\(\) got an unexpected keyword argument 'iteration'$"):
+        farm().bench("demo:resnet8", iteration=3)
 
 
 def test_a_single_method_or_thread_count_needs_no_list() -> None:
@@ -48,8 +50,56 @@ def test_the_job_has_the_options() -> None:
     spec = options.job_spec()
     assert [(choice.selector, choice.all) for choice in spec.devices] == [("arch=aarch64", True), ("arch=x86_64", True)]
     assert (spec.measurement.iterations, spec.measurement.no_profile, dict(spec.labels)) == (3, True, {"a": "b"})
+    assert BenchOptions(trace_iterations=50).job_spec().measurement.trace_iterations == 50
+    assert not spec.measurement.HasField("trace_iterations")
     assert not spec.measurement.HasField("warmup") and not spec.HasField("timeout_s"), "the server's defaults"
 
 
 def test_without_a_selector_any_device_will_do() -> None:
     assert [choice.selector for choice in BenchOptions(devices=()).job_spec().devices] == [""]
+
+
+def test_both_spellings_of_an_option_are_taken() -> None:
+    singular = BenchOptions(recipe="portable", device="name=a", method="forward")
+    plural = BenchOptions(["portable"], ["name=a"], methods=["forward"])
+    assert singular.chosen_recipes == plural.chosen_recipes == ["portable"]
+    assert singular.job_spec() == plural.job_spec()
+    assert BenchOptions(recipe=["portable", "xnnpack_fp32"]).chosen_recipes == ["portable", "xnnpack_fp32"]
+    assert BenchOptions().chosen_recipes == ["xnnpack_fp32"]
+
+
+@pytest.mark.parametrize("method", ["bench", "compile", "run", "session"])
+def test_every_call_that_compiles_takes_both_spellings(method: str) -> None:
+    for farm in (AsyncFarm, Farm):
+        parameters = inspect.signature(getattr(farm, method)).parameters
+        assert {"recipe", "recipes"} <= parameters.keys()
+        assert ("method" in parameters) == ("methods" in parameters)
+    assert {"method", "methods"} <= inspect.signature(LocalSession).parameters.keys()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"recipes": []}, "`recipes` is empty. Name at least one, such as 'xnnpack_fp32', or leave it out."),
+        ({"recipe": ()}, "`recipes` is empty. Name at least one, such as 'xnnpack_fp32', or leave it out."),
+        (
+            {"recipe": "portable", "recipes": ["portable"]},
+            "`recipe` and `recipes` are the same option, and both are set. Set one.",
+        ),
+        ({"device": "", "devices": ""}, "`device` and `devices` are the same option, and both are set. Set one."),
+        ({"method": "a", "methods": "b"}, "`method` and `methods` are the same option, and both are set. Set one."),
+    ],
+)
+def test_options_that_contradict_each_other_or_select_nothing_are_refused(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(BadOption) as refused:
+        Farm().bench("demo:resnet8", **options)
+    assert str(refused.value) == sentence
+
+
+async def test_a_call_without_recipes_or_with_too_many_is_refused() -> None:
+    with pytest.raises(BadOption):
+        await AsyncFarm().compile("demo:resnet8", [])
+    with pytest.raises(BadOption):
+        await AsyncFarm().run("demo:resnet8", recipe=[])
+    with pytest.raises(BadOption, match="must be one recipe, got 2"):
+        AsyncFarm().session("demo:resnet8", recipes=["portable", "xnnpack_fp32"])

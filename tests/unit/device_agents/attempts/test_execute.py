@@ -104,7 +104,7 @@ async def test_without_a_bundle_the_python_binding_runs_it_where_it_is_installed
     assert not (tmp_path / "run").exists()
 
 
-async def test_without_any_runner_the_server_is_told_so(
+async def test_a_missing_runner_is_reported_to_the_server(
     blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(PythonRunner, "available", lambda: False)  # as on a board that has the agent alone
@@ -149,10 +149,20 @@ def test_zero_is_a_value() -> None:
     assert (plan.warmup, plan.min_time_ns) == (0, 0)
 
 
-@given(st.lists(st.integers(1, 10**9), min_size=1))
-def test_short_programs_are_traced_more_often(samples: list[int]) -> None:
-    short = sum(sample < 200_000 for sample in samples) > len(samples) // 2
-    assert traced_iterations(samples) == (100 if short else 10)
+@given(st.lists(st.integers(1, 10**11), min_size=1), st.integers(1, 1000))
+def test_short_programs_are_traced_more_often_and_long_ones_within_a_time(samples: list[int], minimum: int) -> None:
+    median = sorted(samples)[len(samples) // 2]
+    count = traced_iterations(samples, minimum)
+    assert count <= max(minimum, 100)
+    assert count * median <= 20 * 10**9 or count == min(6, minimum)
+    if max(minimum, 100) * median <= 20 * 10**9:
+        assert count >= minimum
+        assert count >= 100 or count * median >= 10**8 - median or count == minimum
+
+
+@pytest.mark.parametrize(("median_ns", "count"), [(100_000, 100), (2_000_000, 50), (10_000_000, 30), (10**9, 20), (10**10, 6)])
+def test_the_default_number_of_traced_iterations_depends_on_the_duration(median_ns: int, count: int) -> None:
+    assert traced_iterations([median_ns]) == count
 
 
 def test_a_device_keeps_its_id_and_agents_beside_it_have_their_own() -> None:

@@ -41,8 +41,8 @@ async def attempt(
     folder: Path,
     names: Collection[str],
     *,
-    told: list[agent_pb2.RunProgress] | None = None,
-    hear: Callable[[agent_pb2.RunProgress], None] | None = None,
+    progress: list[agent_pb2.RunProgress] | None = None,
+    on_progress: Callable[[agent_pb2.RunProgress], None] | None = None,
     memory_share: float = 0.8,
     **more: Any,
 ) -> agent_pb2.RunResult:
@@ -58,8 +58,8 @@ async def attempt(
     gates = GateLimits(idle_wait_s=0, cool_wait_s=0)
     config = AgentConfig(Access(address), "board", folder, gates=gates, memory_share=memory_share)
     machine = Machine(config, inventory.parse(inventory.collect()))
-    hears = hear or ((lambda progress: None) if told is None else told.append)
-    result = await InterleavedAttempt(config, machine, Cache(folder / "cache", 1 << 30), folder / "run", start, hears).run()
+    receive = on_progress or ((lambda _: None) if progress is None else progress.append)
+    result = await InterleavedAttempt(config, machine, Cache(folder / "cache", 1 << 30), folder / "run", start, receive).run()
     assert not (folder / "run").exists()
     assert await no_runner_is_left()
     return result
@@ -71,7 +71,7 @@ async def test_candidates_take_turns_in_a_random_order_over_several_starts(
     tmp_path: Path,
 ) -> None:
     reported: list[agent_pb2.RunProgress] = []
-    result = await attempt(blobs, address, tmp_path, ["conv", "add"], told=reported)
+    result = await attempt(blobs, address, tmp_path, ["conv", "add"], progress=reported)
     assert not result.HasField("error")
     one, other = result.candidates
     for each in (one, other):
@@ -190,13 +190,13 @@ async def test_cancelled_twice_it_leaves_no_runner(
     monkeypatch.setattr(Turns, "stop", slow)
     reported, running = list[agent_pb2.RunProgress](), asyncio.Event()
 
-    def hear(said: agent_pb2.RunProgress) -> None:
-        reported.append(said)
-        if said.phase == "TIMED":
+    def receive(progress: agent_pb2.RunProgress) -> None:
+        reported.append(progress)
+        if progress.phase == "TIMED":
             running.set()
 
     long = job_pb2.Measurement(interleave=True, warmup=1, min_time_s=60)
-    working = asyncio.create_task(attempt(blobs, address, tmp_path, ["add", "conv"], hear=hear, measurement=long))
+    working = asyncio.create_task(attempt(blobs, address, tmp_path, ["add", "conv"], on_progress=receive, measurement=long))
     async with asyncio.timeout(60):
         await running.wait()
     working.cancel()

@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -80,6 +81,8 @@ async def test_a_measurement_records_itself_and_its_surroundings(runner_bundle: 
     assert telemetry.before.elapsed_ms < telemetry.series[0].elapsed_ms <= telemetry.after.elapsed_ms
     assert telemetry.after.cpu_busy_ns > telemetry.before.cpu_busy_ns
     assert len(result.traced_ns) == 10
+    assert result.traced_telemetry.wall_time_ns >= sum(result.traced_ns) and result.traced_telemetry.cpu_time_ns > 0
+    assert not result.traced_telemetry.series
 
 
 async def test_a_number_of_warm_ups_is_exact_and_says_nothing_of_steadiness(runner_bundle: Bundle, tmp_path: Path) -> None:
@@ -89,7 +92,7 @@ async def test_a_number_of_warm_ups_is_exact_and_says_nothing_of_steadiness(runn
 
 
 @pytest.mark.parametrize("traced", [True, False])
-async def test_a_program_that_keeps_state_is_told_from_a_nondeterministic_one(
+async def test_a_stateful_program_is_distinguished_from_a_nondeterministic_program(
     runner_bundle: Bundle, tmp_path: Path, traced: bool
 ) -> None:
     for name, outcome in (("counter", "KEEPS_STATE"), ("random", "NONDETERMINISTIC"), ("add", "EQUAL")):
@@ -114,6 +117,36 @@ async def test_a_program_that_keeps_state_is_told_from_a_nondeterministic_one(
             assert (actual.first, actual.second) == (report_pb2.EXECUTION_FIRST, report_pb2.EXECUTION_REPEATED)
             assert actual.elements == 6
             assert 0 < actual.max_abs_difference < 1
+
+
+@pytest.mark.parametrize("traced", [True, False])
+async def test_outputs_that_differ_in_their_last_bits_differ_by_rounding(
+    runner_bundle: Bundle, tmp_path: Path, traced: bool
+) -> None:
+    async with loaded("rounding", runner_bundle, tmp_path / "work") as (passes, result, _):
+        await passes.measure(plan_of(SHORT), watched(lambda: Sampler([])))
+        await passes.first_outputs(tmp_path / "trace.etdp" if traced else None, 10)
+    assert result.repeatability.outcome == report_pb2.REPEATABILITY_OUTCOME_ROUNDING
+    assert result.HasField("outputs_equal") and not result.outputs_equal
+    (actual,) = result.repeatability.differences
+    assert 0 < actual.max_abs_difference < actual.rounding == pytest.approx(2**-16, rel=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "is_rounding"),
+    [
+        (np.float32([1, 100]), np.float32([1, 100.001]), True),
+        (np.float32([1, 100]), np.float32([1, 100.01]), False),
+        (np.float32([1, 1]), np.float32([1, np.nan]), False),
+        (np.float32([np.inf, 1]), np.float32([np.inf, 1 + 1e-6]), True),
+        (np.float16([1, 2]), np.float16([1, 2.01]), True),
+        (np.float16([1, 2]), np.float16([1, 2.1]), False),
+        (np.int8([1, 100]), np.int8([1, 101]), False),
+    ],
+)
+def test_rounding_depends_on_the_dtype_and_the_largest_magnitude(first: Any, second: Any, is_rounding: bool) -> None:
+    differences = output_diff.compare([_tensor(first)], [_tensor(second)])
+    assert differences and output_diff.is_rounding(differences) is is_rounding
 
 
 def _tensor(array: np.ndarray, order: tuple[int, ...] = ()) -> Tensor:

@@ -52,7 +52,7 @@ class Struck:
         deadline_s: float,
     ) -> None:
         self.folder = folder / "run"
-        self.told: list[agent_pb2.RunProgress] = []
+        self.progress: list[agent_pb2.RunProgress] = []
         self.timed = asyncio.Event()
         self.on_loading: Callable[[], object] = lambda: None
         """Called once the runner has begun, and before it ends."""
@@ -73,10 +73,10 @@ class Struck:
             memory_share=BUDGET_BYTES / psutil.virtual_memory().available,
         )  # fmt: skip
         machine = Machine(config, inventory.parse(inventory.collect()))
-        self._attempt = Attempt(config, machine, cache, self.folder, start, self._hear)
+        self._attempt = Attempt(config, machine, cache, self.folder, start, self._on_progress)
 
-    def _hear(self, text: agent_pb2.RunProgress) -> None:
-        self.told.append(text)
+    def _on_progress(self, text: agent_pb2.RunProgress) -> None:
+        self.progress.append(text)
         if text.phase == "TIMED":
             self.timed.set()
         if text.phase == "LOAD_METHOD":
@@ -194,7 +194,7 @@ async def test_garbage_on_stdout_is_no_answer_and_changes_none(
         common_pb2.STOP_REASON_ENOUGH,
         report_pb2.REPEATABILITY_OUTCOME_EQUAL,
     )
-    lines = [line for text in struck.told for line in text.log_lines]
+    lines = [line for text in struck.progress for line in text.log_lines]
     assert any(line.startswith("garbage") for line in lines), "it is in the log, where people look for it"
 
 

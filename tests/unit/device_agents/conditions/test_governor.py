@@ -107,7 +107,7 @@ def test_only_the_runners_cpus_are_touched(tmp_path: Path) -> None:
         assert [each.cpus for each in settings] == ["4-7"]
 
 
-def test_what_is_right_already_is_left_alone_and_not_told(tmp_path: Path) -> None:
+def test_a_correct_governor_is_left_unchanged_and_not_reported(tmp_path: Path) -> None:
     root = board(tmp_path, policy0="performance", policy4="performance")
     with Governors(tmp_path / "kept", "performance", root).held() as settings:
         assert not settings and not (tmp_path / "kept").exists()
@@ -132,7 +132,7 @@ def test_what_may_not_be_written_is_told_with_what_was_found(tmp_path: Path, mon
     assert _now(root) == ["schedutil", "schedutil"] and not (tmp_path / "kept").exists()
 
 
-def test_a_governor_that_the_kernel_lacks_is_told(tmp_path: Path) -> None:
+def test_a_governor_that_the_kernel_lacks_is_reported(tmp_path: Path) -> None:
     root = board(tmp_path)
     with Governors(tmp_path / "kept", "userspace", root).held() as settings:
         assert {each.why for each in settings} == {"the kernel has no governor userspace here"}

@@ -12,7 +12,7 @@ from etfarm.device_agents.conditions.telemetry import Telemetry, run_telemetry
 from etfarm.device_agents.runners.protocol import Measured
 
 
-def test_what_is_told_is_what_the_machine_says(tmp_path: Path) -> None:
+def test_telemetry_equals_the_machines_own_values(tmp_path: Path) -> None:
     before_s = int(time.time())
     reported = Telemetry(tmp_path).read()
     assert before_s <= reported.time.ToSeconds() <= time.time()

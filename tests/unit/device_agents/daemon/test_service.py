@@ -32,16 +32,16 @@ def systemd_on(text: str, folder: Path) -> str:
     path.write_text(text)
     plain = subprocess.run(["systemd-analyze", "verify", str(path)], capture_output=True, text=True, check=False)
     assert (plain.returncode, plain.stdout, plain.stderr) == (0, "", "")
-    # At this level it tells what it has read.
-    told = subprocess.run(
+    # At this level it prints the settings that it has read.
+    verified = subprocess.run(
         ["systemd-analyze", "verify", str(path)], env={**os.environ, "SYSTEMD_LOG_LEVEL": "debug"},
         stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, check=True,
     )  # fmt: skip
-    return told.stdout
+    return verified.stdout
 
 
-def told(dump: str, name: str) -> list[str]:
-    """The values of a setting, as systemd writes them."""
+def settings_of(dump: str, name: str) -> list[str]:
+    """Return the values of a setting in systemd's format."""
     return re.findall(rf"^\s*{name}: (.*)$", dump, re.MULTILINE)
 
 
@@ -63,7 +63,7 @@ def test_systemd_starts_the_very_command(tmp_path: Path) -> None:
     program = folder / "et farm"
     program.symlink_to("/bin/true")
     dump = systemd_on(unit(ODD, program=[str(program), "agent"]), tmp_path)
-    (command,) = told(dump, "Command Line")
+    (command,) = settings_of(dump, "Command Line")
     assert words(command) == [str(program), "agent", *ODD]
 
 
@@ -74,18 +74,20 @@ def test_the_service_is_there_for_good_and_outlives_its_programs(tmp_path: Path)
         ("ProtectSystem", "strict"), ("ProtectKernelTunables", "no"), ("StateDirectory", "etfarm"),
         ("CapabilityBoundingSet", "cap_chown cap_dac_read_search cap_kill cap_setgid cap_setuid cap_setpcap"),
     ):  # fmt: skip
-        assert told(dump, name) == [value], name
-    assert told(dump, "EnvironmentFile") == [f"-{TOKEN_FILE}"]
+        assert settings_of(dump, name) == [value], name
+    assert settings_of(dump, "EnvironmentFile") == [f"-{TOKEN_FILE}"]
     assert re.search(r"^\s*After: network-online\.target", dump, re.MULTILINE)
     # These filter system calls, which costs time in each of them.
-    assert not told(dump, "SystemCallFilter") and told(dump, "LockPersonality") == told(dump, "ProtectClock") == ["no"]
+    assert not settings_of(dump, "SystemCallFilter") and settings_of(dump, "LockPersonality") == settings_of(
+        dump, "ProtectClock"
+    ) == ["no"]
 
 
 def test_without_a_folder_of_its_own_the_agent_works_below_the_state_directory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dump = systemd_on(unit(["--server", "farm:7070"], program=PROGRAM), tmp_path)
-    (setting,) = told(dump, "Environment")
+    (setting,) = settings_of(dump, "Environment")
     name, _, value = setting.partition("=")
     monkeypatch.delenv("ETFARM_DATA", raising=False)
     monkeypatch.setenv(name, value)
@@ -96,33 +98,33 @@ def test_without_a_folder_of_its_own_the_agent_works_below_the_state_directory(
 @pytest.mark.parametrize("variables", [{}, {"ETFARM_DATA": "/data/my agent 100%"}])
 def test_a_folder_that_was_chosen_stays_writable(variables: dict[str, str], tmp_path: Path) -> None:
     dump = systemd_on(unit(["--data", "/data/agent"], program=PROGRAM, environment=variables, own_data=True), tmp_path)
-    assert (told(dump, "ProtectSystem"), told(dump, "StateDirectory")) == (["full"], [])
-    assert told(dump, "Environment") == [f"{name}={value}" for name, value in variables.items()]
+    assert (settings_of(dump, "ProtectSystem"), settings_of(dump, "StateDirectory")) == (["full"], [])
+    assert settings_of(dump, "Environment") == [f"{name}={value}" for name, value in variables.items()]
 
 
 def test_an_agent_of_phones_may_start_adb_where_its_keys_are(tmp_path: Path) -> None:
     values = {"ANDROID_ADB_SERVER_PORT": "5038"}
     dump = systemd_on(unit(["--adb"], program=PROGRAM, environment=values, phones=True), tmp_path)
-    assert (told(dump, "ProtectSystem"), told(dump, "ProtectHome"), told(dump, "StateDirectory")) == (
+    assert (settings_of(dump, "ProtectSystem"), settings_of(dump, "ProtectHome"), settings_of(dump, "StateDirectory")) == (
         ["full"],
         ["no"],
         ["etfarm"],
     )
-    assert told(dump, "Environment") == ["ANDROID_ADB_SERVER_PORT=5038", "XDG_DATA_HOME=/var/lib"]
+    assert settings_of(dump, "Environment") == ["ANDROID_ADB_SERVER_PORT=5038", "XDG_DATA_HOME=/var/lib"]
 
 
 def test_the_environment_is_kept_but_for_the_token(tmp_path: Path) -> None:
     values = {"ETFARM_SERVER": "farm:7070", "ETFARM_TLS_CA": "/my certificates/ca.pem", "ETFARM_TOKEN": "s3cret", "OTHER": "x"}
     text = unit(["--name", "pi"], program=PROGRAM, environment=values)
     assert "s3cret" not in text and "OTHER" not in text
-    settings = told(systemd_on(text, tmp_path), "Environment")
+    settings = settings_of(systemd_on(text, tmp_path), "Environment")
     assert settings[:2] == ["ETFARM_SERVER=farm:7070", "ETFARM_TLS_CA=/my certificates/ca.pem"]
 
 
 @pytest.mark.parametrize("left_out", ["--print-unit", "--print", "--exit-with-stdin", "--exit"])
 def test_options_that_are_no_services_are_left_out(left_out: str, tmp_path: Path) -> None:
     dump = systemd_on(unit(["--server", "farm:7070", left_out, "--emulate", "aarch64"], program=PROGRAM), tmp_path)
-    assert words(told(dump, "Command Line")[0])[3:] == ["--server", "farm:7070", "--emulate", "aarch64"]
+    assert words(settings_of(dump, "Command Line")[0])[3:] == ["--server", "farm:7070", "--emulate", "aarch64"]
 
 
 def test_the_unit_of_this_process_finds_this_program_and_these_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -132,8 +134,8 @@ def test_the_unit_of_this_process_finds_this_program_and_these_files(tmp_path: P
     for name in ("ETFARM_DATA", "ETFARM_SERVER", "ETFARM_TLS_CA"):
         monkeypatch.delenv(name, raising=False)
     dump = systemd_on(unit_of_this(["--server", "h:1", "--tls-ca", "ca.pem"], {"tls_ca": Path("ca.pem"), "data": None}), tmp_path)
-    assert told(dump, "WorkingDirectory") == [str(folder)]
-    program, *rest = words(told(dump, "Command Line")[0])
+    assert settings_of(dump, "WorkingDirectory") == [str(folder)]
+    program, *rest = words(settings_of(dump, "Command Line")[0])
     assert rest[-5:] == ["agent", "--server", "h:1", "--tls-ca", "ca.pem"]
     done = subprocess.run([program, *rest[:-4], "--help"], cwd="/", env={}, capture_output=True, text=True, check=True)
     assert done.stdout.startswith("usage: etfarm agent")
@@ -153,8 +155,8 @@ def test_the_command_prints_a_unit_and_does_nothing_else(tmp_path: Path) -> None
     )  # fmt: skip
     assert "s3cret" not in done.stdout and not done.stderr and not list(tmp_path.iterdir())
     dump = systemd_on(done.stdout, tmp_path)
-    assert words(told(dump, "Command Line")[0])[-9:] == ["agent", *values]
-    assert told(dump, "WorkingDirectory") == [str(tmp_path)]
+    assert words(settings_of(dump, "Command Line")[0])[-9:] == ["agent", *values]
+    assert settings_of(dump, "WorkingDirectory") == [str(tmp_path)]
 
 
 def test_what_a_unit_cannot_hold_is_refused() -> None:

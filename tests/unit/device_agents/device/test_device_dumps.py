@@ -15,15 +15,15 @@ from etfarm.v1 import device_pb2
 from etfarm.wire import selectors
 from tests.support import dumps
 
-Told = tuple[str, str, int | None, str]
-"""A cluster: part, cpus, MHz, governor."""
+Cluster = tuple[str, str, int | None, str]
+"""(part, cpus, MHz, governor) of a cluster."""
 
 
 @dataclass(frozen=True)
 class Expected:
-    """What has to be told of a device; empty is what its dump does not tell."""
+    """The expected description of a device; fields that its dump lacks are empty."""
 
-    clusters: list[Told]
+    clusters: list[Cluster]
     arch: str = ""
     soc: str = ""
     model: str = ""
@@ -121,7 +121,7 @@ DEVICES = {
 named = pytest.mark.parametrize("name", sorted(DEVICES))
 
 
-def _told(device: device_pb2.Device) -> list[Told]:
+def _clusters_of(device: device_pb2.Device) -> list[Cluster]:
     return [
         (
             cluster.part,
@@ -140,7 +140,7 @@ def test_each_dump_is_looked_at() -> None:
 @named
 def test_a_device_is_described_as_it_is(name: str) -> None:
     device, expected = parse(dumps.load(name)), DEVICES[name]
-    assert _told(device) == expected.clusters
+    assert _clusters_of(device) == expected.clusters
     assert (device.arch, device.soc, device.model, device.os) == (expected.arch, expected.soc, expected.model, expected.os)
     assert device.memory_bytes == expected.memory_kib * 1024
     assert list(device.features) == expected.features.split()
@@ -165,7 +165,7 @@ def test_policies_say_what_the_files_of_each_cpu_say(name: str) -> None:
         for fact in ("cpuinfo_max_freq", "scaling_governor"):
             if text := facts.get(f"/sys/devices/system/cpu/cpu{cluster.cpus[0]}/cpufreq/{fact}"):
                 moved[f"{folder}/{fact}"] = text
-    assert _told(parse(moved)) == _told(parse(facts))
+    assert _clusters_of(parse(moved)) == _clusters_of(parse(facts))
 
 
 @named
@@ -185,7 +185,7 @@ def test_without_cpuinfo_the_register_tells_the_parts(name: str) -> None:
     facts = dumps.load(name)
     del facts["/proc/cpuinfo"]
     device = parse(facts)
-    assert _told(device) == DEVICES[name].clusters
+    assert _clusters_of(device) == DEVICES[name].clusters
     assert not device.features
 
 

@@ -17,8 +17,8 @@ from etfarm.device_agents.device.inventory import (
     parse,
     parse_cpu_list,
 )
-from etfarm.device_agents.errors import CoresUnknown
 from etfarm.v1 import device_pb2
+from etfarm.wire.cores import CoresUnknown
 from tests.support import dumps
 
 CPUS = st.frozensets(st.integers(0, 300), min_size=1)

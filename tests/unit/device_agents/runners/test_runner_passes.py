@@ -111,6 +111,9 @@ async def test_inspector_reads_the_trace_and_the_intermediate_outputs(runner: Re
     traced = await runner.trace(5, tmp_path / "trace.etdp", warmup=2)
     assert len(traced.samples_ns) == 5
     assert traced.etdump_bytes == traced.etdump.stat().st_size > 0
+    assert traced.wall_ns is not None and traced.wall_ns >= sum(traced.samples_ns)
+    assert traced.cpu_ns is not None and traced.cpu_ns > 0
+    assert traced.involuntary_switches is not None and traced.involuntary_switches >= 0
     (block,) = [b for b in inspector(etdump_path=str(traced.etdump)).event_blocks if b.name == "Execute"]
     calls = [event for event in block.events if event.name == "DELEGATE_CALL"]
     assert [len(event.perf_data.raw) for event in calls] == [5]

@@ -115,3 +115,14 @@ async def test_an_entry_names_what_was_changed_and_no_secret(log: AuditLog) -> N
     second, first = await log.list(9, None, "", "")
     assert (first.subject, first.detail, first.principal, first.peer) == ("eve 17", "role=ROLE_USER", "local", "10.0.0.7")
     assert (second.outcome, second.subject) == ("JOB_NOT_FOUND", "j" * 100)
+
+
+async def test_of_checks_of_a_job_only_the_refused_are_written(log: AuditLog) -> None:
+    for reason in ("", "JOB_QUOTA"):
+        auditor = Auditor(log, "/etfarm.v1.JobService/Submit", LOCAL, "10.0.0.7")
+        auditor.examine(job_pb2.SubmitJobRequest(validate_only=True))
+        if reason:
+            auditor.failed(reason)
+        else:
+            auditor.succeeded(job_pb2.Job())
+    assert [entry.outcome for entry in await log.list(9, None, "", "")] == ["JOB_QUOTA"]

@@ -215,7 +215,7 @@ class TestQuotas:
             assert (refused.value.metadata["limit_bytes"], refused.value.metadata["used_bytes"]) == ("1000", "600")
             assert await send(store, os.urandom(400))
             with pytest.raises(QuotaExceeded):
-                await store.require_quota("vision")
+                await store.quotas.require("vision")
             assert await send(store, os.urandom(1000), "audio"), "each project has its own"
 
     async def test_the_server_s_own_grants_count_and_are_never_refused(self, tmp_path: Path) -> None:

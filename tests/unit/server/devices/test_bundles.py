@@ -42,8 +42,10 @@ class World:
         self.store = Store(folder, database)
         self.bundles = self.new_bundles()
 
-    def new_bundles(self, own_arch: str = "x86_64", run_build: Callable[..., Awaitable[str]] | None = None) -> Bundles:
-        return Bundles(self.store, self.database, self.folder, own_arch=own_arch, run_build=run_build)
+    def new_bundles(
+        self, own_arch: str = "x86_64", run_build: Callable[..., Awaitable[str]] | None = None, prebuilt: Path | None = None
+    ) -> Bundles:
+        return Bundles(self.store, self.database, self.folder, own_arch=own_arch, run_build=run_build, prebuilt=prebuilt)
 
     async def add(self, **change: object) -> str:
         artifact = await self.store.put(archive(MANIFEST | change), "ann")
@@ -174,3 +176,41 @@ async def test_a_demand_for_the_servers_own_tells_why_its_build_failed(world: Wo
     assert world.bundles.own_error is not None
     digest = await world.add(arch="x86_64")
     assert (await world.bundles.demand("x86_64")).artifact.digest == digest, "one that was offered is used all the same"
+
+
+FITTING = {"arch": "x86_64", "executorch": version("executorch").partition("+")[0], "source_digest": "current"}
+
+
+async def use_prebuilt(world: World, change: dict[str, str]) -> list[tuple[str, ...]]:
+    """Let a farm start with a prebuilt bundle; return the arguments of the builds that it started."""
+    prebuilt = world.folder / "prebuilt.tar.gz"
+    prebuilt.write_bytes(archive(MANIFEST | FITTING | change))
+    builds: list[tuple[str, ...]] = []
+
+    async def build(_: Path, *arguments: str) -> str:
+        builds.append(arguments)
+        if arguments == ("--source-digest",):
+            return "current"
+        raise FarmError("There is no g++.")
+
+    world.bundles = world.new_bundles(run_build=build, prebuilt=prebuilt)
+    await world.bundles.build_own()
+    assert prebuilt.exists()
+    return builds
+
+
+async def test_a_fitting_prebuilt_bundle_is_used_without_a_build(world: World) -> None:
+    assert await use_prebuilt(world, {}) == [("--source-digest",)]
+    assert world.bundles.own_error is None
+    assert (await world.bundles.demand("x86_64")).source_digest == "current"
+
+
+@pytest.mark.parametrize("change", [{"arch": "aarch64"}, {"executorch": "0.0.1"}, {"source_digest": "former"}, {"schema": "x"}])
+async def test_another_prebuilt_bundle_is_refused_and_one_is_built(
+    world: World, change: dict[str, str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    builds = await use_prebuilt(world, change)
+    assert [arguments[0] for arguments in builds] == ["--source-digest", "-o"]
+    assert "the bundle of etfarm-runner is not used" in capsys.readouterr().out
+    assert world.bundles.own_error is not None
+    assert world.bundles.list() == []

@@ -27,7 +27,7 @@ async def test_a_cell_goes_its_way_and_its_agent_may_forget_it_once_the_result_i
     assert run.candidates[0].program == compiled().program, "its data files too"
     assert world.conductor.live == 1
     assert agent.answer(run, threads=4)
-    await agent.is_told("ack", run.attempt_id)
+    await agent.expect_message("ack", run.attempt_id)
     states, (report,) = await world.end(job)
     assert states == STATES_TO_SUCCESS
     assert (report.state, report.attempt, report.threads, report.latency.p50_ns) == (
@@ -86,7 +86,7 @@ async def test_a_compilation_that_stops_ends_without_a_program(world: World) -> 
     assert world.compiler.stop_after == report.compile.compilation.stopped_after == "TORCH_EXPORT"
 
 
-async def test_a_stage_of_an_earlier_compilation_is_told_as_such(world: World) -> None:
+async def test_a_stage_of_an_earlier_compilation_is_reported_as_cached(world: World) -> None:
     world.compiler.gate = asyncio.Event()
     job = await world.submit(on_device=False)
     async with asyncio.timeout(WAIT_S):
@@ -108,7 +108,7 @@ async def test_a_users_fault_on_the_device_is_not_tried_again(world: World) -> N
     job = await world.submit()
     run = await agent.started()
     agent.answer(run, error("USER", "PROGRAM_CRASHED"))
-    await agent.is_told("ack", run.attempt_id)
+    await agent.expect_message("ack", run.attempt_id)
     states, (report,) = await world.end(job)
     assert states == [*STATES_TO_SUCCESS[:3], "FAILED"]
     assert report.error.reason == "PROGRAM_CRASHED"
@@ -140,7 +140,7 @@ async def test_a_device_fault_places_the_cell_again_elsewhere_and_nothing_of_the
 
 
 async def _next_start(agent: Agent) -> agent_pb2.StartRun:
-    while (message := await agent.heard()).WhichOneof("message") != "start_run":
+    while (message := await agent.next_message()).WhichOneof("message") != "start_run":
         pass
     return message.start_run
 
@@ -252,7 +252,7 @@ async def test_cancelling_ends_the_cell_wherever_it_is(world: World, state: str)
     assert world.conductor.live == 0
     assert world.compiler.stopped == (state == "COMPILING")
     if agent is not None and run is not None:
-        await agent.is_told("ack" if state == "ANALYZING" else "cancel_run", run.attempt_id)
+        await agent.expect_message("ack" if state == "ANALYZING" else "cancel_run", run.attempt_id)
 
 
 async def test_cancelling_in_the_moment_of_starting_ends_the_cell_too(world: World) -> None:
@@ -335,7 +335,7 @@ async def test_a_new_server_waits_for_what_runs_before_any_agent_can_come_back(w
     back = await Agent(again, "pi").connect(run.attempt_id)
     assert again.registry.get("pi").attempt_id == run.attempt_id
     back.answer(run, threads=3)
-    await back.is_told("ack", run.attempt_id)
+    await back.expect_message("ack", run.attempt_id)
     states, (report,) = await again.end(job)
     assert states == STATES_TO_SUCCESS
     assert (report.attempt, report.threads) == (run.attempt_id, 3)

@@ -62,6 +62,31 @@ def test_operators_that_lost_their_places_are_those_of_then() -> None:
     assert created.trace_times == before.trace_times
 
 
+def test_runs_whose_samples_are_gone_stay_with_their_spread_and_warnings() -> None:
+    before, created = worked_out(EAGER), worked_out(EAGER)
+    for p50_ns in (5, 6, 9):
+        before.runs.add(p50_ns=p50_ns)
+    before.run_spread.runs = 3
+    before.latency.p50_ns = 6.5
+    before.compile.warnings.add(code="RUNS_LEFT_OUT", message="of then")
+    keep(before, created)
+    assert (list(created.runs), created.run_spread, created.latency) == (list(before.runs), before.run_spread, before.latency)
+    assert [warning.code for warning in created.compile.warnings] == ["RUNS_LEFT_OUT"]
+
+
+def test_a_trace_keeps_its_verdict_when_the_samples_it_was_compared_with_are_gone() -> None:
+    before, created = worked_out(EAGER), worked_out(EAGER)
+    before.latency.p50_ns = 1500
+    before.profile.traced_ratio, before.profile.event_cost_ns = 2.0, 30
+    before.profile.verdict.status = report_pb2.VERDICT_STATUS_INVALID
+    before.profile.verdict.reasons.add(code="TRACING_SLOW")
+    created.profile.verdict.status = report_pb2.VERDICT_STATUS_VALID
+    created.profile.iterations = 10
+    keep(before, created)
+    assert (created.profile.traced_ratio, created.profile.event_cost_ns, created.profile.iterations) == (2.0, 30, 10)
+    assert created.profile.verdict == before.profile.verdict
+
+
 def test_what_is_all_there_is_new() -> None:
     before, created = worked_out(EAGER), worked_out(EAGER, QUANTIZED)
     before.compile.warnings.add(code="ANALYSIS_OLD", message="of then")
@@ -73,7 +98,7 @@ def test_what_is_all_there_is_new() -> None:
 
 
 @pytest.mark.parametrize("token", ["999999999999999999.abcd", "x.y", "1", "-1.abcd"])
-async def test_a_page_token_of_nobody_is_refused(token: str, tmp_path: Path) -> None:
+async def test_an_unknown_page_token_is_refused(token: str, tmp_path: Path) -> None:
     database = Database(tmp_path / "farm.sqlite")
     await database.open()
     try:

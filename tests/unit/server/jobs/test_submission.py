@@ -28,10 +28,11 @@ from etfarm.server.rpc.door.token_file import LOCAL
 from etfarm.server.rpc.services.jobs import JobService
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import ACTOR_CLIENT, ACTOR_SERVER, Artifact
-from etfarm.v1.device_pb2 import Device, DeviceState
+from etfarm.v1.device_pb2 import Cluster, Device, DeviceState
 from etfarm.v1.job_pb2 import Candidate, DeviceChoice, Job, JobSpec, JobState, Measurement, MethodSource, Model, SubmitJobRequest
 from etfarm.wire import digest, recipes
 from etfarm.wire.chunks import artifact_of
+from etfarm.wire.cores import CoresUnknown
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.recipes import BadRecipeField, BadRecipeText, Recipe, UnknownRecipe
 from etfarm.wire.selectors import UnknownSelectorKey
@@ -230,6 +231,36 @@ async def test_more_iterations_than_a_pass_keeps_samples_are_refused(golden: Gol
     measurement.max_samples = 2_000_000
     job = await world.make(JobSpec(candidates=[await world.model()], measurement=measurement, devices=[DeviceChoice()]))
     assert job.spec.measurement.iterations == 1_000_001
+
+
+@pytest.mark.parametrize("count", [0, 1_001])
+async def test_the_number_of_traced_iterations_is_bounded(golden: Golden, world: World, count: int) -> None:
+    measurement = Measurement(trace_iterations=count)
+    with pytest.raises(BadJob) as refused:
+        await world.make(JobSpec(candidates=[await world.model()], measurement=measurement, devices=[DeviceChoice()]))
+    golden.check(refused.value)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"repeat": 0}, {"repeat": 51}, {"repeat": -1}, {"repeat": 2, "interleave": True}, {"repeat": 5, "iterations": 200_001},
+        {"repeat": 5, "max_samples": 2_000_001},
+    ],
+    ids=str,
+)  # fmt: skip
+async def test_runs_that_cannot_be_made_are_refused(golden: Golden, world: World, wrong: dict[str, Any]) -> None:
+    candidates = [await world.model(), await world.model()]
+    with pytest.raises(BadJob) as refused:
+        await world.make(JobSpec(candidates=candidates, measurement=Measurement(**wrong), devices=[DeviceChoice()]))
+    golden.check(refused.value)
+
+
+@pytest.mark.parametrize("repeat", [1, 50])
+async def test_a_program_may_be_measured_in_50_runs(world: World, repeat: int) -> None:
+    measurement = Measurement(repeat=repeat, max_samples=200_000)
+    job = await world.make(JobSpec(candidates=[await world.model()], measurement=measurement, devices=[DeviceChoice()]))
+    assert job.spec.measurement.repeat == repeat
 
 
 async def test_a_ready_program_has_no_stages_to_stop_after(golden: Golden, world: World) -> None:
@@ -538,3 +569,39 @@ async def test_ready_programs_are_interleaved_whatever_their_methods_are_called(
     job = await world.make(spec)
     job.cells[1].method = "run"  # as its inspection tells later
     assert len(groups.together(job, job.cells)) == 1
+
+
+async def test_a_check_needs_no_sources_and_gives_the_job_as_it_would_be(world: World) -> None:
+    spec = JobSpec(
+        candidates=[Candidate(name="net", recipe=FP32), Candidate(name="ready")],
+        devices=[DeviceChoice(selector="arch=aarch64", all=True)], threads=[1, 2],
+    )  # fmt: skip
+    job = await world.submission.make(spec, owner="ann", project="default", at=AT, validate_only=True)
+    assert [(cell.candidate_name, cell.recipe_name) for cell in job.cells] == [("net", "xnnpack_fp32")] * 4 + [("ready", "")] * 4
+    assert world.asked == ["xnnpack_fp32"]
+    assert world.screened == []
+    with pytest.raises(BadJob):
+        await world.make(spec)
+
+
+async def test_a_check_refuses_what_needs_no_source_to_be_known(world: World) -> None:
+    async def reason(spec: JobSpec) -> str:
+        with pytest.raises(UserError) as refused:
+            await world.submission.make(spec, owner="ann", project="default", at=AT, validate_only=True)
+        return refused.value.reason
+
+    net = Candidate(name="net", recipe=FP32)
+    assert await reason(JobSpec(candidates=[net], devices=[DeviceChoice(selector="arch=mips")])) == "NO_SUCH_DEVICE"
+    assert await reason(JobSpec(candidates=[net], devices=[DeviceChoice(selector="a=b")])) == "UNKNOWN_SELECTOR_KEY"
+    assert await reason(JobSpec(candidates=[net], threads=[0])) == "BAD_JOB"
+    assert await reason(JobSpec(candidates=[Candidate(name="net", recipe='{"recipe":"no"}')])) == "UNKNOWN_RECIPE"
+    assert await reason(JobSpec(candidates=[Candidate(name="ready")], stop_after="QUANTIZE")) == "BAD_JOB"
+
+
+async def test_cores_that_no_matching_device_has_are_refused(world: World) -> None:
+    world.devices = [Device(id=f"pi{count}", name="pi", clusters=[Cluster(cpus=range(count))]) for count in (2, 4)]
+    spec = JobSpec(candidates=[await world.model()], devices=[DeviceChoice()], measurement=Measurement(cores="2-3"))
+    assert len((await world.make(spec)).cells) == 1
+    spec.devices[0].selector = "id=pi2"
+    with pytest.raises(CoresUnknown):
+        await world.make(spec)

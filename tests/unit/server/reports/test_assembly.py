@@ -174,6 +174,24 @@ def test_a_run_without_a_measurement_has_no_measurement_latency_or_verdict() -> 
     assert report.outputs == artifact_of(b"outputs")
 
 
+def test_a_traced_pass_has_its_own_counters_and_verdict_whatever_the_child_answers() -> None:
+    measured, analyzed = result(), analysis()
+    measured.traced_ns.extend([10] * 30)
+    measured.traced_telemetry.cpu_time_ns, measured.traced_telemetry.wall_time_ns = 100, 300
+    analyzed.profile.iterations, analyzed.profile.traced_ratio = 30, 1.1
+    analyzed.profile.events, analyzed.profile.event_cost_ns = 10, 5e6
+    analyzed.profile.telemetry.cpu_time_ns = 7
+    analyzed.profile.verdict.status = report_pb2.VERDICT_STATUS_VALID
+    report = assemble("r", job(), cell(), at=AT, device=DEVICE, result=measured, analysis=analyzed)
+    assert (report.profile.telemetry.cpu_time_ns, report.profile.traced_ratio) == (100, 1.1)
+    assert [reason.code for reason in report.profile.verdict.reasons] == ["CPU_STARVED"]
+    assert report.verdict != report.profile.verdict
+    assert not report.profile.HasField("event_cost_ns"), "a starved pass does not show what tracing costs"
+    lenient = Thresholds(min_cpu_share=0.1)
+    again = assemble("r", job(), cell(), at=AT, device=DEVICE, result=measured, analysis=analyzed, thresholds=lenient)
+    assert again.profile.verdict.status == report_pb2.VERDICT_STATUS_VALID and again.profile.event_cost_ns == 5e6
+
+
 def test_an_emulated_device_is_not_benchmarkable() -> None:
     emulated = Device(id="emu", emulated=True)
     report = assemble(
@@ -204,3 +222,14 @@ def test_a_models_digest_is_of_its_methods_whatever_its_name() -> None:
 @pytest.mark.parametrize("seconds", [0, 1.5, -2])
 def test_instants_are_relative_to_the_submission(seconds: float) -> None:
     assert since(job(), AT + timedelta(seconds=seconds)) == seconds * 1000
+
+
+def test_a_run_of_the_python_binding_has_a_warning_and_no_reason_against_it() -> None:
+    actual = result()
+    actual.runner.kind = common_pb2.RUNNER_KIND_PYTHON
+    values: dict[str, Any] = {"at": AT, "compilation": compilation(), "device": DEVICE, "analysis": analysis()}
+    native, python = (assemble("r", job(), cell(), result=each, **values) for each in (result(), actual))
+    (added,) = python.compile.warnings[len(native.compile.warnings) :]
+    assert added.code == "PYTHON_RUNNER"
+    assert "no runner bundle for aarch64" in added.message
+    assert python.verdict == native.verdict

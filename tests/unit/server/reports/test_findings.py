@@ -15,14 +15,15 @@ import pytest
 from sqlalchemy import func, select
 
 from etfarm.server.artifacts.store import Store
-from etfarm.server.reports.findings import CUT_SHORT, FILE_MISSING, Findings, key_of
+from etfarm.server.reports.findings import CUT_SHORT, FILE_MISSING, Findings, key_of, require_runs
 from etfarm.server.reports.latency.interleaved import Block
 from etfarm.server.reports.request import AnalyzeRequest, Numerics
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
-from etfarm.server.workers.errors import ChildTimedOut
+from etfarm.server.workers.errors import BadWorkerAnswer, ChildTimedOut
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
+from etfarm.v1 import report_pb2
 from etfarm.wire import digest
 from tests.support.farm import wait_until
 from tests.support.traces import traced
@@ -160,6 +161,32 @@ def test_whatever_it_hangs_on_is_in_the_key(other: Callable[[AnalyzeRequest, Pat
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
     assert key_of(request(elsewhere)) == key_of(asked), "where the store lies says nothing"
+
+
+def _statistics(*runs: tuple[float, list[float]]) -> report_pb2.Report:
+    return report_pb2.Report(runs=[report_pb2.Run(p50_ns=p50_ns, p50_ci95_ns=ends) for p50_ns, ends in runs])
+
+
+def test_a_child_returns_the_statistics_of_each_run_or_of_no_run(tmp_path: Path) -> None:
+    single = request(tmp_path)
+    repeated, interleaved = replace(single, runs=(100, 100)), replace(single, blocks=(Block(0, 0, 200),))
+    run = (1000.0, [990.0, 1010.0])
+    for asked, counts in ((single, {0, 1}), (repeated, {0, 2}), (interleaved, {0}), (replace(single, samples=None), {0})):
+        for count in range(4):
+            if count in counts:
+                require_runs(_statistics(*[run] * count), asked)
+            else:
+                with pytest.raises(BadWorkerAnswer, match=f"got {count}"):
+                    require_runs(_statistics(*[run] * count), asked)
+
+
+@pytest.mark.parametrize(
+    "run", [(1e300, []), (-1.0, []), (1e-300, []), (1.0, [1.0]), (1.0, [2.0, 1.0]), (1.0, [1e-300, 2.0]), (1.0, [1.0, 2.0, 3.0])]
+)
+def test_a_child_returns_times_and_intervals_of_runs(run: tuple[float, list[float]], tmp_path: Path) -> None:
+    with pytest.raises(BadWorkerAnswer, match="must return"):
+        require_runs(_statistics(run), request(tmp_path))
+    require_runs(_statistics((0.0, [0.0, 1.0])), request(tmp_path))
 
 
 async def test_the_oldest_findings_make_room(workers: Workers, store: Store, database: Database, tmp_path: Path) -> None:

@@ -74,11 +74,24 @@ def test_only_what_analysis_finds_out_is_set(tmp_path: Path) -> None:
     assert {field.name for field, _ in report.ListFields()} == {
         "inputs",
         "latency",
+        "runs",
         "accuracy",
         "profile",
         "operators",
         "trace_times",
     }
+
+
+def test_tracing_is_compared_with_the_run_of_the_same_process(tmp_path: Path) -> None:
+    asked = replace(_request(traced("xnnpack"), tmp_path), model=None, quantized=None)
+    fast, slow = np.full(400, 10_000, "<i8"), np.full(100, 1_000_000, "<i8")
+    assert asked.samples is not None
+    asked.samples.write_bytes(np.concatenate([fast, slow]).tobytes())
+    report, _ = _analyze(replace(asked, runs=(200, 200, 100)), tmp_path)
+    assert report.latency.p50_ns == 10_000 and report.runs[-1].p50_ns == 1_000_000
+    assert report.profile.traced_ratio == pytest.approx(report.profile.p50_ns / 1_000_000)
+    pooled, _ = _analyze(asked, tmp_path)
+    assert pooled.profile.traced_ratio == pytest.approx(report.profile.p50_ns / 10_000)
 
 
 def test_int8_is_close_to_the_model_before_quantization_and_not_equal(tmp_path: Path) -> None:

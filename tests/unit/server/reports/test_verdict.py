@@ -79,7 +79,7 @@ def test_other_outputs_in_the_traced_pass_are_invalid() -> None:
     assert not verdict.reasons[0].HasField("measured")
 
 
-def test_all_reasons_are_told() -> None:
+def test_all_reasons_are_reported() -> None:
     verdict = _judge(samples=3, cpu_time_ns=1, involuntary_switches=10_000, psi_cpu_some_us=999_999, outputs_equal=False)
     assert len(verdict.reasons) == 5
 
@@ -231,7 +231,7 @@ def test_a_heat_that_was_there_at_the_start_is_part_of_the_sentence() -> None:
     assert not _codes(_measured(waits=[wait])), "warm alone is no reason: the clock held"
 
 
-def test_a_clock_that_moves_is_told_with_its_governor() -> None:
+def test_a_varying_clock_is_reported_with_its_governor() -> None:
     series = _series(*([[1_500_000_000]] * 5 + [[2_400_000_000]] * 5))
     setting = report_pb2.DeviceSetting(
         name="governor", cpus="0-3", found="ondemand", wanted="performance", why="the agent may not write it"
@@ -268,6 +268,8 @@ def test_a_nondeterministic_program_is_named_with_its_output_and_a_stateful_one_
     assert "nondeterministic" in reason.message and (reason.measured, reason.threshold) == (0.25, 0)
     result.repeatability.outcome, result.outputs_equal = report_pb2.REPEATABILITY_OUTCOME_KEEPS_STATE, True
     assert not _codes(result)
+    result.repeatability.outcome, result.outputs_equal = report_pb2.REPEATABILITY_OUTCOME_ROUNDING, False
+    assert not _codes(result), "rounding is not a fault of the measurement"
     result.repeatability.outcome = report_pb2.REPEATABILITY_OUTCOME_DIFFERENT
     result.ClearField("outputs_equal")
     assert "may keep state or be nondeterministic" in _codes(result)["OUTPUTS_DIFFER"].message

@@ -20,8 +20,8 @@ from etfarm.wire.errors import FarmError
 PAGE = 4096
 
 
-async def made(folder: Path, rows: int = 3000, prefix: str = "") -> Path:
-    """A closed database with artifacts in it."""
+async def create_database(folder: Path, rows: int = 3000, prefix: str = "") -> Path:
+    """Create a database with artifacts, and close it."""
     folder.mkdir(exist_ok=True)
     path = folder / "farm.sqlite"
     database = Database(path)
@@ -109,7 +109,7 @@ def forget_the_revision(path: Path) -> None:
     ],
 )  # fmt: skip
 async def test_a_damaged_database_is_refused_and_left_as_it_is(tmp_path: Path, damage: Callable[[Path], None]) -> None:
-    path = await made(tmp_path)
+    path = await create_database(tmp_path)
     damage(path)
     before = path.read_bytes()
     error = await refusal(path)
@@ -119,8 +119,8 @@ async def test_a_damaged_database_is_refused_and_left_as_it_is(tmp_path: Path, d
 
 
 async def test_a_log_of_another_database_is_refused_and_nothing_of_it_is_taken(tmp_path: Path) -> None:
-    path = await made(tmp_path)
-    other = await made(tmp_path / "other", rows=200, prefix="f")
+    path = await create_database(tmp_path)
+    other = await create_database(tmp_path / "other", rows=200, prefix="f")
     connection = sqlite3.connect(other)
     connection.execute("PRAGMA wal_autocheckpoint=0")
     connection.execute("CREATE TABLE strange (x)")
@@ -142,7 +142,7 @@ async def test_a_log_of_another_database_is_refused_and_nothing_of_it_is_taken(t
 
 
 async def test_a_log_that_is_its_own_is_taken(tmp_path: Path) -> None:
-    path = await made(tmp_path / "source")
+    path = await create_database(tmp_path / "source")
     connection = sqlite3.connect(path)
     connection.execute("UPDATE artifacts SET owner = 'bob'")
     connection.commit()
@@ -183,7 +183,7 @@ async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path: 
     ("revision", "kind"), [("9999", DatabaseTooNew), ("1975ea83b712", DatabaseForeign), ("", DatabaseForeign)]
 )
 async def test_a_revision_that_is_unknown_is_refused(tmp_path: Path, revision: str, kind: type[FarmError]) -> None:
-    path = await made(tmp_path)
+    path = await create_database(tmp_path)
     execute(path, f"UPDATE alembic_version SET version_num = '{revision}'")
     database = Database(path)
     with pytest.raises(kind):
@@ -193,7 +193,7 @@ async def test_a_revision_that_is_unknown_is_refused(tmp_path: Path, revision: s
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
 def test_a_file_that_the_server_may_not_write_is_refused(tmp_path: Path) -> None:
-    path = asyncio.run(made(tmp_path))
+    path = asyncio.run(create_database(tmp_path))
     path.chmod(0o400)
     for folder in (tmp_path, *tmp_path.parents):
         if folder == Path("/tmp"):
@@ -213,7 +213,7 @@ def test_a_file_that_the_server_may_not_write_is_refused(tmp_path: Path) -> None
 
 
 async def test_pages_that_break_while_the_server_runs_end_its_writes(tmp_path: Path) -> None:
-    path = await made(tmp_path)
+    path = await create_database(tmp_path)
     database = Database(path)
     await database.open()
     ends: list[FarmError] = []

@@ -280,9 +280,9 @@ async def assert_converts(path: Path, reports: int) -> None:
     await database.open()
     bodies = await database.read(lambda connection: connection.execute(select(schema.reports.c.body)).scalars().all())
     store = Store(path.parent / ARTIFACTS, database)
-    found = [report_pb2.Report.FromString(body) for body in bodies]
-    assert sorted(report.id for report in found) == sorted(f"r{number}" for number in range(reports))
-    for report in found:
+    loaded = [report_pb2.Report.FromString(body) for body in bodies]
+    assert sorted(report.id for report in loaded) == sorted(f"r{number}" for number in range(reports))
+    for report in loaded:
         number = int(report.id[1:])
         assert decode_samples(store.path(report.samples.digest).read_bytes()) == [1000 + number] * 5
         assert decode_trace_times(store.path(report.trace_times.digest).read_bytes(), 1) == [[2000 + number]]

@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
+import psutil
 import pytest
 
 from etfarm.server.workers.errors import MAX_METADATA, MAX_TEXT, ChildDied, ChildOutOfMemory, ChildTimedOut, WorkersDown
@@ -281,6 +282,47 @@ async def test_without_prewarm_the_first_task_starts_the_forkserver_and_warms_it
     assert warm is not None
     assert forkservers == [None, warm, warm], "the warm-up, then the two tasks"
     assert pool.forkserver_pid is None
+
+
+async def test_a_light_task_does_not_wait_for_the_preload(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_preload.py").write_text("import time\ntime.sleep(600)\n")
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    pool = Workers(
+        preload=["slow_preload"], light_preload=[TASKS], limits=LIMITS, folder=tmp_path / "jobs", concurrency=1
+    )  # fmt: skip
+    pool.start()
+    warming = pool.forkserver_pid
+    try:
+        async with await pool.run(f"{TASKS}:echo", 1, deadline_s=60, light=True) as finished:
+            assert finished.result == b"1"
+        assert warming is not None and pool.forkserver_pid == warming and psutil.pid_exists(warming)
+    finally:
+        await pool.stop()
+    assert not psutil.pid_exists(warming)
+
+
+async def test_a_light_task_takes_the_warm_forkserver_where_there_is_one(tmp_path: Path) -> None:
+    pool = Workers(
+        preload=[TASKS], light_preload=["no_such_module"], limits=LIMITS, folder=tmp_path / "jobs", concurrency=1
+    )  # fmt: skip
+    pool.start()
+    try:
+        await pool.ready()
+        async with await pool.run(f"{TASKS}:echo", 1, deadline_s=60, light=True) as finished:
+            assert finished.result == b"1"
+    finally:
+        await pool.stop()
+
+
+async def test_without_a_light_preload_a_light_task_runs_as_all_others(tmp_path: Path) -> None:
+    pool = Workers(preload=[TASKS], limits=LIMITS, folder=tmp_path / "jobs", concurrency=1, prewarm=False)
+    pool.start()
+    try:
+        async with await pool.run(f"{TASKS}:echo", 1, deadline_s=60, light=True) as finished:
+            assert finished.result == b"1"
+        assert pool.forkserver_pid is not None
+    finally:
+        await pool.stop()
 
 
 async def test_a_preload_that_fails_says_which_and_why(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 
 from etfarm.wire.comparison import NoSuchReport, NothingToCompare, Side, compare, failed, split_choice
-from tests.support.comparisons import against, operator, report, reports, timed
+from tests.support.comparisons import against, observed, operator, repeated, report, reports, timed
 from tests.support.documents import completed
 
 PAIR = [
@@ -44,8 +44,16 @@ def test_a_report_against_itself_differs_in_nothing(one: dict[str, Any]) -> None
 @settings(max_examples=60, deadline=None)
 def test_a_report_against_itself_passes_every_gate_that_can_be_judged(one: dict[str, Any]) -> None:
     gate = against(one, one, "0%", "size=0%", "memory=0%", "accuracy=0dB", accept_invalid=True)["gate"]
-    assert {reason["code"] for reason in gate["reasons"]} <= {"NOT_MEASURED", "NO_VALID_EVIDENCE"}
-    measured = one["latency"] and one["latency"]["p50_ns"] and one["compile"] and one["memory"] and one["accuracy"]
+    assert {reason["code"] for reason in gate["reasons"]} <= {"NOT_MEASURED", "NO_VALID_EVIDENCE", "TOO_FEW", "NO_SPREAD"}
+    assert one["compile"] is None or "NO_SPREAD" not in {reason["code"] for reason in gate["reasons"]}
+    measured = (
+        one["latency"]
+        and one["latency"]["p50_ns"]
+        and one["latency"]["p50_ci95_ns"]
+        and one["compile"]
+        and one["memory"]
+        and one["accuracy"]
+    )
     assert gate["passed"] or not measured
 
 
@@ -78,7 +86,7 @@ def test_what_passes_a_gate_passes_a_wider_one(one: dict[str, Any], other: dict[
 
 
 def test_two_intervals_are_taken_as_independent() -> None:
-    pair = only(against(timed("c1", 1000, (990, 1020)), timed("c2", 1200, (1180, 1230))))
+    pair = only(against(observed("c1", 1000, (990, 1020)), observed("c2", 1200, (1180, 1230))))
     result = pair["latency"]
     assert (result["ratio"], result["method"], result["outcome"]) == (pytest.approx(1.2), "separate", "slower")
     low = 1.2 * math.exp(-math.hypot(math.log(1200 / 1180), math.log(1020 / 1000)))
@@ -88,10 +96,52 @@ def test_two_intervals_are_taken_as_independent() -> None:
 
 
 def test_without_an_interval_there_are_too_few_samples_to_tell() -> None:
-    document = against(timed("c1", 1000), timed("c2", 1200, (1180, 1230)))
+    other = {"program": {"digest": "8" * 64, "size_bytes": 1000}}
+    document = against(timed("c1", 1000), timed("c2", 1200, (1180, 1230), compile=other))
     result = only(document)["latency"]
     assert (result["ratio_ci95"], result["outcome"]) == (None, "too_few")
     assert "Measured apart" in document["notes"][0] and "--interleave" in document["notes"][0]
+
+
+def compiled(digit: str) -> dict[str, Any]:
+    """Return the compilation of a program of its own."""
+    return {"program": {"digest": digit * 64}}
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "outcome"),
+    [(1000, 1005, "no_difference"), (1000, 1120, "inconclusive"), (1120, 1000, "inconclusive"), (1000, 1499, "inconclusive"),
+     (1000, 1600, "slower"), (1600, 1000, "faster")],
+)  # fmt: skip
+def test_separate_runs_of_an_unknown_spread_differ_only_where_it_is_obvious(before: float, after: float, outcome: str) -> None:
+    sides = (("b", before, "6"), ("k", after, "7"))
+    document = against(*(timed(cell, p50, (p50 * 0.99, p50 * 1.01), compile=compiled(program)) for cell, p50, program in sides))
+    result = only(document)["latency"]
+    assert (result["outcome"], result["base_spread"], result["candidate_spread"]) == (outcome, None, None)
+    assert document["notes"][0].startswith("Measured apart, and it is not known how much runs of both sides vary")
+
+
+def test_repeats_widen_the_interval_of_separate_runs_and_decide() -> None:
+    document = against(repeated("b", (1000, 1010, 990, 1015, 985)), repeated("k", (1100, 1111, 1089, 1115, 1085)))
+    result = only(document)["latency"]
+    assert (result["outcome"], result["same_program"], document["notes"]) == ("slower", False, [])
+    assert result["base_spread"]["source"] == result["candidate_spread"]["source"] == "REPEATS"
+    assert result["ratio"] == pytest.approx(1.1, rel=1e-3)
+    assert result["ratio_ci95"] == pytest.approx([1.08, 1.12], abs=0.003)
+
+
+def test_one_program_is_the_same_by_its_digest_inputs_runner_threads_and_cores() -> None:
+    def of(**changes: Any) -> dict[str, Any]:
+        return report("k", **{"runner": {"kind": "native", "bundle_digest": "b" * 64, "cores": "0-1"}, **changes})
+
+    others: list[dict[str, Any]] = [
+        {"threads": 1}, {"method": "encode"}, {"inputs": {"digest": "5" * 64}}, {"compile": None},
+        {"compile": {"program": {"digest": "7" * 64}}}, {"runner": {"kind": "native", "bundle_digest": "c" * 64, "cores": "0-1"}},
+        {"runner": {"kind": "native", "bundle_digest": "b" * 64}},
+    ]  # fmt: skip
+    assert only(against(of(), of(recipe="other", model={"name": "renamed"})))["latency"]["same_program"]
+    assert not any(only(against(of(), of(**changes)))["latency"]["same_program"] for changes in others)
+    assert not only(against(of(compile=None), of(compile=None)))["latency"]["same_program"]
 
 
 def in_turns(base: Sequence[float], other: Sequence[float] = ()) -> list[dict[str, Any]]:
@@ -101,7 +151,9 @@ def in_turns(base: Sequence[float], other: Sequence[float] = ()) -> list[dict[st
         rounds = {"base_cell": "c0", "rounds": 24, "process_pairs": 8}
         return {**rounds, "ratio": ratio[0], "ratio_ci95": ratio[1:], "ratios": [ratio[0]] * 24}
 
-    cells = [timed(f"c{place}", 1000, (999, 1001), attempt="a", recipe=f"r{place}") for place in range(3)]
+    cells = [
+        timed(f"c{place}", 1000, (999, 1001), attempt="a", recipe=f"r{place}", compile=compiled(str(place))) for place in range(3)
+    ]
     for place, ratio in ((1, base), (2, other)):
         if ratio:
             cells[place]["interleaved"] = completed({"interleaved": of(ratio)})["interleaved"]
@@ -228,16 +280,16 @@ def test_an_output_with_two_references_is_compared_by_the_first() -> None:
 
 
 def test_two_sides_are_compared_by_a_reference_that_both_have() -> None:
-    def told(cell: str, **sqnr_db: float) -> dict[str, Any]:
+    def accuracy_of(cell: str, **sqnr_db: float) -> dict[str, Any]:
         names = {"eager": "program before quantization", "quantized": "quantized program"}
         return report(
             cell, accuracy=[{"output": "y", "sqnr_db": value, "reference": names[one]} for one, value in sqnr_db.items()]
         )
 
-    both, lost = told("b", eager=35.0, quantized=60.0), told("k", quantized=58.0)
+    both, lost = accuracy_of("b", eager=35.0, quantized=60.0), accuracy_of("k", quantized=58.0)
     (result,) = only(against(both, lost))["accuracy"]
     assert (result["base"]["sqnr_db"], result["candidate"]["sqnr_db"], result["change_db"]) == (60.0, 58.0, -2.0)
-    (result,) = only(against(told("b", eager=35.0), lost))["accuracy"]
+    (result,) = only(against(accuracy_of("b", eager=35.0), lost))["accuracy"]
     assert (result["base"]["sqnr_db"], result["candidate"]["sqnr_db"], result["change_db"]) == (35.0, 58.0, None)
     assert result["candidate"]["reference"] == "quantized program"
 
@@ -355,7 +407,7 @@ def test_size_counts_the_data_files_and_delegation_names_who_left() -> None:
     assert pair["delegation"]["forward"]["delegated_nodes"]["change"] == -1
 
 
-def test_what_else_changed_is_told() -> None:
+def test_other_changes_are_reported() -> None:
     tools = {"program": {"size_bytes": 1000}, "toolchain": {"torch": "2.14.0"}}
     (change,) = only(against(report("b"), report("k", compile=tools)))["changes"]
     assert change == {"what": "torch", "base": "2.13.0", "candidate": "2.14.0"}

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 
 from etfarm.wire.comparison import BadGate, Gate, Limit, Side, compare
-from tests.support.comparisons import against, report, timed
+from tests.support.comparisons import against, observed, repeated, report, timed
 from tests.support.golden import Golden
 
 
 def codes(document: dict[str, Any]) -> list[str]:
     gate = document["gate"]
-    assert gate["passed"] == (not gate["reasons"])
+    assert gate["passed"] == (not gate["reasons"]) == (gate["outcome"] == "passed")
     return [reason["code"] for reason in gate["reasons"]]
 
 
@@ -72,21 +72,137 @@ def test_a_metric_has_one_gate_and_options_of_gates_want_one(golden: Golden) -> 
 def test_a_latency_fails_where_all_of_its_interval_is_beyond_the_limit(
     ends: tuple[float, float], strict: bool, reasons: list[str], noted: list[str]
 ) -> None:
-    exact = timed("b", 1000, (1000, 1000))
-    other = timed("k", 1000 * sum(ends) / 2, [1000 * end for end in ends])
+    exact = observed("b", 1000, (1000, 1000))
+    other = observed("k", 1000 * sum(ends) / 2, [1000 * end for end in ends])
     document = against(exact, other, "3%", strict=strict)
     assert (codes(document), notes(document)) == (reasons, noted)
 
 
-def test_without_an_interval_the_ratio_decides() -> None:
-    assert codes(against(timed("b", 1000), timed("k", 1029), "3%")) == []
-    assert notes(against(timed("b", 1000), timed("k", 1029), "3%")) == ["INCONCLUSIVE"]
-    assert codes(against(timed("b", 1000), timed("k", 1029), "3%", strict=True)) == ["INCONCLUSIVE"]
-    assert codes(against(timed("b", 1000), timed("k", 1031), "3%")) == ["SLOWER"]
+def test_without_an_interval_nothing_is_decided() -> None:
+    for after, strict in ((900, False), (1029, False), (1031, False), (1031, True)):
+        spread = {"source": "HISTORY", "runs": 9}
+        document = against(observed("b", 1000, run_spread=spread), observed("k", after, run_spread=spread), "3%", strict=strict)
+        assert (codes(document), document["gate"]["outcome"]) == (["TOO_FEW"], "inconclusive")
+
+
+@pytest.mark.parametrize("after", [700, 900, 1000, 1020, 1200, 1400])
+@pytest.mark.parametrize("source", ["REPEATS", "PRIOR", None])
+def test_separate_runs_decide_nothing_until_the_spread_of_both_sides_is_observed(after: float, source: str | None) -> None:
+    few = {"source": source, "runs": 2 if source == "REPEATS" else 40, "relative_stddev": 0.001}
+    candidate = observed("k", after, (after * 0.999, after * 1.001), run_spread=few if source else None)
+    for document in (
+        against(observed("b", 1000, (999, 1001)), candidate, "3%"),
+        against(candidate, observed("b", 1000, (999, 1001)), "3%", "size=1%"),
+    ):
+        assert (codes(document), document["gate"]["outcome"]) == (["NO_SPREAD"], "inconclusive")
+        assert document["pairs"][0]["latency"]["outcome"] in ("inconclusive", "no_difference")
+
+
+@pytest.mark.parametrize("source", ["REPEATS", "PRIOR", None])
+def test_a_separate_run_that_is_obviously_slower_is_not_passed(source: str | None) -> None:
+    few = {"source": source, "runs": 2 if source == "REPEATS" else 40, "relative_stddev": 0.001}
+    base = observed("b", 1000, (999, 1001))
+    candidate = observed("k", 3000, (2997, 3003), run_spread=few if source else None)
+    document = against(base, candidate, "3%")
+    assert (codes(document), document["gate"]["outcome"]) == (["SLOWER"], "failed")
+    (reason,) = document["gate"]["reasons"]
+    message = reason["message"]
+    assert message.startswith("slower by more than separate runs of one program differ (1.5x), 3.000x [2.99")
+    assert message.endswith("3 % is allowed")
+    assert document["pairs"][0]["latency"]["outcome"] == "slower"
+    within = against(base, candidate, "250%")
+    assert (codes(within), within["gate"]["outcome"]) == (["NO_SPREAD"], "inconclusive")
+    faster = against(candidate, base, "3%")
+    assert (codes(faster), faster["gate"]["outcome"]) == (["NO_SPREAD"], "inconclusive")
+
+
+def test_repeats_on_both_sides_decide() -> None:
+    base, same = repeated("b", (1000, 1010, 990, 1004, 996)), repeated("k", (1001, 1009, 992, 1004, 995))
+    slower = repeated("s", (1100, 1112, 1090, 1104, 1095))
+    assert codes(against(base, same, "3%")) == []
+    failed = against(base, slower, "3%")["gate"]
+    assert ([reason["code"] for reason in failed["reasons"]], failed["outcome"]) == (["SLOWER"], "failed")
+    unclear = against(base, slower, "10%", strict=True)["gate"]
+    assert ([reason["code"] for reason in unclear["reasons"]], unclear["outcome"]) == (["INCONCLUSIVE"], "inconclusive")
+
+
+def test_what_is_worse_counts_before_what_is_unclear() -> None:
+    larger = timed("k", 1200, (1190, 1210), compile={"program": {"digest": "2" * 64, "size_bytes": 2000}})
+    document = against(timed("b", 1000, (999, 1001)), larger, "3%", "size=1%")
+    assert codes(document) == ["LARGER", "NO_SPREAD"] and document["gate"]["outcome"] == "failed"
+
+
+def test_one_program_is_not_slower_than_itself_without_observed_runs() -> None:
+    base, later = timed("b", 1000, (999, 1001)), timed("k", 1120, (1110, 1130))
+    document = against(base, later, "3%")
+    assert (codes(document), notes(document)) == ([], ["SAME_PROGRAM"])
+    assert document["pairs"][0]["latency"]["outcome"] == "inconclusive"
+    assert document["gate"]["notes"][0]["message"].startswith("same program, 1.120x [")
+    strict = against(base, later, "3%", strict=True)
+    assert (codes(strict), strict["gate"]["outcome"]) == ([], "passed")
+    other_inputs = timed("k", 1120, (1110, 1130), inputs={"digest": "5" * 64})
+    assert codes(against(base, other_inputs, "3%")) == ["NO_SPREAD"]
+
+
+def test_one_program_whose_repeats_differ_is_not_slower_than_itself() -> None:
+    own = repeated("b", (1000, 1001, 999))["compile"]
+    document = against(repeated("b", (1000, 1001, 999)), repeated("k", (1200, 1201, 1199), compile=own), "3%")
+    assert (codes(document), notes(document)) == ([], ["SAME_PROGRAM"])
+    assert document["pairs"][0]["latency"]["outcome"] == "inconclusive"
+
+
+@pytest.mark.parametrize(
+    ("names", "recipes", "command"),
+    [
+        (("old", "new"), (None, None), "etfarm bench old.pte new.pte --interleave --threads 2 --device name=pi5-a"),
+        (("net", "net"), ("portable", "xnnpack_fp32"), "etfarm bench MODEL --recipe portable --recipe xnnpack_fp32 --interleave"),
+        (("net", "net"), ("portable", "portable"), "etfarm bench base.pte candidate.pte --interleave"),
+        (("a; rm -rf /", "new"), (None, None), "etfarm bench base.pte candidate.pte --interleave"),
+    ],
+)
+def test_what_decides_nothing_names_the_command_that_would(
+    names: tuple[str, str], recipes: tuple[str | None, str | None], command: str
+) -> None:
+    base, candidate = (
+        observed(cell, 1000, (999, 1001), model={"name": name}, recipe=recipe, run_spread=None)
+        for cell, name, recipe in zip("bk", names, recipes, strict=True)
+    )
+    document = against(base, candidate, "3%")
+    (reason,) = document["gate"]["reasons"]
+    assert f"`{command}" in reason["message"] and "--repeat 5" in reason["message"]
+    assert f"`{command}" in document["notes"][0]
+
+
+def test_the_command_that_decides_repeats_method_and_threads_of_both() -> None:
+    def remedies(change: dict[str, Any], **both: Any) -> list[str]:
+        base = observed("b", 1000, (999, 1001), model={"name": "old"}, run_spread=None, **both)
+        document = against(base, observed("k", 1000, (999, 1001), model={"name": "new"}, run_spread=None, **both, **change), "3%")
+        return [document["gate"]["reasons"][0]["message"], *document["notes"]]
+
+    turns = "`etfarm bench old.pte new.pte --interleave --method decode --threads 1 --device name=pi5-a`"
+    assert all(turns in text for text in remedies({}, method="decode", threads=1))
+    odd = "`etfarm bench old.pte new.pte --interleave --threads 2 --device name=pi5-a`"
+    assert all(odd in text for text in remedies({}, method="a; rm -rf /"))
+
+
+def test_one_program_is_not_to_be_interleaved_with_itself() -> None:
+    base = observed("b", 1000, (999, 1001), run_spread=None)
+    same = {"compile": base["compile"], "run_spread": None}
+    newer = {**base["compile"], "toolchain": {"torch": "2.14.0"}}
+    others = (
+        observed("k", 1120, (1110, 1130), **same),
+        observed("k", 1120, (1110, 1130), **same, threads=1),
+        observed("k", 1120, (1110, 1130), **same, inputs={"digest": "5" * 64}),
+        observed("k", 1120, (1110, 1130), compile=newer, run_spread=None),
+    )
+    for other in others:
+        document = against(base, other, "3%")
+        texts = [reason["message"] for reason in document["gate"]["reasons"]] + document["notes"]
+        assert all(text.rstrip(".").endswith("Measure each with --repeat 5") for text in texts) and texts
 
 
 def test_why_a_gate_is_shut_is_a_sentence_that_stays_true() -> None:
-    document = against(timed("b", 1000, (1000, 1000)), timed("k", 1310, (1289, 1340)), "10%")
+    document = against(observed("b", 1000, (1000, 1000)), observed("k", 1310, (1289, 1340)), "10%")
     (reason,) = document["gate"]["reasons"]
     assert reason["message"] == "at least 28 % slower, 1.310x [1.289, 1.340]; 10 % is allowed"
 
@@ -103,6 +219,23 @@ def test_a_latency_that_cannot_be_trusted_is_no_evidence_unless_it_is_accepted(s
     assert reason["message"].startswith("no valid evidence: ") and "CPU_STARVED" in reason["message"]
     assert codes(against(*pair, "3%", accept_invalid=True)) == []
     assert codes(against(*pair, "size=1%")) == []
+
+
+def test_both_latencies_that_are_not_valid_are_named_with_the_command_that_measures_again() -> None:
+    starved = {"status": "INVALID", "reasons": [{"code": "CPU_STARVED", "message": "So."}]}
+    emulated = {"status": "NOT_BENCHMARKABLE", "reasons": [{"code": "EMULATED", "message": "So."}]}
+    again = "again with `etfarm bench --require-valid --retry-invalid 2`, or with --repeat 5; --accept-invalid accepts"
+
+    def message(base: dict[str, Any] | None, candidate: dict[str, Any] | None) -> str:
+        (reason,) = against(report("b", verdict=base), report("k", verdict=candidate), "3%")["gate"]["reasons"]
+        return str(reason["message"])
+
+    both = "the base's latency is INVALID (CPU_STARVED) and the candidate's latency is INVALID (CPU_STARVED)"
+    assert message(starved, starved) == f"no valid evidence: {both}. Measure both {again} both"
+    first = "the base's latency is INVALID (CPU_STARVED)"
+    assert message(starved, {"status": "VALID"}) == f"no valid evidence: {first}. Measure the base {again} it"
+    unusable = "the base's latency is NOT BENCHMARKABLE (EMULATED) and the candidate's latency is not judged"
+    assert message(emulated, None) == f"no valid evidence: {unusable}; --accept-invalid accepts both"
 
 
 def test_latencies_of_devices_of_different_kinds_are_no_evidence_unless_accepted() -> None:
@@ -199,7 +332,7 @@ def test_a_job_that_is_not_done_shuts_every_gate() -> None:
 
 
 def test_reasons_name_their_report_where_there_are_several() -> None:
-    base = [timed("b1", 1000, (999, 1001)), timed("b2", 1000, (999, 1001), recipe="portable")]
-    worse = [timed("k1", 1000, (999, 1001)), timed("k2", 2000, (1990, 2010), recipe="portable")]
+    base = [observed("b1", 1000, (999, 1001)), observed("b2", 1000, (999, 1001), recipe="portable")]
+    worse = [observed("k1", 1000, (999, 1001)), observed("k2", 2000, (1990, 2010), recipe="portable")]
     (reason,) = against(base, worse, "3%")["gate"]["reasons"]
     assert reason["pair"] == 1 and reason["message"].startswith("resnet8 · portable · pi5-a (cortex-a76, 2 threads): at least")

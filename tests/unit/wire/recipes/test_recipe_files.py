@@ -114,7 +114,9 @@ PARTS: st.SearchStrategy[dict[str, Any]] = (
     | st.sampled_from([name for name, s in RECIPES.items() if not any(a.required for a in s.arguments)]).map(
         lambda name: {"recipe": name}
     )
-    | st.dictionaries(st.sampled_from("abc"), PLUGIN_VALUES).map(lambda said: {"recipe": "acme.fast", "arguments": said})
+    | st.dictionaries(st.sampled_from("abc"), PLUGIN_VALUES).map(
+        lambda arguments: {"recipe": "acme.fast", "arguments": arguments}
+    )
     | st.lists(st.sampled_from(["xnnpack_fp32", "coreml_fp16", "coreml_pt2e_int8_static", "acme.fast"]), min_size=1).map(
         lambda names: {"combine": [{"recipe": name} for name in names]}
     )

@@ -30,8 +30,8 @@ def values(argument: Argument) -> st.SearchStrategy[Plain]:
 @st.composite
 def any_recipe(draw: st.DrawFn) -> Recipe:
     specification = draw(st.sampled_from(list(RECIPES.values())))
-    given_ = {a.name: draw(values(a)) for a in specification.arguments if a.required or draw(st.booleans())}
-    return recipes.resolve(specification.name, given_)
+    arguments = {a.name: draw(values(a)) for a in specification.arguments if a.required or draw(st.booleans())}
+    return recipes.resolve(specification.name, arguments)
 
 
 @given(any_recipe())

@@ -9,6 +9,7 @@ import typer
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
 
 if TYPE_CHECKING:
@@ -20,16 +21,26 @@ def main(argv: list[str]) -> int:
     return execute({"list": list_, "bind": bind}, argv, "agents", "Lists agent identities and binds them to tokens. Admins only.")
 
 
-def list_(server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None) -> None:
+def list_(
+    context: typer.Context,
+    json: options.ListJson = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    project: options.Project = None,
+) -> None:
     """List the known agent identities with their principals, and those that were refused because they are not bound."""
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
+
+    listing = JsonListing(context.obj, json, "agents")
 
     async def fetch() -> list[Agent]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             return await farm.agents()
 
-    agents = run_async(fetch)
+    agents = listing.record(run_async(fetch))
+    if listing.is_on_stdout:
+        return
     if not agents:
         print("No agent has connected yet: run `etfarm agent` on a device.")
         return

@@ -12,9 +12,11 @@ from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import require_writable
+from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import in_a_line
 
 if TYPE_CHECKING:
+    from etfarm.client.models import Artifact
     from etfarm.client.transport.stubs import Stubs
     from etfarm.v1.artifact_pb2 import VerifyArtifactsProgress
 
@@ -30,7 +32,9 @@ def main(argv: list[str]) -> int:
 
 
 def list_(
+    context: typer.Context,
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="How many to list at most.")] = 50,
+    json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
@@ -39,20 +43,26 @@ def list_(
     from etfarm.client.admin import artifacts
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
+    from etfarm.client.transport import decode
 
-    async def fetch(stubs: Stubs) -> list[tuple[str, ...]]:
-        return [
-            (
-                row.artifact.digest[:12],
-                units.size(row.artifact.size_bytes),
-                row.project,
-                row.owner,
-                row.create_time.ToDatetime().isoformat(" ", "seconds"),
-            )
-            async for row in artifacts.list_all(stubs, limit)
-        ]
+    listing = JsonListing(context.obj, json, "artifacts")
 
-    rows = _connected(fetch, server, tls_ca)
+    async def fetch(stubs: Stubs) -> list[Artifact]:
+        return [decode.artifact(row) async for row in artifacts.list_all(stubs, limit)]
+
+    known = listing.record(_connected(fetch, server, tls_ca))
+    if listing.is_on_stdout:
+        return
+    rows = [
+        (
+            item.digest[:12],
+            units.size(item.size_bytes),
+            item.project,
+            item.owner,
+            item.created_at.replace(tzinfo=None).isoformat(" ", "seconds"),
+        )
+        for item in known
+    ]
     if not rows:
         print("No artifacts yet: `etfarm bench`, `etfarm compile` and `etfarm artifacts put` store some.")
         return

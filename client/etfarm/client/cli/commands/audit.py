@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from datetime import datetime
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -10,7 +9,7 @@ import typer
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.event_loop import run_async
-from etfarm.client.cli.outcome import STDOUT
+from etfarm.client.cli.listing import JsonListing
 
 if TYPE_CHECKING:
     from etfarm.client.admin.access import AuditEntry
@@ -22,14 +21,13 @@ def main(argv: list[str]) -> int:
 
 
 def audit(
+    context: typer.Context,
     principal: Annotated[str, typer.Option("--principal", metavar="NAME", help="Only what this principal did.")] = "",
     action: Annotated[str, typer.Option("--action", metavar="RPC", help="Only this rpc, such as JobService.Submit.")] = "",
     most: Annotated[
         int, typer.Option("--most", metavar="N", min=1, max=1_000_000, help="How many entries to list at most.")
     ] = 100,
-    json: Annotated[
-        str | None, typer.Option("--json", metavar="FILE", help="Write the entries there as JSON; - is stdout.")
-    ] = None,
+    json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
@@ -40,15 +38,15 @@ def audit(
     from etfarm.client.admin.access import open_access
     from etfarm.client.cli.terminal import output
 
+    listing = JsonListing(context.obj, json, "audit")
+
     async def fetch() -> list[AuditEntry]:
         async with open_access(server, tls_ca=tls_ca) as access:
             return await access.audit(principal=principal, action=action, most=most)
 
-    entries = run_async(fetch)
-    if json is not None:
-        _write(json, entries)
-        if json == STDOUT:
-            return
+    entries = listing.record(run_async(fetch))
+    if listing.is_on_stdout:
+        return
     if not entries:
         print("No entry of the audit log matches.")
         return
@@ -68,22 +66,3 @@ def audit(
     ]
     heads = ("#", "TIME", "NAME", "ROLE", "FROM", "ACTION", "SUBJECT", "OUTCOME", "DETAIL")
     output.show_table(heads, rows, right=("#",), shrink=("DETAIL", "SUBJECT", "NAME"))
-
-
-def _write(file: str, entries: list[AuditEntry]) -> None:
-    import json
-    from pathlib import Path
-
-    from etfarm.client.cli.files import require_writable, write_whole
-    from etfarm.client.cli.terminal.capabilities import put
-
-    documents = [
-        {name: value.isoformat() if isinstance(value, datetime) else value for name, value in vars(entry).items()}
-        for entry in entries
-    ]
-    text = json.dumps(documents, indent=2) + "\n"
-    if file == STDOUT:
-        put(text)
-    else:
-        require_writable(Path(file))
-        write_whole(Path(file), text.encode())

@@ -11,13 +11,23 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
-from etfarm.client.cli.arguments import prepare_archives, report_generated_inputs, require_data_program, require_file
+from etfarm.client.cli.arguments import (
+    needs_compiler,
+    needs_export,
+    prepare_archives,
+    report_generated_inputs,
+    require_data_program,
+    require_file,
+)
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.outcome import STDOUT, Outcome
+from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.usage import Usage
 
 if TYPE_CHECKING:
+    from etfarm.client.cli.workflows.requirements import Requirements
     from etfarm.client.export.spec import ModelSpec
+    from etfarm.client.models import JobResult
     from etfarm.wire.recipes import Recipe
 
 
@@ -30,7 +40,7 @@ def bench(
     context: typer.Context,
     models: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL...", help="x.pt2, x.pte, file.py:factory, package.module:factory or demo:NAME."),
+        typer.Argument(metavar="MODEL", help="x.pt2, x.pte, file.py:factory, package.module:factory or demo:NAME."),
     ],
     recipe: options.Recipes = None,
     device: Annotated[
@@ -57,26 +67,52 @@ def bench(
         float | None,
         typer.Option("--min-time", metavar="S", min=0, callback=options.finite, help="Minimum seconds of timed iterations. [1]"),
     ] = None,
+    repeat: Annotated[
+        int | None,
+        typer.Option("--repeat", metavar="N", min=1, max=50, help="Measure in N fresh processes, one after the other. [1]"),
+    ] = None,
     interleave: Annotated[
         bool, typer.Option("--interleave", help="Measure the candidates in turns, and compare each with the first.")
     ] = False,
     no_profile: Annotated[bool, typer.Option("--no-profile", help="No traced pass, so no operators.")] = False,
+    trace_iterations: Annotated[
+        int | None,
+        typer.Option("--trace-iterations", metavar="N", min=1, max=1_000, help="Minimum number of traced iterations. [30]"),
+    ] = None,
     numerics: Annotated[
         bool, typer.Option("--numerics", help="Also compare each operator's outputs, in a separate program and run.")
     ] = False,
     data: Annotated[
         list[Path] | None, typer.Option("--data", metavar="X.ptd", help="A named data file of the .pte; repeatable.")
     ] = None,
+    require_valid: Annotated[bool, typer.Option("--require-valid", help="Exit with 5 unless every latency is VALID.")] = False,
+    retry_invalid: Annotated[
+        int, typer.Option("--retry-invalid", metavar="N", min=0, max=20, help="Measure INVALID cells again, N times at most.")
+    ] = 0,
+    min_sqnr: Annotated[
+        float | None,
+        typer.Option("--min-sqnr", metavar="DB", callback=options.finite, help="Exit with 3 if an output's SQNR is below DB."),
+    ] = None,
+    max_p50: Annotated[
+        str | None,
+        typer.Option("--max-p50", metavar="TIME", help="As 5ms: exit with 3 if a median is above, with 5 if that is uncertain."),
+    ] = None,
     calibration: options.Calibration = None,
     batched: options.Batched = False,
     name: options.Name = "",
     label: options.Labels = None,
     timeout: options.Timeout = None,
-    priority: Annotated[int, typer.Option("--priority", metavar="P", min=-(2**31), max=2**31 - 1, help="Higher first. [0]")] = 0,
+    priority: Annotated[
+        int,
+        typer.Option("--priority", metavar="P", min=-(2**31), max=2**31 - 1, help="Jobs with a higher priority run first."),
+    ] = 0,
     no_cache: options.NoCache = False,
     json: options.JsonFile = None,
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Write all reports to one HTML file, on failure too.")
+    ] = None,
+    top: Annotated[
+        int | None, typer.Option("--top", metavar="N", min=0, help="Number of operators to show; 0: all. [10]")
     ] = None,
     detach: Annotated[bool, typer.Option("--detach", help="Submit, print the job's id and exit.")] = False,
     verbose: options.Verbose = False,
@@ -96,6 +132,15 @@ def bench(
     methods = options.once("--method", method or [])
     labels = options.labels_of(label or ())
     cores = options.cores_of(cores)
+    max_p50_ns = options.duration_of("--max-p50", max_p50)
+    if interleave and (repeat or 1) > 1:
+        raise Usage(
+            "--repeat cannot be combined with --interleave, which starts each program several times itself.", "Leave one out."
+        )
+    if interleave and retry_invalid:
+        raise Usage("--retry-invalid cannot be combined with --interleave, whose cells belong together.", "Leave one out.")
+    if detach and (require_valid or retry_invalid or min_sqnr is not None or max_p50 is not None):
+        raise Usage("--detach cannot be combined with a requirement, which needs the job's result.", "Leave one of them out.")
 
     # Cheap checks come before anything starts.
     from etfarm.client.export.spec import PteFile, resolve
@@ -108,13 +153,17 @@ def bench(
     specs = [resolve(model) for model in (models if interleave else options.once("MODEL", models, resolve))]
     if recipe and all(isinstance(spec, PteFile) for spec in specs):
         raise Usage("--recipe cannot be combined with a .pte, which is already compiled.", "Leave --recipe out.")
+    if trace_iterations is not None and no_profile:
+        raise Usage("--trace-iterations cannot be combined with --no-profile.", "Leave one of them out.")
     if interleave:
         require_several_candidates(specs, recipes)
     if inputs is not None:
         require_file(inputs)
     require_data_program(data or (), specs)
     if numerics:
-        require_graphs(specs)
+        require_graphs("--numerics", specs)
+    if min_sqnr is not None:
+        require_graphs("--min-sqnr", specs)
     samples = options.calibration_of(calibration, batched, recipes)
     sources = prepare_archives(specs, recipes)
     report_generated_inputs(specs, inputs)
@@ -123,15 +172,19 @@ def bench(
     from etfarm.client.cli.terminal.display import Display, open_display
     from etfarm.client.cli.views.results import print_detached, print_result
     from etfarm.client.cli.workflows import job as flow
+    from etfarm.client.cli.workflows import retry as retries
+    from etfarm.client.cli.workflows.requirements import Requirements
     from etfarm.client.jobs.job import AsyncJob
-    from etfarm.client.models import JobResult, JobState
+    from etfarm.client.models import JobState
     from etfarm.client.submit.bench_options import BenchOptions
-    from etfarm.client.submit.prepared import PreparedModel
 
     chosen = BenchOptions(
         recipes,
         device or [""],
         all_devices=all_devices,
+        calibration=samples,
+        batched=batched,
+        data=data or (),
         inputs=inputs,
         methods=methods,
         threads=counts,
@@ -139,7 +192,9 @@ def bench(
         iterations=iterations,
         warmup=warmup,
         min_time_s=min_time,
+        repeat=repeat,
         profile=not no_profile,
+        trace_iterations=trace_iterations,
         numerics=numerics,
         interleave=interleave,
         name=name,
@@ -149,37 +204,56 @@ def bench(
         no_cache=no_cache,
     )
 
-    async def submit(farm: AsyncFarm, prepared: list[PreparedModel], display: Display) -> AsyncJob:
-        return await farm.submit_bench(prepared, replace(chosen, on_upload=display.moved))
+    async def submit(farm: AsyncFarm, display: Display) -> AsyncJob:
+        return await farm.submit_bench(sources, replace(chosen, on_upload=display.moved, on_status=display.status))
+
+    required = Requirements(require_valid, min_sqnr, max_p50_ns, retry_invalid)
+    jobs: dict[str, str] = {}
+
+    async def retry(farm: AsyncFarm, job: AsyncJob, result: JobResult, display: Display) -> JobResult:
+        result, last_jobs = await retries.retry_invalid(
+            farm, job, result, display, retry_invalid, verbose=verbose, with_series=outcome.needs_series
+        )
+        jobs.update(last_jobs)
+        return result
 
     async def finish(job: AsyncJob, result: JobResult, display: Display) -> None:
         display.stop()
-        print_result(result, to_stderr=json == STDOUT)
+        print_result(result, to_stderr=json == STDOUT, top=top, jobs=jobs)
 
     async def carry_out() -> int:
         if detach:
             await flow.require_persistent_farm(server)
         with open_display() as display:
             task = flow.Task(
-                sources,
-                submit,
-                finish,
-                server,
-                tls_ca,
-                detach,
-                recipes=recipes,
-                calibration=samples,
-                batched=batched,
-                data=data or (),
-                verbose=verbose,
-            )
+                submit, finish, server, tls_ca, detach,
+                exports=needs_export(sources), compiles=needs_compiler(sources), verbose=verbose,
+                retry=retry if retry_invalid else None,
+            )  # fmt: skip
             job, result = await flow.carry_out(task, outcome, display)
         if result is None:
             print_detached(job.id, to_stderr=json == STDOUT)
             return 0
-        return 0 if result.state is JobState.SUCCEEDED else 1
+        if (repeat or 1) > 1 and any(report.latency is not None and not report.runs for report in result.reports):
+            tell(f"etfarm: {repeat} runs were requested, and this farm made one. Update its server.", to_stderr=True)
+        if result.state is not JobState.SUCCEEDED:
+            return 1
+        return report_shortfalls(required, result, outcome) if required else 0
 
     return run_async(carry_out, outcome)
+
+
+def report_shortfalls(required: Requirements, result: JobResult, outcome: Outcome) -> int:
+    """Print what keeps a result from meeting requirements, add it to the document, and return the exit code."""
+    from etfarm.client.cli.workflows.requirements import exit_code
+
+    shortfalls = required.shortfalls(result.json()["reports"])
+    for shortfall in shortfalls:
+        tell(f"etfarm: {shortfall.message}", to_stderr=True)
+    document = outcome.document
+    assert document is not None  # the job has ended
+    outcome.document = lambda error: {**document(error), "requirements": required.json(shortfalls)}
+    return exit_code(shortfalls)
 
 
 def require_several_candidates(specs: Sequence[ModelSpec], recipes: Sequence[Recipe]) -> None:
@@ -194,8 +268,8 @@ def require_several_candidates(specs: Sequence[ModelSpec], recipes: Sequence[Rec
         raise Usage("--interleave requires two or more candidates, got one.", "Give a second MODEL or --recipe.")
 
 
-def require_graphs(specs: Sequence[ModelSpec]) -> None:
-    """Check, for `--numerics`, that every model has a graph.
+def require_graphs(option: str, specs: Sequence[ModelSpec]) -> None:
+    """Check, for an option that compares results with those of the model, that every model has a graph.
 
     Raises:
         Usage: a model is a compiled program.
@@ -205,6 +279,6 @@ def require_graphs(specs: Sequence[ModelSpec]) -> None:
     for spec in specs:
         if isinstance(spec, PteFile):
             raise Usage(
-                f"--numerics requires a model's graph, which the compiled program {spec.path.name} lacks.",
-                "Give the .pt2 or the model itself, or leave --numerics out.",
+                f"{option} requires a model's graph, which the compiled program {spec.path.name} lacks.",
+                f"Give the .pt2 or the model itself, or leave {option} out.",
             )

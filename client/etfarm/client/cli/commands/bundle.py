@@ -10,6 +10,7 @@ import typer
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
 
 if TYPE_CHECKING:
@@ -51,15 +52,25 @@ def add_(
         )
 
 
-def list_bundles(server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None) -> None:
+def list_bundles(
+    context: typer.Context,
+    json: options.ListJson = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    project: options.Project = None,
+) -> None:
     """List the runner bundles of the farm, newest first: for each architecture the one that is used."""
     from etfarm.client.aio import AsyncFarm
+
+    listing = JsonListing(context.obj, json, "bundles")
 
     async def fetch() -> list[Bundle]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             return await farm.bundles()
 
-    bundles = run_async(fetch)
+    bundles = listing.record(run_async(fetch))
+    if listing.is_on_stdout:
+        return
     if not bundles:
         print("There are no runner bundles yet: `etfarm serve` builds its own, `etfarm bundle add FILE` adds others.")
         return

@@ -15,7 +15,7 @@ from etfarm.client.cli.files import require_writable, write_whole
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import put, tell
 from etfarm.client.cli.usage import Usage
-from etfarm.client.errors import DONE, FAILED, GATE
+from etfarm.client.errors import DONE, FAILED, GATE, INCONCLUSIVE
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -25,9 +25,10 @@ if TYPE_CHECKING:
 
 Json = Mapping[str, Any]
 
-_SIDE = "A job (id, its first characters, a tag, latest) or a report file (x.json); #N, #RECIPE or #MODEL chooses of its reports."
+_SIDE = "A job (id, its start, a tag, a name, latest) or a report file (x.json); #N, #RECIPE or #MODEL chooses of its reports."
 
-_STYLES = {"faster": "green", "slower": "red", "too_few": "yellow"}
+_STYLES = {"faster": "green", "slower": "red", "too_few": "yellow", "inconclusive": "yellow"}
+_GATE_STYLES = {"passed": "bold green", "failed": "bold red", "inconclusive": "bold yellow"}
 _STATUS_STYLES = {"VALID": "green", "INVALID": "bold red", "NOT_BENCHMARKABLE": "yellow"}
 
 
@@ -45,7 +46,7 @@ def compare(
         typer.Option("--gate", metavar="[METRIC=]LIMIT", help="3% (latency), size=1%, memory=5%, accuracy=1dB; repeatable."),
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Fail the gate also if the interval does not show that the limit is kept.")
+        bool, typer.Option("--strict", help="Do not pass if the interval does not show that the limit is kept.")
     ] = False,
     accept_invalid: Annotated[
         bool,
@@ -69,16 +70,18 @@ def compare(
     its recipe or its model: `compare latest#0 latest#1`. Two files need no server.
 
     Latencies are compared as a ratio of medians with its 95 % interval: round by round where both took turns (`bench
-    --interleave`), else from the two intervals, which do not know how runs at different times differ.
+    --interleave`), else as separate runs, which vary by more than what varies within a run. How much, repeats (`bench --repeat
+    5`) or earlier runs of the same program on the device show. If they do not on both sides, a difference is inconclusive.
 
-    --gate 3% fails when the interval shows the candidate to be slower by more than 3 %: all of it is above 1.03 (without an
-    interval, the ratio is). An interval that spans 1.03 passes with a note, and fails with --strict. Without VALID latencies on
-    both sides, on devices of one kind, there is no valid evidence, and it fails. size is of the .pte with its data, memory of
-    the process's peak and of the planned memory, accuracy the SQNR of each output, of which what is above 100 dB counts as
-    100 dB. Every gate fails where a cell of the candidate failed or is missing.
+    --gate 3% is not passed when the interval shows the candidate to be slower by more than 3 %: all of it is above 1.03. One
+    that spans 1.03 passes with a note; with --strict it is inconclusive. Also inconclusive are latencies that are not VALID on
+    both sides, or of devices of different kinds, and separate runs of different programs whose spread is unknown, unless the
+    candidate takes 1.5 times as long or more: the message names the command that decides. size is of the .pte with its data,
+    memory of the process's peak and of the planned memory, accuracy the SQNR of each output, of which what is above 100 dB
+    counts as 100 dB. No gate is passed where a cell of the candidate failed or is missing.
 
     Exit codes: 0 done, and every gate passed; 1 a cell of the candidate failed, or there is nothing to compare; 2 usage; 3 a
-    gate was not passed; 4 the server cannot be reached.
+    gate is not passed; 4 the server cannot be reached; 5 a gate is inconclusive, and none failed: measure again.
     """
     from etfarm.client.jobs import comparison as comparisons
     from etfarm.wire import comparison
@@ -119,10 +122,10 @@ def _code(document: Json) -> int:
 
     gate = document["gate"]
     if gate is not None:
-        if gate["passed"]:
+        if gate["outcome"] == "passed":
             return DONE
-        tell(f"etfarm: The gate is not passed: {compared.why(gate)}.", to_stderr=True)
-        return GATE
+        tell(f"etfarm: The gate is {compared.GATE_WORDS[gate['outcome']]}: {compared.why(gate)}.", to_stderr=True)
+        return GATE if gate["outcome"] == "failed" else INCONCLUSIVE
     failed = [pair["candidate"] for pair in document["pairs"]]
     failed += [entry["report"] for entry in document["unpaired"] if entry["side"] == "CANDIDATE"]
     return FAILED if any(entry["state"] != "SUCCEEDED" for entry in failed) else DONE
@@ -174,7 +177,9 @@ def _pair(pair: Json, top: int, width: int) -> Iterator[RenderableType]:
     if moved:
         yield Padding(_moved(moved, width - 2), (0, 0, 0, 2))
     rows: list[tuple[str, RenderableType]] = []
-    if pair["operators"] and not moved:
+    if same := compared.unmoved(pair):
+        rows.append(("operators", Text(same)))
+    elif pair["operators"] and not moved:
         rows.append(("operators", Text("no share of the time changed by 1 % or more")))
     rows += [("delegation", Text(line)) for line in compared.joined(pair)]
     rows += [("changed", Text(line)) for line in compared.changed(pair)]
@@ -238,7 +243,7 @@ def _moved(rows: list[Any], width: int) -> RenderableType:
         table.add_row(
             row.base,
             row.candidate,
-            Text(row.change, style="red" if row.slower else "green"),
+            Text(row.change, style="" if not row.is_certain else "red" if row.slower else "green"),
             units.without_end(row.what, room - places),
             units.without_start(row.place, places),
         )
@@ -251,7 +256,7 @@ def _gate(gate: Json) -> Iterator[Text]:
     from etfarm.client.formats import compared
 
     text = Text("gate ", style="bold")
-    text.append("passed" if gate["passed"] else "not passed", "bold green" if gate["passed"] else "bold red")
+    text.append(compared.GATE_WORDS[gate["outcome"]], _GATE_STYLES[gate["outcome"]])
     yield text.append(f"  {compared.limits(gate)}", "not bold dim")
     for note in gate["notes"]:
         yield Text(f"  {note['message']}", style="yellow")

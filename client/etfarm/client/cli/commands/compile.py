@@ -10,7 +10,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
-from etfarm.client.cli.arguments import prepare_archives
+from etfarm.client.cli.arguments import needs_export, prepare_archives
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import require_writable
 from etfarm.client.cli.outcome import STDOUT, Outcome
@@ -72,7 +72,8 @@ def compile_(
 ) -> int:
     """Lowers a model to a .pte and its ETRecord, or stops after a stage and fetches that stage's files.
 
-    A program's named data files (.ptd) are written beside it; of several methods, each one's files are x.METHOD.pt2.
+    A program's named data files (.ptd) and its input names (x.inputs.json, for `etfarm run`) are written beside it; of several
+    methods, each one's files are x.METHOD.pt2.
     """
     outcome: Outcome = context.obj
     outcome.takes_verbose(verbose)
@@ -98,11 +99,20 @@ def compile_(
     from etfarm.client.cli.views.results import print_result
     from etfarm.client.cli.workflows import job as flow
     from etfarm.client.models import JobResult, JobState
-    from etfarm.client.submit.prepared import PreparedModel
+    from etfarm.client.submit.names_file import write_names
 
-    async def submit(farm: AsyncFarm, prepared: list[PreparedModel], display: Display) -> AsyncJob:
+    async def submit(farm: AsyncFarm, display: Display) -> AsyncJob:
         return await farm.compile(
-            prepared, [read], name=name, labels=labels, no_cache=no_cache, stop_after=stage, on_upload=display.moved
+            sources,
+            [read],
+            calibration=samples,
+            batched=batched,
+            name=name,
+            labels=labels,
+            no_cache=no_cache,
+            stop_after=stage,
+            on_upload=display.moved,
+            on_status=display.status,
         )
 
     async def finish(job: AsyncJob, result: JobResult, display: Display) -> None:
@@ -110,6 +120,8 @@ def compile_(
         if result.state is JobState.SUCCEEDED:
             if output is not None:
                 written += await (_save_stage(job, output) if stage else job.save_program(output))
+                if not stage and output.is_file() and any(job.input_names.values()):
+                    written.append(write_names(output, job.input_names))
             if etrecord is not None:
                 written += await _save_etrecord(job, etrecord)
         display.stop()
@@ -118,17 +130,7 @@ def compile_(
 
     async def carry_out() -> int:
         with open_display() as display:
-            task = flow.Task(
-                sources,
-                submit,
-                finish,
-                server,
-                tls_ca,
-                recipes=[read],
-                calibration=samples,
-                batched=batched,
-                verbose=verbose,
-            )
+            task = flow.Task(submit, finish, server, tls_ca, exports=needs_export(sources), verbose=verbose)
             _, result = await flow.carry_out(task, outcome, display)
         return 0 if result is not None and result.state is JobState.SUCCEEDED else 1
 

@@ -11,6 +11,7 @@ import typer
 from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.usage import Usage
 
@@ -29,7 +30,9 @@ def main(argv: list[str]) -> int:
 
 
 def list_(
+    context: typer.Context,
     device: Annotated[str, typer.Option("--device", metavar="SELECTOR", help="Only those that match.")] = "",
+    json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
@@ -41,11 +44,15 @@ def list_(
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
 
+    listing = JsonListing(context.obj, json, "devices")
+
     async def fetch() -> list[Device]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             return await farm.devices(device)
 
-    devices = run_async(fetch)
+    devices = listing.record(run_async(fetch))
+    if listing.is_on_stdout:
+        return
     if not devices:
         tell(f"No device matches {device!r}." if device else "No device has connected yet: run `etfarm agent` on one.")
         return
@@ -68,13 +75,17 @@ def list_(
     for item in devices:
         if item.problem is not None:
             output.show(output.line(f"{item.name}: {item.problem}", style="red"))
+        elif item.runner == "python":
+            output.show(output.line(f"{item.name}: its runner is {_runner(item.runner, item.own_runners)}", style="yellow"))
 
 
 _STYLES = {"IDLE": "green", "BUSY": "bold", "OFFLINE": "dim", "DRAINING": "yellow", "UNUSABLE": "red"}
 
 
 def show(
+    context: typer.Context,
     device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
+    json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
@@ -83,11 +94,15 @@ def show(
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
 
+    listing = JsonListing(context.obj, json, "device", is_list=False)
+
     async def fetch() -> Device:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             return await farm.device(device)
 
-    output.show(output.facts(facts(run_async(fetch), datetime.now(UTC))))
+    known = listing.record(run_async(fetch))
+    if not listing.is_on_stdout:
+        output.show(output.facts(facts(known, datetime.now(UTC))))
 
 
 def forget(
@@ -237,6 +252,8 @@ def _runner(used: str, own: Collection[str]) -> str:
     """Return the runner of a device's programs, and its other runners."""
     if not used:
         return "none: `etfarm bundle build` builds one, `etfarm bundle add` adds it"
+    if used == "python":
+        return f"{used}, its own, as the farm has no bundle for it: `etfarm bundle build` builds one, `etfarm bundle add` adds it"
     if used in own:
         return f"{used}, its own"
     return f"{used}, the farm's bundle" + (f"; {', '.join(own)} of its own" if own else "")

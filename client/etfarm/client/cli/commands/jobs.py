@@ -10,8 +10,10 @@ import typer
 from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import tell
+from etfarm.client.cli.usage import Usage
 
 if TYPE_CHECKING:
     from etfarm.client.models import JobInfo
@@ -24,7 +26,18 @@ def main(argv: list[str]) -> int:
 
 
 def list_(
+    context: typer.Context,
+    name: Annotated[str, typer.Option("--name", metavar="TEXT", help="Only jobs with this text in their name.")] = "",
+    label: Annotated[
+        list[str] | None, typer.Option("--label", metavar="K=V", help="Only jobs with this label; repeatable.")
+    ] = None,
+    state: Annotated[
+        list[str] | None,
+        typer.Option("--state", metavar="STATE", help="Only jobs in this state, such as FAILED; repeatable."),
+    ] = None,
+    owner: Annotated[str, typer.Option("--owner", metavar="NAME", help="Only jobs that this principal submitted.")] = "",
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Number of jobs, newest first.")] = 20,
+    json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
@@ -33,14 +46,25 @@ def list_(
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
+    from etfarm.client.models import JobState
+
+    listing = JsonListing(context.obj, json, "jobs")
+    labels = options.labels_of(label or ())
+    states = [text.upper() for text in state or ()]
+    for wanted in states:
+        if wanted not in JobState.__members__:
+            known = ", ".join(JobState.__members__)
+            raise Usage(f"Values of --state must be job states, got {wanted!r}.", f"Use {known}.")
 
     async def fetch() -> list[JobInfo]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.jobs(limit)
+            return await farm.jobs(limit, name=name, labels=labels, states=states, owner=owner)
 
-    jobs = run_async(fetch)
+    jobs = listing.record(run_async(fetch))
+    if listing.is_on_stdout:
+        return
     if not jobs:
-        print("There are no jobs.")
+        print("No job matches." if name or labels or states or owner else "There are no jobs.")
         return
     tagged = any(job.tags for job in jobs)
     several = len({job.project for job in jobs}) > 1
@@ -74,12 +98,19 @@ def list_(
 
 
 def show(
-    job: options.JobId, server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None
+    context: typer.Context,
+    job: options.JobId,
+    json: options.ListJson = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """One job and its cells."""
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
+
+    listing = JsonListing(context.obj, json, "job", is_list=False)
 
     async def fetch() -> tuple[JobInfo, dict[str, str]]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
@@ -87,6 +118,9 @@ def show(
             return handle.info, {device.id: device.name for device in await farm.devices()}
 
     info, devices = run_async(fetch)
+    listing.record(info)
+    if listing.is_on_stdout:
+        return
     labels = ", ".join(f"{key}={value}" for key, value in info.labels.items())
     now = datetime.now(UTC)
     pairs = [
@@ -174,7 +208,7 @@ def logs(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> None:
-    """Show what the compilers and runners of a job printed."""
+    """Show what the compilers and runners of a job printed: time in UTC, cell, source and text of each line."""
     from etfarm.client.aio import AsyncFarm
 
     async def tail() -> None:
@@ -182,7 +216,8 @@ def logs(
             handle = await farm.job(job)
             index = {known.id: str(known.index) for known in handle.info.cells}
             async for line in handle.logs(cell=cell, follow=follow):
-                tell(f"{index.get(line.cell_id, '-'):>3} {line.source.lower():<8} {line.text}", flush=follow)
+                at = line.at.isoformat(timespec="milliseconds").replace("+00:00", "Z")
+                tell(f"{at} {index.get(line.cell_id, '-'):>3} {line.source.lower():<8} {line.text}", flush=follow)
 
     run_async(tail)
 

@@ -11,6 +11,7 @@ import typer
 from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.usage import Usage
 
@@ -40,9 +41,18 @@ def main(argv: list[str]) -> int:
     )
 
 
-def list_(server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None) -> None:
+def list_(
+    context: typer.Context,
+    json: options.ListJson = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    project: options.Project = None,
+) -> None:
     """List your projects; an admin sees all."""
-    _show(_call(lambda projects: projects.list(), server, tls_ca))
+    listing = JsonListing(context.obj, json, "projects")
+    projects = listing.record(_call(lambda projects: projects.list(), server, tls_ca))
+    if not listing.is_on_stdout:
+        _show(projects)
 
 
 def create(
@@ -63,7 +73,7 @@ def create(
 
 def add(
     project: Name,
-    members: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of tokens.")],
+    members: Annotated[list[str], typer.Argument(metavar="NAME", help="Names of tokens.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     owner: options.Project = None,
@@ -74,7 +84,7 @@ def add(
 
 def remove(
     project: Name,
-    members: Annotated[list[str], typer.Argument(metavar="NAME...", help="Names of tokens.")],
+    members: Annotated[list[str], typer.Argument(metavar="NAME", help="Names of tokens.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     owner: options.Project = None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -9,11 +10,13 @@ import typer
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.listing import JsonListing
+from etfarm.client.models import RecipeInfo
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from etfarm.client.models import RecipeInfo
+    from etfarm.client.models import Device
     from etfarm.wire.recipes import Component, Recipe
 
 
@@ -23,42 +26,94 @@ def main(argv: list[str]) -> int:
 
 
 def list_(
-    available: Annotated[bool, typer.Option("--available", help="Only those that this farm can run.")] = False,
+    context: typer.Context,
+    available: Annotated[bool, typer.Option("--available", help="Only those that compile here.")] = False,
+    json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> None:
-    """All recipes, plug-ins' too, those that this farm can run first."""
+    """List all recipes, those of plug-ins too: which compile here, and which devices of this farm run them."""
     from rich.text import Text
 
     from etfarm.client.cli.terminal import output
 
-    recipes = _fetch(server, tls_ca)
+    listing = JsonListing(context.obj, json, "recipes")
+    recipes, devices = _fetch(server, tls_ca)
     rows = [
-        (
-            Text(recipe.name, style="bold" if recipe.available else "dim"),
-            recipe.quantization if recipe.quantization not in ("", "none") else "-",
-            Text("yes", style="green") if recipe.available else Text("no", style="yellow"),
-            Text(recipe.summary) if recipe.available else Text(f"{recipe.summary}; {recipe.missing}", style="dim"),
-        )
+        FarmRecipe(**vars(recipe), devices=devices_for(recipe, devices))
         for recipe in sorted(recipes, key=lambda recipe: not recipe.available)
         if recipe.available or not available
     ]
-    output.show_table(("RECIPE", "QUANTIZATION", "HERE", "WHAT"), rows, shrink=("WHAT",))
+    listing.record(rows)
+    if listing.is_on_stdout:
+        return
+    cells = [
+        (
+            Text(row.name, style="bold" if row.available and row.devices != () else "dim"),
+            row.quantization if row.quantization not in ("", "none") else "-",
+            Text("yes", style="green") if row.available else Text("no", style="yellow"),
+            Text(_places(row.devices), style="" if row.devices else "yellow"),
+            Text("; ".join(filter(None, (row.summary, row.missing, _missing_device(row))))),
+        )
+        for row in rows
+    ]
+    heads = ("RECIPE", "QUANTIZATION", "COMPILES", "RUNS ON", "WHAT")
+    output.show_table(heads, cells, shrink=("WHAT", "RUNS ON"), wrap=("WHAT",))
+
+
+@dataclass(frozen=True)
+class FarmRecipe(RecipeInfo):
+    """A recipe, and where its programs can run."""
+
+    devices: tuple[str, ...] | None
+    """Names of the connected devices whose runner has the recipe's backend; None for a plug-in's, whose backend is unknown."""
+
+
+def devices_for(recipe: RecipeInfo, devices: Sequence[Device]) -> tuple[str, ...] | None:
+    """Return the names of the connected devices that have the backend of a recipe; None if the backend is unknown."""
+    from etfarm.client.models import DeviceState
+    from etfarm.wire.recipes import runtime_backend
+
+    backend = runtime_backend(recipe.name)
+    if backend is None:
+        return None
+    away = (DeviceState.OFFLINE, DeviceState.UNUSABLE)
+    here = [device for device in devices if device.state not in away and device.runner]
+    return tuple(device.name for device in here if not backend or backend in device.backends)
+
+
+def _places(devices: Sequence[str] | None) -> str:
+    return "unknown" if devices is None else ", ".join(devices) or "no device"
+
+
+def _missing_device(row: FarmRecipe) -> str:
+    """Return what a device would need, if none has it."""
+    from etfarm.wire.recipes import RECIPES, runtime_backend
+
+    if row.devices is None or row.devices:
+        return ""
+    backend = runtime_backend(row.name)
+    if not backend:
+        return "no connected device has a runner"
+    known = RECIPES.get(row.name)
+    return f"no connected device has {backend}{f': needs {known.runs_on}' if known and known.runs_on else ''}"
 
 
 def show(
+    context: typer.Context,
     recipe: Annotated[
         str,
         typer.Argument(
             metavar="RECIPE", help="A name, name:key=value, several joined by +, a plug-in's dotted name, or a TOML file."
         ),
     ],
+    json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> None:
-    """One recipe: what it does, its arguments, stages and digest, and whether this farm can run it."""
+    """Show a recipe: what it does, its arguments, stages and digest, whether it compiles here, and which devices run it."""
     from etfarm.client.cli.terminal import output
     from etfarm.client.submit.recipes import read_recipe
 
@@ -68,8 +123,20 @@ def show(
     known = RECIPES.get(recipe)
     needs_arguments = known is not None and any(argument.required for argument in known.arguments)
     parsed = None if needs_arguments else read_recipe(recipe)
-    here = {info.name: info for info in _fetch(server, tls_ca)}
+    listing = JsonListing(context.obj, json, "recipe", is_list=False)
+    recipes, devices = _fetch(server, tls_ca)
+    here = {info.name: FarmRecipe(**vars(info), devices=devices_for(info, devices)) for info in recipes}
     names = [recipe] if parsed is None else [part.name for part in parsed.parts]
+    listing.record(
+        {
+            "parts": [here[name] for name in names if name in here],
+            "stages": None if parsed is None else parsed.stages,
+            "canonical": None if parsed is None else parsed.json,
+            "digest": None if parsed is None else parsed.digest,
+        }
+    )
+    if listing.is_on_stdout:
+        return
     pairs = [pair for name in names for pair in _part(name, here.get(name))]
     pairs += [] if parsed is None else _whole(parsed)
     output.show(output.facts((key, value) for key, value in pairs if value))
@@ -89,6 +156,8 @@ def _part(name: str, here: RecipeInfo | None) -> list[tuple[str, str]]:
     pairs = [("recipe", name), *facts]
     if here is not None:
         pairs.append(("here", "available" if here.available else f"not available: {here.missing}"))
+    if isinstance(here, FarmRecipe):
+        pairs.append(("devices", "; ".join(filter(None, (_places(here.devices), _missing_device(here))))))
     if known is not None:
         pairs += [("runs on", known.runs_on), ("keeps fp32", known.keeps_fp32)]
     return pairs + [("argument", text) for text in (here.arguments if here is not None else ())]
@@ -129,11 +198,11 @@ def _values(values: Mapping[str, object]) -> str:
     return ", ".join(f"{key}={literal(value)}" for key, value in sorted(values.items()))
 
 
-def _fetch(server: str | None, tls_ca: str | None) -> list[RecipeInfo]:
+def _fetch(server: str | None, tls_ca: str | None) -> tuple[list[RecipeInfo], list[Device]]:
     from etfarm.client.aio import AsyncFarm
 
-    async def fetch() -> list[RecipeInfo]:
+    async def fetch() -> tuple[list[RecipeInfo], list[Device]]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.recipes()
+            return await farm.recipes(), await farm.devices()
 
     return run_async(fetch)

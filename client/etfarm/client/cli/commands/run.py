@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -10,11 +10,19 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
-from etfarm.client.cli.arguments import prepare_archives, report_generated_inputs, require_data_program, require_file
+from etfarm.client.cli.arguments import (
+    needs_compiler,
+    needs_export,
+    prepare_archives,
+    report_generated_inputs,
+    require_data_program,
+    require_file,
+)
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import require_writable
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.usage import Usage
+from etfarm.wire.tensors import Scalar, Tensor, Value
 
 
 def main(argv: list[str]) -> int:
@@ -112,6 +120,7 @@ def run(
     if inputs is not None:
         require_file(inputs)
     if output is not None:
+        require_npz(output)
         require_writable(output)
     report_generated_inputs([spec], inputs)
 
@@ -121,19 +130,20 @@ def run(
     from etfarm.client.cli.workflows import job as flow
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.models import JobResult, JobState
-    from etfarm.client.submit.prepared import PreparedModel
 
-    async def submit(farm: AsyncFarm, prepared: list[PreparedModel], display: Display) -> AsyncJob:
+    async def submit(farm: AsyncFarm, display: Display) -> AsyncJob:
         return await farm.run(
-            prepared[0],
+            source,
             [read],
             device,
+            data=data or (),
             inputs=inputs,
             methods=[method] if method else (),
             threads=threads,
             name=name,
             timeout_s=timeout,
             on_upload=display.moved,
+            on_status=display.status,
         )
 
     async def finish(job: AsyncJob, result: JobResult, display: Display) -> None:
@@ -145,17 +155,29 @@ def run(
             if output is not None:
                 from etfarm.client.submit import npz
 
-                npz.write_outputs(
-                    output, {job.info.cells[0].method: values}, {job.info.cells[0].method: [v.name for v in values]}
-                )
+                method_run, names = job.info.cells[0].method, [value.name for value in values]
+                npz.write_outputs(output, {method_run: values}, {method_run: names})
+                print_written(output, values, to_stderr=json == STDOUT)
 
     async def carry_out() -> int:
         with open_display() as display:
-            task = flow.Task([source], submit, finish, server, tls_ca, recipes=[read], data=data or (), verbose=verbose)
+            task = flow.Task(
+                submit, finish, server, tls_ca, exports=needs_export([source]), compiles=needs_compiler([source]), verbose=verbose
+            )
             _, result = await flow.carry_out(task, outcome, display)
         return 0 if result is not None and result.state is JobState.SUCCEEDED else 1
 
     return run_async(carry_out, outcome)
+
+
+def require_npz(path: Path) -> None:
+    """Check the name of an output file: a file such as x.npy would contain an .npz.
+
+    Raises:
+        Usage: its name has another ending.
+    """
+    if path.suffix.lower() not in ("", ".npz"):
+        raise Usage(f"-o writes an .npz, and {path} has another ending.", f"Name it {path.with_suffix('.npz')}.", path=path)
 
 
 def is_dataset(inputs: Path | None, batched: bool, options_of_one: Mapping[str, object]) -> bool:
@@ -174,19 +196,35 @@ def is_dataset(inputs: Path | None, batched: bool, options_of_one: Mapping[str, 
     return False
 
 
-def print_outputs(values: object, *, to_stderr: bool) -> None:
+def print_outputs(values: Sequence[Value], *, to_stderr: bool) -> None:
     """Print the outputs, one per line: name, dtype and shape, and the first numbers."""
     from etfarm.client.cli.terminal import output
-    from etfarm.wire.tensors import Scalar, Tensor, to_array
+    from etfarm.wire.tensors import to_array
 
     rows = []
-    assert isinstance(values, list)
     for place, value in enumerate(values):
         if isinstance(value, Scalar):
-            rows.append((value.name or str(place), "scalar", str(value.value)))
+            rows.append((value.name or str(place), type_of(value), str(value.value)))
         elif isinstance(value, Tensor):
             flat = to_array(value).reshape(-1)[:6].tolist()
             more = ", ..." if len(flat) == 6 else ""
             shown = ", ".join(f"{number:.5g}" if isinstance(number, float) else str(number) for number in flat)
-            rows.append((value.name or str(place), f"{value.dtype} {list(value.shape)}", f"{shown}{more}"))
+            rows.append((value.name or str(place), type_of(value), f"{shown}{more}"))
     output.show_table(("OUTPUT", "TYPE", "VALUES"), rows, shrink=("VALUES",), to_stderr=to_stderr)
+
+
+def type_of(value: Value) -> str:
+    """Return a value's type as `float32 [1, 10]`, or `scalar`."""
+    return f"{value.dtype} {list(value.shape)}" if isinstance(value, Tensor) else "scalar"
+
+
+def print_written(path: Path, values: Sequence[Value], *, to_stderr: bool) -> None:
+    """Print a file of outputs: its size, and the key and type of each array."""
+    from etfarm.client.cli.terminal import output
+    from etfarm.client.formats import units
+
+    names = [value.name for value in values]
+    keys = [name if name and names.count(name) == 1 else str(place) for place, name in enumerate(names)]
+    arrays = ", ".join(f"{key} {type_of(value)}" for key, value in zip(keys, values, strict=True))
+    text = f"wrote {path}, {units.size(path.stat().st_size)}: {arrays}"
+    output.show(output.line(text), to_stderr=to_stderr)

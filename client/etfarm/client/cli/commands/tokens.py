@@ -14,6 +14,7 @@ import typer
 from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.outcome import STDOUT
 from etfarm.client.cli.terminal.capabilities import in_a_line, put
 from etfarm.client.cli.usage import Usage
@@ -80,22 +81,26 @@ def create(
 
 
 def list_(
-    json: Json = None, server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None
+    context: typer.Context,
+    json: options.ListJson = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    project: options.Project = None,
 ) -> None:
     """List all tokens without their secrets, newest first; those of the server's --tokens file come last."""
     from etfarm.client.admin.access import open_access
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
 
+    listing = JsonListing(context.obj, json, "tokens")
+
     async def fetch() -> list[Token]:
         async with open_access(server, tls_ca=tls_ca) as access:
             return await access.tokens()
 
-    tokens = run_async(fetch)
-    if json is not None:
-        _write(json, [_document(token) for token in tokens])
-        if json == STDOUT:
-            return
+    tokens = listing.record(run_async(fetch))
+    if listing.is_on_stdout:
+        return
     now = datetime.now(UTC)
     rows = [
         (

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, Protocol, Self
 
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.terminal.lines import Lines
-from etfarm.client.formats import units
+from etfarm.client.formats import phases, units
 from etfarm.client.models import Cell, CellChanged, CellState, Event, Progress
 
 if TYPE_CHECKING:
     from rich.console import Console, ConsoleOptions, RenderableType
     from rich.live import Live
-
-_GATES = ("WAIT_FOR_COOL", "WAIT_FOR_IDLE")
 
 ROWS = 16
 """Maximum number of cells in the live table; the most active come first."""
@@ -82,13 +80,15 @@ class PlainDisplay(Lines):
         if isinstance(event, Progress) and event.duration_ms is not None:
             took = units.milliseconds(event.duration_ms)
             self._waits.pop(event.cell_id, None)
-            text = f", {event.message}" if event.message else ""
-            self._write(f"{self._labels.get(event.cell_id, event.cell_id)}: {event.phase} {took} ({event.actor}){text}")
-        elif isinstance(event, Progress) and event.phase in _GATES and event.message:
+            p50 = f"p50 {units.time(event.p50_ns)}" if event.p50_ns else ""
+            text = "".join(f", {part}" for part in (event.message, p50) if part)
+            self._write(f"{self._label(event)}: {phases.describe(event.phase)}: {took}{_by(event.actor)}{text}")
+        elif isinstance(event, Progress) and phases.is_wait(event.phase):
             # The reading in a reason changes all the time, so only the first reason is written.
             if self._waits.get(event.cell_id) != event.phase:
                 self._waits[event.cell_id] = event.phase
-                self._write(f"{self._labels.get(event.cell_id, event.cell_id)}: {event.phase}: {event.message} ({event.actor})")
+                text = f", {event.message}" if event.message else ""
+                self._write(f"{self._label(event)}: {phases.describe(event.phase)}{_by(event.actor)}{text}")
         elif isinstance(event, CellChanged):
             text = str(event)
             if self._states.get(event.cell.id) != text:
@@ -98,6 +98,9 @@ class PlainDisplay(Lines):
     def log(self, line: str, cell: str) -> None:
         """Write the line."""
         self._write(f"{cell}: {line}" if cell else line)
+
+    def _label(self, event: Progress) -> str:
+        return self._labels.get(event.cell_id, event.cell_id)
 
 
 class LiveDisplay:
@@ -109,6 +112,8 @@ class LiveDisplay:
         self._cells: dict[str, Cell] = {}
         self._progress: dict[str, Progress] = {}
         self._since: dict[str, float] = {}
+        self._p50: dict[str, str] = {}
+        """Medians of cells whose timed pass has ended, although their reports may follow later."""
         self._started = time.monotonic()
 
     def __enter__(self) -> Self:
@@ -162,15 +167,22 @@ class LiveDisplay:
             known = self._cells.get(event.cell.id)
             if known is None or known.state is not event.cell.state:
                 self._since[event.cell.id] = time.monotonic()
-                self._progress.pop(event.cell.id, None)
+                # Progress may arrive before the change that it follows.
+                if (progress := self._progress.get(event.cell.id)) is not None and progress.at <= event.at:
+                    del self._progress[event.cell.id]
             self._cells[event.cell.id] = event.cell
         elif isinstance(event, Progress):
             self._progress[event.cell_id] = event
+            if event.p50_ns is not None:
+                self._p50[event.cell_id] = f"p50 {units.time(event.p50_ns)}"
 
     def log(self, line: str, cell: str) -> None:
         """Print the line above the table, where it stays."""
         if self._live is not None:
             self._live.console.print(f"{cell}: {line}" if cell else line, style="dim", markup=False, highlight=False)
+
+    def _p50_of(self, cell: Cell) -> str:
+        return self._p50.get(cell.id, "") if cell.state in (CellState.RUNNING, CellState.ANALYZING) else ""
 
     def _failures(self) -> list[str]:
         failed = [cell for cell in self._cells.values() if cell.error is not None and cell.state is CellState.FAILED]
@@ -193,8 +205,8 @@ class LiveDisplay:
         rows = [
             (
                 labels[cell.id],
-                Text(cell.state.value.lower().replace("_", " "), style=_STYLES.get(cell.state.value, "bold")),
-                _doing(cell, self._progress.get(cell.id)),
+                Text(_state(cell), style=_STYLES.get(cell.state.value, "bold")),
+                ", ".join(filter(None, (self._p50_of(cell), _doing(cell, self._progress.get(cell.id))))),
                 "" if cell.state.is_terminal else units.clock(now - self._since[cell.id]),
             )
             for cell in sorted(liveliest[:ROWS], key=lambda cell: cell.index)
@@ -244,12 +256,21 @@ def _rank(cell: Cell) -> int:
 
 def _doing(cell: Cell, progress: Progress | None) -> str:
     if cell.state.is_terminal:
-        return cell.error.message if cell.error is not None else ""
+        return cell.error.message if cell.error is not None else cell.latency
     if progress is None:
         return cell.waiting_for
-    if cell.state is CellState.WAITING_FOR_DEVICE:
-        return progress.message or cell.waiting_for
-    detail = progress.message or cell.waiting_for
+    words = phases.describe(progress.phase).removeprefix(_state(cell)).strip()
     far = f" {100 * progress.done / progress.total:.0f} %" if progress.done is not None and progress.total else ""
-    actor = f" ({progress.actor})" if progress.actor not in ("", "SERVER") else ""
-    return f"{progress.phase}{far}{actor}{f': {detail}' if detail else ''}"
+    detail = progress.message or cell.waiting_for
+    if cell.state is CellState.WAITING_FOR_DEVICE and progress.phase in ("", "WAIT_FOR_DEVICE"):
+        return detail
+    return ", ".join(filter(None, (f"{words}{far}{_by(progress.actor)}".strip(), detail)))
+
+
+def _state(cell: Cell) -> str:
+    return cell.state.value.lower().replace("_", " ")
+
+
+def _by(actor: str) -> str:
+    """Return on which device a phase runs; empty for the server."""
+    return f" on {actor}" if actor not in ("", "SERVER") else ""

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import IO, Any
 
 from rich.cells import cell_len
-from rich.console import Console, ConsoleOptions, JustifyMethod, RenderableType
+from rich.console import Console, ConsoleOptions, JustifyMethod, OverflowMethod, RenderableType
 from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
@@ -25,6 +25,8 @@ WIDEST = 200
 
 LEAST_WIDTH = 8
 """Minimum width of a column; below it, the line is cut at its end."""
+LEAST_WRAPPED_WIDTH = 20
+"""Minimum width of a column that wraps: narrower sentences take too many lines."""
 
 
 class PlainConsole(Console):
@@ -90,13 +92,15 @@ def show_table(
     *,
     right: Sequence[str] = (),
     shrink: Sequence[str] = (),
+    wrap: Sequence[str] = (),
     to_stderr: bool = False,
 ) -> None:
-    """Print a plain table: dim heads, no lines, one line per row.
+    """Print a plain table: dim heads, no lines, one line per row unless a column wraps.
 
     Args:
         right: heads of the columns that are aligned right.
         shrink: heads of the columns that are shortened, with an ellipsis, where the terminal is narrow; the widest first.
+        wrap: those of `shrink` that continue on further lines instead.
     """
     console = open_console(to_stderr=to_stderr)
     rows = [[_in_a_line(cell) for cell in row] for row in rows]
@@ -104,14 +108,16 @@ def show_table(
     widths = {head: max([cell_len(head), *(cell_len(str(row[place])) for row in rows)]) for place, head in enumerate(heads)}
     # rich distributes a lack of room over all columns, and cuts ids and states before sentences.
     for _ in range(sum(widths.values()) + 2 * (len(heads) - 1) - room):
-        widest = max(shrink, key=widths.__getitem__, default=None)
-        if widest is None or widths[widest] <= LEAST_WIDTH:
+        wide = [head for head in shrink if widths[head] > (LEAST_WRAPPED_WIDTH if head in wrap else LEAST_WIDTH)]
+        widest = max(wide, key=widths.__getitem__, default=None)
+        if widest is None:
             break
         widths[widest] -= 1
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="dim", pad_edge=False)
     for head in heads:
         justify: JustifyMethod = "right" if head in right else "left"
-        table.add_column(head, justify=justify, no_wrap=True, overflow="ellipsis", width=widths[head])
+        overflow: OverflowMethod = "fold" if head in wrap else "ellipsis"
+        table.add_column(head, justify=justify, no_wrap=head not in wrap, overflow=overflow, width=widths[head])
     for row in rows:
         table.add_row(*row)
     say(console, table)

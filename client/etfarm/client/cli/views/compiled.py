@@ -5,7 +5,8 @@ It takes `compile` of a REPORT, so that it looks the same now and when it is sho
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from rich.console import RenderableType
@@ -52,18 +53,22 @@ def whole(compiled: Json, width: int, *, delegates: bool = True) -> Iterator[Fac
             yield "delegated", Text(_of(method, compiled, share))
     if delegates:
         yield from _undelegated(compiled, width, TOP)
+        yield from _reasons(compiled, TOP)
     yield from _stayed(compiled, width, TOP)
     for check in compiled["checks"] or ():
         yield "host check", _check(check)
     yield from _warnings(compiled)
 
 
-def brief(compiled: Json, width: int, delegated_time: float | None, *, delegates: bool = True) -> Iterator[Fact]:
+def brief(
+    compiled: Json, width: int, delegated_time: float | None, *, delegates: bool = True, reasons: Collection[str] = ()
+) -> Iterator[Fact]:
     """Yield the facts of a compilation that matter beside a measurement.
 
     Args:
         width, delegates: as in `whole`.
         delegated_time: the delegates' part of the traced time; None without a trace.
+        reasons: why operators were not delegated, as far as it is shown already.
     """
     if compiled["stages"]:
         text = Text()
@@ -81,6 +86,7 @@ def brief(compiled: Json, width: int, delegated_time: float | None, *, delegates
         yield "program", Text(", ".join(parts))
     if delegates:
         yield from _undelegated(compiled, width, TOP_BRIEF)
+        yield from _reasons(compiled, TOP_BRIEF, reasons)
     yield from _stayed(compiled, width, TOP_BRIEF)
     yield from _warnings(compiled)
 
@@ -172,6 +178,18 @@ def _undelegated(compiled: Json, width: int, top: int) -> Iterator[Fact]:
                 rows.append((operator["op"], operator["non_delegated"], method, operator["places"]))
     if rows:
         yield "undelegated", _operators(rows, len(compiled["delegation"]) > 1, width, top)
+
+
+def _reasons(compiled: Json, top: int, shown: Collection[str] = ()) -> Iterator[Fact]:
+    """Yield why the operators that are most frequent outside of delegates were not delegated."""
+    nodes: Counter[tuple[str, str]] = Counter()
+    for delegation in (compiled["delegation"] or {}).values():
+        for operator in delegation["operators"] or ():
+            for place in operator["places"] or ():
+                if (reason := place.get("undelegated_reason")) and reason not in shown:
+                    nodes[operator["op"], reason] += place["count"]
+    for (op, reason), _ in nodes.most_common(top):
+        yield "reason", Text(f"{op}: {reason}")
 
 
 def _stayed(compiled: Json, width: int, top: int) -> Iterator[Fact]:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etfarm.client.cli.views import render
-from etfarm.client.formats import units
+from etfarm.client.formats import answers, units
 from etfarm.wire import views
 
 TOP: Final = 30
@@ -156,20 +156,14 @@ def _name(group: views.Group, by: str) -> str:
     if by == "module":
         return "  " * group.depth + (group.key.rpartition(".")[2] if group.depth else group.key)
     if by == "type":
-        return " + ".join(short_type(name) for name in group.key.split(" + "))
+        return " + ".join(answers.short_type(name) for name in group.key.split(" + "))
     if by == "backend" and group.key not in (views.NOT_DELEGATED, views.NOT_EXPLAINED):
         return render.backend_name(group.key)
     return group.key
 
 
-def short_type(name: str) -> str:
-    """Return `convolution` for `aten.convolution.default`; other overloads are kept."""
-    parts = name.split(".")
-    return ".".join(parts[1:-1] if parts[-1] == "default" else parts[1:]) if len(parts) == 3 else name
-
-
 def _detail(group: views.Group, by: str) -> str:
-    return group.detail if by == "line" else ", ".join(short_type(name) for name in group.detail.split(", "))
+    return group.detail if by == "line" else ", ".join(answers.short_type(name) for name in group.detail.split(", "))
 
 
 def _style(group: views.Group) -> str:

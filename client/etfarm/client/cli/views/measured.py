@@ -24,17 +24,15 @@ def verdict(document: Json) -> Iterator[Fact]:
     """Yield why the numbers cannot be trusted, with remedies."""
     for reason in sentences.verdict(document):
         yield "verdict", Text(str(reason))
-
-
-_PYTHON = "python: ExecuTorch's binding, whose call takes about 2 µs more; `etfarm bundle add` offers a native one"
+    if document["profile"]:
+        for reason in sentences.traced_verdict(document["profile"]):
+            yield "operators", Text(str(reason))
 
 
 def circumstances(document: Json) -> Iterator[Fact]:
     """Yield notable facts of the program and of the device during the run, apart from the verdict."""
     measurement, telemetry = document["measurement"] or {}, document["telemetry"] or {}
     reasons = {reason["code"] for reason in (document["verdict"] or {}).get("reasons", ())}
-    if document["runner"] and document["runner"]["kind"] == "python":
-        yield "runner", Text(_PYTHON)
     repeatability = measurement.get("repeatability")
     if repeatability and repeatability["outcome"] not in (None, "", "EQUAL") and "OUTPUTS_DIFFER" not in reasons:
         yield "repeated", Text(sentences.repeatability(repeatability))
@@ -60,8 +58,12 @@ def times(document: Json) -> Iterator[Fact]:
         samples, worth = answers.sample_count(document), latency["effective_samples"]
         if worth is not None and worth < FAR_FEWER * samples:
             parts.append(f"worth {worth:,.0f} independent samples")
+        if len(document["runs"]) < 2 and (text := sentences.runs(document)):
+            parts.append(text)
         if parts:
             yield "spread", Text(" · ".join(parts))
+    if document["profile"] and document["operators"]:
+        yield "traced", Text(sentences.tracing(document["profile"]))
     measurement = document["measurement"]
     if measurement and measurement["stop_reason"] == "SETTLED":
         took = units.time(measurement["duration_ns"])

@@ -5,7 +5,8 @@ It takes the JSON of etfarm.report/1, so that a report looks the same now and wh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from rich.console import Group, RenderableType
@@ -16,6 +17,7 @@ from rich.text import Text
 from etfarm.client.cli.views import compiled as compiling
 from etfarm.client.cli.views import measured, numerics, paired
 from etfarm.client.formats import answers, sentences, units
+from etfarm.wire import delegation as delegations
 
 TOP = 10
 """Default number of shown operators."""
@@ -25,6 +27,9 @@ FACT_NAME = 13
 
 LEAST_CODE = 12
 """Minimum number of characters of a shown line of code; fewer are not useful."""
+
+LEAST_MODULE = 10
+"""Minimum number of characters of a shortened module's path; fewer are not useful."""
 
 _UNRESOLVED = "UNRESOLVED"
 """The kind of the row for kernels that are too short to measure."""
@@ -36,13 +41,16 @@ _BACKENDS = {"XnnpackBackend": "XNNPACK", "CoreMLBackend": "Core ML", "QnnBacken
 """Common names of backends, where they differ from their classes' names."""
 
 
-def reports(documents: Iterable[Json], *, width: int, top: int = TOP, job: str = "") -> RenderableType:
+def reports(
+    documents: Iterable[Json], *, width: int, top: int = TOP, job: str = "", jobs: Mapping[str, str] = MappingProxyType({})
+) -> RenderableType:
     """Return all reports of a job below each other.
 
     Args:
         width: columns of the terminal.
         top: number of operators per report; 0 is all.
         job: the id in the command that shows more.
+        jobs: the ids of other jobs by the ids of the reports that are from them.
     """
     parts: list[RenderableType] = []
     documents = list(documents)
@@ -51,7 +59,7 @@ def reports(documents: Iterable[Json], *, width: int, top: int = TOP, job: str =
         if parts:
             parts.append(Text())
         against = compared.get(document["cell"])
-        parts.append(report(document, width=width, top=top, job=job, against=against))
+        parts.append(report(document, width=width, top=top, job=jobs.get(document["id"], job), against=against))
     return Group(*parts)
 
 
@@ -69,6 +77,7 @@ def report(
         against: how it compares with an alternating program.
     """
     parts: list[RenderableType] = [headline(document, width)]
+    undelegated: dict[str, list[int]] = {}
     if against is not None:
         parts.append(_indented(against))
     if document["error"]:
@@ -78,12 +87,15 @@ def report(
     if document["operators"]:
         rows = _resolved(document["operators"])
         parts.append(Padding(operators(rows, width=width - 2, top=top), (0, 0, 0, 2)))
+        undelegated = _undelegated(document, _chosen(rows, top))
+        for reason, indexes in undelegated.items():
+            parts.append(_indented(Text(f"{', '.join(map(str, indexes))} not delegated: {reason}", style="dim")))
         left_out = _left_out(rows, top, job)
         if left_out is not None:
             parts.append(_indented(left_out))
     if (gap := numerics.gap(document, width=width - 2, top=top, job=job)) is not None:
         parts.append(_indented(gap))
-    if facts := list(_facts(document, width - 2)):
+    if facts := list(_facts(document, width - 2, undelegated)):
         parts.append(_indented(_grid(facts)))
     return Group(*parts)
 
@@ -117,8 +129,10 @@ def headline(document: Json, width: int) -> RenderableType:
         if (verdict := document["verdict"]) and verdict["status"]:
             right.append("  ").append(verdict["status"].replace("_", " "), _STATE_STYLES.get(verdict["status"], ""))
         right.append(f"  {units.count(answers.sample_count(document), 'sample')}", "dim")
+        if len(document["runs"]) > 1:
+            right.append(f"  {sentences.runs(document)}", "dim")
         if profile:
-            right.append(f"  traced {units.time(profile['p50_ns'])}", "dim")
+            right.append(f"  {sentences.traced(profile)}", "dim")
     elif document["state"] == "SUCCEEDED":
         stopped = (document["compile"] or {}).get("stopped_after")
         right.append("ran once" if document["device"] else f"stopped after {stopped}" if stopped else "compiled", "green")
@@ -128,28 +142,33 @@ def headline(document: Json, width: int) -> RenderableType:
 
 
 def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> RenderableType:
-    """Return the operators that took longest, with kernels under their delegate: share, time, name, backend, source, code."""
+    """Return the operators that took longest, with kernels under their delegate.
+
+    The columns are share, time, name, backend, source, module and code.
+    """
     chosen = _chosen(rows, top)
     shares = [units.percent(row["share"]) for row in chosen]
-    times = units.column([row["p50_ns"] for row in chosen])
-    times = [
-        time or (f"<{units.time(row['resolution_ns'])}" if row["resolution_ns"] else "")
-        for time, row in zip(times, chosen, strict=True)
-    ]
+    times = _times(chosen)
     names = [f"{'  ' if row['parent'] is not None else ''}{_name(row)}" for row in chosen]
     backends = [_backend(row) for row in chosen]
     places = [_place(row) for row in chosen]
+    modules = [str(row["module"] or "") if row["source"] else "" for row in chosen]  # else it is the place
     codes = [((row["source"] or {}).get("code") or "").strip() for row in chosen]
     numbers = ["" if row["kind"] in ("REST", _UNRESOLVED) else str(row["index"]) for row in chosen]
 
-    # Names get the remaining room first, then places, then code, which is dropped first.
+    # Names get the remaining room first, then places, then modules, then code, which is dropped first.
     room = width - sum(2 + max(map(len, column)) for column in (numbers, shares, times, backends))
     place_width = min(max(map(len, places)), max(room * 9 // 20, 12))
     name_width = min(max(map(len, names)), room - place_width - 4)
-    code_width = room - place_width - name_width - 6
+    left = room - place_width - name_width - 6
+    module_width = min(max(map(len, modules)), left)
+    module_width = module_width if module_width >= LEAST_MODULE or module_width == max(map(len, modules)) else 0
+    code_width = left - (module_width + 2 if module_width else 0)
     table = Table.grid(padding=(0, 2, 0, 0))
     for justify, style in (("right", "dim"), ("right", ""), ("right", ""), ("left", ""), ("left", "dim"), ("left", "cyan")):
         table.add_column(justify=justify, style=style, no_wrap=True)  # type: ignore[arg-type]
+    if module_width:
+        table.add_column(no_wrap=True)
     table.add_column(style="dim", no_wrap=True)
     for place, row in enumerate(chosen):
         style = "dim" if row["kind"] in ("REST", _UNRESOLVED) else "bold" if (row["share"] or 0) >= 0.1 else ""
@@ -160,9 +179,21 @@ def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> Renderable
             Text(units.without_middle(names[place], name_width), style=style),
             backends[place],
             units.without_start(places[place], place_width),
+            *([units.without_start(modules[place], module_width)] if module_width else ()),
             Text(units.without_end(codes[place], code_width) if code_width >= LEAST_CODE else ""),
         )
     return table
+
+
+def _times(rows: Sequence[Json]) -> list[str]:
+    """Return the time of each row in one unit, with its precision: `760.0 µs ±1.2 %`."""
+    precisions = [answers.precision(row) for row in rows]
+    width = max(map(len, precisions), default=0)
+    times = [
+        time or (f"<{units.time(row['resolution_ns'])}" if row["resolution_ns"] else "")
+        for time, row in zip(units.column([answers.time_ns(row) for row in rows]), rows, strict=True)
+    ]
+    return [f"{time} {precision:>{width}}" if width else time for time, precision in zip(times, precisions, strict=True)]
 
 
 def backend_name(backend: str) -> str:
@@ -193,10 +224,10 @@ def _resolved(rows: Sequence[Json]) -> list[Json]:
             kept.append(row)
         elif row is kernels[0]:
             scale, unit = units.unit_of(resolution_ns)
-            nothing = dict.fromkeys(("resolution_ns", "source", "module"))
-            share = sum(kernel["share"] or 0.0 for kernel in kernels) or None
+            nothing = dict.fromkeys(("resolution_ns", "source", "module", "mean_ci95_ns"))
+            share, mean_ns = (sum(kernel[key] or 0.0 for kernel in kernels) or None for key in ("share", "mean_ns"))
             name = f"kernels below the {resolution_ns / scale:g} {unit} resolution"
-            kept.append({**row, **nothing, "kind": _UNRESOLVED, "name": name, "share": share})
+            kept.append({**row, **nothing, "kind": _UNRESOLVED, "name": name, "share": share, "mean_ns": mean_ns})
     return kept
 
 
@@ -252,7 +283,17 @@ def _place(row: Json) -> str:
     return f"module {module}" if module.replace(".", "").isdecimal() else module  # a position in an nn.Sequential
 
 
-def _facts(document: Json, width: int) -> Iterator[tuple[str, RenderableType]]:
+def _undelegated(document: Json, rows: Sequence[Json]) -> dict[str, list[int]]:
+    """Return why rows were not delegated, with the numbers of the rows for each reason."""
+    delegation = ((document["compile"] or {}).get("delegation") or {}).get(document["method"])
+    indexes: dict[str, list[int]] = {}
+    for row in rows:
+        if reason := delegations.undelegated_reason(delegation, row):
+            indexes.setdefault(reason, []).append(row["index"])
+    return indexes
+
+
+def _facts(document: Json, width: int, reasons: Collection[str]) -> Iterator[tuple[str, RenderableType]]:
     if inputs := sentences.inputs(document["inputs"]):
         yield "inputs", Text(inputs)
     for output in document["accuracy"] or ():
@@ -269,7 +310,8 @@ def _facts(document: Json, width: int) -> Iterator[tuple[str, RenderableType]]:
         if alone:
             yield from compiling.whole(compiled, room, delegates=delegates)
         else:
-            yield from compiling.brief(compiled, room, _delegated_time(document["operators"]), delegates=delegates)
+            delegated_time = _delegated_time(document["operators"])
+            yield from compiling.brief(compiled, room, delegated_time, delegates=delegates, reasons=reasons)
 
 
 def _grid(facts: Iterable[tuple[str, RenderableType]]) -> Table:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from rich.text import Text
@@ -14,13 +16,25 @@ if TYPE_CHECKING:
     from etfarm.client.models import JobResult
 
 
-def print_result(result: JobResult, *, to_stderr: bool) -> None:
-    """Print a job's reports and the command that shows them again."""
+def print_result(
+    result: JobResult, *, to_stderr: bool, top: int | None = None, jobs: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Print a job's reports and the commands that show them again.
+
+    Args:
+        top: number of operators of each report, 0 for all; the default number when None.
+        jobs: the ids of other jobs by the ids of the reports that are from them.
+    """
     console = output.open_console(to_stderr=to_stderr)
     document = result.json()
-    reports = render.reports(document["reports"], width=console.width, job=result.job.id)
-    foot = Text(f"job {result.job.id}  {result.state.value}  etfarm report show {result.job.id}", style="dim")
-    output.say(console, reports, foot)
+    reports = render.reports(
+        document["reports"], width=console.width, top=render.TOP if top is None else top, job=result.job.id, jobs=jobs
+    )
+    foot = [Text(f"job {result.job.id}  {result.state.value}  etfarm report show {result.job.id}", style="dim")]
+    for report in document["reports"]:
+        if (other := jobs.get(report["id"], result.job.id)) != result.job.id:
+            foot.append(Text(f"job {other}  {render.label(report)}  etfarm report show {other}", style="dim"))
+    output.say(console, reports, *foot)
 
 
 def print_detached(job_id: str, *, to_stderr: bool) -> None:

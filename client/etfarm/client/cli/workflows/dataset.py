@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from etfarm.client.aio import AsyncFarm
-from etfarm.client.cli.event_loop import in_thread
 from etfarm.client.cli.files import require_writable
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal import output
@@ -28,6 +27,7 @@ from etfarm.client.export.spec import ModelSpec
 from etfarm.client.formats import units
 from etfarm.client.submit.preparation import prepare
 from etfarm.client.submit.prepared import PreparedModel
+from etfarm.client.transport.daemon_thread import in_thread
 from etfarm.wire import report
 from etfarm.wire.recipes import Recipe
 

@@ -1,32 +1,27 @@
-"""The workflow of a command with a job: prepare and connect concurrently, submit, wait, finish."""
+"""The workflow of a command with a job: connect, submit, wait, finish."""
 
 from __future__ import annotations
 
 import asyncio
+import importlib
 import os
 import sys
-import tempfile
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import redirect_stdout
+from collections.abc import Awaitable, Callable
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from etfarm.client import reports
 from etfarm.client.aio import AsyncFarm
-from etfarm.client.cli.event_loop import in_thread
 from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.terminal.display import Display
 from etfarm.client.embedded.lease import Lease, is_lasting
 from etfarm.client.errors import Interrupted, UserError
-from etfarm.client.export.spec import EagerSpec, ModelSpec, PteFile
 from etfarm.client.formats import units
 from etfarm.client.jobs.job import AsyncJob
-from etfarm.client.submit.preparation import prepare
-from etfarm.client.submit.prepared import PreparedModel
+from etfarm.client.transport import daemon_thread
 from etfarm.wire import names, report
 from etfarm.wire.errors import EtfarmError
-from etfarm.wire.recipes import Recipe
 
 if TYPE_CHECKING:
     from etfarm.client.reports import JobResult
@@ -53,21 +48,20 @@ class NeedsLastingFarm(UserError):
 class Task:
     """The job of one command."""
 
-    models: Sequence[ModelSpec | PreparedModel]
-    submit: Callable[[AsyncFarm, list[PreparedModel], Display], Awaitable[AsyncJob]]
+    submit: Callable[[AsyncFarm, Display], Awaitable[AsyncJob]]
     finish: Callable[[AsyncJob, JobResult, Display], Awaitable[None]] | None = None
     """Callback that downloads files and shows the result before the farm is left: leaving an embedded one takes a moment."""
     server: str | None = None
     tls_ca: str | None = None
     detach: bool = False
-    recipes: Sequence[Recipe] = ()
-    """Recipes of the models, some of which need an export of their own."""
-    calibration: Path | None = None
-    batched: bool = False
-    data: Sequence[Path] = ()
-    """Named data files of the ready program among the models."""
+    exports: bool = False
+    """Whether `submit` exports models, which needs torch."""
+    compiles: bool = True
+    """Whether the farm compiles models, for which an embedded one loads the compiler at once."""
     verbose: bool = False
     """Whether to show the lines that compilers and runners print, as they arrive."""
+    retry: Callable[[AsyncFarm, AsyncJob, JobResult, Display], Awaitable[JobResult]] | None = None
+    """Callback that measures cells again, and returns the result with their last reports."""
 
 
 async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[AsyncJob, JobResult | None]:
@@ -77,23 +71,23 @@ async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[Asy
         EtfarmError: the job cannot be submitted or watched.
         Interrupted: Ctrl-C; the job was cancelled.
     """
-    farm = AsyncFarm(task.server, tls_ca=task.tls_ca, on_status=display.status)
-    # Samples and exports may be larger than memory, so they stay in files until they are sent. A thread that Ctrl-C leaves behind
-    # may still write there while the folder is removed.
-    kept = tempfile.TemporaryDirectory(prefix="etfarm-submission-", ignore_cleanup_errors=True)
-    # Importing torch and exporting take seconds, and so may starting a farm: they run concurrently.
-    preparing = asyncio.create_task(in_thread(lambda: _prepare(task, Path(kept.name), display)), name="prepare models")
-    connecting = asyncio.create_task(farm.__aenter__(), name="connect")
-    connecting.add_done_callback(lambda _: _connected(task, preparing, display))
+    farm = AsyncFarm(task.server, tls_ca=task.tls_ca, on_status=display.status, prewarm=task.compiles)
+    if task.exports:
+        # Importing torch takes seconds, and so may starting a farm: they run concurrently.
+        daemon_thread.start(_import_torch)
     try:
-        await _both(preparing, connecting)
+        await farm.__aenter__()
         if farm.lease is not None and task.detach and not farm.lease.lasting:
             raise _persistent_farm_needed()
-        models = _with_farm(task, farm, preparing.result(), kept.cleanup, outcome, display)
-        return await _while_there(asyncio.create_task(models, name="job"), farm.lease)
+        job = _with_farm(task, farm, outcome, display)
+        return await _while_there(asyncio.create_task(job, name="job"), farm.lease)
     finally:
         await farm.close()
-        kept.cleanup()
+
+
+def _import_torch() -> None:
+    with suppress(Exception):  # an export imports it again, and raises its errors
+        importlib.import_module("torch.export")
 
 
 async def require_persistent_farm(server: str | None) -> None:
@@ -112,41 +106,6 @@ def _persistent_farm_needed() -> NeedsLastingFarm:
         "--detach needs a farm that stays: the embedded farm ends with this command, and the job with it.",
         "Run `etfarm up` in another terminal first, or name a server with --server or ETFARM_SERVER.",
     )
-
-
-def _connected(task: Task, preparing: asyncio.Task[Any], display: Display) -> None:
-    """Show what the command waits for once the farm answers: the last status is about the farm's start."""
-    eager = [spec.label for spec in task.models if isinstance(spec, EagerSpec)]
-    if eager and not preparing.done():
-        display.status(f"Exporting {', '.join(eager)}.")
-
-
-def _prepare(task: Task, folder: Path, display: Display) -> list[PreparedModel]:
-    # Output of a user's factory must not mix with what the command writes to stdout.
-    with redirect_stdout(sys.stderr):
-        return [
-            prepare(
-                spec,
-                recipes=task.recipes,
-                calibration=task.calibration,
-                batched=task.batched,
-                data=task.data if isinstance(spec, PteFile) else (),
-                folder=folder,
-                say=display.status,
-            )
-            for spec in task.models
-        ]
-
-
-async def _both(*tasks: asyncio.Task[Any]) -> None:
-    """Wait for all tasks; if one fails, cancel the others and wait for their end before raising."""
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise
 
 
 async def _while_there(working: asyncio.Task[Answer], lease: Lease | None) -> Answer:
@@ -173,17 +132,11 @@ async def _while_there(working: asyncio.Task[Answer], lease: Lease | None) -> An
     return working.result()
 
 
-async def _with_farm(
-    task: Task,
-    farm: AsyncFarm,
-    models: list[PreparedModel],
-    sent: Callable[[], None],
-    outcome: Outcome,
-    display: Display,
-) -> tuple[AsyncJob, JobResult | None]:
-    display.status("Submitting.")
-    job = await task.submit(farm, models, display)
-    sent()
+async def _with_farm(task: Task, farm: AsyncFarm, outcome: Outcome, display: Display) -> tuple[AsyncJob, JobResult | None]:
+    display.status("Importing torch." if task.exports and "torch.export" not in sys.modules else "Submitting.")
+    # Output of a user's factory must not mix with what the command writes to stdout.
+    with redirect_stdout(sys.stderr):
+        job = await task.submit(farm, display)
     outcome.document = job.document_without_reports
     cells = job.info.cells
     display.status(f"Job {job.id}: {units.count(len(cells), 'cell')}.")
@@ -194,7 +147,12 @@ async def _with_farm(
     try:
         result = await follow(job, display, verbose=task.verbose, with_series=outcome.needs_series)
         outcome.document = ended(result)
+        if task.retry is not None:
+            result = await task.retry(farm, job, result, display)
+            outcome.document = ended(result)
         outcome.failed_job = job.id if await _printed(job, result) else ""
+        if any(report.runner is not None and report.runner.kind == "python" for report in result.reports):
+            await _show_bundle_error(farm, display)
         if task.finish is not None:
             await task.finish(job, result, display)
     except asyncio.CancelledError as cancelled:
@@ -205,6 +163,16 @@ async def _with_farm(
         if farm.lease is not None and job.state.is_terminal:
             farm.lease.release_job(job.id)
     return job, result
+
+
+async def _show_bundle_error(farm: AsyncFarm, display: Display) -> None:
+    """Show why the farm has no runner bundle for its own architecture, if building one failed."""
+    try:
+        error = (await farm.info()).bundle_error
+    except EtfarmError:
+        return  # the farm is gone; the report's warning has the remedy
+    if error is not None:
+        display.log(f"warning: no native runner: {error}", "")
 
 
 async def _printed(job: AsyncJob, result: JobResult) -> bool:

@@ -9,20 +9,21 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from etfarm.client.formats import answers, compared, gaps, label, sentences, units
-from etfarm.client.formats.html import charts, facts
+from etfarm.client.formats.html import cells, charts, delegates, facts
 from etfarm.wire import views
 from etfarm.wire.escapes import printable
 
 Json = Mapping[str, Any]
 
 _HERE = Path(__file__).parent
-_LEFT_OUT = {"times_ns", "debug_handles", "instruction_id", "aligned", "start_ns", "duration_ns", "reconstructed"}
+_LEFT_OUT = {"times_ns", "debug_handles", "instruction_id", "aligned", "start_ns", "duration_ns", "reconstructed", "input_rows"}
 """Keys of an operator's row that are left out: the page shows percentiles, and other formats have the rest."""
 
 
@@ -47,7 +48,9 @@ def write(document: Json, comparison: Json | None = None) -> bytes:
     environment.filters["coded"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
     # Paths and module names may break after a slash or a dot, but not within a word.
     environment.filters["breakable"] = lambda text: Markup("<wbr>").join(re.split(r"(?<=[^\s/.][/.])(?=[^\s/.\d])", str(text)))
-    own = "\n".join((_HERE / "templates" / name).read_text() for name in ("charts.js", "flame.js", "tables.js", "page.js"))
+    own = "\n".join(
+        (_HERE / "templates" / name).read_text() for name in ("charts.js", "flame.js", "tables.js", "cells.js", "page.js")
+    )
     script = f'{_uplot()}\n(() => {{\n"use strict";\n{own}}})();\n'
     style = (_HERE / "vendor" / "uPlot.min.css").read_text() + (_HERE / "templates" / "page.css").read_text()
     hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
@@ -57,11 +60,15 @@ def write(document: Json, comparison: Json | None = None) -> bytes:
         document=document,
         job=document["job"] or {},
         title=_title(document),
-        reports=[_shown(report, reports, pairs.get(report["id"])) for report in reports],
+        reports=[
+            _shown(report, reports, pairs.get(report["id"]), bar)
+            for report, bar in zip(reports, cells.bars(reports), strict=True)
+        ],
         comparison=comparison,
         pairs=list(pairs.values()),
+        side_by_side=sum(bool(report["operators"]) for report in reports) > 1,
         compared=any(report["interleaved"] for report in reports),
-        data=[_data(report) for report in reports],
+        data=[{"label": name, **_data(report)} for name, report in zip(cells.short_labels(reports), reports, strict=True)],
         style=Markup(style),
         script=Markup(script),
         script_hash=hashed,
@@ -83,16 +90,22 @@ def _title(document: Json) -> str:
     return " · ".join(filter(None, (", ".join(models), ", ".join(recipes)))) or "No report"
 
 
-def _shown(report: Json, reports: list[Json], against: Json | None) -> dict[str, Any]:
-    """Return the values of a report for the template."""
+def _shown(report: Json, reports: list[Json], against: Json | None, bar: cells.Bar | None) -> dict[str, Any]:
+    """Return the values of a report for the template.
+
+    Args:
+        bar: its latency on the scale of all reports.
+    """
     paired = report["interleaved"] if report["interleaved"] and report["interleaved"]["ratio"] is not None else None
     return {
         "json": report,
         "against": against,
         "label": label(report),
+        "bar": bar,
         "latency": answers.latency(report),
         "verdict": answers.verdict(report),
         "reasons": sentences.verdict(report),
+        "traced_reasons": sentences.traced_verdict(report["profile"]) if report["profile"] else [],
         "delegated": answers.delegated(report),
         "accuracy": answers.accuracy(report),
         "size": answers.size(report),
@@ -112,6 +125,11 @@ def _shown(report: Json, reports: list[Json], against: Json | None) -> dict[str,
         ],
         "warnings": facts.warnings(report),
         "timeline": facts.timeline(report),
+        "waited": facts.waited(report),
+        "steps": delegates.steps(report),
+        "methods": delegates.methods(report),
+        "runs": cells.runs(report),
+        "spread": cells.spread(report),
         "modules": _modules(report),
         "samples": answers.sample_count(report) if report["latency"] else 0,
     }
@@ -159,6 +177,7 @@ def _data(report: Json) -> dict[str, Any]:
         "values": [_value(value) for value in gaps.operators(report["numeric_gap"] or ())],
         "judged": gaps.judged(list(gaps.operators(report["numeric_gap"] or ())), report["numerics"] or {}),
         "series": (report["telemetry"] or {}).get("series") or [],
+        "run_ends": list(itertools.accumulate(run["iterations"] or 0 for run in report["runs"] or ()))[:-1],
     }
 
 
@@ -171,5 +190,5 @@ def _value(value: gaps.Operator) -> dict[str, int | None]:
 def _group(group: views.Group) -> dict[str, Any]:
     return {
         "key": group.key, "detail": group.detail, "rows": group.rows, "own_ns": group.own_ns, "own_share": group.own_share,
-        "total_ns": group.total_ns, "total_share": group.total_share, "depth": group.depth,
+        "total_ns": group.total_ns, "total_share": group.total_share, "depth": group.depth, "own_ci95_ns": group.own_ci95_ns,
     }  # fmt: skip

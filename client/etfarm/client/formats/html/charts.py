@@ -6,7 +6,7 @@ These are pure functions.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from etfarm.wire import views
@@ -74,22 +74,20 @@ def flame(operators: Sequence[Json], method: str) -> list[dict[str, Any]]:
     """Return boxes of the modules' icicle chart, parents first: {x, w, d, name, path, own, total, rows, row}.
 
     `x` and `w` are shares of the method's time, `d` the depth. Below a module are its own operators (`row` is their
-    index) and its submodules, as executed; time without an operator gets a separate box.
+    index) and its submodules, as executed; time without an operator gets a separate box. A module that holds nothing but one
+    submodule shares the submodule's box: `layers.0.conv`.
     """
-    groups = views.group(operators, "module", "order")
     rows = {row["index"]: row for row in operators}
     boxes: list[dict[str, Any]] = [_box(0.0, 1.0, 0, method, "", None, 1.0)]
     ends = [0.0]
     """Start of the next box, by depth."""
-    for group in groups:
+    for group, depth, name in _without_chains(views.group(operators, "module", "order")):
         share = group.total_share or 0.0
-        depth = group.depth + 1
         # A group at a depth starts where the previous one of its depth ended, or where its parent's own operators did.
         del ends[depth:]
         start = ends[depth - 1]
         ends[depth - 1] = start + share
         here = start
-        name = group.key.rpartition(".")[2]
         if group.key == views.NOT_EXPLAINED:
             boxes.append({**_box(start, share, depth, name, "", group.own_share, share), "rest": True})
             continue
@@ -105,6 +103,30 @@ def flame(operators: Sequence[Json], method: str) -> list[dict[str, Any]]:
             here += part
         ends.append(here)
     return boxes
+
+
+def _without_chains(groups: Sequence[views.Group]) -> Iterator[tuple[views.Group, int, str]]:
+    """Yield groups in their depth-first order with the depths and names of their boxes, from depth 1.
+
+    A module without own rows and with one submodule is left out; its name precedes the submodule's.
+    """
+    children = [0] * len(groups)
+    open_groups: list[int] = []
+    for place, group in enumerate(groups):
+        del open_groups[group.depth :]
+        if open_groups:
+            children[open_groups[-1]] += 1
+        open_groups.append(place)
+    left_out: list[bool] = []
+    """By depth: whether the last module there shares the box of its submodule."""
+    prefix = ""
+    for group, below in zip(groups, children, strict=True):
+        del left_out[group.depth :]
+        name = f"{prefix}{group.key.rpartition('.')[2]}"
+        left_out.append(not group.rows and below == 1)
+        prefix = f"{name}." if left_out[-1] else ""
+        if not left_out[-1]:
+            yield group, group.depth + 1 - sum(left_out), name
 
 
 def _box(x: float, width: float, depth: int, name: str, path: str, own: float | None, total: float) -> dict[str, Any]:

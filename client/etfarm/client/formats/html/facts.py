@@ -13,7 +13,8 @@ from etfarm.client.formats import answers, sentences, units
 Json = Mapping[str, Any]
 Fact = tuple[str, str]
 
-ACTORS = ("CLIENT", "SERVER", "DEVICE")
+_WAITS = "WAIT_FOR_"
+"""Prefix of the phases in which a cell waits: for a device, for room, for a cool or idle device, for other runs."""
 
 
 def measurement(report: Json) -> Iterator[Fact]:
@@ -33,6 +34,8 @@ def measurement(report: Json) -> Iterator[Fact]:
         names = ("min", "p10", "p50", "p90", "p99", "mean", "stddev")
         parts = [f"{name} {units.time(latency[f'{name}_ns'])}" for name in names if latency[f"{name}_ns"] is not None]
         yield "spread", " · ".join(parts)
+        if text := sentences.runs(report):
+            yield "runs", text
         if latency["drift"] is not None:
             yield "drift", f"{sentences.change(latency['drift'])} from the first third to the last"
         if latency["effective_samples"] is not None:
@@ -41,11 +44,9 @@ def measurement(report: Json) -> Iterator[Fact]:
         load_times = (("program", "load_ns"), ("method", "load_method_ns"), ("first run", "first_run_ns"))
         yield "load", " · ".join(f"{name} {units.time(load[key])}" for name, key in load_times if load[key] is not None)
     if report["profile"]:
-        traced = report["profile"]
-        yield (
-            "traced",
-            f"{units.count(traced['iterations'], 'iteration')}, p50 {units.time(traced['p50_ns'])}: not the timed ones",
-        )
+        yield "traced", f"{sentences.tracing(report['profile'])}: not the timed ones"
+        for reason in sentences.traced_verdict(report["profile"]):
+            yield "operators", str(reason)
 
 
 def surroundings(report: Json) -> Iterator[Fact]:
@@ -193,9 +194,10 @@ def warnings(report: Json) -> list[str]:
 
 
 def timeline(report: Json) -> list[dict[str, Any]]:
-    """Return bars of the cell's phases: {actor, phase, left, width, start, took}.
+    """Return bars of the cell's phases: {actor, phase, waits, left, width, start, took}.
 
-    `left` and `width` are percentages of the whole.
+    `left` and `width` are percentages of the whole. `waits` tells whether the phase waits for a device, a gate or another run
+    instead of working.
     """
     phases = report["timeline"] or ()
     if not phases:
@@ -206,6 +208,7 @@ def timeline(report: Json) -> list[dict[str, Any]]:
         {
             "actor": phase["actor"],
             "phase": phase["phase"],
+            "waits": _waits(phase),
             "left": round(100 * (phase["start_ms"] - first) / whole, 3),
             "width": round(100 * phase["duration_ms"] / whole, 3),
             "took": units.milliseconds(phase["duration_ms"]),
@@ -213,3 +216,14 @@ def timeline(report: Json) -> list[dict[str, Any]]:
         }
         for phase in sorted(phases, key=lambda item: item["start_ms"])
     ]
+
+
+def _waits(phase: Json) -> bool:
+    return str(phase["phase"]).startswith(_WAITS)
+
+
+def waited(report: Json) -> str:
+    """Return how long the cell's phases waited, and how long they worked; empty without a timeline."""
+    phases = report["timeline"] or ()
+    waits_ms, works_ms = (sum(phase["duration_ms"] for phase in phases if _waits(phase) is waits) for waits in (True, False))
+    return f"{units.milliseconds(works_ms)} of work and {units.milliseconds(waits_ms)} of waiting" if phases else ""

@@ -94,6 +94,7 @@ def trace(
         # The binding clears events only by writing them.
         _write_etdump(loaded, None)
     samples = array("q")
+    before = counters.Usage.now()
     start_ns = reported_ns = time.monotonic_ns()
     for done in range(1, iterations + 1):
         start, end = execute(loaded, inputs)
@@ -101,8 +102,9 @@ def trace(
         if end - reported_ns >= _PROGRESS_NS:
             report("TRACED", done, end - start_ns)
             reported_ns = end
+    after = counters.Usage.now()
     size, _ = _write_etdump(loaded, path)
-    return {"iterations": iterations, "etdump_bytes": size}, samples.tobytes()
+    return {"iterations": iterations, "etdump_bytes": size, **after.since(before)}, samples.tobytes()
 
 
 def debug(loaded: LoadedMethod, inputs: list[Any], path: Path, dump: Path, max_bytes: int, report: Report) -> dict[str, Any]:

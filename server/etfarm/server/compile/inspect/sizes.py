@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from executorch.exir._serialize._program import _flatbuffer_to_program
-from executorch.exir.schema import BackendDelegateDataReference, DataLocation, ExecutionPlan, Program
-
 from etfarm.server.compile.errors import UnsupportedProgram
-from etfarm.server.compile.program.explain import first_line
+from etfarm.server.compile.inspect.program import DataReference, Program, parse
 from etfarm.server.compile.result import ProgramSizes
-from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.wire import pte
+from etfarm.wire.flatbuffer import BadBuffer
 
 
 @dataclass(frozen=True)
@@ -38,13 +34,10 @@ def read(path: Path) -> Described:
         file.seek(0)
         head = file.read(min(program_bytes, size))
     try:
-        return Described(_flatbuffer_to_program(head), program_bytes)
-    except Exception as error:
-        if is_out_of_memory(error):
-            raise
-        traceback.print_exc()
+        return Described(parse(head), program_bytes)
+    except BadBuffer as error:
         raise UnsupportedProgram(
-            f"The program's description cannot be read: {first_line(error)}.", "Export it again with ExecuTorch 1.x."
+            f"The program's description cannot be read: {error}.", "Export it again with ExecuTorch 1.x."
         ) from None
 
 
@@ -65,16 +58,16 @@ def of_program(described: Described, data: Mapping[str, Path] | None = None) -> 
     """
     program = described.program
     used = {_place(d.processed) for plan in program.execution_plan for d in plan.delegates}
-    in_segments = {index for location, index in used if location == DataLocation.SEGMENT}
+    in_segments = {index for in_segment, index in used if in_segment}
     return {
         "program_bytes": described.program_bytes,
-        "constant_bytes": sum(len(buffer.storage) for buffer in program.constant_buffer)
-        + sum(segment.size for index, segment in enumerate(program.segments) if index not in in_segments),
+        "constant_bytes": program.constant_bytes
+        + sum(size for index, size in enumerate(program.segment_bytes) if index not in in_segments),
         "delegate_bytes": sum(_bytes(program, *place) for place in used),
         "methods": {
             plan.name: {
                 "delegate_bytes": sum(_bytes(program, *place) for place in {_place(d.processed) for d in plan.delegates}),
-                "planned_bytes": planned_bytes(plan),
+                "planned_bytes": plan.planned_bytes,
             }
             for plan in program.execution_plan
         },
@@ -82,17 +75,9 @@ def of_program(described: Described, data: Mapping[str, Path] | None = None) -> 
     }  # fmt: skip
 
 
-def planned_bytes(plan: ExecutionPlan) -> list[int]:
-    """Return the sizes of a method's memory-planned buffers in bytes."""
-    # Buffer 0 stands for constants.
-    return [int(size) for size in plan.non_const_buffer_sizes[1:]]
+def _place(reference: DataReference) -> tuple[bool, int]:
+    return reference.in_segment, reference.index
 
 
-def _place(reference: BackendDelegateDataReference) -> tuple[DataLocation, int]:
-    return reference.location, reference.index
-
-
-def _bytes(program: Program, location: DataLocation, index: int) -> int:
-    if location == DataLocation.SEGMENT:
-        return int(program.segments[index].size)
-    return len(program.backend_delegate_data[index].data)
+def _bytes(program: Program, in_segment: bool, index: int) -> int:
+    return (program.segment_bytes if in_segment else program.inline_data_bytes)[index]

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from executorch.export import ExportSession, StageType
 
 from etfarm.server.compile.errors import StageFailed
 from etfarm.server.compile.inspect import footprint
+from etfarm.server.compile.lower import build, rejections
 from etfarm.server.compile.program.explain import stage_failed
 from etfarm.server.compile.result import Delegation, Place, StageEvent, StageTime
 from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
@@ -121,8 +123,9 @@ class Lowered:
     """The graphs that XNNPACK wrote into its delegates."""
 
 
-Undelegated = Callable[[Any], Mapping[str, Mapping[str, list[Place]]]]
-"""Function that returns the places of the operators outside of an EdgeProgramManager's delegates, by method and operator."""
+Undelegated = Callable[[Any, Callable[[str, Any], str]], Mapping[str, Mapping[str, list[Place]]]]
+"""Function that returns the places of the operators outside of an EdgeProgramManager's delegates, by method and operator; takes
+the manager, and a function that returns why a method's node was not delegated."""
 
 
 def apply_aten_passes(recipe: Any, programs: Mapping[str, Any]) -> dict[str, Any]:
@@ -157,22 +160,31 @@ def lower(
     )  # fmt: skip
     for stage, plugin in pipeline.replaced.items():
         session.register_stage(StageType[stage], plugin)
-    hooks = _StageHooks(pipeline, recipe.executorch_backend_config, stages, undelegated)
-    for kind, stage in session.get_all_registered_stages().items():
-        stage.run = hooks.watched(kind.name, stage)
-    lowered = hooks.lowered
-    with footprint.kept_graphs() as lowered.graphs:
-        session.export()
-    lowered.manager = session.get_stage_artifacts()[StageType[pipeline.stages[-1]]].data
-    if pipeline.stages[-1] != "TO_EXECUTORCH":
-        hooks.describe(lowered.manager)
+    with rejections.collected(partial(build.partitioners, recipe)) as rejected:
+        hooks = _StageHooks(
+            pipeline, recipe.executorch_backend_config, stages, lambda manager: undelegated(manager, rejected.reason_of)
+        )
+        for kind, stage in session.get_all_registered_stages().items():
+            stage.run = hooks.watched(kind.name, stage)
+        lowered = hooks.lowered
+        with footprint.kept_graphs() as lowered.graphs:
+            session.export()
+        lowered.manager = session.get_stage_artifacts()[StageType[pipeline.stages[-1]]].data
+        if pipeline.stages[-1] != "TO_EXECUTORCH":
+            hooks.describe(lowered.manager)
     return lowered
 
 
 class _StageHooks:
     """The hooks around the stages of one session, which report stages and collect their results."""
 
-    def __init__(self, pipeline: Pipeline, config: Any, stages: Stages, undelegated: Undelegated) -> None:
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        config: Any,
+        stages: Stages,
+        undelegated: Callable[[Any], Mapping[str, Mapping[str, list[Place]]]],
+    ) -> None:
         self._pipeline = pipeline
         self._config = config
         self._stages = stages

@@ -31,7 +31,7 @@ from etfarm.server.compile.errors import (
     StageFailed,
 )
 from etfarm.server.compile.inputs import InputMismatch, check_inputs
-from etfarm.server.compile.inspect import facts
+from etfarm.server.compile.inspect import signature
 from etfarm.server.compile.program import loading, values
 from etfarm.server.compile.program.explain import first_line
 from etfarm.server.compile.verify.reference import changed_buffers
@@ -139,7 +139,7 @@ def export_again(module: torch.nn.Module, program: Any, strict: bool) -> Any:
     shapes = _collect_dynamic_shapes(program, module, args, kwargs)
     with torch.no_grad():
         exported = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=strict)
-    for before, after in zip(facts.of_exported(program)["inputs"], facts.of_exported(exported)["inputs"], strict=True):
+    for before, after in zip(signature.of_exported(program)["inputs"], signature.of_exported(exported)["inputs"], strict=True):
         for dim, (was, now) in enumerate(zip(before["dims"] or [], after["dims"] or [], strict=True)):
             if isinstance(was, dict) and not isinstance(now, dict):
                 why = f"dim {dim} of {before['name']!r} became static ({now}) when it was quantized"
@@ -191,7 +191,7 @@ def _samples(
             yield arguments, {}
     else:
         yield program.example_inputs
-    expected = facts.of_exported(program)
+    expected = signature.of_exported(program)
     for index, path in enumerate(calibration):
         try:
             sample = tensors.decode(path.read_bytes())

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 
 from etfarm.server.compile.errors import QuantizedNothing, RecipeNeedsEagerModule, StageFailed
-from etfarm.server.compile.inspect import facts, footprint, sizes
+from etfarm.server.compile.inspect import facts, footprint, signature, sizes
 from etfarm.server.compile.lower import build, etrecord, lowering, plugins, quantize, stage_files
 from etfarm.server.compile.program import fp32_layers, loading, places
 from etfarm.server.compile.program import values as wire_values
@@ -167,7 +167,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
         unquantized, folder, request.operators
     )  # loaded late, so that their weights are not in memory while programs are lowered
     for method, original in originals.items():
-        facts.add_exported(program_facts, method, original)
+        signature.add_exported(program_facts, method, original)
     result["sizes"] = sizes.of_program(described, data)
     checked = checks.check_program(
         smoke, originals=originals, pte=folder / "model.pte", data=data, folder=folder, quantized=bool(quantized),

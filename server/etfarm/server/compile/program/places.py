@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any, Final
 
 from etfarm.server.compile.program import fp32_layers
@@ -18,23 +19,31 @@ _NO_OPERATORS: Final = frozenset({"executorch_call_delegate", "getitem", "alloc"
 _NUMBER = re.compile(r"_\d+$")
 
 
-def undelegated(manager: Any) -> dict[str, dict[str, list[Place]]]:
+def undelegated(
+    manager: Any, reason_of: Callable[[str, Any], str] = lambda method, node: ""
+) -> dict[str, dict[str, list[Place]]]:
     """Return the places of the nodes outside of delegates of an EdgeProgramManager: {method: {operator: places}}.
 
     Operators have the names of `executorch.devtools.backend_debug.get_delegation_info`, like `aten_add_tensor`: the node's
     name without its number. Left out are calls of delegates, `getitem`, which selects one of several outputs, and `alloc`,
     which TO_EXECUTORCH adds to the same graph.
+
+    Args:
+        reason_of: returns why a method's node was not delegated; empty if that is unknown.
     """
-    return {method: _undelegated_operators(manager.exported_program(method).graph_module) for method in sorted(manager.methods)}
+    return {
+        method: _undelegated_operators(manager.exported_program(method).graph_module, partial(reason_of, method))
+        for method in sorted(manager.methods)
+    }
 
 
-def _undelegated_operators(module: Any) -> dict[str, list[Place]]:
+def _undelegated_operators(module: Any, reason_of: Callable[[Any], str]) -> dict[str, list[Place]]:
     nodes_by_operator: dict[str, list[Any]] = defaultdict(list)
     for node in module.graph.nodes:
         operator = _NUMBER.sub("", node.name)
         if node.op == "call_function" and operator not in _NO_OPERATORS:
             nodes_by_operator[operator].append(node)
-    return {operator: places(nodes) for operator, nodes in sorted(nodes_by_operator.items())}
+    return {operator: places(nodes, reason_of) for operator, nodes in sorted(nodes_by_operator.items())}
 
 
 def fp32(program: Any, *, xnnpack: bool = False) -> list[Fp32Operator]:
@@ -53,11 +62,15 @@ def fp32(program: Any, *, xnnpack: bool = False) -> list[Fp32Operator]:
     return [{"op": operator, "count": len(nodes), "places": places(nodes)} for operator, nodes in rows]
 
 
-def places(nodes: Iterable[Any]) -> list[Place]:
-    """Return the places that nodes of a torch.fx graph come from: the most frequent first, at most MAX_PLACES."""
-    counted = Counter((source_of(node.meta.get("stack_trace")), module_path(node)) for node in nodes)
+def places(nodes: Iterable[Any], reason_of: Callable[[Any], str] = lambda node: "") -> list[Place]:
+    """Return the places that nodes of a torch.fx graph come from: the most frequent first, at most MAX_PLACES.
+
+    Args:
+        reason_of: returns why a node was not delegated; places with different reasons are apart.
+    """
+    counted = Counter((source_of(node.meta.get("stack_trace")), module_path(node), reason_of(node)) for node in nodes)
     rows = sorted(counted.items(), key=lambda row: (-row[1], _sort_key(row[0])))
-    return [_place(source, module, count) for (source, module), count in rows[:MAX_PLACES]]
+    return [_place(*key, count) for key, count in rows[:MAX_PLACES]]
 
 
 def module_path(node: Any) -> str | None:
@@ -69,11 +82,12 @@ def module_path(node: Any) -> str | None:
     return None
 
 
-def _place(source: Source | None, module: str | None, count: int) -> Place:
+def _place(source: Source | None, module: str | None, reason: str, count: int) -> Place:
     line: SourceLine | None = None if source is None else {"file": source.file, "line": source.line, "code": source.code}
-    return {"source": line, "module": module, "count": count}
+    place: Place = {"source": line, "module": module, "count": count}
+    return {**place, "undelegated_reason": reason} if reason else place
 
 
-def _sort_key(key: tuple[Source | None, str | None]) -> tuple[str, int, str]:
-    source, module = key
-    return (source.file if source else "", source.line if source else 0, module or "")
+def _sort_key(key: tuple[Source | None, str | None, str]) -> tuple[str, int, str, str]:
+    source, module, reason = key
+    return (source.file if source else "", source.line if source else 0, module or "", reason)

@@ -12,7 +12,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from etfarm.server.compile.inputs import check_inputs
-from etfarm.server.compile.inspect import facts
+from etfarm.server.compile.inspect.signature import of_exported
 from etfarm.server.compile.program import values
 from etfarm.server.compile.program.explain import first_line
 from etfarm.server.workers.errors import is_out_of_memory
@@ -50,7 +50,7 @@ def run_program(program: Any, inputs: Sequence[Value]) -> list[Value]:
         InputMismatch: the inputs do not fit the program.
         ReferenceFailed: eager PyTorch cannot run the program on the inputs.
     """
-    check_inputs("forward", facts.of_exported(program), inputs)
+    check_inputs("forward", of_exported(program), inputs)
     args, kwargs = values.to_arguments(program, [values.to_leaf(value) for value in inputs])
     try:
         with torch.no_grad(), unchanged(program):

@@ -61,4 +61,5 @@ class CellAnalysis:
             numerics=run.numerics,
             inputs=run.inputs,
             warnings=run.warnings,
+            earlier=run.earlier,
         )

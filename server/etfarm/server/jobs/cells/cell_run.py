@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from etfarm.server.jobs import model
+from etfarm.server.reports.latency.between_runs import Earlier
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Cell, Job
@@ -26,6 +27,8 @@ class CellRun:
     analysis: report_pb2.Report | None = None
     numerics: compile_pb2.Compilation | None = None
     """The program of the numerics pass, which may be `compilation`; None if there is no such pass."""
+    earlier: Earlier = field(default_factory=Earlier)
+    """Medians of earlier reports, once the result is analyzed."""
     warnings: list[compile_pb2.Warning] = field(default_factory=list)
     """Warnings for the report, in addition to those of the compilation and of the analysis."""
     writing: asyncio.Lock = field(default_factory=asyncio.Lock)

@@ -20,6 +20,15 @@ from etfarm.wire.errors import EtfarmError
 
 DEADLINE_S = 600.0
 """Default time limit of an attempt for each of its candidates."""
+FURTHER_RUN_S = 120.0
+"""Minimum addition to the default for each further run. It waits up to 70 s for the device, and has by default 10 s for its
+warm-up and up to 60 s for iterations, of which it usually needs one. Short, since only the time limit ends a hanging program."""
+MAX_FURTHER_RUNS_S = 86_400.0
+"""Maximum addition for all further runs: a day, the maximum of `JobSpec.timeout_s`. A hanging program occupies its device."""
+_BEFORE_TIMED_S = 80.0
+"""Longest usual time from the start of a run to its timed pass."""
+_DEFAULT_MAX_TIME_S = 60.0
+"""Maximum duration of a timed pass that agents assume if Measurement.max_time_s is absent."""
 
 
 class Dispatch:
@@ -89,7 +98,7 @@ class Dispatch:
             cell_id = sent.cell_id if sent.cell_id in cells else cells[0]
             progress = Progress(cell_id=cell_id, actor=Actor.ACTOR_DEVICE, device_name=device.name)
             progress.phase, progress.message = sent.phase, sent.message
-            for name in ("duration_ms", "done", "total"):
+            for name in ("duration_ms", "done", "total", "p50_ns"):
                 if sent.HasField(name):
                     setattr(progress, name, getattr(sent, name))
             on_progress(job.id, progress)
@@ -194,4 +203,10 @@ def _artifacts_of(cell_runs: Sequence[CellRun]) -> Iterable[Artifact]:
 
 def deadline_s(job: Job, candidates: int) -> float:
     """Return the time limit in seconds of an attempt with a number of candidates."""
-    return job.spec.timeout_s if job.spec.HasField("timeout_s") else DEADLINE_S * max(1, candidates)
+    if job.spec.HasField("timeout_s"):
+        return job.spec.timeout_s
+    measurement = job.spec.measurement
+    max_time_s = measurement.max_time_s if measurement.HasField("max_time_s") else _DEFAULT_MAX_TIME_S
+    run_s = max(FURTHER_RUN_S, _BEFORE_TIMED_S + min(measurement.min_time_s, max_time_s))
+    further_s = run_s * max(0, measurement.repeat - 1)
+    return DEADLINE_S * max(1, candidates) + min(further_s, MAX_FURTHER_RUNS_S)

@@ -19,7 +19,7 @@ from etfarm.wire.errors import DeviceError
 from etfarm.wire.words import word_of
 
 MAX_SAMPLES: Final = 1_000_000
-"""Maximum number of timed iterations of a run, unless the job sets one."""
+"""Maximum number of timed iterations of all runs together, unless the job sets one for each."""
 LEAST_MEDIAN_NS: Final = 20
 """Minimum plausible median in ns: no processor executes a method faster, since reading its clock twice takes longer."""
 CLOCK_TOLERANCE: Final = 0.05
@@ -106,7 +106,9 @@ def check_candidate(result: agent_pb2.CandidateResult, plan: Plan, path: Callabl
     for name, value in _durations_ns(result):
         if value > plan.longest_ns:
             raise _too_long(name, value, plan)
-    counts = (len(result.traced_ns), len(result.blocks), len(result.telemetry.series))
+    passes = (result.telemetry, result.traced_telemetry, *(run.telemetry for run in result.runs))
+    points = max(len(telemetry.series) for telemetry in passes)
+    counts = (len(result.traced_ns), len(result.blocks), points)
     for what, count in zip(MAX_SERIES, counts, strict=True):
         if count > MAX_SERIES[what]:
             raise ImplausibleResult(f"it has {count:,} {what}, more than {MAX_SERIES[what]:,}")
@@ -133,7 +135,7 @@ def artifacts_of(result: agent_pb2.CandidateResult) -> Iterator[common_pb2.Artif
 
 def _numbers(result: agent_pb2.CandidateResult) -> Iterator[tuple[str, float]]:
     """Yield the counts and durations, which must be finite and not negative."""
-    for message in (result, result.load, result.memory):
+    for message in (result, result.load, result.memory, *result.runs, *(run.load for run in result.runs)):
         for field, value in message.ListFields():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 yield field.name, value
@@ -148,24 +150,44 @@ def _durations_ns(result: agent_pb2.CandidateResult) -> Iterator[tuple[str, floa
     """Yield the durations on the device in ns, none of which can exceed that of the attempt."""
     yield "the timed pass", result.duration_ns
     yield "the warm-up", result.warmup_ns
+    for run in result.runs:
+        yield "the timed pass", run.duration_ns
+        yield "the warm-up", run.warmup_ns
     yield "the traced pass", sum(result.traced_ns)
-    for field, value in result.load.ListFields():
-        yield field.name, value
+    for load in (result.load, *(run.load for run in result.runs)):
+        for field, value in load.ListFields():
+            yield field.name, value
     for phase in result.phases:
         yield f"the phase {phase.phase[:40]}", (phase.start_ms + phase.duration_ms) * 1e6
 
 
 def _check_counts(result: agent_pb2.CandidateResult, measurement: job_pb2.Measurement) -> None:
-    """Check the timed pass against the plan."""
-    if word_of(common_pb2.StopReason.DESCRIPTOR, result.stop_reason) is None:
-        raise ImplausibleResult(f"its timed pass ended for the reason {result.stop_reason}, which does not exist")
-    max_samples = measurement.max_samples if measurement.HasField("max_samples") else MAX_SAMPLES
-    if not 1 <= result.iterations <= max_samples:
-        raise ImplausibleResult(f"{result.iterations:,} timed iterations were measured; 1 to {max_samples:,} are possible")
+    """Check the timed passes against the plan."""
+    # An agent of an earlier release measures once and reports no runs.
+    if result.runs and len(result.runs) != measurement.repeat:
+        raise ImplausibleResult(f"it has {len(result.runs):,} runs, but {measurement.repeat:,} were requested")
+    if result.runs and result.blocks:
+        raise ImplausibleResult("it has both runs and blocks")
+    for name in ("iterations", "duration_ns", "warmup", "warmup_ns") if result.runs else ():
+        if sum(getattr(run, name) for run in result.runs) != getattr(result, name):
+            raise ImplausibleResult(f"the {name} of its runs do not add up to {getattr(result, name):,}")
+    max_samples = measurement.max_samples if measurement.HasField("max_samples") else MAX_SAMPLES // max(1, len(result.runs))
+    for part in result.runs or [result]:
+        _check_pass(part, measurement, max_samples)
     if result.samples.size_bytes != _SAMPLE_BYTES * result.iterations:
         raise ImplausibleResult(f"{result.iterations:,} iterations have {result.samples.size_bytes:,} bytes of samples")
     if result.blocks and sum(block.samples for block in result.blocks) != result.iterations:
         raise ImplausibleResult("the samples of its blocks are not those of its iterations")
+
+
+def _check_pass(
+    result: agent_pb2.CandidateResult | agent_pb2.MeasuredRun, measurement: job_pb2.Measurement, max_samples: int
+) -> None:
+    """Check one timed pass against the plan."""
+    if word_of(common_pb2.StopReason.DESCRIPTOR, result.stop_reason) is None:
+        raise ImplausibleResult(f"its timed pass ended for the reason {result.stop_reason}, which does not exist")
+    if not 1 <= result.iterations <= max_samples:
+        raise ImplausibleResult(f"{result.iterations:,} timed iterations were measured; 1 to {max_samples:,} are possible")
     if result.stop_reason == common_pb2.STOP_REASON_ENOUGH:
         requested = measurement.iterations if measurement.HasField("iterations") else 1
         if result.iterations < requested:
@@ -197,7 +219,8 @@ def _check_samples(result: agent_pb2.CandidateResult, plan: Plan, path: Path) ->
     if total_ns > result.duration_ns * (1 + CLOCK_TOLERANCE) + _GAP_NS:
         raise ImplausibleResult(f"its samples take {total_ns / 1e9:.3g} s of a pass of {result.duration_ns / 1e9:.3g} s")
     max_gap_ns = _PYTHON_GAP_NS if result.runner.kind == common_pb2.RUNNER_KIND_PYTHON else _GAP_NS
-    max_between_ns = result.iterations * (max_gap_ns + _COPY_NS_PER_BYTE * plan.planned_bytes) + _STALL * total_ns + _STALL_NS
+    stall_ns = _STALL_NS * max(1, len(result.runs))
+    max_between_ns = result.iterations * (max_gap_ns + _COPY_NS_PER_BYTE * plan.planned_bytes) + _STALL * total_ns + stall_ns
     if result.duration_ns - total_ns > max_between_ns:
         raise ImplausibleResult(f"its samples take only {total_ns / 1e9:.3g} s of a pass of {result.duration_ns / 1e9:.3g} s")
     if 2 * below_least > result.iterations:

@@ -122,6 +122,8 @@ class CellStages:
         phase = self._timer.start(run.job)
         self._progress.announce_phase([run], "ANALYZE")
         run.analysis = await retry_when_full(partial(self._analysis.analyze, run, results))
+        measured = self._analysis.report(run, run.cell, "", at=self._now())
+        run.earlier = await self._journal.reports.find_earlier(run.job.project, measured)
         phase.record("ANALYZE", run)
         await self.finish(run, model.SUCCEEDED)
 
@@ -149,6 +151,7 @@ class CellStages:
             self._dispatch.abandon(after, "the cell is over")
             after.report_id = self._new_id()
             report = self._analysis.report(run, after, after.report_id, at=self._now())
+            model.copy_result(report, after)
             await self._joblog.flush()
             await self._transitions.write(run, after, report)
             self._dispatch.end(after)

@@ -116,11 +116,13 @@ class History:
 
 
 def _without_rows(report: report_pb2.Report) -> report_pb2.Report:
-    """Remove what a history does not show, in place: the rows of operators and values, and the series."""
+    """Remove what a history does not show, in place: the rows of operators and values, the series, and the telemetry of runs."""
     for name in ("operators", "numeric_gap"):
         report.ClearField(name)
     if report.HasField("telemetry"):
         report.telemetry.ClearField("series")
+    for run in report.runs:
+        run.ClearField("telemetry")
     if report.HasField("interleaved"):
         report.interleaved.ClearField("ratios")
     return report

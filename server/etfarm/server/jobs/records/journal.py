@@ -14,6 +14,7 @@ from etfarm.server.jobs.records.listing import LIST_BYTES, listed_events, state_
 from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.jobs.records.reports import ReportRecords, report_row
 from etfarm.server.jobs.records.rows import job_row, resolve_job, state_name, to_utc, write_attempt
+from etfarm.server.jobs.records.selection import ALL_JOBS, JobFilter, select_jobs
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
@@ -179,34 +180,35 @@ class Journal:
         return event
 
     async def get(self, key: str, scope: Scope) -> Job:
-        """Return the job with an id, else tag, else unique prefix of an id (at least 4 characters); or "latest".
+        """Return the job with an id, else tag, else unique prefix of an id (at least 4 characters), else name; or "latest".
 
         Args:
             scope: the projects that the caller sees; "latest" is the newest job of the active project.
 
         Raises:
-            JobNotFound: the scope has no such job, or several.
+            JobNotFound: the scope has no such job, or several, which the message lists if they share a name.
         """
         return await self._database.read(lambda connection: job_row(connection, resolve_job(connection, key, scope)))
 
-    async def list(self, size: int, before: int | None, scope: Scope) -> tuple[Sequence[Job], int | None]:
-        """Return a page of a scope's jobs without specs, newest first, and the start of the next page. Large jobs shorten it."""
+    async def list(
+        self, size: int, before: int | None, scope: Scope, filter_: JobFilter = ALL_JOBS
+    ) -> tuple[Sequence[Job], int | None]:
+        """Return a page of a scope's jobs without specs, newest first, and the start of the next page.
+
+        Large jobs and a filter with few matches shorten it.
+        """
 
         def read(connection: Connection) -> tuple[Sequence[Job], int | None]:
-            query = select(schema.jobs.c.id, schema.jobs.c.number).where(scope.clause(schema.jobs.c.project))
-            query = query.order_by(schema.jobs.c.number.desc()).limit(size + 1)
-            if before is not None:
-                query = query.where(schema.jobs.c.number <= before)
-            rows = connection.execute(query).all()
+            rows, following = select_jobs(connection, size, before, scope, filter_)
             jobs: list[Job] = []
             bytes_left = LIST_BYTES
-            for row in rows[:size]:
+            for row in rows:
                 job = job_row(connection, row.id, with_spec=False)
                 bytes_left -= job.ByteSize()
                 if jobs and bytes_left < 0:
                     return jobs, row.number
                 jobs.append(job)
-            return jobs, rows[size].number if len(rows) > size else None
+            return jobs, following
 
         return await self._database.read(read)
 

@@ -29,7 +29,7 @@ _EVENTS_BYTES: Final = 8 << 20
 _EVENTS: Final = 500
 
 _NAME: Final = 1_000
-_LABELS_BYTES: Final = 64 << 10
+LABELS_BYTES: Final = 64 << 10
 """Size of the beginning of a spec, which contains its labels."""
 
 
@@ -37,7 +37,7 @@ def listed_job(connection: Connection, job_id: str) -> Job | None:
     """Return a job without its spec and with long texts shortened; None if the job does not exist."""
     jobs = schema.jobs.c
     columns = [jobs.id, jobs.owner, jobs.project, jobs.submitted_at, jobs.finished_at]
-    beginnings = [func.substr(jobs.name, 1, _NAME + 1).label("name"), func.substr(jobs.spec, 1, _LABELS_BYTES).label("spec")]
+    beginnings = [func.substr(jobs.name, 1, _NAME + 1).label("name"), func.substr(jobs.spec, 1, LABELS_BYTES).label("spec")]
     row = connection.execute(select(*columns, *beginnings).where(jobs.id == job_id)).one_or_none()
     if row is None:
         return None

@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
-from datetime import UTC
+from datetime import UTC, datetime
 from typing import Final
 
 from sqlalchemy import Connection, func, select, update
 
 from etfarm.server.access.scope import Scope
+from etfarm.server.jobs import model
+from etfarm.server.reports.latency.between_runs import MAX_HISTORY, Earlier
+from etfarm.server.reports.runs import valid_runs
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.paging import PAGE_SIZES
 from etfarm.v1 import report_pb2
 from etfarm.v1.job_pb2 import Cell, Job
+from etfarm.wire import digest as digests
 from etfarm.wire.errors import Kind, UserError
+
+_MAX_SIMILAR: Final = 500
+"""Maximum number of reports of other programs that a spread is pooled over, the newest ones."""
 
 PAGE_BYTES: Final = 4 << 20
 """Maximum total size of the reports of a page; a single report may exceed it."""
@@ -92,21 +100,103 @@ class ReportRecords:
             )
         return await asyncio.to_thread(report_pb2.Report.FromString, body)
 
-    async def replace(self, job: Job, reports: Sequence[report_pb2.Report]) -> None:
-        """Replace a terminal job's reports by newer versions with the same ids, all or none."""
+    async def find_earlier(self, project: str, report: report_pb2.Report) -> Earlier:
+        """Return the medians of valid reports before `report`, those of its project only: others' times are none of its business.
+
+        Its history are reports with equally many valid runs; similar programs count with single runs only.
+        Reports of releases without runs do not count, since their execution was not recorded.
+        """
+        execution = execution_of(report)
+        if not execution:
+            return Earlier()
+        reports, jobs = schema.reports.c, schema.jobs.c
+        before = reports.created_at < report.create_time.ToDatetime(UTC)
+        of_project = select(reports.execution, reports.p50_ns).join(schema.jobs, jobs.id == reports.job_id)
+        of_project = of_project.where(jobs.project == project, before).order_by(reports.created_at.desc())
+        same = of_project.where(reports.execution == execution).limit(MAX_HISTORY)
+        decade = 10.0 ** math.floor(math.log10(report.latency.p50_ns))
+        similar = of_project.where(
+            reports.device_kind == device_kind_of(report), reports.execution != execution,
+            reports.p50_ns >= decade, reports.p50_ns < 10 * decade,
+        ).limit(_MAX_SIMILAR)  # fmt: skip
+
+        def read(connection: Connection) -> Earlier:
+            groups: dict[str, list[float]] = {}
+            for row in connection.execute(similar):
+                groups.setdefault(row.execution, []).append(row.p50_ns)
+            history = tuple(row.p50_ns for row in connection.execute(same))
+            return Earlier(history, tuple(map(tuple, groups.values())))
+
+        return await self._database.read(read)
+
+    async def replace(self, job: Job, reports: Sequence[report_pb2.Report], *, at: datetime) -> None:
+        """Replace a terminal job's reports by newer versions with the same ids, all or none, and the results of their cells.
+
+        Args:
+            at: the time of the change.
+        """
         cells = {cell.id: cell for cell in job.cells}
 
         def write(connection: Connection) -> None:
             for report in reports:
                 row = report_row(cells[report.cell], report)
                 connection.execute(update(schema.reports).where(schema.reports.c.id == report.id).values(row))
+                _update_cell(connection, report, at)
 
         await self._database.write(write, durable=True)
 
 
+def _update_cell(connection: Connection, report: report_pb2.Report, at: datetime) -> None:
+    """Write a new version of the report's cell if the cell's result differs from the report's."""
+    stored = schema.cells.c.id == report.cell
+    # As stored: an analysis that ended since the job was read may have changed it.
+    before = Cell.FromString(connection.execute(select(schema.cells.c.body).where(stored)).scalar_one())
+    after = Cell()
+    after.CopyFrom(before)
+    model.copy_result(report, after)
+    if after != before:
+        after = model.amend(after, at=at)
+        values = {"version": after.version, "body": after.SerializeToString()}
+        connection.execute(update(schema.cells).where(stored).values(values))
+
+
+def execution_of(report: report_pb2.Report) -> str:
+    """Return a digest of what determines a report's latency, apart from chance; empty if the report is no evidence for it.
+
+    That is the program with its method, inputs, threads and cores, the runner, and the device. The number of valid runs belongs
+    to it, since the median over several runs varies less than that of one.
+    """
+    program = report.compile.compilation.program.digest
+    if (
+        report.verdict.status != report_pb2.VERDICT_STATUS_VALID
+        or not report.runs
+        or not program
+        or not report.latency.p50_ns > 0
+    ):
+        return ""
+    runner = report.runner
+    return digests.of_value(
+        {
+            "schema": "etfarm.execution/1", "program": program, "method": report.method, "inputs": report.inputs.digest,
+            "threads": report.threads, "device": report.device.id, "runs": len(valid_runs(report)),
+            "runner": [runner.kind, runner.executorch, runner.bundle_digest, runner.cores],
+        }
+    )  # fmt: skip
+
+
+def device_kind_of(report: report_pb2.Report) -> str:
+    """Return what devices of one kind have in common."""
+    return f"{report.device.arch} {report.device.soc} {report.device.cores}"
+
+
 def report_row(cell: Cell, report: report_pb2.Report) -> dict[str, object]:
     """Return the database row of a report."""
+    execution = execution_of(report)
+    # The spread that other programs assume is that of single runs.
+    is_single = bool(execution) and len(valid_runs(report)) == 1
     return {
+        "execution": execution,
+        "device_kind": device_kind_of(report) if is_single else "",
         "id": report.id,
         "job_id": cell.job_id,
         "cell_id": cell.id,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from datetime import UTC, datetime
+from typing import Final
 
 from sqlalchemy import Connection, select
 from sqlalchemy.dialects.sqlite import insert
@@ -17,9 +18,12 @@ from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import Kind, UserError
 
+_LISTED_JOBS: Final = 5
+"""Maximum number of jobs that an ambiguous name lists."""
+
 
 class JobNotFound(UserError):
-    """A job id, prefix or tag that matches no job, or several."""
+    """A job id, prefix, tag or name that matches no job, or several."""
 
     reason = "JOB_NOT_FOUND"
     kind = Kind.NOT_FOUND
@@ -77,9 +81,25 @@ def resolve_job(connection: Connection, key: str, scope: Scope) -> str:
             return tag.job_id
         prefix = visible.where(jobs.id.startswith(key, autoescape=True)).limit(2)
         matching = connection.execute(prefix).scalars().all() if len(key) >= 4 else []
+        if len(matching) == 1:
+            return matching[0]
+        named = visible.where(jobs.name == key).order_by(jobs.number.desc()).limit(_LISTED_JOBS + 1)
+        if with_name := connection.execute(named).scalars().all():
+            matching = list(dict.fromkeys([*with_name, *matching]))
+            if len(matching) > 1:
+                raise _several_named(key, matching)
     if len(matching) != 1:
         raise job_not_found(key, "Several jobs begin with" if matching else "There is no job")
     return matching[0]
+
+
+def _several_named(name: str, ids: Sequence[str]) -> JobNotFound:
+    more = ", ..." if len(ids) > _LISTED_JOBS else ""
+    return JobNotFound(
+        f"Several jobs have the name {name!r} or an id that begins with it: {', '.join(ids[:_LISTED_JOBS])}{more}.",
+        "Give an id, the newest of these is first; or tag one: `etfarm report tag ID NAME`.",
+        job=name,
+    )
 
 
 def write_attempt(connection: Connection, cell: Cell, result: agent_pb2.CandidateResult | None) -> None:

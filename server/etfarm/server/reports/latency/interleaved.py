@@ -5,13 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etfarm.server.reports.latency.statistics import student
+from etfarm.wire import timings
 from etfarm.wire.errors import DeviceError, Kind
 
 MIN_PAIRS: Final = 4
@@ -127,5 +126,5 @@ def interval(rounds: Rounds) -> tuple[float, float] | None:
     estimates = np.median(table[drawn[..., None], places].reshape(RESAMPLES, -1), axis=1)
     low, high = np.quantile(estimates, (_TAIL, 1 - _TAIL))
     middle = math.log(float(np.median(rounds.ratios)))
-    reach = math.sqrt(starts.size / (starts.size - 1)) * student(starts.size - 1) / NormalDist().inv_cdf(1 - _TAIL)
+    reach = math.sqrt(starts.size / (starts.size - 1)) * timings.student_quantile(starts.size - 1) / timings.NORMAL_QUANTILE
     return math.exp(middle - reach * max(0.0, middle - low)), math.exp(middle + reach * max(0.0, high - middle))

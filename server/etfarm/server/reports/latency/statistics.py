@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,11 +13,6 @@ from numpy.typing import NDArray
 from etfarm.server.reports.latency.thresholds import MIN_FOR_INTERVAL
 from etfarm.wire import timings
 from etfarm.wire.errors import DeviceError, Kind
-
-CONFIDENCE: Final = 0.95
-"""Confidence of the median's interval."""
-_Z: Final = 1.959964
-"""Quantile of the normal distribution for this confidence."""
 
 
 class BadSamples(DeviceError):
@@ -60,6 +55,21 @@ def read_samples(path: Path) -> NDArray[np.int64]:
     if samples.size and samples.min() < 0:
         raise BadSamples(f"A sample is negative: {int(samples.min())} ns.", sample_ns=int(samples.min()))
     return samples
+
+
+def split_runs(samples: NDArray[np.int64], runs: Sequence[int]) -> list[NDArray[np.int64]]:
+    """Return the samples of each run.
+
+    Args:
+        samples: those of all runs in order, [n].
+        runs: number of samples of each run.
+
+    Raises:
+        BadSamples: a run has none, or the numbers do not add up to n.
+    """
+    if sum(runs) != samples.size or min(runs) < 1:
+        raise BadSamples(f"The runs have {sum(runs)} of {samples.size} samples.", runs=sum(runs), samples=samples.size)
+    return np.split(samples, np.cumsum(runs)[:-1])
 
 
 def summarize(samples: NDArray[np.int64]) -> Summary | None:
@@ -128,7 +138,7 @@ def drift(samples: NDArray[np.int64]) -> float | None:
     return timings.drift(samples, np.median)
 
 
-def _above_median(samples: NDArray[np.int64], median: float) -> NDArray[np.float64]:
+def _above_median(samples: NDArray[np.int64] | NDArray[np.float64], median: float) -> NDArray[np.float64]:
     """Return 1 for samples above the median, 0 below and 1/2 at it, minus the mean of these values; [n]."""
     above: NDArray[np.float64] = np.where(samples > median, 1.0, np.where(samples < median, 0.0, 0.5))
     above -= above.mean()
@@ -184,6 +194,17 @@ def block_length(series: NDArray[np.float64]) -> int:
     return int(np.clip(math.ceil(best), 1, longest))
 
 
+def resampling_block(samples: NDArray[np.int64] | NDArray[np.float64]) -> int:
+    """Return the length of the blocks that keep neighbouring samples together when `samples`, [n] with n > 2, are resampled."""
+    above = _above_median(samples, float(np.median(samples)))
+    return _block(above, _inefficiency(above))
+
+
+def _block(above: NDArray[np.float64], worth: float) -> int:
+    # The optimal length is asymptotic: in short series it breaks up too much of the correlation.
+    return min(max(block_length(above), math.ceil(3 * worth)), above.size // 3)
+
+
 def _interval(ordered: NDArray[np.int64], above: NDArray[np.float64]) -> tuple[float, float] | None:
     """Return `median_interval` for sorted samples.
 
@@ -194,27 +215,13 @@ def _interval(ordered: NDArray[np.int64], above: NDArray[np.float64]) -> tuple[f
     size = ordered.size
     if size < MIN_FOR_INTERVAL:
         return None
-    # The optimal length is asymptotic: in short series it breaks up too much of the correlation.
     worth = _inefficiency(above)
-    length = min(max(block_length(above), math.ceil(3 * worth)), size // 3)
+    length = _block(above, worth)
     blocks = size / length
     sums = np.concatenate(([0.0], np.cumsum(np.concatenate((above, above[: length - 1])))))
-    half = student(blocks - 1) * float(np.std(sums[length:] - sums[:-length])) * math.sqrt(blocks)
+    half = timings.student_quantile(blocks - 1) * float(np.std(sums[length:] - sums[:-length])) * math.sqrt(blocks)
     if half > (size - 1) / 2 and size / worth < MIN_FOR_INTERVAL:
         return None
     # Round outwards to whole samples; the median lies between the ranks (n - 1) / 2 rounded down and up.
     low = max(0, math.floor((size - 1) / 2 - half))
     return float(ordered[low]), float(ordered[size - 1 - low])
-
-
-def student(freedom: float) -> float:
-    """Return the 97.5 % quantile of Student's distribution with `freedom` >= 1 degrees, within 2 % from 3 degrees on.
-
-    Source: Abramowitz and Stegun, "Handbook of Mathematical Functions" (1964), 26.7.5.
-    """
-    terms = (
-        (_Z**3 + _Z) / 4,
-        (5 * _Z**5 + 16 * _Z**3 + 3 * _Z) / 96,
-        (3 * _Z**7 + 19 * _Z**5 + 17 * _Z**3 - 15 * _Z) / 384,
-    )  # fmt: skip
-    return _Z + sum(term / freedom**power for power, term in enumerate(terms, 1))

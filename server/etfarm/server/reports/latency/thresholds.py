@@ -80,6 +80,19 @@ class Thresholds:
     """Maximum spread of the clock over the timed pass, 1 - p10 / p90 of its readings. Boost clocks of PCs vary within 5 %; a
     governor that follows the load, or heat, changes the clock by more."""
 
+    min_traced_iterations: int = 10
+    """Minimum number of traced iterations. The times of operators are means over the middle half of them; with fewer than ten
+    that is at most five, and a single interrupted one shifts every time."""
+
+    max_traced_ratio: float = 1.5
+    """Maximum median of the traced iterations, relative to that of the timed ones. An event costs 0.1 to 0.2 us, wherever it is
+    recorded; beyond this ratio a third of the traced time is the tracer's, which inflates the shares of short operators."""
+
+    max_traced_interruptions: float = 0.25
+    """Maximum number of involuntary context switches per traced iteration and thread, if there are more than
+    max_involuntary_per_s as well. The typical iterations are the middle half, so a quarter may be slow without an effect on the
+    times."""
+
 
 def read(path: Path) -> Thresholds:
     """Return the thresholds of a TOML file, such as `max_drift = 0.2`, with defaults for the others.
@@ -114,7 +127,7 @@ def of_mapping(values: Mapping[str, object]) -> Thresholds:
         # bool is a subclass of int.
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
             raise BadThresholds(f"{name} must be a number of at least 0, got {value!r}.", name=name)
-        if name == "min_samples" and not isinstance(value, int):
+        if name in ("min_samples", "min_traced_iterations") and not isinstance(value, int):
             raise BadThresholds(f"{name} must be a whole number, got {value!r}.", name=name)
         chosen[name] = value
-    return Thresholds(**chosen)  # type: ignore[arg-type]  # min_samples is an int, see above
+    return Thresholds(**chosen)  # type: ignore[arg-type]  # counts are ints, see above

@@ -85,6 +85,8 @@ class Trace:
     """In order of execution."""
     left_out: int
     """Number of iterations that executed other instructions than most did; they are excluded from all times."""
+    events: int = 0
+    """Number of events that the tracer recorded in one iteration."""
 
 
 Key = tuple[int, int, str, str | int]
@@ -117,15 +119,15 @@ def read(data: bytes) -> Trace:
     if wanted > len(data):
         raise BadTrace(f"The trace is cut short: {len(data)} of its {wanted} bytes are present.", size_bytes=len(data))
     try:
-        table, left_out = _table(data)
+        table, left_out, events = _table(data)
     except (IndexError, ValueError) as error:
         raise BadTrace(f"The trace of {len(data)} bytes is damaged ({error}).", size_bytes=len(data)) from error
     method = next(timed.times_ns for key, timed in table.items() if key[2] == EXECUTE)
-    return Trace(method, _calls(table), left_out)
+    return Trace(method, _calls(table), left_out, events)
 
 
-def _table(data: bytes) -> tuple[dict[Key, Timed], int]:
-    """Return times by key in the order of the events, and the number of excluded iterations."""
+def _table(data: bytes) -> tuple[dict[Key, Timed], int, int]:
+    """Return times by key in the order of the events, the number of excluded iterations, and that of an iteration's events."""
     events = _Events(data)
     runs_by_signature: dict[bytes, list[int]] = defaultdict(list)
     for run in range(events.runs):
@@ -146,7 +148,7 @@ def _table(data: bytes) -> tuple[dict[Key, Timed], int]:
     (executions,) = (at for at, key in enumerate(unique) if key[2] == EXECUTE)
     starts = starts - starts[executions]
     table = {key: Timed(times[at], Spans(starts[at], firsts[at])) for at, key in enumerate(unique)}
-    return table, counts.total() - kept
+    return table, counts.total() - kept, max(map(len, chosen.values()))
 
 
 class _Events:

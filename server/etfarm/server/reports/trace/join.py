@@ -1,18 +1,16 @@
 """The report's operator rows: the trace joined with the compiler's metadata.
 
-Shares. Every share is a fraction of the method's mean time over its typical iterations. Unlike medians, shares of means add up
-in the same hierarchy as the trace:
+Times and shares. Both come from one estimator, the mean over the typical iterations (`estimate`), so they never contradict: the
+time of a row is its share of the method's. Means add up in the same hierarchy as the trace:
 
     method = sum of OPERATOR and DELEGATE rows + the method's REST;   delegate = sum of its KERNEL rows + its REST.
 
-Leaves are the rows without children; with the RESTs they sum to 1. A REST is the part of its parent that the children do not
-account for, and is never negative: if by rounding the children exceed the parent (XNNPACK's clock has a resolution of 1 us),
-they are scaled to fill it and the REST is 0. Only shares are scaled; times stay as measured. XNNPACK rounds down, so a delegate's
-REST also holds up to a microsecond of each of its kernels: most of a small model's delegate can be REST.
+Leaves are the rows without children; with the RESTs their shares sum to 1. A REST is the part of its parent that the children do
+not account for, and is never negative: if by rounding the children exceed the parent (XNNPACK's clock has a resolution of 1 us),
+they are scaled to fill it and the REST is 0. XNNPACK rounds down, so a delegate's REST also holds up to a microsecond of each of
+its kernels: most of a small model's delegate can be REST.
 
-Means. `mean_ns` is over the typical iterations too: those in the middle half by the method's time, between its quartiles. The
-first execution after a load, or one that another process interrupted, would otherwise dominate the means of a small model,
-and shares would be unrelated to the medians beside them. Percentiles are over all iterations.
+Percentiles are over all iterations, as measured. They do not add up.
 
 The timeline. `start_ns` and `duration_ns` are of one iteration, the one with the median time, so that a row lies within its
 parent and after the preceding row; an operator that runs several times in it (a loop's body) has its first execution. A row
@@ -26,10 +24,10 @@ from dataclasses import dataclass
 from typing import Final
 
 import numpy as np
-from numpy.typing import NDArray
 
 from etfarm.server.graphs.sources import Source
 from etfarm.server.reports.trace import timeline
+from etfarm.server.reports.trace.estimate import Estimator
 from etfarm.server.reports.trace.etdump import Call, Kernel, Spans, Times, Trace
 from etfarm.server.reports.trace.graph import Instruction, Origin, Record, base_name
 from etfarm.server.reports.trace.timeline import Place
@@ -76,8 +74,8 @@ def join(
         unaligned: the reason for each delegate with kernels, or some kernels, without origins.
     """
     rows = _Rows(trace)
-    calls_mean = [rows.mean(call.times_ns) for call in trace.calls]
-    method_mean = rows.mean(trace.method_ns)
+    calls_mean = [rows.estimator.mean(call.times_ns) for call in trace.calls]
+    method_mean = rows.method_ns
     whole = 1.0 if method_mean > 0 else None
     shares, rest = _split(calls_mean, method_mean, whole)
     names = [_kernel_name(call, program) for call in trace.calls]
@@ -109,7 +107,9 @@ def join(
             rows.add(report_pb2.OPERATOR_KIND_OPERATOR, name, call.times_ns, share, origin, call.instruction, place=place)
     rows.add_rest(f"rest of {method}", trace.method_ns, [call.times_ns for call in trace.calls], rest)
     profile = report_pb2.Profile(
-        iterations=trace.method_ns.size, p50_ns=float(np.median(trace.method_ns)), shown=rows.shown,
+        iterations=trace.method_ns.size, p50_ns=float(np.median(trace.method_ns)), shown=rows.shown, mean_ns=method_mean,
+        mean_ci95_ns=_around(method_mean, rows.estimator.half_width(trace.method_ns)), events=trace.events or None,
+        drift=timings.drift(trace.method_ns, np.median),
     )  # fmt: skip
     return Joined(profile, tuple(rows.rows), (_whole(trace.method_ns), *rows.times_ns))
 
@@ -120,16 +120,13 @@ class _Rows:
     def __init__(self, trace: Trace) -> None:
         self.rows: list[report_pb2.OperatorRow] = []
         self.times_ns: list[list[int]] = []
-        low, high = np.percentile(trace.method_ns, (25, 75), method="closest_observation")
-        self._typical: NDArray[np.bool_] = (trace.method_ns >= low) & (trace.method_ns <= high)
+        self.estimator = Estimator(trace.method_ns)
+        self.method_ns = self.estimator.mean(trace.method_ns)
+        """The mean time of the method."""
         self._tick = _smallest([trace.method_ns, *(call.times_ns for call in trace.calls)])
         # For an even number of iterations, the shorter of the two in the middle.
         self.shown = int(np.argsort(trace.method_ns, kind="stable")[(trace.method_ns.size - 1) // 2])
         self._whole: Place = (0.0, float(trace.method_ns[self.shown]))
-
-    def mean(self, times: Times) -> float:
-        """Return the mean over the typical iterations, ns."""
-        return float(times[self._typical].mean())
 
     def place(self, spans: Spans | None) -> Place | None:
         """Return the position in the shown iteration; None if it is not within the method there."""
@@ -150,10 +147,15 @@ class _Rows:
         parent: report_pb2.OperatorRow | None = None,
         resolution: float | None = None,
         place: Place | None = None,
+        signed: Times | None = None,
     ) -> report_pb2.OperatorRow:
-        """Add a row. A time below `resolution` (if None, the trace's smallest time) is left unset instead of 0."""
+        """Add a row. A percentile below `resolution` (if None, the trace's smallest time) is left unset instead of 0.
+
+        Args:
+            signed: the times whose mean is the row's, if `times` are not; they may be negative.
+        """
         p10, p50, p90 = (float(value) for value in np.percentile(times, (10, 50, 90)))
-        mean, least = self.mean(times), resolution or self._tick
+        mean, least = (share or 0.0) * self.method_ns, resolution or self._tick
         has_tails = timings.has_percentile(90, times.size)
         row = report_pb2.OperatorRow(
             index=len(self.rows), kind=kind, name=name, op_types=origin.op_types, debug_handles=origin.debug_handles,
@@ -162,6 +164,8 @@ class _Rows:
             p10_ns=p10 if has_tails and p10 >= least else None, p90_ns=p90 if has_tails and p90 >= least else None,
             resolution_ns=resolution if resolution or p50 > 0 else self._tick,
         )  # fmt: skip
+        if mean > 0:
+            row.mean_ci95_ns.extend(_around(mean, self.estimator.half_width(times if signed is None else signed)))
         if place is not None:
             row.start_ns = place[0]
             if place[1] > 0:
@@ -194,7 +198,8 @@ class _Rows:
         if not call.kernels:
             return row
         resolution = _resolution(backend, call.kernels)
-        shares, rest = _split([self.mean(kernel.times_ns) for kernel in call.kernels], self.mean(call.times_ns), share)
+        means = [self.estimator.mean(kernel.times_ns) for kernel in call.kernels]
+        shares, rest = _split(means, self.estimator.mean(call.times_ns), share)
         spans = [kernel.spans for kernel in call.kernels]
         places, reconstructed = timeline.lay([self.place(span) for span in spans], whole, has_starts=resolution is None)
         for kernel, part, place in zip(call.kernels, shares, places, strict=True):
@@ -221,8 +226,16 @@ class _Rows:
         resolution: float | None = None,
     ) -> None:
         """Add a row for the part of `whole` that `parts` do not account for."""
-        left = np.maximum(0.0, whole - np.sum(parts, axis=0)) if parts else whole
-        self.add(report_pb2.OPERATOR_KIND_REST, name, left, share, Origin(), None, parent=parent, resolution=resolution)
+        signed = whole - np.sum(parts, axis=0) if parts else whole
+        self.add(
+            report_pb2.OPERATOR_KIND_REST, name, np.maximum(0.0, signed), share, Origin(), None, parent=parent,
+            resolution=resolution, signed=signed,
+        )  # fmt: skip
+
+
+def _around(mean_ns: float, half_width_ns: float | None) -> tuple[float, ...]:
+    """Return the ends of an interval; empty without one."""
+    return () if half_width_ns is None else (max(0.0, mean_ns - half_width_ns), mean_ns + half_width_ns)
 
 
 def _kernel_name(call: Call, program: Mapping[tuple[int, int], Instruction]) -> str:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
 from etfarm.server.reports.request import AnalyzeRequest
-from etfarm.server.reports.trace import attribution, etdump, graph, join, provenance
+from etfarm.server.reports.trace import attribution, dataflow, etdump, graph, join, provenance
 from etfarm.v1 import report_pb2
 
 Warn = Callable[[str, str], None]
@@ -21,7 +22,7 @@ _NO_ROWS = "There are no operators."
 
 
 def fill(report: report_pb2.Report, request: AnalyzeRequest, warn: Warn, save_times: SaveTimes) -> None:
-    """Set `profile` and `operators`, and save their times.
+    """Set `profile` and `operators`, and save their times; the report has the latency and the runs, if any were timed.
 
     A file that is missing, damaged or does not match costs the facts that only it provides, and adds one warning: the trace
     provides all rows, the ETRecord modules and lines, the program names and backends. The runner's own times of the pass are
@@ -74,8 +75,23 @@ def fill(report: report_pb2.Report, request: AnalyzeRequest, warn: Warn, save_ti
         )
     joined = join.join(trace, record, program, request.method, origins.kernels, {**origins.unaligned, **origins.partial})
     report.profile.CopyFrom(joined.profile)
+    # The process of the last run traced, and processes of one program differ.
+    _fill_cost(report.profile, report.runs[-1] if report.runs else report.latency)
     report.operators.extend(joined.operators)
+    dataflow.connect(report.operators, record.operators)
     save_times(joined.times_ns)
+
+
+def _fill_cost(profile: report_pb2.Profile, timed: report_pb2.Run | report_pb2.Latency) -> None:
+    """Set what tracing costs: the medians of both passes are compared, since neither depends on single slow iterations."""
+    if not timed.p50_ns:
+        return
+    profile.traced_ratio = profile.p50_ns / timed.p50_ns
+    cost_ns = profile.p50_ns - timed.p50_ns
+    intervals = [ends for ends in (profile.mean_ci95_ns, timed.p50_ci95_ns) if ends]
+    noise_ns = math.hypot(*((high - low) / 2 for low, high in intervals))
+    if profile.events and len(intervals) == 2 and cost_ns > noise_ns:
+        profile.event_cost_ns = cost_ns / profile.events
 
 
 def _fill_times(profile: report_pb2.Profile, request: AnalyzeRequest) -> None:

@@ -61,14 +61,19 @@ class Auditor:
         self._peer = peer
         self._request: Message | None = None
         self._done = self._rpc not in CHANGES
+        self._is_check = False
 
     def examine(self, request: Any) -> None:
         """Keep the checked request, which names the subject. Streams of requests have no subject."""
         self._request = request if isinstance(request, Message) else None
+        self._is_check = getattr(request, "validate_only", False)
 
     def succeeded(self, answer: Any = None) -> None:
-        """Record that the call succeeded. A stream of responses has succeeded once it sends the first one."""
-        if not self._done:
+        """Record that the call succeeded, unless it only validated its request, which changes nothing.
+
+        A stream of responses has succeeded once it sends the first one.
+        """
+        if not self._done and not self._is_check:
             in_request, in_answer = CHANGES[self._rpc]
             self._write("OK", [*_value(self._request, in_request), *_value(answer, in_answer)])
 

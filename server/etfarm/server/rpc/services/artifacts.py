@@ -120,7 +120,7 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
     async def List(self, request: artifact_pb2.ListArtifactsRequest, context: object) -> artifact_pb2.ListArtifactsResponse:
         principal, size = caller(), page_size(request.page_size, *_PAGE)
         after = _read_token(request.page_token) if request.page_token else None
-        rows = await self._store.page(None if principal.role == ADMIN else set(principal.projects), after, size + 1)
+        rows = await self._store.holdings.page(None if principal.role == ADMIN else set(principal.projects), after, size + 1)
         answer, taken_bytes = artifact_pb2.ListArtifactsResponse(), 0
         for index, row in enumerate(rows):
             listed = _listed(row)

@@ -14,6 +14,7 @@ from etfarm.server.jobs.records.listing import JOB_BYTES
 from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.quotas import Counted, Quotas
 from etfarm.server.jobs.records.rows import job_not_found
+from etfarm.server.jobs.records.selection import JobFilter
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.submission import BadJob, Submission
 from etfarm.server.rpc.door.caller import active_project, caller, require_owner, scope
@@ -51,6 +52,13 @@ class JobService(job_pb2_grpc.JobServiceServicer):
         self._accepting: set[asyncio.Task[job_pb2.Job]] = set()
 
     async def Submit(self, request: job_pb2.SubmitJobRequest, context: object) -> job_pb2.Job:
+        if request.validate_only:
+            project = active_project()
+            await self._submission.require_quota(project)
+            job = await self._submission.make(
+                request.spec, owner=caller().name, project=project, at=self._now(), validate_only=True
+            )
+            return self._own(job)
         if not request.request_id:
             raise BadJob("The request has no request_id.", "Send a UUID, the same one when you send it again.")
         owner = caller().name
@@ -79,7 +87,8 @@ class JobService(job_pb2_grpc.JobServiceServicer):
 
     async def List(self, request: job_pb2.ListJobsRequest, context: object) -> job_pb2.ListJobsResponse:
         size, before = page_size(request.page_size, *PAGE_SIZES), page_start(request.page_token)
-        jobs, following = await self._journal.list(size, before if request.page_token else None, scope())
+        chosen = JobFilter(request.name, dict(request.labels), tuple(request.states), request.owner)
+        jobs, following = await self._journal.list(size, before if request.page_token else None, scope(), chosen)
         token = "" if following is None else str(following)
         return job_pb2.ListJobsResponse(jobs=[self._own(job) for job in jobs], next_page_token=token)
 

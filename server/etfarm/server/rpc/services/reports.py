@@ -131,6 +131,8 @@ def _operators(report: report_pb2.Report, by: str, sort: str, start: int, size: 
                 total_share=group.total_share,
                 depth=group.depth,
                 indexes=group.indexes,
+                own_ci95_ns=group.own_ci95_ns,
+                total_ci95_ns=group.total_ci95_ns,
             )
     else:
         by_index = {row.index: row for row in report.operators}

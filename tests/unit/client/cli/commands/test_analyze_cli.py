@@ -9,8 +9,8 @@ import pytest
 from etfarm.client.cli.commands.report.tag import worked_out
 
 
-def found(cached: bool | None = False, state: str = "SUCCEEDED", version: str = "1.2.0") -> dict[str, Any]:
-    """Of a REPORT what is asked here; `cached` None is one without an analysis."""
+def report_of(cached: bool | None = False, state: str = "SUCCEEDED", version: str = "1.2.0") -> dict[str, Any]:
+    """Return a report document's state and analysis; without an analysis if `cached` is None."""
     analysis = None if cached is None else {"version": version, "cached": cached, "key": "k", "at": "2025-01-02T03:04:05Z"}
     return {"state": state, "analysis": analysis}
 
@@ -18,12 +18,12 @@ def found(cached: bool | None = False, state: str = "SUCCEEDED", version: str = 
 @pytest.mark.parametrize(
     ("reports", "expected"),
     [
-        ([found()], "1 of 1 report analyzed again  etfarm 1.2.0"),
-        ([found(), found(cached=True)], "1 of 2 reports analyzed again, 1 known already  etfarm 1.2.0"),
-        ([found(), found(version="1.3.0")], "2 of 2 reports analyzed again  etfarm 1.2.0, 1.3.0"),
-        ([found(None)], "0 of 1 report analyzed again, 1 only compiled, so nothing ran on a device"),
+        ([report_of()], "1 of 1 report analyzed again  etfarm 1.2.0"),
+        ([report_of(), report_of(cached=True)], "1 of 2 reports analyzed again, 1 known already  etfarm 1.2.0"),
+        ([report_of(), report_of(version="1.3.0")], "2 of 2 reports analyzed again  etfarm 1.2.0, 1.3.0"),
+        ([report_of(None)], "0 of 1 report analyzed again, 1 only compiled, so nothing ran on a device"),
         (
-            [found(), found(None, "FAILED"), found(None, "CANCELLED")],
+            [report_of(), report_of(None, "FAILED"), report_of(None, "CANCELLED")],
             "1 of 3 reports analyzed again, 2 not measured to the end, so there is nothing to analyze  etfarm 1.2.0",
         ),
     ],

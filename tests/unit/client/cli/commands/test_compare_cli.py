@@ -15,9 +15,9 @@ from etfarm.client.cli.commands import compare
 from etfarm.client.formats import answers, compared
 from etfarm.client.jobs import report_file
 from etfarm.client.jobs.comparison import needs_farm
-from tests.support.comparisons import against, operator, report, reports, timed
+from tests.support.comparisons import against, observed, operator, repeated, report, reports, timed
 
-NOBODY = "127.0.0.1:1"
+UNREACHABLE = "127.0.0.1:1"
 
 
 def write(path: Path, *reports: dict[str, Any], **changes: Any) -> str:
@@ -30,13 +30,21 @@ def write(path: Path, *reports: dict[str, Any], **changes: Any) -> str:
 @pytest.fixture
 def files(tmp_path: Path) -> tuple[str, str]:
     """A base, and a candidate that is 31 % slower."""
-    base = timed("b", 1_000_000, (999_000, 1_001_000))
-    return write(tmp_path / "base.json", base), write(tmp_path / "slow.json", timed("k", 1_310_000, (1_300_000, 1_320_000)))
+    base = observed("b", 1_000_000, (999_000, 1_001_000))
+    return write(tmp_path / "base.json", base), write(tmp_path / "slow.json", observed("k", 1_310_000, (1_300_000, 1_320_000)))
+
+
+@pytest.fixture
+def single_runs(tmp_path: Path) -> tuple[str, str]:
+    """A base, and a candidate that was 12 % slower; how much runs of the two vary is unknown."""
+    base = observed("b", 1_000_000, (999_000, 1_001_000), run_spread=None, model={"name": "old"})
+    candidate = observed("k", 1_120_000, (1_110_000, 1_130_000), run_spread=None, model={"name": "new"})
+    return write(tmp_path / "old.json", base), write(tmp_path / "new.json", candidate)
 
 
 def run(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, str, str]:
     """Exit code, stdout and stderr of `etfarm compare`, which reaches no server."""
-    code = compare.main([*argv, "--server", NOBODY])
+    code = compare.main([*argv, "--server", UNREACHABLE])
     printed = capsys.readouterr()
     return code, printed.out, printed.err
 
@@ -49,7 +57,56 @@ def test_the_answer_is_the_first_line_and_two_files_need_no_server(
     first, *rest = out.splitlines()
     assert first.startswith("candidate / base  1.310x [1.300, 1.320]  31 % slower  VALID   resnet8 · xnnpack_fp32 · pi5-a")
     assert ["p50", "1.00", "ms", "1.31", "ms", "+31.0", "%"] in [line.split() for line in rest]
-    assert "Measured apart" in rest[-1]
+    assert ["between", "runs", "0.0", "%", "(1,000,000", "earlier", "reports)"] in [line.split()[:7] for line in rest]
+    assert not any("Measured apart" in line for line in rest)
+
+
+def test_single_runs_are_inconclusive_and_a_gate_names_the_command_that_decides(
+    single_runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = "`etfarm bench old.pte new.pte --interleave --threads 2 --device name=pi5-a`"
+    code, out, err = run(capsys, *single_runs)
+    assert (code, err) == (0, "") and out.startswith("candidate / base  1.120x [1.110, 1.130]  12 % slower, inconclusive  VALID")
+    lines = [line.split() for line in out.splitlines()]
+    assert ["between", "runs", "unknown", "unknown"] in lines
+    assert "Measured apart" in out and command in " ".join(out.split())
+    target = tmp_path / "c.json"
+    code, out, err = run(capsys, *single_runs, "--gate", "3%", "--gate", "size=1%", "--json", str(target), "--markdown", "-")
+    assert code == 5 and err.splitlines()[-1].startswith("etfarm: The gate is inconclusive: 1.120x [1.110, 1.130] in separate")
+    assert err.rstrip().endswith(f"{command} measures both in turns; or measure each with --repeat 5.")
+    assert out.startswith("**❔ gate inconclusive** (latency 3 %)") and "| between runs | unknown | unknown |" in out
+    gate = json.loads(target.read_text())["gate"]
+    assert (gate["passed"], gate["outcome"], gate["reasons"][0]["code"]) == (False, "inconclusive", "NO_SPREAD")
+
+
+def test_what_is_worse_is_exit_code_3_beside_what_is_inconclusive(
+    single_runs: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    larger = observed("k", 1_120_000, run_spread=None, compile={"program": {"digest": "8" * 64, "size_bytes": 2000}})
+    file = write(tmp_path / "larger.json", larger)
+    code, _, err = run(capsys, single_runs[0], file, "--gate", "3%", "--gate", "size=1%")
+    assert code == 3 and err.startswith("etfarm: The gate is not passed: the program takes 100 % more, ")
+    assert err.endswith("; and 1 more.\n")
+
+
+def test_repeats_are_shown_and_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = write(tmp_path / "b.json", repeated("b", (1e6, 1.01e6, 0.99e6)))
+    slow = write(tmp_path / "k.json", repeated("k", (1.2e6, 1.21e6, 1.19e6)))
+    code, out, _ = run(capsys, base, slow, "--gate", "3%")
+    assert code == 3 and ["between", "runs", "1.0", "%", "(3", "runs)"] in [line.split()[:6] for line in out.splitlines()]
+    assert run(capsys, base, slow, "--gate", "20%")[0] == 0
+    assert run(capsys, base, slow, "--gate", "20%", "--strict")[0] == 5
+
+
+def test_one_program_is_not_slower_than_itself(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = write(tmp_path / "first.json", timed("b", 1_000_000, (999_000, 1_001_000)))
+    later = write(tmp_path / "later.json", timed("k", 1_120_000, (1_110_000, 1_130_000)))
+    code, out, err = run(capsys, first, later, "--gate", "3%")
+    assert (code, err) == (0, "") and "same program, 12 % apart" in out.splitlines()[0]
+    assert (
+        "gate passed  latency 3 %" in out
+        and "a difference between runs or their circumstances, not between programs" in " ".join(out.split())
+    )
 
 
 def test_a_gate_that_is_not_passed_is_exit_code_3_and_one_line(
@@ -146,8 +203,8 @@ def test_bad_usage_is_one_sentence_and_its_exit_code(
     argv: list[str], code: int, says: str, files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     names = {"BASE": files[0], "SLOW": files[1], "EMPTY": write(tmp_path / "empty.json")}
-    given = [names.get(word.partition("#")[0], word.partition("#")[0]) + "".join(word.partition("#")[1:]) for word in argv]
-    result, out, err = run(capsys, *given)
+    arguments = [names.get(word.partition("#")[0], word.partition("#")[0]) + "".join(word.partition("#")[1:]) for word in argv]
+    result, out, err = run(capsys, *arguments)
     assert (result, out) == (code, "") and says in err and err.count("\n") == 1, err
 
 
@@ -167,10 +224,10 @@ def test_a_failed_cell_of_the_candidate_is_exit_code_1_and_shuts_a_gate(
 def test_invalid_evidence_is_compared_and_gates_nothing_unless_accepted(
     files: tuple[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    emulated = timed("e", 1_000_000, (999_000, 1_001_000), verdict={"status": "NOT_BENCHMARKABLE"})
+    emulated = observed("e", 1_000_000, (999_000, 1_001_000), verdict={"status": "NOT_BENCHMARKABLE"})
     file = write(tmp_path / "emulated.json", emulated)
     code, out, err = run(capsys, files[0], file, "--gate", "3%", "--gate", "size=1%")
-    assert code == 3 and "no valid evidence: the candidate's latency is NOT BENCHMARKABLE" in err
+    assert code == 5 and "no valid evidence: the candidate's latency is NOT BENCHMARKABLE" in err
     assert out.splitlines()[0].split("   ")[0].endswith("no difference found  NOT BENCHMARKABLE")
     assert run(capsys, files[0], file, "--gate", "3%", "--accept-invalid")[0] == 0
     assert run(capsys, files[0], file, "--gate", "size=1%")[0] == 0
@@ -265,6 +322,28 @@ def test_operators_are_named_that_changed_by_a_hundredth_of_the_time() -> None:
         "+220 ns",
         True,
     )
+
+
+def test_operators_whose_change_chance_explains_are_counted_and_not_listed() -> None:
+    def traced(cell: str, *times_ns: float) -> dict[str, Any]:
+        whole_ns = sum(times_ns)
+        rows = [
+            operator(
+                at, time_ns / whole_ns, op_types=["aten.conv.default"], module=f"m{at}", mean_ns=time_ns,
+                mean_ci95_ns=[time_ns * 0.94, time_ns * 1.06],
+            )
+            for at, time_ns in enumerate(times_ns)
+        ]  # fmt: skip
+        profile = {"iterations": 30, "p50_ns": whole_ns, "mean_ns": whole_ns, "verdict": {"status": "VALID"}}
+        return report(cell, operators=rows, profile=profile)
+
+    document = against(traced("b", 100_000.0, 200_000.0, 50_000.0), traced("k", 108_000.0, 300_000.0, 52_000.0))
+    (pair,) = document["pairs"]
+    (moved,) = compared.moved(pair)
+    assert (moved.what, moved.change, moved.is_certain) == ("m1: conv", "+100 µs [+78, +122] (inconclusive)", False)
+    assert [each.change for each in compared.moved(pair, 0)][1] == "+8.0 µs [-0.8, +16.8] (no difference)"
+    assert compared.unmoved(pair) == "no difference found in 2 of 3"
+    assert "- operators: no difference found in 2 of 3" in compared.markdown(document)
 
 
 @given(reports("c1"), reports("c2"), st.sampled_from([60, 80, 140]))

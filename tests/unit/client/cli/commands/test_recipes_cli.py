@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.client.cli.commands import recipes as command
-from etfarm.client.models import RecipeInfo
+from etfarm.client.models import Device, DeviceState, RecipeInfo
 from etfarm.wire import recipes
 
 FILE = """
@@ -56,3 +56,42 @@ def test_a_file_with_a_typo_is_refused_before_a_farm_is_started(
     error = " ".join(capsys.readouterr().err.split())
     assert '[executorch] memory_planning cannot be "gredy". Allowed: greedy, naive. Did you mean greedy?' in error
     assert not (tmp_path / "data").exists()
+
+
+def device(name: str, *backends: str, state: DeviceState = DeviceState.IDLE, runner: str = "native") -> Device:
+    """A device whose runner has some backends."""
+    return Device(
+        name, "agent", name, "aarch64", "", "linux", 4, 1 << 30, False, (), (), {}, backends, state, None, "", None, runner
+    )  # fmt: skip
+
+
+DEVICES = [
+    device("pi", "XnnpackBackend"),
+    device("mac", "XnnpackBackend", "CoreMLBackend"),
+    device("far", "QnnBackend", state=DeviceState.OFFLINE),
+    device("bare", runner=""),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "places", "missing"),
+    [
+        ("portable", ("pi", "mac"), ""),
+        ("xnnpack_fp32", ("pi", "mac"), ""),
+        ("coreml_fp32", ("mac",), ""),
+        ("qnn_fp16", (), "no connected device has QnnBackend: needs a Snapdragon with a Hexagon NPU"),
+        ("arm_ethos_u55_int8", (), "no connected device has EthosUBackend: needs a Cortex-M"),
+        ("acme.fast", None, ""),
+    ],
+)
+def test_a_recipe_runs_on_the_connected_devices_that_have_its_backend(
+    name: str, places: tuple[str, ...] | None, missing: str
+) -> None:
+    info = RecipeInfo(name, "what", "", "none", True, "", ())
+    assert command.devices_for(info, DEVICES) == places
+    row = command.FarmRecipe(**vars(info), devices=places)
+    assert command._missing_device(row).startswith(missing) and bool(command._missing_device(row)) == bool(missing)
+
+
+def test_every_recipe_s_backend_on_a_device_is_known() -> None:
+    assert None not in {recipes.runtime_backend(name) for name in recipes.RECIPES}

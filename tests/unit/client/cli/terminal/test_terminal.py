@@ -156,3 +156,24 @@ def test_an_agents_log_is_one_line_that_steers_nothing() -> None:
     shown = _OneLine("%(message)s").format(record)
     assert_harmless(shown)
     assert "\n" not in shown and shown.startswith("a phone x | y")
+
+
+def test_an_agents_log_has_instants_in_utc_as_the_servers() -> None:
+    import logging
+
+    from etfarm.device_agents.main import _OneLine
+
+    record = logging.LogRecord("n", logging.INFO, "f", 1, "text", (), None)
+    record.created, record.msecs = 1_767_323_045.25, 250.0
+    assert _OneLine("%(asctime)s %(message)s").format(record) == "2026-01-02T03:04:05.250Z text"
+
+
+def test_a_run_of_several_is_written_with_its_median() -> None:
+    from datetime import UTC, datetime
+
+    from etfarm.client.models import Progress
+
+    lines: list[str] = []
+    progress = Progress(datetime.now(UTC), "c0", "pi", "TIMED", 1000.0, None, None, "run 2 of 5", p50_ns=2e6)
+    PlainDisplay(lines.append).event(progress)
+    assert lines[0].endswith("on pi, run 2 of 5, p50 2.00 ms"), lines

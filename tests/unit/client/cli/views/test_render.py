@@ -12,8 +12,9 @@ from etfarm.client.cli.commands import jobs
 from etfarm.client.cli.terminal import output
 from etfarm.client.cli.terminal.display import LiveDisplay, PlainDisplay
 from etfarm.client.cli.views import render
-from etfarm.client.formats import units
+from etfarm.client.formats import phases, units
 from etfarm.client.models import Cell, CellChanged, CellState, JobInfo, JobState, Progress
+from etfarm.wire.delegation import undelegated_reason
 from etfarm.wire.errors import Fault, error_of
 from tests.support.documents import completed
 
@@ -65,6 +66,32 @@ def test_the_answer_is_the_first_line() -> None:
     first = _text(_document()).splitlines()[0]
     assert first.startswith("resnet8 · xnnpack_fp32 · pi5-a (cortex-a76, 4 threads)")
     assert first.endswith("p50 1.84 ms [1.82, 1.86]  VALID  543 samples  traced 1.88 ms")
+
+
+def test_times_have_their_precision_and_fit_their_shares() -> None:
+    document = _document()
+    whole_ns = 1_880_000.0
+    for row, part in zip(document["operators"], (0.01, 0.012, 0.5, 0.0, 0.2, 0.001), strict=True):
+        row["mean_ns"] = row["share"] * whole_ns
+        row["mean_ci95_ns"] = [row["mean_ns"] * (1 - part), row["mean_ns"] * (1 + part)]
+    document["profile"] |= {"mean_ns": whole_ns, "traced_ratio": 1.02}
+    lines = _text(document, width=140).splitlines()
+    assert lines[0].rstrip().endswith("traced 1.88 ms"), "the ratio is not one of the two times shown here"
+    assert lines[2].startswith("  1  41.2 %   775 µs  ±1.2 %    Convolution")
+    assert lines[3].startswith("     38.7 %   728 µs ±<0.1 %    not explained by its kernels")
+    assert lines[4].startswith("  2   0.1 %     2 µs   ±50 %")
+
+
+def test_the_traced_pass_has_a_verdict_and_its_cost() -> None:
+    reason = {"code": "TRACING_SLOW", "message": "Traced iterations took 2.40 times as long as untraced ones."}
+    profile = {
+        "iterations": 100, "p50_ns": 1e5, "mean_ns": 1e5, "traced_ratio": 2.4, "events": 400, "event_cost_ns": 150.0,
+        "verdict": {"status": "INVALID", "reasons": [reason]},
+    }  # fmt: skip
+    text = _text(_document(profile=profile), width=140)
+    assert "operators  Traced iterations took 2.40 times as long as untraced ones. Compare the operators' times" in text
+    cost = "median 100 µs, 2.40 times the untraced one of the same process, 0.15 µs for each of 400 events"
+    assert f"traced    100 iterations, {cost}" in text
 
 
 def test_operators_come_by_share_with_kernels_under_their_delegate() -> None:
@@ -186,6 +213,7 @@ def test_state_that_a_program_keeps_is_told_in_a_sentence(width: int) -> None:
 
 def test_what_the_verdict_says_of_outputs_is_not_said_again() -> None:
     reason = {"code": "OUTPUTS_DIFFER", "message": "Passes over the same inputs gave different outputs."}
+    assert "by rounding only" in _text(_document(measurement={"warmup": 10, "repeatability": {"outcome": "ROUNDING"}}))
     measurement = {"warmup": 10, "repeatability": {"outcome": "NONDETERMINISTIC"}}
     verdict = {"status": "INVALID", "reasons": [reason]}
     assert "repeated" not in _text(_document(measurement=measurement, verdict=verdict))
@@ -417,6 +445,17 @@ def test_tables_shorten_only_what_they_may(monkeypatch: pytest.MonkeyPatch, caps
     assert "…" in text and max(map(len, text.splitlines())) <= 40
 
 
+def test_a_sentence_that_wraps_is_shown_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    sentence = "int8 for the Ethos-U55 NPU, compiled by Vela; needs executorch[ethos-u]: ethosu.vela is not installed"
+    rows = [("arm_ethos_u55_int8", "a-board-with-a-long-name, another", sentence), ("portable", "pi", "fp32")]
+    output.show_table(("RECIPE", "RUNS ON", "WHAT"), rows, shrink=("WHAT", "RUNS ON"), wrap=("WHAT",))
+    text = capsys.readouterr().out
+    head, *lines = text.splitlines()
+    assert max(map(len, lines)) <= 60 and "arm_ethos_u55_int8 " in lines[0]
+    assert " ".join(line[head.index("WHAT") :].strip() for line in lines) == f"{sentence} fp32"
+
+
 def _cell(state: CellState, **more: Any) -> Cell:
     values: dict[str, Any] = {"threads": 4, "device": None, "waiting_for": "", "error": None, "attempts": 0, **more}
     return Cell("c1", 0, "resnet8", "xnnpack_fp32", "forward", state=state, **values)
@@ -439,7 +478,7 @@ def test_lines_come_as_phases_end() -> None:
         display.event(Progress(_now(), "c1", "SERVER", "QUANTIZE", 1234.0, None, None, ""))
         display.event(CellChanged(2, _now(), _cell(CellState.COMPILING), JobState.RUNNING))
     what = "resnet8 · xnnpack_fp32 · 4 threads"
-    assert lines == ["Submitting.", f"{what}: COMPILING", f"{what}: QUANTIZE 1.23 s (SERVER)"]
+    assert lines == ["Submitting.", f"{what}: COMPILING", f"{what}: compiling QUANTIZE: 1.23 s"]
 
 
 def test_what_a_device_waits_for_is_said_once_with_its_reading() -> None:
@@ -447,12 +486,12 @@ def test_what_a_device_waits_for_is_said_once_with_its_reading() -> None:
     with PlainDisplay(lines.append) as display:
         display.cells([_cell(CellState.RUNNING)])
         for degrees in (80, 75):
-            display.event(Progress(_now(), "c1", "pi5-a", "WAIT_FOR_COOL", None, None, None, f"{degrees} °C, to be below 60 °C"))
-        display.event(Progress(_now(), "c1", "pi5-a", "WAIT_FOR_IDLE", None, None, None, "1.00 tasks per cpu run"))
+            display.event(Progress(_now(), "c1", "pi5-a", "WAIT_FOR_COOL", None, None, None, f"at most 60 s: {degrees} °C"))
+        display.event(Progress(_now(), "c1", "pi5-a", "WAIT_FOR_IDLE", None, None, None, "at most 10 s: 1.00 tasks per cpu run"))
     what = "resnet8 · xnnpack_fp32 · 4 threads"
     assert lines == [
-        f"{what}: WAIT_FOR_COOL: 80 °C, to be below 60 °C (pi5-a)",
-        f"{what}: WAIT_FOR_IDLE: 1.00 tasks per cpu run (pi5-a)",
+        f"{what}: waiting for a cool device on pi5-a, at most 60 s: 80 °C",
+        f"{what}: waiting for an idle machine on pi5-a, at most 10 s: 1.00 tasks per cpu run",
     ]
 
 
@@ -474,8 +513,136 @@ def test_the_live_table_shows_what_a_cell_does() -> None:
     console = Console(width=100, color_system=None)
     with console.capture() as capture:
         console.print(display)
-    assert "running" in capture.get() and "TIMED 50 % (pi5-a)" in capture.get()
+    assert "running" in capture.get() and "measuring 50 % on pi5-a" in capture.get()
     assert "0 of 1 cell done" in capture.get()
+
+
+def test_a_latency_is_shown_as_soon_as_it_is_measured() -> None:
+    lines: list[str] = []
+    timed = Progress(_now(), "c1", "pi5-a", "TIMED", 1000.0, None, None, "", p50_ns=1_840_000.0)
+    done = _cell(CellState.SUCCEEDED, p50_ns=1_840_000.0, p50_ci95_ns=(1_820_000.0, 1_860_000.0), verdict="NOT_BENCHMARKABLE")
+    plain, live = PlainDisplay(lines.append), LiveDisplay()
+    console = Console(width=110, color_system=None)
+    shown = []
+    for event in (
+        timed,
+        Progress(_now(), "c1", "pi5-a", "TRACED", None, 5, 10, ""),
+        CellChanged(1, _now(), done, JobState.RUNNING),
+    ):
+        for display in (plain, live):
+            if event is timed:
+                display.cells([_cell(CellState.RUNNING)])
+            display.event(event)
+        with console.capture() as capture:
+            console.print(live)
+        shown.append(capture.get())
+    what = "resnet8 · xnnpack_fp32 · 4 threads"
+    assert lines == [
+        f"{what}: measuring: 1.00 s on pi5-a, p50 1.84 ms",
+        f"{what}: SUCCEEDED, p50 1.84 ms [1.82, 1.86] NOT BENCHMARKABLE",
+    ]
+    assert "running  p50 1.84 ms, measuring on pi5-a" in shown[0]
+    assert "running  p50 1.84 ms, tracing operators 50 % on pi5-a" in shown[1]
+    assert "succeeded  p50 1.84 ms [1.82, 1.86] NOT BENCHMARKABLE" in shown[2]
+
+
+@pytest.mark.parametrize(
+    ("phase", "words"),
+    [
+        ("TO_EXECUTORCH", "compiling TO_EXECUTORCH"),
+        ("NUMERICS_TO_EXECUTORCH", "compiling TO_EXECUTORCH for the numerics pass"),
+        ("NUMERICS", "recording the outputs of operators"),
+        ("WAIT_FOR_QUIET", "waiting until the server's own work pauses"),
+        ("", ""),
+    ],
+)
+def test_a_phase_is_described_in_words(phase: str, words: str) -> None:
+    assert phases.describe(phase) == words
+
+
+@pytest.mark.parametrize(
+    ("state", "phase", "shown"),
+    [
+        (CellState.COMPILING, "TO_EXECUTORCH", "compiling  TO_EXECUTORCH  0"),
+        (CellState.RUNNING, "RUN", "running  executing once  0"),
+        (CellState.ANALYZING, "ANALYZE", "analyzing    0"),
+    ],
+)
+def test_the_activity_does_not_repeat_the_state(state: CellState, phase: str, shown: str) -> None:
+    display = LiveDisplay()
+    display.cells([_cell(state)])
+    display.event(Progress(_now(), "c1", "SERVER", phase, None, None, None, ""))
+    console = Console(width=100, color_system=None)
+    with console.capture() as capture:
+        console.print(display)
+    assert f"4 threads  {shown}" in capture.get()
+
+
+def test_progress_that_arrives_before_the_change_that_it_follows_is_kept() -> None:
+    lines: list[str] = []
+    earlier, change, later = _now(), _now(), _now()
+    waits = Progress(later, "c1", "SERVER", "WAIT_FOR_QUIET", None, None, None, "")
+    live, plain, console = LiveDisplay(), PlainDisplay(lines.append), Console(width=110, color_system=None)
+    for display in (live, plain):
+        display.cells([_cell(CellState.WAITING_FOR_DEVICE)])
+        for event in (waits, CellChanged(1, change, _cell(CellState.RUNNING), JobState.RUNNING)):
+            display.event(event)
+    with console.capture() as capture:
+        console.print(live)
+    assert "running  waiting until the server's own work pauses" in capture.get()
+    assert lines[0] == "resnet8 · xnnpack_fp32 · 4 threads: waiting until the server's own work pauses"
+    live.event(replace(waits, at=earlier))
+    live.event(CellChanged(2, change, _cell(CellState.ANALYZING), JobState.RUNNING))
+    with console.capture() as capture:
+        console.print(live)
+    assert "waiting" not in capture.get()
+
+
+def test_rows_of_one_line_are_told_apart_by_their_modules() -> None:
+    source = {"file": "torchvision/models/resnet.py", "line": 92, "code": "out = self.conv1(x)"}
+    rows = [
+        _row(i, "OPERATOR", "aten.convolution.out", 0.5, 1e6, module=f"layer{i}.0.conv1", source=source) for i in (1, 2)
+    ]  # fmt: skip
+    wide = _text(_document(operators=rows), width=160)
+    assert "torchvision/models/resnet.py:92  layer1.0.conv1  out = self.conv1(x)" in wide
+    assert "resnet.py:92  layer2.0.conv1" in wide
+
+
+def _delegation(*places: dict[str, Any]) -> dict[str, Any]:
+    operators = [{"op": "aten_mean_dim", "delegated": 0, "non_delegated": len(places), "places": list(places)}]
+    return {"subgraphs": 1, "delegated_nodes": 3, "non_delegated_nodes": len(places), "operators": operators}
+
+
+def test_a_row_says_why_it_was_not_delegated_and_no_more_than_is_known() -> None:
+    def place(line: int, reason: str | None, module: str = "m") -> dict[str, Any]:
+        source = {"file": "a.py", "line": line, "code": "x.mean()"}
+        return {"source": source, "module": module, "count": 1, "undelegated_reason": reason}
+
+    def row(index: int, line: int, module: str = "m") -> dict[str, Any]:
+        source = {"file": "a.py", "line": line, "code": "x.mean()"}
+        return _row(
+            index,
+            "OPERATOR",
+            "aten.mean.out",
+            0.3,
+            1e6,
+            module=module,
+            source=source,
+            op_types=["aten.mean.dim"],
+            delegated=False,
+        )
+
+    delegation = _delegation(place(1, "dim must be the last"), place(2, "dim must be the last"), place(3, "mean keeps no dim"))
+    document = _document(operators=[row(0, 1), row(1, 2), row(2, 9)])
+    document["compile"]["delegation"] = {"forward": delegation}
+    text = _text(document)
+    assert "0, 1 not delegated: dim must be the last\n" in text
+    assert "2 not delegated" not in text, "its place is unknown, and the operator's reasons differ"
+    assert text.count("dim must be the last") == 1
+    assert "reason       aten_mean_dim: mean keeps no dim" in text, "no row states it"
+    assert undelegated_reason(_delegation(place(1, "a")), row(0, 9)) == "a", "all its nodes have it"
+    assert undelegated_reason(_delegation(place(1, None)), row(0, 1)) == ""
+    assert undelegated_reason(None, row(0, 1)) == ""
 
 
 @pytest.mark.parametrize("width", [60, 80, 120])

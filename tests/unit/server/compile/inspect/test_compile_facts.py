@@ -19,7 +19,7 @@ from executorch.export import ExportRecipe, ExportSession  # noqa: E402
 from torch import nn  # noqa: E402
 
 from etfarm.server.compile.errors import UnsupportedProgram  # noqa: E402
-from etfarm.server.compile.inspect import facts, sizes  # noqa: E402
+from etfarm.server.compile.inspect import facts, signature, sizes  # noqa: E402
 from etfarm.server.compile.program import places  # noqa: E402
 from etfarm.server.compile.request import InspectRequest  # noqa: E402
 from etfarm.server.compile.screening.errors import NotAPte  # noqa: E402
@@ -207,7 +207,7 @@ def test_a_method_takes_its_names_and_ranges_from_the_exported_program(tmp_path:
     program = models.dynamic()
     result = facts.of_program(sizes.read(written(program, tmp_path / "model.pte")).program)
     assert result["methods"]["forward"]["inputs"][0]["dims"] == [{"min": 0, "max": 8}, {"min": 0, "max": 16}]
-    facts.add_exported(result, "forward", program)
+    signature.add_exported(result, "forward", program)
     value = result["methods"]["forward"]["inputs"][0]
     assert (value["name"], value["dims"]) == ("x", [{"min": 1, "max": 8}, 16])
 

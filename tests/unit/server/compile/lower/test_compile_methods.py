@@ -124,7 +124,7 @@ async def test_each_method_has_its_own_quantizers(workers: Workers, tmp_path: Pa
     assert sqnr_db(eager("text_decoder")(vectors), run(whole.pte, [vectors], "text_decoder")[0]) > 20
 
 
-async def test_a_method_in_which_nothing_can_be_quantized_stays_and_is_told(workers: Workers, tmp_path: Path) -> None:
+async def test_a_method_without_quantizable_operators_is_kept_and_reported(workers: Workers, tmp_path: Path) -> None:
     whole = await compiled(workers, tmp_path, ASSISTANT, STATIC)
     assert "QUANTIZED_NOTHING" in whole.codes
     assert whole.quantized is not None

@@ -152,7 +152,7 @@ async def test_what_would_be_silent_or_late_is_refused(
     ("make", "operator", "code"),
     [(models.histogram, "aten::histc", "torch.histc(x"), (models.unknown, "aten::_linalg_svd", "svd")],
 )
-async def test_an_operator_without_a_kernel_is_told_with_its_line(
+async def test_an_operator_without_a_kernel_is_reported_with_its_line(
     workers: Workers, tmp_path: Path, make: Callable[[], Any], operator: str, code: str
 ) -> None:
     error = await refused(workers, tmp_path, make, "xnnpack_fp32")

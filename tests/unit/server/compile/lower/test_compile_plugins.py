@@ -212,7 +212,7 @@ async def test_what_a_plug_in_does_not_take_is_the_users_to_mend(
     assert words in str(caught.value)
 
 
-async def test_a_stage_that_gives_nothing_is_told(workers: Workers, tmp_path: Path) -> None:
+async def test_a_stage_without_a_result_is_reported(workers: Workers, tmp_path: Path) -> None:
     with pytest.raises(EtfarmError, match=r"the plug-in's stage Nothing returned NoneType, not EdgeProgramManager"):
         await compiled(workers, tmp_path, models.conv, replaced("TO_BACKEND", "acme.gives_nothing"))
 

@@ -133,7 +133,7 @@ def in_one_process(calibration: list[Path], folder: Path) -> Path:
     return folder / "theirs.etrecord"
 
 
-async def test_what_stays_fp32_is_told_with_its_line(workers: Workers, tmp_path: Path) -> None:
+async def test_fp32_operators_are_reported_with_their_line(workers: Workers, tmp_path: Path) -> None:
     one = await compiled(workers, tmp_path, models.conv, DYNAMIC)
     assert one.codes == ["STAYED_FP32"]
     assert one.quantized is not None

@@ -57,7 +57,7 @@ async def test_every_order_gives_a_program_that_runs(workers: Workers, tmp_path:
     assert torch.allclose(run(one.pte, [image])[0], program(image), atol=1e-5)
 
 
-async def test_what_no_delegate_took_is_told_with_its_line(workers: Workers, tmp_path: Path) -> None:
+async def test_undelegated_operators_are_reported_with_their_line(workers: Workers, tmp_path: Path) -> None:
     one = await compiled(workers, tmp_path, models.conv, "portable")
     rows = {row["op"]: row for row in one.result["delegation"]["forward"]["operators"]}
     (place,) = rows["aten_convolution_default"]["places"]

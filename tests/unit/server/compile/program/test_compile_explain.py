@@ -129,7 +129,7 @@ def test_operators_without_a_kernel_are_named_with_their_line() -> None:
     assert promised(error, "MISSING_OUT_VARIANTS", "etfarm_test::twice at ", "test_compile_explain.py:", "backend")
 
 
-def test_quantized_operators_that_nobody_takes_are_named() -> None:
+def test_undelegated_quantized_operators_are_named() -> None:
     import executorch.kernels.quantized  # noqa: F401 - as the pipeline has it
 
     program = exported(grouped, torch.ones(4, 8))
@@ -145,22 +145,22 @@ def test_an_operator_outside_of_core_aten_is_named_with_its_line() -> None:
 
 
 @pytest.mark.parametrize("checked", [True, False])
-def test_batch_norm_in_training_is_told_by_its_remedy(checked: bool) -> None:
+def test_batch_norm_in_training_mode_is_explained_with_a_remedy(checked: bool) -> None:
     error = lowered(models.train_mode(), portable(checked=checked))
     assert promised(error, "TRAINING_MODE", "forward", "batch_norm", ".eval()")
 
 
-def test_a_size_without_a_bound_is_told_with_who_makes_it() -> None:
+def test_an_unbounded_size_is_explained_with_its_operator() -> None:
     error = lowered(models.unbounded(), portable(checked=False))
     assert promised(error, "UNBOUNDED_SIZE", "aten::bincount at ", "torch.bincount(x)", "torch._check")
 
 
-def test_complex_numbers_are_told_as_such() -> None:
+def test_complex_numbers_are_explained() -> None:
     error = lowered(exported(complex_product, torch.ones(3, 2)), portable(checked=True))
     assert promised(error, "UNSUPPORTED_DTYPES", "complex64", "aten::mul", "test_compile_explain.py:", "real and imaginary")
 
 
-def test_checks_of_values_are_told_as_side_effects() -> None:
+def test_value_assertions_are_explained_as_side_effects() -> None:
     error = lowered(exported(torch.linalg.inv, torch.eye(4)), portable(checked=False))
     assert promised(error, "OPERATOR_WITH_EFFECTS", "linalg_inv", "torch.linalg")
 
@@ -196,19 +196,19 @@ def test_a_value_that_leaves_a_delegate_twice_is_told() -> None:
     assert promised(error, "STAGE_FAILED", "aten_add_tensor", "a buffer's new value", "self.count * 1")
 
 
-def test_a_linear_that_was_decomposed_is_told_by_the_stage_that_keeps_it() -> None:
+def test_a_decomposed_linear_is_explained_with_the_stage_that_keeps_it() -> None:
     program = torch.export.export(Patches(), (torch.ones(1, 4, 3, 3),))
     recipe = ExportRecipe.get_recipe(XNNPackRecipeType.FP32)
     recipe.pipeline_stages = [StageType.TO_EDGE, StageType.TO_BACKEND, StageType.TO_EXECUTORCH]
     assert promised(lowered(program, recipe), "STAGE_FAILED", "more than two dims", "TO_EDGE_TRANSFORM_AND_LOWER")
 
 
-def test_a_method_that_gives_nothing_out_is_told() -> None:
+def test_a_method_without_outputs_is_explained() -> None:
     program = exported(lambda x: None, torch.ones(2))
     assert promised(lowered(program, portable(checked=False)), "STAGE_FAILED", "forward returns nothing", "Return a tensor")
 
 
-def test_groups_of_weights_that_xnnpack_does_not_take_are_told() -> None:
+def test_unsupported_weight_groups_are_explained() -> None:
     from torchao.quantization import Int8DynamicActivationIntxWeightConfig, PerGroup, quantize_
     from torchao.utils import unwrap_tensor_subclass
 
@@ -220,20 +220,20 @@ def test_groups_of_weights_that_xnnpack_does_not_take_are_told() -> None:
     assert promised(error, "STAGE_FAILED", "groups of 16", "in_features a multiple of 32")
 
 
-def test_a_maximum_that_no_program_can_hold_is_told() -> None:
+def test_an_excessive_maximum_is_explained() -> None:
     program = torch.export.export(nn.Linear(4, 4), (torch.ones(2, 4),), dynamic_shapes=({0: Dim("n", max=1 << 40)},))
     error = lowered(program, ExportRecipe.get_recipe(XNNPackRecipeType.FP32))
     assert promised(error, "STAGE_FAILED", "32 bits", "maximums")
 
 
-def test_stack_traces_that_executorch_cannot_write_are_told() -> None:
+def test_unserializable_stack_traces_are_explained() -> None:
     recipe = portable(checked=False)
     recipe.executorch_backend_config.emit_stacktrace = True
     program = torch.export.export(nn.Linear(4, 4), (torch.ones(1, 2, 4),), dynamic_shapes=({1: Dim("n", min=2, max=8)},))
     assert promised(lowered(program, recipe), "STAGE_FAILED", "stack traces", "emit_stacktrace", "ETRecord")
 
 
-def test_recipes_that_contradict_each_other_are_told() -> None:
+def test_contradicting_recipes_are_explained() -> None:
     one, other = (ExportRecipe.get_recipe(XNNPackRecipeType.FP32) for _ in range(2))
     other.strict = not one.strict
     error = stage_failed("SOURCE_TRANSFORM", failure(lambda: ExportRecipe.combine([one, other])))
@@ -264,7 +264,7 @@ def test_the_original_is_the_cause_for_the_log() -> None:
     assert "GuardOnDataDependentSymNode" in reported
 
 
-def test_a_wrapped_error_is_told_by_its_cause_and_without_paths() -> None:
+def test_a_wrapped_error_is_explained_by_its_cause_without_paths() -> None:
     cause = ValueError("\n\nCannot lower /srv/etfarm/jobs/job-1/model.pt2 today\nsecond line")
     wrapper = RuntimeError("An error occurred when running the 'X' pass after the following passes: []")
     wrapper.__cause__ = cause
@@ -273,7 +273,7 @@ def test_a_wrapped_error_is_told_by_its_cause_and_without_paths() -> None:
     assert (error.reason, error.stage) == ("STAGE_FAILED", "TO_EXECUTORCH")
 
 
-def test_an_error_without_words_is_told_by_its_type() -> None:
+def test_an_error_without_a_message_is_explained_by_its_type() -> None:
     assert first_line(KeyError()) == "KeyError"
 
 

@@ -22,15 +22,15 @@ OURS = torch.__version__.partition("+")[0]
 NEXT = {"major": SCHEMA_VERSION[0] + 1, "minor": 0}
 
 
-def refused(folder: Path, **said: Any) -> EtfarmError:
-    """The refusal of a program whose JSON has other fields; those that are None are left out."""
+def refused(folder: Path, **fields: Any) -> EtfarmError:
+    """Return the error that refuses a program with changed JSON fields; fields that are None are removed."""
     saved, changed = folder / "saved.pt2", folder / "changed"
     torch.export.save(models.elementwise(), saved)
     with zipfile.ZipFile(saved) as old, zipfile.ZipFile(changed, "w") as new:
         for member in old.infolist():
             data = old.read(member)
             if member.filename.endswith("models/model.json"):
-                program = json.loads(data) | said
+                program = json.loads(data) | fields
                 data = json.dumps({key: value for key, value in program.items() if value is not None}).encode()
             new.writestr(member, data)
     (folder / "loaded").mkdir()
@@ -39,7 +39,7 @@ def refused(folder: Path, **said: Any) -> EtfarmError:
     return caught.value
 
 
-def test_a_newer_torchs_file_is_told_by_its_version(tmp_path: Path) -> None:
+def test_a_newer_torchs_file_is_refused_with_its_version(tmp_path: Path) -> None:
     error = refused(tmp_path, torch_version="3.1.0+cu140", schema_version=NEXT)
     assert error.reason == "PT2_OF_ANOTHER_TORCH"
     assert error.message == (

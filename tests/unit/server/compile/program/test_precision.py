@@ -139,14 +139,14 @@ BEHIND: dict[str, tuple[Callable[[], nn.Module], dict[str, int]]] = {
 
 @pytest.mark.parametrize("dynamic", [False, True], ids=["static", "dynamic"])
 @pytest.mark.parametrize("case", BEHIND)
-def test_what_stays_in_fp32_behind_a_quantized_layer_is_told(case: str, dynamic: bool) -> None:
+def test_fp32_operators_behind_a_quantized_layer_are_reported(case: str, dynamic: bool) -> None:
     make, expected = BEHIND[case]
     program = quantized(make(), X, dynamic=dynamic)
     assert left(program) == expected
 
 
 @pytest.mark.parametrize("name", ["resnet8", "ds_cnn", "mobilenet_v1_025"])
-def test_whole_int8_models_are_told_to_be_whole(name: str) -> None:
+def test_fully_int8_models_have_no_fp32_operators(name: str) -> None:
     module, inputs, _, _ = EagerModelFactory.create_model(*MODEL_NAME_TO_MODEL[name])
     assert left(quantized(module, *inputs)) == {}
 
@@ -166,7 +166,7 @@ def test_xnnpack_does_multiply_batches_in_fp32_only() -> None:
     assert BMMConfig().supported_precision_types() == [ConfigPrecisionType.FP32]
 
 
-def test_layers_that_xnnpack_refuses_in_int8_are_told() -> None:
+def test_layers_that_xnnpack_refuses_in_int8_are_reported() -> None:
     conv = quantized(nn.Sequential(nn.Conv3d(2, 4, 3), nn.Conv3d(4, 2, 1)), torch.randn(1, 2, 5, 5, 5))
     assert left(conv) == {"conv3d": 2}
     assert left(conv, xnnpack=False) == {}

@@ -96,8 +96,8 @@ async def test_a_lost_initial_value_is_found(workers: Workers) -> None:
     ("original", "why", "remedy"),
     [
         ("fft", "an operator refused its arguments (0x12)", "complex numbers"),
-        ("histogram", "kernel 'aten::histc.out' not found, of aten::histc at ", "Core ATen"),
-        ("unknown", "an operator has no kernel (0x14): kernel 'aten::_linalg_svd.U' not found", "Core ATen"),
+        ("histogram", "kernel 'aten::histc.out' not found, of aten::histc at ", "portable kernels lack some Core ATen"),
+        ("unknown", "an operator has no kernel (0x14): kernel 'aten::_linalg_svd.U' not found", "lack some Core ATen"),
         ("unplanned", "out of planned memory (0x21)", "narrower or static dims"),
     ],
 )
@@ -146,6 +146,38 @@ async def test_another_models_outputs_are_told(workers: Workers, quantized: bool
 async def test_a_random_model_is_not_blamed(workers: Workers) -> None:
     result = await checked(workers, "random", portable=True)
     assert codes(result) == ["NOT_COMPARED"]
+    assert "does not repeat add" in result["warnings"][0]["message"]
+
+
+@in_children
+@pytest.mark.parametrize(("quantized", "code"), [(False, "OUTPUTS_DIFFER"), (True, "LOW_ACCURACY")])
+async def test_a_random_output_does_not_hide_a_wrong_one(workers: Workers, quantized: bool, code: str) -> None:
+    result = await checked(workers, "partly_random", lowered="negative_partly_random", portable=True, quantized=quantized)
+    assert codes(result) == ["NOT_COMPARED", code]
+    assert "mul has" in result["warnings"][1]["message"] and "add" not in result["warnings"][1]["message"]
+
+
+@in_children
+async def test_outputs_of_one_name_are_listed_separately(workers: Workers) -> None:
+    result = await checked(workers, "twice", lowered="negative_twice", portable=True)
+    assert codes(result) == ["OUTPUTS_DIFFER"]
+    assert result["warnings"][0]["message"].count("mul has") == 2
+
+
+@in_children
+async def test_rounding_by_another_number_of_threads_is_not_taken_for_chance(workers: Workers) -> None:
+    program = checking.sums()
+    example = trials.example(program)
+    assert example is not None
+    with checks.limit_threads(1):
+        expected = reference.run_program(program, example.values)
+    with checks.limit_threads(2):
+        other = reference.run_program(program, example.values)
+    assert expected != other, "this sum has to depend on the number of threads"
+    assert not checks.find_unrepeatable(program, example, expected, 1)
+    assert not checks.find_unrepeatable(program, example, expected, 2), "rounding by another order is not chance"
+    result = await checked(workers, "sums", lowered="negative_sums", portable=True, quantized=True)
+    assert codes(result) == ["LOW_ACCURACY"]
 
 
 @in_children

@@ -131,7 +131,7 @@ async def test_a_group_waits_for_all_of_it_and_is_one_attempt(farm: World) -> No
     assert [candidate.cell_id for candidate in run.candidates] == [cell.id for cell in job.cells]
     assert run.measurement.interleave and run.deadline_s == 2 * 600, "each candidate needs its time"
     answer(agent, run)
-    await agent.is_told("ack", run.attempt_id)
+    await agent.expect_message("ack", run.attempt_id)
     assert set(await farm.journal.results_of(run.attempt_id)) == {cell.id for cell in job.cells}, "written before"
     assert await states(farm, job) == {"a": LIVE, "b": LIVE}
     assert {report.attempt for report in await reports(farm, job)} == {run.attempt_id}
@@ -141,7 +141,7 @@ async def test_a_group_waits_for_all_of_it_and_is_one_attempt(farm: World) -> No
     assert not len(farm.stages.groups)
 
 
-async def test_progress_is_told_of_the_cell_that_it_is_about(farm: World) -> None:
+async def test_progress_is_reported_for_its_own_cell(farm: World) -> None:
     agent = await farm.agent()
     job = await submit(farm)
     run = await agent.started()
@@ -192,7 +192,7 @@ async def test_a_users_fault_in_one_fails_it_alone(farm: World) -> None:
     job = await submit(farm, "abc")
     run = await agent.started()
     answer(agent, run, a=error("USER", "PROGRAM_CRASHED"))
-    await agent.is_told("ack", run.attempt_id)
+    await agent.expect_message("ack", run.attempt_id)
     assert await states(farm, job) == {"a": [*LIVE[:3], "FAILED"], "b": LIVE, "c": LIVE}
     first, *others = await reports(farm, job)
     assert first.error.reason == "PROGRAM_CRASHED" and not any(report.HasField("error") for report in others)
@@ -222,7 +222,7 @@ async def test_an_attempt_that_is_lost_is_lost_for_all_and_given_up_in_the_end(f
     agent = await farm.agent()
     job = await submit(farm)
     for _ in range(3):
-        while (message := await agent.heard()).WhichOneof("message") != "start_run":
+        while (message := await agent.next_message()).WhichOneof("message") != "start_run":
             pass
         run = message.start_run
         farm.runs.deliver(agent_pb2.RunResult(attempt_id=run.attempt_id, device_id="pi", error=error("DEVICE", "GONE")))
@@ -244,7 +244,7 @@ async def test_cancelling_ends_all_and_the_device_is_told_once(farm: World, stat
     assert {each[-1] for each in (await states(farm, job)).values()} == {"CANCELLED"}
     assert farm.runs.busy() == {} and farm.conductor.live == 0
     if agent is not None and run is not None:
-        await agent.is_told("cancel_run", run.attempt_id)
+        await agent.expect_message("cancel_run", run.attempt_id)
         assert agent.session._outgoing.empty()
 
 
@@ -311,7 +311,7 @@ async def test_a_new_server_goes_on_with_a_group_where_the_old_one_was(farm: Wor
         assert run is not None and again.runs.knows(run.attempt_id)
         back = await Agent(again, "pi").connect(run.attempt_id)
         answer(back, run)
-        await back.is_told("ack", run.attempt_id)
+        await back.expect_message("ack", run.attempt_id)
     result = await states(again, job)
     assert result == {"a": LIVE, "b": LIVE}
     assert len({report.attempt for report in await reports(again, job)}) == 1

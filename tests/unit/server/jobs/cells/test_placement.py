@@ -51,12 +51,12 @@ class World:
         self.runs = Runs(3600)
         self.devices = Devices(self.runs, *devices)
         self.placement = Placement(self.devices, self.runs)  # type: ignore[arg-type]
-        self.said: list[str] = []
+        self.reasons: list[str] = []
 
     async def ask(self, cell: str, text: str = "", priority: int = 0) -> asyncio.Task[Device]:
         """A task that waits for a device and has begun to."""
         waiting = Waiting(cell, selectors.parse(text), priority, (0, int(cell[1:])))
-        asking = self.placement.device(waiting, f"a-{cell}", lambda _: None, lambda why: self.said.append(f"{cell}: {why}"))
+        asking = self.placement.device(waiting, f"a-{cell}", lambda _: None, lambda why: self.reasons.append(f"{cell}: {why}"))
         task = asyncio.create_task(asking)
         await asyncio.sleep(0)  # the task's first step, as far as its wait
         return task
@@ -71,14 +71,14 @@ async def test_an_idle_device_is_given_at_once_and_occupied() -> None:
     world = World("pi")
     assert await placed(await world.ask("c1")) == "pi"
     assert world.runs.busy() == {"pi": "a-c1"}
-    assert world.said == []
+    assert world.reasons == []
 
 
 async def test_a_freed_device_goes_to_the_next_by_priority() -> None:
     world = World("pi")
     await placed(await world.ask("c1"))
     low, high = await world.ask("c2"), await world.ask("c3", priority=1)
-    assert world.said == ["c2: pi is busy", "c3: pi is busy"]
+    assert world.reasons == ["c2: pi is busy", "c3: pi is busy"]
     world.placement.free("a-c1")
     assert await placed(high) == "pi"
     assert not low.done()
@@ -90,21 +90,21 @@ async def test_a_device_that_comes_online_is_given() -> None:
     world = World("pi")
     world.devices.switch("pi", False)
     task = await world.ask("c1")
-    assert world.said == ["c1: pi is known but offline"]
+    assert world.reasons == ["c1: pi is known but offline"]
     world.devices.switch("pi", True)
     assert await placed(task) == "pi"
 
 
-async def test_why_it_waits_is_told_when_it_changes_and_not_again() -> None:
+async def test_the_reason_for_waiting_is_reported_only_when_it_changes() -> None:
     world = World("pi")
     world.devices.switch("pi", False)
     task = await world.ask("c1")
     world.placement.place()
     world.placement.place()
-    assert world.said == ["c1: pi is known but offline"]
+    assert world.reasons == ["c1: pi is known but offline"]
     world.runs.begin("other", "pi", lambda _: None)
     world.devices.switch("pi", True)
-    assert world.said == ["c1: pi is known but offline", "c1: pi is busy"]
+    assert world.reasons == ["c1: pi is known but offline", "c1: pi is busy"]
     task.cancel()
 
 

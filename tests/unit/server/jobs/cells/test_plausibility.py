@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etfarm.server.jobs.cells.plausibility import ImplausibleResult, Plan, artifacts_of, check_attempt, check_candidate
-from etfarm.v1 import agent_pb2, common_pb2, job_pb2
+from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.wire.chunks import artifact_of
 from tests.support.golden import Golden
 
@@ -38,6 +38,17 @@ def honest(samples: Sequence[int] = SAMPLES) -> agent_pb2.CandidateResult:
     return result
 
 
+def find_problem(
+    result: agent_pb2.CandidateResult, folder: Path, plan: Plan = PLAN, samples: Sequence[int] = SAMPLES
+) -> ImplausibleResult | None:
+    """Return the error that refuses a result; None if the result is plausible."""
+    try:
+        check(result, folder, plan, samples)
+    except ImplausibleResult as error:
+        return error
+    return None
+
+
 def check(result: agent_pb2.CandidateResult, folder: Path, plan: Plan = PLAN, samples: Sequence[int] = SAMPLES) -> None:
     path = folder / "samples"
     path.write_bytes(array("q", samples).tobytes())
@@ -45,7 +56,7 @@ def check(result: agent_pb2.CandidateResult, folder: Path, plan: Plan = PLAN, sa
 
 
 def test_an_honest_result_is_plausible(tmp_path: Path) -> None:
-    check(honest(), tmp_path)
+    assert find_problem(honest(), tmp_path) is None
 
 
 @given(
@@ -58,13 +69,13 @@ def test_any_pass_that_a_clock_can_give_is_plausible(
     result = honest(times)
     result.stop_reason = why
     plan = Plan(frozenset({"c"}), elapsed_s=sum(times) / 1e9 + 1.0, measurement=job_pb2.Measurement())
-    check(result, tmp_path_factory.mktemp("pass"), plan, times)
+    assert find_problem(result, tmp_path_factory.mktemp("pass"), plan, times) is None
 
 
 def test_a_result_with_an_error_needs_no_samples(tmp_path: Path) -> None:
     result = agent_pb2.CandidateResult(cell_id="c")
     result.error.reason = "PROGRAM_FAILED"
-    check(result, tmp_path)
+    assert find_problem(result, tmp_path) is None
 
 
 def _set(**values: object) -> Callable[[agent_pb2.CandidateResult], None]:
@@ -103,6 +114,66 @@ def test_what_cannot_be_is_refused(golden: Golden, tmp_path: Path, change: Calla
     with pytest.raises(ImplausibleResult, match="not plausible") as refused:
         check(result, tmp_path)
     golden.check(refused.value)
+
+
+def repeated() -> agent_pb2.CandidateResult:
+    """What a real agent sends of two runs of four iterations."""
+    result = honest(SAMPLES * 2)
+    for _ in range(2):
+        result.runs.add(
+            iterations=4, duration_ns=result.duration_ns // 2, stop_reason=common_pb2.STOP_REASON_ENOUGH,
+            warmup=5, warmup_ns=result.warmup_ns // 2,
+        )  # fmt: skip
+    return result
+
+
+TWICE = Plan(frozenset({"c"}), 3.0, job_pb2.Measurement(iterations=4, min_time_s=0.003, repeat=2))
+
+
+def test_honest_runs_are_plausible_and_so_is_an_older_agent_that_makes_one(tmp_path: Path) -> None:
+    check(repeated(), tmp_path, TWICE, SAMPLES * 2)
+    check(honest(), tmp_path, TWICE)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda result: result.runs.add(iterations=0),
+        lambda result: result.runs[0].__setattr__("iterations", 5),
+        lambda result: result.runs[0].__setattr__("iterations", -4),
+        lambda result: result.runs[1].__setattr__("duration_ns", 1),
+        lambda result: result.runs[1].__setattr__("stop_reason", 99),
+        lambda result: result.runs[1].__setattr__("warmup_ns", -1),
+        lambda result: result.runs[1].load.__setattr__("load_ns", 60_000_000_000),
+        lambda result: result.runs[1].telemetry.series.extend([report_pb2.TelemetryPoint()] * 121),
+        lambda result: result.blocks.add(samples=8),
+        lambda result: result.runs[1].__setattr__("duration_ns", 20_000_000_000),
+        lambda result: result.runs[1].__setattr__("warmup_ns", 20_000_000_000),
+        lambda result: result.runs[1].__setattr__("warmup_ns", 1),
+        lambda result: result.runs[1].__setattr__("warmup", 1),
+    ],
+)
+def test_runs_that_cannot_be_are_refused(
+    golden: Golden, tmp_path: Path, change: Callable[[agent_pb2.CandidateResult], None]
+) -> None:
+    result = repeated()
+    change(result)
+    with pytest.raises(ImplausibleResult) as refused:
+        check(result, tmp_path, TWICE, SAMPLES * 2)
+    golden.check(refused.value)
+
+
+def test_all_runs_share_the_samples_that_a_job_without_a_limit_has(tmp_path: Path) -> None:
+    result = repeated()
+    result.iterations = 500_005
+    result.runs[0].iterations = 500_001
+    with pytest.raises(ImplausibleResult, match="500,001 timed iterations were measured; 1 to 500,000 are possible"):
+        check(result, tmp_path, TWICE, SAMPLES * 2)
+    limited = job_pb2.Measurement()
+    limited.CopyFrom(TWICE.measurement)
+    limited.max_samples = 500_001
+    with pytest.raises(ImplausibleResult, match="bytes of samples"):
+        check(result, tmp_path, Plan(TWICE.cells, TWICE.elapsed_s, limited), SAMPLES * 2)
 
 
 @pytest.mark.parametrize("forged", [[1, 1, 1, 1], [0] * 4, [-1_000_000, *SAMPLES[1:]], [4_000_000] * 4])

@@ -46,27 +46,27 @@ def no_devices(scope: Scope) -> list[Device]:
     return []
 
 
-async def found(history: History, model_name: str, scope: Scope, device: str = "") -> list[str]:
+async def report_ids(history: History, model_name: str, scope: Scope, device: str = "") -> list[str]:
     answer = await history.page(Wanted(model_name, selectors.parse(device)), 10, "", scope)
     return sorted(entry.report.id for entry in answer.entries)
 
 
-async def test_a_history_is_of_the_scope_by_name_digest_and_device(database: Database) -> None:
+async def test_a_history_is_limited_to_the_scope_by_name_digest_and_device(database: Database) -> None:
     history = History(database, no_devices)
-    assert await found(history, "net", EVERYTHING) == ["r0", "r1"]
-    assert await found(history, "net", VISION) == ["r0"]
-    assert await found(history, "abcd", AUDIO) == ["r1", "r2"]
-    assert await found(history, "abcd", VISION, "name=board-xl") == []
-    assert await found(history, "abcd", AUDIO, "name=board-xl") == ["r1", "r2"]
+    assert await report_ids(history, "net", EVERYTHING) == ["r0", "r1"]
+    assert await report_ids(history, "net", VISION) == ["r0"]
+    assert await report_ids(history, "abcd", AUDIO) == ["r1", "r2"]
+    assert await report_ids(history, "abcd", VISION, "name=board-xl") == []
+    assert await report_ids(history, "abcd", AUDIO, "name=board-xl") == ["r1", "r2"]
 
 
 async def test_known_models_are_those_of_the_scope(database: Database) -> None:
     history = History(database, no_devices)
     with pytest.raises(NoHistory) as refused:
-        await found(history, "secret", VISION)
+        await report_ids(history, "secret", VISION)
     assert (refused.value.metadata["known"], "secret" in refused.value.remedy) == ("net", False)
     with pytest.raises(NoHistory, match="There are no reports yet"):
-        await found(history, "net", Scope(frozenset({"default"})))
+        await report_ids(history, "net", Scope(frozenset({"default"})))
 
 
 async def test_devices_are_those_that_the_scope_sees(database: Database) -> None:
@@ -77,5 +77,5 @@ async def test_devices_are_those_that_the_scope_sees(database: Database) -> None
         return [Device(id="xl", name="renamed")]
 
     history = History(database, devices)
-    assert await found(history, "net", AUDIO, "name=renamed") == ["r1"]
+    assert await report_ids(history, "net", AUDIO, "name=renamed") == ["r1"]
     assert asked == [AUDIO]

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
-from sqlalchemy import select
+from sqlalchemy import Connection, select
+from sqlalchemy.event import listen
 
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.jobs import model
+from etfarm.server.jobs.records import selection
 from etfarm.server.jobs.records.journal import Journal, SequenceUnknown, StaleVersion
 from etfarm.server.jobs.records.reports import ReportNotFound
-from etfarm.server.jobs.records.rows import JobNotFound
+from etfarm.server.jobs.records.rows import JobNotFound, resolve_job
+from etfarm.server.jobs.records.selection import JobFilter
 from etfarm.server.jobs.records.tags import TagAmbiguous, Tags
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.v1 import report_pb2
 from etfarm.v1.agent_pb2 import CandidateResult
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent, JobSpec, JobState, Progress
 from etfarm.v1.report_pb2 import Report
@@ -43,15 +47,22 @@ class World:
         return START + timedelta(seconds=self.looked)
 
     async def submit(
-        self, name: str = "job00000", cells: int = 1, owner: str = "ann", request: str = "", project: str = ""
+        self,
+        name: str = "job00000",
+        cells: int = 1,
+        owner: str = "ann",
+        request: str = "",
+        project: str = "",
+        title: str = "",
+        labels: Mapping[str, str] | None = None,
     ) -> Job:
         job = Job(
             id=name,
-            name=f"n-{name}",
+            name=title or f"n-{name}",
             owner=owner,
             project=project,
-            spec=JobSpec(priority=3, labels={"k": "v"}),
-            labels={"k": "v"},
+            spec=JobSpec(priority=3, labels=labels or {"k": "v"}),
+            labels=labels or {"k": "v"},
         )
         job.create_time.FromDatetime(START)
         for index in range(cells):
@@ -305,6 +316,108 @@ async def test_jobs_are_listed_newest_first_in_pages_without_specs(world: World)
     assert before is None
     assert [job.id for job in seen] == ["job-4", "job-3", "job-2", "job-1", "job-0"]
     assert not any(job.HasField("spec") for job in seen)
+
+
+async def all_pages(world: World, filter_: JobFilter, size: int = 2) -> list[str]:
+    """The ids of all jobs that match, read page by page."""
+    ids, before = [], None
+    while True:
+        page, before = await world.journal.list(size, before, EVERYTHING, filter_)
+        assert len(page) <= size
+        ids += [job.id for job in page]
+        if before is None:
+            return ids
+
+
+async def test_jobs_are_listed_by_name_label_and_owner(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(selection, "SCANNED_JOBS", 3)  # a page examines fewer jobs than there are
+    for number in range(9):
+        labels = {"team": "vision" if number % 2 else "audio", "n": str(number)}
+        owner, title = "ann" if number < 4 else "bob", f"nightly 100% {number % 3}"
+        await world.submit(f"job-{number}", owner=owner, title=title, labels=labels)
+    assert await all_pages(world, JobFilter(name="100% 1")) == ["job-7", "job-4", "job-1"]
+    assert await all_pages(world, JobFilter(name="100_")) == []
+    assert await all_pages(world, JobFilter(owner="ann")) == ["job-3", "job-2", "job-1", "job-0"]
+    assert await all_pages(world, JobFilter(labels={"team": "vision"})) == ["job-7", "job-5", "job-3", "job-1"]
+    assert await all_pages(world, JobFilter(labels={"team": "vision", "n": "5"}, owner="bob")) == ["job-5"]
+    assert await all_pages(world, JobFilter(labels={"team": "vision"}), size=1) == ["job-7", "job-5", "job-3", "job-1"]
+
+
+async def test_jobs_are_listed_by_the_state_that_follows_from_their_cells(world: World) -> None:
+    ends = {
+        "queued": (), "running": (model.COMPILING,), "succeeded": (model.COMPILING, model.SUCCEEDED),
+        "failed": (model.COMPILING, model.FAILED), "cancelled": (model.CANCELLED,),
+    }  # fmt: skip
+    for name, states in ends.items():
+        job = await world.submit(name, cells=2)
+        for cell in job.cells:
+            await world.step(cell, *states)
+    half = await world.submit("half", cells=2)
+    await world.step(half.cells[0], model.COMPILING, model.FAILED)
+    jobs, _ = await world.journal.list(50, None, EVERYTHING)
+    for state in JobState.values():
+        expected = [job.id for job in jobs if job.state == state]
+        assert expected or state == JobState.JOB_STATE_UNSPECIFIED
+        assert await all_pages(world, JobFilter(states=[state])) == expected, JobState.Name(state)
+    both = [JobState.JOB_STATE_FAILED, JobState.JOB_STATE_CANCELLED]
+    assert await all_pages(world, JobFilter(states=both)) == ["cancelled", "failed"]
+
+
+async def test_a_job_is_known_by_its_name_if_no_other_has_it(world: World, golden: Golden) -> None:
+    await world.submit("abcdef01", title="nightly")
+    assert (await world.journal.get("nightly", EVERYTHING)).id == "abcdef01"
+    await world.submit("abcdef02", title="abcdef01")
+    assert (await world.journal.get("abcdef01", EVERYTHING)).id == "abcdef01", "an id comes first"
+    for number in range(8):
+        await world.submit(f"beef000{number}", title="nightly")
+    with pytest.raises(JobNotFound) as several:
+        await world.journal.get("nightly", EVERYTHING)
+    golden.check(several.value)
+    await world.submit("fade0001", title="beef0003")
+    await world.submit("fade0002", title="fade000")
+    with pytest.raises(JobNotFound, match="fade0002, fade0001"):
+        await world.journal.get("fade000", EVERYTHING)
+    await world.submit("dada0001")
+    await world.submit("cafe0003", title="dada")
+    assert (await world.journal.get("dada", EVERYTHING)).id == "dada0001", "a unique prefix comes before a name"
+
+
+async def test_cells_have_the_results_of_replaced_reports(world: World) -> None:
+    job = await world.submit(cells=2)
+    reports = [Report(id=f"r{cell.index}", cell=cell.id) for cell in job.cells]
+    for report, cell in zip(reports, job.cells, strict=True):
+        report.create_time.FromDatetime(START)
+        report.latency.p50_ns = 10
+        cell.p50_ns = 10
+        await world.step(cell, *PATH, report=report)
+    before = await world.journal.get(job.id, EVERYTHING)
+    reports[1].latency.p50_ns = 20
+    reports[1].latency.p50_ci95_ns.extend((19, 21))
+    reports[1].verdict.status = report_pb2.VERDICT_STATUS_INVALID
+    later = START + timedelta(hours=1)
+    await world.journal.reports.replace(job, reports, at=later)
+    unchanged, changed = (await world.journal.get(job.id, EVERYTHING)).cells
+    assert unchanged == before.cells[0]
+    assert (changed.p50_ns, list(changed.p50_ci95_ns), changed.verdict) == (20, [19, 21], report_pb2.VERDICT_STATUS_INVALID)
+    assert changed.state == model.SUCCEEDED and changed.version == before.cells[1].version + 1
+    assert changed.update_time.ToDatetime(UTC) == later
+
+
+async def test_jobs_are_found_by_name_with_an_index(world: World) -> None:
+    await world.submit("abcdef01", title="nightly", project="team")
+
+    def plans(connection: Connection) -> list[str]:
+        queries: list[tuple[str, tuple[object, ...]]] = []
+        listen(connection, "before_cursor_execute", lambda c, cur, sql, values, ctx, many: queries.append((sql, values)))
+        resolve_job(connection, "nightly", Scope(frozenset({"team"}), "team"))
+        return [
+            row.detail
+            for sql, values in [query for query in queries if "jobs.name" in query[0]]
+            for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {sql}", values)
+        ]
+
+    details = await world.database.read(plans)
+    assert details and all("jobs_of_a_name" in detail for detail in details)
 
 
 async def test_a_watcher_that_lags_behind_reads_what_it_missed(world: World) -> None:

@@ -23,7 +23,8 @@ from etfarm.server.reports.trace.etdump import Call, Kernel, Trace
 from etfarm.server.reports.trace.graph import Instruction, Record
 from etfarm.server.reports.trace.join import Joined, join
 from etfarm.v1 import report_pb2
-from etfarm.wire import digest
+from etfarm.wire import digest, views
+from etfarm.wire.report import report_json
 from tests.bench import join as bench
 from tests.support import traces
 from tests.support.programs import cache_folder
@@ -213,11 +214,33 @@ def test_shares_of_any_trace_nest_and_sum_to_one(trace: Trace) -> None:
             assert not row.HasField(field) or getattr(row, field) > 0
 
 
+@pytest.mark.parametrize("name", NAMES)
+def test_times_shares_and_intervals_of_a_real_trace_never_contradict(name: str) -> None:
+    joined = _joined(traced(name))
+    profile = joined.profile
+    assert profile.mean_ci95_ns[0] <= profile.mean_ns <= profile.mean_ci95_ns[1]
+    assert profile.events >= len(joined.operators) - sum(row.kind == REST for row in joined.operators)
+    leaves = _leaves(joined.operators)
+    assert sum(row.mean_ns for row in leaves) == pytest.approx(profile.mean_ns)
+    for row in joined.operators:
+        assert row.share == pytest.approx(row.mean_ns / profile.mean_ns)
+        if row.HasField("mean_ns"):
+            assert row.mean_ci95_ns[0] <= row.mean_ns <= row.mean_ci95_ns[1]
+        else:
+            assert not row.mean_ci95_ns
+    document = report_json(report_pb2.Report(profile=profile, operators=joined.operators))
+    for by in views.BY:
+        for group in views.group(document["operators"], by):
+            if group.own_ns is not None:
+                assert group.own_share == pytest.approx(group.own_ns / profile.mean_ns)
+
+
 def test_kernels_that_exceed_their_delegate_by_rounding_fill_it() -> None:
     trace = Trace(_times(*[4000] * 4), (_delegate([2000] * 4, [2000] * 4, [1000] * 4),), 0)
     rows = join(trace, Record(), XNNPACK, "forward").operators
     assert [row.share for row in rows] == pytest.approx([0.5, 1 / 3, 1 / 6, 0.0, 0.5])
-    assert [row.mean_ns for row in rows[1:3]] == [2000, 1000]
+    assert [row.mean_ns for row in rows[1:3]] == pytest.approx([4000 / 3, 2000 / 3]), "the time is the share of the method's"
+    assert [row.p50_ns for row in rows[1:3]] == [2000, 1000], "percentiles are as measured"
     assert not rows[3].HasField("p50_ns")
 
 

@@ -1,4 +1,4 @@
-"""Files that do not belong together: each is told in one sentence, and costs what only it tells."""
+"""Files that do not belong together: each is warning_of in one sentence, and costs what only it tells."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def analyzed(run: Traced, folder: Path, **changes: Any) -> report_pb2.Report:
     return report_pb2.Report.FromString(analyze(replace(request, **changes), folder, lambda event: None))
 
 
-def told(report: report_pb2.Report) -> tuple[str, str]:
+def warning_of(report: report_pb2.Report) -> tuple[str, str]:
     (warning,) = report.compile.warnings
     return warning.code, warning.message
 
@@ -61,11 +61,11 @@ def test_files_of_one_run_belong_together(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "other"), OTHERS)
-def test_an_etrecord_of_another_export_is_told(name: str, other: str) -> None:
+def test_an_etrecord_of_another_export_is_reported(name: str, other: str) -> None:
     assert provenance.misfit_of_record(read(other)[2], read(name)[1]) is not None
 
 
-def test_a_trace_of_another_program_is_told() -> None:
+def test_a_trace_of_another_program_is_reported() -> None:
     # int8 of one network resembles its fp32: there its kernels stay unaligned.
     alike = {("xnnpack", "int8"), ("int8", "xnnpack"), ("residual", "residual_int8"), ("residual_int8", "residual")}
     for name, other in OTHERS:
@@ -77,7 +77,7 @@ def test_a_trace_of_another_program_is_told() -> None:
 
 def test_an_etrecord_of_another_export_costs_the_lines_only(tmp_path: Path) -> None:
     report = analyzed(traced("xnnpack"), tmp_path, etrecord=traced("residual").etrecord)
-    assert told(report) == (
+    assert warning_of(report) == (
         "ANALYSIS_ETRECORD_OF_ANOTHER_EXPORT",
         "The ETRecord is of another export: it has 1 delegates (XnnpackBackend at instruction 0), but the program has 2 "
         "delegates (XnnpackBackend at instruction 0, XnnpackBackend at instruction 2). The rows have no modules and no source "
@@ -95,7 +95,7 @@ def test_an_etrecord_of_another_export_costs_the_lines_only(tmp_path: Path) -> N
 def test_a_trace_of_another_program_costs_the_operators(tmp_path: Path) -> None:
     run = traced("xnnpack")
     report = analyzed(run, tmp_path, etdump=traced("portable").etdump)
-    code, message = told(report)
+    code, message = warning_of(report)
     assert code == "ANALYSIS_TRACE_OF_ANOTHER_PROGRAM"
     assert message.startswith("The trace is of another program: instruction 0 is a kernel in it, and a delegate in the program.")
     assert not report.operators
@@ -108,14 +108,14 @@ def test_a_trace_of_another_program_costs_the_operators(tmp_path: Path) -> None:
 )
 def test_a_trace_of_another_run_costs_the_operators(tmp_path: Path, traced_ns: tuple[int, ...], how: str) -> None:
     report = analyzed(traced("xnnpack"), tmp_path, traced_ns=traced_ns)
-    code, message = told(report)
+    code, message = warning_of(report)
     assert code == "ANALYSIS_TRACE_OF_ANOTHER_RUN"
     assert how in message
     assert not report.operators
     assert (report.profile.iterations, traced_times(report, tmp_path)) == (len(traced_ns), [list(traced_ns)])
 
 
-def test_a_run_of_before_is_told_by_its_times() -> None:
+def test_a_trace_of_an_earlier_run_is_detected_by_its_times() -> None:
     """The same program twice on one machine: executions that all fit into those of another run are rare."""
     trace, _, _ = read("portable")
     mine = np.array(traced("portable").traced_ns)
@@ -131,7 +131,7 @@ def test_a_trace_that_cannot_be_read_costs_the_operators(tmp_path: Path, data: b
     broken = tmp_path / "broken.etdp"
     broken.write_bytes(run.etdump.read_bytes()[:-1] if data is None else data)
     report = analyzed(run, tmp_path, etdump=broken)
-    code, message = told(report)
+    code, message = warning_of(report)
     assert (code, how in message) == ("ANALYSIS_JOIN_FAILED", True)
     assert not report.operators
     assert report.profile.iterations == len(run.traced_ns)
@@ -141,7 +141,7 @@ def test_a_trace_that_cannot_be_read_costs_the_operators(tmp_path: Path, data: b
 def test_a_trace_that_is_not_there_costs_the_operators(tmp_path: Path, where: str) -> None:
     run = traced("xnnpack")
     report = analyzed(run, tmp_path, etdump=None if where == "none" else tmp_path / "gone")
-    assert told(report) == (
+    assert warning_of(report) == (
         "ANALYSIS_TRACE_MISSING",
         "The run was traced, but its trace is missing. There are no operators.",
     )
@@ -180,7 +180,7 @@ def test_an_etrecord_without_debug_handles_costs_the_lines_only(
 ) -> None:
     run = traced("xnnpack")
     report = analyzed(run, tmp_path, etrecord=_rewritten(run.etrecord, tmp_path / "bare.etrecord", change))
-    assert told(report) == (
+    assert warning_of(report) == (
         "ANALYSIS_ETRECORD_WITHOUT_HANDLES",
         "The ETRecord has no debug handles of the method 'forward'. The rows have no modules and no source lines.",
     )
@@ -195,7 +195,7 @@ def test_an_etrecord_that_is_cut_short_costs_the_lines_only(tmp_path: Path, size
     cut = tmp_path / "cut.etrecord"
     cut.write_bytes(whole[: int(size * len(whole)) if isinstance(size, float) else size])
     report = analyzed(run, tmp_path, etrecord=cut)
-    code, message = told(report)
+    code, message = warning_of(report)
     assert code == "ANALYSIS_ETRECORD_UNREADABLE"
     assert message.endswith("The rows have no modules and no source lines.")
     assert report.operators

@@ -128,8 +128,8 @@ def test_without_starts_there_are_no_places() -> None:
 
 
 @given(PLACES, st.tuples(NS, NS), st.booleans())
-def test_kernels_lie_within_their_delegate_whatever_they_say(kernels: list[Place], delegate: Place, told: bool) -> None:
-    places, made_up = lay(kernels, delegate, has_starts=told)
+def test_kernels_lie_within_their_delegate_for_any_times(kernels: list[Place], delegate: Place, has_starts: bool) -> None:
+    places, made_up = lay(kernels, delegate, has_starts=has_starts)
     assert len(places) == len(kernels)
     result = [place for place in places if place is not None]
     assert len(result) == len(kernels)

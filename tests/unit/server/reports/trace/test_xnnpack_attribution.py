@@ -40,8 +40,8 @@ def rows(name: str, result: Attribution | None = None) -> list[report_pb2.Operat
     return list(join(trace, record, program, traced(name).method, result.kernels).operators)
 
 
-def told(name: str) -> list[tuple[str, str, str]]:
-    """Of each kernel: its family, the operators that it does, without those that quantize, and where the user wrote them."""
+def kernels_of(name: str) -> list[tuple[str, str, str]]:
+    """Return each kernel's family, its operators without quantization, and the user's variable."""
     result = []
     for row in rows(name):
         if row.kind == KERNEL:
@@ -69,7 +69,7 @@ def test_all_kernels_of_real_programs_are_aligned(name: str) -> None:
 
 
 def test_a_fused_kernel_names_all_that_it_does_and_the_line_of_the_first() -> None:
-    assert told("residual") == [
+    assert kernels_of("residual") == [
         ("Transpose", "", ""),
         ("Convolution", "convolution _native_batch_norm_legit_no_training relu", "stemmed"),
         ("Convolution", "constant_pad_nd convolution", "branched"),
@@ -88,7 +88,7 @@ def test_a_fused_kernel_names_all_that_it_does_and_the_line_of_the_first() -> No
 
 
 def test_lines_come_through_quantization() -> None:
-    result = [kernel for kernel in told("residual_int8") if kernel[0] not in ("Convert", "Transpose")]
+    result = [kernel for kernel in kernels_of("residual_int8") if kernel[0] not in ("Convert", "Transpose")]
     assert result == [
         ("Convolution", "convolution relu", "stemmed"),
         ("Constant Pad", "constant_pad_nd", "padded"),

@@ -42,7 +42,7 @@ def test_a_token_file_tells_who_has_which_token(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "header", [None, "", ANN, f"Basic {ANN}", "Bearer ", f"Bearer {ANN}x", f"Bearer {ANN[:-1]}", "Bearer \u00e4"]
 )
-def test_without_a_known_token_nobody_calls(tmp_path: Path, header: str | None) -> None:
+def test_a_call_without_a_known_token_is_refused(tmp_path: Path, header: str | None) -> None:
     tokens = Tokens.read(token_file(tmp_path, f"ann admin {ANN}"))
     with pytest.raises(Unauthenticated, match="ETFARM_TOKEN") as refused:
         tokens.principal(header)

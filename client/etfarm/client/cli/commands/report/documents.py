@@ -10,10 +10,19 @@ import typer
 
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.outcome import Outcome
+from etfarm.wire import comparison
 
 JobOrFile = Annotated[
     str,
-    typer.Argument(metavar="JOB|FILE", help="A job's id, its first characters, a tag or latest; or x.json, written by --json."),
+    typer.Argument(
+        metavar="JOB|FILE",
+        help="A job's id or its start, a tag, a name or latest; or x.json, written by --json. #N chooses as in `etfarm compare`.",
+    ),
+]
+
+Reports = Annotated[
+    list[str] | None,
+    typer.Option("--report", metavar="R", help="Only this report: its number from 0, or the start of its cell's id; repeatable."),
 ]
 
 
@@ -31,21 +40,34 @@ def find(name: str, outcome: Outcome, *, server: str | None, tls_ca: str | None,
     """Return the reports that JOB|FILE names; for a job, those of the finished cells.
 
     Args:
+        name: a job or a file; a text after `#` chooses of its reports, as in `etfarm compare`.
         with_series: as in `AsyncJob.document`; a file has what it has.
 
     Raises:
         BadDocument: the file does not exist, or has other content.
+        NoSuchReport: no report matches the choice after `#`.
         EtfarmError: JOB_NOT_FOUND; SERVER_UNREACHABLE.
     """
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.jobs import report_file
 
+    name, choice = comparison.split_choice(name)
     if report_file.is_named(name):
-        return ReportDocument(report_file.read(Path(name)), "")
+        return ReportDocument(chosen(report_file.read(Path(name)), name, choice), "")
 
     async def fetch() -> ReportDocument:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             job = await farm.job(name)
-            return ReportDocument(await job.document(with_series=with_series), job.id)
+            return ReportDocument(chosen(await job.document(with_series=with_series), None, choice), job.id)
 
     return run_async(fetch, outcome)
+
+
+def chosen(document: dict[str, Any], file: str | None, choice: str | None) -> dict[str, Any]:
+    """Return the document with the reports that the text after `#` chooses; all without one.
+
+    Raises:
+        NoSuchReport: no report matches.
+    """
+    side = comparison.Side(document["reports"], document["job"], file, choice)
+    return {**document, "reports": side.chosen}

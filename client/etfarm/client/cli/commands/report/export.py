@@ -21,9 +21,11 @@ from etfarm.client.cli.usage import Usage
 from etfarm.client.errors import OutputUnwritable
 from etfarm.client.formats import tables, units
 from etfarm.client.jobs.file_names import safe_name
+from etfarm.wire import comparison
 
 _SUFFIXES = {
     "json": ".json", "csv": ".csv", "parquet": ".parquet", "html": ".html", "markdown": ".md", "perfetto": ".trace.json",
+    "model-explorer": ".graph.json",
 }  # fmt: skip
 _TO_STDOUT = ("json", "csv", "markdown")
 """Formats that are written to stdout without a file name, for pipes."""
@@ -45,12 +47,7 @@ def export(
         str | None,
         typer.Option("--output", "-o", metavar="PATH", help="A file, or FOLDER/; - is stdout. [stdout, or a file here]"),
     ] = None,
-    report: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--report", metavar="R", help="Only this report: its number from 0, or the start of its cell's id; repeatable."
-        ),
-    ] = None,
+    report: documents.Reports = None,
     what: Annotated[
         str | None,
         typer.Option("--what", metavar="|".join(tables.WHAT), help="Table of csv and parquet. [operators; a folder: both]"),
@@ -63,7 +60,7 @@ def export(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> int:
-    """Export the reports of a job or a file: JSON, CSV, Parquet, HTML, Markdown, a Perfetto trace, or ExecuTorch's own files."""
+    """Export a job's or a file's reports: JSON, CSV, Parquet, HTML, Markdown, a Perfetto trace, a graph, ExecuTorch's files."""
     outcome: Outcome = context.obj
     must_be_format(format_)
     if what is not None and format_ not in ("csv", "parquet"):
@@ -141,7 +138,7 @@ def must_be_format(name: str) -> None:
 
 
 def written(document: dict[str, Any], format_: str, what: str | None, *, folder: bool) -> dict[str, bytes]:
-    """Return the files of a format by name: one, or both tables if they go to a folder.
+    """Return the files of a format by name: one, or both if they go to a folder: tables, or the graph and its nodes' times.
 
     Raises:
         ExtraMissing: the format needs a library that is not installed.
@@ -154,17 +151,22 @@ def written(document: dict[str, Any], format_: str, what: str | None, *, folder:
         write = csv.write if format_ == "csv" else parquet.write
         chosen = [what] if what else tables.WHAT if folder else tables.WHAT[:1]
         return {f"{stem}.{table}{suffix}": write(document, table) for table in chosen}
+    if format_ == "model-explorer" and folder:
+        from etfarm.client.formats import model_explorer
+
+        return {f"{stem}{suffix}": model_explorer.write(document), f"{stem}.times.json": model_explorer.write_times(document)}
     return {f"{stem}{suffix}": _writer(format_)(document)}
 
 
 def _writer(format_: str) -> Callable[[dict[str, Any]], bytes]:
-    from etfarm.client.formats import html, markdown, perfetto
+    from etfarm.client.formats import html, markdown, model_explorer, perfetto
     from etfarm.wire import report
 
     writers: dict[str, Callable[[dict[str, Any]], bytes]] = {
         "html": html.write,
         "markdown": markdown.write,
         "perfetto": perfetto.write,
+        "model-explorer": model_explorer.write,
         "json": lambda document: report.dumps(document).encode(),
     }
     return writers[format_]
@@ -195,6 +197,7 @@ def save_raw_files(
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.jobs import report_file
 
+    job, choice = comparison.split_choice(job)
     if report_file.is_named(job):
         raise Usage(
             "ExecuTorch's files are in a farm's store, not in a report file.",
@@ -208,7 +211,7 @@ def save_raw_files(
     async def fetch() -> list[Path]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
             handle = await farm.job(job)
-            document = formats.only(await handle.document(with_series=False), reports)
+            document = formats.only(documents.chosen(await handle.document(with_series=False), None, choice), reports)
             folder = Path(output) if output is not None else Path(f"{stem_of(document)}-executorch")
             cells = {cell.id: cell.index for cell in handle.info.cells}
             chosen = [(cells[entry["cell"]], entry) for entry in document["reports"]]

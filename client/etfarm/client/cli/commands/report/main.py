@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from etfarm.client import formats
 from etfarm.client.cli import options
 from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.commands.report import documents
@@ -34,6 +35,7 @@ def show(
     top: Annotated[
         int | None, typer.Option("--top", metavar="N", min=0, help="Number of rows; 0: all. [10; with --by 30]")
     ] = None,
+    report: documents.Reports = None,
     json: options.JsonFile = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
@@ -53,9 +55,10 @@ def show(
     if by is not None:
         views.check(by, sort or "total")
     source = documents.find(job, outcome, server=server, tls_ca=tls_ca, with_series=json is not None)
-    outcome.document = lambda error: source.document
+    document = formats.only(source.document, report or ())
+    outcome.document = lambda error: document
     console = output.open_console(to_stderr=json == STDOUT)
-    reports = source.document["reports"]
+    reports = document["reports"]
     if by is not None:
         shown = grouped.reports(reports, by, sort or "total", width=console.width, top=top)
     else:

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 
 
 def tag(
-    job: Annotated[str, typer.Argument(metavar="JOB", help="A job's id, its first characters, a tag, or latest.")],
-    name: Annotated[str, typer.Argument(metavar="[NAME]", help="Letters, digits, dots, dashes and underscores.")] = "",
+    job: Annotated[str, typer.Argument(metavar="JOB", help="A job's id, its first characters, a tag, a name, or latest.")],
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Letters, digits, dots, dashes and underscores.")] = "",
     remove: Annotated[bool, typer.Option("--remove", help="Remove the tag, as does `tag NAME --remove`.")] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,

@@ -75,10 +75,28 @@ function overTime(target, data) {
       series: [{ label: "iteration" }, ...series, { label: "beyond the edge", show: beyond, stroke: colour("--bad"), width: 0, points: { show: true, size: stretch === 1 ? 5 : 3, fill: colour("--bad") }, value: (_, one, __, place) => (one === null || place === null || place === undefined ? "" : time(drawn[place])) }],
       bands: y ? [] : [{ series: [1, 2], fill: colour("--bar") }],
       cursor: { y: false },
-      hooks: { draw: [marks({ p50_ns: data.latency.p50_ns, p50_ci95_ns: data.latency.p50_ci95_ns }, scale, true)] },
+      hooks: { draw: [marks({ p50_ns: data.latency.p50_ns, p50_ci95_ns: data.latency.p50_ci95_ns }, scale, true), runEnds(data.run_ends)] },
     },
     [x, ...lines, drawn.map((ns) => (ns > top ? top / scale : null))],
   );
+}
+
+/** Upright lines where one run ends and the next begins. */
+function runEnds(ends) {
+  return (plot) => {
+    const { top, height } = plot.bbox;
+    plot.ctx.save();
+    plot.ctx.strokeStyle = colour("--quiet");
+    plot.ctx.lineWidth = devicePixelRatio;
+    plot.ctx.beginPath();
+    for (const end of ends) {
+      const place = Math.round(plot.valToPos(end - 0.5, "x", true)) + 0.5;
+      plot.ctx.moveTo(place, top);
+      plot.ctx.lineTo(place, top + height);
+    }
+    plot.ctx.stroke();
+    plot.ctx.restore();
+  };
 }
 
 /** How wide an axis must be for its numbers. */

@@ -33,12 +33,14 @@ function flameOf(svg, data) {
   function drawBox(box, left, length) {
     const row = box.row === undefined ? null : rows.get(box.row);
     const kind = box.rest || (row && row.kind === "REST") ? "rest" : row ? (row.delegated ? "delegated" : "portable") : "module";
-    const group = draw("g", { class: kind, tabindex: "0", "data-box": box.name });
+    const group = draw("g", { class: kind, tabindex: "0", "data-box": box.name, "data-place": boxes.indexOf(box), role: "button", "aria-label": `${box.name}, ${percent(box.w)}` });
     group.append(draw("rect", { x: left, y: box.d * ROW_PX, width: Math.max(length - 0.5, 0.5), height: ROW_PX - 1, rx: 2 }));
     const room = Math.floor((length - 10) / 6.4);
     if (room >= 3) {
       const text = `${box.name}  ${percent(box.w)}`;
-      group.append(draw("text", { x: left + 5, y: box.d * ROW_PX + 15 }, text.length <= room ? text : box.name.length <= room ? box.name : `${box.name.slice(0, room - 1)}…`));
+      // The end of a path says more than its beginning.
+      const cut = row ? `${box.name.slice(0, room - 1)}…` : `…${box.name.slice(1 - room)}`;
+      group.append(draw("text", { x: left + 5, y: box.d * ROW_PX + 15 }, text.length <= room ? text : box.name.length <= room ? box.name : cut));
     }
     const zoom = () => {
       whole = box === whole ? boxes[0] : box;
@@ -50,10 +52,19 @@ function flameOf(svg, data) {
       if (event.key === "Enter" || event.key === " ") {
         event.preventDefault();
         zoom();
+        // The box is drawn anew.
+        const again = [...svg.children].find((other) => other.dataset.place === group.dataset.place);
+        if (again) again.focus();
       }
     });
     group.addEventListener("pointermove", (event) => showTip(event, describe(box, row)));
     group.addEventListener("pointerleave", hideTip);
+    group.addEventListener("focus", () => {
+      if (!group.matches(":focus-visible")) return;
+      const { left: clientX, bottom: clientY } = group.getBoundingClientRect();
+      showTip({ clientX, clientY }, describe(box, row));
+    });
+    group.addEventListener("blur", hideTip);
     return group;
   }
 
@@ -63,7 +74,7 @@ function flameOf(svg, data) {
       const took = data.latency && wholeNs() ? `, about ${time(box.total * wholeNs())}` : "";
       return [box.path || box.name, `${percent(box.total)} of the time${took}`, own];
     }
-    const clock = row.p50_ns !== null ? time(row.p50_ns) : row.resolution_ns ? `below ${time(row.resolution_ns)}` : "";
+    const clock = row.mean_ns !== null ? time(row.mean_ns) : row.resolution_ns ? `below ${time(row.resolution_ns)}` : "";
     return [row.name, `${percent(row.share)}  ${clock}  ${row.kind === "REST" ? "" : backendOf(row)}`, row.op_types.map(shortType).join(" + "), box.path, placeOf(row), codeOf(row)];
   }
 

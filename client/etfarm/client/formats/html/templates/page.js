@@ -67,10 +67,11 @@ function codeOf(row) {
 }
 
 const NARROW = "screen and (max-width: 700px)"; // as in page.css
+const AT_SIDE = "screen and (min-width: 1340px)"; // as in page.css
 
 const tip = document.getElementById("tip");
 
-/** Shows lines at the pointer: the first is bold. */
+/** Shows lines at the pointer, or at a box that has the focus: the first is bold. */
 function showTip(event, lines) {
   tip.replaceChildren(...lines.filter(Boolean).map((line, place) => make(place ? "div" : "b", null, line)));
   tip.hidden = false;
@@ -113,6 +114,41 @@ document.querySelectorAll("article[data-report]").forEach((article) => {
   if (series) drawn.push(() => seriesChart(series, data));
 });
 
+const beside = document.querySelector(".beside");
+if (beside) besideOf(beside, reports);
+
+/** Contents: open at the side, closed above a narrow page; the part that is being read is marked, and its report's parts are shown. */
+const contents = document.querySelector(".contents");
+const atSide = matchMedia(AT_SIDE);
+const placeContents = () => (contents.querySelector("details").open = atSide.matches);
+placeContents();
+atSide.addEventListener("change", placeContents);
+const entries = [...contents.querySelectorAll("a")].map((link) => [link, document.getElementById(link.hash.slice(1))]).filter(([, part]) => part);
+
+function markContents() {
+  let current = null;
+  for (const [link, part] of entries) {
+    link.removeAttribute("aria-current");
+    link.closest(".contents > details > ol > li").classList.remove("current");
+    if (part.getBoundingClientRect().top < innerHeight / 3) current = link;
+  }
+  if (!current) return;
+  current.setAttribute("aria-current", "location");
+  current.closest(".contents > details > ol > li").classList.add("current");
+}
+contents.classList.toggle("several", reports.length > 1);
+markContents();
+
+/** What a link goes to may be in a closed part of the page. */
+function reveal() {
+  const target = location.hash && document.getElementById(location.hash.slice(1));
+  const closed = target && target.closest("details:not([open])");
+  if (!closed) return;
+  closed.open = true;
+  target.scrollIntoView();
+}
+addEventListener("hashchange", reveal);
+
 function drawAll() {
   hideTip();
   drawn.forEach((one) => one());
@@ -128,4 +164,4 @@ new ResizeObserver(() => {
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
 addEventListener("beforeprint", drawAll);
 addEventListener("afterprint", drawAll);
-addEventListener("scroll", hideTip, { passive: true });
+addEventListener("scroll", () => (hideTip(), requestAnimationFrame(markContents)), { passive: true });

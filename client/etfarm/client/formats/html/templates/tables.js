@@ -1,8 +1,48 @@
 // Tables of operators, of their groups, and of the numeric gap.
 
-const FIRST_ROWS = 60; // so many before "show all"
-const FIRST_NARROW = 15; // and so many on a narrow screen, where a row is a card
+const FIRST_ROWS = 15; // so many before "show all"
 const VIEWS = [["operators", "Operators"], ["op", "By operator"], ["type", "By op type"], ["module", "By module"], ["line", "By line"], ["backend", "By backend"]];
+
+/** The first rows of a table, or all of them, with a button that changes that. */
+function limited(lines, state, more, show) {
+  more.replaceChildren();
+  if (lines.length > FIRST_ROWS) {
+    const button = make("button", { type: "button", class: "plain", "aria-expanded": String(state.all) }, state.all ? `Show the first ${FIRST_ROWS} rows` : `Show all ${lines.length.toLocaleString("en")} rows`);
+    button.addEventListener("click", () => {
+      state.all = !state.all;
+      show();
+      more.querySelector("button").focus();
+    });
+    more.append(button);
+  }
+  return state.all ? lines : lines.slice(0, FIRST_ROWS);
+}
+
+/** Tabs that arrow keys move between. */
+function tabsOf(tabs, views, choose) {
+  for (const [key, title] of views) {
+    const tab = make("button", { type: "button", role: "tab", "data-view": key }, title);
+    tab.addEventListener("click", () => choose(key));
+    tabs.append(tab);
+  }
+  tabs.addEventListener("keydown", (event) => {
+    const step = { ArrowRight: 1, ArrowLeft: -1 }[event.key];
+    if (!step) return;
+    const all = [...tabs.children];
+    const next = all[(all.indexOf(event.target) + step + all.length) % all.length];
+    event.preventDefault();
+    next.click();
+    next.focus();
+  });
+}
+
+function selectTab(tabs, view) {
+  for (const tab of tabs.children) {
+    const selected = tab.dataset.view === view;
+    tab.setAttribute("aria-selected", String(selected));
+    tab.tabIndex = selected ? 0 : -1;
+  }
+}
 
 /** The operators' section: views, search, filter, sort. */
 function operatorsOf(section, data) {
@@ -20,14 +60,10 @@ function operatorsOf(section, data) {
   }
   names.forEach((name) => backend.append(make("option", { value: `=${name}` }, name)));
 
-  for (const [key, title] of VIEWS) {
-    const tab = make("button", { type: "button", role: "tab", "data-view": key }, title);
-    tab.addEventListener("click", () => {
-      Object.assign(state, { view: key, sort: key === "module" ? "order" : "share", up: false, all: false });
-      show();
-    });
-    tabs.append(tab);
-  }
+  tabsOf(tabs, VIEWS, (view) => {
+    Object.assign(state, { view, sort: view === "module" ? "order" : "share", up: false, all: false });
+    show();
+  });
   search.addEventListener("input", () => {
     state.search = search.value.toLowerCase();
     show();
@@ -39,24 +75,16 @@ function operatorsOf(section, data) {
 
   function show() {
     hideTip();
-    tabs.querySelectorAll("button").forEach((tab) => tab.setAttribute("aria-selected", String(tab.dataset.view === state.view)));
+    selectTab(tabs, state.view);
     const grouped = state.view !== "operators";
     backend.hidden = grouped;
     const lines = grouped ? groupLines(data.views[state.view], state) : operatorLines(data.operators, state);
-    const shown = state.all ? lines : lines.slice(0, matchMedia(NARROW).matches ? FIRST_NARROW : FIRST_ROWS);
+    const shown = limited(lines, state, more, show);
     const heads = grouped ? groupHeads(state.view) : OPERATOR_HEADS;
     table.classList.toggle("ops", !grouped);
     const head = make("tr", null, ...heads.map(([key, title, css]) => headCell(key, title, css)));
     table.replaceChildren(make("thead", null, head), make("tbody", null, ...shown.map((line) => line())));
-    more.replaceChildren();
-    if (shown.length < lines.length) {
-      const button = make("button", { type: "button", class: "plain" }, `Show all ${lines.length.toLocaleString("en")} rows`);
-      button.addEventListener("click", () => {
-        state.all = true;
-        show();
-      });
-      more.append(button);
-    } else if (!lines.length) more.append("Nothing matches.");
+    if (!lines.length) more.append("Nothing matches.");
   }
 
   function headCell(key, title, css) {
@@ -81,12 +109,24 @@ const OPERATOR_HEADS = [["order", "#", "n"], ["share", "share", "n"], ["time", "
 const SORTED_BY = {
   order: (row) => row.index,
   share: (row) => row.share,
-  time: (row) => (row.p50_ns === null ? row.mean_ns : row.p50_ns),
+  time: timeNs,
   name: (row) => row.name.toLowerCase(),
   backend: (row) => backendOf(row).toLowerCase(),
   module: (row) => row.module,
   place: (row) => (row.source ? `${row.source.file}:${String(row.source.line).padStart(7, "0")}` : row.module || "\uffff"),
 };
+
+/** A row's time, which is its share of the whole: the mean over the typical executions, or of an old report the median. */
+function timeNs(row) {
+  return row.mean_ns === null ? row.p50_ns : row.mean_ns;
+}
+
+/** Half of a time's interval as a part of it, "±1.2 %"; empty without an interval. */
+function precisionOf(mean, ends) {
+  if (!mean || !ends) return "";
+  const part = (100 * Math.max(mean - ends[0], ends[1] - mean)) / mean;
+  return part < 0.05 ? "±<0.1 %" : `±${part.toFixed(part < 9.95 ? 1 : 0)} %`;
+}
 
 /** Compares by a key; null comes last in either direction. */
 function ordering(key, up) {
@@ -126,14 +166,24 @@ function operatorLines(rows, state) {
   return lines;
 }
 
+/** Fills a part of a cell's background with a bar. */
+function fillCell(cell, part, name) {
+  cell.style.backgroundImage = `linear-gradient(var(${name}), var(${name}))`;
+  cell.style.backgroundSize = `${Math.min(100, 100 * part)}% 19px`;
+}
+
 function shareCell(share, largest, kind, strong) {
   const cell = make("td", { class: "share" }, percent(share));
-  if (share !== null && share !== undefined) {
-    const colours = { portable: "--bar-portable", rest: "--bar-rest" };
-    cell.style.backgroundImage = `linear-gradient(var(${colours[kind] || "--bar"}), var(${colours[kind] || "--bar"}))`;
-    cell.style.backgroundSize = strong ? "0" : `${Math.min(100, (100 * share) / largest)}% 19px`;
-  }
+  const names = { portable: "--bar-portable", rest: "--bar-rest" };
+  if (share !== null && share !== undefined) fillCell(cell, strong ? 0 : share / largest, names[kind] || "--bar");
   return cell;
+}
+
+/** A row's time, half of its interval, and what both are. */
+function timeOf(row) {
+  const value = timeNs(row);
+  const clock = value !== null ? time(value) : row.resolution_ns ? `< ${time(row.resolution_ns)}` : "";
+  return [clock, precisionOf(row.mean_ns, row.mean_ci95_ns), "mean over the typical executions; half of its 95 % interval"];
 }
 
 function operatorRow(row, largest, parent) {
@@ -142,14 +192,13 @@ function operatorRow(row, largest, parent) {
   const css = [row.kind.toLowerCase(), row.parent !== null ? "kernel" : ""].join(" ");
   const name = rest ? (row.parent === null ? "not explained by operators" : "not explained by its kernels") : row.name;
   const types = parent || rest ? "" : row.op_types.map(shortType).join(" + ");
-  const clock = row.p50_ns !== null ? time(row.p50_ns) : row.resolution_ns ? `< ${time(row.resolution_ns)}` : time(row.mean_ns);
-  const spread = row.p10_ns !== null && row.p90_ns !== null && row.p10_ns !== row.p90_ns ? `${time(row.p10_ns)} – ${time(row.p90_ns)}` : "";
+  const [clock, spread, title] = timeOf(row);
   return make(
     "tr",
     { class: css, "data-index": row.index },
     make("td", { class: "n quiet" }, rest ? "" : String(row.index)),
     shareCell(row.share, largest, kind, parent),
-    make("td", { class: "n time", title: spread ? "median; 10th to 90th percentile" : null }, clock, spread ? make("small", null, spread) : null),
+    make("td", { class: "n time", title: spread ? title : null }, clock, spread ? make("small", null, spread) : null),
     make("td", { class: "name" }, name, types && types !== name ? make("span", { class: "types" }, types) : null),
     make("td", { class: "where" }, rest ? "" : backendOf(row)),
     make("td", { class: "module" }, ...breakable(row.module || "")),
@@ -210,7 +259,7 @@ function groupLines(groups, state) {
       "tr",
       null,
       shareCell(one.own_share, largest, kind, false),
-      make("td", { class: "n time" }, time(one.own_ns)),
+      make("td", { class: "n time" }, time(one.own_ns), one.own_ci95_ns ? make("small", null, precisionOf(one.own_ns, one.own_ci95_ns)) : null),
       state.view === "module" ? make("td", { class: "n", "data-head": "with what is below" }, `${percent(one.total_share)}  ${time(one.total_ns)}`) : null,
       make("td", { class: "n quiet", "data-head": "rows" }, String(one.rows)),
       name,

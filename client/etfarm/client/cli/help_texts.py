@@ -1,0 +1,53 @@
+"""Help texts of parameters in the reader's words: no types of Python, and ranges without a variable."""
+
+from __future__ import annotations
+
+import re
+from typing import Any, Final
+
+_TYPE: Final = re.compile(r" <[^<>]+>(?=\.*$)")
+_NOTES: Final = re.compile(r"  \[([^\[\]]*)\]$")
+_RANGE: Final = re.compile(r"(?:(-?[\d.]+)<=)?x(?:([<>])=(-?[\d.]+))?")
+_BEYOND_USE: Final = 2**31 - 1
+"""Bounds from here on exist for the contract's integers, and no reader needs them."""
+
+
+def make_readable(command: Any) -> None:
+    """Change the help of a typer command's parameters, and of its subcommands'."""
+    for parameter in command.params:
+        # get_help_record is click's interface; how typer composes its texts changes between versions.
+        parameter.get_help_record = _Readable(parameter.get_help_record)
+    for subcommand in getattr(command, "commands", {}).values():
+        make_readable(subcommand)
+
+
+class _Readable:
+    """A `get_help_record` whose result is made readable."""
+
+    def __init__(self, get_help_record: Any) -> None:
+        self._get_help_record = get_help_record
+
+    def __call__(self, context: Any) -> tuple[str, str] | None:
+        record: tuple[str, str] | None = self._get_help_record(context)
+        return None if record is None else (_TYPE.sub("", record[0]), _NOTES.sub(_with_words, record[1]))
+
+
+def _with_words(notes: re.Match[str]) -> str:
+    """Return the notes behind a help text, such as `[default: 20; x>=1]`, with ranges as words."""
+    words = [words_of_range(note) if _RANGE.fullmatch(note) else note for note in notes[1].split("; ")]
+    kept = "; ".join(filter(None, words))
+    return f"  [{kept}]" if kept else ""
+
+
+def words_of_range(text: str) -> str:
+    """Return `1<=x<=8` as `1 to 8`, `x>=1` as `at least 1` and `x<=8` as `at most 8`, without bounds that only limit memory."""
+    match = _RANGE.fullmatch(text)
+    assert match is not None, text
+    low, high = match[1], match[3] if match[2] == "<" else None
+    if match[2] == ">":
+        low = match[3]
+    low = low if low is not None and abs(float(low)) < _BEYOND_USE else None
+    high = high if high is not None and abs(float(high)) < _BEYOND_USE else None
+    if low is not None and high is not None:
+        return f"{low} to {high}"
+    return f"at least {low}" if low is not None else f"at most {high}" if high is not None else ""

@@ -1,0 +1,129 @@
+"""What `etfarm bench` requires of each report: a valid verdict, a median below a limit, outputs above an SQNR."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from etfarm.client.cli.views import render
+from etfarm.client.formats import units
+
+Json = Mapping[str, Any]
+
+WORSE: Final = 3
+"""Exit code if a report does not meet a requirement."""
+INCONCLUSIVE: Final = 5
+"""Exit code if it cannot be told whether a report meets a requirement: repeating the measurement may decide it."""
+
+_REPEAT: Final = "More runs narrow the interval: --repeat 5 or more."
+_RETRY: Final = "Measure again, as --retry-invalid does."
+_OTHER_DEVICE: Final = "Measure on another device, with --device."
+
+
+@dataclass(frozen=True)
+class Shortfall:
+    """A requirement that a report does not meet, or that cannot be decided."""
+
+    report: str
+    """Id of the report."""
+    requirement: str
+    """The option, such as `--max-p50`."""
+    exit_code: int
+    """WORSE or INCONCLUSIVE."""
+    message: str
+    """One sentence, and a remedy if there is one."""
+
+    def json(self) -> dict[str, Any]:
+        """Return the shortfall as an object of the document."""
+        outcome = "worse" if self.exit_code == WORSE else "inconclusive"
+        return {"report": self.report, "requirement": self.requirement, "outcome": outcome, "message": self.message}
+
+
+@dataclass(frozen=True)
+class Requirements:
+    """The requirements of one command; None and False require nothing."""
+
+    valid: bool = False
+    min_sqnr_db: float | None = None
+    max_p50_ns: float | None = None
+    retries: int = 0
+    """Number of tries of `--retry-invalid`."""
+
+    def __bool__(self) -> bool:
+        return self.valid or self.min_sqnr_db is not None or self.max_p50_ns is not None
+
+    def shortfalls(self, reports: Sequence[Json]) -> list[Shortfall]:
+        """Return what keeps reports from meeting the requirements, in their order. Failed cells are left out."""
+        return [shortfall for report in reports if report["state"] == "SUCCEEDED" for shortfall in self._of(report)]
+
+    def json(self, shortfalls: Sequence[Shortfall]) -> dict[str, Any]:
+        """Return the requirements and their outcome as the key `requirements` of a document."""
+        return {
+            "valid": self.valid, "min_sqnr_db": self.min_sqnr_db, "max_p50_ns": self.max_p50_ns,
+            "passed": not shortfalls, "reasons": [shortfall.json() for shortfall in shortfalls],
+        }  # fmt: skip
+
+    def _remedy(self, verdict: str | None) -> str:
+        """Return the remedy for a latency with this verdict, which is not VALID."""
+        if verdict == "NOT_BENCHMARKABLE":
+            return _OTHER_DEVICE
+        if verdict != "INVALID" or not self.retries:
+            return _RETRY
+        return (
+            f"--retry-invalid measured it again, {units.count(self.retries, 'time')} at most: follow the remedies of its report."
+        )
+
+    def _of(self, report: Json) -> Iterator[Shortfall]:
+        verdict = (report["verdict"] or {}).get("status")
+        if verdict != "VALID" and (self.valid or self.max_p50_ns is not None):
+            option = "--require-valid" if self.valid else "--max-p50"
+            codes = ", ".join(reason["code"] for reason in (report["verdict"] or {}).get("reasons", ()))
+            what = f"the latency is {(verdict or 'not judged').replace('_', ' ')}{f' ({codes})' if codes else ''}"
+            yield Shortfall(report["id"], option, INCONCLUSIVE, f"{render.label(report)}: {what}. {self._remedy(verdict)}")
+        elif self.max_p50_ns is not None:
+            yield from self._latency(report, self.max_p50_ns)
+        if self.min_sqnr_db is not None:
+            yield from self._accuracy(report, self.min_sqnr_db)
+
+    def _latency(self, report: Json, limit_ns: float) -> Iterator[Shortfall]:
+        """Compare the limit with the interval that covers the variation between runs, as far as it is known."""
+        latency, spread = report["latency"] or {}, report["run_spread"] or {}
+        ends = spread.get("p50_ci95_ns") or latency.get("p50_ci95_ns")
+        if ends is None or latency.get("p50_ns") is None:
+            message = f"{render.label(report)}: the median has no interval, so --max-p50 cannot be decided. {_REPEAT}"
+            yield Shortfall(report["id"], "--max-p50", INCONCLUSIVE, message)
+            return
+        if ends[1] <= limit_ns:
+            return
+        p50 = " ".join(units.estimate(latency["p50_ns"], *ends))
+        limit = f"--max-p50 {units.time(limit_ns)}"
+        if ends[0] > limit_ns:
+            yield Shortfall(report["id"], "--max-p50", WORSE, f"{render.label(report)}: p50 {p50} is above {limit}.")
+            return
+        of = " with the variation between runs" if spread else ""
+        message = f"{render.label(report)}: the interval of p50 {p50}{of} includes {limit}. {_REPEAT}"
+        yield Shortfall(report["id"], "--max-p50", INCONCLUSIVE, message)
+
+    def _accuracy(self, report: Json, limit_db: float) -> Iterator[Shortfall]:
+        limit = f"--min-sqnr {limit_db:g} dB"
+        if not report["accuracy"]:
+            message = f"{render.label(report)}: there is no reference to compare its outputs with, so {limit} cannot be decided."
+            yield Shortfall(report["id"], "--min-sqnr", INCONCLUSIVE, message)
+        for output in report["accuracy"] or ():
+            name = f"{render.label(report)}: output {output['output']!r}"
+            against = f"against the {output['reference']}" if output["reference"] else ""
+            if output["nan_count"] and not output["reference_nan_count"]:
+                yield Shortfall(report["id"], "--min-sqnr", WORSE, f"{name} has NaN {against}, required is {limit}.")
+            elif output["sqnr_db"] is None and not output["equal"]:
+                message = f"{name} cannot be compared {against}, so {limit} cannot be decided."
+                yield Shortfall(report["id"], "--min-sqnr", INCONCLUSIVE, message)
+            elif not output["equal"] and output["sqnr_db"] < limit_db:
+                yield Shortfall(
+                    report["id"], "--min-sqnr", WORSE, f"{name} has {output['sqnr_db']:.1f} dB {against}, below {limit}."
+                )
+
+
+def exit_code(shortfalls: Sequence[Shortfall]) -> int:
+    """Return the exit code: 0 if all requirements are met, WORSE if one is certainly not, else INCONCLUSIVE."""
+    return WORSE if any(each.exit_code == WORSE for each in shortfalls) else INCONCLUSIVE if shortfalls else 0

@@ -1,0 +1,114 @@
+"""Checks of a job before its models are exported and uploaded, which takes seconds.
+
+The server checks what it knows: the caller's role, the project, recipes, selectors and cores. Methods and inputs are checked here
+as soon as a model is loaded.
+"""
+
+from __future__ import annotations
+
+import inspect
+import uuid
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etfarm.client.export.spec import ModelSpec, PteFile, resolve
+from etfarm.client.submit import input_names
+from etfarm.client.submit.prepared import PreparedModel
+from etfarm.v1 import job_pb2
+from etfarm.wire.errors import EtfarmError, Kind, UserError
+
+if TYPE_CHECKING:
+    from etfarm.client.export.source import ModelSource
+    from etfarm.client.transport.stubs import Stubs
+    from etfarm.wire.recipes import Recipe
+
+
+class NoSuchMethod(UserError):
+    """A model or program has no method of the name."""
+
+    reason = "METHOD_MISSING"
+    kind = Kind.NOT_FOUND
+
+
+async def require_accepted(stubs: Stubs, spec: job_pb2.JobSpec, models: Sequence[Any], recipes: Sequence[Recipe]) -> None:
+    """Check that the server would accept a job of these models, as far as it can tell without them.
+
+    Args:
+        spec: the job without candidates and inputs.
+
+    Raises:
+        EtfarmError: the server would refuse the job; see JobService.Submit. Or a model's file is wrong.
+    """
+    request = job_pb2.SubmitJobRequest(request_id=str(uuid.uuid4()), spec=spec, validate_only=True)
+    for model in models:
+        name, is_program = _describe(resolve(str(model)) if isinstance(model, str | Path) else model)
+        for recipe in recipes[:1] if is_program else recipes:
+            candidate = request.spec.candidates.add(name=name)
+            if not is_program:
+                candidate.recipe, candidate.recipe_label = recipe.json, recipe.label
+    try:
+        await stubs.jobs.Submit(request)
+    except EtfarmError as error:
+        # A server of version 0.2.0 ignores `validate_only` and refuses candidates without a source.
+        if error.reason != "NO_CANDIDATE":
+            raise
+
+
+def check_source(name: str, source: ModelSource, methods: Sequence[str], inputs: Mapping[str, input_names.Named] | None) -> None:
+    """Check the methods and inputs of a job against an eager model that is not exported yet.
+
+    Args:
+        methods: methods that the job names; its default when empty.
+        inputs: the job's inputs by method and key; None for the model's own.
+
+    Raises:
+        NoSuchMethod: the model lacks a method.
+        UnknownInput, InputMissing, DuplicateInput: a key belongs to no method, or names no argument of `forward`.
+    """
+    require_methods(name, [*source.methods, *source.constant_methods], methods)
+    if inputs is None or not any(inputs.values()):
+        return
+    for method, values in input_names.by_method(inputs, source.methods).items():
+        _require_arguments(method, source.methods[method].forward, values)
+
+
+def require_methods(name: str, known: Collection[str], methods: Sequence[str]) -> None:
+    """Check that a model has the methods that a job names.
+
+    Raises:
+        NoSuchMethod: it lacks one.
+    """
+    for method in methods:
+        if method not in known:
+            raise NoSuchMethod(
+                f"{name} has no method {method!r}.", f"It has: {', '.join(sorted(known))}. Choose with --method (methods=).",
+                method=method,
+            )  # fmt: skip
+
+
+def _require_arguments(method: str, forward: Any, values: Mapping[str, object]) -> None:
+    """Refuse keys that can be no input's name: those of an argument are its name, or begin with it and `_`.
+
+    Raises:
+        UnknownInput: a key is neither such a name nor a position.
+    """
+    parameters = inspect.signature(forward).parameters.values()
+    if any(parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD) for parameter in parameters):
+        return
+    names = [parameter.name for parameter in parameters]
+    for key in values:
+        if not (input_names.is_position(key) or any(key == name or key.startswith(f"{name}_") for name in names)):
+            raise input_names.UnknownInput(
+                f"{method}: there is no input {key!r}.", f"The arguments are {', '.join(names)}.", method=method, key=key,
+                inputs=",".join(names),
+            )  # fmt: skip
+
+
+def _describe(model: Any) -> tuple[str, bool]:
+    """Return the name of a model for messages, and whether it is a ready program."""
+    if isinstance(model, PreparedModel):
+        return model.name, model.program is not None
+    if isinstance(model, ModelSpec):
+        return model.label, isinstance(model, PteFile)
+    return type(model).__name__, False

@@ -1,0 +1,40 @@
+"""Storage limits of projects and agents."""
+
+from __future__ import annotations
+
+from etfarm.server.access.scope import agent_holder
+from etfarm.server.artifacts.errors import QuotaExceeded
+from etfarm.server.artifacts.holdings import Holdings
+from etfarm.server.artifacts.limits import StoreLimits
+from etfarm.server.artifacts.staging import Staging
+
+
+class Quotas:
+    """The storage limits of holders. Artifacts that they hold and their unfinished uploads count."""
+
+    def __init__(self, holdings: Holdings, staging: Staging, limits: StoreLimits) -> None:
+        self._holdings = holdings
+        self._staging = staging
+        self._limits = limits
+
+    async def require(self, holder: str, needed_bytes: int = 0, *, without: str = "") -> None:
+        """Raise an error if a project exceeds its storage limit, or an agent has too many uploads without results.
+
+        Args:
+            without: digest of the upload to which `needed_bytes` belongs.
+
+        Raises:
+            QuotaExceeded: with `limit_bytes` and `used_bytes`.
+        """
+        limit = await self._limit_bytes(holder)
+        if limit is None:
+            return
+        used = await self._holdings.used_bytes(holder) + self._staging.staged_bytes(holder, without=without)
+        if used + needed_bytes > limit or (not needed_bytes and used >= limit):
+            raise QuotaExceeded(holder, limit, used, needed_bytes)
+
+    async def _limit_bytes(self, holder: str) -> int | None:
+        if holder.startswith(agent_holder("")):
+            return self._limits.agent_bytes
+        own = await self._holdings.limit_bytes(holder)
+        return self._limits.project_bytes if own is None else own

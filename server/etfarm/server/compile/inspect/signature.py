@@ -1,0 +1,81 @@
+"""The inputs and outputs of exported programs, whose names and dynamic ranges a .pte lacks."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+
+from etfarm.server.compile.program import loading
+from etfarm.server.compile.program.values import input_names, output_names
+from etfarm.server.compile.result import DimRange, MethodFacts, ProgramFacts, ValueFacts
+
+
+def add_exported(facts: ProgramFacts, method: str, program: Any) -> None:
+    """Add information that only the exported program has to a method's facts: names, and the range of each dim."""
+    known, exact = facts["methods"][method], of_exported(program)
+    for known_values, exact_values in ((known["inputs"], exact["inputs"]), (known["outputs"], exact["outputs"])):
+        if len(known_values) == len(exact_values):
+            for value, exact_value in zip(known_values, exact_values, strict=True):
+                value["name"] = exact_value["name"]
+                if value["kind"] == exact_value["kind"] == "tensor":
+                    value["dims"] = exact_value["dims"]
+
+
+def of_exported(program: Any) -> MethodFacts:
+    """Return the inputs and outputs of an exported program with names and ranges, without operators, backends and memory."""
+    by_name = {node.name: node for node in program.graph.nodes}
+    specs = program.graph_signature.input_specs
+    inputs = [
+        _exported_value(program, s.arg.name, by_name[s.arg.name].meta.get("val") if s.arg.name in by_name else None, s.arg)
+        for s in specs
+        if s.kind.name == "USER_INPUT"
+    ]
+    outputs = []
+    for spec in program.graph_signature.output_specs:
+        if spec.kind.name == "USER_OUTPUT":
+            name = getattr(spec.arg, "name", "") or ""
+            value = by_name[name].meta.get("val") if name in by_name else None
+            outputs.append(_exported_value(program, name, value, spec.arg))
+    assert len(inputs) == len(input_names(program))
+    assert len(outputs) == len(output_names(program))
+    return {"inputs": inputs, "outputs": outputs, "operators": [], "backends": [], "planned_bytes": []}
+
+
+def _exported_value(program: Any, name: str, value: Any, argument: Any) -> ValueFacts:
+    if isinstance(value, torch.Tensor):
+        dims: list[int | DimRange] = []
+        for size in value.shape:
+            if isinstance(size, torch.SymInt):
+                low, high = loading.bounds(program, size)
+                dims.append({"min": low, "max": high if high is not None else 2**62})
+            else:
+                dims.append(int(size))
+        return {
+            "name": name or None, "kind": "tensor", "dtype": str(value.dtype).removeprefix("torch."), "dims": dims,
+            "dim_order": _dim_order(value),
+        }  # fmt: skip
+    constant = getattr(argument, "value", None)
+    kind: Literal["int", "double", "bool", "none", "str"]
+    if isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool):
+        kind = "int" if isinstance(value, torch.SymInt) else "double" if isinstance(value, torch.SymFloat) else "bool"
+        return {"name": name or None, "kind": kind, "dtype": None, "dims": None, "dim_order": None}
+    kind = _kind_of(constant)
+    return {"name": name or None, "kind": kind, "dtype": None, "dims": None, "dim_order": None, "value": constant}
+
+
+def _dim_order(value: torch.Tensor) -> list[int]:
+    try:
+        return list(value.dim_order())
+    except (RuntimeError, NotImplementedError):  # strides of symbols that cannot be compared
+        return list(range(value.dim()))
+
+
+def _kind_of(value: object) -> Literal["int", "double", "bool", "none", "str"]:
+    if isinstance(value, bool):
+        return "bool"
+    if isinstance(value, int):
+        return "int"
+    if isinstance(value, float):
+        return "double"
+    return "none" if value is None else "str"

@@ -1,0 +1,87 @@
+"""What is checked of a job before its models are exported: methods and keys of inputs, and what an older server answers."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+from etfarm.client.export.source import ModelSource
+from etfarm.client.submit.early_checks import NoSuchMethod, check_source, require_accepted
+from etfarm.client.submit.input_names import InputMissing, UnknownInput
+from etfarm.client.submit.inputs import read_named
+from etfarm.client.submit.prepared import PreparedModel
+from etfarm.v1 import job_pb2
+from etfarm.wire import recipes
+from etfarm.wire.errors import EtfarmError, Fault, error_of
+
+
+class Plain:
+    def forward(self, image: Any, state: Any) -> None: ...
+
+
+class Open:
+    def forward(self, *images: Any, **options: Any) -> None: ...
+
+
+def source(module: object = None, **more: Any) -> ModelSource:
+    modules = cast(Any, {"forward": module or Plain(), **more})
+    return ModelSource(modules, dict.fromkeys(modules, ()), constant_methods={"length": 3})
+
+
+def keys(*names: str) -> Any:
+    return read_named({name: np.zeros(1) for name in names})
+
+
+def test_methods_are_those_of_the_source_and_its_constants() -> None:
+    check_source("net", source(encode=Plain()), ["forward", "encode", "length"], None)
+    with pytest.raises(NoSuchMethod) as refused:
+        check_source("net", source(), ["decode"], None)
+    assert str(refused.value) == (
+        "net has no method 'decode'. It has: forward, length. Choose with --method (methods=)."
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "keys_of_inputs", [("image", "state"), ("image", "state_0", "state_h_1"), ("0", "arr_1"), ("forward/image",), ()]
+)
+def test_keys_that_may_be_inputs_pass(keys_of_inputs: tuple[str, ...]) -> None:
+    check_source("net", source(), [], keys(*keys_of_inputs))
+
+
+def test_arguments_without_names_of_their_own_take_any_key() -> None:
+    check_source("net", source(Open()), [], keys("images_0", "mask"))
+
+
+@pytest.mark.parametrize("key", ["picture", "imag", "forward/picture", "decode/image"])
+def test_a_key_that_can_be_no_input_is_refused(key: str) -> None:
+    with pytest.raises(UnknownInput):
+        check_source("net", source(), [], keys("image", key))
+
+
+def test_keys_without_a_method_belong_to_forward_or_to_the_only_one() -> None:
+    with pytest.raises((UnknownInput, InputMissing)):
+        check_source("net", ModelSource(cast(Any, {"a": Plain(), "b": Plain()}), {"a": (), "b": ()}), [], keys("image"))
+
+
+@pytest.mark.parametrize("reason", ["NO_CANDIDATE", "NO_SUCH_DEVICE"])
+async def test_a_server_that_does_not_know_the_check_refuses_nothing(reason: str) -> None:
+    sent: list[job_pb2.SubmitJobRequest] = []
+
+    async def submit(request: job_pb2.SubmitJobRequest) -> job_pb2.Job:
+        sent.append(request)
+        raise error_of(Fault.USER, reason, "No.")
+
+    stubs = cast(Any, SimpleNamespace(jobs=SimpleNamespace(Submit=submit)))
+    fp32 = recipes.parse("xnnpack_fp32")
+    check = require_accepted(stubs, job_pb2.JobSpec(), [PreparedModel("net")], [fp32])
+    if reason == "NO_CANDIDATE":  # the answer of 0.2.0 to candidates without a source
+        await check
+    else:
+        with pytest.raises(EtfarmError):
+            await check
+    (request,) = sent
+    assert request.validate_only and request.request_id
+    assert [(each.name, each.recipe, each.WhichOneof("source")) for each in request.spec.candidates] == [("net", fp32.json, None)]

@@ -1,0 +1,48 @@
+"""The input names beside a compiled program: what `run` of a .pte accepts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from etfarm.client.submit.inputs import read_named, values_of
+from etfarm.client.submit.names_file import names_path, read_names, write_names
+from etfarm.client.submit.preparation import prepare
+from etfarm.wire.errors import EtfarmError
+from tests.support.programs import program
+
+NAMES = {"forward": ("left", "right")}
+
+
+@pytest.fixture
+def pte(tmp_path: Path) -> Path:
+    """A program without names of its own."""
+    path = tmp_path / "x.pte"
+    path.write_bytes(program("add").path.read_bytes())
+    return path
+
+
+def test_inputs_of_a_program_are_taken_by_the_names_beside_it(pte: Path) -> None:
+    arrays = {"right": np.full((2, 3), 2, np.float32), "left": np.ones((2, 3), np.float32)}
+    with pytest.raises(EtfarmError, match=r"x\.pte has no input names"):
+        values_of(read_named(arrays), prepare(str(pte)), [])
+    assert write_names(pte, NAMES) == pte.with_name("x.inputs.json")
+    values = values_of(read_named(arrays), prepare(str(pte)), [])["forward"]
+    assert [value.name for value in values] == ["left", "right"]
+    by_place = values_of(read_named({"1": arrays["right"], "0": arrays["left"]}), prepare(str(pte)), [])["forward"]
+    assert [value.data for value in by_place] == [value.data for value in values]  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"schema": "other/1", "methods": {}}', "x" * (1 << 21)])
+def test_a_file_that_is_none_of_ours_is_ignored(pte: Path, text: str) -> None:
+    names_path(pte).write_text(text)
+    assert read_names(pte) == {}
+
+
+def test_the_names_of_another_program_are_not_used(pte: Path) -> None:
+    write_names(pte, NAMES)
+    assert read_names(pte) == NAMES
+    pte.write_bytes(program("conv").path.read_bytes())
+    assert read_names(pte) == {}

@@ -1,0 +1,197 @@
+"""Repeated runs on the real runner: fresh processes, one result; a crash or a cancellation between them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import os
+import signal
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etfarm.device_agents.attempts.attempt import Attempt, Execution
+from etfarm.device_agents.attempts.cache import Cache
+from etfarm.device_agents.attempts.passes import Passes, plan_of
+from etfarm.device_agents.attempts.repeats import MAX_POINTS, add_run, join_series, run_of
+from etfarm.device_agents.conditions.gates import GateLimits
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.device import inventory
+from etfarm.device_agents.runners.remote import RemoteRunner
+from etfarm.device_agents.targets.local import Machine
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
+from etfarm.wire import digest, tensors
+from etfarm.wire.channel import Access
+from tests.support.attempts import Blobs, no_runner_is_left
+from tests.support.programs import program
+from tests.support.runner import runner_archive
+
+QUICK = job_pb2.Measurement(repeat=3, warmup=1, iterations=20, min_time_s=0)
+NO_WAIT = GateLimits(idle_wait_s=0, cool_wait_s=0)
+
+
+def prepare(
+    blobs: Blobs,
+    address: str,
+    folder: Path,
+    on_progress: Callable[[agent_pb2.RunProgress], None],
+    name: str = "add",
+    gates: GateLimits = NO_WAIT,
+) -> Attempt:
+    start = agent_pb2.StartRun(attempt_id="a", device_id="d", deadline_s=200, measurement=QUICK)
+    pte = blobs.put(program(name).bytes)
+    start.candidates.add(
+        cell_id="cell", threads=1, inputs=blobs.put(tensors.encode(program(name).inputs)),
+        program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
+        bundle=agent_pb2.RunnerBundle(artifact=blobs.put(runner_archive().read_bytes())),
+    )  # fmt: skip
+    config = AgentConfig(Access(address), "board", folder, gates=gates)
+    machine = Machine(config, inventory.parse(inventory.collect()))
+    return Attempt(config, machine, Cache(folder / "cache", 1 << 30), folder / "run", start, on_progress)
+
+
+async def test_each_run_is_a_process_of_its_own_and_their_samples_are_one_series(
+    blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pids: list[int] = []
+    load = Execution.load
+
+    async def note(self: Execution, runner: RemoteRunner, *args: Any, **more: Any) -> str:
+        pids.append(runner.pid)
+        return await load(self, runner, *args, **more)
+
+    monkeypatch.setattr(Execution, "load", note)
+    progress: list[agent_pb2.RunProgress] = []
+    (result,) = (await prepare(blobs, address, tmp_path, progress.append).run()).candidates
+    assert not result.HasField("error"), result.error
+    assert len(set(pids)) == 3 and await no_runner_is_left()
+    assert [run.iterations for run in result.runs] == [20, 20, 20] and result.iterations == 60
+    assert result.samples.size_bytes == 8 * 60 and result.duration_ns == sum(run.duration_ns for run in result.runs)
+    assert result.warmup == sum(run.warmup for run in result.runs) == 3
+    for run in result.runs:
+        assert run.load.load_ns and run.load.load_method_ns and run.load.first_run_ns and run.telemetry.wall_time_ns
+        assert run.stop_reason == common_pb2.STOP_REASON_ENOUGH
+    assert result.load == result.runs[0].load
+    assert result.telemetry.wall_time_ns == sum(run.telemetry.wall_time_ns for run in result.runs)
+    assert result.telemetry.before == result.runs[0].telemetry.before
+    assert result.telemetry.after.elapsed_ms > result.runs[2].telemetry.after.elapsed_ms, "from the first timed pass"
+    assert result.traced_telemetry.wall_time_ns >= sum(result.traced_ns) and result.traced_telemetry.cpu_time_ns
+    assert len(result.traced_ns) and result.etdump.size_bytes and result.outputs.size_bytes and result.outputs_equal
+    assert [phase.phase for phase in result.phases] == [
+        "FETCH", "LOAD", "LOAD_METHOD", *["WARMUP", "TIMED"] * 3, "TRACED", "UPLOAD",
+    ]  # fmt: skip
+    steps = list(dict.fromkeys(each.message for each in progress))
+    assert steps == ["", "run 1 of 3", "run 2 of 3", "run 3 of 3"]
+
+
+async def test_a_crash_in_the_second_run_fails_the_candidate(
+    blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measure, calls = Passes.measure, 0
+
+    async def crash(self: Passes, *args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            assert isinstance(self._runner, RemoteRunner)
+            os.kill(self._runner.pid, signal.SIGSEGV)
+        return await measure(self, *args)
+
+    monkeypatch.setattr(Passes, "measure", crash)
+    (result,) = (await prepare(blobs, address, tmp_path, lambda progress: None).run()).candidates
+    assert result.error.reason == "PROGRAM_CRASHED" and len(result.runs) == 1
+    assert not result.HasField("samples") and await no_runner_is_left()
+
+
+@pytest.mark.slow(reason="waits for the deadline of a program that hangs")
+async def test_a_program_that_hangs_while_it_is_loaded_for_the_second_run_is_named(
+    blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, calls = Execution.load, 0
+
+    async def hang(self: Execution, runner: RemoteRunner, *args: Any, **more: Any) -> str:
+        nonlocal calls
+        calls += 1
+        if calls == 2:
+            os.kill(runner.pid, signal.SIGSTOP)
+        return await load(self, runner, *args, **more)
+
+    monkeypatch.setattr(Execution, "load", hang)
+    reported: list[agent_pb2.RunProgress] = []
+    busy = GateLimits(idle_below=0, idle_wait_s=0.2, cool_wait_s=0)  # each run waits in vain for an idle device
+    attempt = prepare(blobs, address, tmp_path, reported.append, gates=busy)
+    attempt.start.deadline_s = 8
+    (result,) = (await attempt.run()).candidates
+    assert calls == 2 and reported[-1].message == "run 2 of 3"
+    assert "WAIT_FOR_IDLE" in {phase.phase for phase in result.phases}
+    assert result.error.reason == "PROGRAM_TIMED_OUT" and await no_runner_is_left()
+
+
+async def test_a_cancellation_between_runs_leaves_no_process(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    second = asyncio.Event()
+
+    def watch(progress: agent_pb2.RunProgress) -> None:
+        if progress.message.startswith("run 2"):
+            second.set()
+
+    running = asyncio.create_task(prepare(blobs, address, tmp_path, watch).run())
+    await asyncio.wait_for(second.wait(), 60)
+    running.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await running
+    assert await no_runner_is_left() and not (tmp_path / "run").exists()
+
+
+def test_all_runs_share_the_default_limit_of_samples() -> None:
+    assert plan_of(job_pb2.Measurement(repeat=5)).max_samples == 200_000
+    assert plan_of(job_pb2.Measurement(repeat=5, max_samples=7)).max_samples == 7
+
+
+@given(st.lists(st.integers(0, MAX_POINTS), min_size=2, max_size=50))
+def test_the_series_of_all_runs_is_bounded_and_ordered(points: list[int]) -> None:
+    def part(count: int) -> agent_pb2.CandidateResult:
+        series = [report_pb2.TelemetryPoint(elapsed_ms=place) for place in range(count)]
+        return agent_pb2.CandidateResult(telemetry=report_pb2.RunTelemetry(series=series, cpu_time_ns=1))
+
+    result = part(points[0])
+    result.runs.append(run_of(result))
+    begins_ms = [number * 1000.0 for number in range(len(points))]
+    for begin_ms, count in zip(begins_ms[1:], points[1:], strict=True):
+        add_run(result, part(count), begin_ms)
+    join_series(result, begins_ms)
+    elapsed = [point.elapsed_ms for point in result.telemetry.series]
+    assert len(elapsed) <= MAX_POINTS and elapsed == sorted(elapsed)
+    assert [len(run.telemetry.series) for run in result.runs] == points
+    assert result.telemetry.cpu_time_ns == len(points)
+    step = max(1, math.ceil(sum(points) / MAX_POINTS))
+    kept = Counter(int(elapsed_ms // 1000) for elapsed_ms in elapsed)
+    assert all(abs(kept[number] - count / step) < 1 for number, count in enumerate(points)), "each run keeps its share"
+
+
+def test_a_warm_up_that_a_runner_does_not_time_stays_absent() -> None:
+    result = agent_pb2.CandidateResult(warmup=2)
+    result.runs.append(run_of(result))
+    add_run(result, agent_pb2.CandidateResult(warmup=2), 0.0)
+    assert result.warmup == 4 and not result.HasField("warmup_ns")
+    add_run(result, agent_pb2.CandidateResult(warmup_ns=7), 0.0)
+    assert result.warmup_ns == 7
+
+
+def test_a_counter_that_one_run_lacks_is_absent() -> None:
+    result = agent_pb2.CandidateResult(telemetry=report_pb2.RunTelemetry(cpu_time_ns=5))
+    result.runs.append(run_of(result))
+    add_run(result, agent_pb2.CandidateResult(), 0.0)
+    assert not result.telemetry.HasField("cpu_time_ns")
+
+
+async def test_a_run_leaves_the_others_what_they_usually_need(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    attempt = prepare(blobs, address, tmp_path, lambda progress: None)  # 200 s
+    assert attempt.share_s(1) == pytest.approx(200, abs=5) and attempt.share_s(2) == pytest.approx(100, abs=5)
+    assert attempt.share_s(5) == pytest.approx(40, abs=5), "no run gets less than its equal part"
+    attempt.start.deadline_s = 1080
+    assert attempt.share_s(5) == pytest.approx(680, abs=5)

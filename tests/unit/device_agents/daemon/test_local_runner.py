@@ -1,0 +1,79 @@
+"""The runner of local sessions: that of the user's embedded farm, or one that is built once."""
+
+from __future__ import annotations
+
+import json
+import platform
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+
+from etfarm.client.sessions import local
+from etfarm.device_agents.daemon import serve_local
+from etfarm.device_agents.native.build import source_digest
+from etfarm.device_agents.runners.bundle import MANIFEST_NAME, BundledFile, BundleManifest, unpack
+from etfarm.wire import digest
+from etfarm.wire.names import DATA_VARIABLE
+from tests.support.runner import runner_archive
+
+
+def keep(data: Path, name: str, *, arch: str = platform.machine(), executorch: str = "1.5.1", sources: str = "s") -> Path:
+    """Put a runner into the cache of the embedded farm's agent, and return its archive."""
+    cache = data / "agent" / "cache"
+    folder, archive = cache / "bundles" / name, cache / "blobs" / name
+    folder.mkdir(parents=True)
+    archive.parent.mkdir(exist_ok=True)
+    archive.write_bytes(b"archive")
+    files = {"runner": BundledFile("0" * 64, 1)}
+    manifest = BundleManifest(arch, executorch, sources, (), (), files, "runner", "runner")
+    (folder / MANIFEST_NAME).write_text(json.dumps(manifest.to_json()))
+    return archive
+
+
+def test_only_a_runner_of_this_machine_version_and_sources_is_taken(tmp_path: Path) -> None:
+    assert serve_local.find_farm_runner(tmp_path, "1.5.1", "s") is None
+    keep(tmp_path, "a", arch="riscv64")
+    keep(tmp_path, "b", executorch="1.4.0")
+    keep(tmp_path, "c", sources="older")
+    keep(tmp_path, "d").unlink()
+    (tmp_path / "agent/cache/bundles/e").mkdir()
+    (tmp_path / "agent/cache/bundles/e" / MANIFEST_NAME).write_text("{")
+    assert serve_local.find_farm_runner(tmp_path, "1.5.1", "s") is None
+    assert serve_local.find_farm_runner(tmp_path, "1.5.1+cpu", "s") is None
+    archive = keep(tmp_path, "f")
+    assert serve_local.find_farm_runner(tmp_path, "1.5.1+cpu", "s") == archive
+
+
+async def test_the_farms_runner_needs_no_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
+    built = runner_archive()
+    name = digest.of_file(built)
+    cache = tmp_path / "agent" / "cache"
+    (cache / "blobs").mkdir(parents=True)
+    (cache / "blobs" / name).write_bytes(built.read_bytes())
+    unpack(built, cache / "bundles" / name)
+    builds: list[str] = []
+    bundle = await serve_local.local_bundle(lambda: builds.append("built"))
+    assert builds == []
+    assert bundle.folder.is_relative_to(tmp_path / "local")
+    assert bundle.manifest.source_digest == source_digest()
+    assert bundle.manifest.executorch == version("executorch").partition("+")[0]
+
+
+def test_a_build_is_reported_to_who_follows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    local._report_build("preparing the runner for this machine")
+    assert capsys.readouterr().err == ""
+    local._report_build(serve_local.BUILDING)
+    assert capsys.readouterr().err == f"etfarm: {serve_local.BUILDING}\n"
+    local._report_build(f"{serve_local.FALLBACK}: there is no compiler.")
+    assert capsys.readouterr().err == f"etfarm: {serve_local.FALLBACK}: there is no compiler.\n"
+
+
+async def test_no_build_is_announced_without_a_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    builds: list[str] = []
+    with pytest.raises(serve_local.RunnerUnbuilt, match=r"needs the compiler .*, which is not installed\. Install it"):
+        await serve_local.local_bundle(lambda: builds.append("built"))
+    assert builds == []
