@@ -116,8 +116,13 @@ def name(report: Json) -> Json:
         "device": {key: device[key] for key in ("id", "name", "arch", "soc")} if device else None,
         "state": report["state"],
         "error": error["reason"] if error else None,
-        "verdict": {"status": verdict["status"], "codes": [reason["code"] for reason in verdict["reasons"]]} if verdict else None,
+        "verdict": {"status": verdict["status"], "codes": _codes(verdict)} if verdict else None,
     }
+
+
+def _codes(verdict: Json) -> list[str]:
+    """Return the codes of a verdict's reasons; a damaged document may lack one."""
+    return [reason["code"] for reason in verdict["reasons"] if reason["code"]]
 
 
 def label(named: Json) -> str:
