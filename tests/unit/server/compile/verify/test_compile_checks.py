@@ -11,7 +11,7 @@ torch = pytest.importorskip("torch")
 np = pytest.importorskip("numpy")
 pytest.importorskip("executorch")
 
-from etfarm.server.compile.verify import checks, reference, trials  # noqa: E402 - needs torch
+from etfarm.server.compile.verify import checks, differences, reference, trials  # noqa: E402 - needs torch
 from etfarm.server.workers.pool import Workers  # noqa: E402
 from etfarm.wire import tensors  # noqa: E402
 from etfarm.wire.errors import UserError  # noqa: E402
@@ -252,7 +252,7 @@ def floats(*values: float, dtype: str = "float32") -> Tensor:
 
 
 def test_a_bias_does_not_pass_for_accuracy() -> None:
-    result = checks.difference("y", floats(100, 101, 102), floats(101, 102, 103))
+    result = differences.difference("y", floats(100, 101, 102), floats(101, 102, 103))
     assert result.report["sqnr_db"] == pytest.approx(40.09, abs=0.01)
     assert result.judged_db == pytest.approx(-1.76, abs=0.01)
 
@@ -272,7 +272,7 @@ def test_a_bias_does_not_pass_for_accuracy() -> None:
     ],
 )
 def test_outputs_of_every_kind_are_compared(expected: Any, actual: Any, equal: bool, db: float | None, wrong: str) -> None:
-    result = checks.difference("y", expected, actual)
+    result = differences.difference("y", expected, actual)
     assert result.report["equal"] is equal
     assert result.report["sqnr_db"] == db
     assert wrong in result.wrong
@@ -281,4 +281,4 @@ def test_outputs_of_every_kind_are_compared(expected: Any, actual: Any, equal: b
 
 def test_large_integers_are_equal_only_if_they_are() -> None:
     one, other = (Tensor("y", "int64", (1,), n.to_bytes(8, "little")) for n in (1 << 60, (1 << 60) + 1))
-    assert not checks.difference("y", one, other).report["equal"]
+    assert not differences.difference("y", one, other).report["equal"]

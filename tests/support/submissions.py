@@ -1,0 +1,67 @@
+"""A submission on a real store, with devices of the test."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.artifacts.store import Store
+from etfarm.server.compile.upload_screening import screen
+from etfarm.server.jobs.submission import Submission
+from etfarm.server.state.engine import Database
+from etfarm.v1.common_pb2 import Artifact
+from etfarm.v1.device_pb2 import Device, DeviceState
+from etfarm.v1.job_pb2 import Candidate, Job, JobSpec, MethodSource, Model
+from etfarm.wire import recipes
+from etfarm.wire.recipes import Recipe
+
+AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
+FP32 = recipes.parse("xnnpack_fp32").json
+PI = Device(id="pi", name="board", arch="aarch64", state=DeviceState.DEVICE_STATE_IDLE)
+OFF = Device(id="off", name="old", arch="aarch64", state=DeviceState.DEVICE_STATE_OFFLINE)
+EMU = Device(id="emu", name="emu", arch="x86_64", emulated=True, state=DeviceState.DEVICE_STATE_IDLE)
+
+
+class World:
+    def __init__(self, store: Store, database: Database) -> None:
+        self.store = store
+        self.database = database
+        self.devices = [EMU, PI, OFF]
+        self.screened: list[Path] = []
+        numbers = itertools.count()
+        self.asked: list[str] = []
+        self.submission = Submission(store, lambda: self.devices, self.check, lambda: f"id{next(numbers)}")
+        self.artifacts: dict[bytes, Artifact] = {}
+
+    async def check(self, recipe: Recipe) -> Recipe:
+        self.asked.append(recipe.name)
+        return recipe
+
+    async def stored(self, data: bytes) -> Artifact:
+        return await self.store.put(data, "ann")
+
+    async def model(self, name: str = "net", recipe: str = FP32, **methods: bytes) -> Candidate:
+        sources = {
+            method: MethodSource(exported_program=await self.stored(data))
+            for method, data in (methods or {"forward": name.encode()}).items()
+        }
+        return Candidate(name=name, model=Model(name=name, methods=sources), recipe=recipe)
+
+    async def make(self, spec: JobSpec) -> Job:
+        return await self.submission.make(spec, owner="ann", project="default", at=AT)
+
+
+@pytest.fixture
+async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
+    database = Database(tmp_path / "farm.sqlite")
+    await database.open()
+    created = World(Store(tmp_path, database), database)
+    # What a .pt2 must be is another room's; here it only has to be asked.
+    for name in ("screen_upload", "screen_pte"):
+        monkeypatch.setattr(screen, name, lambda path, allowed=None: created.screened.append(path))
+    yield created
+    database.close()

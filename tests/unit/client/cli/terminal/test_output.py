@@ -1,0 +1,43 @@
+"""Tables and sentences in a terminal, and in a pipe."""
+
+from __future__ import annotations
+
+import pytest
+
+from etfarm.client.cli.terminal import output
+from etfarm.client.cli.views import render
+from tests.support.rendering import report_document
+
+
+def test_pipes_get_no_trailing_blanks(capsys: pytest.CaptureFixture[str]) -> None:
+    output.show(render.report(report_document(), width=120))
+    lines = capsys.readouterr().out.splitlines()
+    assert lines and all(line == line.rstrip() for line in lines)
+    assert "\x1b" not in "".join(lines)
+
+
+def test_pipes_get_sentences_and_tables_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    sentence = "It was killed. " * 30
+    error = {"fault": "FAULT_USER", "reason": "PROGRAM_CRASHED", "message": sentence.strip()}
+    output.show(render.report(report_document(state="FAILED", error=error), width=output.PIPE_WIDTH))
+    output.show_table(("ID", "WHY"), [("1", sentence.strip())], shrink=("WHY",))
+    assert capsys.readouterr().out.count(sentence.strip()) == 2
+
+
+def test_tables_shorten_only_what_they_may(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    output.show_table(("ID", "WHAT"), [("0123456789abcdef", "a long text that does not fit in here")], shrink=("WHAT",))
+    assert "0123456789abcdef" in (text := capsys.readouterr().out)
+    assert "…" in text and max(map(len, text.splitlines())) <= 40
+
+
+def test_a_sentence_that_wraps_is_shown_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    sentence = "int8 for the Ethos-U55 NPU, compiled by Vela; needs executorch[ethos-u]: ethosu.vela is not installed"
+    rows = [("arm_ethos_u55_int8", "a-board-with-a-long-name, another", sentence), ("portable", "pi", "fp32")]
+    output.show_table(("RECIPE", "RUNS ON", "WHAT"), rows, shrink=("WHAT", "RUNS ON"), wrap=("WHAT",))
+    text = capsys.readouterr().out
+    head, *lines = text.splitlines()
+    assert max(map(len, lines)) <= 60 and "arm_ethos_u55_int8 " in lines[0]
+    assert " ".join(line[head.index("WHAT") :].strip() for line in lines) == f"{sentence} fp32"
