@@ -16,7 +16,6 @@ it: weights are shared, and buffers that the programs change are restored afterw
 from __future__ import annotations
 
 import logging
-import math
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -24,42 +23,22 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Literal
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 
 from etfarm.server.compile.errors import ProgramCannotRun
 from etfarm.server.compile.program.explain import missing_kernel
-from etfarm.server.compile.result import Delegation, HostCheck, OutputCheck, Warning
-from etfarm.server.compile.verify import reference, trials
+from etfarm.server.compile.result import Delegation, HostCheck, Warning
+from etfarm.server.compile.verify import differences, reference, trials
+from etfarm.server.compile.verify.differences import Difference
 from etfarm.server.compile.verify.reference import ReferenceFailed
 from etfarm.server.compile.verify.smoke import HOST_BACKENDS, MAX_DATA_FILES, Run, SmokeRunner
 from etfarm.server.compile.verify.trials import TooLarge, Trial
 from etfarm.server.workers.errors import is_out_of_memory
-from etfarm.wire import rounding, tensors
-from etfarm.wire.tensors import Scalar, Value
+from etfarm.wire import tensors
+from etfarm.wire.tensors import Value
 
 RUN_S: Final = 120.0
 """Maximum seconds of a run; a slower run causes a warning only, because the program is not at fault."""
-
-FLOAT_DB: Final = 40.0
-"""Minimum SQNR in dB of a correct float program: fp16 alone has about 60 dB, fp32 over 100."""
-
-QUANTIZED_DB: Final = 10.0
-"""Minimum SQNR in dB of a useful quantized program; good int8 has 20 to 45 dB."""
-
-EXACT_DB: Final = 300.0
-"""Cap of the SQNR in dB, and the SQNR of an exact match; float64 itself resolves about 320 dB."""
-
-_ROUNDING: Final = 1e-6
-"""Maximum absolute error that is always accepted: outputs that should cancel to 0 consist of rounding errors."""
-
-_NOT_ZERO: Final = 1e-3
-"""Maximum absolute error of a float program where the model's output is zero."""
-
-_BEYOND_CHANCE_DB: Final = 20.0
-"""How much lower the SQNR of a program must be than that of a second run of a model that does not repeat its outputs, to count as
-inaccurate: errors ten times as large as those by chance."""
 
 _log = logging.getLogger(__name__)
 
@@ -74,19 +53,6 @@ class Checked:
     def warn(self, code: str, message: str) -> None:
         """Add a warning."""
         self.warnings.append({"code": code, "message": message})
-
-
-@dataclass(frozen=True)
-class Difference:
-    """The comparison of one output: what is reported, and what decides the verdict."""
-
-    report: OutputCheck
-    judged_db: float | None
-    """The SQNR in dB of the reference without its mean, so that a bias does not count as signal; None if undefined."""
-    is_constant: bool = False
-    """Whether all values of the reference are equal, so that a quantizer cannot be judged by it."""
-    wrong: str = ""
-    """Why the outputs cannot be compared: different shapes, or NaN in one of them; empty if they can."""
 
 
 @dataclass(frozen=True)
@@ -303,13 +269,14 @@ def _compare(
         check["why"] = f"it returned {len(outputs)} outputs, but the model returns {len(expected)}"
         checked.warn("OUTPUTS_DIFFER", f"{method} on the server{_where(trial)}: {check['why']}.")
         return
-    differences = [difference(v.name or str(i), v, actual) for i, (v, actual) in enumerate(zip(expected, outputs, strict=True))]
-    check["outputs"] = [output.report for output in differences]
+    pairs = enumerate(zip(expected, outputs, strict=True))
+    compared = [differences.difference(first.name or str(index), first, actual) for index, (first, actual) in pairs]
+    check["outputs"] = [output.report for output in compared]
     # By index, since several outputs may have the same name.
     problems = {
         index: problem
-        for index, output in enumerate(differences)
-        if (problem := _find_problem(output, quantized=program.quantized))
+        for index, output in enumerate(compared)
+        if (problem := differences.find_problem(output, quantized=program.quantized))
     }
     if not problems:
         return
@@ -317,8 +284,8 @@ def _compare(
         names = ", ".join(output.report["output"] for output in chance.values())
         check["why"] = f"the model does not repeat {names} when it runs again with the same inputs and threads"
         checked.warn("NOT_COMPARED", f"{method} was not fully compared with eager PyTorch: {check['why']}.")
-        for index, output in enumerate(differences):
-            if _is_chance(output, chance.get(index)):
+        for index, output in enumerate(compared):
+            if differences.is_chance(output, chance.get(index)):
                 problems.pop(index, None)
     if not problems:
         return
@@ -341,26 +308,6 @@ def _where(trial: Trial) -> str:
     return f" {trial.words}" if trial.words else ""
 
 
-def _find_problem(output: Difference, *, quantized: bool) -> str:
-    if output.wrong:
-        return f"{output.report['output']} {output.wrong}"
-    reported, db = output.report, output.judged_db
-    if quantized:
-        if output.is_constant or db is None or db >= QUANTIZED_DB:
-            return ""
-        return f"{reported['output']} has {db:.1f} dB, less than the {QUANTIZED_DB:g} dB that quantization should keep"
-    error = reported["max_abs_error"] or 0.0
-    if reported["equal"] or error <= _ROUNDING:
-        return ""
-    if reported["sqnr_db"] is None:
-        return f"{reported['output']} is up to {error:g} where the model gives zeros" if error > _NOT_ZERO else ""
-    return (
-        f"{reported['output']} has {reported['sqnr_db']:.1f} dB, where floats have over 100"
-        if reported["sqnr_db"] < FLOAT_DB
-        else ""
-    )
-
-
 def find_unrepeatable(original: Any, trial: Trial, expected: list[Value], threads: int) -> dict[int, Difference]:
     """Return the outputs that the model itself does not repeat, by index, with the difference of a second run.
 
@@ -372,75 +319,7 @@ def find_unrepeatable(original: Any, trial: Trial, expected: list[Value], thread
         return {}
     differing = {}
     for index, (first, second) in enumerate(zip(expected, repeated, strict=True)):
-        output = difference(first.name or str(index), first, second)
-        if not (output.report["equal"] or _is_rounding(first, output)):
+        output = differences.difference(first.name or str(index), first, second)
+        if not (output.report["equal"] or differences.is_rounding(first, output)):
             differing[index] = output
     return differing
-
-
-def _is_rounding(expected: Value, output: Difference) -> bool:
-    error = output.report["max_abs_error"]
-    if output.wrong or error is None or isinstance(expected, Scalar):
-        return False
-    values = np.abs(tensors.to_array(expected).astype(np.float64))
-    limit = rounding.tolerance(expected.dtype, float(values.max(initial=0.0, where=np.isfinite(values))))
-    return limit is not None and error <= limit
-
-
-def _is_chance(output: Difference, chance: Difference | None) -> bool:
-    """Return whether an output is hardly further from the reference than the reference from itself."""
-    if chance is None or output.wrong:
-        return False
-    if output.judged_db is None or chance.judged_db is None:
-        return True
-    return output.judged_db > chance.judged_db - _BEYOND_CHANCE_DB
-
-
-def difference(name: str, expected: Value, actual: Value) -> Difference:
-    """One output of the program against eager PyTorch's, computed in float64."""
-    if (isinstance(expected, Scalar) and expected.value is None) or (isinstance(actual, Scalar) and actual.value is None):
-        same = isinstance(expected, Scalar) and isinstance(actual, Scalar) and expected.value == actual.value
-        return Difference(_output_check(name, same), None, wrong="" if same else "is None on one side only")
-    reference_, output = _array(expected), _array(actual)
-    if reference_.shape != output.shape:
-        shapes = f"has the shape {list(output.shape)} where the model gives {list(reference_.shape)}"
-        return Difference(_output_check(name, False), None, wrong=shapes)
-    r, a = reference_.astype(np.float64).ravel(), output.astype(np.float64).ravel()
-    exact = reference_.dtype == output.dtype and reference_.dtype.kind in "biu"
-    # float64 cannot represent int64 above 2^53, so integers are compared directly.
-    same_at = (reference_ == output).ravel() if exact else (r == a) | (np.isnan(r) & np.isnan(a))
-    equal = bool(same_at.all())
-    with np.errstate(invalid="ignore", over="ignore"):
-        largest = float(np.where(same_at, 0.0, np.abs(r - a)).max()) if r.size else math.nan
-    reported = _output_check(name, equal, largest if math.isfinite(largest) else None, _sqnr_db(r, r, a))
-    if not equal and (np.isfinite(r) != np.isfinite(a)).any():
-        return Difference(reported, None, wrong="has NaN or infinity where the model has none, or none where it has some")
-    spread = float(np.ptp(r)) if r.size and np.isfinite(r).all() else 0.0
-    # float32 noise around a single value is not a signal, and cannot be used to judge a quantizer.
-    is_constant = spread <= 1e-6 * float(np.abs(r).max(initial=0.0)) and r.size != 1
-    return Difference(reported, _sqnr_db(r if r.size < 2 else r - r.mean(), r, a), is_constant)
-
-
-def _output_check(name: str, equal: bool, error: float | None = None, sqnr_db: float | None = None) -> OutputCheck:
-    return {"output": name, "equal": equal, "max_abs_error": error, "sqnr_db": sqnr_db}
-
-
-def _array(value: Value) -> NDArray[np.generic]:
-    return np.asarray(value.value) if isinstance(value, Scalar) else tensors.to_array(value)
-
-
-def _sqnr_db(signal: NDArray[np.float64], reference: NDArray[np.float64], actual: NDArray[np.float64]) -> float | None:
-    """10 log10(sum s^2 / sum (r - a)^2), at most EXACT_DB; None where one has a NaN or infinity, or the signal is all zero.
-
-    Source: etfarm.server.reports.numerics.accuracy has the same definition.
-    """
-    if not (np.isfinite(reference).all() and np.isfinite(actual).all()) or not signal.any():
-        return None
-    # Scaled first, since squares of large float64 overflow and of small ones vanish.
-    scale = float(np.abs(signal).max())
-    with np.errstate(over="ignore"):
-        noise = float(np.square((reference - actual) / scale).sum())
-    if noise == 0:
-        return EXACT_DB
-    power = float(np.square(signal / scale).sum())
-    return min(EXACT_DB, 10 * math.log10(power / noise)) if math.isfinite(noise) else None

@@ -1,0 +1,136 @@
+"""Differences of a program's outputs from eager PyTorch's, and which of them count: pure functions of values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+from numpy.typing import NDArray
+
+from etfarm.server.compile.result import OutputCheck
+from etfarm.wire import rounding, tensors
+from etfarm.wire.tensors import Scalar, Value
+
+FLOAT_DB: Final = 40.0
+"""Minimum SQNR in dB of a correct float program: fp16 alone has about 60 dB, fp32 over 100."""
+
+QUANTIZED_DB: Final = 10.0
+"""Minimum SQNR in dB of a useful quantized program; good int8 has 20 to 45 dB."""
+
+EXACT_DB: Final = 300.0
+"""Cap of the SQNR in dB, and the SQNR of an exact match; float64 itself resolves about 320 dB."""
+
+_ROUNDING: Final = 1e-6
+"""Maximum absolute error that is always accepted: outputs that should cancel to 0 consist of rounding errors."""
+
+_NOT_ZERO: Final = 1e-3
+"""Maximum absolute error of a float program where the model's output is zero."""
+
+_BEYOND_CHANCE_DB: Final = 20.0
+"""How much lower the SQNR of a program must be than that of a second run of a model that does not repeat its outputs, to count as
+inaccurate: errors ten times as large as those by chance."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The comparison of one output: what is reported, and what decides the verdict."""
+
+    report: OutputCheck
+    judged_db: float | None
+    """The SQNR in dB of the reference without its mean, so that a bias does not count as signal; None if undefined."""
+    is_constant: bool = False
+    """Whether all values of the reference are equal, so that a quantizer cannot be judged by it."""
+    wrong: str = ""
+    """Why the outputs cannot be compared: different shapes, or NaN in one of them; empty if they can."""
+
+
+def find_problem(output: Difference, *, quantized: bool) -> str:
+    """Return why an output counts as wrong; empty if it does not."""
+    if output.wrong:
+        return f"{output.report['output']} {output.wrong}"
+    reported, db = output.report, output.judged_db
+    if quantized:
+        if output.is_constant or db is None or db >= QUANTIZED_DB:
+            return ""
+        return f"{reported['output']} has {db:.1f} dB, less than the {QUANTIZED_DB:g} dB that quantization should keep"
+    error = reported["max_abs_error"] or 0.0
+    if reported["equal"] or error <= _ROUNDING:
+        return ""
+    if reported["sqnr_db"] is None:
+        return f"{reported['output']} is up to {error:g} where the model gives zeros" if error > _NOT_ZERO else ""
+    return (
+        f"{reported['output']} has {reported['sqnr_db']:.1f} dB, where floats have over 100"
+        if reported["sqnr_db"] < FLOAT_DB
+        else ""
+    )
+
+
+def is_rounding(expected: Value, output: Difference) -> bool:
+    """Return whether rounding explains the difference from the expected value."""
+    error = output.report["max_abs_error"]
+    if output.wrong or error is None or isinstance(expected, Scalar):
+        return False
+    values = np.abs(tensors.to_array(expected).astype(np.float64))
+    limit = rounding.tolerance(expected.dtype, float(values.max(initial=0.0, where=np.isfinite(values))))
+    return limit is not None and error <= limit
+
+
+def is_chance(output: Difference, chance: Difference | None) -> bool:
+    """Return whether an output is hardly further from the reference than the reference from itself."""
+    if chance is None or output.wrong:
+        return False
+    if output.judged_db is None or chance.judged_db is None:
+        return True
+    return output.judged_db > chance.judged_db - _BEYOND_CHANCE_DB
+
+
+def difference(name: str, expected: Value, actual: Value) -> Difference:
+    """Compare one output of the program with eager PyTorch's, in float64."""
+    if (isinstance(expected, Scalar) and expected.value is None) or (isinstance(actual, Scalar) and actual.value is None):
+        same = isinstance(expected, Scalar) and isinstance(actual, Scalar) and expected.value == actual.value
+        return Difference(_output_check(name, same), None, wrong="" if same else "is None on one side only")
+    reference_, output = _array(expected), _array(actual)
+    if reference_.shape != output.shape:
+        shapes = f"has the shape {list(output.shape)} where the model gives {list(reference_.shape)}"
+        return Difference(_output_check(name, False), None, wrong=shapes)
+    r, a = reference_.astype(np.float64).ravel(), output.astype(np.float64).ravel()
+    exact = reference_.dtype == output.dtype and reference_.dtype.kind in "biu"
+    # float64 cannot represent int64 above 2^53, so integers are compared directly.
+    same_at = (reference_ == output).ravel() if exact else (r == a) | (np.isnan(r) & np.isnan(a))
+    equal = bool(same_at.all())
+    with np.errstate(invalid="ignore", over="ignore"):
+        largest = float(np.where(same_at, 0.0, np.abs(r - a)).max()) if r.size else math.nan
+    reported = _output_check(name, equal, largest if math.isfinite(largest) else None, _sqnr_db(r, r, a))
+    if not equal and (np.isfinite(r) != np.isfinite(a)).any():
+        return Difference(reported, None, wrong="has NaN or infinity where the model has none, or none where it has some")
+    spread = float(np.ptp(r)) if r.size and np.isfinite(r).all() else 0.0
+    # float32 noise around a single value is not a signal, and cannot be used to judge a quantizer.
+    is_constant = spread <= 1e-6 * float(np.abs(r).max(initial=0.0)) and r.size != 1
+    return Difference(reported, _sqnr_db(r if r.size < 2 else r - r.mean(), r, a), is_constant)
+
+
+def _output_check(name: str, equal: bool, error: float | None = None, sqnr_db: float | None = None) -> OutputCheck:
+    return {"output": name, "equal": equal, "max_abs_error": error, "sqnr_db": sqnr_db}
+
+
+def _array(value: Value) -> NDArray[np.generic]:
+    return np.asarray(value.value) if isinstance(value, Scalar) else tensors.to_array(value)
+
+
+def _sqnr_db(signal: NDArray[np.float64], reference: NDArray[np.float64], actual: NDArray[np.float64]) -> float | None:
+    """10 log10(sum s^2 / sum (r - a)^2), at most EXACT_DB; None where one has a NaN or infinity, or the signal is all zero.
+
+    Source: etfarm.server.reports.numerics.accuracy has the same definition.
+    """
+    if not (np.isfinite(reference).all() and np.isfinite(actual).all()) or not signal.any():
+        return None
+    # Scaled first, since squares of large float64 overflow and of small ones vanish.
+    scale = float(np.abs(signal).max())
+    with np.errstate(over="ignore"):
+        noise = float(np.square((reference - actual) / scale).sum())
+    if noise == 0:
+        return EXACT_DB
+    power = float(np.square(signal / scale).sum())
+    return min(EXACT_DB, 10 * math.log10(power / noise)) if math.isfinite(noise) else None
