@@ -51,10 +51,35 @@ def load_toolchain() -> None:
     from executorch.devtools import Inspector  # noqa: F401
     from executorch.export import ExportRecipe, ExportSession
 
+    from etfarm.server.compile.lower import xnnpack_patterns
+
     importlib.import_module("etfarm.server.compile.lower.tasks")
     executorch.runtime.Runtime.get()
+    remember_composite_operators()
+    xnnpack_patterns.install()
+    # With another ExecuTorch than the pinned one, these export the patterns.
     bilinear_2d.get_graphs()
     sdpa.get_graphs()
     module = torch.nn.Sequential(torch.nn.Conv2d(1, 1, 1), torch.nn.ReLU()).eval()
     program = torch.export.export(module, (torch.zeros(1, 1, 2, 2),))
     ExportSession({"forward": program}, export_recipe=ExportRecipe.get_recipe(XNNPackRecipeType.FP32)).export()
+
+
+def remember_composite_operators() -> None:
+    """Let torch load the composite operators of C++ only if there are new ones.
+
+    torch loads all of them for each namespace of operators, hundreds of times in a lowering, of which they take a quarter.
+    """
+    import torch
+    from torch._export import utils
+
+    load_all = utils._materialize_cpp_cia_ops
+    loaded: list[str] = []
+
+    def load_new() -> None:
+        registered = torch._C._dispatch_get_registrations_for_dispatch_key("CompositeImplicitAutograd")
+        if registered != loaded:
+            load_all()
+            loaded[:] = registered
+
+    utils._materialize_cpp_cia_ops = load_new
