@@ -1,4 +1,4 @@
-"""The agent's checks of `etfarm doctor`: compilers, the runners' jail, measurement conditions, emulation and phones."""
+"""The agent's checks of `etfarm doctor`: compilers, runners and their jail, measurement conditions, emulation and phones."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import asyncio
 import os
 import platform
 import shutil
-from collections.abc import Iterable, Mapping
+import tempfile
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -16,10 +17,14 @@ from etfarm.device_agents.jail.confine import Jail
 from etfarm.device_agents.jail.options import JailOptions
 from etfarm.device_agents.native.toolchain import LOADERS, Compiler
 from etfarm.device_agents.runners.emulator import PROGRAMS
+from etfarm.wire.cores import format_cpu_list
 from etfarm.wire.doctor import Check, Finding, Status
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.names import prebuilt_runner
 
 _PRESSURE: Final = Path("/proc/pressure/cpu")
+_RUNNER_S: Final = 10.0
+"""Seconds that a runner's self-test may take; usual is a tenth of a second."""
 _GOVERNORS: Final = "devices/system/cpu/cpufreq/policy*/scaling_governor"
 
 
@@ -48,6 +53,68 @@ def check_jail() -> Iterable[Finding]:
     else:
         remedy = "Start the agent as root, or use a kernel with Landlock and seccomp."
         yield Finding("runner jail", Status.WARNING, str(measures), "a hostile program is less confined.", remedy)
+
+
+def check_prebuilt_runner(archive: Path | None = None) -> Iterable[Finding]:
+    """Yield whether the runner of the distribution etfarm-runner starts on this machine and computes known results.
+
+    Args:
+        archive: the runner's bundle; that of the installed distribution by default. Yields nothing without one.
+    """
+    archive = archive or prebuilt_runner()
+    if archive is None:
+        return
+    name = "runner self-test"
+    try:
+        with tempfile.TemporaryDirectory(prefix="etfarm-doctor-") as folder:
+            tested = asyncio.run(_test_runner(archive, Path(folder)))
+    except (EtfarmError, OSError, TimeoutError) as error:
+        detail = str(error) or f"The runner did not answer within {_RUNNER_S:g} s."
+        cost = "runs fail on this machine, unless it can build a runner."
+        remedy = "Reinstall etfarm-runner, or uninstall it and install g++. Programs must be allowed to start from TMPDIR."
+        yield Finding(name, Status.WARNING, detail, cost, remedy)
+    else:
+        yield Finding(name, Status.OK, f"the prebuilt runner computed {len(tested)} known results: {', '.join(tested)}")
+
+
+async def _test_runner(archive: Path, folder: Path) -> tuple[str, ...]:
+    """Unpack a bundle, start its runner, and return the kernels and backends that computed known results."""
+    # The other checks do without gRPC, which these need.
+    from etfarm.device_agents.runners.bundle import unpack
+    from etfarm.device_agents.runners.native import NativeRunner
+
+    bundle = await asyncio.to_thread(unpack, archive, folder / "bundle")
+    scratch = folder / "scratch"
+    scratch.mkdir()
+    async with asyncio.timeout(_RUNNER_S), NativeRunner.start(bundle.command(), scratch) as runner:
+        await runner.hello()
+        return await runner.self_test()
+
+
+def check_affinity(bind: Callable[[int, Collection[int]], None] = os.sched_setaffinity) -> Iterable[Finding]:
+    """Yield whether threads may be bound to cpus, as runners are for `--cores` and the agent's own sampler is.
+
+    Args:
+        bind: binds a thread to cpus; 0 is the calling thread.
+    """
+    name, allowed = "cpu affinity", os.sched_getaffinity(0)
+    try:
+        for cpu in sorted(allowed):
+            bind(0, {cpu})
+        bind(0, allowed)
+    except OSError as error:
+        cost = "`--cores` is refused, and the agent's own work may disturb a measurement."
+        remedy = "Allow the system call sched_setaffinity, for example in the container's seccomp profile."
+        yield Finding(name, Status.WARNING, f"A thread cannot be bound to a cpu: {error.strerror}.", cost, remedy)
+        return
+    count = os.cpu_count() or len(allowed)
+    text = f"threads may be bound to cpus {format_cpu_list(allowed)}"
+    if len(allowed) < count:
+        cost = "the device has fewer cpus than the machine."
+        remedy = "Start the agent without taskset and outside of a cpuset."
+        yield Finding(name, Status.OPTIONAL, f"{text}, {len(allowed)} of {count}", cost, remedy)
+    else:
+        yield Finding(name, Status.OK, text)
 
 
 def check_clocks(sys: Path = Path("/sys")) -> Iterable[Finding]:
@@ -103,6 +170,7 @@ def check_phones() -> Iterable[Finding]:
 
 
 CHECKS: Final[Mapping[str, Check]] = {
-    "compilers": check_compilers, "runner jail": check_jail, "clock governor": check_clocks, "cpu pressure": check_pressure,
+    "compilers": check_compilers, "runner self-test": check_prebuilt_runner, "runner jail": check_jail,
+    "cpu affinity": check_affinity, "clock governor": check_clocks, "cpu pressure": check_pressure,
     "emulators": check_emulators, "phones": check_phones,
 }  # fmt: skip

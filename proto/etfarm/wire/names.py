@@ -45,3 +45,12 @@ def boot_id() -> str:
     """Return the unique id of this boot of this machine (Hello.boot_id); empty if the kernel does not provide it."""
     path = Path("/proc/sys/kernel/random/boot_id")
     return path.read_text().strip() if path.exists() else ""
+
+
+def prebuilt_runner() -> Path | None:
+    """Return the archive of the runner bundle in the distribution `etfarm-runner`; None if that is not installed."""
+    try:
+        from etfarm_runner import BUNDLE
+    except ImportError:
+        return None
+    return Path(BUNDLE)

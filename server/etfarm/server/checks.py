@@ -12,12 +12,12 @@ from typing import Final
 
 from etfarm.server import preflight
 from etfarm.server.config import Config
-from etfarm.server.devices.bundles import find_difference, find_prebuilt, read_manifest, run_bundle_build
+from etfarm.server.devices.bundles import find_difference, read_manifest, run_bundle_build
 from etfarm.server.workers.jail.measures import NETWORK
 from etfarm.wire.channel import Address
 from etfarm.wire.doctor import Check, Finding, Status
 from etfarm.wire.errors import EtfarmError
-from etfarm.wire.names import data_folder
+from etfarm.wire.names import data_folder, prebuilt_runner
 
 
 def check_jail() -> Iterable[Finding]:
@@ -34,7 +34,7 @@ def check_jail() -> Iterable[Finding]:
 
 def check_prebuilt() -> Iterable[Finding]:
     """Yield whether the distribution etfarm-runner is installed, and has the bundle that a build would yield."""
-    name, path = "prebuilt runner", find_prebuilt()
+    name, path = "prebuilt runner", prebuilt_runner()
     if path is None:
         yield Finding(name, Status.OPTIONAL, "etfarm-runner is not installed", "building the runner takes a compiler.")
         return

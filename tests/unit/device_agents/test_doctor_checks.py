@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
 from etfarm.device_agents import checks
 from etfarm.wire.doctor import Status
+from tests.support.runner import runner_archive
 
 
 def test_a_kernel_without_pressure_is_a_warning_with_the_boot_option(tmp_path: Path) -> None:
@@ -35,3 +40,46 @@ def test_without_programs_only_the_compiler_of_this_machine_is_missed(monkeypatc
     statuses = {finding.name: finding.status for finding in checks.check_compilers()}
     assert statuses == {"compiler aarch64": Status.OPTIONAL, "compiler x86_64": Status.WARNING}
     assert [finding.status for finding in checks.check_emulators()] == [Status.OPTIONAL]
+
+
+def test_cpus_that_a_thread_may_use_can_be_bound_to_and_stay_as_they_were() -> None:
+    before = os.sched_getaffinity(0)
+    (finding,) = checks.check_affinity()
+    assert finding.status in (Status.OK, Status.OPTIONAL) and "threads may be bound to cpus" in finding.detail
+    assert os.sched_getaffinity(0) == before
+
+
+def test_a_system_that_refuses_to_bind_threads_is_a_warning_with_the_remedy() -> None:
+    def refuse(thread: int, cpus: object) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM))
+
+    (finding,) = checks.check_affinity(refuse)
+    assert finding.status is Status.WARNING
+    assert finding.detail == "A thread cannot be bound to a cpu: Operation not permitted."
+    assert "--cores" in finding.cost and "sched_setaffinity" in finding.remedy
+
+
+def test_a_thread_that_may_use_some_cpus_only_is_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    count = len(os.sched_getaffinity(0))
+    monkeypatch.setattr(checks.os, "cpu_count", lambda: count + 1)
+    (finding,) = checks.check_affinity()
+    assert (finding.status, finding.detail.endswith(f", {count} of {count + 1}")) == (Status.OPTIONAL, True)
+
+
+def test_the_prebuilt_runner_starts_and_computes_known_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert list(checks.check_prebuilt_runner()) == [], "it is not installed here"
+    installed = ModuleType("etfarm_runner")
+    installed.BUNDLE = runner_archive()  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "etfarm_runner", installed)
+    (finding,) = checks.check_prebuilt_runner()
+    assert finding.status is Status.OK, finding
+    assert finding.detail.startswith("the prebuilt runner computed ") and "aten::" in finding.detail
+
+
+def test_a_prebuilt_runner_that_is_damaged_or_cannot_start_has_a_remedy(tmp_path: Path) -> None:
+    damaged = tmp_path / "bundle.tar.gz"
+    damaged.write_bytes(runner_archive().read_bytes()[:-1000])
+    (finding,) = checks.check_prebuilt_runner(damaged)
+    assert finding.status is Status.WARNING and "etfarm-runner" in finding.remedy
+    (finding,) = checks.check_prebuilt_runner(tmp_path / "absent")
+    assert finding.status is Status.WARNING and "No such file" in finding.detail

@@ -123,6 +123,19 @@ class Place:
             raise
         return fd
 
+    def holders(self) -> list[int]:
+        """Return the ids of the other processes that hold one of the lock files, as far as this user may see them."""
+        paths = {(self.data / name).resolve() for name in ("lock", "running")}
+        holders = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                opened = [entry.name for entry in (process / "fd").iterdir() if entry.readlink() in paths]
+                if any("FLOCK" in (process / "fdinfo" / number).read_text() for number in opened):
+                    holders.append(int(process.name))
+            except OSError:  # another user's process, or one that has ended
+                continue
+        return sorted({*holders} - {os.getpid()})
+
 
 class Lease:
     """A lease on the embedded farm.
@@ -223,6 +236,23 @@ async def join(*, place: Place | None = None, kind: str = "command", on_status: 
         if lease is not None:
             return lease
     raise EmbeddedFarmFailed("The embedded farm ended repeatedly while it started.", f"Its logs are in {place.data}.")
+
+
+def does_answer(place: Place, within_s: float) -> bool | None:
+    """Return whether the supervisor of a running farm answers within some seconds; None if no farm runs."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(within_s)
+        try:
+            connection.connect(str(place.supervisor_socket))
+        except TimeoutError:
+            return False
+        except OSError:
+            return None
+        try:
+            connection.sendall(json.dumps({"kind": "command", "pid": os.getpid()}).encode() + b"\n")
+            return bool(connection.recv(1))
+        except OSError:
+            return False
 
 
 async def is_lasting(place: Place | None = None) -> bool:

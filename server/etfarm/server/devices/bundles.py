@@ -28,6 +28,7 @@ from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.wire import archives, elf
 from etfarm.wire.errors import EtfarmError, FarmError, UserError
+from etfarm.wire.names import prebuilt_runner
 
 log = structlog.get_logger()
 
@@ -88,7 +89,7 @@ class Bundles:
     ) -> None:
         self._readers = readers or Readers()
         self._run_build = run_build or run_bundle_build
-        self._prebuilt = prebuilt or find_prebuilt()
+        self._prebuilt = prebuilt or prebuilt_runner()
         self._store = store
         self._database = database
         self._builds = folder / "bundle"
@@ -241,15 +242,6 @@ def find_difference(bundle: agent_pb2.RunnerBundle, arch: str, executorch_versio
         if (actual := getattr(bundle, name)) != value:
             return f"{name} must be {value}, got {actual}."
     return None
-
-
-def find_prebuilt() -> Path | None:
-    """Return the archive of the bundle in the distribution `etfarm-runner`; None if that is not installed."""
-    try:
-        from etfarm_runner import BUNDLE
-    except ImportError:
-        return None
-    return Path(BUNDLE)
 
 
 async def run_bundle_build(scratch: Path, *arguments: str) -> str:
