@@ -62,6 +62,17 @@ async def unplugged_while_it_sends(server: Server, launch: Launch, phone: AdbPho
     return connection, device_id
 
 
+def is_lost_before_its_result(connection: Connection, device_id: str) -> bool:
+    """Whether the farm learned that no run can be placed on the device before it received the result of the first one."""
+    for message in connection.received:
+        if message.HasField("run_result"):
+            return False
+        update = message.device_update.device
+        if message.device_gone.device_id == device_id or (update.id == device_id and update.HasField("problem")):
+            return True
+    return False
+
+
 def outputs_of(server: Server, cell: agent_pb2.CandidateResult) -> list[tensors.Value]:
     return tensors.decode(server.blobs[cell.outputs.digest])
 
@@ -152,6 +163,7 @@ async def test_a_phone_that_is_unplugged_fails_its_run_and_comes_back(
     result = await connection.result("a1")
     assert common_pb2.FAULT_DEVICE in (result.error.fault, result.candidates[0].error.fault)
     await connection.until(lambda m: m.device_gone.device_id == device_id)
+    assert is_lost_before_its_result(connection, device_id)
     known = len(connection.received)
     await adb_phone.connect()
     again = await connection.until(lambda m: m.device_update.device.id == device_id, known)
@@ -204,6 +216,7 @@ async def test_unplugging_a_phone_before_its_candidate_starts_fails_the_run(
     # By which the farm places it again.
     result = await connection.result("a1")
     assert (result.error.fault, result.error.reason) == (common_pb2.FAULT_DEVICE, "DEVICE_GONE")
+    assert is_lost_before_its_result(connection, device_id)
 
 
 async def test_a_dead_link_is_detected_even_if_adb_does_not(server: Server, launch: Launch, adb_phone: AdbPhone) -> None:
@@ -211,10 +224,10 @@ async def test_a_dead_link_is_detected_even_if_adb_does_not(server: Server, laun
     connection.start("a1", server.candidate("conv"), measurement=LONG, deadline_s=90, device_id=device_id)
     await connection.phase("TIMED")
     adb_phone.freeze_adbd()
-    reported = await connection.until(lambda m: m.device_update.device.HasField("problem"))
-    assert reported.device_update.device.problem.reason == "PHONE_SILENT"
+    await connection.until(lambda m: m.device_update.device.problem.reason == "PHONE_SILENT")
     result = await connection.result("a1")
     assert (result.error.fault, result.error.reason) == (common_pb2.FAULT_DEVICE, "DEVICE_GONE")
+    assert is_lost_before_its_result(connection, device_id)
     known = len(connection.received)
     adb_phone.thaw_adbd()
     await connection.until(

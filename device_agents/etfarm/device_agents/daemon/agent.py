@@ -88,11 +88,8 @@ class Agent:
         Args:
             device: the device, with its `problem` set to the reason.
         """
+        self._announce_problem(device)
         await self._end_runs(device.id, device.problem.message)
-        if self._problems.get(device.id) == device:
-            return
-        self._problems[device.id] = device
-        self._send(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=device)))
 
     async def detach(self, device_id: str, reason: str) -> None:
         """Announce that a device was detached, once its run has ended; does nothing if the device is not known.
@@ -102,6 +99,10 @@ class Agent:
         if device_id not in self._targets and device_id not in self._problems:
             return
         try:
+            if (target := self._targets.get(device_id)) is not None and self._running_on(device_id):
+                leaving = device_pb2.Device(problem=to_proto(DeviceGone(target.device.name, reason)))
+                leaving.MergeFrom(target.device)
+                self._announce_problem(leaving)
             await self._end_runs(device_id, reason)
         finally:
             # Even if the caller is cancelled while runs end: the farm must be notified.
@@ -164,25 +165,33 @@ class Agent:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _end_runs(self, device_id: str, reason: str) -> None:
-        """Accept no new attempt on the device and end the current one, unless all of its files have left the device."""
+        """Accept no new attempt on the device and end the current one, unless all of its files have left the device.
+
+        The device's problem must have been announced: on receipt of the attempt's failure the server places the run again, and
+        would choose the same device.
+        """
         target = self._targets.pop(device_id, None)
         if target is None:
             return
-        attempt, gone = self._attempts.get(device_id), DeviceGone(target.device.name, reason)
-        running = "" if attempt is None else attempt.start.attempt_id
-        if attempt is not None and not attempt.needs_target:
-            # The server must not place a run there while the rest is being sent.
-            leaving = device_pb2.Device(problem=to_proto(gone))
-            leaving.MergeFrom(target.device)
-            self._problems[device_id] = leaving
-            self._send(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=leaving)))
-        elif (task := self._tasks.get(running)) is not None and running not in self._cancelled:
-            self._cancelled[running] = gone
+        attempt = self._attempts.get(device_id)
+        running = "" if attempt is None or not attempt.needs_target else attempt.start.attempt_id
+        if (task := self._tasks.get(running)) is not None and running not in self._cancelled:
+            self._cancelled[running] = DeviceGone(target.device.name, reason)
             task.cancel()
         # Wait for results that are being written, too: the server accepts none once the device is detached.
-        ending = {self._tasks[attempt_id] for attempt_id, place in self._places.items() if place == device_id}
-        if ending := ending - {asyncio.current_task()}:
+        if ending := self._running_on(device_id):
             await asyncio.wait(ending)
+
+    def _running_on(self, device_id: str) -> set[asyncio.Task[None]]:
+        """Return the tasks of the device's attempts that have not ended, except the current task."""
+        running = {self._tasks[attempt_id] for attempt_id, place in self._places.items() if place == device_id}
+        return {task for task in running if task is not asyncio.current_task()}
+
+    def _announce_problem(self, device: device_pb2.Device) -> None:
+        """Announce that a device cannot take runs, unless the server knows the problem."""
+        if self._problems.get(device.id) != device:
+            self._problems[device.id] = device
+            self._send(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=device)))
 
     def _spawn(self, attempt_id: str, work: Coroutine[None, None, None]) -> None:
         task = asyncio.create_task(work, name=f"attempt {attempt_id}")
