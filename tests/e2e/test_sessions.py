@@ -360,6 +360,7 @@ def test_an_idle_session_ends_and_frees_its_device(farm: FarmProcess) -> None:
         ({"device": "arch=pdp11"}, "NO_SUCH_DEVICE"),
         ({"threads": 0}, "BAD_SESSION"),
         ({"threads": 5000}, "BAD_SESSION"),
+        ({"threads": 1024}, "TOO_MANY_THREADS"),
         ({"idle_timeout_s": -1.0}, "BAD_SESSION"),
         ({"cores": "enormous"}, "CORES_UNKNOWN"),
     ],

@@ -194,7 +194,9 @@ class World:
     async def agent(self, name: str = "pi") -> Agent:
         return await Agent(self, name).connect()
 
-    async def submit(self, cells: int = 1, *, on_device: bool = True, stop_after: str = "") -> job_pb2.Job:
+    async def submit(
+        self, cells: int = 1, *, on_device: bool = True, stop_after: str = "", threads: int | None = None
+    ) -> job_pb2.Job:
         job = job_pb2.Job(id=f"job-{self.ids()}", owner="ann")
         job.spec.stop_after = stop_after
         job.create_time.FromDatetime(AT)
@@ -202,7 +204,7 @@ class World:
         for index in range(cells):
             job.cells.add(
                 id=f"{job.id}-{index}", job_id=job.id, index=index, state=model.QUEUED, version=1, method="forward",
-                device_index=0 if on_device else None,
+                device_index=0 if on_device else None, threads=threads,
             )  # fmt: skip
         written, _ = await self.journal.submit(job, job.id)
         self.conductor.start(written)

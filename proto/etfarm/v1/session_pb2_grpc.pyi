@@ -54,6 +54,7 @@ class SessionServiceStub:
 
     Errors (before the first event):
       INVALID_ARGUMENT     BAD_SESSION: the request contradicts itself or contains numbers out of range. UNKNOWN_SELECTOR_KEY.
+                           TOO_MANY_THREADS: no device that matches has a cpu for each thread.
                            METHOD_MISSING: the program has no method with this name. NOT_A_PTE, TRUNCATED_PROGRAM.
       FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches; metadata `known` lists the known devices.
                            ARTIFACT_MISSING: upload `digest` first.
@@ -111,6 +112,7 @@ class SessionServiceAsyncStub(SessionServiceStub):
 
     Errors (before the first event):
       INVALID_ARGUMENT     BAD_SESSION: the request contradicts itself or contains numbers out of range. UNKNOWN_SELECTOR_KEY.
+                           TOO_MANY_THREADS: no device that matches has a cpu for each thread.
                            METHOD_MISSING: the program has no method with this name. NOT_A_PTE, TRUNCATED_PROGRAM.
       FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches; metadata `known` lists the known devices.
                            ARTIFACT_MISSING: upload `digest` first.
@@ -171,6 +173,7 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors (before the first event):
           INVALID_ARGUMENT     BAD_SESSION: the request contradicts itself or contains numbers out of range. UNKNOWN_SELECTOR_KEY.
+                               TOO_MANY_THREADS: no device that matches has a cpu for each thread.
                                METHOD_MISSING: the program has no method with this name. NOT_A_PTE, TRUNCATED_PROGRAM.
           FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches; metadata `known` lists the known devices.
                                ARTIFACT_MISSING: upload `digest` first.

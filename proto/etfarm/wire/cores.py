@@ -1,9 +1,9 @@
-"""The cpus of a device that a runner is bound to, as Measurement.cores selects them. Pure functions."""
+"""The cpus of a device that a runner is bound to, as Measurement.cores selects them, and their number. Pure functions."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, Final
 
 from etfarm.wire.errors import UserError
@@ -22,6 +22,16 @@ class CoresUnknown(UserError):
     """A Measurement.cores that names no cpus of the device."""
 
     reason = "CORES_UNKNOWN"
+
+
+class TooManyThreads(UserError):
+    """More threads than a device has cpus."""
+
+    reason = "TOO_MANY_THREADS"
+
+
+_NAMED: Final = 10
+"""Maximum number of devices that an error names."""
 
 
 def choose_cpus(device: Device, wanted: str, restricted: bool) -> frozenset[int] | None:
@@ -52,6 +62,55 @@ def choose_cpus(device: Device, wanted: str, restricted: bool) -> frozenset[int]
             allowed=format_cpu_list(allowed),
         )
     return chosen
+
+
+def count_cpus(device: Device, cores: str = "") -> int | None:
+    """Return the number of cpus for a program's threads; None if it is unknown.
+
+    Args:
+        device: the device.
+        cores: Measurement.cores.
+    """
+    try:
+        chosen = choose_cpus(device, cores, restricted=True) or frozenset()
+    except CoresUnknown:
+        return None
+    return (len(chosen) if cores else max(len(chosen), device.cores)) or None
+
+
+def has_cpus(device: Device, threads: int, cores: str = "") -> bool:
+    """Return whether a device has a cpu for each thread, as far as its cpus are known."""
+    count = count_cpus(device, cores)
+    return count is None or threads <= count
+
+
+def describe_cpus(devices: Sequence[Device], cores: str = "") -> str:
+    """Return the numbers of cpus of devices: `pi5-a has 4, pi3 has 2`."""
+    texts = [f"{device.name} has {count_cpus(device, cores)}" for device in devices[:_NAMED]]
+    more = [f"{len(devices) - _NAMED} more have fewer"] if len(devices) > _NAMED else []
+    return ", ".join([*texts, *more])
+
+
+def require_cpus(devices: Sequence[Device], threads: int, cores: str = "") -> None:
+    """Check that one of the devices has a cpu for each thread; passes without devices.
+
+    Raises:
+        TooManyThreads: each of them has fewer.
+    """
+    if not devices or any(has_cpus(device, threads, cores) for device in devices):
+        return
+    counts = {device.name: count_cpus(device, cores) or 0 for device in devices}
+    most = max(counts.values())
+    selected = f" that --cores {cores} selects" if cores else ""
+    if len(devices) == 1:
+        cpus = f"the {most} cpu{'s' if most != 1 else ''} of {devices[0].name}{selected}"
+    else:
+        cpus = f"the cpus{selected} of each device that matches: {describe_cpus(devices, cores)}"
+    raise TooManyThreads(
+        f"{threads} threads are more than {cpus}.",
+        f"Give --threads {most} (threads={most}) or fewer, or choose another device.", threads=threads, cpus=most,
+        devices=",".join([*counts][:_NAMED]),
+    )  # fmt: skip
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:

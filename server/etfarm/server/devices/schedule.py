@@ -9,6 +9,7 @@ from typing import Final
 from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.v1.common_pb2 import Error
 from etfarm.v1.device_pb2 import Device, DeviceState
+from etfarm.wire.cores import describe_cpus, has_cpus
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.selectors import Selector
 
@@ -40,10 +41,23 @@ class Waiting:
     """Scopes, as `scopes_of` returns them, whose runner lacks a backend or kernel that the program needs."""
     project: str = DEFAULT_PROJECT
     """Project of the cell, which may not use devices that are restricted to other projects."""
+    threads: int = 0
+    """Number of threads, for each of which a device must have a cpu; 0 for the device's default."""
+    cores: str = ""
+    """Measurement.cores, which selects the cpus."""
 
     def fits(self, device: Device) -> bool:
         """Return whether the cell may run on a device."""
+        return self.suits(device) and has_cpus(device, self.threads, self.cores)
+
+    def suits(self, device: Device) -> bool:
+        """Return whether the cell may run on a device, apart from the number of the device's cpus."""
         return is_open_to(self.project, device) and self.unfit.isdisjoint(scopes_of(device)) and self.selector.matches(device)
+
+    @property
+    def kind(self) -> object:
+        """A key that is equal for cells that fit the same devices."""
+        return self.selector, self.unfit, self.project, self.threads, self.cores
 
 
 def own_scope(device_id: str) -> str:
@@ -82,14 +96,17 @@ class Fitting:
         self._by_id: dict[str, list[Device]] = {}
         for device in devices:
             self._by_id.setdefault(device.id.lower(), []).append(device)
-        self._known: dict[tuple[Selector, frozenset[str]], list[Device]] = {}
+        self._known: dict[object, list[Device]] = {}
 
     def of(self, cell: Waiting) -> list[Device]:
         """Return the devices that fit the cell."""
-        key = (cell.selector, cell.unfit)
-        if key not in self._known:
-            self._known[key] = [device for device in self._candidates(cell.selector) if cell.fits(device)]
-        return self._known[key]
+        if cell.kind not in self._known:
+            self._known[cell.kind] = [device for device in self._candidates(cell.selector) if cell.fits(device)]
+        return self._known[cell.kind]
+
+    def too_small(self, cell: Waiting) -> list[Device]:
+        """Return the devices that would fit the cell with more cpus."""
+        return [device for device in self._candidates(cell.selector) if cell.suits(device) and not cell.fits(device)]
 
     def _candidates(self, selector: Selector) -> Sequence[Device]:
         for term in selector.terms:
@@ -150,17 +167,19 @@ def why_waiting(cell: Waiting, devices: Sequence[Device] | Fitting, runs: Mappin
         devices: the known devices; a `Fitting` if the function is called for several cells.
         runs: ids of live attempts by device id.
     """
-    fitting = (devices if isinstance(devices, Fitting) else Fitting(devices)).of(cell)
+    known = devices if isinstance(devices, Fitting) else Fitting(devices)
+    fitting, too_small = known.of(cell), known.too_small(cell)
+    small = f"too few cpus for {cell.threads} threads: {describe_cpus(too_small, cell.cores)}" if too_small else ""
     if not fitting:
-        return "no known device matches any more"
+        return small or "no known device matches any more"
     if all(device.state in (OFFLINE, UNUSABLE) for device in fitting):
         offline = sorted(device.name for device in fitting if device.state == OFFLINE)
         reasons = [f"{', '.join(offline)} {'is' if len(offline) == 1 else 'are'} known but offline"] if offline else []
         unusable = sorted((device for device in fitting if device.state == UNUSABLE), key=lambda device: device.name)
         reasons += [f"{device.name} cannot be used: {_sentence(device.problem)}" for device in unusable]
-        return "; ".join(reasons)
+        return "; ".join(filter(None, [*reasons, small]))
     busy = sorted(device.name for device in fitting if device.id in runs)
-    return f"{', '.join(busy)} {'is' if len(busy) == 1 else 'are'} busy" if busy else ""
+    return "; ".join(filter(None, [f"{', '.join(busy)} {'is' if len(busy) == 1 else 'are'} busy", small])) if busy else ""
 
 
 def _sentence(problem: Error) -> str:

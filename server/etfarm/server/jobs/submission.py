@@ -22,7 +22,7 @@ from etfarm.v1 import common_pb2, job_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import digest as digests
 from etfarm.wire import recipes, selectors, stages
-from etfarm.wire.cores import CoresUnknown, choose_cpus
+from etfarm.wire.cores import CoresUnknown, choose_cpus, require_cpus
 from etfarm.wire.errors import UserError
 from etfarm.wire.recipes import Recipe
 
@@ -255,6 +255,8 @@ class Submission:
                 matches = schedule.matching(selectors.parse(choice.selector), choice.selector, devices)
                 matching[choice.selector] = matches
                 _require_cores(spec.measurement.cores, matches)
+                for threads in spec.threads:
+                    require_cpus(matches, threads, spec.measurement.cores)
             choices += [(index, f"id={device.id}") for device in matches] if choice.all else [(index, choice.selector)]
             if len(choices) > MAX_CELLS:
                 raise _too_many_cells()

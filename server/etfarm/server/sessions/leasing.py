@@ -81,6 +81,8 @@ class Leasing:
             avoid=avoid,
             unfit=unfit,
             project=session.project,
+            threads=session.request.threads,
+            cores=session.request.cores,
         )
         device, attempt_id = await self._attempts.place(waiting, on_progress, on_wait)
         return Lease(attempt_id, device)

@@ -230,6 +230,7 @@ class Sessions:
         program = request.program
         await self._store.require([program.pte.digest, *(artifact.digest for artifact in program.data.values())], project)
         schedule.matching(selector, request.selector, schedule.open_to(project, self._registry.devices()))
+        self._requirements.require_cpus(selector, request.threads, request.cores, project)
         return selector
 
     async def _facts(self, request: session_pb2.OpenSessionRequest, owner: str, project: str) -> list[compile_pb2.MethodFacts]:

@@ -171,3 +171,22 @@ def test_a_device_of_other_projects_does_not_exist_for_a_cell() -> None:
     both = device("c", projects=["audio", "vision"])
     assert schedule.schedule([waiting], [theirs, both]) == [Assignment("c", "c")]
     assert schedule.open_to("vision", [theirs, both, device("b")]) == [both, device("b")]
+
+
+def test_a_device_with_fewer_cpus_than_threads_gets_no_cell_and_is_named_to_who_waits() -> None:
+    small, large = device("small", cores=2), device("large", BUSY, cores=8)
+    waiting = Waiting("c", selectors.parse(""), 0, (0, 0), threads=4)
+    assert schedule.schedule([waiting], [small, large]) == []
+    assert schedule.why_waiting(waiting, [small, large], {"large": "x"}) == (
+        "large is busy; too few cpus for 4 threads: small has 2"
+    )
+    assert schedule.why_waiting(waiting, [small], {}) == "too few cpus for 4 threads: small has 2"
+    assert schedule.schedule([waiting], [small, device("large", cores=8)]) == [Assignment("c", "large")]
+    assert schedule.schedule([Waiting("c", selectors.parse(""), 0, (0, 0), threads=2)], [small]) == [Assignment("c", "small")]
+    assert schedule.schedule([waiting], [device("unknown")]) == [Assignment("c", "unknown")], "its cpus are not known"
+
+
+def test_cells_with_other_threads_are_considered_separately() -> None:
+    known = [device("a", cores=2), device("b", cores=8)]
+    waiting = [Waiting(f"c{threads}", selectors.parse(""), 0, (0, threads), threads=threads) for threads in (1, 8)]
+    assert schedule.schedule(waiting, known) == [Assignment("c1", "a"), Assignment("c8", "b")]

@@ -57,6 +57,27 @@ async def test_a_cell_that_does_not_compile_fails_with_the_reason_and_a_report(w
     assert cell.report_id == report.id
 
 
+async def test_a_cell_with_more_threads_than_its_devices_have_cpus_fails_and_another_waits_for_one_that_has_them(
+    world: World,
+) -> None:
+    small = Agent(world, "small")
+    small.device.cores = 2
+    await small.connect()
+    job = await world.submit(threads=4)
+    states, (report,) = await world.end(job)
+    assert states == ["COMPILING", "WAITING_FOR_DEVICE", "FAILED"]
+    assert report.error.reason == "TOO_MANY_THREADS"
+    assert report.error.message == "4 threads are more than the 2 cpus of small."
+    large = Agent(world, "large")
+    large.device.cores = 4
+    await large.connect()
+    job = await world.submit(threads=4)
+    run = await large.started()
+    assert (run.device_id, run.candidates[0].threads) == ("large", 4)
+    large.answer(run)
+    await world.end(job)
+
+
 @pytest.mark.parametrize("cached", [False, True])
 async def test_a_compilation_that_failed_leaves_its_stages_in_the_report_and_says_when_it_was_known(
     world: World, cached: bool

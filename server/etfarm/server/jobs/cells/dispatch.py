@@ -61,6 +61,8 @@ class Dispatch:
             avoid=frozenset(attempt.device_id for run in cell_runs for attempt in run.cell.attempts),
             unfit=self._requirements.find_unfit_for_all(selector, cell_runs),
             project=job.project,
+            threads=first.threads,
+            cores=job.spec.measurement.cores,
         )
         listener = self._listener(job, [run.cell.id for run in cell_runs], on_progress, on_line)
         device, attempt_id = await self._attempts.place(waiting, listener, on_wait)

@@ -101,7 +101,7 @@ class Placement:
         fitting = schedule.Fitting(devices)
         reasons: dict[object, str] = {}
         for request in requests.values():
-            key = (request.waiting.selector, request.waiting.unfit)
+            key = request.waiting.kind
             if key not in reasons:
                 reasons[key] = schedule.why_waiting(request.waiting, fitting, busy)
             why = reasons[key]

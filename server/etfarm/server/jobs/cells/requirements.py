@@ -18,6 +18,7 @@ from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import compile_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import selectors, tensors
+from etfarm.wire.cores import TooManyThreads, has_cpus, require_cpus
 from etfarm.wire.errors import EtfarmError, UserError
 
 
@@ -72,10 +73,28 @@ class Requirements:
         unsupported: dict[str, EtfarmError] = {}
         for run in cell_runs:
             try:
-                self.find_unfit(selectors.parse(run.cell.selector), run.facts, run.job.project)
-            except DeviceLacks as error:
+                selector = selectors.parse(run.cell.selector)
+                self.require_cpus(selector, run.cell.threads, run.job.spec.measurement.cores, run.job.project)
+                self.find_unfit(selector, run.facts, run.job.project)
+            except (DeviceLacks, TooManyThreads) as error:
                 unsupported[run.cell.id] = error
         return unsupported
+
+    def require_cpus(self, selector: selectors.Selector, threads: int, cores: str, project: str) -> None:
+        """Check that a matching device has a cpu for each thread; passes if no device matches.
+
+        Args:
+            selector: the selector of a cell or session.
+            threads: number of threads; 0 for the device's default.
+            cores: Measurement.cores.
+            project: devices that are restricted to other projects are ignored.
+
+        Raises:
+            TooManyThreads: each matching device has fewer cpus.
+        """
+        if threads > 1:
+            matching = [device for device in open_to(project, self._registry.devices()) if selector.matches(device)]
+            require_cpus(matching, threads, cores)
 
     def find_unfit_for_all(self, selector: selectors.Selector, cell_runs: Sequence[CellRun]) -> frozenset[str]:
         """Return the scopes, as `find_unfit` does, of devices that cannot run the programs of all cells.
@@ -85,7 +104,12 @@ class Requirements:
         """
         project = cell_runs[0].job.project
         unfit = frozenset[str]().union(*(self.find_unfit(selector, run.facts, project) for run in cell_runs))
-        matching = [device for device in open_to(project, self._registry.devices()) if selector.matches(device)]
+        threads, cores = cell_runs[0].cell.threads, cell_runs[0].job.spec.measurement.cores
+        matching = [
+            device
+            for device in open_to(project, self._registry.devices())
+            if selector.matches(device) and has_cpus(device, threads, cores)
+        ]
         if matching and all(not unfit.isdisjoint(scopes_of(device)) for device in matching):
             raise DeviceLacks(
                 "No device that matches can run all of the candidates, though each runs somewhere.",
