@@ -374,7 +374,7 @@ async def prepare(address: str, folder: Path) -> None:
             assert state == job_pb2.JobState.JOB_STATE_SUCCEEDED, state
     async with channel(address, "rack") as opened:
         stream = agent_pb2_grpc.AgentServiceStub(opened).Connect()
-        known = device_pb2.Device(id=DEVICE, name=DEVICE, arch="aarch64", cores=4)
+        known = device_pb2.Device(id=DEVICE, name=DEVICE, arch="aarch64", cores=CELLS)
         hello = agent_pb2.Hello(agent_id=AGENT, protocol_version=PROTOCOL_VERSION, devices=[known])
         await stream.write(agent_pb2.AgentMessage(hello=hello))
         await stream.read()

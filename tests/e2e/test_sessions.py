@@ -293,7 +293,10 @@ def test_a_model_is_compiled_first_and_has_named_inputs(farm: FarmProcess) -> No
             return left - right
 
     a, b = torch.rand(3), torch.rand(3)
-    with farm.client() as client, client.session(Subtract().eval(), recipe="portable", example_inputs=(a, b)) as session:
+    slow: list[str] = []
+    options = {"recipe": "portable", "example_inputs": (a, b), "on_status": slow.append}
+    with farm.client() as client, client.session(Subtract().eval(), **options) as session:
+        assert slow == ["Exporting Subtract.", "Compiling Subtract.", "Waiting for a device."]
         for outputs in (session.run("forward", right=b, left=a), session.run("forward", a, right=b)):
             np.testing.assert_allclose(outputs, (a - b).numpy())
         with pytest.raises(EtfarmError, match="left, right"):

@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -53,10 +54,10 @@ class World:
     def client(self, role: str = "user") -> Farm:
         return Farm(self.farm.address, token=TOKENS[role])
 
-    def refused(self, *arguments: str, role: str = "user") -> tuple[int, str]:
-        """The exit code and reason of a `bench` of the model."""
+    def refused(self, *arguments: str, role: str = "user", command: str = "bench") -> tuple[int, str]:
+        """The exit code and reason of a command with the model."""
         environment = {"ETFARM_SERVER": self.farm.address, "ETFARM_TOKEN": TOKENS[role]}
-        done = etfarm("bench", self.model, *arguments, "--json", "-", cwd=self.folder, environment=environment)
+        done = etfarm(command, self.model, *arguments, "--json", "-", cwd=self.folder, environment=environment)
         return done.returncode, str(json.loads(done.stdout)["error"]["reason"])
 
 
@@ -82,6 +83,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     [
         ({"devices": "name=nowhere"}, "NO_SUCH_DEVICE"),
         ({"cores": "4000"}, "CORES_UNKNOWN"),
+        ({"threads": 1024}, "TOO_MANY_THREADS"),
         ({"recipes": "acme.int8"}, "UNKNOWN_RECIPE"),
         ({"recipes": "coreai_fp16"}, "RECIPE_UNAVAILABLE"),
         ({"timeout_s": -1.0}, "BAD_JOB"),
@@ -95,6 +97,35 @@ def test_what_the_server_knows_is_refused_before_the_factory_is_called(
         farm.bench(world.model, **keywords)  # type: ignore[arg-type]
     assert refused.value.reason == reason
     assert world.touched() == set()
+
+
+@pytest.mark.parametrize(
+    ("keywords", "reason"),
+    [
+        ({"device": "name=nowhere"}, "NO_SUCH_DEVICE"),
+        ({"cores": "4000"}, "CORES_UNKNOWN"),
+        ({"threads": 1024}, "TOO_MANY_THREADS"),
+        ({"recipe": "coreai_fp16"}, "RECIPE_UNAVAILABLE"),
+    ],
+)
+def test_a_session_and_a_data_set_are_refused_before_the_factory_is_called(
+    world: World, keywords: dict[str, Any], reason: str
+) -> None:
+    with world.client() as farm:
+        with pytest.raises(EtfarmError) as refused, farm.session(world.model, **keywords):
+            pass
+        assert refused.value.reason == reason
+        with pytest.raises(EtfarmError) as refused:
+            list(farm.run_dataset(world.model, [np.zeros((1, 4), np.float32)], **keywords))
+        assert refused.value.reason == reason
+    assert world.touched() == set()
+
+
+def test_a_session_with_a_method_that_the_model_lacks_exports_nothing(world: World) -> None:
+    with world.client() as farm, pytest.raises(EtfarmError) as refused, farm.session(world.model, method="decode"):
+        pass
+    assert refused.value.reason == "METHOD_MISSING"
+    assert world.touched() == {"called"}
 
 
 def test_a_viewer_may_not_submit_and_exports_nothing(world: World) -> None:
@@ -118,6 +149,25 @@ def test_a_command_is_refused_before_the_export(
     world: World, arguments: tuple[str, ...], code: int, reason: str, touched: set[str]
 ) -> None:
     assert world.refused(*arguments) == (code, reason)
+    assert world.touched() == touched
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason", "touched"),
+    [
+        (("--device", "name=nowhere"), "NO_SUCH_DEVICE", set()),
+        (("--threads", "1024"), "TOO_MANY_THREADS", set()),
+        (("--devices", "2"), "TOO_FEW_DEVICES", set()),
+        (("--method", "decode"), "METHOD_MISSING", {"called"}),
+    ],
+)
+def test_a_run_of_a_data_set_is_refused_before_the_export(
+    world: World, arguments: tuple[str, ...], reason: str, touched: set[str]
+) -> None:
+    samples = world.folder / "samples"
+    samples.mkdir(exist_ok=True)
+    np.savez(samples / "0.npz", image=np.zeros((1, 4), np.float32))
+    assert world.refused("--inputs", str(samples), *arguments, command="run") == (2, reason)
     assert world.touched() == touched
 
 

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etfarm.client.aio.connected import AsyncConnected
-from etfarm.client.submit.bench_options import BenchOptions, chosen_recipes, device_choices, only_recipe, takes_keywords_of
-from etfarm.client.submit.options import one_spelling, to_list
-from etfarm.client.submit.recipes import read_recipe
+from etfarm.client.submit.bench_options import BenchOptions
+from etfarm.client.submit.compile_options import CompileOptions
+from etfarm.client.submit.options import device_choices, one_spelling, takes_keywords_of, to_list
+from etfarm.client.submit.recipes import only_recipe, read_recipe
+from etfarm.client.submit.run_options import RunOptions
 from etfarm.client.transport import transfers
 from etfarm.client.transport.daemon_thread import in_thread
 from etfarm.v1 import job_pb2, session_pb2
@@ -25,10 +27,8 @@ if TYPE_CHECKING:
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.sessions.program import SharedModel
     from etfarm.client.sessions.session import AsyncSession, Line, TextCallback
-    from etfarm.client.submit.bench_options import Recipes
-    from etfarm.client.submit.calibration import Calibration
-    from etfarm.client.submit.inputs import Inputs
     from etfarm.client.submit.preparation import ExampleInputs, Model
+    from etfarm.client.submit.recipes import Recipes
     from etfarm.client.submit.submission import Submission, SubmissionRequest
 
 GIVE_UP_S = 5.0
@@ -102,22 +102,8 @@ class AsyncSubmissions(AsyncConnected):
         job = AsyncJob(stubs, await stubs.jobs.Get(job_pb2.GetJobRequest(job_id=job_id)))
         return await self._submit_spec(Submission(job._spec_of(cell)))
 
-    async def compile(
-        self,
-        model: Model | Sequence[Model],
-        recipes: Recipes | None = None,
-        *,
-        recipe: Recipes | None = None,
-        example_inputs: ExampleInputs | None = None,
-        calibration: Calibration | None = None,
-        batched: bool = False,
-        name: str = "",
-        labels: Mapping[str, str] | None = None,
-        no_cache: bool = False,
-        stop_after: str = "",
-        on_upload: transfers.Moved | None = None,
-        on_status: Callable[[str], None] | None = None,
-    ) -> AsyncJob:
+    @takes_keywords_of(CompileOptions)
+    async def compile(self, model: Model | Sequence[Model], options: CompileOptions) -> AsyncJob:
         """Submit a compilation; `AsyncJob.save_program` downloads the result.
 
         Args:
@@ -125,60 +111,53 @@ class AsyncSubmissions(AsyncConnected):
                 job produces a program when empty.
             on_status: called with one sentence about slow work before the job runs, such as an export.
             model, recipes, recipe, example_inputs, calibration, batched: as in `bench`.
+            options: all other options of `etfarm.client.submit.compile_options.CompileOptions`.
 
         Raises:
             EtfarmError: a model or recipe is wrong, or the server refuses the job.
         """
+        return await self.submit_compile(model, options)
+
+    async def submit_compile(self, model: Model | Sequence[Model], options: CompileOptions) -> AsyncJob:
+        """Submit a compilation with one options object; otherwise the same as `compile`."""
         from etfarm.client.submit.submission import SubmissionRequest
         from etfarm.wire.stages import check_stop_after
 
-        spec = job_pb2.JobSpec(name=name, labels=labels, no_cache=no_cache, stop_after=stop_after)
-        parsed = [read_recipe(each) for each in chosen_recipes(recipe, recipes)]
-        if stop_after:
+        parsed = [read_recipe(each) for each in options.chosen_recipes]
+        if options.stop_after:
             for each in parsed:
-                check_stop_after(each, stop_after)
-        request = SubmissionRequest(model, parsed, example_inputs, calibration, batched)
-        return await self._submit(spec, request, on_upload, on_status)
+                check_stop_after(each, options.stop_after)
+        request = SubmissionRequest(model, parsed, options.example_inputs, options.calibration, options.batched)
+        return await self._submit(options.job_spec(), request, options.on_upload, options.on_status)
 
-    async def run(
-        self,
-        model: Model,
-        recipes: Recipes | None = None,
-        device: str | None = None,
-        *,
-        recipe: Recipes | None = None,
-        devices: str | None = None,
-        example_inputs: ExampleInputs | None = None,
-        calibration: Calibration | None = None,
-        batched: bool = False,
-        data: Sequence[str | Path] = (),
-        inputs: Inputs | None = None,
-        methods: str | Sequence[str] | None = None,
-        method: str | Sequence[str] | None = None,
-        threads: int | None = None,
-        name: str = "",
-        timeout_s: float | None = None,
-        on_upload: transfers.Moved | None = None,
-        on_status: Callable[[str], None] | None = None,
-    ) -> AsyncJob:
+    @takes_keywords_of(RunOptions)
+    async def run(self, model: Model, options: RunOptions) -> AsyncJob:
         """Submit one run without a measurement; `AsyncJob.outputs` downloads the program's outputs.
 
-        The arguments are the same as for `bench`.
+        Args:
+            device: a selector; the run takes one matching device. `devices` is the same.
+            model, recipes, recipe, example_inputs, calibration, batched, data, inputs: as in `bench`.
+            options: all other options of `etfarm.client.submit.run_options.RunOptions`.
 
         Raises:
             EtfarmError: the model, selector or inputs are wrong, or the server refuses the job.
         """
+        return await self.submit_run(model, options)
+
+    async def submit_run(self, model: Model, options: RunOptions) -> AsyncJob:
+        """Submit one run with one options object; otherwise the same as `run`."""
         from etfarm.client.submit.submission import SubmissionRequest
 
-        spec = job_pb2.JobSpec(
-            name=name,
-            devices=device_choices(one_spelling("device", device, "devices", devices, ""), all_devices=False),
-            methods=to_list(one_spelling("method", method, "methods", methods, ())),
-            threads=[] if threads is None else [threads],
-            timeout_s=timeout_s,
+        request = SubmissionRequest(
+            model,
+            options.chosen_recipes,
+            options.example_inputs,
+            options.calibration,
+            options.batched,
+            options.data,
+            options.inputs,
         )
-        request = SubmissionRequest(model, chosen_recipes(recipe, recipes), example_inputs, calibration, batched, data, inputs)
-        return await self._submit(spec, request, on_upload, on_status)
+        return await self._submit(options.job_spec(), request, options.on_upload, options.on_status)
 
     def session(
         self,
@@ -198,6 +177,7 @@ class AsyncSubmissions(AsyncConnected):
         on_wait: TextCallback | None = None,
         on_log: TextCallback | None = None,
         on_upload: transfers.Moved | None = None,
+        on_status: TextCallback | None = None,
     ) -> AsyncSession:
         """Return a session: a device used by this program alone, with `program` loaded.
 
@@ -211,7 +191,7 @@ class AsyncSubmissions(AsyncConnected):
             idle_timeout_s: seconds without a call after which the session ends; 600 when None.
             on_wait: called with what the session waits for, whenever that changes.
             on_log: called with each line that the runner prints.
-            example_inputs, data, threads, cores, priority: as in `bench`.
+            example_inputs, data, threads, cores, priority, on_upload, on_status: as in `bench`.
 
         Raises:
             UserError: `device` is not a selector. Entering the session raises the errors of SessionService.Open and of
@@ -229,13 +209,23 @@ class AsyncSubmissions(AsyncConnected):
             idle_timeout_s=idle_timeout_s,
             priority=priority,
         )
+        # What the server checks of a job before its model is exported.
+        spec = job_pb2.JobSpec(
+            devices=device_choices(device, all_devices=False),
+            methods=request.methods,
+            threads=[] if threads is None else [threads],
+            measurement=job_pb2.Measurement(cores=cores) if cores else None,
+            priority=priority,
+        )
         served: ServedModel | SharedModel
         chosen = only_recipe(recipe, recipes)
         served = program if isinstance(program, SharedModel) else ServedModel(program, chosen, example_inputs, data)
 
         async def connect(_: AsyncExitStack) -> Line:
             stubs = self._open
-            program_message, names = await served.on_farm(stubs, self.compile, on_upload=on_upload)
+            program_message, names = await served.on_farm(stubs, spec, self.compile, on_upload=on_upload, on_status=on_status)
+            if on_status is not None:
+                on_status("Waiting for a device.")
             request.program.CopyFrom(program_message)
             return Line(stubs.server, stubs.sessions, stubs.artifacts, request, names)
 

@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etfarm.client.client.jobs import Job
 from etfarm.client.client.sessions import Session
-from etfarm.client.submit.bench_options import BenchOptions, takes_keywords_of
+from etfarm.client.submit.bench_options import BenchOptions
+from etfarm.client.submit.compile_options import CompileOptions
+from etfarm.client.submit.options import takes_keywords_of
+from etfarm.client.submit.run_options import RunOptions
 from etfarm.client.transport.blocking import Blocking
 
 if TYPE_CHECKING:
     from etfarm.client.aio.submissions import AsyncSubmissions
     from etfarm.client.sessions.program import SharedModel
     from etfarm.client.sessions.session import TextCallback
-    from etfarm.client.submit.bench_options import Recipes
-    from etfarm.client.submit.calibration import Calibration
-    from etfarm.client.submit.inputs import Inputs
     from etfarm.client.submit.preparation import ExampleInputs, Model
+    from etfarm.client.submit.recipes import Recipes
     from etfarm.client.transport import transfers
 
 
@@ -75,22 +76,8 @@ class Submissions(Blocking):
         """
         return Job(self._run(self._async.measure_again(job_id, cell)), self._running)
 
-    def compile(
-        self,
-        model: Model | Sequence[Model],
-        recipes: Recipes | None = None,
-        *,
-        recipe: Recipes | None = None,
-        example_inputs: ExampleInputs | None = None,
-        calibration: Calibration | None = None,
-        batched: bool = False,
-        name: str = "",
-        labels: Mapping[str, str] | None = None,
-        no_cache: bool = False,
-        stop_after: str = "",
-        on_upload: transfers.Moved | None = None,
-        on_status: Callable[[str], None] | None = None,
-    ) -> Job:
+    @takes_keywords_of(CompileOptions)
+    def compile(self, model: Model | Sequence[Model], options: CompileOptions) -> Job:
         """Submit a compilation; `Job.save_program` downloads the result.
 
         Args:
@@ -98,82 +85,34 @@ class Submissions(Blocking):
                 job produces a program when empty.
             on_status: called with one sentence about slow work before the job runs, such as an export.
             model, recipes, recipe, example_inputs, calibration, batched: as in `bench`.
+            options: all other options of `etfarm.client.submit.compile_options.CompileOptions`.
 
         Raises:
             EtfarmError: a model or recipe is wrong, or the server refuses the job.
         """
-        return Job(
-            self._run(
-                self._async.compile(
-                    model,
-                    recipes,
-                    recipe=recipe,
-                    example_inputs=example_inputs,
-                    calibration=calibration,
-                    batched=batched,
-                    name=name,
-                    labels=labels,
-                    no_cache=no_cache,
-                    stop_after=stop_after,
-                    on_upload=on_upload,
-                    on_status=on_status,
-                )
-            ),
-            self._running,
-        )
+        return self.submit_compile(model, options)
 
-    def run(
-        self,
-        model: Model,
-        recipes: Recipes | None = None,
-        device: str | None = None,
-        *,
-        recipe: Recipes | None = None,
-        devices: str | None = None,
-        example_inputs: ExampleInputs | None = None,
-        calibration: Calibration | None = None,
-        batched: bool = False,
-        data: Sequence[str | Path] = (),
-        inputs: Inputs | None = None,
-        methods: str | Sequence[str] | None = None,
-        method: str | Sequence[str] | None = None,
-        threads: int | None = None,
-        name: str = "",
-        timeout_s: float | None = None,
-        on_upload: transfers.Moved | None = None,
-        on_status: Callable[[str], None] | None = None,
-    ) -> Job:
+    def submit_compile(self, model: Model | Sequence[Model], options: CompileOptions) -> Job:
+        """Submit a compilation with one options object; otherwise the same as `compile`."""
+        return Job(self._run(self._async.submit_compile(model, options)), self._running)
+
+    @takes_keywords_of(RunOptions)
+    def run(self, model: Model, options: RunOptions) -> Job:
         """Submit one run without a measurement; `Job.outputs` downloads the program's outputs.
 
-        The arguments are the same as for `bench`.
+        Args:
+            device: a selector; the run takes one matching device. `devices` is the same.
+            model, recipes, recipe, example_inputs, calibration, batched, data, inputs: as in `bench`.
+            options: all other options of `etfarm.client.submit.run_options.RunOptions`.
 
         Raises:
             EtfarmError: the model, selector or inputs are wrong, or the server refuses the job.
         """
-        return Job(
-            self._run(
-                self._async.run(
-                    model,
-                    recipes,
-                    device,
-                    recipe=recipe,
-                    devices=devices,
-                    example_inputs=example_inputs,
-                    calibration=calibration,
-                    batched=batched,
-                    data=data,
-                    inputs=inputs,
-                    methods=methods,
-                    method=method,
-                    threads=threads,
-                    name=name,
-                    timeout_s=timeout_s,
-                    on_upload=on_upload,
-                    on_status=on_status,
-                )
-            ),
-            self._running,
-        )
+        return self.submit_run(model, options)
+
+    def submit_run(self, model: Model, options: RunOptions) -> Job:
+        """Submit one run with one options object; otherwise the same as `run`."""
+        return Job(self._run(self._async.submit_run(model, options)), self._running)
 
     def session(
         self,
@@ -193,6 +132,7 @@ class Submissions(Blocking):
         on_wait: TextCallback | None = None,
         on_log: TextCallback | None = None,
         on_upload: transfers.Moved | None = None,
+        on_status: TextCallback | None = None,
     ) -> Session:
         """Return a session: a device used by this program alone, with `program` loaded.
 
@@ -206,7 +146,7 @@ class Submissions(Blocking):
             idle_timeout_s: seconds without a call after which the session ends; 600 when None.
             on_wait: called with what the session waits for, whenever that changes.
             on_log: called with each line that the runner prints.
-            example_inputs, data, threads, cores, priority: as in `bench`.
+            example_inputs, data, threads, cores, priority, on_upload, on_status: as in `bench`.
 
         Raises:
             UserError: `device` is not a selector. Entering the session raises the errors of SessionService.Open and of
@@ -229,6 +169,7 @@ class Submissions(Blocking):
                 on_wait=on_wait,
                 on_log=on_log,
                 on_upload=on_upload,
+                on_status=on_status,
             ),
             self._running,
         )

@@ -73,6 +73,8 @@ class Options(TypedDict, total=False):
     on_wait: TextCallback | None
     on_log: TextCallback | None
     on_upload: transfers.Moved | None
+    on_status: TextCallback | None
+    """Callback with one sentence about slow work before the samples run, such as an export."""
 
 
 @dataclass(frozen=True)

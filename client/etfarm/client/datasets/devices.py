@@ -11,8 +11,8 @@ from etfarm.client.errors import Kind, UserError
 from etfarm.client.models import Device, DeviceState
 from etfarm.client.sessions.program import ServedModel, SharedModel
 from etfarm.client.sessions.session import AsyncSession, TextCallback
-from etfarm.client.submit.bench_options import only_recipe
 from etfarm.client.submit.options import one_spelling
+from etfarm.client.submit.recipes import only_recipe
 from etfarm.wire import selectors
 
 if TYPE_CHECKING:
@@ -140,6 +140,7 @@ def dataset(
             on_wait=on_wait,
             on_log=options.get("on_log"),
             on_upload=options.get("on_upload"),
+            on_status=options.get("on_status"),
         )
 
     return Dataset(

@@ -10,17 +10,23 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etfarm.client.jobs.job import AsyncJob
-from etfarm.client.submit.preparation import ExampleInputs, Model, prepare
+from etfarm.client.submit.early_checks import check_source, is_program, require_accepted
+from etfarm.client.submit.preparation import ExampleInputs, Model, Say, prepare
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
 from etfarm.client.transport import decode, transfers
+from etfarm.client.transport.daemon_thread import in_thread
 from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import common_pb2, compile_pb2, job_pb2
 from etfarm.wire import chunks, digest
 from etfarm.wire.recipes import Recipe
 
 if TYPE_CHECKING:
+    from etfarm.client.export.source import ModelSource
     from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
+
+CompileModel = Callable[[PreparedModel, Recipe], Awaitable[AsyncJob]]
+"""Callback that submits the compilation of a model with a recipe."""
 
 
 @dataclass(frozen=True)
@@ -34,38 +40,65 @@ class ServedModel:
     data: Sequence[str | Path] = field(default=())
     """Named data files (.ptd) of a ready program."""
 
-    def prepared(self, folder: Path) -> PreparedModel:
+    def prepared(self, folder: Path, methods: Sequence[str] = (), say: Say | None = None) -> PreparedModel:
         """Return the program as bytes and files, creating files in `folder`.
 
         This blocks while a model is exported.
+
+        Args:
+            methods: methods that the model must have.
+            say: called with a sentence about slow work.
+
+        Raises:
+            EtfarmError: it is not a model, cannot be exported, or lacks a method.
         """
+
+        def before_export(name: str, source: ModelSource) -> None:
+            check_source(name, source, methods, None)
+
         return prepare(
             self.model,
             recipes=[self.recipe],
             example_inputs=self.example_inputs,
             data=self.data,
             folder=folder,
+            say=say,
+            before_export=before_export,
         )
 
     async def on_farm(
         self,
         stubs: Stubs,
-        compile_model: Callable[[PreparedModel, str | Recipe], Awaitable[AsyncJob]],
+        spec: job_pb2.JobSpec,
+        compile_model: CompileModel,
         *,
         on_upload: transfers.Moved | None,
+        on_status: Say | None,
     ) -> tuple[compile_pb2.Program, dict[str, Sequence[str]]]:
         """Put the program into the farm's store; return it with its input names by method, as far as known.
 
+        Args:
+            spec: a job with the session's requirements. The server checks it before a model is exported.
+            compile_model: submits a compilation.
+            on_upload: called with the number of bytes sent and their total.
+            on_status: called with one sentence about slow work.
+
         Raises:
-            EtfarmError: it is not a model, or its compilation fails; this is the compilation's error.
+            EtfarmError: the server would refuse the job, it is not a model, or its compilation fails; this is the compilation's
+                error.
         """
-        served = replace(self, recipe=read_recipe(self.recipe))
+        recipe = read_recipe(self.recipe)
+        served = replace(self, recipe=recipe)
+        if not is_program(self.model):
+            await require_accepted(stubs, spec, [self.model], [recipe])
         with tempfile.TemporaryDirectory(prefix="etfarm-session-", ignore_cleanup_errors=True) as folder:
-            model = await asyncio.to_thread(served.prepared, Path(folder))
+            model = await in_thread(lambda: served.prepared(Path(folder), spec.methods, on_status))
             if model.program is not None:
                 sent = await send_program(stubs.artifacts, model, server=stubs.server, on_upload=on_upload)
                 return sent, dict(model.input_names)
-            job = await compile_model(model, served.recipe)
+            job = await compile_model(model, recipe)
+        if on_status is not None:
+            on_status(f"Compiling {model.name}.")
         try:
             await job.wait()
         except asyncio.CancelledError:
@@ -89,16 +122,18 @@ class SharedModel:
     async def on_farm(
         self,
         stubs: Stubs,
-        compile_model: Callable[[PreparedModel, str | Recipe], Awaitable[AsyncJob]],
+        spec: job_pb2.JobSpec,
+        compile_model: CompileModel,
         *,
         on_upload: transfers.Moved | None,
+        on_status: Say | None,
     ) -> tuple[compile_pb2.Program, dict[str, Sequence[str]]]:
         """See `ServedModel.on_farm`.
 
         A caller that is cancelled while it waits does not affect the others.
         """
         if self._making is None:
-            making = self._served.on_farm(stubs, compile_model, on_upload=on_upload)
+            making = self._served.on_farm(stubs, spec, compile_model, on_upload=on_upload, on_status=on_status)
             self._making = asyncio.create_task(making, name="program for several sessions")
         return await asyncio.shield(self._making)
 

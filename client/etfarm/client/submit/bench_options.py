@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
+from typing import TYPE_CHECKING
 
-from etfarm.client.submit.options import BadOption, one_spelling, require_some, to_list
-from etfarm.client.submit.recipes import DEFAULT_RECIPE
+from etfarm.client.submit.options import device_choices, one_spelling, to_list
+from etfarm.client.submit.recipes import chosen_recipes
 from etfarm.v1 import job_pb2
 
 if TYPE_CHECKING:
     from etfarm.client.submit.calibration import Calibration
     from etfarm.client.submit.inputs import Inputs
     from etfarm.client.submit.preparation import ExampleInputs
+    from etfarm.client.submit.recipes import Recipes
     from etfarm.client.transport import transfers
     from etfarm.wire.recipes import Recipe
-
-    Recipes = str | Recipe | Sequence[str | Recipe]
 
 
 @dataclass(frozen=True)
@@ -127,70 +124,3 @@ class BenchOptions:
             timeout_s=self.timeout_s,
             no_cache=self.no_cache,
         )
-
-
-def chosen_recipes(recipe: Recipes | None, recipes: Recipes | None) -> list[str | Recipe]:
-    """Return the recipes of the keywords `recipe` and `recipes` as a list; the default recipe if neither is set.
-
-    Raises:
-        BadOption: both are set, or there is no recipe.
-    """
-    chosen = one_spelling("recipe", recipe, "recipes", recipes, DEFAULT_RECIPE)
-    listed = list(chosen) if isinstance(chosen, list | tuple) else [chosen]
-    require_some("recipes", listed, repr(DEFAULT_RECIPE))
-    return listed  # type: ignore[return-value]  # mypy: a Sequence that is neither list nor tuple is no list of recipes
-
-
-def only_recipe(recipe: Recipes | None, recipes: Recipes | None) -> str | Recipe:
-    """Return the recipe of the keywords `recipe` and `recipes` of a call that takes a single one.
-
-    Raises:
-        BadOption: as `chosen_recipes`, or there are several.
-    """
-    listed = chosen_recipes(recipe, recipes)
-    if len(listed) > 1:
-        raise BadOption(f"`recipe` must be one recipe, got {len(listed)}.", "Make one call for each.", option="recipe")
-    return listed[0]
-
-
-def device_choices(devices: str | Iterable[str], *, all_devices: bool) -> list[job_pb2.DeviceChoice]:
-    """Return the device choices of one or several selectors; without a selector, the choice of any device."""
-    return [job_pb2.DeviceChoice(selector=selector, all=all_devices) for selector in to_list(devices) or [""]]
-
-
-FarmT = TypeVar("FarmT")
-ModelT = TypeVar("ModelT")
-OptionsT = TypeVar("OptionsT")
-ResultT = TypeVar("ResultT")
-P = ParamSpec("P")
-
-
-def takes_keywords_of(
-    options_type: Callable[P, OptionsT],
-) -> Callable[[Callable[[FarmT, ModelT, OptionsT], ResultT]], Callable[Concatenate[FarmT, ModelT, P], ResultT]]:
-    """Return a decorator that replaces a method's options object by the keywords of `options_type`.
-
-    Type checkers and `help` show the keywords, so that they are written down once, as the fields of a frozen dataclass.
-    """
-
-    def decorate(method: Callable[[FarmT, ModelT, OptionsT], ResultT]) -> Callable[Concatenate[FarmT, ModelT, P], ResultT]:
-        @functools.wraps(method)
-        def call(self: FarmT, model: ModelT, *args: P.args, **kwargs: P.kwargs) -> ResultT:
-            try:
-                signature.bind(self, model, *args, **kwargs)
-            except TypeError as error:
-                raise TypeError(f"{method.__name__}() {error}") from None
-            return method(self, model, options_type(*args, **kwargs))
-
-        signature = _signature(method, options_type)
-        call.__signature__ = signature  # type: ignore[attr-defined]
-        return call  # type: ignore[return-value]  # mypy: a Concatenate has no parameter names
-
-    return decorate
-
-
-def _signature(method: Callable[..., Any], options_type: Callable[..., Any]) -> inspect.Signature:
-    """Return the signature of `method` with the parameters of `options_type` in place of its last one."""
-    signature = inspect.signature(method)
-    own = list(signature.parameters.values())[:-1]
-    return signature.replace(parameters=[*own, *inspect.signature(options_type).parameters.values()])

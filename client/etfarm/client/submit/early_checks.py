@@ -42,10 +42,10 @@ async def require_accepted(stubs: Stubs, spec: job_pb2.JobSpec, models: Sequence
     """
     request = job_pb2.SubmitJobRequest(request_id=str(uuid.uuid4()), spec=spec, validate_only=True)
     for model in models:
-        name, is_program = _describe(resolve(str(model)) if isinstance(model, str | Path) else model)
-        for recipe in recipes[:1] if is_program else recipes:
-            candidate = request.spec.candidates.add(name=name)
-            if not is_program:
+        is_ready = is_program(model)
+        for recipe in recipes[:1] if is_ready else recipes:
+            candidate = request.spec.candidates.add(name=_name_of(model))
+            if not is_ready:
                 candidate.recipe, candidate.recipe_label = recipe.json, recipe.label
     try:
         await stubs.jobs.Submit(request)
@@ -105,10 +105,16 @@ def _require_arguments(method: str, forward: Any, values: Mapping[str, object]) 
             )  # fmt: skip
 
 
-def _describe(model: Any) -> tuple[str, bool]:
-    """Return the name of a model for messages, and whether it is a ready program."""
+def is_program(model: Any) -> bool:
+    """Return whether a model, as callers pass it, is a ready program."""
     if isinstance(model, PreparedModel):
-        return model.name, model.program is not None
-    if isinstance(model, ModelSpec):
-        return model.label, isinstance(model, PteFile)
-    return type(model).__name__, False
+        return model.program is not None
+    return isinstance(resolve(str(model)) if isinstance(model, str | Path) else model, PteFile)
+
+
+def _name_of(model: Any) -> str:
+    """Return the name of a model for messages."""
+    if isinstance(model, PreparedModel):
+        return model.name
+    known = resolve(str(model)) if isinstance(model, str | Path) else model
+    return known.label if isinstance(known, ModelSpec) else type(model).__name__

@@ -1,11 +1,14 @@
-"""Checks of the options that library calls take."""
+"""Checks of the options that library calls take, and calls whose keywords are the fields of an options object."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+import functools
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from etfarm.client.errors import UserError
+from etfarm.v1 import job_pb2
 
 ItemT = TypeVar("ItemT", str, int)
 
@@ -55,3 +58,46 @@ def to_list(one_or_more: ItemT | Iterable[ItemT]) -> list[ItemT]:
     if isinstance(one_or_more, str) or not isinstance(one_or_more, Iterable):
         return [one_or_more]
     return list(one_or_more)
+
+
+def device_choices(devices: str | Iterable[str], *, all_devices: bool) -> list[job_pb2.DeviceChoice]:
+    """Return the device choices of one or several selectors; without a selector, the choice of any device."""
+    return [job_pb2.DeviceChoice(selector=selector, all=all_devices) for selector in to_list(devices) or [""]]
+
+
+FarmT = TypeVar("FarmT")
+ModelT = TypeVar("ModelT")
+OptionsT = TypeVar("OptionsT")
+ResultT = TypeVar("ResultT")
+P = ParamSpec("P")
+
+
+def takes_keywords_of(
+    options_type: Callable[P, OptionsT],
+) -> Callable[[Callable[[FarmT, ModelT, OptionsT], ResultT]], Callable[Concatenate[FarmT, ModelT, P], ResultT]]:
+    """Return a decorator that replaces a method's options object by the keywords of `options_type`.
+
+    Type checkers and `help` show the keywords, so that they are written down once, as the fields of a frozen dataclass.
+    """
+
+    def decorate(method: Callable[[FarmT, ModelT, OptionsT], ResultT]) -> Callable[Concatenate[FarmT, ModelT, P], ResultT]:
+        @functools.wraps(method)
+        def call(self: FarmT, model: ModelT, *args: P.args, **kwargs: P.kwargs) -> ResultT:
+            try:
+                signature.bind(self, model, *args, **kwargs)
+            except TypeError as error:
+                raise TypeError(f"{method.__name__}() {error}") from None
+            return method(self, model, options_type(*args, **kwargs))
+
+        signature = _signature(method, options_type)
+        call.__signature__ = signature  # type: ignore[attr-defined]
+        return call  # type: ignore[return-value]  # mypy: a Concatenate has no parameter names
+
+    return decorate
+
+
+def _signature(method: Callable[..., Any], options_type: Callable[..., Any]) -> inspect.Signature:
+    """Return the signature of `method` with the parameters of `options_type` in place of its last one."""
+    signature = inspect.signature(method)
+    own = list(signature.parameters.values())[:-1]
+    return signature.replace(parameters=[*own, *inspect.signature(options_type).parameters.values()])

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etfarm.client.errors import UserError
+from etfarm.client.submit.options import BadOption, one_spelling, require_some
 from etfarm.wire.errors import error_of
 
 if TYPE_CHECKING:
     from etfarm.wire.recipes import Recipe
+
+    Recipes = str | Recipe | Sequence[str | Recipe]
 
 DEFAULT_RECIPE = "xnnpack_fp32"
 
@@ -50,3 +54,27 @@ def reads_values(recipe: Recipe) -> bool:
     if recipe.quantization is recipes.Quantization.PT2E_DYNAMIC:
         return False
     return "QUANTIZE" in recipe.stages or bool(recipe.plugins)
+
+
+def chosen_recipes(recipe: Recipes | None, recipes: Recipes | None) -> list[str | Recipe]:
+    """Return the recipes of the keywords `recipe` and `recipes` as a list; the default recipe if neither is set.
+
+    Raises:
+        BadOption: both are set, or there is no recipe.
+    """
+    chosen = one_spelling("recipe", recipe, "recipes", recipes, DEFAULT_RECIPE)
+    listed = list(chosen) if isinstance(chosen, list | tuple) else [chosen]
+    require_some("recipes", listed, repr(DEFAULT_RECIPE))
+    return listed  # type: ignore[return-value]  # mypy: a Sequence that is neither list nor tuple is no list of recipes
+
+
+def only_recipe(recipe: Recipes | None, recipes: Recipes | None) -> str | Recipe:
+    """Return the recipe of the keywords `recipe` and `recipes` of a call that takes a single one.
+
+    Raises:
+        BadOption: as `chosen_recipes`, or there are several.
+    """
+    listed = chosen_recipes(recipe, recipes)
+    if len(listed) > 1:
+        raise BadOption(f"`recipe` must be one recipe, got {len(listed)}.", "Make one call for each.", option="recipe")
+    return listed[0]

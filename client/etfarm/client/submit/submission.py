@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etfarm.client.export.errors import STAGE, TRANSFORM_STAGE
-from etfarm.client.export.spec import PteFile, resolve
-from etfarm.client.submit.early_checks import check_source, require_methods
+from etfarm.client.submit.early_checks import check_source, is_program, require_methods
 from etfarm.client.submit.input_names import Named
 from etfarm.client.submit.inputs import Inputs, InputsDiffer, read_named, values_of
 from etfarm.client.submit.preparation import ExampleInputs, Say, prepare
@@ -155,7 +154,7 @@ class SubmissionRequest:
             say: called with a sentence about slow work.
         """
         methods = list(spec.methods)
-        has_program = any(_is_program(model) for model in self.models)
+        has_program = any(is_program(model) for model in self.models)
         inputs = read_named(self.inputs) if self.inputs is not None else None
         exporting = ""
 
@@ -173,7 +172,7 @@ class SubmissionRequest:
                     example_inputs=self.example_inputs,
                     calibration=self.calibration,
                     batched=self.batched,
-                    data=self.data if not has_program or _is_program(model) else (),
+                    data=self.data if not has_program or is_program(model) else (),
                     folder=folder,
                     say=say,
                     before_export=before_export,
@@ -196,13 +195,6 @@ class SubmissionRequest:
         if inputs is not None:
             submission.add_inputs(inputs, models, methods)
         return submission
-
-
-def _is_program(model: Any) -> bool:
-    """Return whether a model is a ready program, which named data files belong to."""
-    if isinstance(model, PreparedModel):
-        return model.program is not None
-    return isinstance(resolve(str(model)) if isinstance(model, str | Path) else model, PteFile)
 
 
 def several(one_or_more: Any) -> list[Any]:

@@ -1,4 +1,4 @@
-"""The options of a benchmark: the client's keywords are the fields of one frozen object."""
+"""The options of benchmarks, compilations and runs: the client's keywords are the fields of one frozen object each."""
 
 from __future__ import annotations
 
@@ -10,15 +10,43 @@ import pytest
 
 from etfarm.client import AsyncFarm, Farm, LocalSession
 from etfarm.client.submit.bench_options import BenchOptions
+from etfarm.client.submit.compile_options import CompileOptions
 from etfarm.client.submit.options import BadOption
+from etfarm.client.submit.run_options import RunOptions
 
 
 @pytest.mark.parametrize("farm", [AsyncFarm, Farm])
-def test_bench_shows_every_option_as_a_keyword(farm: type) -> None:
-    parameters = inspect.signature(farm.bench).parameters
-    assert list(parameters) == ["self", "model", *(field.name for field in fields(BenchOptions))]
+@pytest.mark.parametrize(
+    ("method", "options_type", "in_order"),
+    [
+        ("bench", BenchOptions, ["recipes", "devices"]),
+        ("compile", CompileOptions, ["recipes"]),
+        ("run", RunOptions, ["recipes", "device"]),
+    ],
+)
+def test_a_call_shows_every_option_as_a_keyword(farm: type, method: str, options_type: Any, in_order: list[str]) -> None:
+    parameters = inspect.signature(getattr(farm, method)).parameters
+    assert list(parameters) == ["self", "model", *(field.name for field in fields(options_type))]
     positional = [name for name, known in parameters.items() if known.kind is not inspect.Parameter.KEYWORD_ONLY]
-    assert positional == ["self", "model", "recipes", "devices"]
+    assert positional == ["self", "model", *in_order]
+
+
+def test_options_of_a_compilation_and_of_a_run_become_a_job() -> None:
+    compiled = CompileOptions("portable", name="n", labels={"a": "b"}, no_cache=True, stop_after="QUANTIZE").job_spec()
+    assert (compiled.name, dict(compiled.labels), compiled.no_cache, compiled.stop_after) == ("n", {"a": "b"}, True, "QUANTIZE")
+    assert not compiled.devices and not compiled.HasField("measurement"), "compile only"
+    run = RunOptions("portable", "arch=aarch64", method="encode", threads=2, timeout_s=5).job_spec()
+    assert [(choice.selector, choice.all) for choice in run.devices] == [("arch=aarch64", False)]
+    assert (list(run.methods), list(run.threads), run.timeout_s) == (["encode"], [2], 5.0)
+    assert not run.HasField("measurement") and not RunOptions().job_spec().HasField("timeout_s")
+
+
+@pytest.mark.parametrize("options_type", [CompileOptions, RunOptions])
+def test_options_of_a_compilation_and_of_a_run_do_not_change(options_type: Any) -> None:
+    with pytest.raises(FrozenInstanceError):
+        options_type().name = "other"
+    with pytest.raises(BadOption):
+        options_type(recipe="portable", recipes="portable")
 
 
 def test_an_unknown_option_is_refused() -> None:
@@ -27,9 +55,10 @@ def test_an_unknown_option_is_refused() -> None:
 
 
 @pytest.mark.parametrize("farm", [AsyncFarm, Farm])
-def test_an_unknown_option_is_refused_in_the_name_of_the_method(farm: type) -> None:
-    with pytest.raises(TypeError, match=r"^bench\(\) got an unexpected keyword argument 'iteration'$"):
-        farm().bench("demo:resnet8", iteration=3)
+@pytest.mark.parametrize("method", ["bench", "compile", "run"])
+def test_an_unknown_option_is_refused_in_the_name_of_the_method(farm: type, method: str) -> None:
+    with pytest.raises(TypeError, match=rf"^{method}\(\) got an unexpected keyword argument 'iteration'$"):
+        getattr(farm(), method)("demo:resnet8", iteration=3)
 
 
 def test_a_single_method_or_thread_count_needs_no_list() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -99,21 +100,21 @@ def compile_(
     from etfarm.client.cli.views.results import print_result
     from etfarm.client.cli.workflows import job as flow
     from etfarm.client.models import JobResult, JobState
+    from etfarm.client.submit.compile_options import CompileOptions
     from etfarm.client.submit.names_file import write_names
 
+    chosen = CompileOptions(
+        [read],
+        calibration=samples,
+        batched=batched,
+        name=name,
+        labels=labels,
+        no_cache=no_cache,
+        stop_after=stage,
+    )
+
     async def submit(farm: AsyncFarm, display: Display) -> AsyncJob:
-        return await farm.compile(
-            sources,
-            [read],
-            calibration=samples,
-            batched=batched,
-            name=name,
-            labels=labels,
-            no_cache=no_cache,
-            stop_after=stage,
-            on_upload=display.moved,
-            on_status=display.status,
-        )
+        return await farm.submit_compile(sources, replace(chosen, on_upload=display.moved, on_status=display.status))
 
     async def finish(job: AsyncJob, result: JobResult, display: Display) -> None:
         written: list[Path] = []

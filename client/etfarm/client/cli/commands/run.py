@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -113,8 +114,8 @@ def run(
         }  # fmt: skip
         score = dataset.metric_of(metric) if metric is not None else None
         wanted = dataset.Wanted(
-            source, inputs, batched, read, device, None if all_devices else devices or 1, chosen, output, score,
-            server, tls_ca, verbose,
+            source, inputs, batched, device, None if all_devices else devices or 1, chosen, output, score,
+            server, tls_ca, verbose, needs_export([source]),
         )  # fmt: skip
         return run_async(lambda: dataset.carry_out(wanted, outcome), outcome)
     if inputs is not None:
@@ -130,21 +131,21 @@ def run(
     from etfarm.client.cli.workflows import job as flow
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.models import JobResult, JobState
+    from etfarm.client.submit.run_options import RunOptions
+
+    one_run = RunOptions(
+        [read],
+        device,
+        data=data or (),
+        inputs=inputs,
+        methods=[method] if method else (),
+        threads=threads,
+        name=name,
+        timeout_s=timeout,
+    )
 
     async def submit(farm: AsyncFarm, display: Display) -> AsyncJob:
-        return await farm.run(
-            source,
-            [read],
-            device,
-            data=data or (),
-            inputs=inputs,
-            methods=[method] if method else (),
-            threads=threads,
-            name=name,
-            timeout_s=timeout,
-            on_upload=display.moved,
-            on_status=display.status,
-        )
+        return await farm.submit_run(source, replace(one_run, on_upload=display.moved, on_status=display.status))
 
     async def finish(job: AsyncJob, result: JobResult, display: Display) -> None:
         values = await job.outputs() if result.state is JobState.SUCCEEDED else []

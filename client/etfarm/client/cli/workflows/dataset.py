@@ -17,6 +17,7 @@ from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal import output
 from etfarm.client.cli.terminal.progress import Progress, open_progress
 from etfarm.client.cli.usage import Usage
+from etfarm.client.cli.workflows.job import import_torch
 from etfarm.client.datasets import devices as dataset_devices
 from etfarm.client.datasets.dataset import Dataset, Options, Result, named
 from etfarm.client.datasets.metrics import Mean, Metric, find
@@ -25,11 +26,9 @@ from etfarm.client.datasets.samples import Source, of_batch, of_folder
 from etfarm.client.errors import EtfarmError, Interrupted, Kind, UserError
 from etfarm.client.export.spec import ModelSpec
 from etfarm.client.formats import units
-from etfarm.client.submit.preparation import prepare
 from etfarm.client.submit.prepared import PreparedModel
-from etfarm.client.transport.daemon_thread import in_thread
+from etfarm.client.transport import daemon_thread
 from etfarm.wire import report
-from etfarm.wire.recipes import Recipe
 
 SHOWN_FAILURES = 20
 """Maximum number of failed samples that the terminal shows; `--json` has all."""
@@ -49,7 +48,6 @@ class Wanted:
     model: ModelSpec | PreparedModel
     inputs: Path
     batched: bool
-    recipe: Recipe
     device: str
     devices: int | None
     """Number of devices; all that match when None."""
@@ -59,6 +57,8 @@ class Wanted:
     server: str | None
     tls_ca: str | None
     verbose: bool
+    exports: bool
+    """Whether the model is eager, so that its export needs torch."""
 
 
 @dataclass
@@ -149,43 +149,33 @@ async def carry_out(wanted: Wanted, outcome: Outcome) -> int:
     ended: EtfarmError | None = None
     with open_progress(source.count) as progress:
         options = wanted.options.copy()
-        options["on_wait"], options["on_upload"] = progress.status, progress.moved
+        options["on_wait"], options["on_upload"], options["on_status"] = progress.status, progress.moved, progress.status
         if wanted.verbose:
             options["on_log"] = progress.line
-        preparing = asyncio.create_task(in_thread(lambda: _prepared(wanted, progress)), name="prepare the model")
+        if wanted.exports:
+            # Importing torch takes seconds, and so may starting a farm: they run concurrently.
+            daemon_thread.start(import_torch)
         try:
             async with AsyncFarm(wanted.server, tls_ca=wanted.tls_ca, on_status=progress.status) as farm:
-                model = await preparing
                 dataset = dataset_devices.dataset(
-                    farm, model, source.samples, wanted.device,
+                    farm, wanted.model, source.samples, wanted.device,
                     devices=wanted.devices, labels=wanted.metric is not None, options=options,
                 )  # fmt: skip
                 outcome.document = partial(_document, dataset, taken, source)
-                progress.status("Waiting for a device.")
-                await _follow(dataset, taken, source, progress)
+                # Output of a user's factory must not mix with what the command writes to stdout.
+                with redirect_stdout(sys.stderr):
+                    await _follow(dataset, taken, source, progress)
         except EtfarmError as error:
             ended = error
         except asyncio.CancelledError:
             ended = Interrupted(f"Interrupted after {units.count(taken.done, 'sample')} of {source.count:,}.")
         finally:
-            preparing.cancel()
             kept = sink.close() if sink is not None else 0
     if dataset is not None and (ended is None or taken.done):
         _show(dataset, taken, source, wanted, kept, to_stderr=outcome.json_file == STDOUT)
     if ended is not None:
         raise ended
     return 1 if taken.failed else 0
-
-
-def _prepared(wanted: Wanted, progress: Progress) -> PreparedModel:
-    # Output of a user's factory must not mix with what the command writes to stdout.
-    with redirect_stdout(sys.stderr):
-        return prepare(
-            wanted.model,
-            recipes=[wanted.recipe],
-            data=wanted.options.get("data", ()),
-            say=progress.status,
-        )
 
 
 async def _follow(dataset: Dataset, taken: Taken, source: Source, progress: Progress) -> None:

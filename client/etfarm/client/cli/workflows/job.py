@@ -74,7 +74,7 @@ async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[Asy
     farm = AsyncFarm(task.server, tls_ca=task.tls_ca, on_status=display.status, prewarm=task.compiles)
     if task.exports:
         # Importing torch takes seconds, and so may starting a farm: they run concurrently.
-        daemon_thread.start(_import_torch)
+        daemon_thread.start(import_torch)
     try:
         await farm.__aenter__()
         if farm.lease is not None and task.detach and not farm.lease.lasting:
@@ -85,7 +85,8 @@ async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[Asy
         await farm.close()
 
 
-def _import_torch() -> None:
+def import_torch() -> None:
+    """Import torch for an export that follows."""
     with suppress(Exception):  # an export imports it again, and raises its errors
         importlib.import_module("torch.export")
 
