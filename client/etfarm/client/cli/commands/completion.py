@@ -18,6 +18,11 @@ from etfarm.wire import command as top
 Words = Mapping[tuple[str, ...], Sequence[str]]
 """The words that may follow a command, by its words."""
 
+_ZSH_START: Final = """(( $+functions[compdef] )) || { autoload -U +X compinit && compinit; }
+autoload -U +X bashcompinit && bashcompinit
+"""
+"""What zsh needs for a bash script: its completion, unless the user's ~/.zshrc has started it, and its emulation of bash's."""
+
 _OPTION: Final = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
 
 
@@ -40,8 +45,12 @@ def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bas
     Write it to a file once: ~/.local/share/bash-completion/completions/etfarm for bash,
     ~/.config/fish/completions/etfarm.fish for fish, or a file that ~/.zshrc sources.
     """
-    words = collect_words()
-    put(_fish(words) if shell is Shell.FISH else _bash(words, zsh=shell is Shell.ZSH))
+    put(format_script(shell, collect_words()))
+
+
+def format_script(shell: Shell, words: Words) -> str:
+    """Return the script that completes these words in a shell."""
+    return _fish(words) if shell is Shell.FISH else _bash(words, zsh=shell is Shell.ZSH)
 
 
 def collect_words() -> Words:
@@ -76,10 +85,10 @@ def _bash(words: Words, *, zsh: bool) -> str:
         f"    {_quoted(' '.join(command))}) words={_quoted(' '.join(following))} ;;" for command, following in words.items()
     )
     commands = "|".join(_quoted(" ".join(command)) for command in words if command)
-    start = "autoload -U +X compinit bashcompinit && compinit && bashcompinit\n" if zsh else ""
+    start = _ZSH_START if zsh else ""
     return f"""{start}_etfarm() {{
   local current=${{COMP_WORDS[COMP_CWORD]}} command= word words=
-  for word in "${{COMP_WORDS[@]:1:COMP_CWORD-1}}"; do
+  for word in "${{COMP_WORDS[@]:1:$((COMP_CWORD - 1))}}"; do
     case "${{command:+$command }}$word" in
     {commands}) command="${{command:+$command }}$word" ;;
     esac
