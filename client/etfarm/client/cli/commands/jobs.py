@@ -68,6 +68,7 @@ def list_(
         return
     tagged = any(job.tags for job in jobs)
     several = len({job.project for job in jobs}) > 1
+    measured = any(_medians(job) for job in jobs)
     now = datetime.now(UTC)
     rows = [
         (
@@ -76,6 +77,7 @@ def list_(
             job.name,
             _what(job),
             job.state.value,
+            *((_fastest_to_slowest(job),) if measured else ()),
             *((job.project,) if several else ()),
             job.owner,
             units.ago(job.submitted_at, now),
@@ -89,6 +91,7 @@ def list_(
         "NAME",
         "WHAT",
         "STATE",
+        *(("P50",) if measured else ()),
         *(("PROJECT",) if several else ()),
         "OWNER",
         "SUBMITTED",
@@ -135,17 +138,20 @@ def show(
         ("took", _took(info)),
     ]
     output.show(output.facts((name, value) for name, value in pairs if value))
+    measured = bool(_medians(info))
     rows = [
         (
             str(cell.index),
             cell.label,
             cell.state.value,
+            *((cell.latency.removeprefix("p50 "),) if measured else ()),
             devices.get(cell.device or "") or (cell.device or "")[:12],
             str(cell.error or cell.waiting_for),
         )
         for cell in info.cells
     ]
-    output.show_table(("CELL", "WHAT", "STATE", "DEVICE", "WHY"), rows, right=("CELL",), shrink=("WHAT", "WHY"))
+    heads = ("CELL", "WHAT", "STATE", *(("P50",) if measured else ()), "DEVICE", "WHY")
+    output.show_table(heads, rows, right=("CELL",), shrink=("WHAT", "WHY"))
 
 
 def watch(
@@ -227,6 +233,22 @@ def _what(job: JobInfo) -> str:
     models = dict.fromkeys(cell.model for cell in job.cells)
     recipes = dict.fromkeys(cell.recipe for cell in job.cells if cell.recipe)
     return " · ".join(filter(None, (", ".join(models), ", ".join(recipes))))
+
+
+def _medians(job: JobInfo) -> list[float]:
+    """Return the measured medians of a job's cells, in nanoseconds."""
+    return [cell.p50_ns for cell in job.cells if cell.p50_ns is not None]
+
+
+def _fastest_to_slowest(job: JobInfo) -> str:
+    """Return the job's median, or the least and the largest one of its cells; empty without a measurement."""
+    from etfarm.client.formats import units
+
+    medians = _medians(job)
+    if not medians:
+        return ""
+    least, most = units.time(min(medians)), units.time(max(medians))
+    return least if least == most else f"{least} to {most}"
 
 
 def _took(job: JobInfo) -> str:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -20,6 +21,13 @@ if TYPE_CHECKING:
     from etfarm.wire.recipes import Component, Recipe
 
 
+SHOWN_RECIPES: Final = 15
+"""Number of recipes that a terminal shows without `--all`."""
+
+SHOWN_DEVICES: Final = 3
+"""Number of devices that a terminal shows of a recipe without `--all`."""
+
+
 def main(argv: list[str]) -> int:
     """Run `etfarm recipes`."""
     return execute({"list": list_, "show": show}, argv, "recipes", "Lists and shows recipes, and what is missing for some.")
@@ -28,12 +36,16 @@ def main(argv: list[str]) -> int:
 def list_(
     context: typer.Context,
     available: Annotated[bool, typer.Option("--available", help="Only those that compile here.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="All recipes and devices on a terminal too, as in a pipe.")] = False,
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> None:
-    """List all recipes, those of plug-ins too: which compile here, and which devices of this farm run them."""
+    """List the recipes, those of plug-ins too: which compile here, and which devices of this farm run them.
+
+    A terminal shows the first ones, those that compile here before others.
+    """
     from rich.text import Text
 
     from etfarm.client.cli.terminal import output
@@ -48,18 +60,23 @@ def list_(
     listing.record(rows)
     if listing.is_on_stdout:
         return
+    is_cut = sys.stdout.isatty() and not all_
+    # A single further row takes as much room as the sentence about it.
+    shown = rows[:SHOWN_RECIPES] if is_cut and len(rows) > SHOWN_RECIPES + 1 else rows
     cells = [
         (
             Text(row.name, style="bold" if row.available and row.devices != () else "dim"),
             row.quantization if row.quantization not in ("", "none") else "-",
             Text("yes", style="green") if row.available else Text("no", style="yellow"),
-            Text(_places(row.devices), style="" if row.devices else "yellow"),
+            Text(_places(row.devices, SHOWN_DEVICES if is_cut else None), style="" if row.devices else "yellow"),
             Text("; ".join(filter(None, (row.summary, row.missing, _missing_device(row))))),
         )
-        for row in rows
+        for row in shown
     ]
     heads = ("RECIPE", "QUANTIZATION", "COMPILES", "RUNS ON", "WHAT")
     output.show_table(heads, cells, shrink=("WHAT", "RUNS ON"), wrap=("WHAT",))
+    if len(shown) < len(rows):
+        output.show(output.line(f"and {len(rows) - len(shown)} more: etfarm recipes list --all", style="dim"))
 
 
 @dataclass(frozen=True)
@@ -83,8 +100,13 @@ def devices_for(recipe: RecipeInfo, devices: Sequence[Device]) -> tuple[str, ...
     return tuple(device.name for device in here if not backend or backend in device.backends)
 
 
-def _places(devices: Sequence[str] | None) -> str:
-    return "unknown" if devices is None else ", ".join(devices) or "no device"
+def _places(devices: Sequence[str] | None, most: int | None = None) -> str:
+    """Return the names of devices, `most` of them and the number of the others."""
+    if devices is None:
+        return "unknown"
+    if most is not None and len(devices) > most + 1:
+        return f"{', '.join(devices[:most])} and {len(devices) - most} more"
+    return ", ".join(devices) or "no device"
 
 
 def _missing_device(row: FarmRecipe) -> str:

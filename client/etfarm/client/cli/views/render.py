@@ -31,6 +31,9 @@ LEAST_CODE = 12
 LEAST_MODULE = 10
 """Minimum number of characters of a shortened module's path; fewer are not useful."""
 
+_NO_SOURCES = "no modules and source lines: a .pte has no ETRecord; bench the model or its .pt2 to see them"
+"""Caption of the operators of a ready program."""
+
 _UNRESOLVED = "UNRESOLVED"
 """The kind of the row for kernels that are too short to measure."""
 
@@ -55,11 +58,14 @@ def reports(
     parts: list[RenderableType] = []
     documents = list(documents)
     compared = paired.comparisons(documents)
+    is_explained = False
     for document in documents:
         if parts:
             parts.append(Text())
         against = compared.get(document["cell"])
-        parts.append(report(document, width=width, top=top, job=jobs.get(document["id"], job), against=against))
+        own_job = jobs.get(document["id"], job)
+        parts.append(report(document, width=width, top=top, job=own_job, against=against, explain_sources=not is_explained))
+        is_explained = is_explained or _lacks_sources(document)
     return Group(*parts)
 
 
@@ -70,11 +76,13 @@ def report(
     top: int = TOP,
     job: str = "",
     against: Text | None = None,
+    explain_sources: bool = True,
 ) -> RenderableType:
     """Return one REPORT; the arguments are those of `reports`.
 
     Args:
         against: how it compares with an alternating program.
+        explain_sources: whether to say why the operators of a ready program have no modules and source lines.
     """
     parts: list[RenderableType] = [headline(document, width)]
     undelegated: dict[str, list[int]] = {}
@@ -93,6 +101,8 @@ def report(
         left_out = _left_out(rows, top, job)
         if left_out is not None:
             parts.append(_indented(left_out))
+        if explain_sources and _lacks_sources(document):
+            parts.append(_indented(Text(_NO_SOURCES, style="dim")))
     if (gap := numerics.gap(document, width=width - 2, top=top, job=job)) is not None:
         parts.append(_indented(gap))
     if facts := list(_facts(document, width - 2, undelegated)):
@@ -262,6 +272,12 @@ def _left_out(rows: Sequence[Json], top: int, job: str) -> Text | None:
     share = sum(row["share"] or 0.0 for row in more if row["kind"] != "DELEGATE" or not _children(rows, row))
     how = f": etfarm report show {job} --top 0" if job else ""
     return Text(f"and {len(more)} more, {units.percent(share)} together{how}", style="dim")
+
+
+def _lacks_sources(document: Json) -> bool:
+    """Return whether a ready program's operators have neither modules nor source lines."""
+    rows = document["operators"] or ()
+    return bool(rows) and not document["recipe"] and not any(row["source"] or row["module"] for row in rows)
 
 
 def _name(row: Json) -> str:

@@ -95,3 +95,44 @@ def test_a_recipe_runs_on_the_connected_devices_that_have_its_backend(
 
 def test_every_recipe_s_backend_on_a_device_is_known() -> None:
     assert None not in {recipes.runtime_backend(name) for name in recipes.RECIPES}
+
+
+@pytest.fixture
+def many(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A farm with 18 recipes, of which 2 do not compile there, and with 6 equal devices."""
+    known = [RecipeInfo(f"acme.r{number:02}", "what", "", "none", number > 1, "", ()) for number in range(18)]
+    monkeypatch.setattr(command, "_fetch", lambda server, tls_ca: (known, [device(f"pi{number}") for number in range(6)]))
+    monkeypatch.setattr(command, "devices_for", lambda recipe, devices: tuple(item.name for item in devices))
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("NO_COLOR", "1")
+
+
+def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
+    assert command.main(["list", *arguments]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+def test_a_terminal_shows_the_first_recipes_and_devices_and_says_how_many_more_there_are(
+    many: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    first, last = shown(capsys)[1:], "and 3 more: etfarm recipes list --all"
+    assert last in first[-1] and len(first) == command.SHOWN_RECIPES + 1
+    assert "acme.r02" in first[0] and "pi0, pi1, pi2 and 3 more" in first[0]
+    assert not any("acme.r00" in line or "acme.r01" in line for line in first), "those that compile here come first"
+    every = shown(capsys, "--all")[1:]
+    assert len(every) == 18 and not any(" more" in line for line in every)
+    assert "pi0, pi1, pi2, pi3, pi4, pi5" in every[0]
+
+
+def test_a_pipe_gets_all_recipes(many: None, capsys: pytest.CaptureFixture[str]) -> None:
+    assert shown(capsys) == shown(capsys, "--all")
+    assert len(shown(capsys)) == 1 + 18
+
+
+def test_a_single_further_recipe_is_shown(
+    many: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(command, "SHOWN_RECIPES", 17)
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert len(shown(capsys)) == 1 + 18

@@ -71,6 +71,28 @@ def test_a_columns_times_have_one_unit_and_are_never_0_where_something_took_time
     assert units.column(values_ns) == shown
 
 
+def _of_a_program(**changes: Any) -> dict[str, Any]:
+    """A report of a .pte, which has no ETRecord."""
+    rows = [_row(0, "OPERATOR", "aten.mean.dim", 0.9, 330_000), _row(1, "REST", "REST", 0.1, 46_000)]
+    return _document(recipe=None, operators=rows, **changes)
+
+
+def test_a_ready_program_says_once_why_it_has_no_source_lines() -> None:
+    caption = "no modules and source lines: a .pte has no ETRecord; bench the model or its .pt2 to see them"
+    assert [line.strip() for line in _text(_of_a_program()).splitlines()].count(caption) == 1
+    console = Console(width=160, color_system=None, highlight=False)
+    with console.capture() as capture:
+        console.print(render.reports([_document(), _of_a_program(), _of_a_program(cell="c2")], width=160))
+    lines = [line.strip() for line in capture.get().splitlines()]
+    assert lines.count(caption) == 1
+    assert lines.index(caption) > lines.index(next(line for line in lines if "0.9" in line or "90.0 %" in line))
+
+
+def test_a_model_without_source_lines_is_not_called_a_program() -> None:
+    for document in (_document(), _document(operators=_of_a_program()["operators"]), _document(recipe=None, operators=[])):
+        assert "ETRecord" not in _text(document)
+
+
 def test_only_the_largest_are_shown_and_the_rest_is_counted() -> None:
     text = render_text(report_document(), top=1, job="j1")
     assert "aten.mean.dim" not in text
