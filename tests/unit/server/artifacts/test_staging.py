@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from sqlalchemy import Connection, text, update
 
@@ -124,14 +124,17 @@ class TestParts:
             assert (await store.upload_status(DIGEST, "audio")).committed_bytes == 10, "another's stay"
 
     async def test_interleaved_uploads_of_several_holders_never_mix(self, tmp_path: Path) -> None:
-        loop, numbers = asyncio.get_running_loop(), count()
+        loop, numbers, ends = asyncio.get_running_loop(), count(), set[str]()
         async with opened(tmp_path) as store:
 
             @given(STEPS)
+            @example([("vision", 0, 400, True), ("audio", 0, 100, True), ("audio", 0, 400, False), ("agent:pi", 1, 400, True)])
             def play_all(steps: list[Step]) -> None:
-                asyncio.run_coroutine_threadsafe(play(store, steps, next(numbers)), loop).result(WAIT_S)
+                playing = play(store, steps, next(numbers))
+                ends.update(asyncio.run_coroutine_threadsafe(playing, loop).result(WAIT_S))
 
             await asyncio.to_thread(play_all)
+        assert ends == {"incomplete", "complete", "damaged"}, "uploads came to every end"
 
 
 Step = tuple[str, int, int, bool]
@@ -140,8 +143,9 @@ HOLDERS = ("vision", "audio", "agent:pi")
 STEPS = st.lists(st.tuples(st.sampled_from(HOLDERS), st.integers(0, 2), st.integers(1, 400), st.booleans()), max_size=14)
 
 
-async def play(store: Store, steps: list[Step], number: int) -> None:
-    """Take the steps and compare with what uploads that share nothing but the store would have come to."""
+async def play(store: Store, steps: list[Step], number: int) -> set[str]:
+    """Take the steps and compare with what uploads that share nothing but the store would have come to; return their ends."""
+    ends: set[str] = set()
     datas = [f"{number}-{place}".encode() + DATA[: 300 + 100 * place] for place in range(3)]
     sent: dict[tuple[str, int], bytes] = {}
     held: set[tuple[str, int]] = set()
@@ -158,18 +162,22 @@ async def play(store: Store, steps: list[Step], number: int) -> None:
         upload = store.receive(artifact, chunked(more, len(so_far)), holder, "ann")
         if len(sent[key]) < len(data):
             assert not (await upload).complete
+            ends.add("incomplete")
         elif sent[key] == data:
             assert (await upload).complete
             held.add(key)
+            ends.add("complete")
         else:
             with pytest.raises(DigestMismatch):
                 await upload
             del sent[key]
+            ends.add("damaged")
     for which, data in enumerate(datas):
         holders = {holder for holder, place in held if place == which}
         digest = artifact_of(data).digest
         assert {holder for holder in HOLDERS if await store.is_held(digest, [holder])} == holders
         assert not holders or store.path(digest).read_bytes() == data
+    return ends
 
 
 class TestRoom:

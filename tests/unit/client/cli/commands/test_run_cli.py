@@ -38,5 +38,11 @@ def test_another_ending_than_npz_is_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize("name", ["out.npz", "out.NPZ", "out"])
-def test_an_npz_or_no_ending_is_accepted(name: str) -> None:
-    run.require_npz(Path(name))
+def test_an_npz_or_no_ending_is_accepted(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.pte").write_bytes(b"\x20\0\0\0ET12" + bytes(200))
+    assert run.main(["x.pte", "--server", "127.0.0.1:1", "-o", name]) == 4, "it goes on to the server"
+    error = capsys.readouterr().err
+    assert "127.0.0.1:1" in error and "another ending" not in error
