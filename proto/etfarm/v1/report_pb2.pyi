@@ -569,6 +569,8 @@ class Run(_message.Message):
     VERDICT_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
+    SLOW_SHARE_FIELD_NUMBER: _builtins.int
+    SLOW_RATIO_FIELD_NUMBER: _builtins.int
     warmup: _builtins.int
     """Number of warm-up iterations."""
     iterations: _builtins.int
@@ -583,6 +585,9 @@ class Run(_message.Message):
     """Wall time of the warm-up."""
     p50_ns: _builtins.float
     drift: _builtins.float
+    slow_share: _builtins.float
+    """As in Latency, within this run."""
+    slow_ratio: _builtins.float
     @_builtins.property
     def p50_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """As in Latency: the interval within this run."""
@@ -612,15 +617,21 @@ class Run(_message.Message):
         verdict: Global___Verdict | None = ...,
         load: Global___Load | None = ...,
         telemetry: Global___RunTelemetry | None = ...,
+        slow_share: _builtins.float | None = ...,
+        slow_ratio: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_p50_ns", b"_p50_ns", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "drift", b"drift", "load", b"load", "p50_ns", b"p50_ns", "steady", b"steady", "telemetry", b"telemetry", "verdict", b"verdict", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_p50_ns", b"_p50_ns", "_slow_ratio", b"_slow_ratio", "_slow_share", b"_slow_share", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "drift", b"drift", "load", b"load", "p50_ns", b"p50_ns", "slow_ratio", b"slow_ratio", "slow_share", b"slow_share", "steady", b"steady", "telemetry", b"telemetry", "verdict", b"verdict", "warmup_ns", b"warmup_ns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_p50_ns", b"_p50_ns", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "drift", b"drift", "duration_ns", b"duration_ns", "iterations", b"iterations", "load", b"load", "p50_ci95_ns", b"p50_ci95_ns", "p50_ns", b"p50_ns", "steady", b"steady", "stop_reason", b"stop_reason", "telemetry", b"telemetry", "verdict", b"verdict", "warmup", b"warmup", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_p50_ns", b"_p50_ns", "_slow_ratio", b"_slow_ratio", "_slow_share", b"_slow_share", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "drift", b"drift", "duration_ns", b"duration_ns", "iterations", b"iterations", "load", b"load", "p50_ci95_ns", b"p50_ci95_ns", "p50_ns", b"p50_ns", "slow_ratio", b"slow_ratio", "slow_share", b"slow_share", "steady", b"steady", "stop_reason", b"stop_reason", "telemetry", b"telemetry", "verdict", b"verdict", "warmup", b"warmup", "warmup_ns", b"warmup_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drift: _TypeAlias = _typing.Literal["drift"]  # noqa: Y015
     _WhichOneofArgType__drift: _TypeAlias = _typing.Literal["_drift", b"_drift"]  # noqa: Y015
     _WhichOneofReturnType__p50_ns: _TypeAlias = _typing.Literal["p50_ns"]  # noqa: Y015
     _WhichOneofArgType__p50_ns: _TypeAlias = _typing.Literal["_p50_ns", b"_p50_ns"]  # noqa: Y015
+    _WhichOneofReturnType__slow_ratio: _TypeAlias = _typing.Literal["slow_ratio"]  # noqa: Y015
+    _WhichOneofArgType__slow_ratio: _TypeAlias = _typing.Literal["_slow_ratio", b"_slow_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__slow_share: _TypeAlias = _typing.Literal["slow_share"]  # noqa: Y015
+    _WhichOneofArgType__slow_share: _TypeAlias = _typing.Literal["_slow_share", b"_slow_share"]  # noqa: Y015
     _WhichOneofReturnType__steady: _TypeAlias = _typing.Literal["steady"]  # noqa: Y015
     _WhichOneofArgType__steady: _TypeAlias = _typing.Literal["_steady", b"_steady"]  # noqa: Y015
     _WhichOneofReturnType__warmup_ns: _TypeAlias = _typing.Literal["warmup_ns"]  # noqa: Y015
@@ -629,6 +640,10 @@ class Run(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__drift) -> _WhichOneofReturnType__drift | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__p50_ns) -> _WhichOneofReturnType__p50_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slow_ratio) -> _WhichOneofReturnType__slow_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slow_share) -> _WhichOneofReturnType__slow_share | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__steady) -> _WhichOneofReturnType__steady | None: ...
     @_typing.overload
@@ -682,8 +697,13 @@ class ReportInputs(_message.Message):
 
     DIGEST_FIELD_NUMBER: _builtins.int
     TENSORS_FIELD_NUMBER: _builtins.int
+    FROM_JOB_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     """The digest of the tensor file, which contains the names and values; absent if the runner generated the inputs."""
+    from_job: _builtins.bool
+    """Whether the job named them (JobSpec.inputs); false for the example inputs of the model, and if the runner generated them.
+    Absent in reports of releases that did not record it.
+    """
     @_builtins.property
     def tensors(self) -> _containers.RepeatedCompositeFieldContainer[Global___InputTensor]:
         """In the order of the flattened arguments; empty if the runner generated the inputs or the tensor file was not analyzed."""
@@ -693,14 +713,20 @@ class ReportInputs(_message.Message):
         *,
         digest: _builtins.str | None = ...,
         tensors: _abc.Iterable[Global___InputTensor] | None = ...,
+        from_job: _builtins.bool | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "digest", b"digest"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_from_job", b"_from_job", "digest", b"digest", "from_job", b"from_job"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "digest", b"digest", "tensors", b"tensors"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_digest", b"_digest", "_from_job", b"_from_job", "digest", b"digest", "from_job", b"from_job", "tensors", b"tensors"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__digest: _TypeAlias = _typing.Literal["digest"]  # noqa: Y015
     _WhichOneofArgType__digest: _TypeAlias = _typing.Literal["_digest", b"_digest"]  # noqa: Y015
+    _WhichOneofReturnType__from_job: _TypeAlias = _typing.Literal["from_job"]  # noqa: Y015
+    _WhichOneofArgType__from_job: _TypeAlias = _typing.Literal["_from_job", b"_from_job"]  # noqa: Y015
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__digest) -> _WhichOneofReturnType__digest | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__from_job) -> _WhichOneofReturnType__from_job | None: ...
 
 Global___ReportInputs: _TypeAlias = ReportInputs  # noqa: Y015
 
@@ -1123,6 +1149,8 @@ class Latency(_message.Message):
     P10_NS_FIELD_NUMBER: _builtins.int
     DRIFT_FIELD_NUMBER: _builtins.int
     EFFECTIVE_SAMPLES_FIELD_NUMBER: _builtins.int
+    SLOW_SHARE_FIELD_NUMBER: _builtins.int
+    SLOW_RATIO_FIELD_NUMBER: _builtins.int
     min_ns: _builtins.float
     p50_ns: _builtins.float
     """The median; of several runs, the geometric mean of the valid runs' medians. The other statistics are over all samples."""
@@ -1136,6 +1164,12 @@ class Latency(_message.Message):
     """The change of the median from the first third of the pass to the last: 0.1 is 10 % slower, -0.1 is 10 % faster."""
     effective_samples: _builtins.float
     """The number of independent samples that would determine the median as precisely; at most the number of samples."""
+    slow_share: _builtins.float
+    """Present if the samples form two groups, of which the slower one is apart from the other by more than their variation: the
+    slower group's fraction of the samples, 0 to 1, and its median relative to that of the faster one. Of several processes, each
+    is taken relative to its own pace.
+    """
+    slow_ratio: _builtins.float
     @_builtins.property
     def p50_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Two values: the lower and the upper end of the median's 95 % interval, computed by a block bootstrap, which widens the
@@ -1156,10 +1190,12 @@ class Latency(_message.Message):
         p10_ns: _builtins.float | None = ...,
         drift: _builtins.float | None = ...,
         effective_samples: _builtins.float | None = ...,
+        slow_share: _builtins.float | None = ...,
+        slow_ratio: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_effective_samples", b"_effective_samples", "_mean_ns", b"_mean_ns", "_min_ns", b"_min_ns", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_p99_ns", b"_p99_ns", "_stddev_ns", b"_stddev_ns", "drift", b"drift", "effective_samples", b"effective_samples", "mean_ns", b"mean_ns", "min_ns", b"min_ns", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "p99_ns", b"p99_ns", "stddev_ns", b"stddev_ns"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_effective_samples", b"_effective_samples", "_mean_ns", b"_mean_ns", "_min_ns", b"_min_ns", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_p99_ns", b"_p99_ns", "_slow_ratio", b"_slow_ratio", "_slow_share", b"_slow_share", "_stddev_ns", b"_stddev_ns", "drift", b"drift", "effective_samples", b"effective_samples", "mean_ns", b"mean_ns", "min_ns", b"min_ns", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "p99_ns", b"p99_ns", "slow_ratio", b"slow_ratio", "slow_share", b"slow_share", "stddev_ns", b"stddev_ns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_effective_samples", b"_effective_samples", "_mean_ns", b"_mean_ns", "_min_ns", b"_min_ns", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_p99_ns", b"_p99_ns", "_stddev_ns", b"_stddev_ns", "drift", b"drift", "effective_samples", b"effective_samples", "mean_ns", b"mean_ns", "min_ns", b"min_ns", "p10_ns", b"p10_ns", "p50_ci95_ns", b"p50_ci95_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "p99_ns", b"p99_ns", "stddev_ns", b"stddev_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_effective_samples", b"_effective_samples", "_mean_ns", b"_mean_ns", "_min_ns", b"_min_ns", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_p99_ns", b"_p99_ns", "_slow_ratio", b"_slow_ratio", "_slow_share", b"_slow_share", "_stddev_ns", b"_stddev_ns", "drift", b"drift", "effective_samples", b"effective_samples", "mean_ns", b"mean_ns", "min_ns", b"min_ns", "p10_ns", b"p10_ns", "p50_ci95_ns", b"p50_ci95_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "p99_ns", b"p99_ns", "slow_ratio", b"slow_ratio", "slow_share", b"slow_share", "stddev_ns", b"stddev_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drift: _TypeAlias = _typing.Literal["drift"]  # noqa: Y015
     _WhichOneofArgType__drift: _TypeAlias = _typing.Literal["_drift", b"_drift"]  # noqa: Y015
@@ -1177,6 +1213,10 @@ class Latency(_message.Message):
     _WhichOneofArgType__p90_ns: _TypeAlias = _typing.Literal["_p90_ns", b"_p90_ns"]  # noqa: Y015
     _WhichOneofReturnType__p99_ns: _TypeAlias = _typing.Literal["p99_ns"]  # noqa: Y015
     _WhichOneofArgType__p99_ns: _TypeAlias = _typing.Literal["_p99_ns", b"_p99_ns"]  # noqa: Y015
+    _WhichOneofReturnType__slow_ratio: _TypeAlias = _typing.Literal["slow_ratio"]  # noqa: Y015
+    _WhichOneofArgType__slow_ratio: _TypeAlias = _typing.Literal["_slow_ratio", b"_slow_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__slow_share: _TypeAlias = _typing.Literal["slow_share"]  # noqa: Y015
+    _WhichOneofArgType__slow_share: _TypeAlias = _typing.Literal["_slow_share", b"_slow_share"]  # noqa: Y015
     _WhichOneofReturnType__stddev_ns: _TypeAlias = _typing.Literal["stddev_ns"]  # noqa: Y015
     _WhichOneofArgType__stddev_ns: _TypeAlias = _typing.Literal["_stddev_ns", b"_stddev_ns"]  # noqa: Y015
     @_typing.overload
@@ -1195,6 +1235,10 @@ class Latency(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__p90_ns) -> _WhichOneofReturnType__p90_ns | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__p99_ns) -> _WhichOneofReturnType__p99_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slow_ratio) -> _WhichOneofReturnType__slow_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slow_share) -> _WhichOneofReturnType__slow_share | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__stddev_ns) -> _WhichOneofReturnType__stddev_ns | None: ...
 
@@ -1389,6 +1433,8 @@ class Profile(_message.Message):
     EVENT_COST_NS_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
+    SLOW_SHARE_FIELD_NUMBER: _builtins.int
+    SLOW_RATIO_FIELD_NUMBER: _builtins.int
     iterations: _builtins.int
     """Number of traced iterations."""
     p50_ns: _builtins.float
@@ -1413,6 +1459,9 @@ class Profile(_message.Message):
     """The difference of both medians for each event: the tracer's cost. Absent if the difference is within both intervals, or if the
     traced pass was disturbed or drifted.
     """
+    slow_share: _builtins.float
+    """As in Latency, of the traced iterations. From a quarter of slow iterations on, the times of the operators include them."""
+    slow_ratio: _builtins.float
     @_builtins.property
     def mean_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
         """Two values: the 95 % interval of `mean_ns` within this run. Empty below 6 iterations."""
@@ -1439,10 +1488,12 @@ class Profile(_message.Message):
         event_cost_ns: _builtins.float | None = ...,
         telemetry: Global___RunTelemetry | None = ...,
         verdict: Global___Verdict | None = ...,
+        slow_share: _builtins.float | None = ...,
+        slow_ratio: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_event_cost_ns", b"_event_cost_ns", "_events", b"_events", "_mean_ns", b"_mean_ns", "_shown", b"_shown", "_traced_ratio", b"_traced_ratio", "drift", b"drift", "event_cost_ns", b"event_cost_ns", "events", b"events", "mean_ns", b"mean_ns", "shown", b"shown", "telemetry", b"telemetry", "traced_ratio", b"traced_ratio", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_event_cost_ns", b"_event_cost_ns", "_events", b"_events", "_mean_ns", b"_mean_ns", "_shown", b"_shown", "_slow_ratio", b"_slow_ratio", "_slow_share", b"_slow_share", "_traced_ratio", b"_traced_ratio", "drift", b"drift", "event_cost_ns", b"event_cost_ns", "events", b"events", "mean_ns", b"mean_ns", "shown", b"shown", "slow_ratio", b"slow_ratio", "slow_share", b"slow_share", "telemetry", b"telemetry", "traced_ratio", b"traced_ratio", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_event_cost_ns", b"_event_cost_ns", "_events", b"_events", "_mean_ns", b"_mean_ns", "_shown", b"_shown", "_traced_ratio", b"_traced_ratio", "drift", b"drift", "event_cost_ns", b"event_cost_ns", "events", b"events", "iterations", b"iterations", "mean_ci95_ns", b"mean_ci95_ns", "mean_ns", b"mean_ns", "p50_ns", b"p50_ns", "shown", b"shown", "telemetry", b"telemetry", "traced_ratio", b"traced_ratio", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drift", b"_drift", "_event_cost_ns", b"_event_cost_ns", "_events", b"_events", "_mean_ns", b"_mean_ns", "_shown", b"_shown", "_slow_ratio", b"_slow_ratio", "_slow_share", b"_slow_share", "_traced_ratio", b"_traced_ratio", "drift", b"drift", "event_cost_ns", b"event_cost_ns", "events", b"events", "iterations", b"iterations", "mean_ci95_ns", b"mean_ci95_ns", "mean_ns", b"mean_ns", "p50_ns", b"p50_ns", "shown", b"shown", "slow_ratio", b"slow_ratio", "slow_share", b"slow_share", "telemetry", b"telemetry", "traced_ratio", b"traced_ratio", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__drift: _TypeAlias = _typing.Literal["drift"]  # noqa: Y015
     _WhichOneofArgType__drift: _TypeAlias = _typing.Literal["_drift", b"_drift"]  # noqa: Y015
@@ -1454,6 +1505,10 @@ class Profile(_message.Message):
     _WhichOneofArgType__mean_ns: _TypeAlias = _typing.Literal["_mean_ns", b"_mean_ns"]  # noqa: Y015
     _WhichOneofReturnType__shown: _TypeAlias = _typing.Literal["shown"]  # noqa: Y015
     _WhichOneofArgType__shown: _TypeAlias = _typing.Literal["_shown", b"_shown"]  # noqa: Y015
+    _WhichOneofReturnType__slow_ratio: _TypeAlias = _typing.Literal["slow_ratio"]  # noqa: Y015
+    _WhichOneofArgType__slow_ratio: _TypeAlias = _typing.Literal["_slow_ratio", b"_slow_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__slow_share: _TypeAlias = _typing.Literal["slow_share"]  # noqa: Y015
+    _WhichOneofArgType__slow_share: _TypeAlias = _typing.Literal["_slow_share", b"_slow_share"]  # noqa: Y015
     _WhichOneofReturnType__traced_ratio: _TypeAlias = _typing.Literal["traced_ratio"]  # noqa: Y015
     _WhichOneofArgType__traced_ratio: _TypeAlias = _typing.Literal["_traced_ratio", b"_traced_ratio"]  # noqa: Y015
     @_typing.overload
@@ -1466,6 +1521,10 @@ class Profile(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__mean_ns) -> _WhichOneofReturnType__mean_ns | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__shown) -> _WhichOneofReturnType__shown | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slow_ratio) -> _WhichOneofReturnType__slow_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__slow_share) -> _WhichOneofReturnType__slow_share | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__traced_ratio) -> _WhichOneofReturnType__traced_ratio | None: ...
 

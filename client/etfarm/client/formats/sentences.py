@@ -30,6 +30,7 @@ _ADVICE = {
     "FREQUENCY_MOVED": "Run the agent as root, which lets it set the governor, or set the governor to performance yourself.",
     "DRIFT": _LONGER,
     "NOT_STEADY": _LONGER,
+    "BIMODAL": "Stop other programs on the device, and measure again. A program that alternates by itself has no single latency.",
     "TOO_FEW_SAMPLES": "Give a larger --iterations or --min-time.",
     "OUTPUTS_DIFFER": "Look for races, random numbers or uninitialised memory in the program's kernels.",
 }
@@ -47,7 +48,7 @@ _DISTURBED = {
     "CPU_STARVED", "INVOLUNTARY_SWITCHES", "CPU_PRESSURE", "BACKGROUND_LOAD", "CPU_STOLEN", "THERMAL_THROTTLED",
     "FREQUENCY_MOVED", "MORE_THREADS_THAN_CPUS",
 }  # fmt: skip
-_CONSEQUENCES = {"DRIFT", "NOT_STEADY", "TOO_FEW_SAMPLES"}
+_CONSEQUENCES = {"DRIFT", "NOT_STEADY", "BIMODAL", "TOO_FEW_SAMPLES"}
 """Consequences of a disturbance: next to one, the remedy belongs to the disturbance."""
 
 _EXECUTIONS = {

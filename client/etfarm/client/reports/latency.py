@@ -95,6 +95,11 @@ class Latency(JsonObject):
     """Change of the median from the first third to the last: 0.1 is 10 % slower, -0.1 is 10 % faster."""
     effective_samples: float | None = None
     """Number of independent samples with the same information about the median; at most the number of samples."""
+    slow_share: float | None = None
+    """Fraction of the samples in the slower of two groups, 0 to 1; None if they form one group. Each process counts relative to
+    its own pace."""
+    slow_ratio: float | None = None
+    """Median of the slower group over that of the faster one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -46,6 +46,10 @@ class Profile(JsonObject):
     """Counters over the traced pass; None if the runner does not report them."""
     verdict: Verdict | None = None
     """Whether the times of the operators can be trusted. `Report.verdict` is about the timed pass."""
+    slow_share: float | None = None
+    """Fraction of the executions in the slower of two groups, 0 to 1; None if they form one group."""
+    slow_ratio: float | None = None
+    """Median of the slower group over that of the faster one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -131,6 +131,8 @@ class Inputs(JsonObject):
     """SHA-256 of the tensor file; None if the runner generated the inputs."""
     tensors: tuple[InputTensor, ...] | None = None
     """The inputs in flattened order; None if unknown."""
+    from_job: bool | None = None
+    """Whether the job named them; False for the model's example inputs and for those that the runner generated."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -38,6 +38,10 @@ class Run(JsonObject):
     load: Load | None = None
     telemetry: Telemetry | None = None
     """Counters over the timed pass, without `series`."""
+    slow_share: float | None = None
+    """Fraction of the samples in the slower of two groups, 0 to 1; None if they form one group."""
+    slow_ratio: float | None = None
+    """Median of the slower group over that of the faster one."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

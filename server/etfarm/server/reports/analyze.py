@@ -12,8 +12,9 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
 
-from etfarm.server.reports.latency import interleaved, statistics
+from etfarm.server.reports.latency import interleaved, slow_group, statistics
 from etfarm.server.reports.numerics import accuracy, numeric_gap, reference
 from etfarm.server.reports.request import TRACE_TIMES, AnalyzeRequest
 from etfarm.server.reports.trace import profile
@@ -144,12 +145,22 @@ def _fill_latency(report: report_pb2.Report, request: AnalyzeRequest) -> None:
             effective_samples=summary.effective_samples,
         )
     )  # fmt: skip
+    _fill_slow_group(report.latency, samples, interleaved.count_by_process(request.blocks) or request.runs)
     if request.blocks:
         return
     for part in statistics.split_runs(samples, request.runs) if request.runs else (samples,):
         of_run = statistics.summarize(part)
         assert of_run is not None  # a run has samples
-        report.runs.add(p50_ns=of_run.p50, p50_ci95_ns=of_run.p50_ci95 or (), drift=of_run.drift)
+        run = report.runs.add(p50_ns=of_run.p50, p50_ci95_ns=of_run.p50_ci95 or (), drift=of_run.drift)
+        _fill_slow_group(run, part)
+
+
+def _fill_slow_group(
+    measured: report_pb2.Latency | report_pb2.Run, samples: NDArray[np.int64], processes: Sequence[int] = ()
+) -> None:
+    group = slow_group.find(samples, processes)
+    if group is not None:
+        measured.slow_share, measured.slow_ratio = group.share, group.ratio
 
 
 def _save_times(report: report_pb2.Report, folder: Path, rows: Sequence[Sequence[int]]) -> None:

@@ -75,6 +75,7 @@ def assemble(
             report.inputs.SetInParent()
             if inputs is not None:
                 report.inputs.digest = inputs.digest
+            report.inputs.from_job = cell.method in job.spec.inputs
         if not report.memory.planned_bytes and compilation is not None and cell.method in compilation.facts.methods:
             report.memory.planned_bytes.extend(compilation.facts.methods[cell.method].planned_bytes)
     if analysis is not None:

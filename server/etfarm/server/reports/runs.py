@@ -50,7 +50,7 @@ def fill_runs(
         )  # fmt: skip
         run.telemetry.ClearField("series")
         # Copy only the statistics: the child that computed them loaded untrusted files.
-        for statistic in ("p50_ns", "drift"):
+        for statistic in ("p50_ns", "drift", "slow_share", "slow_ratio"):
             if known.HasField(statistic):
                 setattr(run, statistic, getattr(known, statistic))
         run.p50_ci95_ns.extend(known.p50_ci95_ns)
@@ -60,6 +60,8 @@ def fill_runs(
         latency = report_pb2.Latency(p50_ns=run.p50_ns, p50_ci95_ns=run.p50_ci95_ns)
         if run.HasField("drift"):
             latency.drift = run.drift
+        if run.HasField("slow_share"):
+            latency.slow_share, latency.slow_ratio = run.slow_share, run.slow_ratio
         run.verdict.CopyFrom(judge(part, latency))
     if len(report.runs) == 1:
         report.verdict.CopyFrom(judge(result, report.latency))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from etfarm.server.reports.latency.thresholds import Thresholds
+from etfarm.server.reports.verdict import judge_slow_group
 from etfarm.v1 import agent_pb2, report_pb2
 
 
@@ -31,7 +32,7 @@ def judge_trace(
 
 
 def is_disturbed(profile: report_pb2.Profile, result: agent_pb2.CandidateResult, thresholds: Thresholds) -> bool:
-    """Return whether the traced pass was disturbed or drifted, so that its difference to the timed pass is not tracing's cost."""
+    """Return whether the traced pass was disturbed: its difference to the timed pass is then not the cost of tracing."""
     return any(reason is not None for reason in _disturbances(profile, result, thresholds))
 
 
@@ -42,6 +43,7 @@ def _disturbances(
         _cpu_share(result, thresholds.min_cpu_share),
         _switches(result, thresholds),
         _drift(profile, thresholds.max_drift),
+        judge_slow_group(profile, "traced iterations", thresholds.max_slow_share),
     )
 
 

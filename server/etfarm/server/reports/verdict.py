@@ -63,6 +63,7 @@ def judge(
             _frequency(result, clusters, thresholds.max_frequency_spread),
             # Checked last, since the preceding reasons are often the cause.
             _drift(result, latency, thresholds),
+            judge_slow_group(latency, "samples", thresholds.max_slow_share),
             _interval(result, latency, thresholds.max_interval),
         ]
     reasons = [reason for reason in checks if reason is not None]
@@ -72,6 +73,25 @@ def judge(
         return report_pb2.Verdict(status=report_pb2.VERDICT_STATUS_NOT_BENCHMARKABLE, reasons=reasons)
     status = report_pb2.VERDICT_STATUS_INVALID if reasons else report_pb2.VERDICT_STATUS_VALID
     return report_pb2.Verdict(status=status, reasons=reasons)
+
+
+def judge_slow_group(
+    measured: report_pb2.Latency | report_pb2.Profile, what: str, most: float
+) -> report_pb2.VerdictReason | None:
+    """Return the reason BIMODAL if a slower group has more than a fraction of a pass's samples; None otherwise.
+
+    Args:
+        measured: the pass, with the group if there is one.
+        what: the plural noun for its samples.
+        most: the maximum fraction.
+    """
+    if not (measured.HasField("slow_share") and measured.slow_share > most):
+        return None
+    message = (
+        f"{measured.slow_share:.0%} of the {what} took {measured.slow_ratio:.2g} times as long as the others, so the times "
+        f"describe neither; at most {most:.0%} is allowed."
+    )
+    return _reason("BIMODAL", message, measured.slow_share, most)
 
 
 def required_runs(runs: int) -> int:

@@ -82,6 +82,21 @@ def test_only_the_statistics_of_a_run_come_from_the_child() -> None:
     assert run.verdict == report_pb2.Verdict(status=VALID) and not run.load.ListFields() and not run.telemetry.ListFields()
 
 
+def test_a_slower_group_of_a_run_is_judged_with_that_run() -> None:
+    judged = []
+
+    def judge_slow(result: agent_pb2.CandidateResult, latency: report_pb2.Latency) -> report_pb2.Verdict:
+        judged.append((latency.slow_share, latency.slow_ratio) if latency.HasField("slow_share") else None)
+        return report_pb2.Verdict(status=VALID)
+
+    result = agent_pb2.CandidateResult(runs=[{"iterations": 100}, {"iterations": 100}])
+    statistics = [report_pb2.Run(p50_ns=100.0, slow_share=0.4, slow_ratio=1.5), report_pb2.Run(p50_ns=100.0)]
+    report = report_pb2.Report(latency=report_pb2.Latency(p50_ns=1.0))
+    fill_runs(report, result, statistics, judge_slow, requested=2, earlier=Earlier())
+    assert judged == [(0.4, 1.5), None]
+    assert report.runs[0].slow_share == 0.4 and not report.runs[1].HasField("slow_share")
+
+
 def test_an_invalid_run_does_not_count_and_is_named() -> None:
     report = filled([100.0, 400.0, 100.0, 100.0], (2,))
     assert report.verdict == report_pb2.Verdict(status=VALID) and report.runs[1].verdict.status == INVALID

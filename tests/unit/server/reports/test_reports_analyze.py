@@ -201,6 +201,19 @@ def _in_turns(tmp_path: Path, *blocks: Block) -> AnalyzeRequest:
     )  # fmt: skip
 
 
+def test_a_slower_group_is_found_within_each_run_and_never_between_runs(tmp_path: Path) -> None:
+    calm, shaken = [1_000_000] * 100, [1_000_000, 1_600_000] * 50
+    (tmp_path / "runs").write_bytes(np.array(calm + [1_300_000] * 100 + shaken, dtype="<i8").tobytes())
+    report, _ = _analyze(replace(_in_turns(tmp_path), samples=tmp_path / "runs", blocks=(), runs=(100, 100, 100)), tmp_path)
+    assert [run.HasField("slow_share") for run in report.runs] == [False, False, True]
+    assert (report.runs[2].slow_share, report.runs[2].slow_ratio) == (pytest.approx(0.5, abs=0.02), pytest.approx(1.6))
+    assert report.latency.slow_share == pytest.approx(1 / 6, abs=0.02), "a process is compared with itself"
+    blocks = [Block(round=place, process_pair=place // 2, samples=50) for place in range(4)]
+    (tmp_path / "turns").write_bytes(np.array(calm + [1_300_000] * 100, dtype="<i8").tobytes())
+    report, _ = _analyze(replace(_in_turns(tmp_path, *blocks), samples=tmp_path / "turns", base_samples=None), tmp_path)
+    assert not report.latency.HasField("slow_share")
+
+
 def test_programs_that_took_turns_are_compared_round_by_round(tmp_path: Path) -> None:
     report, events = _analyze(_in_turns(tmp_path), tmp_path)
     result = report.interleaved

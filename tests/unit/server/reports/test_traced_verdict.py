@@ -35,6 +35,7 @@ def test_a_calm_pass_is_valid() -> None:
         ({"traced_ratio": 2.4}, "TRACING_SLOW"),
         ({"traced_ratio": 0.8}, "TRACING_FAST"),
         ({"drift": -0.2}, "DRIFT"),
+        ({"slow_share": 0.4, "slow_ratio": 1.6}, "BIMODAL"),
         ({"counters": {"cpu_time_ns": 20 * MILLISECOND, "wall_time_ns": 30 * MILLISECOND}}, "CPU_STARVED"),
         (
             {"counters": {"wall_time_ns": 30 * MILLISECOND, "cpu_time_ns": 30 * MILLISECOND, "involuntary_switches": 8}},
@@ -47,6 +48,14 @@ def test_what_makes_times_of_operators_doubtful_is_named(change: dict[str, Any],
     assert verdict.status == report_pb2.VERDICT_STATUS_INVALID
     (reason,) = verdict.reasons
     assert reason.code == code and reason.message.endswith(".") and reason.HasField("measured")
+
+
+def test_a_quarter_of_slow_iterations_does_not_reach_the_times_of_operators() -> None:
+    assert judge(slow_share=0.25, slow_ratio=1.6).status == report_pb2.VERDICT_STATUS_VALID
+    (reason,) = judge(slow_share=0.4, slow_ratio=1.6).reasons
+    assert reason.message.startswith("40% of the traced iterations took 1.6 times as long as the others")
+    interrupted = report_pb2.Profile(iterations=30, slow_share=0.4, slow_ratio=1.6)
+    assert is_disturbed(interrupted, agent_pb2.CandidateResult(), Thresholds()), "the difference is not the cost of tracing"
 
 
 def test_the_cost_of_tracing_is_explained() -> None:

@@ -57,6 +57,19 @@ def test_each_check_alone_makes_a_run_invalid(run: dict[str, Any], code: str, me
     assert re.fullmatch(r"[A-Z].*\d.*\.", reason.message)
 
 
+@pytest.mark.parametrize(("share", "codes"), [(0.25, []), (0.26, ["BIMODAL"]), (0.8, ["BIMODAL"])])
+def test_a_run_with_two_paces_has_no_single_median(share: float, codes: list[str]) -> None:
+    result = agent_pb2.CandidateResult(threads=1, iterations=200, duration_ns=SECOND, outputs_equal=True)
+    latency = report_pb2.Latency(p50_ns=5e6, slow_share=share, slow_ratio=1.5)
+    verdict = judge(result, latency, emulated=False, thresholds=THRESHOLDS)
+    assert [reason.code for reason in verdict.reasons] == codes
+    for reason in verdict.reasons:
+        assert reason.message.startswith(f"{share:.0%} of the samples took 1.5 times as long as the others")
+        assert (reason.measured, reason.threshold) == (pytest.approx(share), 0.25)
+    lenient = judge(result, latency, emulated=False, thresholds=Thresholds(max_slow_share=0.9))
+    assert lenient.status == report_pb2.VERDICT_STATUS_VALID
+
+
 @pytest.mark.parametrize(
     "run",
     [

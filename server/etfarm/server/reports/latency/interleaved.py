@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Final
 
 import numpy as np
@@ -55,6 +56,11 @@ class Paired:
     """Median of the rounds' ratios."""
     ci95: tuple[float, float] | None
     """95 % interval of the ratio; see `interval`."""
+
+
+def count_by_process(blocks: Sequence[Block]) -> list[int]:
+    """Return the number of samples of each start of the processes, in order."""
+    return [sum(block.samples for block in part) for _, part in groupby(blocks, lambda block: block.process_pair)]
 
 
 def medians(samples: NDArray[np.int64], blocks: Sequence[Block]) -> dict[int, tuple[int, float]]:

@@ -43,6 +43,11 @@ class Thresholds:
     max_drift_unsteady: float = 0.05
     """Same as max_drift, for a run whose warm-up did not become steady, for which a drift is likely."""
 
+    max_slow_share: float = 0.25
+    """Maximum fraction of a slower group of iterations, if the times of a pass form two groups that are apart by 10 % and more.
+    Up to a quarter, neither the median nor the mean over the middle half, which is the time of operators, includes slow
+    iterations; from a half on, the median is one of them, and its interval does not show it."""
+
     min_cpu_share: float = 0.9
     """Minimum CPU time of the runner over the wall time of the timed pass. A runner only computes, so with less CPU time it was
     waiting: for a cpu that another process used, for paged-out memory, or for a throttled guest. The threads of a small model

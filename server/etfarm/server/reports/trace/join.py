@@ -26,6 +26,7 @@ from typing import Final
 import numpy as np
 
 from etfarm.server.graphs.sources import Source
+from etfarm.server.reports.latency import slow_group
 from etfarm.server.reports.trace import timeline
 from etfarm.server.reports.trace.estimate import Estimator
 from etfarm.server.reports.trace.etdump import Call, Kernel, Spans, Times, Trace
@@ -111,6 +112,9 @@ def join(
         mean_ci95_ns=_around(method_mean, rows.estimator.half_width(trace.method_ns)), events=trace.events or None,
         drift=timings.drift(trace.method_ns, np.median),
     )  # fmt: skip
+    slow = slow_group.find(trace.method_ns)
+    if slow is not None:
+        profile.slow_share, profile.slow_ratio = slow.share, slow.ratio
     return Joined(profile, tuple(rows.rows), (_whole(trace.method_ns), *rows.times_ns))
 
 
