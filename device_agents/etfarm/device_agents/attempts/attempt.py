@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import shutil
 import time
 from array import array
@@ -19,7 +20,7 @@ from etfarm.device_agents.attempts import numerics, repeats
 from etfarm.device_agents.attempts.cache import Cache, Lease
 from etfarm.device_agents.attempts.fault_attribution import ABNORMAL_EXITS, attribute_fault, self_test_limit_s
 from etfarm.device_agents.attempts.fetch import attempt_limit_s, fetch_program
-from etfarm.device_agents.attempts.passes import TRACED_ITERATIONS, Passes, plan_of, traced_iterations
+from etfarm.device_agents.attempts.passes import TRACED_ITERATIONS, Passes, plan_of, planned_s, traced_iterations
 from etfarm.device_agents.attempts.progress import CandidateProgress, OnRunProgress
 from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.config import AgentConfig
@@ -41,8 +42,6 @@ from etfarm.wire.words import value_of
 log = logging.getLogger(__name__)
 
 _TIMING_PHASES: Final = frozenset({"WARMUP", "TIMED", "TRACED"})
-USUAL_RUN_S: Final = 100.0
-"""Time that a run takes at most with the default gates and a usual program: waiting 70 s, warming up 10 s, and measuring."""
 _TRANSFER_PHASES: Final = frozenset({"FETCH", "UPLOAD"})
 
 
@@ -124,10 +123,15 @@ class Attempt:
         """Return the attempt's remaining time in seconds."""
         return attempt_limit_s(self.start) - (time.monotonic() - self.received_s)
 
-    def share_s(self, runs: int) -> float:
-        """Return the time in seconds that the next of `runs` remaining runs may take: what the others do not usually need."""
+    def share_s(self, runs: int, run_s: float = math.inf) -> float:
+        """Return the time in seconds that the next of `runs` remaining runs may take: what the others do not need.
+
+        Args:
+            runs: number of runs that share the attempt's remaining time.
+            run_s: time that each later run needs; infinite if unknown, for an equal part.
+        """
         left_s = self.remaining_s()
-        return max(left_s / runs, left_s - USUAL_RUN_S * (runs - 1))
+        return left_s if runs <= 1 else max(left_s / runs, left_s - run_s * (runs - 1))
 
     def send_progress(self, progress: agent_pb2.RunProgress) -> None:
         """Send progress to the server, with the ids of the attempt and the device."""
@@ -152,6 +156,9 @@ class Run:
     """Its part of the candidate's result, or the whole for the first one."""
     left: int
     """Number of runs that are left, with this one."""
+    work_s: float
+    """Time that a run needs besides waiting for the device: what its plan asks for, or what a run of this attempt took if that
+    was longer."""
     timed_s: float = 0.0
     """When its timed pass began, by the monotonic clock."""
 
@@ -290,13 +297,15 @@ class Execution(CandidateProgress):
         result, count = self.result, repeats.repeat_of(measurement)
         samples: array[int] = array("q")
         began_s: list[float] = []
+        work_s = planned_s(plan_of(measurement))
         for number in range(1, count + 1):
             self.step = f"run {number} of {count}" if count > 1 else ""
-            run = Run(result if number == 1 else agent_pb2.CandidateResult(), count - number + 1)
+            run = Run(result if number == 1 else agent_pb2.CandidateResult(), count - number + 1, work_s)
             files = await self._measure_run(run, measurement, cpus)
             assert files.samples is not None  # it was measured
             samples += files.samples
             began_s.append(run.timed_s)
+            work_s = run.work_s
             if number > 1:
                 repeats.add_run(result, run.result, (run.timed_s - began_s[0]) * 1e3)
             elif count > 1:
@@ -312,7 +321,7 @@ class Execution(CandidateProgress):
         if target.device.emulated:
             # Times of an emulated device are meaningless: there is nothing to wait for or to set.
             return await self._run_passes(run, measurement, cpus)
-        telemetry.waits.extend(await self.wait(run.left))
+        telemetry.waits.extend(await self.wait(run.left, run.work_s))
         telemetry.affinity = format_cpu_list(cpus or target.usable_cpus())
         with target.settings(cpus) as settings:
             telemetry.settings.extend(settings)
@@ -320,11 +329,14 @@ class Execution(CandidateProgress):
 
     async def _run_passes(self, run: Run, measurement: job_pb2.Measurement, cpus: frozenset[int] | None) -> Files:
         """Run everything from LOAD to the last pass of a run in a separate runner."""
-        attempt, target = self._attempt, self._attempt.target
+        target = self._attempt.target
+        began_s = time.monotonic()
+        worked_s: list[float] = []
 
         def left_s() -> float:
+            worked_s.append(time.monotonic() - began_s)
             # Times of an emulated device are meaningless, so a drifting pass is not continued.
-            return 0.0 if target.device.emulated else attempt.share_s(run.left)
+            return 0.0 if target.device.emulated else self._share_s(run.left, max(run.work_s, worked_s[0]))
 
         async with self.start_runner() as runner:
             is_first = run.result is self.result
@@ -334,6 +346,9 @@ class Execution(CandidateProgress):
             method = await self.load(runner, cpus, into=None if is_first else run.result)
             passes = Passes(runner, method, run.result, self)
             samples = await passes.measure(plan_of(measurement), target.watch(cpus), left_s)
+            # The first call is before a drifting pass is continued, which not every run needs.
+            worked_s.append(time.monotonic() - began_s)
+            run.work_s = max(run.work_s, worked_s[0])
             run.timed_s = passes.timed_s
             target.gates.measured()
             return await self.trace(passes, samples) if run.left == 1 else Files([], samples)
@@ -432,11 +447,21 @@ class Execution(CandidateProgress):
         assert self._provisions is not None  # the program was fetched
         return self._attempt.target.start_runner(self._provisions.bundle, self.folder, self.take_log)
 
-    async def wait(self, runs: int = 1) -> list[report_pb2.GateWait]:
+    def _share_s(self, runs: int, work_s: float) -> float:
+        """Return the time in seconds that the next of `runs` remaining runs may take.
+
+        Args:
+            runs: number of runs that share the attempt's remaining time.
+            work_s: time that each needs besides waiting for the device.
+        """
+        return self._attempt.share_s(runs, self._attempt.target.gates.longest_wait_s + work_s)
+
+    async def wait(self, runs: int = 1, work_s: float = math.inf) -> list[report_pb2.GateWait]:
         """Run WAIT_FOR_COOL and WAIT_FOR_IDLE if necessary; they are phases of the result then.
 
         Args:
             runs: number of runs that share the attempt's remaining time.
+            work_s: time that each of them needs besides waiting.
         """
         attempt, began_s, current = self._attempt, time.monotonic(), ""
 
@@ -450,7 +475,7 @@ class Execution(CandidateProgress):
             current = attempt.phase = phase
             self.report(message=message, force=is_new)
 
-        waits = await attempt.target.gates.wait(report_wait, attempt.share_s(runs))
+        waits = await attempt.target.gates.wait(report_wait, self._share_s(runs, work_s))
         if current:
             self.end_phase(current, began_s, time.monotonic())
         return waits

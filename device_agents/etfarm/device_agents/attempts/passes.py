@@ -79,6 +79,12 @@ def plan_of(measurement: job_pb2.Measurement) -> MeasurePlan:
     )
 
 
+def planned_s(plan: MeasurePlan) -> float:
+    """Return the time in seconds that a plan asks for, as far as it is known before the program has run."""
+    warmup_ns = plan.max_warmup_ns if plan.steady else 0
+    return (warmup_ns + plan.min_time_ns) / 1e9
+
+
 def traced_iterations(samples_ns: Sequence[int], minimum: int = TRACED_ITERATIONS) -> int:
     """Return the number of iterations to trace, from the timed samples, of which there is at least one.
 

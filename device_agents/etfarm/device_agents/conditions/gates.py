@@ -96,6 +96,11 @@ class Gates:
         self._around = around
         self._last = last
 
+    @property
+    def longest_wait_s(self) -> float:
+        """The longest that `wait` takes, in seconds."""
+        return self._limits.cool_down_s + self._limits.cool_wait_s + self._limits.idle_wait_s
+
     def measured(self) -> None:
         """Note that a measurement ended now."""
         now_s = self._around.wall_s()

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from etfarm.device_agents.attempts.attempt import Attempt, Execution
 from etfarm.device_agents.attempts.cache import Cache
-from etfarm.device_agents.attempts.passes import Passes, plan_of
+from etfarm.device_agents.attempts.passes import Passes, plan_of, planned_s
 from etfarm.device_agents.attempts.repeats import MAX_POINTS, add_run, join_series, run_of
 from etfarm.device_agents.conditions.gates import GateLimits
 from etfarm.device_agents.config import AgentConfig
@@ -189,9 +189,36 @@ def test_a_counter_that_one_run_lacks_is_absent() -> None:
     assert not result.telemetry.HasField("cpu_time_ns")
 
 
-async def test_a_run_leaves_the_others_what_they_usually_need(blobs: Blobs, address: str, tmp_path: Path) -> None:
-    attempt = prepare(blobs, address, tmp_path, lambda progress: None)  # 200 s
-    assert attempt.share_s(1) == pytest.approx(200, abs=5) and attempt.share_s(2) == pytest.approx(100, abs=5)
-    assert attempt.share_s(5) == pytest.approx(40, abs=5), "no run gets less than its equal part"
+async def test_a_run_leaves_the_others_what_they_need(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    attempt = prepare(blobs, address, tmp_path, lambda progress: None)
     attempt.start.deadline_s = 1080
-    assert attempt.share_s(5) == pytest.approx(680, abs=5)
+    assert attempt.share_s(1) == pytest.approx(1080, abs=5) and attempt.share_s(5) == pytest.approx(216, abs=5)
+    assert attempt.share_s(5, 100) == pytest.approx(680, abs=5)
+    assert attempt.share_s(5, 400) == pytest.approx(216, abs=5), "no run gets less than its equal part"
+
+
+async def test_later_runs_need_as_long_as_those_before_them_took(
+    blobs: Blobs, address: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    share_s, needs_s = Attempt.share_s, []
+
+    def note(self: Attempt, runs: int, run_s: float = math.inf) -> float:
+        needs_s.append((runs, run_s))
+        return share_s(self, runs, run_s)
+
+    monkeypatch.setattr(Attempt, "share_s", note)
+    attempt = prepare(blobs, address, tmp_path, lambda progress: None)
+    wait_s = attempt.target.gates.longest_wait_s
+    assert wait_s == NO_WAIT.cool_down_s
+    (result,) = (await attempt.run()).candidates
+    assert not result.HasField("error"), result.error
+    assert needs_s[0] == (3, wait_s), "the plan has no minimum time, and a fixed warm-up"
+    measured_s = [run_s - wait_s for _, run_s in needs_s[1:]]
+    assert [runs for runs, _ in needs_s] == [3, 2, 1] and measured_s == sorted(measured_s)
+    assert measured_s[0] >= result.runs[0].duration_ns / 1e9
+
+
+def test_a_plan_needs_its_warm_up_and_its_minimum_time() -> None:
+    assert planned_s(plan_of(job_pb2.Measurement())) == pytest.approx(11)
+    assert planned_s(plan_of(job_pb2.Measurement(warmup=5, min_time_s=3))) == pytest.approx(3)
+    assert planned_s(plan_of(job_pb2.Measurement(max_warmup_s=2, min_time_s=0))) == pytest.approx(2)
