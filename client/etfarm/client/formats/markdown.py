@@ -92,6 +92,10 @@ def _operators(report: Json) -> Iterator[str]:
     rows = answers.slowest_rows(report, TOP)
     if not rows:
         return
+    if reasons := sentences.traced_verdict(report["profile"]) if report["profile"] else []:
+        yield f"> Times of operators: {_VERDICTS.get(report['profile']['verdict']['status'], '')}"
+        yield from (f"> - {escapes.text(str(reason))}" for reason in reasons)
+        yield ""
     yield _row(["share", "time", "operator", "backend", "source"])
     yield _row(["---:", "---:", "---", "---", "---"])
     for row in rows:

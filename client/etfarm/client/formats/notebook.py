@@ -75,6 +75,9 @@ def _notes(reports: Sequence[Json]) -> Iterator[str]:
         if error := each["error"]:
             notes.append(f"{label(each)}: {error['reason']}: {error['message']} {error['remedy'] or ''}")
         notes += [f"{label(each)}: {reason}" for reason in sentences.verdict(each)]
+        if each["profile"]:
+            reasons = sentences.traced_verdict(each["profile"])
+            notes += [f"{label(each)}: times of operators: {reason}" for reason in reasons]
     if notes:
         yield f"<ul>{''.join(_element('li', note) for note in notes)}</ul>"
 

@@ -14,7 +14,19 @@ from hypothesis import strategies as st
 
 from etfarm.client import formats
 from etfarm.client.errors import ExtraMissing
-from etfarm.client.formats import csv, executorch, gaps, html, markdown, model_explorer, parquet, perfetto, sentences, tables
+from etfarm.client.formats import (
+    csv,
+    executorch,
+    gaps,
+    html,
+    markdown,
+    model_explorer,
+    notebook,
+    parquet,
+    perfetto,
+    sentences,
+    tables,
+)
 from etfarm.client.formats.html import charts, facts
 from etfarm.wire import views
 from tests.support.documents import HOSTILE, document, numerics, report, row
@@ -388,6 +400,20 @@ def test_markdown_names_the_slowest_line_and_the_first_bad_operator() -> None:
     text = markdown.write(document(report(**numerics()))).decode()
     assert "41.2 % of the time in `models/resnet.py:31 y = self.conv2(y)`" in text
     assert "the first bad operator is aten.convolution.default with -1.5 dB against the quantized program" in text
+
+
+def test_every_format_says_that_the_times_of_operators_cannot_be_trusted() -> None:
+    sentence = "40% of the traced iterations took 1.6 times as long as the others."
+    reasons = [{"code": "BIMODAL", "message": sentence}]
+    known = report()
+    doubtful = report(profile={**known["profile"], "verdict": {"status": "INVALID", "reasons": reasons}})
+    trusted = report(profile={**known["profile"], "verdict": {"status": "VALID"}})
+    text = markdown.write(document(doubtful)).decode()
+    assert text.index("> Times of operators: ❌ **invalid**") < text.index("| share | time |")
+    for shown in (text, notebook.job(document(doubtful)), notebook.report(doubtful), html.write(document(doubtful)).decode()):
+        assert sentence in shown and "Stop other programs on the device." in shown
+    for shown in (markdown.write(document(trusted)).decode(), notebook.report(trusted)):
+        assert "imes of operators" not in shown
 
 
 def test_a_report_is_chosen_by_its_number_or_its_cells_beginning() -> None:
