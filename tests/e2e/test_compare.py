@@ -82,7 +82,7 @@ def test_a_program_that_is_thirty_percent_slower_fails_a_gate_of_ten(in_turns: J
     assert (pair["latency"]["method"], pair["latency"]["outcome"]) == ("paired", "slower")
     assert 1.1 < pair["latency"]["ratio_ci95"][0] < pair["latency"]["ratio"] < 1.7
     assert pair["latency"]["ratio"] == in_turns.reports[1].interleaved.ratio
-    assert "% slower" in out.splitlines()[0] and "Measured apart" not in out
+    assert "% slower" in out.splitlines()[0] and "Measured in separate runs" not in out
     assert "❌ gate not passed" in (tmp_path / "c.md").read_text()
 
 
@@ -113,7 +113,7 @@ def test_separate_runs_are_compared_as_not_interleaved(
     farm: FarmProcess, in_turns: JobResult, alone: JobResult, command: Any
 ) -> None:
     code, out, _ = command(f"{in_turns.job.id}#1", alone.job.id)
-    assert code == 0 and "Measured apart, and it is not known how much runs of both sides vary" in out
+    assert code == 0 and "Measured in separate runs, and it is not known how much runs of both sides vary" in out
     with farm.client() as client:
         result = client.compare(f"{in_turns.job.id}#1", alone.job.id)
     assert result.pairs[0].latency.method == "separate"

@@ -148,6 +148,36 @@ CHANGED_ROWS_MODULE: ChangedRows.ValueType  # 2
 """Modules of the model, because different recipes group operators differently."""
 Global___ChangedRows: _TypeAlias = ChangedRows  # noqa: Y015
 
+class _OperatorMatching:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _OperatorMatchingEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_OperatorMatching.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    OPERATOR_MATCHING_UNSPECIFIED: _OperatorMatching.ValueType  # 0
+    OPERATOR_MATCHING_INDEX: _OperatorMatching.ValueType  # 1
+    """By OperatorRow.index: both sides ran the same program."""
+    OPERATOR_MATCHING_GRAPH: _OperatorMatching.ValueType  # 2
+    """By what they compute: debug handle, module, source line and types of operators."""
+    OPERATOR_MATCHING_NAME: _OperatorMatching.ValueType  # 3
+    """By the names of kernels in their order of occurrence, because a side has no graph, such as a .pte. Where a name occurs a
+    different number of times on both sides, its kernels are one row: which of them correspond is unknown.
+    """
+
+class OperatorMatching(_OperatorMatching, metaclass=_OperatorMatchingEnumTypeWrapper):
+    """How the operators of both sides were matched."""
+
+OPERATOR_MATCHING_UNSPECIFIED: OperatorMatching.ValueType  # 0
+OPERATOR_MATCHING_INDEX: OperatorMatching.ValueType  # 1
+"""By OperatorRow.index: both sides ran the same program."""
+OPERATOR_MATCHING_GRAPH: OperatorMatching.ValueType  # 2
+"""By what they compute: debug handle, module, source line and types of operators."""
+OPERATOR_MATCHING_NAME: OperatorMatching.ValueType  # 3
+"""By the names of kernels in their order of occurrence, because a side has no graph, such as a .pte. Where a name occurs a
+different number of times on both sides, its kernels are one row: which of them correspond is unknown.
+"""
+Global___OperatorMatching: _TypeAlias = OperatorMatching  # noqa: Y015
+
 class _OperatorChangeKind:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -161,7 +191,9 @@ class _OperatorChangeKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Op
     OPERATOR_CHANGE_KIND_REST: _OperatorChangeKind.ValueType  # 3
     """Time that the kernels do not account for."""
     OPERATOR_CHANGE_KIND_UNATTRIBUTED: _OperatorChangeKind.ValueType  # 4
-    """Kernels without an operator of the model, such as those that a delegate inserted."""
+    """Kernels without an operator of the model, such as those that a delegate inserted. They are one row, unless both sides ran the
+    same program.
+    """
 
 class OperatorChangeKind(_OperatorChangeKind, metaclass=_OperatorChangeKindEnumTypeWrapper): ...
 
@@ -172,7 +204,9 @@ OPERATOR_CHANGE_KIND_DELEGATE: OperatorChangeKind.ValueType  # 2
 OPERATOR_CHANGE_KIND_REST: OperatorChangeKind.ValueType  # 3
 """Time that the kernels do not account for."""
 OPERATOR_CHANGE_KIND_UNATTRIBUTED: OperatorChangeKind.ValueType  # 4
-"""Kernels without an operator of the model, such as those that a delegate inserted."""
+"""Kernels without an operator of the model, such as those that a delegate inserted. They are one row, unless both sides ran the
+same program.
+"""
 Global___OperatorChangeKind: _TypeAlias = OperatorChangeKind  # noqa: Y015
 
 class _OperatorOutcome:
@@ -445,6 +479,10 @@ class ComparedReport(_message.Message):
     STATE_FIELD_NUMBER: _builtins.int
     ERROR_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
+    CORES_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
+    INPUTS_FROM_JOB_FIELD_NUMBER: _builtins.int
+    WARMUP_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     cell: _builtins.str
     attempt: _builtins.str
@@ -457,6 +495,13 @@ class ComparedReport(_message.Message):
     state: _common_pb2.CellState.ValueType
     error: _builtins.str
     """The reason of the cell's error, such as PROGRAM_TOO_LARGE; absent if it succeeded."""
+    cores: _builtins.str
+    """The cpus that the runner was bound to, as "0-3"; absent if it was not bound."""
+    inputs: _builtins.str
+    """The digest of the inputs, as ReportInputs.digest, and whether the job named them."""
+    inputs_from_job: _builtins.bool
+    warmup: _builtins.int
+    """The number of warm-up iterations of a run, if the job prescribed it."""
     @_builtins.property
     def device(self) -> Global___ComparedDevice: ...
     @_builtins.property
@@ -477,19 +522,29 @@ class ComparedReport(_message.Message):
         state: _common_pb2.CellState.ValueType = ...,
         error: _builtins.str | None = ...,
         verdict: Global___ComparedVerdict | None = ...,
+        cores: _builtins.str | None = ...,
+        inputs: _builtins.str | None = ...,
+        inputs_from_job: _builtins.bool | None = ...,
+        warmup: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_cell", b"_cell", "_error", b"_error", "_id", b"_id", "_method", b"_method", "_model", b"_model", "_recipe", b"_recipe", "_threads", b"_threads", "attempt", b"attempt", "cell", b"cell", "device", b"device", "error", b"error", "id", b"id", "method", b"method", "model", b"model", "recipe", b"recipe", "threads", b"threads", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_cell", b"_cell", "_cores", b"_cores", "_error", b"_error", "_id", b"_id", "_inputs", b"_inputs", "_inputs_from_job", b"_inputs_from_job", "_method", b"_method", "_model", b"_model", "_recipe", b"_recipe", "_threads", b"_threads", "_warmup", b"_warmup", "attempt", b"attempt", "cell", b"cell", "cores", b"cores", "device", b"device", "error", b"error", "id", b"id", "inputs", b"inputs", "inputs_from_job", b"inputs_from_job", "method", b"method", "model", b"model", "recipe", b"recipe", "threads", b"threads", "verdict", b"verdict", "warmup", b"warmup"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_cell", b"_cell", "_error", b"_error", "_id", b"_id", "_method", b"_method", "_model", b"_model", "_recipe", b"_recipe", "_threads", b"_threads", "attempt", b"attempt", "cell", b"cell", "device", b"device", "error", b"error", "id", b"id", "method", b"method", "model", b"model", "recipe", b"recipe", "state", b"state", "threads", b"threads", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_cell", b"_cell", "_cores", b"_cores", "_error", b"_error", "_id", b"_id", "_inputs", b"_inputs", "_inputs_from_job", b"_inputs_from_job", "_method", b"_method", "_model", b"_model", "_recipe", b"_recipe", "_threads", b"_threads", "_warmup", b"_warmup", "attempt", b"attempt", "cell", b"cell", "cores", b"cores", "device", b"device", "error", b"error", "id", b"id", "inputs", b"inputs", "inputs_from_job", b"inputs_from_job", "method", b"method", "model", b"model", "recipe", b"recipe", "state", b"state", "threads", b"threads", "verdict", b"verdict", "warmup", b"warmup"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
     _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
     _WhichOneofReturnType__cell: _TypeAlias = _typing.Literal["cell"]  # noqa: Y015
     _WhichOneofArgType__cell: _TypeAlias = _typing.Literal["_cell", b"_cell"]  # noqa: Y015
+    _WhichOneofReturnType__cores: _TypeAlias = _typing.Literal["cores"]  # noqa: Y015
+    _WhichOneofArgType__cores: _TypeAlias = _typing.Literal["_cores", b"_cores"]  # noqa: Y015
     _WhichOneofReturnType__error: _TypeAlias = _typing.Literal["error"]  # noqa: Y015
     _WhichOneofArgType__error: _TypeAlias = _typing.Literal["_error", b"_error"]  # noqa: Y015
     _WhichOneofReturnType__id: _TypeAlias = _typing.Literal["id"]  # noqa: Y015
     _WhichOneofArgType__id: _TypeAlias = _typing.Literal["_id", b"_id"]  # noqa: Y015
+    _WhichOneofReturnType__inputs: _TypeAlias = _typing.Literal["inputs"]  # noqa: Y015
+    _WhichOneofArgType__inputs: _TypeAlias = _typing.Literal["_inputs", b"_inputs"]  # noqa: Y015
+    _WhichOneofReturnType__inputs_from_job: _TypeAlias = _typing.Literal["inputs_from_job"]  # noqa: Y015
+    _WhichOneofArgType__inputs_from_job: _TypeAlias = _typing.Literal["_inputs_from_job", b"_inputs_from_job"]  # noqa: Y015
     _WhichOneofReturnType__method: _TypeAlias = _typing.Literal["method"]  # noqa: Y015
     _WhichOneofArgType__method: _TypeAlias = _typing.Literal["_method", b"_method"]  # noqa: Y015
     _WhichOneofReturnType__model: _TypeAlias = _typing.Literal["model"]  # noqa: Y015
@@ -498,14 +553,22 @@ class ComparedReport(_message.Message):
     _WhichOneofArgType__recipe: _TypeAlias = _typing.Literal["_recipe", b"_recipe"]  # noqa: Y015
     _WhichOneofReturnType__threads: _TypeAlias = _typing.Literal["threads"]  # noqa: Y015
     _WhichOneofArgType__threads: _TypeAlias = _typing.Literal["_threads", b"_threads"]  # noqa: Y015
+    _WhichOneofReturnType__warmup: _TypeAlias = _typing.Literal["warmup"]  # noqa: Y015
+    _WhichOneofArgType__warmup: _TypeAlias = _typing.Literal["_warmup", b"_warmup"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__attempt) -> _WhichOneofReturnType__attempt | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__cell) -> _WhichOneofReturnType__cell | None: ...
     @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__cores) -> _WhichOneofReturnType__cores | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__error) -> _WhichOneofReturnType__error | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__id) -> _WhichOneofReturnType__id | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__inputs) -> _WhichOneofReturnType__inputs | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__inputs_from_job) -> _WhichOneofReturnType__inputs_from_job | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__method) -> _WhichOneofReturnType__method | None: ...
     @_typing.overload
@@ -514,6 +577,8 @@ class ComparedReport(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__recipe) -> _WhichOneofReturnType__recipe | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__threads) -> _WhichOneofReturnType__threads | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__warmup) -> _WhichOneofReturnType__warmup | None: ...
 
 Global___ComparedReport: _TypeAlias = ComparedReport  # noqa: Y015
 
@@ -864,7 +929,9 @@ class OperatorChanges(_message.Message):
 
     BY_FIELD_NUMBER: _builtins.int
     ROWS_FIELD_NUMBER: _builtins.int
+    MATCHED_BY_FIELD_NUMBER: _builtins.int
     by: Global___ChangedRows.ValueType
+    matched_by: Global___OperatorMatching.ValueType
     @_builtins.property
     def rows(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorChange]:
         """Sorted by the size of the change of time, the largest first."""
@@ -874,10 +941,11 @@ class OperatorChanges(_message.Message):
         *,
         by: Global___ChangedRows.ValueType = ...,
         rows: _abc.Iterable[Global___OperatorChange] | None = ...,
+        matched_by: Global___OperatorMatching.ValueType = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "rows", b"rows"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["by", b"by", "matched_by", b"matched_by", "rows", b"rows"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -969,7 +1037,7 @@ class OperatorTime(_message.Message):
     SHARE_FIELD_NUMBER: _builtins.int
     TIME_CI95_NS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
-    """The kernel's name; absent if there are several kernels."""
+    """The kernel's name; absent if there are several kernels with different names."""
     time_ns: _builtins.float
     """The sum of the rows' means, which is `share` of Profile.mean_ns."""
     share: _builtins.float

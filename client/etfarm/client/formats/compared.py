@@ -151,6 +151,30 @@ def unmoved(pair: Json) -> str:
     return f"no difference found in {count} of {len(outcomes)}" if count else ""
 
 
+def matching(pair: Json) -> str:
+    """Return how operators without a graph were matched; empty if the graph or the program's own rows say it.
+
+    For example `matched by name and order; 2 names occur more often on one side and are compared as a whole`.
+    """
+    operators = pair["operators"] or {}
+    if operators.get("matched_by") != "NAME":
+        return ""
+    sizes = [[len(row[side]["indexes"]) for side in ("base", "candidate")] for row in operators["rows"] if _is_kernels(row)]
+    count = sum(base != candidate for base, candidate in sizes)
+    text = "kernels matched by name and order, since a program has no graph"
+    if not count:
+        return text
+    whole = (
+        "name occurs more often on one side, and its kernels are" if count == 1 else "names occur more often on one side, and are"
+    )
+    return f"{text}; {count} {whole} compared as a whole"
+
+
+def _is_kernels(row: Json) -> bool:
+    """Return whether a row stands for operators or kernels of both sides."""
+    return row["kind"] in ("OPERATOR", "DELEGATE") and row["base"] is not None and row["candidate"] is not None
+
+
 def joined(pair: Json) -> Iterator[str]:
     """Yield the first operators with a changed delegation: `aten_mean_dim: 1 -> 0 delegated`."""
     lines = [line for line in _joined(pair) if not line.rpartition(": ")[0].endswith(GLUE)]
@@ -253,6 +277,8 @@ def _details(pair: Json, *, several: bool) -> Iterator[str]:
     others, operators, joins = changed(pair), moved(pair), list(joined(pair))
     if same := unmoved(pair):
         others.append(f"{'modules' if pair['operators']['by'] == 'MODULE' else 'operators'}: {same}")
+    if by_name := matching(pair):
+        others.append(f"operators: {by_name}")
     if not (rows or others or operators or joins):
         return
     yield ""
@@ -366,16 +392,30 @@ def _moved(row: Json) -> Moved:
     types = "".join(map(_short, first)) + (f" (+{more})" if more > 0 else "")
     if row["kind"] == "REST":
         what = "not explained by operators"
-    elif row["kind"] == "UNATTRIBUTED":
+    elif row["kind"] == "UNATTRIBUTED" and not _is_one_kernel(row):
         what = "kernels of no operator"
     else:
-        what = ": ".join(filter(None, (row["module"], types))) or "?"
+        what = ": ".join(filter(None, (row["module"], types))) or _kernel(row)
     if row["base"] is None or row["candidate"] is None:
         what += " (new)" if row["base"] is None else " (gone)"
     source = row["source"]
     place = f"{source['file']}:{source['line']}" if source else ""
     text = f"{units.difference(change, row['change_ci95_ns'])}{_OUTCOMES.get(row['outcome'] or '', '')}"
     return Moved(text, before, after, what, place, change > 0, not row["outcome"] or row["outcome"] in ("faster", "slower"))
+
+
+def _is_one_kernel(row: Json) -> bool:
+    return all(len(row[side]["indexes"]) == 1 for side in ("base", "candidate") if row[side])
+
+
+def _kernel(row: Json) -> str:
+    """Return the name of a row's kernels, with their numbers if there are several: `Softmax`, `Softmax (2 -> 3 kernels)`."""
+    sides = [row[side] or {"name": None, "indexes": []} for side in ("candidate", "base")]
+    name = next((side["name"] for side in sides if side["name"]), "?")
+    after, before = (len(side["indexes"]) for side in sides)
+    if max(before, after) <= 1:
+        return name
+    return f"{name} ({before} -> {after} kernels)" if before and after else f"{name} ({max(before, after)} kernels)"
 
 
 def _short(name: str) -> str:

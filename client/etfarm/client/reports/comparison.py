@@ -122,6 +122,14 @@ class ReportName(JsonObject):
     error: str | None = None
     """The reason of its error."""
     verdict: ComparedVerdict | None = None
+    cores: str | None = None
+    """The cpus that the runner was bound to, as `0-3`; None if it was not bound."""
+    inputs: str | None = None
+    """SHA-256 of the inputs' tensor file; None if the runner generated them."""
+    inputs_from_job: bool | None = None
+    """Whether the job named the inputs; None if that was not recorded."""
+    warmup: int | None = None
+    """Number of warm-up iterations of a run, if the job prescribed it."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -157,7 +165,7 @@ class OperatorTime(JsonObject):
     """The operators of one side in a row."""
 
     name: str | None = None
-    """Name of the operator; None for several."""
+    """Name of the operator; None for several with different names."""
     indexes: tuple[int, ...] = ()
     """Indexes of its rows in the report."""
     time_ns: float | None = None
@@ -198,6 +206,8 @@ class OperatorChanges(JsonObject):
     """OPERATOR or MODULE: what a row stands for."""
     rows: tuple[OperatorChange, ...] = ()
     """The largest changes first."""
+    matched_by: str = ""
+    """INDEX of one program, GRAPH of the model, or NAME and order of the kernels where a side has no graph, such as a .pte."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

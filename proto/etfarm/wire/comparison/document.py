@@ -9,7 +9,8 @@ from etfarm.wire import changes
 from etfarm.wire.comparison import latency, operators, program
 from etfarm.wire.comparison.gate import Gate, judge
 from etfarm.wire.comparison.pairing import differs, pair
-from etfarm.wire.comparison.sides import NothingToCompare, Side, how_to_decide, is_live, name
+from etfarm.wire.comparison.remedy import how_to_decide
+from etfarm.wire.comparison.sides import NothingToCompare, Side, is_live, name
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.report import Json, error_json
 
@@ -41,17 +42,18 @@ def compare(base: Side, candidate: Side, gate: Gate | None = None) -> Json:
             base=base.name,
             candidate=candidate.name,
         )
+    pairs = [_pair(*both) for both in pairing.pairs]
     document: Json = {
         "schema": SCHEMA,
         "base": base.about(),
         "candidate": candidate.about(),
-        "pairs": [_pair(*both) for both in pairing.pairs],
+        "pairs": pairs,
         "unpaired": [
             {"side": side, "report": name(report)}
             for side, reports in (("BASE", pairing.base_only), ("CANDIDATE", pairing.candidate_only))
             for report in reports
         ],
-        "notes": list(_notes(pairing.pairs, base, candidate)),
+        "notes": list(_notes(pairing.pairs, pairs, base, candidate)),
         "gate": None,
         "error": None,
     }
@@ -90,19 +92,30 @@ def _pair(base: Json, candidate: Json) -> Json:
     }
 
 
-def _notes(pairs: Sequence[tuple[Json, Json]], base: Side, candidate: Side) -> Iterator[str]:
-    """Yield notes that are needed to interpret the rest correctly."""
+def _notes(reports: Sequence[tuple[Json, Json]], pairs: Sequence[Json], base: Side, candidate: Side) -> Iterator[str]:
+    """Yield notes that are needed to interpret the rest correctly.
+
+    Args:
+        reports: those of each pair.
+        pairs: each PAIR.
+        base: the base.
+        candidate: the candidate.
+    """
     for side in (base, candidate):
         if is_live(side.job):
             yield f"{side.name[0].upper()}{side.name[1:]} is not done: cells that are still live are left out."
-    if all(old["cell"] is not None and old["cell"] == new["cell"] for old, new in pairs):
+    if all(old["cell"] is not None and old["cell"] == new["cell"] for old, new in reports):
         note = "Both sides are the same."
         yield (
             f"{note} To compare two reports of one job give JOB#0 JOB#1: it has {base.listed}." if len(base.reports) > 1 else note
         )
         return
-    unclear = [both for both in pairs if (ratio := latency.compared(*both)) is not None and not ratio.is_conclusive]
+    compared = [(pair, latency.compared(*both)) for pair, both in zip(pairs, reports, strict=True)]
+    unclear = [(pair, ratio.unobserved) for pair, ratio in compared if ratio is not None and ratio.unobserved]
     if unclear:
-        other = not latency.is_same_program(*unclear[0]) and changes.is_other_program(changes.changes(*unclear[0]))
-        remedy = how_to_decide(*map(name, unclear[0]), other_program=other)
-        yield f"Measured apart, and it is not known how much runs of both sides vary: the intervals do not cover it. {remedy}."
+        pair, unobserved = unclear[0]
+        other = not pair["latency"]["same_program"] and changes.is_other_program(pair["changes"])
+        which = "both sides" if len(unobserved) > 1 else f"the {unobserved[0]}"
+        remedy = how_to_decide(pair, unobserved, other_program=other)
+        known = f"it is not known how much runs of {which} vary: the interval may be too narrow"
+        yield f"Measured in separate runs, and {known}. {remedy}."

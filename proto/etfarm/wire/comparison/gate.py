@@ -15,7 +15,8 @@ from typing import Final
 from etfarm.wire.changes import is_other_program
 from etfarm.wire.comparison import uncertainty
 from etfarm.wire.comparison.latency import OBVIOUS
-from etfarm.wire.comparison.sides import how_to_decide, is_live, label
+from etfarm.wire.comparison.remedy import SIDES, how_to_decide
+from etfarm.wire.comparison.sides import is_live, label
 from etfarm.wire.errors import UserError
 from etfarm.wire.report import Json
 
@@ -125,7 +126,7 @@ def judge(document: Json, gate: Gate) -> Json:
     Otherwise it is inconclusive if a job is not done, or a latency decides nothing:
       - a side has no VALID one, or the devices are of different kinds, unless that is accepted
       - the two were measured in separate runs of different programs, whose spread was not observed on both sides, and the
-        candidate is not obviously slower
+        candidate is neither obviously slower nor obviously faster, by a factor of OBVIOUS: faster passes with a note
       - there is no interval
       - the interval spans the limit, if the gate is strict; else it passes with a note
     """
@@ -164,7 +165,7 @@ def _finding(finding: Finding, name: str, place: int | None, metric: str | None)
 
 
 def _of_the_whole(document: Json) -> Iterator[Json]:
-    for side in ("base", "candidate"):
+    for side in SIDES:
         job = document[side]["job"]
         if is_live(job):
             message = f"job {job['id']}, the {side}, is still {job['state']}"
@@ -187,7 +188,7 @@ def _failed(candidate: Json) -> Finding | None:
 
 def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
     latency = pair["latency"]
-    for side in ("base", "candidate"):
+    for side in SIDES:
         if latency is None or latency["p50_ns"] is None or latency["p50_ns"][side] is None:
             yield Finding("NO_VALID_EVIDENCE", f"no valid evidence: the {side} has no latency")
             return
@@ -203,7 +204,7 @@ def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
         yield Finding("NO_VALID_EVIDENCE", "no valid evidence: a latency of 0 ns has no ratio")
         return
     times = f"{ratio:.3f}x of the base's latency" if ends is None else f"{ratio:.3f}x [{ends[0]:.3f}, {ends[1]:.3f}]"
-    unobserved = [side for side in ("base", "candidate") if not _is_observed(latency, side)]
+    unobserved = [side for side in SIDES if not _is_observed(latency, side)]
     if latency["same_program"]:
         if ratio > allowed:
             message = f"same program, {times}: a difference between runs or their circumstances, not between programs"
@@ -211,10 +212,12 @@ def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
     elif unobserved and latency["outcome"] == "slower" and ends[0] > allowed:
         message = f"slower by more than separate runs of one program differ ({OBVIOUS:g}x), {times}; {limit:g} % is allowed"
         yield Finding("SLOWER", message)
+    elif unobserved and latency["outcome"] == "faster":
+        message = f"faster by more than separate runs of one program differ ({OBVIOUS:g}x), {times}"
+        yield Finding("FASTER", f"{message}; it is not known how much runs of {_sides(unobserved)} vary", is_reason=False)
     elif unobserved:
-        which = f"the {unobserved[0]}" if len(unobserved) == 1 else "both sides"
         message = f"{times} in separate runs does not show whether it is within {limit:g} %: it is not known how much runs of"
-        yield Finding("NO_SPREAD", f"{message} {which} vary. {_how_to_decide(pair)}")
+        yield Finding("NO_SPREAD", f"{message} {_sides(unobserved)} vary. {_how_to_decide(pair, unobserved)}")
     elif ends is None:
         few = "rounds" if latency["method"] == "paired" else "samples"
         yield Finding("TOO_FEW", f"{times}, and too few {few} to tell whether that is within {limit:g} %")
@@ -223,14 +226,14 @@ def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
     elif ends[1] > allowed:
         yield Finding(
             "INCONCLUSIVE",
-            f"{times} does not show whether it is within {limit:g} %. {_how_to_decide(pair)}",
+            f"{times} does not show whether it is within {limit:g} %. {_how_to_decide(pair, SIDES)}",
             gate.strict,
         )
 
 
 def _not_valid(pair: Json) -> str:
     """Return which latencies of a pair are not VALID, and what to do; empty if both are."""
-    verdicts = {side: pair[side]["verdict"] or {"status": None, "codes": []} for side in ("base", "candidate")}
+    verdicts = {side: pair[side]["verdict"] or {"status": None, "codes": []} for side in SIDES}
     sides = [side for side, verdict in verdicts.items() if verdict["status"] != "VALID"]
     if not sides:
         return ""
@@ -246,8 +249,12 @@ def _not_valid(pair: Json) -> str:
     return f"{message}; --accept-invalid accepts {'both' if len(sides) == 2 else 'it'}"
 
 
-def _how_to_decide(pair: Json) -> str:
-    return how_to_decide(pair["base"], pair["candidate"], other_program=is_other_program(pair["changes"]))
+def _how_to_decide(pair: Json, unobserved: Sequence[str]) -> str:
+    return how_to_decide(pair, unobserved, other_program=is_other_program(pair["changes"]))
+
+
+def _sides(names: Sequence[str]) -> str:
+    return f"the {names[0]}" if len(names) == 1 else "both sides"
 
 
 def _is_observed(latency: Json, side: str) -> bool:
@@ -281,7 +288,7 @@ def _accuracy(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
     if not measured:
         yield Finding("NOT_MEASURED", "accuracy is not known for both sides")
     for output in measured:
-        references = [output[side]["reference"] for side in ("base", "candidate") if output[side]]
+        references = [output[side]["reference"] for side in SIDES if output[side]]
         if len(set(references)) > 1:
             message = f"the base is compared with the {references[0]}, the candidate with the {references[1]}"
             yield Finding("NOT_MEASURED", f"accuracy is not known for both sides against one reference: {message}")

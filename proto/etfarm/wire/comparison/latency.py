@@ -26,8 +26,8 @@ class Ratio:
     ci95: Interval | None
     method: str
     """How the ratio was measured: paired or separate."""
-    is_conclusive: bool = True
-    """Whether the interval covers the variation between runs, as observed for both sides."""
+    unobserved: tuple[str, ...] = ()
+    """Those of base and candidate whose variation between runs was not observed, so that the interval may be too narrow."""
     rounds: int | None = None
     process_pairs: int | None = None
 
@@ -83,7 +83,7 @@ def outcome(change: Ratio, *, same_program: bool = False) -> str:
         return "too_few"
     if change.ci95[0] <= 1 <= change.ci95[1]:
         return "no_difference"
-    if same_program or (not change.is_conclusive and 1 / OBVIOUS < change.ratio < OBVIOUS):
+    if same_program or (change.unobserved and 1 / OBVIOUS < change.ratio < OBVIOUS):
         return "inconclusive"
     return "faster" if change.ratio < 1 else "slower"
 
@@ -96,7 +96,7 @@ def compared(base: Json, candidate: Json) -> Ratio | None:
 def separate(base: Json, candidate: Json) -> Ratio | None:
     """Return the ratio of two medians that were measured separately; None if a side has no median.
 
-    Its interval covers what is known of the variation between runs. It is conclusive if that was observed for both sides.
+    Its interval covers what is known of the variation between runs, which may be an assumption.
     """
     of_base, of_candidate = uncertainty.estimate(base), uncertainty.estimate(candidate)
     if of_base is None or of_candidate is None:
@@ -105,7 +105,9 @@ def separate(base: Json, candidate: Json) -> Ratio | None:
     if not value:
         return None
     ends = uncertainty.interval(of_base, of_candidate)
-    return Ratio(value, _exponentials(ends), "separate", of_base.is_observed and of_candidate.is_observed)
+    sides = (("base", of_base), ("candidate", of_candidate))
+    unobserved = tuple(side for side, estimate in sides if not estimate.is_observed)
+    return Ratio(value, _exponentials(ends), "separate", unobserved)
 
 
 def paired(base: Json, candidate: Json) -> Ratio | None:

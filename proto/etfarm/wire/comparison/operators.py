@@ -1,6 +1,4 @@
-"""The comparison of operators: rows of two traced passes, matched by what they compute.
-
-Rows are never matched by name, since a kernel's name depends on the CPU.
+"""The comparison of operators: the times of corresponding rows of two traced passes.
 
 Changes have intervals. Each combines the variation within both traced passes with that between runs, which affects an operator at
 least as much as the whole program, and with the rounding of a delegate's clock. As for latencies, Student's distribution accounts
@@ -10,166 +8,44 @@ for the number of runs. "No difference" is an answer.
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Final
+from collections.abc import Sequence
+from typing import Final
 
 from etfarm.wire import timings, views
-from etfarm.wire.comparison import uncertainty
+from etfarm.wire.comparison import matching, uncertainty
+from etfarm.wire.comparison.matching import Matched
 from etfarm.wire.report import Json
 
 _ROUNDING: Final = 1 / math.sqrt(12)
 """Standard deviation of an error that is uniform within one unit of a clock."""
 
-Key = Callable[[Json], Hashable | None]
-
-
-@dataclass(frozen=True)
-class _Matched:
-    """Rows of both sides that correspond to each other; empty on a side that lacks them."""
-
-    base: Sequence[Json]
-    candidate: Sequence[Json]
-
-
-@dataclass
-class _Matching:
-    base: list[Json]
-    candidate: list[Json]
-    matches: list[_Matched] = field(default_factory=list)
-
-    def match(self, key: Key) -> None:
-        """Move rows with equal keys to `matches`: pairwise in order if both sides have equally many, else as one group."""
-        groups: tuple[dict[Hashable, list[Json]], ...] = (defaultdict(list), defaultdict(list))
-        for rows, by_key in zip((self.base, self.candidate), groups, strict=True):
-            for row in rows:
-                by_key[key(row)].append(row)
-        of_base, of_candidate = groups
-        both = {shared: None for shared in of_base if shared is not None and shared in of_candidate}
-        for shared in both:
-            rows, others = of_base[shared], of_candidate[shared]
-            if len(rows) == len(others):
-                self.matches += [_Matched([row], [other]) for row, other in zip(rows, others, strict=True)]
-            else:
-                self.matches.append(_Matched(rows, others))
-        self.base = [row for row in self.base if key(row) not in both]
-        self.candidate = [row for row in self.candidate if key(row) not in both]
-
 
 def operators(base: Json, candidate: Json) -> Json | None:
-    """Return the operators part of a PAIR; None if a side was not traced.
-
-    Programs of the same export (model, recipe and tools) are first matched by debug handle, module and op types. Remaining rows
-    are matched by module, code of the source line (its number changes when the file is edited) and op types, then by module and
-    op types in order. If recipes differ, they group operators differently, and modules are compared. If kernels of a delegate on
-    either side were not matched with the graph, delegates are compared as a whole.
-    """
+    """Return the operators part of a PAIR; None if a side was not traced."""
     if not (base["operators"] and candidate["operators"]):
         return None
-    traced = [report["operators"] for report in (base, candidate)]
-    whole = any(row["aligned"] is False for rows in traced for row in rows)
-    sides = [_leaves(rows, whole_delegates=whole) for rows in traced]
-    rests = [[row for row in rows if row["kind"] == "REST"] for rows in sides]
-    by_module = base["recipe_digest"] != candidate["recipe_digest"]
-    known, unknown = zip(*(_known(rows) for rows in sides), strict=True)
-    matching = _Matching(*known)
-    if by_module:
-        matched = _grouped(known[0], known[1])
-    else:
-        if _same_export(base, candidate):
-            matching.match(_handles)
-        matching.match(_line)
-        matching.match(_module)
-        matched = (
-            matching.matches
-            + [_Matched([row], ()) for row in matching.base]
-            + [_Matched((), [row]) for row in matching.candidate]
-        )
-    rows = [_row("OPERATOR", group, base, candidate) for group in matched]
-    rows += [
-        _row(kind, _Matched(of_base, of_candidate), base, candidate)
-        for kind, (of_base, of_candidate) in (("UNATTRIBUTED", unknown), ("REST", rests))
-        if of_base or of_candidate
-    ]
+    matches = matching.match(base, candidate)
+    rows = [_row(each, base, candidate) for each in matches.rows]
     rows.sort(key=lambda row: -abs(row["change_ns"] or 0.0))
-    return {"by": "MODULE" if by_module else "OPERATOR", "rows": rows}
+    return {"by": matches.by, "rows": rows, "matched_by": matches.matched_by}
 
 
-def _leaves(rows: Iterable[Json], *, whole_delegates: bool) -> list[Json]:
-    """Return rows that count every nanosecond once: either a delegate or its kernels."""
-    rows = list(rows)
-    if whole_delegates:
-        return [row for row in rows if row["parent"] is None]
-    parents = {row["parent"] for row in rows if row["parent"] is not None}
-    return [row for row in rows if row["index"] not in parents]
-
-
-def _known(rows: Sequence[Json]) -> tuple[list[Json], list[Json]]:
-    """Return the rows with a known origin, and those without, such as kernels that a delegate inserted or did not report."""
-    measured = [row for row in rows if row["kind"] != "REST"]
-    known = [row for row in measured if row["op_types"] or row["module"] is not None or row["source"]]
-    return known, [row for row in measured if not (row["op_types"] or row["module"] is not None or row["source"])]
-
-
-def _grouped(base: Sequence[Json], candidate: Sequence[Json]) -> list[_Matched]:
-    groups: dict[Hashable, tuple[list[Json], list[Json]]] = {}
-    for place, rows in enumerate((base, candidate)):
-        for row in rows:
-            groups.setdefault(_place(row), ([], []))[place].append(row)
-    return [_Matched(*rows) for rows in groups.values()]
-
-
-def _same_export(base: Json, candidate: Json) -> bool:
-    """Return whether both sides share debug handles: lowering numbers them deterministically for equal inputs."""
-
-    def of(report: Json) -> tuple[Any, ...]:
-        tools = (report["compile"] or {}).get("toolchain") or {}
-        model = report["model"]["digest"] if report["model"] else None
-        return model, report["recipe_digest"], tools.get("torch"), tools.get("executorch"), tools.get("torchao")
-
-    return of(base) == of(candidate) and of(base)[0] is not None
-
-
-def _handles(row: Json) -> Hashable | None:
-    if not row["debug_handles"]:
-        return None
-    return tuple(row["debug_handles"]), row["module"], tuple(row["op_types"])
-
-
-def _line(row: Json) -> Hashable | None:
-    if not row["source"]:
-        return None
-    return row["module"], row["source"]["code"], tuple(row["op_types"])
-
-
-def _module(row: Json) -> Hashable | None:
-    return (row["module"], tuple(row["op_types"])) if row["op_types"] or row["module"] is not None else None
-
-
-def _place(row: Json) -> Hashable:
-    """Return the module; without one, the code of the source line, else the op types."""
-    if row["module"] is not None:
-        return "module", row["module"]
-    return ("line", row["source"]["code"]) if row["source"] else ("types", tuple(row["op_types"]))
-
-
-def _row(kind: str, matched: _Matched, base: Json, candidate: Json) -> Json:
-    all_rows = [*matched.base, *matched.candidate]
-    first = all_rows[0]
-    # Fields that all rows share describe the group.
+def _row(matched: Matched, base: Json, candidate: Json) -> Json:
+    kind, all_rows = matched.kind, [*matched.base, *matched.candidate]
+    # A side may lack the graph. Fields that all rows share describe the group.
     types = list(dict.fromkeys(name for row in all_rows for name in row["op_types"]))
     lines = {(row["source"]["file"], row["source"]["line"]) for row in all_rows if row["source"]}
     newest = next((row["source"] for row in (*matched.candidate, *matched.base) if row["source"]), None)
     one_line = newest if len(lines) == 1 or (len(matched.base) <= 1 and len(matched.candidate) <= 1) else None
+    module = next((row["module"] for row in all_rows if row["module"] is not None), None)
     times = _time(matched.base, base), _time(matched.candidate, candidate)
     change = _difference(times[0], times[1], "time_ns")
-    if kind == "OPERATOR" and first["kind"] == "DELEGATE":
+    if kind == "OPERATOR" and all_rows[0]["kind"] == "DELEGATE":
         kind = "DELEGATE"
     ends, outcome = _judge(change, matched, base, candidate)
     return {
         "kind": kind,
-        "module": first["module"] if kind == "OPERATOR" else None,
+        "module": module if kind == "OPERATOR" else None,
         "op_types": types,
         "source": one_line if kind == "OPERATOR" else None,
         "base": times[0],
@@ -185,7 +61,7 @@ def _time(rows: Sequence[Json], report: Json) -> Json | None:
     """Return a TIME: the total time of the rows in a typical traced execution."""
     if not rows:
         return None
-    shares = [row["share"] for row in rows]
+    names, shares = {views.operator_name(row) for row in rows}, [row["share"] for row in rows]
     share = None if None in shares else sum(shares)
     profile = report["profile"] or {}
     # Reports of 0.2 have no mean of the whole.
@@ -197,7 +73,7 @@ def _time(rows: Sequence[Json], report: Json) -> Json | None:
         time_ns = None if None in means else sum(means)
     ends = views.interval(time_ns, rows)
     return {
-        "name": rows[0]["name"] if len(rows) == 1 else None,
+        "name": rows[0]["name"] if len(rows) == 1 else names.pop() if len(names) == 1 else None,
         "indexes": [row["index"] for row in rows],
         "time_ns": time_ns,
         "share": share,
@@ -205,7 +81,7 @@ def _time(rows: Sequence[Json], report: Json) -> Json | None:
     }
 
 
-def _judge(change: float | None, matched: _Matched, base: Json, candidate: Json) -> tuple[list[float] | None, str | None]:
+def _judge(change: float | None, matched: Matched, base: Json, candidate: Json) -> tuple[list[float] | None, str | None]:
     """Return the 95 % interval of a change and its outcome; None for operators that one side lacks."""
     if change is None or not (matched.base and matched.candidate):
         return None, None

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
 
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.report import Json
 
 CHOICE = "#"
 """The separator between a job or file and the choice of its reports: `latest#2`."""
-
-_PLAIN: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
-"""A name that a command can have as it is."""
 
 _LEAST_PREFIX = 4
 """Minimum length of a prefix of a cell's id."""
@@ -108,7 +103,7 @@ def split_choice(text: str) -> tuple[str, str | None]:
 
 def name(report: Json) -> Json:
     """Return a REPORT_NAME."""
-    device, verdict, error = report["device"], report["verdict"], report["error"]
+    device, verdict, error, inputs = report["device"], report["verdict"], report["error"], report["inputs"] or {}
     return {
         **{key: report[key] for key in ("id", "cell", "attempt")},
         "model": _model(report),
@@ -117,7 +112,17 @@ def name(report: Json) -> Json:
         "state": report["state"],
         "error": error["reason"] if error else None,
         "verdict": {"status": verdict["status"], "codes": _codes(verdict)} if verdict else None,
+        "cores": (report["runner"] or {}).get("cores"),
+        "inputs": inputs.get("digest"),
+        "inputs_from_job": inputs.get("from_job"),
+        "warmup": _prescribed_warmup(report),
     }
+
+
+def _prescribed_warmup(report: Json) -> int | None:
+    """Return the number of warm-up iterations of each run; None if they ended when the median was steady."""
+    run = report["runs"][0] if report["runs"] else None
+    return None if run is None or run["steady"] is not None else run["warmup"]
 
 
 def _codes(verdict: Json) -> list[str]:
@@ -141,42 +146,6 @@ def traits(named: Json) -> tuple[str, str | None, str | None, str | None]:
         place = (device["name"] or (device["id"] or "")[:12]) + (f" ({inside})" if inside else "")
     method = named["method"] if named["method"] != "forward" and device else None
     return named["model"] or "?", named["recipe"], method, place
-
-
-def how_to_decide(base: Json, candidate: Json, *, other_program: bool) -> str:
-    """Return how to decide which of two REPORT_NAMEs is faster, with the names of their programs if they differ.
-
-    Different programs are measured in turns, with the method and threads of the reports. One program, or two methods or thread
-    counts, cannot be.
-
-    Args:
-        other_program: whether the reports are of different programs.
-    """
-    if not other_program or any(base[key] != candidate[key] for key in ("method", "threads")):
-        return "Measure each with --repeat 5"
-    models = base["model"], candidate["model"]
-    if models[0] == models[1] and base["recipe"] and candidate["recipe"] and base["recipe"] != candidate["recipe"]:
-        programs = f"MODEL --recipe {base['recipe']} --recipe {candidate['recipe']}"
-    elif models[0] != models[1] and all(_PLAIN.fullmatch(model or "") for model in models):
-        programs = f"{models[0]}.pte {models[1]}.pte"
-    else:
-        programs = "base.pte candidate.pte"
-    command = f"etfarm bench {programs} --interleave{_circumstances(base, candidate)}"
-    return f"`{command}` measures both in turns; or measure each with --repeat 5"
-
-
-def _circumstances(base: Json, candidate: Json) -> str:
-    """Return the options, each after a space, that repeat the method, threads and device of two REPORT_NAMEs."""
-    method, threads, device = base["method"], base["threads"], base["device"]
-    options = []
-    if method != "forward" and _PLAIN.fullmatch(method or ""):
-        options.append(f" --method {method}")
-    if threads:
-        options.append(f" --threads {threads}")
-    same_device = device and candidate["device"] and device["id"] == candidate["device"]["id"]
-    if same_device and _PLAIN.fullmatch(device["name"] or ""):
-        options.append(f" --device name={device['name']}")
-    return "".join(options)
 
 
 def _model(report: Json) -> str | None:

@@ -10,6 +10,8 @@ from etfarm.wire.comparison import BadGate, Gate, Limit, Side, compare
 from tests.support.comparisons import against, observed, repeated, report, timed
 from tests.support.golden import Golden
 
+SPREAD = {"source": "REPEATS", "runs": 5, "relative_stddev": 0.01}
+
 
 def codes(document: dict[str, Any]) -> list[str]:
     gate = document["gate"]
@@ -112,8 +114,21 @@ def test_a_separate_run_that_is_obviously_slower_is_not_passed(source: str | Non
     assert document["pairs"][0]["latency"]["outcome"] == "slower"
     within = against(base, candidate, "250%")
     assert (codes(within), within["gate"]["outcome"]) == (["NO_SPREAD"], "inconclusive")
-    faster = against(candidate, base, "3%")
-    assert (codes(faster), faster["gate"]["outcome"]) == (["NO_SPREAD"], "inconclusive")
+
+
+@pytest.mark.parametrize("source", ["REPEATS", "PRIOR", None])
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_separate_run_that_is_obviously_faster_passes_with_a_note(source: str | None, strict: bool) -> None:
+    few = {"source": source, "runs": 2 if source == "REPEATS" else 40, "relative_stddev": 0.001}
+    base = observed("b", 10_000, (9_990, 10_010))
+    candidate = observed("k", 1000, (999, 1001), run_spread=few if source else None)
+    document = against(base, candidate, "3%", strict=strict)
+    assert (codes(document), notes(document), document["pairs"][0]["latency"]["outcome"]) == ([], ["FASTER"], "faster")
+    (note,) = document["gate"]["notes"]
+    assert note["message"].startswith("faster by more than separate runs of one program differ (1.5x), 0.100x [0.")
+    assert note["message"].endswith("it is not known how much runs of the candidate vary")
+    barely = against(observed("b", 1400, (1399, 1401)), candidate, "3%", strict=strict)
+    assert (codes(barely), barely["gate"]["outcome"]) == (["NO_SPREAD"], "inconclusive")
 
 
 def test_repeats_on_both_sides_decide() -> None:
@@ -157,6 +172,8 @@ def test_one_program_whose_repeats_differ_is_not_slower_than_itself() -> None:
         (("old", "new"), (None, None), "etfarm bench old.pte new.pte --interleave --threads 2 --device name=pi5-a"),
         (("net", "net"), ("portable", "xnnpack_fp32"), "etfarm bench MODEL --recipe portable --recipe xnnpack_fp32 --interleave"),
         (("net", "net"), ("portable", "portable"), "etfarm bench base.pte candidate.pte --interleave"),
+        (("net", "other"), ("portable", "portable"), "etfarm bench BASE_MODEL CANDIDATE_MODEL --recipe portable --interleave"),
+        (("net", "net"), ("a", "b; rm -rf /"), "etfarm bench MODEL --recipe a --recipe 'b; rm -rf /' --interleave"),
         (("a; rm -rf /", "new"), (None, None), "etfarm bench base.pte candidate.pte --interleave"),
     ],
 )
@@ -174,15 +191,90 @@ def test_what_decides_nothing_names_the_command_that_would(
 
 
 def test_the_command_that_decides_repeats_method_and_threads_of_both() -> None:
-    def remedies(change: dict[str, Any], **both: Any) -> list[str]:
-        base = observed("b", 1000, (999, 1001), model={"name": "old"}, run_spread=None, **both)
-        document = against(base, observed("k", 1000, (999, 1001), model={"name": "new"}, run_spread=None, **both, **change), "3%")
-        return [document["gate"]["reasons"][0]["message"], *document["notes"]]
+    def texts(**both: Any) -> list[str]:
+        ready = {"run_spread": None, "recipe": None, "recipe_digest": None, **both}
+        sides = [observed(cell, 1000, (999, 1001), model={"name": name}, **ready) for cell, name in (("b", "old"), ("k", "new"))]
+        return remedies(*sides)
 
     turns = "`etfarm bench old.pte new.pte --interleave --method decode --threads 1 --device name=pi5-a`"
-    assert all(turns in text for text in remedies({}, method="decode", threads=1))
+    assert all(turns in text for text in texts(method="decode", threads=1))
     odd = "`etfarm bench old.pte new.pte --interleave --threads 2 --device name=pi5-a`"
-    assert all(odd in text for text in remedies({}, method="a; rm -rf /"))
+    assert all(odd in text for text in texts(method="a; rm -rf /"))
+
+
+CIRCUMSTANCES: dict[str, Any] = {
+    "threads": 1, "runner": {"kind": "native", "cores": "2,3"}, "inputs": {"digest": "5" * 64, "from_job": True},
+    "runs": [{"p50_ns": 1000, "warmup": 7, "verdict": {"status": "VALID"}}], "run_spread": None,
+    "device": {"id": "c0ffee", "name": "my board", "arch": "aarch64", "soc": "cortex-a76"},
+}  # fmt: skip
+OPTIONS = "--threads 1 --cores 2,3 --warmup 7 --device id=c0ffee"
+
+
+def remedies(base: dict[str, Any], candidate: dict[str, Any]) -> list[str]:
+    """The messages that name what decides: of the gate, and of the document without one."""
+    document = against(base, candidate, "3%")
+    return [reason["message"] for reason in document["gate"]["reasons"]] + document["notes"]
+
+
+def test_the_command_that_decides_repeats_all_that_changes_what_is_measured() -> None:
+    def programs(change: dict[str, Any], **both: Any) -> list[str]:
+        base = observed("b", 1000, (999, 1001), **{**CIRCUMSTANCES, "model": {"name": "old"}, **both})
+        candidate = {**CIRCUMSTANCES, "model": {"name": "new"}, **both, **change}
+        return remedies(base, observed("k", 1000, (999, 1001), **candidate))
+
+    turns = f"`etfarm bench old.pte new.pte --interleave {OPTIONS} --inputs FILE.npz` measures both in turns"
+    texts = programs({}, recipe=None, recipe_digest=None)
+    assert len(texts) == 2 and all(turns in text for text in texts)
+    compiled = programs({"recipe": "new", "model": {"name": "old"}}, recipe="old")
+    turns = f"`etfarm bench MODEL --recipe old --recipe new --interleave {OPTIONS} --inputs FILE.npz` measures both in turns"
+    assert all(turns in text for text in compiled)
+    examples = {"inputs": {"digest": "5" * 64, "from_job": False}}
+    assert not any("--inputs" in text for text in programs({"recipe": "b", "model": {"name": "old"}}, recipe="a", **examples))
+    hostile = programs({}, recipe=None, recipe_digest=None, runner={"kind": "native", "cores": "0; rm -rf /"})
+    assert not any("rm -rf" in text for text in hostile)
+
+
+@pytest.mark.parametrize(
+    ("change", "old", "new"),
+    [
+        ({"threads": 4}, OPTIONS, OPTIONS.replace("threads 1", "threads 4")),
+        ({"runner": {"kind": "native", "cores": "0"}}, OPTIONS, OPTIONS.replace("2,3", "0")),
+        ({"runner": {"kind": "native"}}, OPTIONS, OPTIONS.replace("--cores 2,3 ", "")),
+        ({"inputs": {"digest": "6" * 64, "from_job": True}}, OPTIONS, OPTIONS),
+    ],
+)
+def test_programs_in_different_circumstances_are_measured_by_a_command_each(change: dict[str, Any], old: str, new: str) -> None:
+    ready: dict[str, Any] = {"recipe": None, "recipe_digest": None}
+    base = observed("b", 1000, (999, 1001), **CIRCUMSTANCES, **ready, model={"name": "old"})
+    candidate = observed("k", 1000, (999, 1001), **{**CIRCUMSTANCES, **change}, **ready, model={"name": "new"})
+    texts = remedies(base, candidate)
+    commands = [
+        f"etfarm bench {name}.pte --repeat 5 {options} --inputs FILE.npz" for name, options in (("old", old), ("new", new))
+    ]
+    assert len(texts) == 2
+    assert all(f"Measure the base with `{commands[0]}` and the candidate with `{commands[1]}`" in text for text in texts)
+
+
+def test_a_side_that_has_repeats_is_not_to_be_measured_again() -> None:
+    base = repeated("b", (1000, 1010, 990, 1004, 996), **{**CIRCUMSTANCES, "run_spread": SPREAD})
+    texts = remedies(base, observed("k", 1000, (999, 1001), **CIRCUMSTANCES))
+    assert len(texts) == 2
+    for text in texts:
+        assert "how much runs of the candidate vary" in text and "or measure the candidate with --repeat 5" in text
+    same = {"compile": base["compile"], "threads": 4}
+    texts = remedies(base, observed("k", 1000, (999, 1001), **{**CIRCUMSTANCES, **same}))
+    command = "etfarm bench MODEL --recipe xnnpack_fp32 --repeat 5"
+    assert texts and all(f"Measure the candidate with `{command} --threads 4" in text for text in texts)
+    assert not any("the base with" in text or "--interleave" in text for text in texts)
+
+
+def test_programs_with_data_files_are_measured_by_a_command_each() -> None:
+    def of(cell: str, **changes: Any) -> dict[str, Any]:
+        program = {"program": {"digest": cell * 64, "size_bytes": 1000}, "data": {"w": {"size_bytes": 9}}}
+        return observed(cell, 1000, (999, 1001), compile=program, run_spread=None, recipe=None, recipe_digest=None, **changes)
+
+    for text in remedies(of("b", model={"name": "old"}), of("c", model={"name": "new"})):
+        assert "old.pte --repeat 5 --threads 2 --device name=pi5-a --data DATA.ptd" in text and "--interleave" not in text
 
 
 def test_one_program_is_not_to_be_interleaved_with_itself() -> None:
@@ -196,9 +288,9 @@ def test_one_program_is_not_to_be_interleaved_with_itself() -> None:
         observed("k", 1120, (1110, 1130), compile=newer, run_spread=None),
     )
     for other in others:
-        document = against(base, other, "3%")
-        texts = [reason["message"] for reason in document["gate"]["reasons"]] + document["notes"]
-        assert all(text.rstrip(".").endswith("Measure each with --repeat 5") for text in texts) and texts
+        texts = remedies(base, other)
+        assert texts and not any("--interleave" in text for text in texts)
+        assert all("`etfarm bench MODEL --recipe xnnpack_fp32 --repeat 5 --threads" in text for text in texts)
 
 
 def test_why_a_gate_is_shut_is_a_sentence_that_stays_true() -> None:

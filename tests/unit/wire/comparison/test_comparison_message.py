@@ -19,8 +19,12 @@ from tests.support.comparisons import report, reports
 RECORDED = sorted((Path(__file__).parents[3] / "support" / "recorded_comparisons").glob("*.json"))
 """Documents that version 0.1.0 wrote, and one with the keys that were added since."""
 
-ADDED = {"same_program": False, "base_spread": None, "candidate_spread": None}
-"""The keys of a latency that were added since, as a document without them is read."""
+ADDED: dict[str, dict[str, Any]] = {
+    "latency": {"same_program": False, "base_spread": None, "candidate_spread": None},
+    "operators": {"matched_by": None},
+    "report": {"cores": None, "inputs": None, "inputs_from_job": None, "warmup": None},
+}
+"""The keys that were added since, by part, as a document without them is read."""
 
 JOB = {
     "id": "4f1c2d3e5a6b7c8d", "name": None, "labels": {}, "state": "SUCCEEDED", "submitted_at": "2025-01-02T03:04:05Z",
@@ -38,8 +42,11 @@ def sent(document: dict[str, Any]) -> dict[str, Any]:
 def test_a_recorded_document_is_the_same_bytes_after_the_wire(path: Path) -> None:
     document = json.loads(path.read_text())
     for pair in document["pairs"]:
-        if pair["latency"] is not None:
-            pair["latency"] = {**pair["latency"], **{key: pair["latency"].get(key, value) for key, value in ADDED.items()}}
+        for side, part in (("latency", "latency"), ("operators", "operators"), ("base", "report"), ("candidate", "report")):
+            if pair[side] is not None:
+                pair[side] = {**pair[side], **{key: pair[side].get(key, value) for key, value in ADDED[part].items()}}
+    for entry in document["unpaired"]:
+        entry["report"] = {**entry["report"], **ADDED["report"]}
     assert dumps(sent(document)) == dumps(document)
 
 

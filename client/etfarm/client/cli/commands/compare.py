@@ -75,8 +75,9 @@ def compare(
 
     --gate 3% is not passed when the interval shows the candidate to be slower by more than 3 %: all of it is above 1.03. One
     that spans 1.03 passes with a note; with --strict it is inconclusive. Also inconclusive are latencies that are not VALID on
-    both sides, or of devices of different kinds, and separate runs of different programs whose spread is unknown, unless the
-    candidate takes 1.5 times as long or more: the message names the command that decides. size is of the .pte with its data,
+    both sides, or of devices of different kinds, and separate runs of different programs whose spread is unknown, unless they
+    differ by a factor of 1.5 or more: slower is not passed, faster passes with a note. The message names the command that
+    decides. size is of the .pte with its data,
     memory of the process's peak and of the planned memory, accuracy the SQNR of each output, of which what is above 100 dB
     counts as 100 dB. No gate is passed where a cell of the candidate failed or is missing.
 
@@ -181,6 +182,8 @@ def _pair(pair: Json, top: int, width: int) -> Iterator[RenderableType]:
         rows.append(("operators", Text(same)))
     elif pair["operators"] and not moved:
         rows.append(("operators", Text("no share of the time changed by 1 % or more")))
+    if by_name := compared.matching(pair):
+        rows.append(("operators", Text(by_name)))
     rows += [("delegation", Text(line)) for line in compared.joined(pair)]
     rows += [("changed", Text(line)) for line in compared.changed(pair)]
     if rows:

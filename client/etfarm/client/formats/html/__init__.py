@@ -148,6 +148,7 @@ def _pairs(comparison: Json | None, reports: list[Json]) -> dict[str, dict[str, 
             "mood": moods.get(str((pair["latency"] or {}).get("outcome")), "") if compared.status(pair) == "VALID" else "",
             "facts": [fact for fact in compared.facts(pair) if fact.change],
             "moved": compared.moved(pair),
+            "matching": compared.matching(pair),
             "changed": [*compared.changed(pair), *compared.joined(pair)],
         }
         for pair in (comparison["pairs"] if comparison else ())

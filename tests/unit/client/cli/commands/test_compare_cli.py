@@ -37,8 +37,9 @@ def files(tmp_path: Path) -> tuple[str, str]:
 @pytest.fixture
 def single_runs(tmp_path: Path) -> tuple[str, str]:
     """A base, and a candidate that was 12 % slower; how much runs of the two vary is unknown."""
-    base = observed("b", 1_000_000, (999_000, 1_001_000), run_spread=None, model={"name": "old"})
-    candidate = observed("k", 1_120_000, (1_110_000, 1_130_000), run_spread=None, model={"name": "new"})
+    ready: dict[str, Any] = {"recipe": None, "recipe_digest": None, "run_spread": None}
+    base = observed("b", 1_000_000, (999_000, 1_001_000), model={"name": "old"}, **ready)
+    candidate = observed("k", 1_120_000, (1_110_000, 1_130_000), model={"name": "new"}, **ready)
     return write(tmp_path / "old.json", base), write(tmp_path / "new.json", candidate)
 
 
@@ -58,7 +59,7 @@ def test_the_answer_is_the_first_line_and_two_files_need_no_server(
     assert first.startswith("candidate / base  1.310x [1.300, 1.320]  31 % slower  VALID   resnet8 · xnnpack_fp32 · pi5-a")
     assert ["p50", "1.00", "ms", "1.31", "ms", "+31.0", "%"] in [line.split() for line in rest]
     assert ["between", "runs", "0.0", "%", "(1,000,000", "earlier", "reports)"] in [line.split()[:7] for line in rest]
-    assert not any("Measured apart" in line for line in rest)
+    assert not any("Measured in separate runs" in line for line in rest)
 
 
 def test_single_runs_are_inconclusive_and_a_gate_names_the_command_that_decides(
@@ -69,11 +70,11 @@ def test_single_runs_are_inconclusive_and_a_gate_names_the_command_that_decides(
     assert (code, err) == (0, "") and out.startswith("candidate / base  1.120x [1.110, 1.130]  12 % slower, inconclusive  VALID")
     lines = [line.split() for line in out.splitlines()]
     assert ["between", "runs", "unknown", "unknown"] in lines
-    assert "Measured apart" in out and command in " ".join(out.split())
+    assert "Measured in separate runs" in out and command in " ".join(out.split())
     target = tmp_path / "c.json"
     code, out, err = run(capsys, *single_runs, "--gate", "3%", "--gate", "size=1%", "--json", str(target), "--markdown", "-")
     assert code == 5 and err.splitlines()[-1].startswith("etfarm: The gate is inconclusive: 1.120x [1.110, 1.130] in separate")
-    assert err.rstrip().endswith(f"{command} measures both in turns; or measure each with --repeat 5.")
+    assert err.rstrip().endswith(f"{command} measures both in turns; or measure each with --repeat 5 instead of --interleave.")
     assert out.startswith("**❔ gate inconclusive** (latency 3 %)") and "| between runs | unknown | unknown |" in out
     gate = json.loads(target.read_text())["gate"]
     assert (gate["passed"], gate["outcome"], gate["reasons"][0]["code"]) == (False, "inconclusive", "NO_SPREAD")
@@ -87,6 +88,41 @@ def test_what_is_worse_is_exit_code_3_beside_what_is_inconclusive(
     code, _, err = run(capsys, single_runs[0], file, "--gate", "3%", "--gate", "size=1%")
     assert code == 3 and err.startswith("etfarm: The gate is not passed: the program takes 100 % more, ")
     assert err.endswith("; and 1 more.\n")
+
+
+def test_an_obviously_faster_single_run_passes_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    base = write(tmp_path / "b.json", observed("b", 10_000_000, (9_990_000, 10_010_000), run_spread=None))
+    fast = write(tmp_path / "k.json", observed("k", 1_000_000, (999_000, 1_001_000), run_spread=None))
+    code, out, err = run(capsys, base, fast, "--gate", "3%", "--strict")
+    assert (code, err) == (0, "") and "gate passed  latency 3 %" in out
+    assert "faster by more than separate runs of one program differ (1.5x)" in " ".join(out.split())
+
+
+@pytest.mark.parametrize(
+    ("kernels", "expected"),
+    [
+        (("conv", "relu"), "kernels matched by name and order, since a program has no graph"),
+        (("conv", "conv", "conv"), "; 1 name occurs more often on one side, and its kernels are compared as a whole"),
+    ],
+)
+def test_kernels_of_ready_programs_are_named(
+    kernels: tuple[str, ...], expected: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def of(cell: str, *names: str) -> dict[str, Any]:
+        rows = [
+            operator(at, 1 / len(names), mean_ns=1e5, mean_ci95_ns=[9.9e4, 1.01e5]) | {"name": name}
+            for at, name in enumerate(names)
+        ]
+        profile = {"iterations": 30, "p50_ns": 1e5 * len(names) ** 2}
+        return observed(cell, 1_000_000, (999_000, 1_001_000), operators=rows, profile=profile, recipe=None, recipe_digest=None)
+
+    base, candidate = write(tmp_path / "b.json", of("b", "conv", "conv")), write(tmp_path / "k.json", of("k", *kernels))
+    code, out, _ = run(capsys, base, candidate, "--markdown", str(tmp_path / "c.md"), "--top", "0")
+    text = " ".join(out.split())
+    assert code == 0 and expected in text and expected in (tmp_path / "c.md").read_text()
+    assert ("relu (new)" if "relu" in kernels else "conv (2 -> 3 kernels)") in text
+    code, out, _ = run(capsys, base, base)
+    assert "matched by name" not in out, "rows of one program are matched by their index"
 
 
 def test_repeats_are_shown_and_decide(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
