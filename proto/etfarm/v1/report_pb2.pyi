@@ -1561,6 +1561,7 @@ class OperatorRow(_message.Message):
     UNALIGNED_REASON_FIELD_NUMBER: _builtins.int
     MEAN_CI95_NS_FIELD_NUMBER: _builtins.int
     INPUT_ROWS_FIELD_NUMBER: _builtins.int
+    SOURCE_REASON_FIELD_NUMBER: _builtins.int
     index: _builtins.int
     """The position in the order of execution, from 0."""
     kind: Global___OperatorKind.ValueType
@@ -1585,7 +1586,9 @@ class OperatorRow(_message.Message):
     module: _builtins.str
     """The module's path in the user's model, such as "layer1.conv"."""
     aligned: _builtins.bool
-    """Whether a KERNEL row was matched with the graph; absent for other kinds."""
+    """Whether a KERNEL row was matched with the graph; absent for other kinds. One that may be one of several nodes in a row has the
+    operators of all of them.
+    """
     instruction_id: _builtins.int
     p10_ns: _builtins.float
     p90_ns: _builtins.float
@@ -1598,6 +1601,12 @@ class OperatorRow(_message.Message):
     """
     unaligned_reason: _builtins.str
     """Why the kernels of a DELEGATE row have no source lines; absent if they have, and if the backend reports no kernels."""
+    source_reason: _builtins.str
+    """Why the row has no source line; or, for a kernel that is no operator of the model, such as an inserted transposition or a
+    buffer that is written back, what it is for: `source` is then the line of that operator. One sentence; absent for a row with
+    the lines of its own operators, for REST rows, without an ETRecord, and for kernels without operators, whose delegate has an
+    `unaligned_reason`.
+    """
     @_builtins.property
     def op_types(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     @_builtins.property
@@ -1649,10 +1658,11 @@ class OperatorRow(_message.Message):
         unaligned_reason: _builtins.str | None = ...,
         mean_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
         input_rows: _abc.Iterable[_builtins.int] | None = ...,
+        source_reason: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_duration_ns", b"_duration_ns", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_share", b"_share", "_start_ns", b"_start_ns", "_unaligned_reason", b"_unaligned_reason", "aligned", b"aligned", "backend", b"backend", "duration_ns", b"duration_ns", "instruction_id", b"instruction_id", "mean_ns", b"mean_ns", "module", b"module", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "parent", b"parent", "resolution_ns", b"resolution_ns", "share", b"share", "source", b"source", "start_ns", b"start_ns", "unaligned_reason", b"unaligned_reason"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_duration_ns", b"_duration_ns", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_share", b"_share", "_source_reason", b"_source_reason", "_start_ns", b"_start_ns", "_unaligned_reason", b"_unaligned_reason", "aligned", b"aligned", "backend", b"backend", "duration_ns", b"duration_ns", "instruction_id", b"instruction_id", "mean_ns", b"mean_ns", "module", b"module", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "parent", b"parent", "resolution_ns", b"resolution_ns", "share", b"share", "source", b"source", "source_reason", b"source_reason", "start_ns", b"start_ns", "unaligned_reason", b"unaligned_reason"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_duration_ns", b"_duration_ns", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_share", b"_share", "_start_ns", b"_start_ns", "_unaligned_reason", b"_unaligned_reason", "aligned", b"aligned", "backend", b"backend", "debug_handles", b"debug_handles", "delegated", b"delegated", "duration_ns", b"duration_ns", "index", b"index", "input_rows", b"input_rows", "instruction_id", b"instruction_id", "kind", b"kind", "mean_ci95_ns", b"mean_ci95_ns", "mean_ns", b"mean_ns", "module", b"module", "name", b"name", "op_types", b"op_types", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "parent", b"parent", "reconstructed", b"reconstructed", "resolution_ns", b"resolution_ns", "share", b"share", "source", b"source", "sources", b"sources", "start_ns", b"start_ns", "unaligned_reason", b"unaligned_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_duration_ns", b"_duration_ns", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_share", b"_share", "_source_reason", b"_source_reason", "_start_ns", b"_start_ns", "_unaligned_reason", b"_unaligned_reason", "aligned", b"aligned", "backend", b"backend", "debug_handles", b"debug_handles", "delegated", b"delegated", "duration_ns", b"duration_ns", "index", b"index", "input_rows", b"input_rows", "instruction_id", b"instruction_id", "kind", b"kind", "mean_ci95_ns", b"mean_ci95_ns", "mean_ns", b"mean_ns", "module", b"module", "name", b"name", "op_types", b"op_types", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "parent", b"parent", "reconstructed", b"reconstructed", "resolution_ns", b"resolution_ns", "share", b"share", "source", b"source", "source_reason", b"source_reason", "sources", b"sources", "start_ns", b"start_ns", "unaligned_reason", b"unaligned_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__aligned: _TypeAlias = _typing.Literal["aligned"]  # noqa: Y015
     _WhichOneofArgType__aligned: _TypeAlias = _typing.Literal["_aligned", b"_aligned"]  # noqa: Y015
@@ -1678,6 +1688,8 @@ class OperatorRow(_message.Message):
     _WhichOneofArgType__resolution_ns: _TypeAlias = _typing.Literal["_resolution_ns", b"_resolution_ns"]  # noqa: Y015
     _WhichOneofReturnType__share: _TypeAlias = _typing.Literal["share"]  # noqa: Y015
     _WhichOneofArgType__share: _TypeAlias = _typing.Literal["_share", b"_share"]  # noqa: Y015
+    _WhichOneofReturnType__source_reason: _TypeAlias = _typing.Literal["source_reason"]  # noqa: Y015
+    _WhichOneofArgType__source_reason: _TypeAlias = _typing.Literal["_source_reason", b"_source_reason"]  # noqa: Y015
     _WhichOneofReturnType__start_ns: _TypeAlias = _typing.Literal["start_ns"]  # noqa: Y015
     _WhichOneofArgType__start_ns: _TypeAlias = _typing.Literal["_start_ns", b"_start_ns"]  # noqa: Y015
     _WhichOneofReturnType__unaligned_reason: _TypeAlias = _typing.Literal["unaligned_reason"]  # noqa: Y015
@@ -1706,6 +1718,8 @@ class OperatorRow(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resolution_ns) -> _WhichOneofReturnType__resolution_ns | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__share) -> _WhichOneofReturnType__share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__source_reason) -> _WhichOneofReturnType__source_reason | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__start_ns) -> _WhichOneofReturnType__start_ns | None: ...
     @_typing.overload

@@ -144,6 +144,7 @@ def _attributes(row: Json) -> Iterator[tuple[str, str]]:
         "source": f"{source['file']}:{source['line']}" if source else "",
         "code": (source.get("code") or "").strip(),
         "kernels without lines": row["unaligned_reason"],
+        "line": row["source_reason"],
     }
     return ((key, str(value)) for key, value in values.items() if value)
 

@@ -132,6 +132,7 @@ def _arguments(row: Json) -> dict[str, Any]:
         "instruction_id": row["instruction_id"],
         "debug_handles": row["debug_handles"] or None,
         "unaligned_reason": row["unaligned_reason"],
+        "source_reason": row["source_reason"],
     }
     return {name: value for name, value in arguments.items() if value is not None}
 

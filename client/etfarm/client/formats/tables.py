@@ -49,6 +49,7 @@ _SOURCE: Final = {"file": Kind.TEXT, "line": Kind.INTEGER, "code": Kind.TEXT}
 _LAST: Final = {
     "aligned": Kind.TRUTH, "unaligned_reason": Kind.TEXT, "instruction_id": Kind.INTEGER, "debug_handles": Kind.INTEGERS,
     "input_rows": Kind.INTEGERS, "times_ns": Kind.INTEGERS, "mean_low_ns": Kind.NUMBER, "mean_high_ns": Kind.NUMBER,
+    "source_reason": Kind.TEXT,
 }  # fmt: skip
 _ENDS: Final = ("mean_low_ns", "mean_high_ns")
 """Columns of the ends of the row's `mean_ci95_ns`."""

@@ -109,6 +109,10 @@ class Operator(JsonObject):
     """The lower and the upper bound of the 95 % interval of `mean_ns` within this run; None below 6 executions."""
     input_rows: tuple[int, ...] = ()
     """Indices of the rows whose outputs this row takes, all before it; empty if unknown."""
+    source_reason: str | None = None
+    """Why there is no `source`; or what a kernel is for that is no operator of the model, such as an inserted transposition: then
+    `source` is the line of the operator that needs it. None for a row with the lines of its own operators.
+    """
 
 
 class Operators(tuple[Operator, ...]):

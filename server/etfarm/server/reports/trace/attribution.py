@@ -1,4 +1,9 @@
-"""The origins, in the user's model, of the kernels inside XNNPACK's delegates."""
+"""The origins, in the user's model, of the kernels inside XNNPACK's delegates.
+
+Kernels are attributed one by one: one that may be several nodes, whose operators have no line in common, says so and leaves the
+other kernels of its delegate as they are. A kernel that lowering inserted, to change a layout or a type, has the line of the
+operator that it was inserted for: the nearest one that uses its output, or, at an output of the delegate, computes its input.
+"""
 
 from __future__ import annotations
 
@@ -15,20 +20,25 @@ from etfarm.server.reports.trace.graph import Instruction, Node, Origin, Record,
 
 _QUANTIZATION: Final = "quantized_decomposed."
 
+_CHANGED: Final = {"Convert": "type", "StaticReshape": "shape", "StaticTranspose": "layout"}
+"""What a kernel that lowering inserted changes, by the kind of its node."""
+
 
 @dataclass(frozen=True)
 class Attribution:
     """The origins of all kernels of a trace."""
 
     kernels: Mapping[tuple[int, int], Mapping[str, Origin]]
-    """By a delegate's chain and instruction: each kernel's origin by its identifier; empty for kernels that XNNPACK or
-    ExecuTorch inserted. A delegate has all of its kernels here, except those that `partial` explains, or no entry."""
+    """By a delegate's chain and instruction: each kernel's origin by its identifier; without operators for kernels that XNNPACK
+    or ExecuTorch inserted. A delegate has all of its kernels here, except those that `partial` explains, or no entry."""
     delegates: int
     """Number of XNNPACK delegates that were called and list their kernels."""
     unaligned: Mapping[tuple[int, int], str]
     """The reason, for each delegate without origins: one sentence."""
     partial: Mapping[tuple[int, int], str] = field(default_factory=dict)
     """The reason, for each delegate of which some kernels have no origin."""
+    instructions: Mapping[tuple[int, int], Origin] = field(default_factory=dict)
+    """The origins of kernels outside of delegates that are no operator of the model, by chain and instruction."""
 
 
 def attribute(trace: Trace, program: Mapping[tuple[int, int], Instruction], record: Record) -> Attribution:
@@ -57,13 +67,13 @@ def attribute(trace: Trace, program: Mapping[tuple[int, int], Instruction], reco
         known = {
             name: delegate.origin(match)
             for name, match in zip(names, matches, strict=True)
-            if not any(part.node in lost for part in (match.part, *match.fused))
+            if not any(part.node in lost for part in (match.part, *match.fused, *match.alternatives))
         }
         if known:
             by_delegate[place] = known
         if len(known) < len(names):
             (partial if known else unaligned)[place] = _why(graph, lost)
-    return Attribution(by_delegate, len(calls), unaligned, partial)
+    return Attribution(by_delegate, len(calls), unaligned, partial, write_backs(program, record))
 
 
 def _with_handles(
@@ -129,19 +139,62 @@ class _Delegate:
         self._hidden = handles - {node.debug_handle for node in graph.nodes if node.kind != "Convert"}
 
     def origin(self, match: kernels.Match) -> Origin:
-        """Return a kernel's operators, with the line of the node it is named after, or of the first node of a lookup table."""
+        """Return a kernel's operators, with the line of the node it is named after, or of the first node of a lookup table.
+
+        A kernel that may be one of several nodes has the operators of all of them, and the line that they have in common.
+        """
+        if match.alternatives:
+            return _common([self._origin((part,), part) for part in (match.part, *match.alternatives)])
+        return self._origin(sorted((match.part, *match.fused), key=lambda part: (part.node, part.clamp)), match.part)
+
+    def _origin(self, all_parts: Sequence[kernels.Part], named: kernels.Part) -> Origin:
         parts: dict[int, list[Node]] = {}
         main, rank = None, -1
-        for part in sorted((match.part, *match.fused), key=lambda part: (part.node, part.clamp)):
+        for part in all_parts:
             node = self._graph.nodes[part.node]
             # A lookup table ends with a conversion; the operators before it are what it computes.
-            importance = 2 * (node.kind != "Convert") + (part == match.part)
+            importance = 2 * (node.kind != "Convert") + (part == named)
             operators = self._operators_of(part)
             if importance > rank and operators:
                 main, rank = next(iter(operators)), importance
             for handle, nodes in operators.items():
                 parts.setdefault(handle, []).extend(nodes)
-        return _origin(parts, main)
+        origin = _origin(parts, main)
+        has_own = any(not name.startswith(_QUANTIZATION) for name in origin.op_types)
+        return origin if has_own or origin.source else self._inserted(named.node, origin)
+
+    def _inserted(self, number: int, origin: Origin) -> Origin:
+        """Return the origin of a kernel that changes a layout or a type, with the line of the operator that it is there for."""
+        changed = _CHANGED.get(self._graph.nodes[number].kind)
+        change = f"It changes the {changed} of a value" if changed else "It copies a value"
+        for ahead in (True, False):
+            for handle in self._nearest(number, ahead=ahead):
+                served = self._record.origin((handle,))
+                own = [name for name in served.op_types if not name.startswith(_QUANTIZATION)]
+                if own:
+                    reason = f"{change} {'for' if ahead else 'that comes from'} {own[0]}."
+                    places = (origin.module or served.module, served.source, served.sources)
+                    return Origin(origin.debug_handles, origin.op_types, *places, reason)
+        return replace(origin, reason=f"{change}, and was inserted by lowering.")
+
+    def _nearest(self, number: int, *, ahead: bool) -> list[int]:
+        """Return the debug handles of the nearest nodes that are operators of the model and use, or compute, a node's value."""
+        handles: list[int] = []
+        seen, front = {number}, [number]
+        while front and not handles:
+            values = {
+                value for at in front for value in (self._graph.nodes[at].outputs if ahead else self._graph.nodes[at].inputs)
+            }
+            front = [
+                at for at, node in enumerate(self._graph.nodes)
+                if at not in seen and not values.isdisjoint(node.inputs if ahead else node.outputs)
+            ]  # fmt: skip
+            seen.update(front)
+            for at in front:
+                handle, kind = self._graph.nodes[at].debug_handle, self._graph.nodes[at].kind
+                if handle is not None and (kind != "Convert" or not ahead):
+                    handles.append(handle)
+        return handles
 
     def _operators_of(self, part: kernels.Part) -> Mapping[int, Sequence[Node]]:
         """Return the operators that became a part, by debug handle in order; empty for an inserted node."""
@@ -171,6 +224,47 @@ class _Delegate:
         """Return a handle's nodes without those that quantize the output, which share the handle."""
         nodes = self._record.nodes.get(handle, ())
         return [node for node in nodes if not node.op_type.startswith(_QUANTIZATION)] or nodes
+
+
+def _common(origins_: Sequence[Origin]) -> Origin:
+    """Return the origin of a kernel that is one of several nodes; `origins_` are theirs, in order."""
+    handles = tuple(sorted({handle for origin in origins_ for handle in origin.debug_handles}))
+    op_types = tuple(dict.fromkeys(name for origin in origins_ for name in origin.op_types))
+    module = common_module(origin.module for origin in origins_)
+    sources = {origin.source for origin in origins_}
+    if len(sources) == 1 and None not in sources:
+        return Origin(handles, op_types, module, sources.pop())
+    lines = dict.fromkeys(
+        f"{source.file}:{source.line}" for origin in origins_ for source in (origin.sources or (origin.source,)) if source
+    )
+    reason = f"It is one of {len(origins_)} operators in a row, of which XNNPACK drops some without saying which"
+    reason += f": {' or '.join(lines)}." if lines else "."
+    return Origin(handles, op_types, module, reason=reason)
+
+
+def write_backs(program: Mapping[tuple[int, int], Instruction], record: Record) -> dict[tuple[int, int], Origin]:
+    """Return the origins of the kernels that lowering adds to write the new value of a buffer back, by chain and instruction.
+
+    They are the copies without a debug handle, in the order of the method's outputs. A buffer that a kernel changes in place
+    has none; if the remaining buffers are not as many as the copies, their order says nothing, and the result is empty.
+    """
+    # A kernel without an overload is `aten.copy_`, one with it `aten.index_put_.default`.
+    names = {place: [*known.name.split("."), ""][1] for place, known in program.items() if not known.delegate}
+    copies = [place for place, name in sorted(names.items()) if name == "copy_" and not record.handles.get(place[1])]
+    in_place = {name.removesuffix("_") for name in names.values() if name.endswith("_")}
+    for mutations in (
+        record.mutations,
+        [mutation for mutation in record.mutations if base_name(mutation[1].op_type) not in in_place],
+    ):
+        if len(mutations) == len(copies):
+            return {
+                place: Origin(
+                    module=node.module, source=node.source,
+                    reason=f"It writes the new value of {name!r} back, which {node.op_type} computes.",
+                )
+                for place, (name, node) in zip(copies, mutations, strict=True)
+            }  # fmt: skip
+    return {}
 
 
 def _origin(parts: Mapping[int, Sequence[Node]], main: int | None) -> Origin:

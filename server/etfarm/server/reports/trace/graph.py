@@ -73,6 +73,8 @@ class Origin:
     """The common line, if all nodes that have a line share it."""
     sources: tuple[Source, ...] = ()
     """The lines of all its nodes, that of `source` first; empty if there is at most one."""
+    reason: str | None = None
+    """Why it has no line, or whose line it has instead of its own; None for the line of its own nodes. One sentence."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +93,8 @@ class Record:
     """Backends by the instructions of their delegates."""
     operators: tuple[Operator, ...] = ()
     """The operators of `nodes` in the graph's order, with the values that flow between them."""
+    mutations: tuple[tuple[str, Node], ...] = ()
+    """The buffers and inputs that the method changes, in the order of its outputs, each with the operator of its new value."""
 
     def origin(self, handles: Sequence[int], *, kernel: str | None = None, without: Set[tuple[int, str]] = _NOTHING) -> Origin:
         """Return what the nodes of `handles` have in common.
@@ -168,7 +172,8 @@ def read_record(path: Path, method: str) -> Record:
                 _of_method(_load(archive, entry), method) if entry in entries else {}
                 for entry in ("debug_handle_map", "delegate_map")
             )
-            graph = _graph(archive, method)
+            module = _module(archive, method)
+        graph = module["graph"]
         nodes: dict[int, list[Node]] = {}
         for node in graph["nodes"]:
             for handle in handles_of(node["metadata"].get("debug_handle")):
@@ -183,6 +188,7 @@ def read_record(path: Path, method: str) -> Record:
             _followers(graph),
             {int(instruction): str(delegate.get("name")) for instruction, delegate in delegates.items()},
             tuple(_operator(node, graph.get("tensor_values") or {}) for node in graph["nodes"]),
+            tuple(_mutations(graph, module.get("signature") or {})),
         )
     except UNREADABLE as error:
         detail = f"{type(error).__name__}: {error}"
@@ -196,7 +202,8 @@ def read_graph(path: Path, method: str) -> Mapping[str, Any]:
         zipfile.BadZipFile, OSError, KeyError, ValueError, RecursionError: it cannot be read, or lacks the method.
     """
     with zipfile.ZipFile(path) as archive:
-        return _graph(archive, method)
+        graph: Mapping[str, Any] = _module(archive, method)["graph"]
+        return graph
 
 
 def read_program(path: Path, method: str) -> dict[tuple[int, int], Instruction]:
@@ -276,9 +283,10 @@ def _graph_entry(archive: zipfile.ZipFile, method: str) -> str:
     return _EDGE  # the name in older records; a missing entry raises a KeyError
 
 
-def _graph(archive: zipfile.ZipFile, method: str) -> Mapping[str, Any]:
-    graph: Mapping[str, Any] = _load(archive, _graph_entry(archive, method))["graph_module"]["graph"]
-    return graph
+def _module(archive: zipfile.ZipFile, method: str) -> Mapping[str, Any]:
+    """Return the method's graph with its signature; see torch._export.serde.schema.GraphModule."""
+    module: Mapping[str, Any] = _load(archive, _graph_entry(archive, method))["graph_module"]
+    return module
 
 
 def _of_method(maps: Mapping[str, Any] | None, method: str) -> Mapping[str, Any]:
@@ -300,6 +308,15 @@ def _operator(node: Mapping[str, Any], metas: Mapping[str, Any]) -> Operator:
         handles_of(node["metadata"].get("debug_handle")), base_name(str(node["target"])), takes, gives,
         tuple(sizes[: len(takes)]), sum(sizes[len(takes) :]),
     )  # fmt: skip
+
+
+def _mutations(graph: Mapping[str, Any], signature: Mapping[str, Any]) -> Iterator[tuple[str, Node]]:
+    producers = {name: node for node in graph["nodes"] for name in tensor_names(node["outputs"])}
+    for spec in signature.get("output_specs") or ():
+        mutation = spec.get("buffer_mutation") or spec.get("user_input_mutation")
+        producer = producers.get(mutation["arg"]["name"]) if mutation else None
+        if producer is not None:
+            yield str(mutation.get("buffer_name") or mutation.get("user_input_name")), node_of(producer)
 
 
 def _elements(meta: Mapping[str, Any] | None) -> int:

@@ -45,6 +45,10 @@ UNKNOWN_DELEGATE: Final = "delegate"
 """The name of a delegate whose backend is unknown because the program cannot be read."""
 
 
+_UNMATCHED: Final = Origin(reason="")
+"""The origin of a kernel without one: its delegate's row says why, once for all of them."""
+
+
 @dataclass(frozen=True)
 class Joined:
     """The traced pass of a report."""
@@ -63,6 +67,7 @@ def join(
     method: str,
     kernels: Mapping[tuple[int, int], Mapping[str, Origin]] | None = None,
     unaligned: Mapping[tuple[int, int], str] | None = None,
+    instructions: Mapping[tuple[int, int], Origin] | None = None,
 ) -> Joined:
     """Return the operator rows of a trace.
 
@@ -73,8 +78,9 @@ def join(
         kernels: by a delegate's chain and instruction, the origins of its kernels by identifier; see `attribution`. For other
             delegates, the record holds the origins that the backend reported to the compiler.
         unaligned: the reason for each delegate with kernels, or some kernels, without origins.
+        instructions: the origins of kernels outside of delegates for which the record has no debug handles.
     """
-    rows = _Rows(trace)
+    rows = _Rows(trace, has_record=bool(record.nodes))
     calls_mean = [rows.estimator.mean(call.times_ns) for call in trace.calls]
     method_mean = rows.method_ns
     whole = 1.0 if method_mean > 0 else None
@@ -96,14 +102,12 @@ def join(
             if origins is None:
                 origins = {identifier: record.origin(handles) for identifier, handles in reported.items() if handles}
             backend = known.name if known and known.delegate else None
-            row = rows.add_delegate(call, share, origin, backend, origins)
             reason = (unaligned or {}).get((call.chain, call.instruction))
             if call.kernels and not any(str(kernel.identifier) in origins for kernel in call.kernels):
-                row.unaligned_reason = reason or _unaligned_reason(backend, record)
-            elif reason:
-                row.unaligned_reason = reason
+                reason = reason or _unaligned_reason(backend, record)
+            rows.add_delegate(call, share, origin, backend, origins, reason)
         else:
-            origin = record.origin(handles, kernel=name)
+            origin = (instructions or {}).get((call.chain, call.instruction)) or record.origin(handles, kernel=name)
             place = rows.place(call.spans)
             rows.add(report_pb2.OPERATOR_KIND_OPERATOR, name, call.times_ns, share, origin, call.instruction, place=place)
     rows.add_rest(f"rest of {method}", trace.method_ns, [call.times_ns for call in trace.calls], rest)
@@ -121,7 +125,8 @@ def join(
 class _Rows:
     """Rows under construction."""
 
-    def __init__(self, trace: Trace) -> None:
+    def __init__(self, trace: Trace, *, has_record: bool) -> None:
+        self._has_record = has_record
         self.rows: list[report_pb2.OperatorRow] = []
         self.times_ns: list[list[int]] = []
         self.estimator = Estimator(trace.method_ns)
@@ -181,6 +186,8 @@ class _Rows:
         if origin.source is not None:
             row.source.CopyFrom(_line(origin.source))
         row.sources.extend(map(_line, origin.sources))
+        if kind != report_pb2.OPERATOR_KIND_REST and (reason := _source_reason(origin, self._has_record)):
+            row.source_reason = reason
         self.rows.append(row)
         self.times_ns.append(_whole(times))
         return row
@@ -192,15 +199,22 @@ class _Rows:
         origin: Origin,
         backend: str | None,
         origins: Mapping[str, Origin],
-    ) -> report_pb2.OperatorRow:
-        """Add rows for a delegate's call, its kernels and its REST; the call alone if the backend reports no kernels."""
+        unaligned: str | None,
+    ) -> None:
+        """Add rows for a delegate's call, its kernels and its REST; the call alone if the backend reports no kernels.
+
+        Args:
+            unaligned: why some or all kernels are not among `origins`.
+        """
         name, whole = backend or UNKNOWN_DELEGATE, self.place(call.spans)
         row = self.add(report_pb2.OPERATOR_KIND_DELEGATE, name, call.times_ns, share, origin, call.instruction, place=whole)
         row.delegated = True
         if backend is not None:
             row.backend = backend
+        if unaligned is not None:
+            row.unaligned_reason = unaligned
         if not call.kernels:
-            return row
+            return
         resolution = _resolution(backend, call.kernels)
         means = [self.estimator.mean(kernel.times_ns) for kernel in call.kernels]
         shares, rest = _split(means, self.estimator.mean(call.times_ns), share)
@@ -210,14 +224,13 @@ class _Rows:
             known = origins.get(str(kernel.identifier))
             text = kernel.identifier if isinstance(kernel.identifier, str) else f"{name} #{kernel.identifier}"
             child = self.add(
-                report_pb2.OPERATOR_KIND_KERNEL, text, kernel.times_ns, part, known or Origin(), call.instruction,
+                report_pb2.OPERATOR_KIND_KERNEL, text, kernel.times_ns, part, known or _UNMATCHED, call.instruction,
                 parent=row, resolution=resolution, place=place,
             )  # fmt: skip
             child.aligned = known is not None
             child.reconstructed = reconstructed
         times = [kernel.times_ns for kernel in call.kernels]
         self.add_rest(f"rest of {name}", call.times_ns, times, rest, parent=row, resolution=resolution)
-        return row
 
     def add_rest(
         self,
@@ -235,6 +248,17 @@ class _Rows:
             report_pb2.OPERATOR_KIND_REST, name, np.maximum(0.0, signed), share, Origin(), None, parent=parent,
             resolution=resolution, signed=signed,
         )  # fmt: skip
+
+
+def _source_reason(origin: Origin, has_record: bool) -> str | None:
+    """Return why a row has no line, or whose line it has instead of its own; None if no ETRecord has any lines."""
+    if origin.reason is not None or origin.source is not None or origin.sources:
+        return origin.reason
+    if not has_record:
+        return None
+    if not origin.op_types:
+        return "The compiler recorded no operator of the model for it."
+    return f"The stack trace of {origin.op_types[0]} has no line of the model's own code."
 
 
 def _around(mean_ns: float, half_width_ns: float | None) -> tuple[float, ...]:

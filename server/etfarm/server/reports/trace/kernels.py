@@ -106,7 +106,7 @@ _FAMILY: Final = re.compile(r"(.+?)(?: \(.*| #\d+)?$")
 
 
 class Unaligned(FarmError):
-    """A delegate whose kernels do not match its graph, or match it ambiguously."""
+    """A delegate whose kernels do not match its graph."""
 
     reason = "KERNELS_UNALIGNED"
 
@@ -127,7 +127,9 @@ class Match:
     part: Part
     """The node that the kernel is named after; for a lookup table, the last one."""
     fused: tuple[Part, ...] = ()
-    """The other nodes that the kernel runs, in order."""
+    """The other nodes that the kernel certainly runs, in order."""
+    alternatives: tuple[Part, ...] = ()
+    """The nodes that it may be named after instead of `part`, in order; empty if it is named after `part` for certain."""
 
 
 def family(event: str) -> str:
@@ -139,28 +141,30 @@ def family(event: str) -> str:
 def align(graph: XGraph, events: Sequence[str]) -> list[Match]:
     """Return, for each event of a delegate's profile in order, the nodes that it ran.
 
+    Several alignments may be possible, as for three reshapes in a row of which two ran. An event that is the same node in all of
+    them is certain; any other event lists each node that it is in one of them.
+
     Raises:
-        Unaligned: no alignment, or more than one, accounts for all events and all nodes.
+        Unaligned: no alignment accounts for all events and all nodes.
     """
     parts, split = _split(graph)
     roles = _roles(split)
     families = [family(event) for event in events]
-    counts = _count_alignments(roles, families)
-    if counts[-1].get(len(families), 0) != 1:
-        raise _refusal(graph, events, counts, parts)
-    runs: list[int] = []
-    at = len(families)
-    for index in range(len(roles) - 1, -1, -1):
-        if counts[index].get(at - 1, 0) and roles[index].may_run(families, at - 1):
-            runs.append(index)
-            at -= 1
+    reached = _reached(roles, families)
+    if len(families) not in reached[-1]:
+        raise _refusal(graph, events, reached, parts)
+    candidates = _candidates(roles, families, reached)
+    runs = frozenset(indexes[0] for indexes in candidates if len(indexes) == 1)
+    maybe = frozenset(index for indexes in candidates for index in indexes) - runs
     absorbed: dict[int, list[Part]] = defaultdict(list)
-    ran = frozenset(runs)
     for index, part in enumerate(parts):
-        into = _runner(roles, ran, index)
+        into = _runner(roles, runs, maybe, index)
         if into is not None and into != index:
             absorbed[into].append(part)
-    return [Match(parts[index], tuple(absorbed[index])) for index in reversed(runs)]
+    return [
+        Match(parts[first], tuple(absorbed[first]) if not others else (), tuple(parts[other] for other in others))
+        for first, *others in candidates
+    ]
 
 
 def difference(graph: XGraph, events: Sequence[str]) -> tuple[int, int]:
@@ -214,39 +218,50 @@ class _Role:
         return 0 <= at < len(families) and families[at] in self.names
 
 
-def _count_alignments(roles: Sequence[_Role], families: Sequence[str]) -> list[dict[int, int]]:
-    """Return, for each prefix of the nodes, the number of alignments (2 means several) by length of the prefix of events."""
-    counts: list[dict[int, int]] = [{0: 1}]
+def _reached(roles: Sequence[_Role], families: Sequence[str]) -> list[set[int]]:
+    """Return, for each prefix of the nodes, the lengths of the prefixes of events that it may account for."""
+    reached = [{0}]
     for role in roles:
-        reached: dict[int, int] = defaultdict(int)
-        for at, count in counts[-1].items():
-            if role.optional:
-                reached[at] = min(2, reached[at] + count)
-            if role.may_run(families, at):
-                reached[at + 1] = min(2, reached[at + 1] + count)
-        counts.append(dict(reached))
-    return counts
+        before = reached[-1]
+        after = set(before) if role.optional else set()
+        after.update(at + 1 for at in before if role.may_run(families, at))
+        reached.append(after)
+    return reached
 
 
-def _refusal(graph: XGraph, events: Sequence[str], ways: Sequence[Mapping[int, int]], parts: Sequence[Part]) -> Unaligned:
-    counts = f"{len(events)} kernels ran for {len(graph.nodes)} nodes"
-    if ways[-1].get(len(events), 0) > 1:
-        how = "; several assignments are possible."
-    else:
-        stuck = next((index for index, reached in enumerate(ways) if not reached), len(ways)) - 1
-        at = max(ways[stuck], default=0)
-        kernel = repr(events[at]) if at < len(events) else "no kernel"
-        number = parts[stuck].node if stuck < len(parts) else len(graph.nodes)
-        node = graph.nodes[number].kind if stuck < len(parts) else "no node"
-        how = f"; kernel {at} is {kernel} where node {number} is {node}."
-    return Unaligned(counts + how, kernels=len(events), nodes=len(graph.nodes))
+def _candidates(roles: Sequence[_Role], families: Sequence[str], reached: Sequence[set[int]]) -> list[list[int]]:
+    """Return, for each event, the nodes that it is in an alignment of all events and nodes, in order."""
+    candidates: list[list[int]] = [[] for _ in families]
+    ahead = {len(families)}  # lengths of the prefixes from which the remaining nodes account for the remaining events
+    for index in range(len(roles) - 1, -1, -1):
+        role = roles[index]
+        before = set(ahead) if role.optional else set()
+        for at in ahead:
+            if role.may_run(families, at - 1):
+                before.add(at - 1)
+                if at - 1 in reached[index]:
+                    candidates[at - 1].append(index)
+        ahead = before & reached[index]
+    return [indexes[::-1] for indexes in candidates]
 
 
-def _runner(roles: Sequence[_Role], runs: Set[int], index: int) -> int | None:
-    """Return the node whose kernel computes node `index`: itself, or the node that it is fused into."""
+def _refusal(graph: XGraph, events: Sequence[str], reached: Sequence[Set[int]], parts: Sequence[Part]) -> Unaligned:
+    stuck = next((index for index, lengths in enumerate(reached) if not lengths), len(reached)) - 1
+    at = max(reached[stuck], default=0)
+    kernel = repr(events[at]) if at < len(events) else "no kernel"
+    number = parts[stuck].node if stuck < len(parts) else len(graph.nodes)
+    node = graph.nodes[number].kind if stuck < len(parts) else "no node"
+    return Unaligned(
+        f"{len(events)} kernels ran for {len(graph.nodes)} nodes; kernel {at} is {kernel} where node {number} is {node}.",
+        kernels=len(events), nodes=len(graph.nodes),
+    )  # fmt: skip
+
+
+def _runner(roles: Sequence[_Role], runs: Set[int], maybe: Set[int], index: int) -> int | None:
+    """Return the node whose kernel certainly computes node `index`: itself, or the node that it is fused into."""
     seen: set[int] = set()
     into: int | None = index
-    while into is not None and into not in runs and into not in seen:
+    while into is not None and into not in runs and into not in maybe and into not in seen:
         seen.add(into)
         into = roles[into].into
     return into if into in runs else None

@@ -73,7 +73,9 @@ def fill(report: report_pb2.Report, request: AnalyzeRequest, warn: Warn, save_ti
             f"Some kernels of {len(origins.partial)} of {origins.delegates} XNNPACK delegates have no source lines. "
             f"Instruction {instruction}: {why}",
         )
-    joined = join.join(trace, record, program, request.method, origins.kernels, {**origins.unaligned, **origins.partial})
+    joined = join.join(
+        trace, record, program, request.method, origins.kernels, {**origins.unaligned, **origins.partial}, origins.instructions
+    )
     report.profile.CopyFrom(joined.profile)
     # The process of the last run traced, and processes of one program differ.
     _fill_cost(report.profile, report.runs[-1] if report.runs else report.latency)

@@ -8,14 +8,15 @@ from pathlib import Path
 
 import pytest
 
+from etfarm.server.graphs.sources import Source
 from etfarm.server.reports.analyze import analyze
 from etfarm.server.reports.request import AnalyzeRequest
-from etfarm.server.reports.trace import etdump, graph, xnnpack
+from etfarm.server.reports.trace import attribution, etdump, graph, xnnpack
 from etfarm.server.reports.trace.attribution import Attribution, attribute
 from etfarm.server.reports.trace.etdump import Kernel, Trace
-from etfarm.server.reports.trace.graph import Record
+from etfarm.server.reports.trace.graph import Node, Origin, Record
 from etfarm.server.reports.trace.join import join
-from etfarm.server.reports.trace.kernels import family
+from etfarm.server.reports.trace.kernels import align, family
 from etfarm.v1 import report_pb2
 from tests.support import traces
 from tests.support.traces import line_of, traced
@@ -65,12 +66,12 @@ def test_all_kernels_of_real_programs_are_aligned(name: str) -> None:
     for row in kernels:
         assert row.aligned
         assert bool(row.op_types) == bool(row.debug_handles)
-        assert row.op_types or not row.HasField("source")
+        assert row.op_types or row.HasField("source_reason")
 
 
 def test_a_fused_kernel_names_all_that_it_does_and_the_line_of_the_first() -> None:
     assert kernels_of("residual") == [
-        ("Transpose", "", ""),
+        ("Transpose", "", "stemmed"),
         ("Convolution", "convolution _native_batch_norm_legit_no_training relu", "stemmed"),
         ("Convolution", "constant_pad_nd convolution", "branched"),
         ("Add", "add", "joined"),
@@ -80,7 +81,7 @@ def test_a_fused_kernel_names_all_that_it_does_and_the_line_of_the_first() -> No
         ("Copy", "cat", "doubled"),
         ("GELU", "gelu", "smooth"),
         ("Fully Connected", "convolution", "mixed"),
-        ("Transpose", "", ""),
+        ("Transpose", "", "tokens"),
         ("Static Reshape", "view_copy", "tokens"),
         ("Batch Matrix Multiply", "permute_copy bmm", "similar"),
         ("Softmax", "_softmax", "return similar.softmax(-1)"),
@@ -119,6 +120,61 @@ def test_a_linear_that_quantizes_its_own_input_says_so() -> None:
     assert list(kernels[0].op_types) == [*linear, "aten.linear.default"]
 
 
+def test_an_inserted_kernel_names_the_operator_that_it_is_there_for() -> None:
+    reasons = {row.name: row.source_reason for row in rows("residual") if row.kind == KERNEL and row.HasField("source_reason")}
+    assert [(family(name), reason) for name, reason in reasons.items()] == [
+        ("Transpose", "It changes the layout of a value for aten.convolution.default."),
+        ("Transpose", "It changes the layout of a value for aten.view_copy.default."),
+    ]
+    converts = [row for row in rows("residual_int8") if row.kind == KERNEL and family(row.name) == "Convert"]
+    assert all(row.HasField("source") for row in converts)
+    assert {row.source_reason for row in converts} >= {
+        "It changes the type of a value for aten.constant_pad_nd.default.",
+        "It changes the type of a value for aten.bmm.default.",
+    }
+
+
+def test_a_kernel_that_may_be_one_of_several_operators_has_what_they_share() -> None:
+    """Of three reshapes in a row two ran: the first kernel is the first or the second, and the other kernels are certain."""
+
+    def reshapes(*lines: int) -> dict[str, Origin]:
+        kinds = ("Tanh", "StaticReshape", "StaticReshape", "StaticReshape")
+        nodes = tuple(xnnpack.XNode(kind, at + 1, False, (at,), (at + 1,)) for at, kind in enumerate(kinds))
+        graph_ = xnnpack.XGraph(nodes, {at: xnnpack.Value(output=at == 4) for at in range(5)})
+        names = ("aten.tanh.default", *["aten.view_copy.default"] * 3)
+        operators = {
+            at + 1: (Node(name, f"block.{at}", Source("net.py", lines[at], "")),) for at, name in enumerate(names)
+        }  # fmt: skip
+        events = ["TanH (NC) #1", "Static Reshape (ND) #1", "Static Reshape (ND) #2"]
+        delegate = attribution._Delegate(graph_, Record(nodes=operators), frozenset(operators))
+        return {event: delegate.origin(match) for event, match in zip(events, align(graph_, events), strict=True)}
+
+    tanh, first, second = reshapes(1, 2, 2, 4).values()
+    assert (tanh.source, tanh.debug_handles) == (Source("net.py", 1, ""), (1,))
+    assert (first.source, first.debug_handles, first.module) == (Source("net.py", 2, ""), (2, 3), "block")
+    assert (second.source, second.debug_handles, second.reason) == (Source("net.py", 4, ""), (4,), None)
+    _, first, second = reshapes(1, 2, 3, 4).values()
+    assert (first.source, first.op_types, second.source) == (None, ("aten.view_copy.default",), Source("net.py", 4, ""))
+    assert first.reason is not None and first.reason.endswith("net.py:2 or net.py:3.")
+
+
+def test_a_buffer_that_is_written_back_has_the_line_of_its_new_value() -> None:
+    source = Source("net.py", 7, "self.count.add_(1)")
+    record = Record(
+        handles={0: (5,)},
+        nodes={5: (Node("aten.add.Tensor", "counter", source),)},
+        mutations=(("counter.count", Node("aten.add.Tensor", "counter", source)),),
+    )
+    program = {(0, 0): graph.Instruction("aten.add.out", False), (0, 1): graph.Instruction("aten.copy_", False)}
+    ((place, origin),) = attribution.write_backs(program, record).items()
+    assert (place, origin.source, origin.module) == ((0, 1), source, "counter")
+    assert origin.reason == "It writes the new value of 'counter.count' back, which aten.add.Tensor computes."
+    in_place = replace(record, mutations=(*record.mutations, ("keys", Node("aten.index_put.default", None, None))))
+    changed = {**program, (0, 2): graph.Instruction("aten.index_put_", False)}
+    assert set(attribution.write_backs(changed, in_place)) == {(0, 1)}
+    assert attribution.write_backs(program, in_place) == {}, "it is unknown which of two buffers the copy is of"
+
+
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_times_and_shares_do_not_depend_on_it(name: str) -> None:
     measured = []
@@ -126,7 +182,7 @@ def test_times_and_shares_do_not_depend_on_it(name: str) -> None:
         plain = rows(name, result)
         for row in plain:
             row.ClearField("unaligned_reason")
-            for field in ("op_types", "debug_handles", "module", "source", "sources", "aligned"):
+            for field in ("op_types", "debug_handles", "module", "source", "sources", "aligned", "source_reason"):
                 if row.kind == KERNEL:
                     row.ClearField(field)
         measured.append(plain)

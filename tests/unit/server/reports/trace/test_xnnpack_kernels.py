@@ -109,11 +109,21 @@ def test_a_square_before_a_mean_and_a_product_with_itself() -> None:
     assert numbers(align(XGraph(nodes, {0: Value(), 1: Value(output=True)}), ["Square"])) == [(0,)]
 
 
-def test_what_fits_in_two_ways_is_no_alignment() -> None:
-    with pytest.raises(Unaligned, match="several assignments"):
-        align(
-            chain("Sigmoid", "StaticReshape", "StaticReshape", "StaticReshape"), ["Sigmoid", "Static Reshape", "Static Reshape"]
-        )
+def test_what_fits_in_two_ways_leaves_the_other_kernels_certain() -> None:
+    graph = chain("Sigmoid", "StaticReshape", "StaticReshape", "StaticReshape", "Tanh")
+    assert align(graph, ["Sigmoid", "Static Reshape", "Static Reshape", "TanH"]) == [
+        Match(Part(0)),
+        Match(Part(1), alternatives=(Part(2),)),
+        Match(Part(3)),
+        Match(Part(4)),
+    ]
+
+
+def test_reshapes_without_a_kernel_are_fused_into_the_one_that_has_it() -> None:
+    graph = chain("StaticReshape", "StaticReshape", "StaticReshape", "Conv2d")
+    first, second = align(graph, ["Static Reshape", "Convolution"])
+    assert first == Match(Part(2), (Part(0), Part(1)))
+    assert second == Match(Part(3))
 
 
 def test_the_counts_and_the_first_difference_are_told() -> None:
@@ -175,11 +185,36 @@ def test_a_match_is_of_the_node_s_family_in_order_and_complete(kinds: list[str],
     except Unaligned:
         return
     assert len(matches) == len(events)
-    parts = [match.part for match in matches]
-    assert [part.node for part in parts] == sorted(part.node for part in parts)
-    taken = [part for match in matches for part in (match.part, *match.fused)]
+    certain = [match.part.node for match in matches if not match.alternatives]
+    assert certain == sorted(set(certain))
+    taken = [part for match in matches for part in (match.part, *match.fused) if not match.alternatives]
     assert len(taken) == len(set(taken))
     families = {**PLAIN, "Add": "Add", "Clamp": "Clamp", "MaxPooling2d": "Max Pooling", "StaticReshape": "Static Reshape"}
     families |= {"StaticConstantPad": "Constant Pad", "Copy": "Copy"}
-    for part, event in zip(parts, events, strict=True):
-        assert event == ("Clamp" if part.clamp else families[graph.nodes[part.node].kind])
+    for match, event in zip(matches, events, strict=True):
+        for part in (match.part, *match.alternatives):
+            assert event == ("Clamp" if part.clamp else families[graph.nodes[part.node].kind])
+
+
+@given(ANY, EVENTS)
+def test_candidates_are_those_of_all_alignments_tried_one_by_one(kinds: list[str], events: list[str]) -> None:
+    from etfarm.server.reports.trace import kernels
+
+    graph = chain(*kinds)
+    parts, split = kernels._split(graph)
+    roles = kernels._roles(split)
+
+    def all_runs(index: int, at: int) -> list[tuple[int, ...]]:
+        if index == len(roles):
+            return [()] if at == len(events) else []
+        skipped = all_runs(index + 1, at) if roles[index].optional else []
+        ran = [(index, *rest) for rest in all_runs(index + 1, at + 1)] if roles[index].may_run(events, at) else []
+        return skipped + ran
+
+    alignments = all_runs(0, 0)
+    if not alignments:
+        with pytest.raises(Unaligned):
+            align(graph, events)
+        return
+    expected = [tuple(parts[index] for index in sorted(set(column))) for column in zip(*alignments, strict=True)]
+    assert [(match.part, *match.alternatives) for match in align(graph, events)] == expected

@@ -234,6 +234,7 @@ function placeCell(row, parent) {
     if (codeOf(row)) cell.append(make("code", null, codeOf(row)));
     if (row.sources.length > 1) cell.append(make("span", { class: "quiet" }, `and ${moreLines(row)}`));
   }
+  if (row.source_reason) cell.append(make("span", { class: "quiet" }, row.source_reason));
   if (parent && row.unaligned_reason) cell.append(make("span", { class: "quiet" }, `Its kernels have no lines: ${row.unaligned_reason}`));
   return cell;
 }
