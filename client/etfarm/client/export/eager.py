@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etfarm.client.export.archive import InputType, read_archive
+from etfarm.client.export.construction import add_lines
 from etfarm.client.export.errors import (
     STAGE,
     BadModelSource,
@@ -157,6 +158,7 @@ class _Export:
         with _refusals(method, self.base), quiet():
             program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=self.strict)
         must_be_bounded(method, program)
+        add_lines(program, module, self.base)
         make_relative(program, self.base)
         with _refusals(method, self.base), quiet():
             archive = archive_of(program)

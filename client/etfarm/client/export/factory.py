@@ -11,7 +11,7 @@ from pathlib import Path
 from types import ModuleType
 
 from etfarm.client.errors import ExtraMissing
-from etfarm.client.export import usercode
+from etfarm.client.export import construction, usercode
 from etfarm.client.export.errors import (
     ExampleInputsNotATuple,
     FactoryFailed,
@@ -62,7 +62,7 @@ def load_source(spec: EagerSpec, *, say: Callable[[str], None] | None = None) ->
         seed(SEED)
         if say is not None:
             say(f"Seeded torch, numpy and random with {SEED} before calling {where}:{spec.name}.")
-        with _users_code(f"{where}:{spec.name}"):
+        with _users_code(f"{where}:{spec.name}"), construction.recorded(Path.cwd()):
             returned = factory()
         return _as_source(f"{where}:{spec.name}", returned)
 

@@ -32,6 +32,8 @@ _OWN_FOLDER = Path(__file__).parent.as_posix()
 _OWN_ROOT = Path(__file__).parents[3].as_posix()
 _STDLIB = Path(os.__file__).parent.as_posix()
 _TORCH = ("torch/", "torchao/", "executorch/", "torchgen/", "functorch/")
+_MODELS = ("executorch/examples/", "executorch/extension/llm/")
+"""Models that ExecuTorch brings along, which count as the user's code."""
 
 
 class Place(NamedTuple):
@@ -87,6 +89,11 @@ def make_relative(program: ExportedProgram, base: Path) -> None:
                     node.meta["stack_trace"] = relative_trace(trace, base)
 
 
+def has_users_line(trace: str, base: Path) -> bool:
+    """Return whether a frame of a stack trace's text is the user's code."""
+    return any(is_users(frame[1], base) for frame in _FRAME.findall(trace))
+
+
 def place_of(error: BaseException, base: Path) -> Place | None:
     """Return the innermost line of the user's own code in the traceback of `error`, else in those of its causes."""
     seen: set[int] = set()
@@ -110,19 +117,21 @@ def place_in(text: str, base: Path) -> Place | None:
 
 
 def _innermost(frames: Iterable[traceback.FrameSummary], base: Path) -> Place | None:
-    users = [frame for frame in frames if _is_users(frame.filename, base)]
+    users = [frame for frame in frames if is_users(frame.filename, base)]
     if not users:
         return None
     last = users[-1]
     return Place(relative(last.filename, base), last.lineno or 0, last.line or "")
 
 
-def _is_users(path: str, base: Path) -> bool:
+def is_users(path: str, base: Path) -> bool:
+    """Return whether a source file is the user's, by its path on this machine."""
     if path.startswith("<"):
         return False
     posix = path.replace("\\", "/")
     if posix.startswith(f"{_OWN_FOLDER}/"):
         return posix.startswith(f"{_OWN_FOLDER}/demo_models/")
     if _INSTALLED.match(posix):
-        return not relative(posix, base).startswith(_TORCH)
+        path = relative(posix, base)
+        return path.startswith(_MODELS) or not path.startswith(_TORCH)
     return not posix.startswith(f"{_STDLIB}/")

@@ -15,6 +15,8 @@ _SEMICOLON = re.compile(r";(?![^()\[\]]*[)\]])")
 _ROOT = re.compile(r"^L(?:\['self'\]|__self__)\.?")
 
 _FRAMEWORKS = ("torch/", "torchao/", "executorch/", "torchgen/", "functorch/")
+_MODELS = ("executorch/examples/", "executorch/extension/llm/")
+"""Parts of frameworks that are models: their lines are what a profile of them is about."""
 _OWN = "etfarm/"
 _DEMOS = "etfarm/client/export/demo_models/"
 """Path of the demo models, which count as user code; the rest of etfarm only wraps it."""
@@ -32,6 +34,8 @@ class Source:
 
 def source_of(stack_trace: str | None) -> Source | None:
     """Return the innermost frame outside of torch, torchao, executorch, etfarm and `<...>`; None if there is no such frame.
+
+    Models that ExecuTorch brings along, such as those of `executorch/examples`, are not outside by path, but count as well.
 
     The client makes paths relative (`models/net.py`, `torch/nn/modules/conv.py`); absolute paths of other exporters are also
     supported. The code is taken from the stack trace, since the server does not have the user's files.
@@ -52,7 +56,7 @@ def is_users(file: str) -> bool:
     if installed is None and _STANDARD_LIBRARY.search(path):
         return False
     tail = installed[1] if installed else path
-    if _DEMOS in f"/{path}":
+    if _DEMOS in f"/{path}" or tail.startswith(_MODELS):
         return True
     if tail.startswith((*_FRAMEWORKS, _OWN)):
         return False

@@ -47,6 +47,8 @@ def test_without_a_users_frame_there_is_no_source(trace: str | None) -> None:
         "/venv/lib/python3.11/site-packages/etfarm/client/export/demo_models/ds_cnn.py",
         "/venv/lib/python3.11/site-packages/torchvision/models/resnet.py",
         "C:\\models\\net.py",
+        "executorch/examples/models/llama/llama_transformer.py",
+        "/venv/lib/python3.11/site-packages/executorch/extension/llm/modules/kv_cache.py",
     ],
 )
 def test_a_users_file(file: str) -> None:
