@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,11 +25,13 @@ from etfarm.client.export.errors import (
     ModelNotOnCpu,
     TrainingMode,
     UnsupportedInput,
+    UnsupportedOutput,
 )
 from etfarm.client.export.noise import quiet
 from etfarm.client.export.samples import flat_values, input_leaves, leaf_names, must_match, unshared, wire_value
 from etfarm.client.export.shapes import must_be_bounded, normal_shapes, specialized
 from etfarm.client.export.source import ModelSource, must_be_tuple
+from etfarm.client.export.structures import name_outputs, plain_structures
 from etfarm.client.export.traces import make_relative, place_in, place_of
 from etfarm.client.export.transform import Transform
 from etfarm.wire import digest
@@ -43,6 +45,11 @@ if TYPE_CHECKING:
     from etfarm.wire.recipes import Recipe
 
 _LINE_LIMIT = 400
+_FOREIGN_OUTPUT = re.compile(
+    r"Found <class '([\w.<>]+)'> in output, which is not a known type"
+    r"|Encountered unrecognized type UserDefinedObjectVariable\((\w+)\) at output"
+)
+"""torch.export 2.13 on an object in the output, in its strict and in its other mode."""
 _INTS = 1 << 63
 """ExecuTorch's ints have 64 bits, with this limit."""
 
@@ -60,7 +67,9 @@ class ExportedMethod:
     input_names: tuple[str, ...]
     """The inputs' names in flattened order: `x`, `state_0`, `options_mask`."""
     output_names: tuple[str, ...]
-    """Names of the nodes that produce the outputs, in flattened order. Two outputs may have the same name."""
+    """The outputs' keys and fields (`logits`, `hidden_states_0`), else the names of the nodes that compute them, in flattened
+    order. Two outputs may have the same name.
+    """
     duration_ms: int
     """Duration of exporting and saving in ms, on the monotonic clock."""
     input_types: tuple[InputType | None, ...] = ()
@@ -90,6 +99,7 @@ def export_source(
     recipe: Recipe | None = None,
     calibrate: bool = True,
     folder: Path | None = None,
+    say: Callable[[str], None] | None = None,
 ) -> ExportedModel:
     """Export each method of `source` separately.
 
@@ -101,6 +111,7 @@ def export_source(
         recipe: its source transform, if any, is applied first.
         calibrate: whether to include the calibration samples.
         folder: folder for archives and samples as files instead of in memory; the caller removes it.
+        say: called with a sentence if a method is exported in another mode than `strict` says.
 
     Raises:
         TrainingMode: `.eval()` was not called.
@@ -111,10 +122,11 @@ def export_source(
         NothingToTransform, SourceTransformFailed, ToolsMissing: see etfarm.client.export.transform.
         DataDependentBranch: forward branches on a tensor's value.
         DimSpecialized: a dynamic dim can only have one size, or other sizes.
+        UnsupportedOutput: forward returns an object of a class that torch.export does not know.
         ExportFailed: any other refusal of torch.export.
     """
     base = folder_base if folder_base is not None else Path.cwd()
-    export = _Export(source, base, strict, Transform(source, recipe, base), calibrate, folder)
+    export = _Export(source, base, strict, Transform(source, recipe, base), calibrate, folder, say or (lambda _: None))
     export.transform.must_find_something(name)
     return ExportedModel(name, {method: export.method(method) for method in source.methods}, _constants(source))
 
@@ -132,6 +144,7 @@ class _Export:
     transform: Transform
     calibrate: bool
     folder: Path | None
+    say: Callable[[str], None]
 
     def method(self, method: str) -> ExportedMethod:
         """Export one method.
@@ -157,9 +170,14 @@ class _Export:
         started = time.monotonic()
         with _refusals(method, self.base), quiet():
             program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=self.strict)
+        if not self.strict and (shared := find_shared_buffers(program)):
+            self.say(f"Exporting {method} again with strict = true, since it changes {shared}, which are one buffer.")
+            with _refusals(method, self.base), quiet():
+                program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=True)
         must_be_bounded(method, program)
         add_lines(program, module, self.base)
         make_relative(program, self.base)
+        name_outputs(program)
         with _refusals(method, self.base), quiet():
             archive = archive_of(program)
         duration_ms = round((time.monotonic() - started) * 1000)
@@ -235,6 +253,7 @@ def _users_samples(method: str, base: Path) -> Iterator[None]:
 def archive_of(program: ExportedProgram) -> bytes:
     """Return the bytes of torch.export.save, leaving the program unchanged.
 
+    Inputs and outputs are in tuples, lists and dicts, since a server has no other classes; see `structures`.
     Example inputs are saved without extra attributes: torch.export and mark_dynamic set one on a tensor with a
     Dim.DYNAMIC, and an archive of such tensors is a pickle of objects that servers refuse to load.
     """
@@ -246,12 +265,9 @@ def archive_of(program: ExportedProgram) -> bytes:
 
     # A buffer has no file stem, so every archive has the same prefix; the stem of a path would be part of the bytes.
     buffer = io.BytesIO()
-    examples = program.example_inputs
-    program.example_inputs = pytree.tree_map(bare, examples)
-    try:
+    with plain_structures(program):
+        program.example_inputs = pytree.tree_map(bare, program.example_inputs)
         torch.export.save(program, buffer)
-    finally:
-        program.example_inputs = examples
     return buffer.getvalue()
 
 
@@ -301,6 +317,34 @@ def _must_be_constant(method: str, leaf: Any) -> None:
         raise UnsupportedInput(method, "", f"{leaf}", "")
 
 
+def find_shared_buffers(program: ExportedProgram) -> str:
+    """Return the names of the buffers of an exported program that share memory, if it changes one of them; else empty.
+
+    The program cannot be lowered: run_decompositions fails on such buffers. Only a strict export knows that they are one.
+    """
+    names: dict[int, list[str]] = {}
+    buffers = program.graph_signature.inputs_to_buffers
+    for name in buffers.values():
+        tensor = program.state_dict.get(name, program.constants.get(name))
+        if tensor is not None and tensor.numel():
+            names.setdefault(tensor.untyped_storage().data_ptr(), []).append(name)
+    shared = [group for group in names.values() if len(group) > 1]
+    changed = {buffers.get(placeholder) for placeholder in _written(program)} if shared else set()
+    return next((" and ".join(group) for group in shared if not changed.isdisjoint(group)), "")
+
+
+def _written(program: ExportedProgram) -> Iterator[str]:
+    """Yield the placeholders that operators write to, themselves or a view of them."""
+    for node in program.graph.nodes:
+        schema = getattr(node.target, "_schema", None)
+        for place, argument in enumerate(schema.arguments if schema is not None and schema.is_mutable else ()):
+            written = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
+            while argument.is_write and getattr(written, "op", "") == "call_function" and written.all_input_nodes:
+                written = written.all_input_nodes[0]
+            if argument.is_write and getattr(written, "op", "") == "placeholder":
+                yield written.name
+
+
 @contextmanager
 def _refusals(method: str, base: Path) -> Iterator[None]:
     """Convert exceptions of torch.export to etfarm's errors, with the user's own line."""
@@ -311,6 +355,8 @@ def _refusals(method: str, base: Path) -> Iterator[None]:
     except Exception as error:
         text = str(error)
         place = place_in(text, base) or place_of(error, base)
+        if (match := _FOREIGN_OUTPUT.search(text)) is not None:
+            raise UnsupportedOutput(method, (match[1] or match[2]).rpartition(".")[2], str(place or "")) from error
         branch = "Could not guard on data-dependent expression" in text or text.startswith("Data-dependent branching")
         if branch:
             raise DataDependentBranch(method, str(place or ""), place.code if place else "") from error

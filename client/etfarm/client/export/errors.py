@@ -227,6 +227,31 @@ class UnsupportedInput(UserError):
         )
 
 
+class UnsupportedOutput(UserError):
+    """forward returns an object that torch.export cannot take apart.
+
+    Args:
+        kind: the name of the object's class.
+        place: the user's line; empty if unknown.
+    """
+
+    reason = "UNSUPPORTED_OUTPUT"
+
+    def __init__(self, method: str, kind: str, place: str) -> None:
+        if kind.endswith("Cache"):
+            remedy = "Call the model with use_cache=False, or with a static cache (StaticCache of transformers)."
+        else:
+            remedy = "Return tensors, tuples, lists or dicts, or register the class with torch.export.register_dataclass."
+        super().__init__(
+            f"{method} returns {with_article(kind)}{f' at {place}' if place else ''}, which a program cannot return.",
+            remedy,
+            stage=STAGE,
+            method=method,
+            output_type=kind,
+            place=place,
+        )
+
+
 class CalibrationMismatch(UserError):
     """A calibration sample has another structure, dtype or rank than the example inputs.
 

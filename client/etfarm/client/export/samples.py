@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etfarm.client.export.errors import CalibrationMismatch, UnsupportedInput, with_article
+from etfarm.client.export.structures import to_plain
 from etfarm.wire.tensors import ITEM_BYTES, Scalar, Tensor, Value
 
 
@@ -19,7 +20,6 @@ def flat_values(method: str, names: Sequence[str], args: tuple[Any, ...], kwargs
         UnsupportedInput: a leaf is neither a dense CPU tensor of a supported dtype nor a bool, int, float or None.
     """
     leaves = input_leaves(args, kwargs)
-    _must_be_plain(method, names, args, kwargs)
     return [wire_value(method, name, leaf) for name, leaf in zip(names, leaves, strict=True)]
 
 
@@ -38,7 +38,7 @@ def leaf_names(args: tuple[Any, ...], kwargs: Mapping[str, Any] | None = None) -
     from torch.utils import _pytree as pytree
 
     names = []
-    for path, _ in pytree.tree_flatten_with_path((args, dict(kwargs or {})))[0]:
+    for path, _ in pytree.tree_flatten_with_path(to_plain((args, dict(kwargs or {}))))[0]:
         first = str(getattr(path[1], "key", getattr(path[1], "idx", path[1])))
         names.append(first + pytree.keystr(path[2:]))
     return names
@@ -59,8 +59,8 @@ def wire_value(method: str, name: str, leaf: Any) -> Value:
             method,
             name,
             with_article(type(leaf).__name__),
-            "Inputs are tensors, bools, ints, floats, None, and tuples, lists and dicts of these; keep anything else "
-            "in the module.",
+            "Inputs are tensors, bools, ints, floats, None, and tuples, lists and dicts of these; register another container "
+            "with torch.export.register_dataclass, and keep anything else in the module.",
         )
     dtype = str(leaf.dtype).removeprefix("torch.")
     if leaf.is_quantized or dtype not in ITEM_BYTES:
@@ -77,36 +77,6 @@ def wire_value(method: str, name: str, leaf: Any) -> Value:
     order = _dim_order(tensor)
     dense = tensor.permute(order).contiguous().reshape(-1)
     return Tensor(name, dtype, tuple(tensor.shape), dense.view(torch.uint8).numpy().tobytes(), order)
-
-
-def _must_be_plain(method: str, names: Sequence[str], args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> None:
-    """Check that containers are Python's own.
-
-    An archive keeps its inputs as a pickle, and a server loads no other classes.
-    """
-    from torch.utils import _pytree as pytree
-
-    def first_foreign(spec: Any, leaves_before: int) -> tuple[int, str] | None:
-        if spec.is_leaf():
-            return None
-        if spec.type not in (tuple, list, dict):
-            return leaves_before, spec.type.__name__
-        for child in spec.children():
-            foreign = first_foreign(child, leaves_before)
-            if foreign:
-                return foreign
-            leaves_before += child.num_leaves
-        return None
-
-    foreign = first_foreign(pytree.tree_structure((args, dict(kwargs or {}))), 0)
-    if foreign:
-        place, kind = foreign
-        raise UnsupportedInput(
-            method,
-            names[place] if place < len(names) else "inputs",
-            f"inside {with_article(kind)}",
-            "Containers of inputs are tuples, lists and dicts; build other types in forward.",
-        )
 
 
 def must_match(method: str, sample: int, example: tuple[Any, ...], inputs: tuple[Any, ...], names: Sequence[str]) -> None:

@@ -1,8 +1,7 @@
 """Source paths in stack traces: equal for all users, and without the client's folders.
 
 torch.export stores `File "/home/ada/nets/models/net.py", line 31, in forward` with every node, and the report
-names the
-user's lines from that. A path becomes, by the first rule that fits:
+names the user's lines from that. A path becomes, by the first rule that fits:
 
 1. `<...>`, such as `<string>`: as it is, without the number that torch counts its generated code with.
 2. under site-packages or dist-packages: what follows, `torch/nn/modules/conv.py`.
@@ -117,10 +116,12 @@ def place_in(text: str, base: Path) -> Place | None:
 
 
 def _innermost(frames: Iterable[traceback.FrameSummary], base: Path) -> Place | None:
+    """Return the innermost line outside of torch: the user's own rather than that of an installed library it calls."""
     users = [frame for frame in frames if is_users(frame.filename, base)]
     if not users:
         return None
-    last = users[-1]
+    own = [frame for frame in users if not _INSTALLED.match(frame.filename.replace("\\", "/"))]
+    last = (own or users)[-1]
     return Place(relative(last.filename, base), last.lineno or 0, last.line or "")
 
 

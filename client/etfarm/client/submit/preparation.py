@@ -141,7 +141,7 @@ def _exports(source: ModelSource, name: str, recipes: Sequence[Recipe], folder: 
         if say is not None:
             say(f"Exporting {name} as it is, to compare with.")
         strict = references[key].strict
-        exports[key] = _export(export_source(source, name=name, strict=strict, calibrate=False, folder=folder))
+        exports[key] = _export(export_source(source, name=name, strict=strict, calibrate=False, folder=folder, say=say))
     for key, sharing in wishes.items():
         first = sharing[0]
         if say is not None:
@@ -149,7 +149,9 @@ def _exports(source: ModelSource, name: str, recipes: Sequence[Recipe], folder: 
         calibrate = any(recipe is None or reads_values(recipe) for recipe in sharing)
         strict = first.strict if first is not None else False
         exports[key] = _export(
-            export_source(source, name=name, strict=strict, recipe=first if key else None, calibrate=calibrate, folder=folder)
+            export_source(
+                source, name=name, strict=strict, recipe=first if key else None, calibrate=calibrate, folder=folder, say=say
+            )
         )
     return PreparedModel(name, exports, eager=True)
 

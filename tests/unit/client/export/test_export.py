@@ -8,7 +8,6 @@ import re
 import subprocess
 import sys
 import zipfile
-from collections import namedtuple
 from pathlib import Path
 from typing import Any
 
@@ -323,16 +322,12 @@ def test_a_dim_whose_range_is_too_wide_is_told_with_the_range_that_fits() -> Non
     assert narrow.reason == "DIM_SPECIALIZED" and "range of [4, int_oo]" in narrow.message
 
 
-Pair = namedtuple("Pair", "a b")
-
-
 @pytest.mark.parametrize(
     ("leaf", "words"),
     [
         (torch.ones(2, dtype=torch.complex64), "complex64.*view_as_real"),
         ("text", "a str"),
         (torch.eye(2).to_sparse(), "sparse"),
-        (Pair(torch.ones(1), torch.ones(1)), "inside a namedtuple"),
     ],
 )
 def test_inputs_that_no_device_can_be_given_are_refused(leaf: object, words: str) -> None:

@@ -22,7 +22,7 @@ from torch.export.pt2_archive._package import load_pt2
 from etfarm.server.compile.errors import DimWithoutMaximum, TrainingMode
 from etfarm.server.compile.program.explain import first_line
 from etfarm.server.compile.screening import archives, screen
-from etfarm.server.compile.screening.errors import NotAPt2, Pt2OfAnotherTorch
+from etfarm.server.compile.screening.errors import NotAPt2, Pt2OfAnotherTorch, UnknownStructure
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.wire.errors import UserError
@@ -35,6 +35,7 @@ the JSON of a model with such operators contains."""
 
 _VERSION: Final = re.compile(r"[0-9]{1,4}(\.[0-9]{1,8}){1,3}[0-9a-z.+]{0,40}")
 """Versions of torch that may be quoted from a file: `2.13.0+cpu`, `2.14.0a0+git1234567`."""
+_UNKNOWN_CLASS: Final = re.compile(r"Deserializing ([\w.]{1,200}) in pytree is not registered")
 _MAX_MAJOR: Final = 1_000_000
 
 
@@ -46,6 +47,7 @@ def load(model: Path, folder: Path, operators: Operators | None = None) -> Any:
 
     Raises:
         Pt2OfAnotherTorch: torch cannot read it, and it was written by another torch.
+        UnknownStructure: its inputs or outputs are objects of a class that the server does not have.
         NotAPt2: torch cannot read it.
         UnsafeModel: as `screen_pt2`.
     """
@@ -92,6 +94,8 @@ def _unreadable_error(graph: bytes, why: str) -> UserError:
             be anything.
         why: torch's message.
     """
+    if (match := _UNKNOWN_CLASS.search(why)) is not None:
+        return UnknownStructure(match[1])
     program = json.loads(graph)
     ours = torch.__version__.partition("+")[0]
     stated = program.get("torch_version")

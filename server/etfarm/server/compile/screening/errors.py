@@ -16,6 +16,23 @@ class NotAPt2(UserError):
         )
 
 
+class UnknownStructure(UserError):
+    """The exported program takes or returns objects of a class that the server does not have.
+
+    Args:
+        kind: the class as the file names it.
+    """
+
+    reason = "UNKNOWN_STRUCTURE"
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(
+            f"The .pt2 takes or returns objects of the class {kind}, which the server does not have.",
+            "Give etfarm the module itself, or file.py:factory: it exports such objects as dicts. Or return a tuple or dict.",
+            kind=kind,
+        )
+
+
 class Pt2OfAnotherTorch(UserError):
     """The exported program is from a version of torch whose programs the server's torch cannot read.
 

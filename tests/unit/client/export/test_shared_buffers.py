@@ -1,0 +1,47 @@
+"""Models that change a buffer under two names, which only a strict export can lower."""
+
+from __future__ import annotations
+
+import io
+
+import torch
+from torch import Tensor, nn
+
+from etfarm.client.export import ModelSource, export_source
+from etfarm.client.export.eager import find_shared_buffers
+
+
+class Tied(nn.Module):
+    """A state that two modules hold, as a cache that a model shares with its attention."""
+
+    state: Tensor
+    alias: Tensor
+
+    def __init__(self, *, changed: bool = True) -> None:
+        super().__init__()
+        state = torch.zeros(3)
+        self.register_buffer("state", state)
+        self.register_buffer("alias", state)
+        self.changed = changed
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.changed:
+            self.state.add_(x)
+        return x + self.alias + self.state
+
+
+def test_a_buffer_with_two_names_is_exported_strictly_which_is_reported() -> None:
+    lines: list[str] = []
+    exported = export_source(ModelSource.of(Tied().eval(), (torch.ones(3),)), name="m", say=lines.append)
+    (line,) = lines
+    assert "strict = true" in line and "state" in line and "alias" in line
+    program = torch.export.load(io.BytesIO(exported.methods["forward"].pt2))  # type: ignore[arg-type]
+    assert not find_shared_buffers(program)
+    lowerable = program.run_decompositions()
+    assert torch.equal(lowerable.module()(torch.ones(3)), torch.full((3,), 3.0))
+
+
+def test_a_shared_buffer_that_is_only_read_stays_as_it_is() -> None:
+    lines: list[str] = []
+    export_source(ModelSource.of(Tied(changed=False).eval(), (torch.ones(3),)), name="m", say=lines.append)
+    assert not lines

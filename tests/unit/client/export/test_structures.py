@@ -1,0 +1,160 @@
+"""Inputs and outputs of a library's own classes: exported as dicts of their fields, which give the outputs their names."""
+
+from __future__ import annotations
+
+import io
+from collections import OrderedDict, defaultdict, namedtuple
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.export import Dim
+from torch.utils import _pytree as pytree
+
+from etfarm.client.export import ExportedMethod, ModelSource, export_source
+from etfarm.client.export.eager import archive_of
+from etfarm.server.compile.screening import screen
+from etfarm.wire.errors import EtfarmError
+from tests.support.golden import Golden
+
+
+class ModelOutput(OrderedDict[str, Any]):
+    """As in transformers: a dict of a class of its own, registered without the paths of its leaves."""
+
+
+pytree.register_pytree_node(
+    ModelOutput,
+    lambda output: (list(output.values()), list(output.keys())),
+    lambda values, keys: ModelOutput(zip(keys, values, strict=True)),
+    serialized_type_name="library.ModelOutput",
+)
+
+
+@dataclass
+class Batch:
+    left: Tensor
+    right: Tensor
+    mask: Tensor | None = None
+
+
+torch.export.register_dataclass(Batch, serialized_type_name="users.Batch")
+Pair = namedtuple("Pair", "low high")
+
+
+class Unregistered:
+    pass
+
+
+class StaticKeysCache:
+    pass
+
+
+class Encoder(nn.Module):
+    def forward(self, x: Tensor) -> ModelOutput:
+        return ModelOutput(logits=x * 2, hidden_states=(x + 1, Pair(x - 1, x - 2)), x=x)
+
+
+class Both(nn.Module):
+    def forward(self, batch: Batch, *, scale: Pair) -> Batch:
+        return Batch(batch.left @ scale.low, batch.right + scale.high)
+
+
+class Sized(nn.Module):
+    def forward(self, batch: Batch) -> Tensor:
+        return batch.left[: batch.right.shape[0] // 2] * 2
+
+
+def method(source: ModelSource) -> ExportedMethod:
+    return export_source(source, name="m").methods["forward"]
+
+
+def loaded(pt2: Any) -> Any:
+    return torch.export.load(io.BytesIO(pt2))
+
+
+def test_an_output_of_a_librarys_class_is_a_dict_whose_keys_name_the_outputs() -> None:
+    exported = method(ModelSource.of(Encoder().eval(), (torch.ones(3),)))
+    assert exported.output_names == ("logits", "hidden_states_0", "hidden_states_1_low", "hidden_states_1_high", "x")
+    program = loaded(exported.pt2)
+    result = program.module()(torch.ones(3))
+    assert type(result) is dict and list(result) == ["logits", "hidden_states", "x"]
+    assert torch.equal(result["hidden_states"][1]["low"], torch.zeros(3))
+    assert [spec.arg.name for spec in program.graph_signature.output_specs] == list(exported.output_names)
+
+
+def test_registered_containers_of_inputs_are_dicts_in_the_archive(tmp_path: Any) -> None:
+    batch = Batch(torch.ones(4, 3), torch.ones(2))
+    scale = Pair(torch.ones(3, 2), torch.full((2,), 5.0))
+    samples = [(Batch(torch.zeros(4, 3), torch.ones(2)),)]
+    source = ModelSource.of(
+        Both().eval(), (batch,), example_kwargs={"scale": scale}, calibration_inputs=samples,
+        dynamic_shapes={"batch": [{0: Dim("n", max=64)}, None], "scale": Pair(None, None)},
+    )  # fmt: skip
+    exported = method(source)
+    assert exported.input_names == ("batch_left", "batch_right", "scale_low", "scale_high")
+    assert exported.output_names == ("left", "right") and len(exported.calibration) == 1
+    (tmp_path / "m.pt2").write_bytes(exported.pt2)  # type: ignore[arg-type]
+    screen.screen_pt2(tmp_path / "m.pt2")
+    program = loaded(exported.pt2)
+    args, kwargs = program.example_inputs
+    assert type(args[0]) is dict and type(kwargs["scale"]) is dict
+    result = program.module()({"left": torch.ones(9, 3), "right": torch.ones(2)}, scale=dict(scale._asdict()))
+    assert result["left"].shape == (9, 2) and torch.equal(result["right"], torch.full((2,), 6.0))
+
+
+def test_guards_read_the_fields_of_dicts() -> None:
+    dims = {"batch": [{0: Dim.DYNAMIC(max=64)}, {0: Dim.DYNAMIC(max=64)}]}
+    exported = method(ModelSource.of(Sized().eval(), (Batch(torch.ones(8, 2), torch.ones(6)),), dynamic_shapes=dims))
+    program = loaded(exported.pt2)
+    assert program._guards_code and not any(".left" in guard or ".right" in guard for guard in program._guards_code)
+    module = program.module()
+    assert module({"left": torch.ones(9, 2), "right": torch.ones(10)}).shape == (5, 2)
+    with pytest.raises(AssertionError, match="Guard failed"):
+        module({"left": torch.ones(3, 2), "right": torch.ones(10)})
+
+
+def test_a_users_program_keeps_its_own_structures() -> None:
+    program = torch.export.export(Encoder().eval(), (torch.ones(3),))
+    spec, names = program.call_spec.out_spec, [node.name for node in program.graph.nodes]
+    assert loaded(archive_of(program)).call_spec.out_spec.type is dict
+    assert program.call_spec.out_spec == spec and [node.name for node in program.graph.nodes] == names
+
+
+class Returns(nn.Module):
+    def __init__(self, wrap: Any) -> None:
+        super().__init__()
+        self.wrap = wrap
+
+    def forward(self, x: Tensor) -> Any:
+        return self.wrap(x)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "names"),
+    [
+        (lambda x: {"sum": x + 1, "x": x * 2, "b": x}, ("add", "mul", "x")),
+        (lambda x: OrderedDict(a=x + 1), ("a",)),
+        (lambda x: defaultdict(list, a=[x + 1]), ("a_0",)),
+        (lambda x: (lambda y: {"a": y, "b": y})(x + 1), ("a", "a")),
+        (lambda x: (x + 1, [x * 2]), ("add", "mul")),
+        (lambda x: {"a": 3, "b": x + 1}, ("", "b")),
+    ],
+)
+def test_outputs_have_the_names_of_their_keys_where_these_are_free(wrap: Any, names: tuple[str, ...]) -> None:
+    exported = method(ModelSource.of(Returns(wrap).eval(), (torch.ones(3),)))
+    assert exported.output_names == names
+    program = loaded(exported.pt2)
+    plain, eager = pytree.tree_leaves(program.module()(torch.ones(3))), pytree.tree_leaves(wrap(torch.ones(3)))
+    assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, eager, strict=True))
+
+
+@pytest.mark.parametrize("kind", [Unregistered, StaticKeysCache])
+@pytest.mark.parametrize("strict", [False, True])
+def test_an_object_that_cannot_be_taken_apart_is_named(kind: type, strict: bool, golden: Golden) -> None:
+    source = ModelSource.of(Returns(lambda x: (x, kind())).eval(), (torch.ones(3),))
+    with pytest.raises(EtfarmError) as caught:
+        export_source(source, name="m", strict=strict)
+    assert (caught.value.reason, caught.value.metadata["output_type"]) == ("UNSUPPORTED_OUTPUT", kind.__name__)
+    golden.check(caught.value)
