@@ -5,6 +5,8 @@ Standard library only. Errors of uploaded bytes are in `screening.errors`.
 
 from __future__ import annotations
 
+from typing import Final
+
 from etfarm.wire.errors import FarmError, Kind, UserError
 
 
@@ -226,6 +228,24 @@ class CalibrationFailed(UserError):
         )  # fmt: skip
 
 
+class QuantizerFailed(UserError):
+    """The model accepts a sample, but no longer once the recipe's quantizer has inserted its observers.
+
+    Args:
+        where: the operator's source line, like `models/net.py:31 (y = self.table(x))`; may be empty.
+    """
+
+    reason = "QUANTIZER_FAILED"
+
+    def __init__(self, recipe: str, method: str, why: str, where: str) -> None:
+        super().__init__(
+            f"{method} fails once recipe {recipe} has prepared it for calibration{f', at {where}' if where else ''}: {why}.",
+            "The model itself runs: leave this part in fp32 with a recipe file (`skip_modules` of its quantizer), or use another "
+            "recipe.",
+            stage="QUANTIZE", recipe=recipe, method=method, why=why, source=where,
+        )  # fmt: skip
+
+
 class NoExampleInputs(UserError):
     """The program carries no example inputs to calibrate with."""
 
@@ -289,6 +309,30 @@ class StageFailed(UserError):
         )  # fmt: skip
 
 
+_RUN_REMEDIES: Final = (
+    ("planned memory", "ExecuTorch plans too little memory for sizes that depend on others: export narrower or static dims."),
+    (
+        "no kernel",
+        "Replace the operator: ExecuTorch's portable kernels lack some Core ATen operators too. Or use a recipe whose backend "
+        "supports it.",
+    ),
+    (
+        "xnn_status",
+        "XNNPACK accepted the operator when it was lowered, and refuses its shapes or dtypes now: compile with the recipe "
+        "portable, or write that line in another form.",
+    ),
+    (
+        "delegate could not be created",
+        "Compile with the recipe portable: if that runs, the backend does not support what it was handed.",
+    ),
+    (
+        "it crashed with",
+        "Compile with the recipe portable: if that runs, the backend is at fault; report the crash to ExecuTorch.",
+    ),
+)
+"""Remedies by a part of the runtime's reason."""
+
+
 class ProgramCannotRun(UserError):
     """The program compiled, but ExecuTorch's runtime on this host cannot execute it.
 
@@ -301,21 +345,16 @@ class ProgramCannotRun(UserError):
     reason = "PROGRAM_CANNOT_RUN"
 
     def __init__(self, method: str, why: str, at: str = "", operator: str = "") -> None:
-        if "planned memory" in why:
-            remedy = "ExecuTorch plans too little memory for sizes that depend on others: export narrower or static dims."
-        elif "no kernel" in why:
-            remedy = (
-                "Replace the operator: ExecuTorch's portable kernels lack some Core ATen operators too. "
-                "Or use a recipe whose backend supports it."
-            )
-        elif at:
+        remedy = next((remedy for cause, remedy in _RUN_REMEDIES if cause in why), None)
+        if remedy is None and at:
             remedy = "It runs at the example inputs: narrow the dynamic dims to sizes that work, or use another recipe."
-        else:
-            remedy = "Replace the operators that the runtime refuses (for example on complex numbers), or use another recipe."
+        elif remedy is None and operator:
+            remedy = "Write that line in another form, with other shapes or dtypes, or use another recipe."
         super().__init__(
             f"{method} compiled, but ExecuTorch's runtime cannot run it{f' {at}' if at else ''}: {why}"
             f"{f', of {operator}' if operator else ''}.",
-            remedy, stage="SMOKE_RUN", method=method, why=why, at=at, places=operator,
+            remedy or "Replace the operators that the runtime refuses (for example on complex numbers), or use another recipe.",
+            stage="SMOKE_RUN", method=method, why=why, at=at, places=operator,
         )  # fmt: skip
 
 

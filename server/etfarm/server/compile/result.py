@@ -136,7 +136,9 @@ class OutputCheck(TypedDict):
     equal: bool
     max_abs_error: float | None
     sqnr_db: float | None
-    """The SQNR in dB, capped at 300; None for NaN or an all-zero reference."""
+    """The SQNR in dB, capped at 300; None for NaN, an all-zero reference, and integers and bools."""
+    equal_share: float | None
+    """The fraction of equal elements, 0 to 1; None for floats."""
 
 
 class HostCheck(TypedDict):

@@ -28,13 +28,15 @@ from etfarm.server.compile.errors import (
     CalibrationNotFinite,
     NoExampleInputs,
     QuantizedNothing,
+    QuantizerFailed,
     StageFailed,
 )
 from etfarm.server.compile.inputs import InputMismatch, check_inputs
 from etfarm.server.compile.inspect import signature
-from etfarm.server.compile.program import loading, values
-from etfarm.server.compile.program.explain import first_line
-from etfarm.server.compile.verify.reference import changed_buffers
+from etfarm.server.compile.lower import integers
+from etfarm.server.compile.program import fp32_layers, loading, values
+from etfarm.server.compile.program.explain import find_line, first_line
+from etfarm.server.compile.verify.reference import changed_buffers, unchanged
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.wire import tensors
 
@@ -86,6 +88,7 @@ def quantize(program: Any, recipe: Any, name: str, method: str, calibration: Seq
     Raises:
         CalibrationMismatch: a sample does not fit the program.
         CalibrationFailed: the model fails on a sample that fits.
+        QuantizerFailed: only the model with observers fails on a sample.
         CalibrationNotFinite: a sample contains or produces NaN or infinity.
         QuantizedNothing: no operator was quantized; the result would silently be fp32.
         StageFailed: the recipe requires quantization-aware training.
@@ -98,6 +101,8 @@ def quantize(program: Any, recipe: Any, name: str, method: str, calibration: Seq
     stage = QuantizeStage(recipe)
     # check_inputs checks the guards; as a submodule they would break prepare_pt2e.
     captured = stage._apply_passes(program.module(check_guards=False), recipe.pre_prepare_passes)
+    if keeps_integers(recipe):
+        integers.keep_integers(captured)
     prepared = prepare_pt2e(captured, stage._get_quantizer_for_prepare_pt2e(recipe.quantizers))
     prepared = stage._apply_passes(prepared, recipe.post_prepare_passes)
     last_logged = time.monotonic()
@@ -113,7 +118,9 @@ def quantize(program: Any, recipe: Any, name: str, method: str, calibration: Seq
                 sample = f"calibration sample {index - 1}" if index else "the example inputs"
                 if "is not finite" in str(error):
                     raise CalibrationNotFinite(method, sample, _not_finite(program, args, kwargs)) from error
-                raise CalibrationFailed(method, sample, first_line(error)) from error
+                if why := _failure_of_model(program, args, kwargs):
+                    raise CalibrationFailed(method, sample, why) from error
+                raise QuantizerFailed(name, method, first_line(error), _failing_line(prepared, args, kwargs)) from error
             if time.monotonic() - last_logged > _LOG_INTERVAL_S:
                 last_logged = time.monotonic()
                 _log.info("calibrated %d of %d samples of %s", index + 1, len(calibration) + 1, method)
@@ -127,6 +134,32 @@ def quantize(program: Any, recipe: Any, name: str, method: str, calibration: Seq
     if any(isinstance(scale, float) and not math.isfinite(scale) for scale in scales):
         raise CalibrationNotFinite(method, "", "")  # min-max observers accept any value
     return converted
+
+
+def keeps_integers(recipe: Any) -> bool:
+    """Return whether a QuantizationRecipe's quantizers would turn integers into floats; see `integers`."""
+    return fp32_layers.by_xnnpack(recipe.quantizers)
+
+
+def _failure_of_model(program: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return why the program itself fails on a sample; empty if it accepts the sample."""
+    try:
+        with unchanged(program):
+            program.module(check_guards=False)(*args, **kwargs)
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        return first_line(error)
+    return ""
+
+
+def _failing_line(prepared: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Return the source line of the operator that fails in a prepared module; empty if it has none."""
+    try:
+        torch.fx.Interpreter(prepared).run(*args, *kwargs.values())
+    except Exception as error:  # noqa: BLE001 - the message ends in the stack trace of the operator
+        return find_line(str(error))
+    return ""
 
 
 def export_again(module: torch.nn.Module, program: Any, strict: bool) -> Any:

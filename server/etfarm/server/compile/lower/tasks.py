@@ -12,20 +12,21 @@ from typing import Any, Final
 
 import torch
 
-from etfarm.server.compile.errors import QuantizedNothing, RecipeNeedsEagerModule, StageFailed
+from etfarm.server.compile.errors import QuantizedNothing, QuantizerFailed, RecipeNeedsEagerModule, StageFailed
 from etfarm.server.compile.inspect import facts, footprint, signature, sizes
-from etfarm.server.compile.lower import build, etrecord, lowering, plugins, quantize, stage_files
-from etfarm.server.compile.program import fp32_layers, loading, places
+from etfarm.server.compile.lower import build, etrecord, integers, lowering, plugins, quantize, stage_files
+from etfarm.server.compile.program import fp32_layers, loading, places, refused_operators
 from etfarm.server.compile.program import values as wire_values
-from etfarm.server.compile.program.explain import first_line
+from etfarm.server.compile.program.explain import describe_place, first_line, stage_failed
 from etfarm.server.compile.program.toolchain import toolchain
 from etfarm.server.compile.request import LowerRequest, QuantizeRequest
 from etfarm.server.compile.result import Fp32Operator, LowerResult, QuantizeResult, StageEvent, Warning, encode
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.compile.verify import checks
 from etfarm.server.compile.verify.smoke import SmokeRunner
-from etfarm.server.workers.errors import is_out_of_memory
+from etfarm.server.workers.errors import is_disk_full, is_out_of_memory
 from etfarm.wire import recipes, tensors
+from etfarm.wire.errors import EtfarmError
 from etfarm.wire.recipes import Quantization, Recipe
 from etfarm.wire.stages import check_order, check_stop_after
 
@@ -38,7 +39,8 @@ _log = logging.getLogger(__name__)
 def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
     """Task: run QUANTIZE and the TORCH_EXPORT after it for all methods. Emit StageEvents as JSON, return a CompileResult.
 
-    A method without quantizers, or without anything that they quantize, stays unchanged.
+    A method without quantizers, or without anything that they quantize, stays unchanged. So does a method that the quantizers
+    fail on if others are quantized, unless the recipe names quantizers for it.
 
     Raises:
         UserError: the model, its calibration inputs or the recipe are at fault; see `compile.errors`.
@@ -56,7 +58,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
         quantize.check(programs[method], name, method)
 
     modules = {}
-    failures: list[QuantizedNothing] = []
+    failures: list[EtfarmError] = []
     with stages.stage("QUANTIZE") as times:
         for method, quantization in quantizing.items():
             calibration = request.calibration.get(method, ())
@@ -66,6 +68,10 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                 except QuantizedNothing as error:
                     failures.append(error)
                     continue
+                except Exception as error:
+                    failures.append(_quantizer_failure(error, recipe, method, programs))
+                    continue
+            _warn_of_integers(programs[method], quantization, method, result["warnings"])
             if not calibration and quantize.is_static(modules[method]):
                 _warn(
                     result["warnings"], "FEW_CALIBRATION_INPUTS",
@@ -93,6 +99,37 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
             fp32_operators = places.fp32(exported, xnnpack=fp32_layers.by_xnnpack(quantizing[method].quantizers))
             _add_fp32(name, method, fp32_operators, result["stayed_fp32"], result["warnings"])
     return encode(result)
+
+
+def _quantizer_failure(error: Exception, recipe: Recipe, method: str, programs: Mapping[str, Any]) -> EtfarmError:
+    """Return the error of a method that the quantizers fail on, which then stays as it is.
+
+    Raises:
+        EtfarmError: the error, if the model or its calibration is at fault, or the recipe names quantizers for this method.
+        Exception: the host is at fault.
+    """
+    if is_out_of_memory(error) or is_disk_full(error):
+        raise error
+    if isinstance(error, EtfarmError) and not isinstance(error, QuantizerFailed):
+        raise error
+    traceback.print_exception(error)
+    failure = error if isinstance(error, EtfarmError) else stage_failed("QUANTIZE", error, {method: programs[method]})
+    own = recipe.options.methods.get(method)
+    if own is not None and own.quantizers:
+        raise failure
+    return failure
+
+
+def _warn_of_integers(program: Any, quantization: Any, method: str, warnings: list[Warning]) -> None:
+    """Warn of arithmetic that was kept away from the quantizers."""
+    nodes = integers.find_scalar_arithmetic(program) if quantize.keeps_integers(quantization) else []
+    if nodes:
+        where = describe_place(places.places(nodes))
+        _warn(
+            warnings, "INTEGERS_KEPT",
+            f"{len(nodes)} sums and products of integers in {method} stay integers{f', such as {where}' if where else ''}: "
+            "XNNPACK's quantizer would compute them in float.",
+        )  # fmt: skip
 
 
 def lower_model(request: LowerRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
@@ -154,6 +191,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     described = sizes.read(folder / "model.pte")
     program_facts = result["facts"] = facts.of_program(described.program)
     _add_footprint(lowered, result)
+    located = refused_operators.of_program(lowered.manager)
     unsaved = [lowered] if request.want_etrecord else []
     del lowered
 
@@ -172,7 +210,7 @@ def _lower(request: LowerRequest, folder: Path, emit: Callable[[StageEvent], Non
     checked = checks.check_program(
         smoke, originals=originals, pte=folder / "model.pte", data=data, folder=folder, quantized=bool(quantized),
         backends={method: program_facts["methods"][method]["backends"] for method in originals}, delegation=result["delegation"],
-        meanwhile=save_etrecord,
+        located=located, meanwhile=save_etrecord,
     )  # fmt: skip
     result["checks"] = checked.checks
     result["warnings"].extend(checked.warnings)

@@ -82,6 +82,11 @@ def stage_failed(stage: str, error: BaseException, programs: Programs | None = N
     return StageFailed(stage, type(error).__name__, first_line(error))
 
 
+def describe_node(node: Any) -> str:
+    """Return a node's operator with its source line, like `aten::bmm at models/net.py:31 (x @ y), in module head`."""
+    return _describe(_schema_name(node) or node.name, places([node]))
+
+
 def missing_kernel(why: str, program: Any, operators: Iterable[OperatorDelegation]) -> str:
     """Return the operator whose kernel the runtime lacks, with its source line; empty if `why` names no kernel.
 
@@ -139,12 +144,12 @@ def _mismatched_dtypes(stage: str, match: re.Match[str], text: str, programs: Pr
 
 def _branch(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     expression = re.search(r"data-dependent expression (.+?) \(unhinted", text)
-    return DataDependentBranch(stage, expression[1] if expression else "", _find_line(text))
+    return DataDependentBranch(stage, expression[1] if expression else "", find_line(text))
 
 
 def _specialized(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
     why = re.search(r"^\s*- (.+?)(?:\. If you're using|$)", text, re.MULTILINE)
-    return DimSpecialized(stage, match[1], (why[1] if why else "its constraints are violated").rstrip("."), _find_line(text))
+    return DimSpecialized(stage, match[1], (why[1] if why else "its constraints are violated").rstrip("."), find_line(text))
 
 
 def _unbounded(stage: str, match: re.Match[str], text: str, programs: Programs) -> EtfarmError:
@@ -213,17 +218,23 @@ def _describe_operators(names: Sequence[str], programs: Programs) -> str:
     return "; ".join(shown) + remaining
 
 
+def describe_place(where: Iterable[Place]) -> str:
+    """Return the first place that has a source line, like `models/net.py:31 (y = x + 1), in module head`; else empty."""
+    for place in where:
+        if place["source"] is not None:
+            source = place["source"]
+            module = f", in module {place['module']}" if place["module"] else ""
+            return f"{source['file']}:{source['line']} ({source['code'][:80]}){module}"
+    return ""
+
+
 def _describe(name: str, where: Iterable[Place]) -> str:
     """Return an operator's name with its most frequent place that has a source line.
 
     For example `aten::bincount at models/net.py:31 (torch.bincount(x)), in module head`.
     """
-    for place in where:
-        if place["source"] is not None:
-            source = place["source"]
-            module = f", in module {place['module']}" if place["module"] else ""
-            return f"{name} at {source['file']}:{source['line']} ({source['code'][:80]}){module}"
-    return name
+    place = describe_place(where)
+    return f"{name} at {place}" if place else name
 
 
 def _schema_name(node: Any) -> str | None:
@@ -231,7 +242,8 @@ def _schema_name(node: Any) -> str | None:
     return None if schema is None else str(schema.name)
 
 
-def _find_line(text: str) -> str:
+def find_line(text: str) -> str:
+    """Return the source line that a message of torch ends in, like `models/net.py:31 (y = x + 1)`; empty if it has none."""
     source = source_of(text)
     if source is not None:
         return f"{source.file}:{source.line} ({source.code[:80]})"
@@ -278,6 +290,14 @@ _EXPLAINED: Final[tuple[tuple[re.Pattern[str], _Explained], ...]] = (
         ),
     ),
     (re.compile(r"graph_output_allocated not set"), _no_output),
+    (
+        re.compile(r"expected compiled_fn to be GraphModule"),
+        _fails(
+            "AssertionError",
+            "the model changes a buffer that shares memory with another, which ExecuTorch cannot lower",
+            "Register the memory as one buffer, or export with strict = true in a recipe file.",
+        ),
+    ),
     (
         re.compile(r"requires group_size to be a multiple of 32, but got (\d+)"),
         _fails(

@@ -27,6 +27,7 @@ import torch
 
 from etfarm.server.compile.errors import ProgramCannotRun
 from etfarm.server.compile.program.explain import missing_kernel
+from etfarm.server.compile.program.refused_operators import LocatedOperators, find_refused
 from etfarm.server.compile.result import Delegation, HostCheck, Warning
 from etfarm.server.compile.verify import differences, reference, trials
 from etfarm.server.compile.verify.differences import Difference
@@ -65,6 +66,7 @@ class _Program:
     folder: Path
     quantized: bool
     delegation: Mapping[str, Delegation]
+    located: Mapping[str, LocatedOperators]
 
     @property
     def inputs(self) -> Path:
@@ -98,6 +100,7 @@ def check_program(
     folder: Path,
     quantized: bool,
     delegation: Mapping[str, Delegation] | None = None,
+    located: Mapping[str, LocatedOperators] | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> Checked:
     """Run each method at its example inputs, and at its smallest and largest inputs if it has dynamic dims.
@@ -110,6 +113,7 @@ def check_program(
         folder: folder for temporary files, which are removed.
         quantized: whether to accept the errors of a quantized program.
         delegation: delegation by method, which has the places of operators without a kernel.
+        located: operators by method, which the runtime's messages refer to by number.
         meanwhile: other work, called while the first method runs, or at the end if no method runs.
 
     Raises:
@@ -117,7 +121,7 @@ def check_program(
     """
     checked = Checked()
     with tempfile.TemporaryDirectory(dir=folder, prefix="checks-") as temporary:
-        program = _Program(smoke, pte, data, Path(temporary), quantized, delegation or {})
+        program = _Program(smoke, pte, data, Path(temporary), quantized, delegation or {}, located or {})
         for method, original in sorted(originals.items()):
             trial = trials.example(original)
             why = _not_on_host(backends.get(method, ()), data, trial)
@@ -245,6 +249,8 @@ def _finish(program: _Program, method: str, original: Any, trial: Trial) -> list
         return outcome.why if outcome.timed_out else f"there is not enough memory ({outcome.why})"
     table = program.delegation.get(method)
     operator = missing_kernel(outcome.why, original, table["operators"] if table else ())
+    if not operator:
+        operator = find_refused(outcome.log, program.located.get(method, LocatedOperators()))
     raise ProgramCannotRun(method, outcome.why, trial.words, operator)
 
 

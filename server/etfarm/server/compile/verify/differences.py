@@ -22,6 +22,12 @@ QUANTIZED_DB: Final = 10.0
 EXACT_DB: Final = 300.0
 """Cap of the SQNR in dB, and the SQNR of an exact match; float64 itself resolves about 320 dB."""
 
+EQUAL_SHARE: Final = 0.99
+"""Minimum fraction of equal integers of a correct float program: rounding changes a class only where two are nearly equal."""
+
+QUANTIZED_EQUAL_SHARE: Final = 0.5
+"""Minimum fraction of equal integers of a useful quantized program."""
+
 _ROUNDING: Final = 1e-6
 """Maximum absolute error that is always accepted: outputs that should cancel to 0 consist of rounding errors."""
 
@@ -51,6 +57,10 @@ def find_problem(output: Difference, *, quantized: bool) -> str:
     if output.wrong:
         return f"{output.report['output']} {output.wrong}"
     reported, db = output.report, output.judged_db
+    share = reported["equal_share"]
+    if share is not None:
+        least = QUANTIZED_EQUAL_SHARE if quantized else EQUAL_SHARE
+        return "" if share >= least else f"{reported['output']} agrees in {share:.0%} of its integers only"
     if quantized:
         if output.is_constant or db is None or db >= QUANTIZED_DB:
             return ""
@@ -96,13 +106,17 @@ def difference(name: str, expected: Value, actual: Value) -> Difference:
         shapes = f"has the shape {list(output.shape)} where the model gives {list(reference_.shape)}"
         return Difference(_output_check(name, False), None, wrong=shapes)
     r, a = reference_.astype(np.float64).ravel(), output.astype(np.float64).ravel()
-    exact = reference_.dtype == output.dtype and reference_.dtype.kind in "biu"
+    is_integer = reference_.dtype.kind in "biu"
+    exact = reference_.dtype == output.dtype and is_integer
     # float64 cannot represent int64 above 2^53, so integers are compared directly.
     same_at = (reference_ == output).ravel() if exact else (r == a) | (np.isnan(r) & np.isnan(a))
     equal = bool(same_at.all())
     with np.errstate(invalid="ignore", over="ignore"):
         largest = float(np.where(same_at, 0.0, np.abs(r - a)).max()) if r.size else math.nan
-    reported = _output_check(name, equal, largest if math.isfinite(largest) else None, _sqnr_db(r, r, a))
+    error = largest if math.isfinite(largest) else None
+    if is_integer:
+        return Difference(_output_check(name, equal, error, equal_share=float(same_at.mean()) if r.size else None), None)
+    reported = _output_check(name, equal, error, _sqnr_db(r, r, a))
     if not equal and (np.isfinite(r) != np.isfinite(a)).any():
         return Difference(reported, None, wrong="has NaN or infinity where the model has none, or none where it has some")
     spread = float(np.ptp(r)) if r.size and np.isfinite(r).all() else 0.0
@@ -111,8 +125,10 @@ def difference(name: str, expected: Value, actual: Value) -> Difference:
     return Difference(reported, _sqnr_db(r if r.size < 2 else r - r.mean(), r, a), is_constant)
 
 
-def _output_check(name: str, equal: bool, error: float | None = None, sqnr_db: float | None = None) -> OutputCheck:
-    return {"output": name, "equal": equal, "max_abs_error": error, "sqnr_db": sqnr_db}
+def _output_check(
+    name: str, equal: bool, error: float | None = None, sqnr_db: float | None = None, equal_share: float | None = None
+) -> OutputCheck:
+    return {"output": name, "equal": equal, "max_abs_error": error, "sqnr_db": sqnr_db, "equal_share": equal_share}
 
 
 def _array(value: Value) -> NDArray[np.generic]:

@@ -165,6 +165,26 @@ def test_value_assertions_are_explained_as_side_effects() -> None:
     assert promised(error, "OPERATOR_WITH_EFFECTS", "linalg_inv", "torch.linalg")
 
 
+class Overlapping(nn.Module):
+    """Two buffers that share a part of their memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        memory = torch.zeros(6)
+        self.register_buffer("low", memory[:3])
+        self.register_buffer("high", memory[2:5])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.low.add_(x)
+        self.high.mul_(2)
+        return x + self.high
+
+
+def test_buffers_that_share_memory_are_explained() -> None:
+    error = lowered(torch.export.export(Overlapping().eval(), (torch.ones(3),)), portable(checked=False))
+    assert promised(error, "STAGE_FAILED", "shares memory", "strict = true")
+
+
 class Counting(nn.Module):
     """Its buffer's new value is an output too."""
 

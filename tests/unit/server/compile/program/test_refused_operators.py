@@ -1,0 +1,118 @@
+"""Numbers in the runtime's messages and the operators that they stand for, on really lowered programs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("executorch")
+
+from torch import nn  # noqa: E402
+
+from etfarm.server.compile.errors import ProgramCannotRun  # noqa: E402
+from etfarm.server.compile.lower import build, lowering  # noqa: E402
+from etfarm.server.compile.program import places  # noqa: E402
+from etfarm.server.compile.program.refused_operators import LocatedOperators, find_refused, of_program  # noqa: E402
+from etfarm.server.compile.verify.smoke import explain  # noqa: E402
+from etfarm.server.reports.trace import xnnpack  # noqa: E402
+from etfarm.server.workers.pool import Workers  # noqa: E402
+from etfarm.wire import recipes  # noqa: E402
+from etfarm.wire.errors import EtfarmError  # noqa: E402
+from tests.support import models  # noqa: E402
+from tests.support.compiling import compiled  # noqa: E402
+
+pytestmark = [
+    pytest.mark.slow(reason="lowers a program"),
+    pytest.mark.filterwarnings("ignore:This API and all of its related functionality"),
+]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        z = torch.sigmoid(y).mean((2, 3))
+        ranks = z.argsort(1)
+        return self.head(z) + ranks.sum()
+
+
+@pytest.fixture(scope="module")
+def lowered() -> Any:
+    torch.manual_seed(0)
+    programs = {"forward": torch.export.export(Net().eval(), (torch.randn(1, 3, 8, 8),))}
+    recipe = build.export_recipe(recipes.parse("xnnpack_fp32"), ["forward"])
+    pipeline = lowering.Pipeline(("TO_EDGE_TRANSFORM_AND_LOWER", "TO_EXECUTORCH"))
+    return lowering.lower(
+        programs, recipe, pipeline, "net", lowering.Stages(lambda event: None, programs), places.undelegated
+    ).manager
+
+
+@pytest.fixture(scope="module")
+def located(lowered: Any) -> LocatedOperators:
+    return of_program(lowered)["forward"]
+
+
+def test_each_node_of_xnnpacks_graph_maps_to_its_operator(lowered: Any, located: LocatedOperators) -> None:
+    kinds = {}
+    for delegate in lowered.executorch_program.backend_delegate_data:
+        for node in xnnpack.read(delegate.data).nodes:
+            if node.debug_handle is not None:
+                kinds[node.kind] = node.debug_handle
+    lines = {
+        "Conv2d": "y = self.conv(x)",
+        "Sigmoid": "z = torch.sigmoid(y).mean((2, 3))",
+        "FullyConnected": "return self.head(z)",
+    }
+    assert lines.keys() <= kinds.keys()
+    for kind, line in lines.items():
+        log = f"[XNNCompiler.cpp:812] Failed to create {kind} node {kinds[kind]} with code: xnn_status_invalid_parameter"
+        assert line in find_refused(log, located), kind
+        assert "test_refused_operators.py" in find_refused(log, located)
+
+
+def test_an_instruction_maps_to_its_operator(lowered: Any, located: LocatedOperators) -> None:
+    plan = lowered.executorch_program.execution_plan[0]
+    names = {index: operator.name for index, operator in enumerate(plan.operators)}
+    seen = {}
+    for index, instruction in enumerate(plan.chains[0].instructions):
+        if (number := getattr(instruction.instr_args, "op_index", None)) is not None:
+            seen[names[number]] = find_refused(f"KernelCall failed at instruction 0:{index} in operator x.out: 0x12\n", located)
+    assert "aten::sort" in seen and "ranks = z.argsort(1)" in seen["aten::sort"], seen
+    assert all(description.startswith(name.rpartition(".")[0] or name) for name, description in seen.items()), seen
+
+
+def test_a_log_without_a_number_names_no_operator(located: LocatedOperators) -> None:
+    assert find_refused("", located) == find_refused("Failed to create Conv2d node 99999 with code: x", located) == ""
+    assert find_refused("KernelCall failed at instruction 0:99 in operator aten::x.out: 0x12", located) == "aten::x.out"
+
+
+@pytest.mark.parametrize(
+    ("error", "log", "remedy"),
+    [
+        ("Error: 0x1", "[XNNCompiler.cpp:8] Failed to create BMM node 3 with code: xnn_status_invalid_parameter", "portable"),
+        ("Error: 0x12", "[op_cat.cpp:30] Check failed (x)", "that line in another form"),
+        ("Error: 0x14", "[method.cpp:8] Missing operator: [0] aten::x", "portable kernels lack"),
+    ],
+)
+def test_the_remedy_fits_the_cause(error: str, log: str, remedy: str) -> None:
+    why = explain(error, log)
+    raised = ProgramCannotRun("forward", why, "", "aten::bmm at net.py:3 (x @ y)")
+    assert remedy in raised.remedy and "net.py:3" in raised.message, json.dumps([why, raised.remedy])
+    assert "that line" not in ProgramCannotRun("forward", "internal error (0x1)").remedy
+
+
+@pytest.mark.asyncio(loop_scope="session")
+async def test_an_operator_that_the_runtime_refuses_is_named_with_its_line(workers: Workers, tmp_path: Path) -> None:
+    """The runtime's own message, not one that this test wrote."""
+    with pytest.raises(EtfarmError) as caught:
+        await compiled(workers, tmp_path, models.fft, "portable")
+    assert caught.value.reason == "PROGRAM_CANNOT_RUN"
+    assert "aten::_fft_r2c at " in caught.value.message and "return torch.fft.fft(x).abs()" in caught.value.message
