@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from etfarm.client import Farm
+from etfarm.client.models import DeviceState
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.v1 import common_pb2
 from etfarm.wire.errors import EtfarmError
@@ -95,9 +96,11 @@ def test_a_device_without_bundle_and_binding_is_refused_with_the_remedy(own_farm
     own_farm.start(agents=0)
     own_farm.add_agent(bare=True)
     with own_farm.client() as client:
-        (report,) = client.run(program("add").path).result().reports
-        assert report["error"]["reason"] == "BUNDLE_MISSING"
-        assert "etfarm bundle build" in report["error"]["remedy"]
+        device = client.device("board-0")
+        assert device.state is DeviceState.UNUSABLE and "etfarm bundle build" in str(device.problem)
+        with pytest.raises(EtfarmError) as early:
+            client.run(program("add").path)
+        assert early.value.reason == "BUNDLE_MISSING" and "etfarm bundle build" in early.value.remedy
         with pytest.raises(EtfarmError, match="no runner bundle") as refused, client.session(program("add").path):
             pass
         assert refused.value.reason == "BUNDLE_MISSING"

@@ -82,7 +82,7 @@ KEYS: dict[str, Any] = {
         "checks": [
             {
                 **dict.fromkeys(["method", "inputs", "shapes", "ran", "why"]),
-                "outputs": [dict.fromkeys(["output", "equal", "max_abs_error", "sqnr_db"])],
+                "outputs": [dict.fromkeys(["output", "equal", "max_abs_error", "sqnr_db", "equal_share"])],
             }
         ],
         "stayed_fp32": {"METHOD": {"operators": [{**dict.fromkeys(["op", "count"]), "places": [PLACE]}]}},
@@ -113,7 +113,7 @@ KEYS: dict[str, Any] = {
         dict.fromkeys(
             [
                 "output", "dtype", "shape", "reference", "equal", "max_abs_error", "mean_abs_error", "cosine", "sqnr_db",
-                "relative_error", "top1_agreement", "nan_count", "reference_nan_count",
+                "relative_error", "top1_agreement", "nan_count", "reference_nan_count", "equal_share",
             ]
         )
     ],

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,6 +11,7 @@ import pytest
 
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.upload_screening import screen
+from etfarm.server.devices.bundles import BundleMissing
 from etfarm.server.jobs.submission import Submission
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import Artifact
@@ -34,8 +35,15 @@ class World:
         self.screened: list[Path] = []
         numbers = itertools.count()
         self.asked: list[str] = []
-        self.submission = Submission(store, lambda: self.devices, self.check, lambda: f"id{next(numbers)}")
+        self.submission = Submission(
+            store, lambda: self.devices, self.check, lambda: f"id{next(numbers)}", require_runner=self.require_runner
+        )
+        self.without_runner: set[str] = set()
         self.artifacts: dict[bytes, Artifact] = {}
+
+    def require_runner(self, devices: Sequence[Device]) -> None:
+        if all(device.arch in self.without_runner for device in devices):
+            raise BundleMissing("no runner", "", arch=devices[0].arch)
 
     async def check(self, recipe: Recipe) -> Recipe:
         self.asked.append(recipe.name)

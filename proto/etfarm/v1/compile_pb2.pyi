@@ -797,11 +797,14 @@ class OutputCheck(_message.Message):
     EQUAL_FIELD_NUMBER: _builtins.int
     MAX_ABS_ERROR_FIELD_NUMBER: _builtins.int
     SQNR_DB_FIELD_NUMBER: _builtins.int
+    EQUAL_SHARE_FIELD_NUMBER: _builtins.int
     output: _builtins.str
     equal: _builtins.bool
     max_abs_error: _builtins.float
     sqnr_db: _builtins.float
-    """In dB, capped at 300, which an exact match has; absent for NaN or an all-zero reference."""
+    """In dB, capped at 300, which an exact match has; absent for NaN or an all-zero reference, and for integers and bools."""
+    equal_share: _builtins.float
+    """The fraction (0 to 1) of elements that are equal. Present for integers and bools only."""
     def __init__(
         self,
         *,
@@ -809,19 +812,24 @@ class OutputCheck(_message.Message):
         equal: _builtins.bool | None = ...,
         max_abs_error: _builtins.float | None = ...,
         sqnr_db: _builtins.float | None = ...,
+        equal_share: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_equal", b"_equal", "_max_abs_error", b"_max_abs_error", "_sqnr_db", b"_sqnr_db", "equal", b"equal", "max_abs_error", b"max_abs_error", "sqnr_db", b"sqnr_db"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_equal", b"_equal", "_equal_share", b"_equal_share", "_max_abs_error", b"_max_abs_error", "_sqnr_db", b"_sqnr_db", "equal", b"equal", "equal_share", b"equal_share", "max_abs_error", b"max_abs_error", "sqnr_db", b"sqnr_db"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_equal", b"_equal", "_max_abs_error", b"_max_abs_error", "_sqnr_db", b"_sqnr_db", "equal", b"equal", "max_abs_error", b"max_abs_error", "output", b"output", "sqnr_db", b"sqnr_db"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_equal", b"_equal", "_equal_share", b"_equal_share", "_max_abs_error", b"_max_abs_error", "_sqnr_db", b"_sqnr_db", "equal", b"equal", "equal_share", b"equal_share", "max_abs_error", b"max_abs_error", "output", b"output", "sqnr_db", b"sqnr_db"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__equal: _TypeAlias = _typing.Literal["equal"]  # noqa: Y015
     _WhichOneofArgType__equal: _TypeAlias = _typing.Literal["_equal", b"_equal"]  # noqa: Y015
+    _WhichOneofReturnType__equal_share: _TypeAlias = _typing.Literal["equal_share"]  # noqa: Y015
+    _WhichOneofArgType__equal_share: _TypeAlias = _typing.Literal["_equal_share", b"_equal_share"]  # noqa: Y015
     _WhichOneofReturnType__max_abs_error: _TypeAlias = _typing.Literal["max_abs_error"]  # noqa: Y015
     _WhichOneofArgType__max_abs_error: _TypeAlias = _typing.Literal["_max_abs_error", b"_max_abs_error"]  # noqa: Y015
     _WhichOneofReturnType__sqnr_db: _TypeAlias = _typing.Literal["sqnr_db"]  # noqa: Y015
     _WhichOneofArgType__sqnr_db: _TypeAlias = _typing.Literal["_sqnr_db", b"_sqnr_db"]  # noqa: Y015
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__equal) -> _WhichOneofReturnType__equal | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__equal_share) -> _WhichOneofReturnType__equal_share | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_abs_error) -> _WhichOneofReturnType__max_abs_error | None: ...
     @_typing.overload

@@ -100,7 +100,8 @@ class JobServiceServicer(object):
         invalid value; UNKNOWN_STAGE: no plug-in has the stage; BAD_JOB: the spec contradicts itself. The
         message says what to change.
         FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
-        the devices. RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
+        the devices. BUNDLE_MISSING: the farm has no runner for any device that a selector matches.
+        RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
         ARTIFACT_MISSING: upload `digest` first.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)

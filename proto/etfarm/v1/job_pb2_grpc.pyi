@@ -53,7 +53,8 @@ class JobServiceStub:
                            invalid value; UNKNOWN_STAGE: no plug-in has the stage; BAD_JOB: the spec contradicts itself. The
                            message says what to change.
       FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
-                           the devices. RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
+                           the devices. BUNDLE_MISSING: the farm has no runner for any device that a selector matches.
+                           RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
                            ARTIFACT_MISSING: upload `digest` first.
     """
     Get: _grpc.UnaryUnaryMultiCallable[_job_pb2.GetJobRequest, _job_pb2.Job]
@@ -119,7 +120,8 @@ class JobServiceAsyncStub(JobServiceStub):
                            invalid value; UNKNOWN_STAGE: no plug-in has the stage; BAD_JOB: the spec contradicts itself. The
                            message says what to change.
       FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
-                           the devices. RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
+                           the devices. BUNDLE_MISSING: the farm has no runner for any device that a selector matches.
+                           RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
                            ARTIFACT_MISSING: upload `digest` first.
     """
     Get: _aio.UnaryUnaryMultiCallable[_job_pb2.GetJobRequest, _job_pb2.Job]  # type: ignore[assignment]
@@ -188,7 +190,8 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
                                invalid value; UNKNOWN_STAGE: no plug-in has the stage; BAD_JOB: the spec contradicts itself. The
                                message says what to change.
           FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
-                               the devices. RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
+                               the devices. BUNDLE_MISSING: the farm has no runner for any device that a selector matches.
+                               RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
                                ARTIFACT_MISSING: upload `digest` first.
         """
 

@@ -1330,6 +1330,7 @@ class OutputAccuracy(_message.Message):
     TOP1_AGREEMENT_FIELD_NUMBER: _builtins.int
     NAN_COUNT_FIELD_NUMBER: _builtins.int
     REFERENCE_NAN_COUNT_FIELD_NUMBER: _builtins.int
+    EQUAL_SHARE_FIELD_NUMBER: _builtins.int
     output: _builtins.str
     """The output's name, or its index if it has no name."""
     dtype: _builtins.str
@@ -1339,9 +1340,11 @@ class OutputAccuracy(_message.Message):
     mean_abs_error: _builtins.float
     cosine: _builtins.float
     sqnr_db: _builtins.float
-    """Signal to quantization noise ratio in dB, capped at 300, which an exact match has; absent for NaN or an all-zero reference."""
+    """Signal to quantization noise ratio in dB, capped at 300, which an exact match has; absent for NaN or an all-zero reference, and
+    for integers and bools, which are classes, indices or flags rather than signals.
+    """
     relative_error: _builtins.float
-    """The norm of the error divided by the norm of the reference; absent for NaN or an all-zero reference."""
+    """The norm of the error divided by the norm of the reference; absent as `sqnr_db` is."""
     top1_agreement: _builtins.float
     """For classifiers, the fraction (0 to 1) of rows along the last dim whose largest element has the same index in both. Present
     if exactly one output has the shape [classes] or [N, classes], a floating-point dtype and at least 3 classes.
@@ -1350,6 +1353,8 @@ class OutputAccuracy(_message.Message):
     """Number of elements of the output that are NaN."""
     reference_nan_count: _builtins.int
     """Number of elements of the reference that are NaN."""
+    equal_share: _builtins.float
+    """The fraction (0 to 1) of elements that are equal. Present for integers and bools only."""
     @_builtins.property
     def shape(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
     def __init__(
@@ -1368,10 +1373,11 @@ class OutputAccuracy(_message.Message):
         top1_agreement: _builtins.float | None = ...,
         nan_count: _builtins.int | None = ...,
         reference_nan_count: _builtins.int | None = ...,
+        equal_share: _builtins.float | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_cosine", b"_cosine", "_dtype", b"_dtype", "_equal", b"_equal", "_max_abs_error", b"_max_abs_error", "_mean_abs_error", b"_mean_abs_error", "_nan_count", b"_nan_count", "_reference_nan_count", b"_reference_nan_count", "_relative_error", b"_relative_error", "_sqnr_db", b"_sqnr_db", "_top1_agreement", b"_top1_agreement", "cosine", b"cosine", "dtype", b"dtype", "equal", b"equal", "max_abs_error", b"max_abs_error", "mean_abs_error", b"mean_abs_error", "nan_count", b"nan_count", "reference_nan_count", b"reference_nan_count", "relative_error", b"relative_error", "sqnr_db", b"sqnr_db", "top1_agreement", b"top1_agreement"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_cosine", b"_cosine", "_dtype", b"_dtype", "_equal", b"_equal", "_equal_share", b"_equal_share", "_max_abs_error", b"_max_abs_error", "_mean_abs_error", b"_mean_abs_error", "_nan_count", b"_nan_count", "_reference_nan_count", b"_reference_nan_count", "_relative_error", b"_relative_error", "_sqnr_db", b"_sqnr_db", "_top1_agreement", b"_top1_agreement", "cosine", b"cosine", "dtype", b"dtype", "equal", b"equal", "equal_share", b"equal_share", "max_abs_error", b"max_abs_error", "mean_abs_error", b"mean_abs_error", "nan_count", b"nan_count", "reference_nan_count", b"reference_nan_count", "relative_error", b"relative_error", "sqnr_db", b"sqnr_db", "top1_agreement", b"top1_agreement"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cosine", b"_cosine", "_dtype", b"_dtype", "_equal", b"_equal", "_max_abs_error", b"_max_abs_error", "_mean_abs_error", b"_mean_abs_error", "_nan_count", b"_nan_count", "_reference_nan_count", b"_reference_nan_count", "_relative_error", b"_relative_error", "_sqnr_db", b"_sqnr_db", "_top1_agreement", b"_top1_agreement", "cosine", b"cosine", "dtype", b"dtype", "equal", b"equal", "max_abs_error", b"max_abs_error", "mean_abs_error", b"mean_abs_error", "nan_count", b"nan_count", "output", b"output", "reference", b"reference", "reference_nan_count", b"reference_nan_count", "relative_error", b"relative_error", "shape", b"shape", "sqnr_db", b"sqnr_db", "top1_agreement", b"top1_agreement"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_cosine", b"_cosine", "_dtype", b"_dtype", "_equal", b"_equal", "_equal_share", b"_equal_share", "_max_abs_error", b"_max_abs_error", "_mean_abs_error", b"_mean_abs_error", "_nan_count", b"_nan_count", "_reference_nan_count", b"_reference_nan_count", "_relative_error", b"_relative_error", "_sqnr_db", b"_sqnr_db", "_top1_agreement", b"_top1_agreement", "cosine", b"cosine", "dtype", b"dtype", "equal", b"equal", "equal_share", b"equal_share", "max_abs_error", b"max_abs_error", "mean_abs_error", b"mean_abs_error", "nan_count", b"nan_count", "output", b"output", "reference", b"reference", "reference_nan_count", b"reference_nan_count", "relative_error", b"relative_error", "shape", b"shape", "sqnr_db", b"sqnr_db", "top1_agreement", b"top1_agreement"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__cosine: _TypeAlias = _typing.Literal["cosine"]  # noqa: Y015
     _WhichOneofArgType__cosine: _TypeAlias = _typing.Literal["_cosine", b"_cosine"]  # noqa: Y015
@@ -1379,6 +1385,8 @@ class OutputAccuracy(_message.Message):
     _WhichOneofArgType__dtype: _TypeAlias = _typing.Literal["_dtype", b"_dtype"]  # noqa: Y015
     _WhichOneofReturnType__equal: _TypeAlias = _typing.Literal["equal"]  # noqa: Y015
     _WhichOneofArgType__equal: _TypeAlias = _typing.Literal["_equal", b"_equal"]  # noqa: Y015
+    _WhichOneofReturnType__equal_share: _TypeAlias = _typing.Literal["equal_share"]  # noqa: Y015
+    _WhichOneofArgType__equal_share: _TypeAlias = _typing.Literal["_equal_share", b"_equal_share"]  # noqa: Y015
     _WhichOneofReturnType__max_abs_error: _TypeAlias = _typing.Literal["max_abs_error"]  # noqa: Y015
     _WhichOneofArgType__max_abs_error: _TypeAlias = _typing.Literal["_max_abs_error", b"_max_abs_error"]  # noqa: Y015
     _WhichOneofReturnType__mean_abs_error: _TypeAlias = _typing.Literal["mean_abs_error"]  # noqa: Y015
@@ -1399,6 +1407,8 @@ class OutputAccuracy(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__dtype) -> _WhichOneofReturnType__dtype | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__equal) -> _WhichOneofReturnType__equal | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__equal_share) -> _WhichOneofReturnType__equal_share | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__max_abs_error) -> _WhichOneofReturnType__max_abs_error | None: ...
     @_typing.overload

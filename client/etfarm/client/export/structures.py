@@ -10,7 +10,7 @@ import builtins
 import keyword
 import re
 from collections import OrderedDict, defaultdict, namedtuple
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 

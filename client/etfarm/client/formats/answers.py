@@ -114,6 +114,9 @@ def _accuracy(reference: str, outputs: Sequence[Json]) -> Answer:
     if all(output["equal"] for output in outputs):
         return Answer("equal", f"to the {reference}", "good")
     known = [output for output in outputs if output["sqnr_db"] is not None]
+    shares = [share for output in outputs if (share := output.get("equal_share")) is not None]
+    if shares and not known:
+        return Answer(f"{units.percent(min(shares))} equal", against, "fair")
     if not known:
         return Answer("not comparable", against, "fair")
     worst = min(known, key=lambda output: output["sqnr_db"])

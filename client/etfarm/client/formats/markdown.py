@@ -124,6 +124,8 @@ def _accuracy(report: Json) -> Iterator[str]:
             _number(output[key], form) for key, form in (("max_abs_error", ".3g"), ("mean_abs_error", ".3g"), ("cosine", ".6f"))
         ]
         decibels = "equal" if output["equal"] else f"{output['sqnr_db']:.1f} dB" if output["sqnr_db"] is not None else ""
+        if not decibels and output.get("equal_share") is not None:
+            decibels = f"{units.percent(output['equal_share'])} equal"
         yield _row(
             [
                 escapes.text(output["output"] or "output"),

@@ -29,7 +29,7 @@ class Accuracy(JsonObject):
     cosine: float | None = None
     """The cosine similarity, -1 to 1."""
     sqnr_db: float | None = None
-    """The signal-to-noise ratio in dB, capped at 300 for an exact match; None for NaN or an all-zero reference."""
+    """The signal-to-noise ratio in dB, capped at 300 for an exact match; None for NaN, an all-zero reference and integers."""
     relative_error: float | None = None
     """The norm of the error over the norm of the reference; None as `sqnr_db` is."""
     top1_agreement: float | None = None
@@ -38,6 +38,8 @@ class Accuracy(JsonObject):
     """Number of elements that are NaN."""
     reference_nan_count: int | None = None
     """Number of the reference's elements that are NaN."""
+    equal_share: float | None = None
+    """Part of the elements that are equal, 0 to 1; for integers and bools only."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

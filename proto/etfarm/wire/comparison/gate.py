@@ -297,7 +297,11 @@ def _accuracy(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
         name = f"output {output['output']}" if output["output"] else "the output"
         before, after = _sqnr_db(output["base"]) or 0.0, _sqnr_db(output["candidate"])
         if after is None:
-            yield Finding("LESS_ACCURATE", f"{name} had an SQNR of {before:.1f} dB and has none now")
+            was_equal = output["base"]["equal"] and output["base"]["sqnr_db"] is None
+            change = (
+                "was equal to its reference and is not now" if was_equal else f"had an SQNR of {before:.1f} dB and has none now"
+            )
+            yield Finding("LESS_ACCURATE", f"{name} {change}")
         elif (lost := min(before, EXACT_DB) - after) > limit:
             counted = f" (counts as {EXACT_DB:g})" if before > EXACT_DB else ""
             message = f"{name} lost {lost:.1f} dB of SQNR, {before:.1f}{counted} -> {after:.1f} dB"

@@ -27,7 +27,7 @@ from etfarm.server.state.engine import Database
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.wire import archives, elf
-from etfarm.wire.errors import EtfarmError, FarmError, UserError
+from etfarm.wire.errors import EtfarmError, FarmError, Kind, UserError
 from etfarm.wire.names import prebuilt_runner
 
 log = structlog.get_logger()
@@ -62,6 +62,7 @@ class BundleMissing(FarmError):
     """An architecture for which the farm has no runner."""
 
     reason = "BUNDLE_MISSING"
+    kind = Kind.FAILED_PRECONDITION
 
 
 class Bundles:
@@ -151,9 +152,13 @@ class Bundles:
             await self.settled.wait()
         if (bundle := self._by_arch.get(arch)) is not None:
             return bundle
+        raise self.missing(arch)
+
+    def missing(self, arch: str) -> EtfarmError:
+        """Return the error of an architecture without a bundle: BundleMissing, or why the server could not build its own."""
         if arch == self._own_arch and self._own_error is not None:
-            raise self._own_error
-        raise BundleMissing(
+            return self._own_error
+        return BundleMissing(
             f"The farm has no runner bundle for {arch}.",
             f"Build one with `etfarm bundle build --arch {arch} -o FILE` and offer it with `etfarm bundle add FILE`.",
             arch=arch,

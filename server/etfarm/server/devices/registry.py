@@ -19,7 +19,7 @@ from etfarm.server.devices.errors import (
     DeviceServed,
 )
 from etfarm.server.devices.records import DeviceRecords
-from etfarm.server.devices.runners import known_runner
+from etfarm.server.devices.runners import is_without_runner, known_runner
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.state.cut import fit
@@ -28,6 +28,7 @@ from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.wire.names import boot_id
 from etfarm.wire.selectors import Selector
+from etfarm.wire.status import to_proto
 
 _SLICE: Final = 100
 _LISTED: Final = 20
@@ -156,6 +157,13 @@ class Registry:
             self._projects.pop(device_id, None)
         self.changed()
         return self.get(device_id)
+
+    def describe(self, device: Device) -> Device:
+        """Return a device as its users see it: an idle one without a runner is unusable, with the reason."""
+        if device.state == DeviceState.DEVICE_STATE_IDLE and is_without_runner(self._bundles, device):
+            device.state = DeviceState.DEVICE_STATE_UNUSABLE
+            device.problem.CopyFrom(to_proto(self._bundles.missing(device.arch)))
+        return device
 
     def _visible(self, scope: Scope) -> dict[str, Device]:
         """Return the known devices, by id, that at least one project of the scope may use."""

@@ -36,6 +36,22 @@ def known_runner(bundles: Bundles, device: Device) -> Runner | None:
     return None if bundles.is_coming(device.arch) else _of_kind(device, RunnerKind.RUNNER_KIND_PYTHON)
 
 
+def is_without_runner(bundles: Bundles, device: Device) -> bool:
+    """Return whether no runner for the device exists or is being built."""
+    return known_runner(bundles, device) is None and not bundles.is_coming(device.arch)
+
+
+def require_runner(bundles: Bundles, devices: Sequence[Device]) -> None:
+    """Raise an error if none of several devices has a runner.
+
+    Raises:
+        BundleMissing: there is no runner.
+        EtfarmError: building the server's own bundle failed.
+    """
+    if devices and all(is_without_runner(bundles, device) for device in devices):
+        raise bundles.missing(devices[0].arch)
+
+
 async def demand_runner(bundles: Bundles, device: Device) -> Runner:
     """Return the runner that the device uses, waiting for a bundle that is being built rather than using the Python binding.
 

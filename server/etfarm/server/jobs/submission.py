@@ -79,6 +79,7 @@ class Submission:
         check_recipe: returns a recipe completed with what is known of its plug-ins; raises if this server cannot use it.
         new_id: returns a unique id.
         screening: inspects the uploads; None for the default list of operators.
+        require_runner: raises if none of the devices that match a selector has a runner.
     """
 
     def __init__(
@@ -89,6 +90,7 @@ class Submission:
         new_id: Callable[[], str],
         readers: Readers | None = None,
         screening: Screening | None = None,
+        require_runner: Callable[[Sequence[Device]], None] = lambda _: None,
     ) -> None:
         self._readers = readers or Readers()
         self._store = store
@@ -96,6 +98,7 @@ class Submission:
         self._devices = devices
         self._new_id = new_id
         self._screening = screening or Screening(store.path)
+        self._require_runner = require_runner
         self._large = FairSlots(_LARGE_AT_ONCE)
 
     async def require_quota(self, project: str) -> None:
@@ -257,6 +260,7 @@ class Submission:
                 _require_cores(spec.measurement.cores, matches)
                 for threads in spec.threads:
                     require_cpus(matches, threads, spec.measurement.cores)
+                self._require_runner(matches)
             choices += [(index, f"id={device.id}") for device in matches] if choice.all else [(index, choice.selector)]
             if len(choices) > MAX_CELLS:
                 raise _too_many_cells()

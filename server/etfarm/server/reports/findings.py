@@ -197,6 +197,7 @@ class Findings:
             request,
             deadline_s=self._deadline_s,
             light=not request.needs_torch,
+            urgent=True,
             whose=caller.project,
             on_log=caller.on_log,
         )

@@ -6,6 +6,10 @@ import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import TypeAlias
+
+_Queues: TypeAlias = "OrderedDict[str, deque[asyncio.Future[None]]]"
+"""Waiting callers by project, the project that received a slot longest ago first; no queue is empty."""
 
 
 class FairSlots:
@@ -13,59 +17,63 @@ class FairSlots:
 
     Args:
         slots: maximum number of slots that are held at a time.
+        reserved: number of these slots that only urgent callers may take.
     """
 
-    def __init__(self, slots: int) -> None:
+    def __init__(self, slots: int, reserved: int = 0) -> None:
         self._free = slots
+        self._reserved = reserved
         self._held: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        """Waiting callers by project, the project that received a slot longest ago first; no queue is empty."""
+        self._urgent: _Queues = OrderedDict()
+        self._waiting: _Queues = OrderedDict()
 
     @asynccontextmanager
-    async def take(self, project: str) -> AsyncIterator[None]:
-        """Hold a slot; earlier callers of the same project go first."""
-        if self._free:
+    async def take(self, project: str, *, urgent: bool = False) -> AsyncIterator[None]:
+        """Hold a slot; earlier callers of the same project go first, and all urgent callers before all others."""
+        if self._free > (0 if urgent else self._reserved):
             self._free -= 1
             self._held[project] += 1
         else:
-            await self._wait(project)
+            await self._wait(project, self._urgent if urgent else self._waiting)
         try:
             yield
         finally:
             self._release(project)
 
-    async def _wait(self, project: str) -> None:
+    async def _wait(self, project: str, queues: _Queues) -> None:
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(project, deque()).append(turn)
+        queues.setdefault(project, deque()).append(turn)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
                 self._release(project)  # the slot was granted at the same moment
             else:
-                self._leave(project, turn)
+                queues[project].remove(turn)
+                if not queues[project]:
+                    del queues[project]
             raise
-
-    def _leave(self, project: str, turn: asyncio.Future[None]) -> None:
-        queue = self._waiting[project]
-        queue.remove(turn)
-        if not queue:
-            del self._waiting[project]
 
     def _release(self, project: str) -> None:
         self._held[project] -= 1
         if not self._held[project]:
             del self._held[project]
         self._free += 1
-        while self._free and self._waiting:
-            following = min(self._waiting, key=lambda each: self._held[each])
-            queue = self._waiting[following]
+        while (queues := self._next_queues()) is not None:
+            following = min(queues, key=lambda each: self._held[each])
+            queue = queues[following]
             turn = queue.popleft()
-            self._waiting.move_to_end(following)
+            queues.move_to_end(following)
             if not queue:
-                del self._waiting[following]
+                del queues[following]
             if turn.cancelled():
                 continue
             turn.set_result(None)
             self._free -= 1
             self._held[following] += 1
+
+    def _next_queues(self) -> _Queues | None:
+        """Return the queues that the next free slot goes to; None if nobody who waits may take one."""
+        if self._free and self._urgent:
+            return self._urgent
+        return self._waiting if self._free > self._reserved and self._waiting else None

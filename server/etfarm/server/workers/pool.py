@@ -15,6 +15,7 @@ from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
+from typing import Final
 
 from etfarm.server.workers import output_files, request_files
 from etfarm.server.workers.channel import attendance
@@ -32,6 +33,9 @@ _POINT = "view"
 
 _DESCRIBE_S = 120.0
 """Deadline of a child that only describes its jail."""
+
+_URGENT: Final = 1
+"""Number of children beyond `concurrency` that only urgent tasks may start."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +59,9 @@ class Finished:
 
 
 class Workers:
-    """A forkserver and its children, at most `concurrency` at a time; a second forkserver for light tasks, started when needed.
+    """A forkserver and its children, at most `concurrency` at a time and one more for urgent tasks.
+
+    A second forkserver, for light tasks, is started when needed.
 
     Args:
         preload: `module` to import or `module:function` to call in the forkserver before it serves.
@@ -64,7 +70,7 @@ class Workers:
         prewarm: whether `start` starts the forkserver of `preload`; otherwise the first `run` or `ready` does.
         limits: limits of each child.
         folder: existing or new folder for the children's folders; `start` deletes its contents.
-        concurrency: maximum number of children at a time; further callers of `run` wait for their turn.
+        concurrency: maximum number of children at a time, without urgent ones; further callers of `run` wait for their turn.
         gate: context manager that is entered for each child's lifetime, and while `run` waits for the forkserver's warm-up.
         options: options of the children's jail. The children's folders are always hidden from each other.
     """
@@ -85,7 +91,8 @@ class Workers:
         self._light_preload = self._preload if light_preload is None else tuple(light_preload)
         self._limits = limits
         self._folder = folder.resolve()
-        self._slots = FairSlots(concurrency)
+        children = concurrency + _URGENT
+        self._slots = FairSlots(children, reserved=_URGENT)
         self._prewarm = prewarm
         self._gate = gate
         self._is_started = False
@@ -94,8 +101,8 @@ class Workers:
         self._options = options
         first = options.first_user
         if first is None or os.geteuid() != 0:
-            first = isolation.choose_users(self._folder, concurrency)
-        self._users = [None if first is None else first + number for number in range(concurrency)]
+            first = isolation.choose_users(self._folder, children)
+        self._users = [None if first is None else first + number for number in range(children)]
         self._family = f"etfarm-{hashlib.sha256(os.fsencode(self._folder)).hexdigest()[:12]}"
         self._running: set[asyncio.Task[object]] = set()
 
@@ -158,6 +165,7 @@ class Workers:
         deadline_s: float,
         stage_deadline_s: float | None = None,
         light: bool = False,
+        urgent: bool = False,
         whose: str = "",
         on_event: Callable[[bytes], None] = lambda _: None,
         on_log: Callable[[str], None] = lambda _: None,
@@ -173,6 +181,8 @@ class Workers:
             stage_deadline_s: wall-clock seconds of each stage, and of the time before the first and after each stage; None
                 for `deadline_s` only.
             light: whether the modules of `light_preload` suffice for the task, which then never waits for `preload`.
+            urgent: whether the task goes before all others, also while they take all other slots. No other task starts
+                meanwhile.
             whose: project of the caller; projects take turns for slots.
             on_event: called with each event that the task emits, in order, on the event loop. JSON objects with `stage` and a
                 `phase` of START or END name the current stage for errors, and restart the stage's clock.
@@ -196,7 +206,7 @@ class Workers:
         self._running.add(current)
         try:
             await self._warm_up(light)
-            async with self._slots.take(whose), self._gate():
+            async with self._slots.take(whose, urgent=urgent), self._gate():
                 folder = Path(tempfile.mkdtemp(prefix="job-", dir=self._folder))
                 user = self._users.pop()
                 try:

@@ -68,6 +68,19 @@ async def world(tmp_path: Path) -> AsyncIterator[World]:
     created.database.close()
 
 
+async def test_a_device_without_a_runner_is_described_as_unusable_with_the_remedy(world: World) -> None:
+    session = await world.connect("pi")
+    shown = world.registry.describe(world.registry.get("pi"))
+    assert (shown.state, shown.problem.reason) == (UNUSABLE, "BUNDLE_MISSING")
+    assert "etfarm bundle build --arch aarch64" in shown.problem.remedy
+    own = Device(id="own", name="own", arch="aarch64", own_runners=[DeviceRunner(kind=RunnerKind.RUNNER_KIND_OWN)])
+    await world.registry.update(session, own)
+    assert not world.registry.describe(world.registry.get("own")).HasField("problem")
+    world.bundles.use(RunnerBundle(arch="aarch64"))
+    shown = world.registry.describe(world.registry.get("pi"))
+    assert (shown.state, shown.HasField("problem")) == (IDLE, False)
+
+
 async def test_a_device_is_idle_busy_and_offline(world: World) -> None:
     session = await world.connect("pi", "xl")
     assert world.states() == {"pi": IDLE, "xl": IDLE}

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from sqlalchemy import Connection
 
+from etfarm.server.devices.bundles import BundleMissing
 from etfarm.server.devices.schedule import NoSuchDevice
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells import groups
@@ -156,6 +157,14 @@ async def test_a_program_may_be_measured_in_50_runs(world: World, repeat: int) -
     measurement = Measurement(repeat=repeat, max_samples=200_000)
     job = await world.make(JobSpec(candidates=[await world.model()], measurement=measurement, devices=[DeviceChoice()]))
     assert job.spec.measurement.repeat == repeat
+
+
+async def test_a_job_is_refused_if_no_device_that_matches_has_a_runner(world: World) -> None:
+    world.without_runner = {"aarch64"}
+    refused = JobSpec(candidates=[await world.model()], devices=[DeviceChoice(selector="arch=aarch64")])
+    with pytest.raises(BundleMissing):
+        await world.make(refused)
+    await world.make(JobSpec(candidates=[await world.model()], devices=[DeviceChoice(selector="")]))
 
 
 async def test_all_takes_emulated_and_offline_devices_and_emulated_ones_last(world: World) -> None:

@@ -59,7 +59,8 @@ def test_a_report_holds_latency_accuracy_profile_and_operators(tmp_path: Path) -
     assert scores.reference == report_pb2.REFERENCE_EAGER
     assert scores.sqnr_db > 100
     assert scores.max_abs_error < 1e-5
-    assert (label.output, label.dtype, label.equal, label.sqnr_db) == ("label", "int64", True, 300)
+    assert (label.output, label.dtype, label.equal, label.equal_share) == ("label", "int64", True, 1)
+    assert not label.HasField("sqnr_db")
     assert report.profile.iterations == 12
     assert report.operators
     assert [(event["stage"], event["phase"]) for event in events] == [
@@ -269,8 +270,8 @@ def test_the_reference_takes_channels_last_and_scalars_and_gives_bfloat16(tmp_pa
     ]
     report = _accuracy_of(tmp_path, Mixed(), [x, Scalar("factor", 2.5), Scalar("bias", None)], outputs)
     assert _codes(report) == []
-    assert [(row.output, row.dtype, row.equal, row.sqnr_db) for row in report.accuracy] == [
-        ("scaled", "bfloat16", True, 300), ("large", "bool", True, 300), ("total", "float64", True, 300),
+    assert [(row.output, row.dtype, row.equal, row.sqnr_db, row.equal_share) for row in report.accuracy] == [
+        ("scaled", "bfloat16", True, 300, 0), ("large", "bool", True, 0, 1), ("total", "float64", True, 300, 0),
     ]  # fmt: skip
 
 

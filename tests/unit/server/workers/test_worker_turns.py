@@ -8,10 +8,10 @@ from etfarm.server.workers.fair_slots import FairSlots
 
 
 class Queue:
-    """Children that hold a slot until they are ended."""
+    """Children that hold a slot until they are ended. Those with a `!` are urgent."""
 
-    def __init__(self, slots: int) -> None:
-        self.turns = FairSlots(slots)
+    def __init__(self, slots: int, reserved: int = 0) -> None:
+        self.turns = FairSlots(slots, reserved)
         self.running: list[str] = []
         self._ends: dict[str, asyncio.Event] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -24,7 +24,7 @@ class Queue:
             await asyncio.sleep(0)
 
     async def _run(self, name: str) -> None:
-        async with self.turns.take(name[0]):
+        async with self.turns.take(name[0], urgent=name.endswith("!")):
             self.running.append(name)
             try:
                 await self._ends[name].wait()
@@ -82,3 +82,23 @@ async def test_a_slot_that_is_given_to_who_is_cancelled_in_that_moment_goes_on()
     await queue.cancel("b1")
     assert queue.running == ["c1"]
     await queue.end("c1")
+
+
+async def test_an_analysis_starts_beside_a_compilation_and_before_the_next() -> None:
+    queue = Queue(2, reserved=1)
+    await queue.add("a1", "a2", "b1")
+    assert queue.running == ["a1"], "the other slot is for urgent ones"
+    await queue.add("a3!", "b4!")
+    assert queue.running == ["a1", "a3!"]
+    assert await queue.end("a1") == ["a3!", "b4!"], "the analysis that waits goes first"
+    assert await queue.end("a3!") == ["b4!"], "no compilation starts while an analysis runs"
+    assert await queue.end("b4!") == ["a2"]
+    assert await queue.end("a2") == ["b1"]
+
+
+async def test_an_urgent_one_that_is_cancelled_takes_no_slot_along() -> None:
+    queue = Queue(2, reserved=1)
+    await queue.add("a1!", "a2!", "a3!", "b1")
+    assert await queue.cancel("a3!") == ["a1!", "a2!"]
+    assert await queue.cancel("a2!") == ["a1!"]
+    assert await queue.cancel("a1!") == ["b1"]

@@ -258,7 +258,9 @@ def _check(check: Json) -> Text:
         return Text(f"{which}equal to eager PyTorch")
     sqnr = [output["sqnr_db"] for output in outputs if output["sqnr_db"] is not None]
     errors = [output["max_abs_error"] for output in outputs if output["max_abs_error"] is not None]
+    shares = [share for output in outputs if (share := output.get("equal_share")) is not None]
     parts = [f"SQNR {min(sqnr):.1f} dB"] if sqnr else []
+    parts += [f"{units.percent(min(shares))} of the integers equal"] if shares else []
     parts += [f"max abs error {max(errors):.3g}"] if errors else []
     worst = f", the worst of {len(outputs)} outputs" if len(outputs) > 1 else ""
     return Text(f"{which}{', '.join(parts) or 'not comparable'} against eager PyTorch{worst}")

@@ -38,6 +38,8 @@ def accuracy(output: Json) -> str:
     parts = []
     if output["sqnr_db"] is not None:
         parts.append(f"SQNR {output['sqnr_db']:.1f} dB")
+    if output.get("equal_share") is not None:
+        parts.append(f"{units.percent(output['equal_share'])} of the integers equal")
     if output["max_abs_error"] is not None:
         parts.append(f"max abs error {output['max_abs_error']:.3g}")
     if output["cosine"] is not None:

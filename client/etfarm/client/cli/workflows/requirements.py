@@ -115,6 +115,10 @@ class Requirements:
             against = f"against the {output['reference']}" if output["reference"] else ""
             if output["nan_count"] and not output["reference_nan_count"]:
                 yield Shortfall(report["id"], "--min-sqnr", WORSE, f"{name} has NaN {against}, required is {limit}.")
+            elif output.get("equal_share") is not None and not output["equal"]:
+                share = units.percent(output["equal_share"])
+                message = f"{name} is an integer without an SQNR: {share} equal {against}, so {limit} cannot be decided."
+                yield Shortfall(report["id"], "--min-sqnr", INCONCLUSIVE, message)
             elif output["sqnr_db"] is None and not output["equal"]:
                 message = f"{name} cannot be compared {against}, so {limit} cannot be decided."
                 yield Shortfall(report["id"], "--min-sqnr", INCONCLUSIVE, message)

@@ -185,6 +185,9 @@ def _check(check: Json) -> str:
     if all(output["equal"] for output in check["outputs"] or ()):
         return f"{which}{'equal to eager PyTorch' if check['outputs'] else 'ran'}"
     decibels = [output["sqnr_db"] for output in check["outputs"] if output["sqnr_db"] is not None]
+    shares = [share for output in check["outputs"] if (share := output.get("equal_share")) is not None]
+    if shares and not decibels:
+        return f"{which}{units.percent(min(shares))} of the integers equal to eager PyTorch's"
     return f"{which}SQNR {min(decibels):.1f} dB against eager PyTorch" if decibels else f"{which}not comparable"
 
 

@@ -68,7 +68,7 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                 except QuantizedNothing as error:
                     failures.append(error)
                     continue
-                except Exception as error:
+                except Exception as error:  # noqa: BLE001 - raised again if the host or the model is at fault
                     failures.append(_quantizer_failure(error, recipe, method, programs))
                     continue
             _warn_of_integers(programs[method], quantization, method, result["warnings"])

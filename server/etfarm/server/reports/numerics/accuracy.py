@@ -36,7 +36,7 @@ class Difference:
     cosine: float | None
     """Cosine similarity of the two as vectors, -1 to 1; None if one of them is all zero."""
     sqnr_db: float | None
-    """Signal to quantization noise ratio in dB; see the function `sqnr_db`."""
+    """Signal to quantization noise ratio in dB; see the function `sqnr_db`. None for integers and bools."""
     relative_error: float | None = None
     """Norm of the error over the norm of the reference; None if `sqnr_db` is None."""
     top1_agreement: float | None = None
@@ -44,6 +44,8 @@ class Difference:
     nan_count: int | None = None
     reference_nan_count: int | None = None
     """Numbers of NaN in the output and in its reference; None if one of them is None."""
+    equal_share: float | None = None
+    """Fraction of equal elements, 0 to 1, of integers and bools, which are classes, indices or flags; None for floats."""
 
 
 def pair(references: list[Value], outputs: list[Value]) -> list[tuple[Value, Value]]:
@@ -100,7 +102,8 @@ def shape_of(value: Value) -> tuple[int, ...]:
 
 def difference(reference: NDArray[np.generic], actual: NDArray[np.generic]) -> Difference:
     """Return the difference of two arrays of one shape and any real dtypes."""
-    exact = reference.dtype == actual.dtype and reference.dtype.kind in "biu"
+    is_integer = reference.dtype.kind in "biu"
+    exact = reference.dtype == actual.dtype and is_integer
     r, a = reference.astype(np.float64).ravel(), actual.astype(np.float64).ravel()
     # float64 cannot represent all int64 above 2^53, so integers are compared as integers.
     same = (reference == actual).ravel() if exact else (r == a) | (np.isnan(r) & np.isnan(a))
@@ -112,11 +115,12 @@ def difference(reference: NDArray[np.generic], actual: NDArray[np.generic]) -> D
             max_abs_error=_finite(errors.max()) if errors.size else None,
             mean_abs_error=_finite(errors.mean()) if errors.size else None,
             cosine=_cosine(r, a),
-            sqnr_db=sqnr_db(r, a),
-            relative_error=relative_error(r, a),
+            sqnr_db=None if is_integer else sqnr_db(r, a),
+            relative_error=None if is_integer else relative_error(r, a),
             top1_agreement=top1_agreement(reference, actual),
             nan_count=int(np.isnan(a).sum()),
             reference_nan_count=int(np.isnan(r).sum()),
+            equal_share=float(same.mean()) if is_integer and same.size else None,
         )
 
 

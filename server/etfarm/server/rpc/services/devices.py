@@ -35,10 +35,10 @@ class DeviceService(device_pb2_grpc.DeviceServiceServicer):
         start, size = page_start(request.page_token), page_size(request.page_size, *PAGE_SIZES)
         devices, following = await self._registry.page(selector, start, size, _PAGE_BYTES, scope())
         token = "" if following is None else str(following)
-        return device_pb2.ListDevicesResponse(devices=devices, next_page_token=token)
+        return device_pb2.ListDevicesResponse(devices=map(self._registry.describe, devices), next_page_token=token)
 
     async def Get(self, request: device_pb2.GetDeviceRequest, context: object) -> device_pb2.Device:
-        return self._registry.get(request.device_id, scope())
+        return self._registry.describe(self._registry.get(request.device_id, scope()))
 
     async def Forget(self, request: device_pb2.ForgetDeviceRequest, context: object) -> device_pb2.ForgetDeviceResponse:
         await self._registry.forget(request.device_id)

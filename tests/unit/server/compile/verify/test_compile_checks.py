@@ -266,7 +266,7 @@ def test_a_bias_does_not_pass_for_accuracy() -> None:
         (floats(1, 2), floats(1, 2, 3), False, None, "shape [3]"),
         (floats(0, 0), floats(0, 1), False, None, ""),
         (floats(), floats(), True, None, ""),
-        (Scalar("n", 3), Scalar("n", 3), True, 300.0, ""),
+        (Scalar("n", 3), Scalar("n", 3), True, None, ""),
         (Scalar("n", None), Scalar("n", None), True, None, ""),
         (Scalar("n", None), Scalar("n", 1), False, None, "None"),
     ],
@@ -277,6 +277,19 @@ def test_outputs_of_every_kind_are_compared(expected: Any, actual: Any, equal: b
     assert result.report["sqnr_db"] == db
     assert wrong in result.wrong
     assert bool(wrong) == bool(result.wrong)
+
+
+@pytest.mark.parametrize(
+    ("actual", "quantized", "problem"),
+    [
+        ((1, 2, 3, 4), False, ""), ((1, 2, 3, 5), False, "y agrees in 75% of its integers only"), ((1, 2, 3, 5), True, ""),
+        ((9, 2, 8, 5), True, "y agrees in 25% of its integers only"),
+    ],
+)  # fmt: skip
+def test_integers_are_judged_by_how_many_agree(actual: tuple[int, ...], quantized: bool, problem: str) -> None:
+    result = checks.difference("y", floats(1, 2, 3, 4, dtype="int64"), floats(*actual, dtype="int64"))
+    assert result.report["sqnr_db"] is None and result.judged_db is None
+    assert checks._find_problem(result, quantized=quantized) == problem
 
 
 def test_large_integers_are_equal_only_if_they_are() -> None:

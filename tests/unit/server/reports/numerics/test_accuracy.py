@@ -36,12 +36,18 @@ def test_the_numbers_are_those_of_their_definitions(pairs: list[tuple[float, flo
         assert result.cosine == pytest.approx(float(np.dot(r, a)) / math.sqrt(signal) / math.sqrt(float((a * a).sum())), abs=1e-9)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64", "int8", "uint8", "int64", "bool"])
+@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16", "float64"])
 def test_an_exact_match_has_the_cap(dtype: str) -> None:
     value = _tensor([[1, 0, 1], [1, 1, 0]], dtype)
     result = accuracy.compare("out", value, value)
-    agreement = 1.0 if "float" in dtype else None
-    assert result == accuracy.Difference(True, 0.0, 0.0, pytest.approx(1.0), 300.0, 0.0, agreement, 0, 0)
+    assert result == accuracy.Difference(True, 0.0, 0.0, pytest.approx(1.0), 300.0, 0.0, 1.0, 0, 0)
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint8", "int64", "bool"])
+def test_an_exact_match_of_integers_is_equal_everywhere(dtype: str) -> None:
+    value = _tensor([[1, 0, 1], [1, 1, 0]], dtype)
+    result = accuracy.compare("out", value, value)
+    assert result == accuracy.Difference(True, 0.0, 0.0, pytest.approx(1.0), None, None, None, 0, 0, 1.0)
 
 
 def test_a_known_ratio_is_in_decibels() -> None:
@@ -98,8 +104,16 @@ def test_an_all_zero_reference_has_no_ratio_even_if_matched() -> None:
 
 def test_large_integers_that_float64_cannot_tell_apart_are_not_equal() -> None:
     result = accuracy.compare("out", _tensor([2**60], "int64"), _tensor([2**60 + 1], "int64"))
-    assert not result.equal
-    assert result.sqnr_db is not None
+    assert (result.equal, result.equal_share) == (False, 0.0)
+
+
+@pytest.mark.parametrize("dtype", ["int64", "uint8", "bool"])
+def test_integers_agree_or_not_and_have_no_ratio(dtype: str) -> None:
+    result = accuracy.compare("out", _tensor([1, 0, 1, 1], dtype), _tensor([1, 0, 0, 1], dtype))
+    assert (result.equal, result.equal_share, result.sqnr_db, result.relative_error) == (False, 0.75, None, None)
+    equal = accuracy.compare("out", _tensor([1, 0], dtype), _tensor([1, 0], dtype))
+    assert (equal.equal, equal.equal_share, equal.sqnr_db) == (True, 1.0, None)
+    assert accuracy.compare("out", _tensor([1.0]), _tensor([2.0])).equal_share is None
 
 
 def test_an_empty_output_is_equal_and_has_no_numbers() -> None:
@@ -116,7 +130,7 @@ def test_the_physical_order_does_not_matter() -> None:
 
 
 def test_scalars_compare_with_each_other_and_with_tensors() -> None:
-    assert accuracy.compare("out", Scalar("", 3), Scalar("", 3)).sqnr_db == 300.0
+    assert accuracy.compare("out", Scalar("", 3), Scalar("", 3)).equal_share == 1.0
     assert accuracy.compare("out", Scalar("", 3.0), _tensor(3.0)).equal
     assert accuracy.compare("out", Scalar("", None), Scalar("other", None)).equal
 
