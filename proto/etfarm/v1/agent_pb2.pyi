@@ -7,6 +7,7 @@ from collections import abc as _abc
 from etfarm.v1 import common_pb2 as _common_pb2
 from etfarm.v1 import compile_pb2 as _compile_pb2
 from etfarm.v1 import device_pb2 as _device_pb2
+from etfarm.v1 import generation_pb2 as _generation_pb2
 from etfarm.v1 import job_pb2 as _job_pb2
 from etfarm.v1 import report_pb2 as _report_pb2
 from etfarm.v1 import session_pb2 as _session_pb2
@@ -283,7 +284,7 @@ class RunProgress(_message.Message):
     cell_id: _builtins.str
     phase: _builtins.str
     """FETCH, WAIT_FOR_COOL, WAIT_FOR_IDLE, LOAD, WARMUP, TIMED, TRACED, UPLOAD, and for the numerics pass again FETCH, NUMERICS,
-    UPLOAD. A phone has UPLOAD twice: its files are transferred to the agent, then to the farm.
+    UPLOAD. For generation, WARMUP and TIMED stand for GENERATE, whose steps are tokens. A phone has UPLOAD twice: its files are transferred to the agent, then to the farm.
     """
     duration_ms: _builtins.float
     """Present once the phase has ended."""
@@ -397,6 +398,7 @@ class CandidateResult(_message.Message):
     NUMERICS_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     TRACED_TELEMETRY_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     cell_id: _builtins.str
     threads: _builtins.int
     warmup: _builtins.int
@@ -465,6 +467,14 @@ class CandidateResult(_message.Message):
     def traced_telemetry(self) -> _report_pb2.RunTelemetry:
         """Counters over the traced pass. Absent if nothing was traced, or the runner does not report them."""
 
+    @_builtins.property
+    def generation(self) -> Global___GenerationResult:
+        """Present if the candidate has a plan of generation. `outputs`, `samples`, `iterations`, `stop_reason`, `etdump`, `traced_ns` and
+        `repeatability` are then absent; `load` describes both methods together, its `first_run_ns` the first execution of the
+        prefill method; `memory.planned_bytes` is that of the prefill method, followed by that of the decode method if it is another;
+        `telemetry` covers the timed repetitions of all points with everything between them.
+        """
+
     def __init__(
         self,
         *,
@@ -492,10 +502,11 @@ class CandidateResult(_message.Message):
         numerics: Global___NumericsResult | None = ...,
         runs: _abc.Iterable[Global___MeasuredRun] | None = ...,
         traced_telemetry: _report_pb2.RunTelemetry | None = ...,
+        generation: Global___GenerationResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "error", b"error", "etdump", b"etdump", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "repeatability", b"repeatability", "runner", b"runner", "samples", b"samples", "steady", b"steady", "telemetry", b"telemetry", "traced_telemetry", b"traced_telemetry", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "error", b"error", "etdump", b"etdump", "generation", b"generation", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "repeatability", b"repeatability", "runner", b"runner", "samples", b"samples", "steady", b"steady", "telemetry", b"telemetry", "traced_telemetry", b"traced_telemetry", "warmup_ns", b"warmup_ns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "blocks", b"blocks", "cell_id", b"cell_id", "duration_ns", b"duration_ns", "error", b"error", "etdump", b"etdump", "iterations", b"iterations", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "phases", b"phases", "repeatability", b"repeatability", "runner", b"runner", "runs", b"runs", "samples", b"samples", "steady", b"steady", "stop_reason", b"stop_reason", "telemetry", b"telemetry", "threads", b"threads", "traced_ns", b"traced_ns", "traced_telemetry", b"traced_telemetry", "warmup", b"warmup", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "blocks", b"blocks", "cell_id", b"cell_id", "duration_ns", b"duration_ns", "error", b"error", "etdump", b"etdump", "generation", b"generation", "iterations", b"iterations", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "phases", b"phases", "repeatability", b"repeatability", "runner", b"runner", "runs", b"runs", "samples", b"samples", "steady", b"steady", "stop_reason", b"stop_reason", "telemetry", b"telemetry", "threads", b"threads", "traced_ns", b"traced_ns", "traced_telemetry", b"traced_telemetry", "warmup", b"warmup", "warmup_ns", b"warmup_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__outputs_equal: _TypeAlias = _typing.Literal["outputs_equal"]  # noqa: Y015
     _WhichOneofArgType__outputs_equal: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal"]  # noqa: Y015
@@ -511,6 +522,142 @@ class CandidateResult(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__warmup_ns) -> _WhichOneofReturnType__warmup_ns | None: ...
 
 Global___CandidateResult: _TypeAlias = CandidateResult  # noqa: Y015
+
+@_typing.final
+class GenerationResult(_message.Message):
+    """The result of a GenerationPlan."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POINTS_FIELD_NUMBER: _builtins.int
+    TOKEN_NS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPointResult]:
+        """In the order of GenerationPlan.points."""
+
+    @_builtins.property
+    def token_ns(self) -> _common_pb2.Artifact:
+        """A matrix of int64, little-endian, nanoseconds, in row-major order: for each point in order, one row for each of its
+        `repetitions`, of `generated_tokens` columns. Column 0 is the time to the first token: from the start of the prompt's first
+        execution until the token was selected. Column i is the time from the selection of token i - 1 to that of token i.
+        """
+
+    @_builtins.property
+    def tokens(self) -> _common_pb2.Artifact:
+        """The generated tokens: a matrix of int32, little-endian, with the rows and columns of `token_ns`."""
+
+    @_builtins.property
+    def prefill(self) -> Global___GenerationTrace:
+        """Absent if the method was not traced."""
+
+    @_builtins.property
+    def decode(self) -> Global___GenerationTrace: ...
+    def __init__(
+        self,
+        *,
+        points: _abc.Iterable[Global___GenerationPointResult] | None = ...,
+        token_ns: _common_pb2.Artifact | None = ...,
+        tokens: _common_pb2.Artifact | None = ...,
+        prefill: Global___GenerationTrace | None = ...,
+        decode: Global___GenerationTrace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "points", b"points", "prefill", b"prefill", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationResult: _TypeAlias = GenerationResult  # noqa: Y015
+
+@_typing.final
+class GenerationPointResult(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
+    REPETITIONS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    PREFILL_NS_FIELD_NUMBER: _builtins.int
+    TELEMETRY_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    depth: _builtins.int
+    repetitions: _builtins.int
+    """Number of timed repetitions that were completed."""
+    @_builtins.property
+    def error(self) -> _common_pb2.Error:
+        """Why the point was not completed; absent if it was. The remaining points may still be measured."""
+
+    @_builtins.property
+    def prefill_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each repetition, the time from the start of the prompt's first execution to the logits of its last one."""
+
+    @_builtins.property
+    def telemetry(self) -> _report_pb2.RunTelemetry:
+        """Counters over the timed repetitions, with the executions that fill the context; without `series`."""
+
+    def __init__(
+        self,
+        *,
+        prompt_tokens: _builtins.int = ...,
+        depth: _builtins.int = ...,
+        repetitions: _builtins.int = ...,
+        error: _common_pb2.Error | None = ...,
+        prefill_ns: _abc.Iterable[_builtins.int] | None = ...,
+        telemetry: _report_pb2.RunTelemetry | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "telemetry", b"telemetry"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "error", b"error", "prefill_ns", b"prefill_ns", "prompt_tokens", b"prompt_tokens", "repetitions", b"repetitions", "telemetry", b"telemetry"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationPointResult: _TypeAlias = GenerationPointResult  # noqa: Y015
+
+@_typing.final
+class GenerationTrace(_message.Message):
+    """Repeated traced executions of one method with unchanged inputs."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ETDUMP_FIELD_NUMBER: _builtins.int
+    TRACED_NS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    TELEMETRY_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """Number of tokens of each execution, and the position of the first one."""
+    position: _builtins.int
+    @_builtins.property
+    def etdump(self) -> _common_pb2.Artifact:
+        """The .etdp."""
+
+    @_builtins.property
+    def traced_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The duration of each traced iteration; at most 1,000 iterations."""
+
+    @_builtins.property
+    def telemetry(self) -> _report_pb2.RunTelemetry:
+        """Counters over the traced iterations; absent if the runner does not report them."""
+
+    def __init__(
+        self,
+        *,
+        etdump: _common_pb2.Artifact | None = ...,
+        traced_ns: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _builtins.int = ...,
+        position: _builtins.int = ...,
+        telemetry: _report_pb2.RunTelemetry | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["etdump", b"etdump", "telemetry", b"telemetry"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etdump", b"etdump", "position", b"position", "telemetry", b"telemetry", "tokens", b"tokens", "traced_ns", b"traced_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationTrace: _TypeAlias = GenerationTrace  # noqa: Y015
 
 @_typing.final
 class MeasuredRun(_message.Message):
@@ -768,6 +915,7 @@ class RunCandidate(_message.Message):
     INPUTS_FIELD_NUMBER: _builtins.int
     BUNDLE_FIELD_NUMBER: _builtins.int
     NUMERICS_PROGRAM_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     cell_id: _builtins.str
     method: _builtins.str
     threads: _builtins.int
@@ -787,6 +935,12 @@ class RunCandidate(_message.Message):
         absent, there is no numerics pass.
         """
 
+    @_builtins.property
+    def generation(self) -> _generation_pb2.GenerationPlan:
+        """If present, the agent measures generation instead of executions of `method`. StartRun.measurement is then present as well, of
+        which only `cores` and `generation` matter; there are no `inputs` and no `numerics_program`.
+        """
+
     def __init__(
         self,
         *,
@@ -797,10 +951,11 @@ class RunCandidate(_message.Message):
         inputs: _common_pb2.Artifact | None = ...,
         bundle: Global___RunnerBundle | None = ...,
         numerics_program: _compile_pb2.Program | None = ...,
+        generation: _generation_pb2.GenerationPlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "inputs", b"inputs", "numerics_program", b"numerics_program", "program", b"program", "threads", b"threads"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "generation", b"generation", "inputs", b"inputs", "numerics_program", b"numerics_program", "program", b"program", "threads", b"threads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "cell_id", b"cell_id", "inputs", b"inputs", "method", b"method", "numerics_program", b"numerics_program", "program", b"program", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_threads", b"_threads", "bundle", b"bundle", "cell_id", b"cell_id", "generation", b"generation", "inputs", b"inputs", "method", b"method", "numerics_program", b"numerics_program", "program", b"program", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__threads: _TypeAlias = _typing.Literal["threads"]  # noqa: Y015
     _WhichOneofArgType__threads: _TypeAlias = _typing.Literal["_threads", b"_threads"]  # noqa: Y015

@@ -5,6 +5,7 @@ isort:skip_file
 
 from collections import abc as _abc
 from etfarm.v1 import common_pb2 as _common_pb2
+from etfarm.v1 import generation_pb2 as _generation_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
@@ -585,18 +586,24 @@ class ProgramFacts(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     METHODS_FIELD_NUMBER: _builtins.int
+    LANGUAGE_MODEL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def methods(self) -> _containers.MessageMap[_builtins.str, Global___MethodFacts]:
         """By method."""
+
+    @_builtins.property
+    def language_model(self) -> _generation_pb2.LanguageModel:
+        """Present if the program has the metadata methods and inputs of a language model."""
 
     def __init__(
         self,
         *,
         methods: _abc.Mapping[_builtins.str, Global___MethodFacts] | None = ...,
+        language_model: _generation_pb2.LanguageModel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["language_model", b"language_model"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["methods", b"methods"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["language_model", b"language_model", "methods", b"methods"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -177,6 +177,7 @@ class Device(_message.Message):
     TELEMETRY_FIELD_NUMBER: _builtins.int
     OPERATOR_COUNT_FIELD_NUMBER: _builtins.int
     RUNNER_FIELD_NUMBER: _builtins.int
+    CAN_GENERATE_FIELD_NUMBER: _builtins.int
     PROJECTS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Stays the same after reboots and reinstallations of the agent."""
@@ -209,6 +210,8 @@ class Device(_message.Message):
     """The runner that a run would use now: NATIVE is the farm's bundle for the device, the others are in own_runners. UNSPECIFIED
     if it has none yet.
     """
+    can_generate: _builtins.bool
+    """Whether its agent can measure generation (GenerationPlan). Agents of etfarm 0.2 and before cannot."""
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Instruction set extensions that all cores have: dotprod, fp16, i8mm, bf16, sve, sve2, sme; avx2, avx512f, ..."""
@@ -273,11 +276,12 @@ class Device(_message.Message):
         telemetry: Global___DeviceTelemetry | None = ...,
         operator_count: _builtins.int | None = ...,
         runner: _common_pb2.RunnerKind.ValueType = ...,
+        can_generate: _builtins.bool = ...,
         projects: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "has_battery", b"has_battery", "last_seen_time", b"last_seen_time", "operator_count", b"operator_count", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "agent_id", b"agent_id", "arch", b"arch", "attempt_id", b"attempt_id", "backends", b"backends", "clusters", b"clusters", "cores", b"cores", "emulated", b"emulated", "features", b"features", "has_battery", b"has_battery", "id", b"id", "labels", b"labels", "last_seen_time", b"last_seen_time", "memory_bytes", b"memory_bytes", "model", b"model", "name", b"name", "operator_count", b"operator_count", "os", b"os", "own_runners", b"own_runners", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "projects", b"projects", "runner", b"runner", "soc", b"soc", "state", b"state", "telemetry", b"telemetry", "thermal_zones", b"thermal_zones"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "agent_id", b"agent_id", "arch", b"arch", "attempt_id", b"attempt_id", "backends", b"backends", "can_generate", b"can_generate", "clusters", b"clusters", "cores", b"cores", "emulated", b"emulated", "features", b"features", "has_battery", b"has_battery", "id", b"id", "labels", b"labels", "last_seen_time", b"last_seen_time", "memory_bytes", b"memory_bytes", "model", b"model", "name", b"name", "operator_count", b"operator_count", "os", b"os", "own_runners", b"own_runners", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "projects", b"projects", "runner", b"runner", "soc", b"soc", "state", b"state", "telemetry", b"telemetry", "thermal_zones", b"thermal_zones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__has_battery: _TypeAlias = _typing.Literal["has_battery"]  # noqa: Y015
     _WhichOneofArgType__has_battery: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery"]  # noqa: Y015

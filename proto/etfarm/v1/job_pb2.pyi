@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from etfarm.v1 import common_pb2 as _common_pb2
 from etfarm.v1 import compile_pb2 as _compile_pb2
+from etfarm.v1 import generation_pb2 as _generation_pb2
 from etfarm.v1 import report_pb2 as _report_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -248,6 +249,7 @@ class Measurement(_message.Message):
     MAX_WARMUP_S_FIELD_NUMBER: _builtins.int
     REPEAT_FIELD_NUMBER: _builtins.int
     TRACE_ITERATIONS_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     warmup: _builtins.int
     """Number of warm-up iterations, which are not counted. When absent, the warm-up lasts until the running median is steady, at
     most max_warmup_s.
@@ -282,6 +284,12 @@ class Measurement(_message.Message):
     """
     trace_iterations: _builtins.int
     """Minimum number of traced iterations, 1 to 1,000; 30 when absent. The traced pass is limited in time as well."""
+    @_builtins.property
+    def generation(self) -> _generation_pb2.GenerationOptions:
+        """Measures the generation of text by language models instead of executions of a method. Only `no_profile`, `cores`, `max_time_s`
+        (for each prompt length at each depth) and `trace_iterations` can be combined with it; the job has no methods and no inputs.
+        """
+
     def __init__(
         self,
         *,
@@ -297,10 +305,11 @@ class Measurement(_message.Message):
         max_warmup_s: _builtins.float | None = ...,
         repeat: _builtins.int | None = ...,
         trace_iterations: _builtins.int | None = ...,
+        generation: _generation_pb2.GenerationOptions | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_iterations", b"_iterations", "_max_samples", b"_max_samples", "_max_time_s", b"_max_time_s", "_max_warmup_s", b"_max_warmup_s", "_min_time_s", b"_min_time_s", "_repeat", b"_repeat", "_trace_iterations", b"_trace_iterations", "_warmup", b"_warmup", "iterations", b"iterations", "max_samples", b"max_samples", "max_time_s", b"max_time_s", "max_warmup_s", b"max_warmup_s", "min_time_s", b"min_time_s", "repeat", b"repeat", "trace_iterations", b"trace_iterations", "warmup", b"warmup"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_iterations", b"_iterations", "_max_samples", b"_max_samples", "_max_time_s", b"_max_time_s", "_max_warmup_s", b"_max_warmup_s", "_min_time_s", b"_min_time_s", "_repeat", b"_repeat", "_trace_iterations", b"_trace_iterations", "_warmup", b"_warmup", "generation", b"generation", "iterations", b"iterations", "max_samples", b"max_samples", "max_time_s", b"max_time_s", "max_warmup_s", b"max_warmup_s", "min_time_s", b"min_time_s", "repeat", b"repeat", "trace_iterations", b"trace_iterations", "warmup", b"warmup"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_iterations", b"_iterations", "_max_samples", b"_max_samples", "_max_time_s", b"_max_time_s", "_max_warmup_s", b"_max_warmup_s", "_min_time_s", b"_min_time_s", "_repeat", b"_repeat", "_trace_iterations", b"_trace_iterations", "_warmup", b"_warmup", "cores", b"cores", "interleave", b"interleave", "iterations", b"iterations", "max_samples", b"max_samples", "max_time_s", b"max_time_s", "max_warmup_s", b"max_warmup_s", "min_time_s", b"min_time_s", "no_profile", b"no_profile", "numerics", b"numerics", "repeat", b"repeat", "trace_iterations", b"trace_iterations", "warmup", b"warmup"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_iterations", b"_iterations", "_max_samples", b"_max_samples", "_max_time_s", b"_max_time_s", "_max_warmup_s", b"_max_warmup_s", "_min_time_s", b"_min_time_s", "_repeat", b"_repeat", "_trace_iterations", b"_trace_iterations", "_warmup", b"_warmup", "cores", b"cores", "generation", b"generation", "interleave", b"interleave", "iterations", b"iterations", "max_samples", b"max_samples", "max_time_s", b"max_time_s", "max_warmup_s", b"max_warmup_s", "min_time_s", b"min_time_s", "no_profile", b"no_profile", "numerics", b"numerics", "repeat", b"repeat", "trace_iterations", b"trace_iterations", "warmup", b"warmup"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__iterations: _TypeAlias = _typing.Literal["iterations"]  # noqa: Y015
     _WhichOneofArgType__iterations: _TypeAlias = _typing.Literal["_iterations", b"_iterations"]  # noqa: Y015

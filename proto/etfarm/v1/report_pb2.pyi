@@ -6,6 +6,7 @@ isort:skip_file
 from collections import abc as _abc
 from etfarm.v1 import common_pb2 as _common_pb2
 from etfarm.v1 import compile_pb2 as _compile_pb2
+from etfarm.v1 import generation_pb2 as _generation_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf import timestamp_pb2 as _timestamp_pb2
@@ -381,6 +382,7 @@ class Report(_message.Message):
     CREATE_TIME_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     RUN_SPREAD_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     cell: _builtins.str
     """The cell's id."""
@@ -483,6 +485,12 @@ class Report(_message.Message):
     def run_spread(self) -> Global___RunSpread:
         """How much medians of separate runs of this program vary. Absent if nothing was timed or the spread is unknown."""
 
+    @_builtins.property
+    def generation(self) -> Global___Generation:
+        """Present if the generation of text was measured. `latency`, `accuracy`, `outputs`, `samples` and `runs` are then absent, and
+        `profile`, `operators`, `etdump` and `trace_times` are those of decode, one token at a time.
+        """
+
     def __init__(
         self,
         *,
@@ -523,10 +531,11 @@ class Report(_message.Message):
         create_time: _timestamp_pb2.Timestamp | None = ...,
         runs: _abc.Iterable[Global___Run] | None = ...,
         run_spread: Global___RunSpread | None = ...,
+        generation: Global___Generation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "analysis", b"analysis", "attempt", b"attempt", "compile", b"compile", "create_time", b"create_time", "device", b"device", "error", b"error", "etdump", b"etdump", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "run_spread", b"run_spread", "runner", b"runner", "samples", b"samples", "telemetry", b"telemetry", "threads", b"threads", "trace_times", b"trace_times", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "analysis", b"analysis", "attempt", b"attempt", "compile", b"compile", "create_time", b"create_time", "device", b"device", "error", b"error", "etdump", b"etdump", "generation", b"generation", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "run_spread", b"run_spread", "runner", b"runner", "samples", b"samples", "telemetry", b"telemetry", "threads", b"threads", "trace_times", b"trace_times", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "accuracy", b"accuracy", "analysis", b"analysis", "attempt", b"attempt", "cell", b"cell", "compile", b"compile", "create_time", b"create_time", "device", b"device", "error", b"error", "etdump", b"etdump", "id", b"id", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numeric_gap", b"numeric_gap", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "operators", b"operators", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "run_spread", b"run_spread", "runner", b"runner", "runs", b"runs", "samples", b"samples", "state", b"state", "telemetry", b"telemetry", "threads", b"threads", "timeline", b"timeline", "trace_times", b"trace_times", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_method", b"_method", "_recipe", b"_recipe", "_recipe_digest", b"_recipe_digest", "_threads", b"_threads", "accuracy", b"accuracy", "analysis", b"analysis", "attempt", b"attempt", "cell", b"cell", "compile", b"compile", "create_time", b"create_time", "device", b"device", "error", b"error", "etdump", b"etdump", "generation", b"generation", "id", b"id", "inputs", b"inputs", "interleaved", b"interleaved", "latency", b"latency", "load", b"load", "measurement", b"measurement", "memory", b"memory", "method", b"method", "model", b"model", "numeric_gap", b"numeric_gap", "numerics", b"numerics", "numerics_debug", b"numerics_debug", "numerics_etdump", b"numerics_etdump", "operators", b"operators", "outputs", b"outputs", "profile", b"profile", "recipe", b"recipe", "recipe_digest", b"recipe_digest", "run_spread", b"run_spread", "runner", b"runner", "runs", b"runs", "samples", b"samples", "state", b"state", "telemetry", b"telemetry", "threads", b"threads", "timeline", b"timeline", "trace_times", b"trace_times", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
     _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
@@ -550,6 +559,206 @@ class Report(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__threads) -> _WhichOneofReturnType__threads | None: ...
 
 Global___Report: _TypeAlias = Report  # noqa: Y015
+
+@_typing.final
+class Generation(_message.Message):
+    """The generation of text by a language model; generation.proto says how it is measured."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    MODEL_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    POINTS_FIELD_NUMBER: _builtins.int
+    TOKEN_TIMES_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    PREFILL_EXECUTION_FIELD_NUMBER: _builtins.int
+    DECODE_EXECUTION_FIELD_NUMBER: _builtins.int
+    PREFILL_PROFILE_FIELD_NUMBER: _builtins.int
+    PREFILL_OPERATORS_FIELD_NUMBER: _builtins.int
+    PREFILL_ETDUMP_FIELD_NUMBER: _builtins.int
+    PREFILL_TRACE_TIMES_FIELD_NUMBER: _builtins.int
+    generated_tokens: _builtins.int
+    """Number of tokens that each repetition generated."""
+    @_builtins.property
+    def model(self) -> _generation_pb2.LanguageModel: ...
+    @_builtins.property
+    def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPointReport]:
+        """In the order of measurement."""
+
+    @_builtins.property
+    def token_times(self) -> _common_pb2.Artifact:
+        """The times of all tokens: a matrix of int64, little-endian, nanoseconds, in row-major order. For each point in order it has one
+        row for each repetition, with `generated_tokens` columns. Column 0 is the time to the first token.
+        """
+
+    @_builtins.property
+    def tokens(self) -> _common_pb2.Artifact:
+        """The generated tokens: a matrix of int32, little-endian, with the rows and columns of `token_times`."""
+
+    @_builtins.property
+    def prefill_execution(self) -> Global___TracedExecution:
+        """The traced executions; absent if the method was not traced. Report.operators has the rows of `decode`."""
+
+    @_builtins.property
+    def decode_execution(self) -> Global___TracedExecution: ...
+    @_builtins.property
+    def prefill_profile(self) -> Global___Profile:
+        """The traced pass of prefill, as Report.profile, operators, etdump and trace_times are those of decode."""
+
+    @_builtins.property
+    def prefill_operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorRow]: ...
+    @_builtins.property
+    def prefill_etdump(self) -> _common_pb2.Artifact: ...
+    @_builtins.property
+    def prefill_trace_times(self) -> _common_pb2.Artifact: ...
+    def __init__(
+        self,
+        *,
+        model: _generation_pb2.LanguageModel | None = ...,
+        generated_tokens: _builtins.int = ...,
+        points: _abc.Iterable[Global___GenerationPointReport] | None = ...,
+        token_times: _common_pb2.Artifact | None = ...,
+        tokens: _common_pb2.Artifact | None = ...,
+        prefill_execution: Global___TracedExecution | None = ...,
+        decode_execution: Global___TracedExecution | None = ...,
+        prefill_profile: Global___Profile | None = ...,
+        prefill_operators: _abc.Iterable[Global___OperatorRow] | None = ...,
+        prefill_etdump: _common_pb2.Artifact | None = ...,
+        prefill_trace_times: _common_pb2.Artifact | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_execution", b"decode_execution", "model", b"model", "prefill_etdump", b"prefill_etdump", "prefill_execution", b"prefill_execution", "prefill_profile", b"prefill_profile", "prefill_trace_times", b"prefill_trace_times", "token_times", b"token_times", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_execution", b"decode_execution", "generated_tokens", b"generated_tokens", "model", b"model", "points", b"points", "prefill_etdump", b"prefill_etdump", "prefill_execution", b"prefill_execution", "prefill_operators", b"prefill_operators", "prefill_profile", b"prefill_profile", "prefill_trace_times", b"prefill_trace_times", "token_times", b"token_times", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Generation: _TypeAlias = Generation  # noqa: Y015
+
+@_typing.final
+class TracedExecution(_message.Message):
+    """What a traced execution of a language model processed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """Number of tokens."""
+    position: _builtins.int
+    """The position of the first token in the context."""
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        position: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["position", b"position", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracedExecution: _TypeAlias = TracedExecution  # noqa: Y015
+
+@_typing.final
+class GenerationPointReport(_message.Message):
+    """Generation after one prompt length at one depth. Intervals are of the geometric mean over repetitions, by Student's t
+    distribution: tokens of one repetition resemble each other, and are never pooled. They are empty below 2 repetitions.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
+    REPETITIONS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    TTFT_NS_FIELD_NUMBER: _builtins.int
+    TTFT_CI95_NS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_S_CI95_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_PER_S_CI95_FIELD_NUMBER: _builtins.int
+    TOKEN_NS_FIELD_NUMBER: _builtins.int
+    TOKENS_EQUAL_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    TELEMETRY_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    depth: _builtins.int
+    """Number of tokens in the context before the prompt."""
+    repetitions: _builtins.int
+    """Number of timed repetitions."""
+    ttft_ns: _builtins.float
+    """The time from the start of the prompt to the first token: the geometric mean over repetitions."""
+    prefill_tokens_per_s: _builtins.float
+    """Prompt length divided by the time until the prompt's last logits."""
+    decode_tokens_per_s: _builtins.float
+    """Number of tokens after the first divided by their time."""
+    tokens_equal: _builtins.bool
+    """Whether all repetitions generated the same tokens; absent for a single one."""
+    @_builtins.property
+    def error(self) -> _common_pb2.Error:
+        """Why the point was not completed; absent if it was."""
+
+    @_builtins.property
+    def ttft_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def prefill_tokens_per_s_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def decode_tokens_per_s_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def token_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """The time of each token in ns: the median over repetitions. Entry 0 is the first token after the prompt; the others make up
+        decode. Empty in histories.
+        """
+
+    @_builtins.property
+    def verdict(self) -> Global___Verdict:
+        """The verdict on this point alone."""
+
+    @_builtins.property
+    def telemetry(self) -> Global___RunTelemetry:
+        """Counters over the timed repetitions, without `series`."""
+
+    def __init__(
+        self,
+        *,
+        prompt_tokens: _builtins.int = ...,
+        depth: _builtins.int = ...,
+        repetitions: _builtins.int = ...,
+        error: _common_pb2.Error | None = ...,
+        ttft_ns: _builtins.float | None = ...,
+        ttft_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
+        prefill_tokens_per_s: _builtins.float | None = ...,
+        prefill_tokens_per_s_ci95: _abc.Iterable[_builtins.float] | None = ...,
+        decode_tokens_per_s: _builtins.float | None = ...,
+        decode_tokens_per_s_ci95: _abc.Iterable[_builtins.float] | None = ...,
+        token_ns: _abc.Iterable[_builtins.float] | None = ...,
+        tokens_equal: _builtins.bool | None = ...,
+        verdict: Global___Verdict | None = ...,
+        telemetry: Global___RunTelemetry | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s", "_prefill_tokens_per_s", b"_prefill_tokens_per_s", "_tokens_equal", b"_tokens_equal", "_ttft_ns", b"_ttft_ns", "decode_tokens_per_s", b"decode_tokens_per_s", "error", b"error", "prefill_tokens_per_s", b"prefill_tokens_per_s", "telemetry", b"telemetry", "tokens_equal", b"tokens_equal", "ttft_ns", b"ttft_ns", "verdict", b"verdict"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s", "_prefill_tokens_per_s", b"_prefill_tokens_per_s", "_tokens_equal", b"_tokens_equal", "_ttft_ns", b"_ttft_ns", "decode_tokens_per_s", b"decode_tokens_per_s", "decode_tokens_per_s_ci95", b"decode_tokens_per_s_ci95", "depth", b"depth", "error", b"error", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prefill_tokens_per_s_ci95", b"prefill_tokens_per_s_ci95", "prompt_tokens", b"prompt_tokens", "repetitions", b"repetitions", "telemetry", b"telemetry", "token_ns", b"token_ns", "tokens_equal", b"tokens_equal", "ttft_ci95_ns", b"ttft_ci95_ns", "ttft_ns", b"ttft_ns", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decode_tokens_per_s: _TypeAlias = _typing.Literal["decode_tokens_per_s"]  # noqa: Y015
+    _WhichOneofArgType__decode_tokens_per_s: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_tokens_per_s: _TypeAlias = _typing.Literal["prefill_tokens_per_s"]  # noqa: Y015
+    _WhichOneofArgType__prefill_tokens_per_s: _TypeAlias = _typing.Literal["_prefill_tokens_per_s", b"_prefill_tokens_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__tokens_equal: _TypeAlias = _typing.Literal["tokens_equal"]  # noqa: Y015
+    _WhichOneofArgType__tokens_equal: _TypeAlias = _typing.Literal["_tokens_equal", b"_tokens_equal"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_ns: _TypeAlias = _typing.Literal["ttft_ns"]  # noqa: Y015
+    _WhichOneofArgType__ttft_ns: _TypeAlias = _typing.Literal["_ttft_ns", b"_ttft_ns"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_tokens_per_s) -> _WhichOneofReturnType__decode_tokens_per_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_tokens_per_s) -> _WhichOneofReturnType__prefill_tokens_per_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens_equal) -> _WhichOneofReturnType__tokens_equal | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ns) -> _WhichOneofReturnType__ttft_ns | None: ...
+
+Global___GenerationPointReport: _TypeAlias = GenerationPointReport  # noqa: Y015
 
 @_typing.final
 class Run(_message.Message):

@@ -1,0 +1,39 @@
+"""Conventions of text generation that server and device agents share: the tokens of contexts and prompts, and limits."""
+
+from __future__ import annotations
+
+from array import array
+from typing import Final
+
+MIN_TOKENS: Final = 2
+"""Minimum number of generated tokens: the rate of decode excludes the first."""
+MAX_TOKENS: Final = 4096
+"""Maximum number of generated tokens of a repetition."""
+MAX_REPETITIONS: Final = 100
+MAX_POINTS: Final = 32
+"""Maximum number of pairs of prompt length and depth."""
+MAX_CONTEXT_TOKENS: Final = 1 << 20
+"""Maximum number of tokens in a context."""
+
+DEFAULT_REPETITIONS: Final = 5
+DEFAULT_WARMUP: Final = 1
+DEFAULT_PROMPT_TOKENS: Final = (128, 512)
+DEFAULT_DEPTH_SHARES: Final = (0.0, 0.75)
+"""As llama-bench's `-d`, but as shares of the largest depth, since contexts differ by orders of magnitude."""
+
+_MASK: Final = (1 << 64) - 1
+
+
+def draw_tokens(seed: int, vocab_size: int, count: int) -> array[int]:
+    """Return token ids, int32, which are equal for equal arguments; the beginning of a longer draw is the shorter one.
+
+    Source: Steele, Lea and Flood 2014, splitmix64. Python's own generators may change with its version.
+    """
+    tokens = array("i")
+    state = seed & _MASK
+    for _ in range(count):
+        state = (state + 0x9E3779B97F4A7C15) & _MASK
+        mixed = ((state ^ (state >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+        mixed = ((mixed ^ (mixed >> 27)) * 0x94D049BB133111EB) & _MASK
+        tokens.append((mixed ^ (mixed >> 31)) % vocab_size)
+    return tokens
