@@ -398,7 +398,7 @@ class CandidateResult(_message.Message):
     NUMERICS_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
     TRACED_TELEMETRY_FIELD_NUMBER: _builtins.int
-    GENERATION_FIELD_NUMBER: _builtins.int
+    GENERATIONS_FIELD_NUMBER: _builtins.int
     cell_id: _builtins.str
     threads: _builtins.int
     warmup: _builtins.int
@@ -468,11 +468,12 @@ class CandidateResult(_message.Message):
         """Counters over the traced pass. Absent if nothing was traced, or the runner does not report them."""
 
     @_builtins.property
-    def generation(self) -> Global___GenerationResult:
-        """Present if the candidate has a plan of generation. `outputs`, `samples`, `iterations`, `stop_reason`, `etdump`, `traced_ns` and
-        `repeatability` are then absent; `load` describes both methods together, its `first_run_ns` the first execution of the
-        prefill method; `memory.planned_bytes` is that of the prefill method, followed by that of the decode method if it is another;
-        `telemetry` covers the timed repetitions of all points with everything between them.
+    def generations(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationResult]:
+        """Only for a candidate with a plan of generation: one entry for each process that measured it, in order, as many as
+        Measurement.repeat. `outputs`, `samples`, `iterations`, `stop_reason`, `etdump`, `traced_ns`, `repeatability` and `runs` are then
+        absent. `load`, `memory` and `telemetry` are those of the first process: `load` describes both methods together, its
+        `first_run_ns` the first execution of the prefill method; `memory.planned_bytes` is that of the prefill method, followed by that
+        of the decode method if it is another; `telemetry` covers the timed repetitions of all points with everything between them.
         """
 
     def __init__(
@@ -502,11 +503,11 @@ class CandidateResult(_message.Message):
         numerics: Global___NumericsResult | None = ...,
         runs: _abc.Iterable[Global___MeasuredRun] | None = ...,
         traced_telemetry: _report_pb2.RunTelemetry | None = ...,
-        generation: Global___GenerationResult | None = ...,
+        generations: _abc.Iterable[Global___GenerationResult] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "error", b"error", "etdump", b"etdump", "generation", b"generation", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "repeatability", b"repeatability", "runner", b"runner", "samples", b"samples", "steady", b"steady", "telemetry", b"telemetry", "traced_telemetry", b"traced_telemetry", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "error", b"error", "etdump", b"etdump", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "repeatability", b"repeatability", "runner", b"runner", "samples", b"samples", "steady", b"steady", "telemetry", b"telemetry", "traced_telemetry", b"traced_telemetry", "warmup_ns", b"warmup_ns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "blocks", b"blocks", "cell_id", b"cell_id", "duration_ns", b"duration_ns", "error", b"error", "etdump", b"etdump", "generation", b"generation", "iterations", b"iterations", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "phases", b"phases", "repeatability", b"repeatability", "runner", b"runner", "runs", b"runs", "samples", b"samples", "steady", b"steady", "stop_reason", b"stop_reason", "telemetry", b"telemetry", "threads", b"threads", "traced_ns", b"traced_ns", "traced_telemetry", b"traced_telemetry", "warmup", b"warmup", "warmup_ns", b"warmup_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal", "_steady", b"_steady", "_warmup_ns", b"_warmup_ns", "blocks", b"blocks", "cell_id", b"cell_id", "duration_ns", b"duration_ns", "error", b"error", "etdump", b"etdump", "generations", b"generations", "iterations", b"iterations", "load", b"load", "memory", b"memory", "numerics", b"numerics", "outputs", b"outputs", "outputs_equal", b"outputs_equal", "phases", b"phases", "repeatability", b"repeatability", "runner", b"runner", "runs", b"runs", "samples", b"samples", "steady", b"steady", "stop_reason", b"stop_reason", "telemetry", b"telemetry", "threads", b"threads", "traced_ns", b"traced_ns", "traced_telemetry", b"traced_telemetry", "warmup", b"warmup", "warmup_ns", b"warmup_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__outputs_equal: _TypeAlias = _typing.Literal["outputs_equal"]  # noqa: Y015
     _WhichOneofArgType__outputs_equal: _TypeAlias = _typing.Literal["_outputs_equal", b"_outputs_equal"]  # noqa: Y015
@@ -525,7 +526,7 @@ Global___CandidateResult: _TypeAlias = CandidateResult  # noqa: Y015
 
 @_typing.final
 class GenerationResult(_message.Message):
-    """The result of a GenerationPlan."""
+    """The result of a GenerationPlan in one process."""
 
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -534,6 +535,8 @@ class GenerationResult(_message.Message):
     TOKENS_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
+    LOAD_FIELD_NUMBER: _builtins.int
+    TELEMETRY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPointResult]:
         """In the order of GenerationPlan.points."""
@@ -551,10 +554,16 @@ class GenerationResult(_message.Message):
 
     @_builtins.property
     def prefill(self) -> Global___GenerationTrace:
-        """Absent if the method was not traced."""
+        """Absent if the method was not traced. Only the last process traces."""
 
     @_builtins.property
     def decode(self) -> Global___GenerationTrace: ...
+    @_builtins.property
+    def load(self) -> _report_pb2.Load:
+        """As in CandidateResult, of this process; `telemetry` without `series`."""
+
+    @_builtins.property
+    def telemetry(self) -> _report_pb2.RunTelemetry: ...
     def __init__(
         self,
         *,
@@ -563,10 +572,12 @@ class GenerationResult(_message.Message):
         tokens: _common_pb2.Artifact | None = ...,
         prefill: Global___GenerationTrace | None = ...,
         decode: Global___GenerationTrace | None = ...,
+        load: _report_pb2.Load | None = ...,
+        telemetry: _report_pb2.RunTelemetry | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "load", b"load", "prefill", b"prefill", "telemetry", b"telemetry", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "points", b"points", "prefill", b"prefill", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "load", b"load", "points", b"points", "prefill", b"prefill", "telemetry", b"telemetry", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -5,7 +5,6 @@ isort:skip_file
 
 from collections import abc as _abc
 from etfarm.v1 import common_pb2 as _common_pb2
-from etfarm.v1 import generation_pb2 as _generation_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
@@ -525,6 +524,11 @@ class MethodFacts(_message.Message):
     OPERATORS_FIELD_NUMBER: _builtins.int
     BACKENDS_FIELD_NUMBER: _builtins.int
     PLANNED_BYTES_FIELD_NUMBER: _builtins.int
+    STATE_BYTES_FIELD_NUMBER: _builtins.int
+    state_bytes: _builtins.int
+    """The size of the planned tensors that keep their values from one execution to the next, such as a KV cache: those that an
+    instruction reads before any writes them. Absent if it is unknown.
+    """
     @_builtins.property
     def inputs(self) -> _containers.RepeatedCompositeFieldContainer[Global___ValueSpec]: ...
     @_builtins.property
@@ -549,12 +553,15 @@ class MethodFacts(_message.Message):
         operators: _abc.Iterable[_builtins.str] | None = ...,
         backends: _abc.Iterable[_builtins.str] | None = ...,
         planned_bytes: _abc.Iterable[_builtins.int] | None = ...,
+        state_bytes: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_state_bytes", b"_state_bytes", "state_bytes", b"state_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["backends", b"backends", "inputs", b"inputs", "operators", b"operators", "outputs", b"outputs", "planned_bytes", b"planned_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_state_bytes", b"_state_bytes", "backends", b"backends", "inputs", b"inputs", "operators", b"operators", "outputs", b"outputs", "planned_bytes", b"planned_bytes", "state_bytes", b"state_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__state_bytes: _TypeAlias = _typing.Literal["state_bytes"]  # noqa: Y015
+    _WhichOneofArgType__state_bytes: _TypeAlias = _typing.Literal["_state_bytes", b"_state_bytes"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__state_bytes) -> _WhichOneofReturnType__state_bytes | None: ...
 
 Global___MethodFacts: _TypeAlias = MethodFacts  # noqa: Y015
 
@@ -586,24 +593,18 @@ class ProgramFacts(_message.Message):
         def WhichOneof(self, oneof_group: _Never) -> None: ...
 
     METHODS_FIELD_NUMBER: _builtins.int
-    LANGUAGE_MODEL_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def methods(self) -> _containers.MessageMap[_builtins.str, Global___MethodFacts]:
         """By method."""
-
-    @_builtins.property
-    def language_model(self) -> _generation_pb2.LanguageModel:
-        """Present if the program has the metadata methods and inputs of a language model."""
 
     def __init__(
         self,
         *,
         methods: _abc.Mapping[_builtins.str, Global___MethodFacts] | None = ...,
-        language_model: _generation_pb2.LanguageModel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["language_model", b"language_model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["language_model", b"language_model", "methods", b"methods"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["methods", b"methods"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -286,8 +286,9 @@ class Measurement(_message.Message):
     """Minimum number of traced iterations, 1 to 1,000; 30 when absent. The traced pass is limited in time as well."""
     @_builtins.property
     def generation(self) -> _generation_pb2.GenerationOptions:
-        """Measures the generation of text by language models instead of executions of a method. Only `no_profile`, `cores`, `max_time_s`
-        (for each prompt length at each depth) and `trace_iterations` can be combined with it; the job has no methods and no inputs.
+        """Measures the generation of text by language models instead of executions of a method. Only `no_profile`, `cores`,
+        `repeat`, `trace_iterations` and `max_time_s` (for each prompt length at each depth) can be combined with it; the job has no
+        methods and no inputs.
         """
 
     def __init__(

@@ -586,14 +586,14 @@ class Generation(_message.Message):
         """In the order of measurement."""
 
     @_builtins.property
-    def token_times(self) -> _common_pb2.Artifact:
-        """The times of all tokens: a matrix of int64, little-endian, nanoseconds, in row-major order. For each point in order it has one
-        row for each repetition, with `generated_tokens` columns. Column 0 is the time to the first token.
+    def token_times(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Artifact]:
+        """For each process, the times of all tokens: a matrix of int64, little-endian, nanoseconds, in row-major order. For each point in
+        order it has one row for each repetition, with `generated_tokens` columns. Column 0 is the time to the first token.
         """
 
     @_builtins.property
-    def tokens(self) -> _common_pb2.Artifact:
-        """The generated tokens: a matrix of int32, little-endian, with the rows and columns of `token_times`."""
+    def tokens(self) -> _containers.RepeatedCompositeFieldContainer[_common_pb2.Artifact]:
+        """For each process, the generated tokens: a matrix of int32, little-endian, with the rows and columns of its `token_times`."""
 
     @_builtins.property
     def prefill_execution(self) -> Global___TracedExecution:
@@ -617,8 +617,8 @@ class Generation(_message.Message):
         model: _generation_pb2.LanguageModel | None = ...,
         generated_tokens: _builtins.int = ...,
         points: _abc.Iterable[Global___GenerationPointReport] | None = ...,
-        token_times: _common_pb2.Artifact | None = ...,
-        tokens: _common_pb2.Artifact | None = ...,
+        token_times: _abc.Iterable[_common_pb2.Artifact] | None = ...,
+        tokens: _abc.Iterable[_common_pb2.Artifact] | None = ...,
         prefill_execution: Global___TracedExecution | None = ...,
         decode_execution: Global___TracedExecution | None = ...,
         prefill_profile: Global___Profile | None = ...,
@@ -626,7 +626,7 @@ class Generation(_message.Message):
         prefill_etdump: _common_pb2.Artifact | None = ...,
         prefill_trace_times: _common_pb2.Artifact | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_execution", b"decode_execution", "model", b"model", "prefill_etdump", b"prefill_etdump", "prefill_execution", b"prefill_execution", "prefill_profile", b"prefill_profile", "prefill_trace_times", b"prefill_trace_times", "token_times", b"token_times", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_execution", b"decode_execution", "model", b"model", "prefill_etdump", b"prefill_etdump", "prefill_execution", b"prefill_execution", "prefill_profile", b"prefill_profile", "prefill_trace_times", b"prefill_trace_times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
     _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_execution", b"decode_execution", "generated_tokens", b"generated_tokens", "model", b"model", "points", b"points", "prefill_etdump", b"prefill_etdump", "prefill_execution", b"prefill_execution", "prefill_operators", b"prefill_operators", "prefill_profile", b"prefill_profile", "prefill_trace_times", b"prefill_trace_times", "token_times", b"token_times", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
@@ -662,8 +662,10 @@ Global___TracedExecution: _TypeAlias = TracedExecution  # noqa: Y015
 
 @_typing.final
 class GenerationPointReport(_message.Message):
-    """Generation after one prompt length at one depth. Intervals are of the geometric mean over repetitions, by Student's t
-    distribution: tokens of one repetition resemble each other, and are never pooled. They are empty below 2 repetitions.
+    """Generation after one prompt length at one depth. A process's number is the geometric mean over its repetitions: the tokens of a
+    repetition resemble each other and are never pooled. The numbers of the point are geometric means over its valid processes, or
+    over all if none is valid. Their 95 % intervals are computed by Student's t distribution from the logarithms: over the processes
+    with three or more, else over the repetitions. They are empty where neither allows one.
     """
 
     DESCRIPTOR: _descriptor.Descriptor
@@ -681,14 +683,14 @@ class GenerationPointReport(_message.Message):
     TOKEN_NS_FIELD_NUMBER: _builtins.int
     TOKENS_EQUAL_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
-    TELEMETRY_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     depth: _builtins.int
     """Number of tokens in the context before the prompt."""
     repetitions: _builtins.int
-    """Number of timed repetitions."""
+    """Number of timed repetitions, of all processes together."""
     ttft_ns: _builtins.float
-    """The time from the start of the prompt to the first token: the geometric mean over repetitions."""
+    """The time from the start of the prompt to the first token."""
     prefill_tokens_per_s: _builtins.float
     """Prompt length divided by the time until the prompt's last logits."""
     decode_tokens_per_s: _builtins.float
@@ -697,7 +699,7 @@ class GenerationPointReport(_message.Message):
     """Whether all repetitions generated the same tokens; absent for a single one."""
     @_builtins.property
     def error(self) -> _common_pb2.Error:
-        """Why the point was not completed; absent if it was."""
+        """Why a process did not complete the point; absent if all did."""
 
     @_builtins.property
     def ttft_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
@@ -716,8 +718,8 @@ class GenerationPointReport(_message.Message):
         """The verdict on this point alone."""
 
     @_builtins.property
-    def telemetry(self) -> Global___RunTelemetry:
-        """Counters over the timed repetitions, without `series`."""
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationRun]:
+        """The processes that measured the point, in order: one, or as many as Measurement.repeat."""
 
     def __init__(
         self,
@@ -735,11 +737,11 @@ class GenerationPointReport(_message.Message):
         token_ns: _abc.Iterable[_builtins.float] | None = ...,
         tokens_equal: _builtins.bool | None = ...,
         verdict: Global___Verdict | None = ...,
-        telemetry: Global___RunTelemetry | None = ...,
+        runs: _abc.Iterable[Global___GenerationRun] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s", "_prefill_tokens_per_s", b"_prefill_tokens_per_s", "_tokens_equal", b"_tokens_equal", "_ttft_ns", b"_ttft_ns", "decode_tokens_per_s", b"decode_tokens_per_s", "error", b"error", "prefill_tokens_per_s", b"prefill_tokens_per_s", "telemetry", b"telemetry", "tokens_equal", b"tokens_equal", "ttft_ns", b"ttft_ns", "verdict", b"verdict"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s", "_prefill_tokens_per_s", b"_prefill_tokens_per_s", "_tokens_equal", b"_tokens_equal", "_ttft_ns", b"_ttft_ns", "decode_tokens_per_s", b"decode_tokens_per_s", "error", b"error", "prefill_tokens_per_s", b"prefill_tokens_per_s", "tokens_equal", b"tokens_equal", "ttft_ns", b"ttft_ns", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s", "_prefill_tokens_per_s", b"_prefill_tokens_per_s", "_tokens_equal", b"_tokens_equal", "_ttft_ns", b"_ttft_ns", "decode_tokens_per_s", b"decode_tokens_per_s", "decode_tokens_per_s_ci95", b"decode_tokens_per_s_ci95", "depth", b"depth", "error", b"error", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prefill_tokens_per_s_ci95", b"prefill_tokens_per_s_ci95", "prompt_tokens", b"prompt_tokens", "repetitions", b"repetitions", "telemetry", b"telemetry", "token_ns", b"token_ns", "tokens_equal", b"tokens_equal", "ttft_ci95_ns", b"ttft_ci95_ns", "ttft_ns", b"ttft_ns", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s", "_prefill_tokens_per_s", b"_prefill_tokens_per_s", "_tokens_equal", b"_tokens_equal", "_ttft_ns", b"_ttft_ns", "decode_tokens_per_s", b"decode_tokens_per_s", "decode_tokens_per_s_ci95", b"decode_tokens_per_s_ci95", "depth", b"depth", "error", b"error", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prefill_tokens_per_s_ci95", b"prefill_tokens_per_s_ci95", "prompt_tokens", b"prompt_tokens", "repetitions", b"repetitions", "runs", b"runs", "token_ns", b"token_ns", "tokens_equal", b"tokens_equal", "ttft_ci95_ns", b"ttft_ci95_ns", "ttft_ns", b"ttft_ns", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode_tokens_per_s: _TypeAlias = _typing.Literal["decode_tokens_per_s"]  # noqa: Y015
     _WhichOneofArgType__decode_tokens_per_s: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s"]  # noqa: Y015
@@ -759,6 +761,61 @@ class GenerationPointReport(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ns) -> _WhichOneofReturnType__ttft_ns | None: ...
 
 Global___GenerationPointReport: _TypeAlias = GenerationPointReport  # noqa: Y015
+
+@_typing.final
+class GenerationRun(_message.Message):
+    """One process's measurement of a point."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REPETITIONS_FIELD_NUMBER: _builtins.int
+    TTFT_NS_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    VERDICT_FIELD_NUMBER: _builtins.int
+    TELEMETRY_FIELD_NUMBER: _builtins.int
+    repetitions: _builtins.int
+    """Number of timed repetitions."""
+    ttft_ns: _builtins.float
+    """As in GenerationPointReport."""
+    prefill_tokens_per_s: _builtins.float
+    decode_tokens_per_s: _builtins.float
+    @_builtins.property
+    def verdict(self) -> Global___Verdict:
+        """The verdict on this process alone."""
+
+    @_builtins.property
+    def telemetry(self) -> Global___RunTelemetry:
+        """Counters over the timed repetitions, without `series`."""
+
+    def __init__(
+        self,
+        *,
+        repetitions: _builtins.int = ...,
+        ttft_ns: _builtins.float | None = ...,
+        prefill_tokens_per_s: _builtins.float | None = ...,
+        decode_tokens_per_s: _builtins.float | None = ...,
+        verdict: Global___Verdict | None = ...,
+        telemetry: Global___RunTelemetry | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s", "_prefill_tokens_per_s", b"_prefill_tokens_per_s", "_ttft_ns", b"_ttft_ns", "decode_tokens_per_s", b"decode_tokens_per_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "telemetry", b"telemetry", "ttft_ns", b"ttft_ns", "verdict", b"verdict"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s", "_prefill_tokens_per_s", b"_prefill_tokens_per_s", "_ttft_ns", b"_ttft_ns", "decode_tokens_per_s", b"decode_tokens_per_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "repetitions", b"repetitions", "telemetry", b"telemetry", "ttft_ns", b"ttft_ns", "verdict", b"verdict"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decode_tokens_per_s: _TypeAlias = _typing.Literal["decode_tokens_per_s"]  # noqa: Y015
+    _WhichOneofArgType__decode_tokens_per_s: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_tokens_per_s: _TypeAlias = _typing.Literal["prefill_tokens_per_s"]  # noqa: Y015
+    _WhichOneofArgType__prefill_tokens_per_s: _TypeAlias = _typing.Literal["_prefill_tokens_per_s", b"_prefill_tokens_per_s"]  # noqa: Y015
+    _WhichOneofReturnType__ttft_ns: _TypeAlias = _typing.Literal["ttft_ns"]  # noqa: Y015
+    _WhichOneofArgType__ttft_ns: _TypeAlias = _typing.Literal["_ttft_ns", b"_ttft_ns"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_tokens_per_s) -> _WhichOneofReturnType__decode_tokens_per_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_tokens_per_s) -> _WhichOneofReturnType__prefill_tokens_per_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ns) -> _WhichOneofReturnType__ttft_ns | None: ...
+
+Global___GenerationRun: _TypeAlias = GenerationRun  # noqa: Y015
 
 @_typing.final
 class Run(_message.Message):
