@@ -27,8 +27,10 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Final
 
+from etfarm.device_agents.native import stand_ins
 from etfarm.device_agents.native.scratch import delete_own, scratch_folder
 from etfarm.device_agents.native.toolchain import (
+    CUSTOM_OPERATORS,
     EXECUTORCH_LIBRARIES,
     LOADERS,
     SYSTEM_LIBRARIES,
@@ -54,6 +56,8 @@ _FLAGS: Final = (
 _LINK_FLAGS: Final = (
     # Nothing refers to the kernel and backend libraries, which only register themselves, yet they must be loaded.
     "-pie", "-Wl,--no-as-needed", "-Wl,-rpath,$ORIGIN", "-Wl,--build-id=none", "-s",
+    # The custom operators refer to functions of torch that are never called.
+    "-Wl,--allow-shlib-undefined",
 )  # fmt: skip
 _OPTIONS: Final = (CONFINE,)
 _PROBE_SECONDS: Final = 30
@@ -69,8 +73,9 @@ class RunnerUnusable(FarmError):
 
 def source_digest() -> str:
     """Return the digest of the runner's sources and of how they are compiled: equal for equal behaviour."""
-    sources = {path.name: digest.of_file(path) for path in _sources("*.cpp") + _sources("*.h")}
-    return digest.of_value({"sources": sources, "flags": [*_FLAGS, *_LINK_FLAGS], "libraries": EXECUTORCH_LIBRARIES})
+    sources = {path.name: digest.of_file(path) for path in [*_sources("*.cpp"), *_sources("*.h"), stand_ins.SOURCE]}
+    flags = [*_FLAGS, *_LINK_FLAGS, *stand_ins.FLAGS]
+    return digest.of_value({"sources": sources, "flags": flags, "libraries": [*EXECUTORCH_LIBRARIES, CUSTOM_OPERATORS]})
 
 
 def build_bundle(
@@ -108,13 +113,16 @@ def build_bundle(
         compiler = Compiler.find(arch)
         package = _package(arch, executorch, scratch, say)
         say(f"compiling for {arch} with {Path(compiler.path).name} {compiler.version()}, ExecuTorch {package.version}")
-        binary = compile_runner(compiler, package, scratch / "objects", jobs=jobs)
+        torch = stand_ins.compile_stand_ins(compiler, package.library(CUSTOM_OPERATORS), scratch / "stand_ins")
+        binary = compile_runner(compiler, package, torch, scratch / "objects", jobs=jobs)
 
         folder = scratch / "bundle"
         folder.mkdir()
         members = {ENTRY: binary, LOADERS[arch]: compiler.system_library(LOADERS[arch])}
-        members |= {library: package.folder / "lib" / library for library in EXECUTORCH_LIBRARIES}
+        members |= {library: package.library(library) for library in (*EXECUTORCH_LIBRARIES, CUSTOM_OPERATORS)}
         members |= {library: compiler.system_library(library) for library in SYSTEM_LIBRARIES}
+        members |= {library.name: library for library in torch}
+        stand_ins.require_symbols(members[CUSTOM_OPERATORS], members.values())
         for member, path in members.items():
             shutil.copyfile(path, folder / member)
             # The loader and the runner are started; libraries are only mapped.
@@ -135,8 +143,17 @@ def _package(arch: str, executorch: Path | None, scratch: Path, say: Say) -> Exe
     return ExecutorchPackage.find(arch, fetch_wheel(arch, say=say), scratch)
 
 
-def compile_runner(compiler: Compiler, package: ExecutorchPackage, folder: Path, *, jobs: int | None = None) -> Path:
+def compile_runner(
+    compiler: Compiler, package: ExecutorchPackage, torch: Sequence[Path], folder: Path, *, jobs: int | None = None
+) -> Path:
     """Compile the runner in `folder` and return its executable.
+
+    Args:
+        compiler: compiles for the package's architecture.
+        package: has the headers and libraries.
+        torch: the stand-ins for torch, which the custom operators need.
+        folder: where to put the executable; created if missing.
+        jobs: number of concurrent compilers; the number of CPUs by default.
 
     Raises:
         CompilerFailed: the message contains the compiler's output.
@@ -161,8 +178,9 @@ def compile_runner(compiler: Compiler, package: ExecutorchPackage, folder: Path,
     sources = sorted(_sources("*.cpp"), key=lambda path: -path.stat().st_size)
     with ThreadPoolExecutor(jobs or os.cpu_count() or 1) as pool:
         objects = sorted(pool.map(compile_one, sources))
-    libraries = [f"-l{name.removeprefix('lib').removesuffix('.so')}" for name in EXECUTORCH_LIBRARIES]
-    compiler.run([*objects, "-o", ENTRY, *_LINK_FLAGS, f"-L{package.folder / 'lib'}", *libraries], "linking", folder)
+    libraries = [package.library(name) for name in EXECUTORCH_LIBRARIES] + [*torch, package.library(CUSTOM_OPERATORS)]
+    linked = [argument for path in libraries for argument in (f"-L{path.parent}", f"-l:{path.name}")]
+    compiler.run([*objects, "-o", ENTRY, *_LINK_FLAGS, *linked], "linking", folder)
     return folder / ENTRY
 
 

@@ -14,6 +14,7 @@
 #include <sched.h>
 
 #include "confine.h"
+#include "generation.h"
 #include "log.h"
 #include "passes.h"
 #include "self_test.h"
@@ -40,6 +41,9 @@ constexpr int kProtocol = 1;
 // More than any tensor that fits into a phone's memory; a larger length means that the stream is damaged.
 constexpr std::int64_t kMaxPayloadBytes = std::int64_t{1} << 33;
 constexpr std::int64_t kMaxTimeNs = std::int64_t{1} << 60;
+constexpr std::int64_t kMaxContextTokens = std::int64_t{1} << 22;
+constexpr std::int64_t kMaxGeneratedTokens = 1 << 16;
+constexpr std::int64_t kMaxRepetitions = 1000;
 
 // The restrictions that this process applied to itself at its start.
 std::vector<std::string> confined;
@@ -170,6 +174,34 @@ void measure_command(Session& session, Command& command) {
   measure(session, plan, result_of(command));
 }
 
+void generate_command(Session& session, Command& command) {
+  Generation plan{};
+  plan.prefill = command.require("prefill");
+  plan.decode = command.take("decode").value_or(plan.prefill);
+  plan.token_input = static_cast<std::size_t>(command.integer("token_input", 0, 1 << 20, 0));
+  plan.position_input = static_cast<std::size_t>(command.integer("position_input", 0, 1 << 20, 1));
+  plan.max_chunk = command.integer("max_chunk", 1, kMaxContextTokens, kMaxContextTokens);
+  plan.depth = command.integer("depth", 0, kMaxContextTokens, 0);
+  plan.tokens = command.integer("tokens", 1, kMaxGeneratedTokens);
+  plan.warmup = command.integer("warmup", 0, kMaxRepetitions, 1);
+  plan.repetitions = command.integer("repetitions", 1, kMaxRepetitions, 5);
+  plan.max_time_ns = command.integer("max_time_ns", 1, kMaxTimeNs, 60'000'000'000);
+  plan.reload = command.flag("reload", false);
+  command.finish();
+  const std::size_t count = command.payload.size() / sizeof(std::int32_t);
+  if (command.payload.size() % sizeof(std::int32_t) != 0 || count > static_cast<std::size_t>(kMaxContextTokens)) {
+    throw Failure{"BAD_COMMAND", "the payload must be at most " + std::to_string(kMaxContextTokens) + " int32 tokens", "", {}};
+  }
+  if (count <= static_cast<std::size_t>(plan.depth)) throw Failure{"BAD_COMMAND", "the payload must have more tokens than depth", "", {}};
+  for (std::size_t i = 0; i < count; ++i) {
+    std::int32_t token = 0;
+    std::memcpy(&token, command.payload.data() + i * sizeof(token), sizeof(token));
+    if (token < 0) throw Failure{"BAD_COMMAND", "token " + std::to_string(i) + " is negative", "", {}};
+    plan.context.push_back(token);
+  }
+  generate(session, plan, result_of(command));
+}
+
 void trace_command(Session& session, Command& command) {
   const auto iterations = command.integer("iterations", 1, 1'000'000);
   const auto warmup = command.integer("warmup", 0, 1'000'000, 1);
@@ -208,7 +240,7 @@ const std::map<std::string, std::function<void(Session&, Command&)>>& commands()
       {"method", method},     {"input", input},     {"run", run},           {"load_method", load_method},
       {"outputs", outputs},   {"memory", memory},   {"trace", trace_command}, {"default_inputs", default_inputs},
       {"measure", measure_command}, {"debug", debug_command},
-      {"self_test", self_test_command}, {"select", select},
+      {"self_test", self_test_command}, {"select", select},     {"generate", generate_command},
   };
   return table;
 }
@@ -230,7 +262,8 @@ bool serve(Session& session, const std::string& line) {
     if (const auto bytes = command.take("bytes")) {
       const auto size = static_cast<std::size_t>(parse_integer(*bytes, "bytes", 0, kMaxPayloadBytes));
       try {
-        if (command.name() == "input" ? !Channel::get().read_payload(command.payload, size) : !Channel::get().skip(size)) return false;
+        const bool is_taken = command.name() == "input" || command.name() == "generate";
+        if (is_taken ? !Channel::get().read_payload(command.payload, size) : !Channel::get().skip(size)) return false;
       } catch (const std::bad_alloc&) {
         Channel::get().skip(size);
         throw;

@@ -16,8 +16,6 @@
 namespace etfarm {
 namespace {
 
-constexpr std::int64_t kProgressNs = 250'000'000;
-
 // A warm-up is steady once the medians of the latest windows lie within 2 %, or, for programs of a few microseconds, within
 // the resolution of phones' counters (52 ns at 19.2 MHz). All windows are compared with each other: a drift of 2 % per window
 // is not steady. A window lasts long enough for a governor to react.
@@ -27,10 +25,6 @@ constexpr std::int64_t kWindowNs = 50'000'000;
 constexpr std::int64_t kWindowSamples = 1 << 16;
 constexpr std::int64_t kSteadyShare = 50;
 constexpr std::int64_t kSteadyNs = 104;
-
-void report(const char* stage, std::int64_t done, std::int64_t elapsed_ns) {
-  Channel::get().send(Json().text("event", "progress").text("stage", stage).number("done", done).number("elapsed_ns", elapsed_ns));
-}
 
 std::optional<std::int64_t> difference(const std::optional<std::int64_t>& after, const std::optional<std::int64_t>& before) {
   if (!after || !before) return std::nullopt;
@@ -104,7 +98,7 @@ struct WarmUp {
 WarmUp warm_up(LoadedMethod& method, const std::vector<std::optional<Input>>& inputs, const Plan& plan, std::int64_t* window) {
   WarmUp done{0, 0, 0, plan.steady ? std::optional<bool>(false) : std::nullopt};
   if (plan.warmup == 0 && !plan.steady) return done;
-  report("WARMUP", 0, 0);
+  report_progress("WARMUP", 0, 0);
   const std::int64_t start = now_ns();
   std::int64_t reported = 0;
   // Returns false once the time is up: more iterations would not warm the program up further.
@@ -115,7 +109,7 @@ WarmUp warm_up(LoadedMethod& method, const std::vector<std::optional<Input>>& in
     done.elapsed_ns = span.end - start;
     if (done.elapsed_ns >= plan.max_warmup_ns) return false;
     if (done.elapsed_ns - reported >= kProgressNs) {
-      report("WARMUP", done.iterations, done.elapsed_ns);
+      report_progress("WARMUP", done.iterations, done.elapsed_ns);
       reported = done.elapsed_ns;
     }
     return true;
@@ -146,7 +140,12 @@ WarmUp warm_up(LoadedMethod& method, const std::vector<std::optional<Input>>& in
   return done;
 }
 
-// The counters between two readings.
+}  // namespace
+
+void report_progress(const char* stage, std::int64_t done, std::int64_t elapsed_ns) {
+  Channel::get().send(Json().text("event", "progress").text("stage", stage).number("done", done).number("elapsed_ns", elapsed_ns));
+}
+
 void add_counters(Json& result, const Usage& before, const Usage& after) {
   result.number("wall_ns", after.wall_ns - before.wall_ns)
       .number("cpu_ns", difference(after.cpu_ns, before.cpu_ns))
@@ -156,8 +155,6 @@ void add_counters(Json& result, const Usage& before, const Usage& after) {
       .number("major_faults", difference(after.major_faults, before.major_faults))
       .number("cpu_pressure_us", difference(after.pressure_us, before.pressure_us));
 }
-
-}  // namespace
 
 void measure(Session& session, const Plan& plan, Json result) {
   LoadedMethod& method = session.ready();
@@ -171,7 +168,7 @@ void measure(Session& session, const Plan& plan, Json result) {
   peak_rss_bytes();
   const WarmUp warmed = warm_up(method, inputs, plan, samples);
 
-  report("TIMED", 0, 0);
+  report_progress("TIMED", 0, 0);
   std::int64_t count = 0;
   std::int64_t elapsed = 0;
   const char* stop_reason = nullptr;
@@ -188,7 +185,7 @@ void measure(Session& session, const Plan& plan, Json result) {
     } else if (elapsed >= plan.max_time_ns) {
       stop_reason = "MAX_TIME";
     } else if (elapsed - reported >= kProgressNs) {
-      report("TIMED", count, elapsed);
+      report_progress("TIMED", count, elapsed);
       reported = elapsed;
     }
   }
@@ -211,7 +208,7 @@ void trace(Session& session, std::int64_t warmup, std::int64_t iterations, const
   LoadedMethod& method = session.ready();
   if (!method.tracer() || method.debugging()) throw Failure{"BAD_STATE", "trace needs the method loaded with trace=1 debug=0", "", {}};
   const auto& inputs = session.inputs();
-  report("TRACED", 0, 0);
+  report_progress("TRACED", 0, 0);
   for (std::int64_t i = 0; i < warmup; ++i) method.execute(inputs);
   if (warmup > 0) method.tracer()->reset();  // cold iterations would distort the means of the profile
 
@@ -223,7 +220,7 @@ void trace(Session& session, std::int64_t warmup, std::int64_t iterations, const
     const Span span = method.execute(inputs);
     samples.push_back(span.ns());
     if (span.end - reported >= kProgressNs) {
-      report("TRACED", i + 1, span.end - start);
+      report_progress("TRACED", i + 1, span.end - start);
       reported = span.end;
     }
   }
@@ -239,7 +236,7 @@ void trace(Session& session, std::int64_t warmup, std::int64_t iterations, const
 Json debug(Session& session, const std::string& path, const std::string& dump, std::size_t max_bytes, Json result) {
   LoadedMethod& method = session.ready();
   if (!method.debugging()) throw Failure{"BAD_STATE", "debug needs the method loaded with trace=1 debug=1", "", {}};
-  report("DEBUG", 0, 0);
+  report_progress("DEBUG", 0, 0);
   DumpFile sink(dump, max_bytes);
   method.tracer()->set_data_sink(&sink);
   std::int64_t took = 0;

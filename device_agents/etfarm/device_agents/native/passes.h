@@ -6,8 +6,17 @@
 #include <string>
 
 #include "session.h"
+#include "system.h"
 
 namespace etfarm {
+
+constexpr std::int64_t kProgressNs = 250'000'000;  // minimum time between two progress events of a stage
+
+// Sends a `progress` event.
+void report_progress(const char* stage, std::int64_t done, std::int64_t elapsed_ns);
+
+// Adds the counters between two readings.
+void add_counters(Json& result, const Usage& before, const Usage& after);
 
 struct Plan {
   std::int64_t warmup;

@@ -70,6 +70,10 @@ std::string joined(const std::vector<std::string>& names) {
   return text;
 }
 
+// The planned buffer in which ExecuTorch's memory planner places state that methods share (share_mutable_buffers): with
+// activations in the first one, every method of such a program has two, and the second is of equal size in all.
+constexpr std::size_t kSharedBuffer = 1;
+
 Json tensor_json(std::size_t index, const TensorInfo& info) {
   return Json()
       .number("index", static_cast<std::int64_t>(index))
@@ -107,7 +111,8 @@ Pages::~Pages() {
   if (data_) ::munmap(data_, size_);
 }
 
-LoadedMethod::LoadedMethod(const Program& program, const DataFiles& data, const std::string& name, bool trace, bool debug)
+LoadedMethod::LoadedMethod(const Program& program, const DataFiles& data, const std::string& name, bool trace, bool debug,
+                           std::shared_ptr<Pages> shared)
     : name_(name), debug_(debug) {
   const MethodMeta meta = unwrap(program.method_meta(name.c_str()), "method '" + name + "'");
   std::vector<std::string> missing;
@@ -120,9 +125,10 @@ LoadedMethod::LoadedMethod(const Program& program, const DataFiles& data, const 
   for (std::size_t i = 0; i < meta.num_memory_planned_buffers(); ++i) {
     const std::int64_t size = unwrap(meta.memory_planned_buffer_size(i), "planned buffer " + std::to_string(i));
     if (size < 0) throw Failure{"RUNTIME", "planned buffer " + std::to_string(i) + " has a negative size", "InvalidProgram", {}};
-    pages_.emplace_back(static_cast<std::size_t>(size));
+    const bool is_shared = i == kSharedBuffer && shared && shared->size() == static_cast<std::size_t>(size);
+    pages_.push_back(is_shared ? shared : std::make_shared<Pages>(static_cast<std::size_t>(size)));
   }
-  for (const auto& pages : pages_) spans_.emplace_back(pages.data(), pages.size());
+  for (const auto& pages : pages_) spans_.emplace_back(pages->data(), pages->size());
   planned_ = std::make_unique<executorch::runtime::HierarchicalAllocator>(ByteSpans(spans_.data(), spans_.size()));
   manager_ = std::make_unique<executorch::runtime::MemoryManager>(&method_allocator_, planned_.get(), &temp_allocator_);
   if (trace) {
@@ -205,12 +211,29 @@ Json Session::load(const std::string& path, const std::vector<std::string>& data
   for (std::size_t i = 0; i < program_->num_methods(); ++i) {
     methods.emplace_back(unwrap(program_->get_method_name(i), "method " + std::to_string(i)));
   }
+  shared_bytes_ = shared_state_bytes(methods);
   return Json().number("load_ns", load_ns).texts("methods", methods).number("threads", static_cast<std::int64_t>(threads));
 }
 
 MethodMeta Session::meta(const std::string& method) {
   if (!program_) throw Failure{"BAD_STATE", "no program is loaded", "", {}};
   return unwrap(program_->method_meta(method.c_str()), "no method '" + method + "'");
+}
+
+// The file does not say whether its methods share state, but only the planner for shared state produces such sizes.
+std::size_t Session::shared_state_bytes(const std::vector<std::string>& methods) {
+  std::int64_t size = 0;
+  std::size_t count = 0;
+  for (const auto& name : methods) {
+    const MethodMeta meta = this->meta(name);
+    const std::size_t buffers = meta.num_memory_planned_buffers();
+    if (buffers < kSharedBuffer + 1) continue;
+    const std::int64_t own = unwrap(meta.memory_planned_buffer_size(kSharedBuffer), "a planned buffer of '" + name + "'");
+    if (buffers > kSharedBuffer + 1 || (count > 0 && own != size)) return 0;
+    size = own;
+    ++count;
+  }
+  return count > 1 && size > 0 ? static_cast<std::size_t>(size) : 0;
 }
 
 Json Session::describe(const std::string& name) {
@@ -253,17 +276,21 @@ Json Session::load_method(const std::string& name, bool trace, bool debug, bool 
   if (debug && !trace) throw Failure{"BAD_COMMAND", "debug=1 needs trace=1", "", {}};
   method_ = nullptr;
   keep ? void(methods_.erase(name)) : methods_.clear();  // before loading, so that both are never in memory at once
-  auto loaded = std::make_unique<LoadedMethod>(*program_, *data_, name, trace, debug);
+  if (methods_.empty()) shared_.reset();
+  if (shared_bytes_ > 0 && !shared_) shared_ = std::make_shared<Pages>(shared_bytes_);
+  auto loaded = std::make_unique<LoadedMethod>(*program_, *data_, name, trace, debug, shared_);
   method_ = loaded.get();
   methods_[name] = std::move(loaded);
   inputs_[name].resize(count);
   return Json().number("load_method_ns", method_->load_method_ns);
 }
 
-void Session::select(const std::string& name) {
+void Session::select(const std::string& name) { method_ = &loaded(name); }
+
+LoadedMethod& Session::loaded(const std::string& name) {
   const auto known = methods_.find(name);
   if (known == methods_.end()) throw Failure{"BAD_STATE", "method '" + name + "' is not loaded", "", {}};
-  method_ = known->second.get();
+  return *known->second;
 }
 
 LoadedMethod& Session::loaded_method() {
@@ -280,11 +307,11 @@ LoadedMethod& Session::ready() {
   return method;
 }
 
-ExpectedTensor Session::expected(std::size_t index) {
+ExpectedTensor Session::expected(LoadedMethod& method, std::size_t index) {
   const std::string what = "input " + std::to_string(index);
-  const TensorInfo info = unwrap(meta(method_->name()).input_tensor_meta(index), what);
+  const TensorInfo info = unwrap(meta(method.name()).input_tensor_meta(index), what);
   return {index, std::string(info.name()), info.scalar_type(), {info.sizes().begin(), info.sizes().end()},
-          {info.dim_order().begin(), info.dim_order().end()}, method_->is_dynamic(index)};
+          {info.dim_order().begin(), info.dim_order().end()}, method.is_dynamic(index)};
 }
 
 void Session::set_input(Command& command) {
@@ -305,7 +332,7 @@ void Session::set_input(Command& command) {
     const auto shape = command.integers("shape", 0, INT32_MAX);
     const auto dim_order = command.integers("dim_order", 0, 255);
     command.finish();
-    inputs[index] = checked_tensor(expected(index), dtype, shape, dim_order, std::move(command.payload));
+    inputs[index] = checked_tensor(expected(method, index), dtype, shape, dim_order, std::move(command.payload));
     return;
   }
   EValue value;
@@ -338,7 +365,7 @@ void Session::default_inputs(std::uint64_t seed, std::vector<Json>& headers, Byt
   for (std::size_t i = 0; i < inputs.size(); ++i) {
     std::string name;
     if (method.input(i).isTensor()) {
-      const ExpectedTensor tensor = expected(i);
+      const ExpectedTensor tensor = expected(method, i);
       if (item_bytes(tensor.type) == 0) throw Failure{"INPUT_MISMATCH", "input " + std::to_string(i) + " has a dtype that etfarm does not carry", "", {}};
       std::size_t elements = 1;
       for (const auto size : tensor.shape) elements *= static_cast<std::size_t>(size);

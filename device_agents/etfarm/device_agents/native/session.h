@@ -54,10 +54,12 @@ struct Span {
   std::int64_t ns() const { return end - start; }
 };
 
-// A method with its memory. Destroying it resets its mutable buffers.
+// A method with its memory. Destroying it resets its mutable buffers, but for those in `shared`, its second planned buffer where
+// the program's methods share state.
 class LoadedMethod {
  public:
-  LoadedMethod(const executorch::runtime::Program& program, const DataFiles& data, const std::string& name, bool trace, bool debug);
+  LoadedMethod(const executorch::runtime::Program& program, const DataFiles& data, const std::string& name, bool trace, bool debug,
+               std::shared_ptr<Pages> shared);
 
   const std::string& name() const { return name_; }
   executorch::runtime::Method& method() { return *method_; }
@@ -78,7 +80,7 @@ class LoadedMethod {
 
   std::string name_;
   bool debug_;
-  std::vector<Pages> pages_;
+  std::vector<std::shared_ptr<Pages>> pages_;
   std::vector<executorch::runtime::Span<std::uint8_t>> spans_;
   executorch::extension::MallocMemoryAllocator method_allocator_;
   executorch::extension::MallocMemoryAllocator temp_allocator_;
@@ -93,7 +95,7 @@ class Session {
  public:
   Json load(const std::string& path, const std::vector<std::string>& data);
   Json describe(const std::string& method);
-  // With `keep`, methods that were loaded before stay loaded, each in its own memory.
+  // With `keep`, methods that were loaded before stay loaded, each in its own memory but for state that the methods share.
   Json load_method(const std::string& name, bool trace, bool debug, bool keep);
   // Makes a loaded method the current one, with its state unchanged.
   void select(const std::string& name);
@@ -102,18 +104,25 @@ class Session {
   void outputs(std::vector<Json>& headers, Bytes& payload);
 
   bool loaded() const { return program_.has_value(); }
+  // Returns a loaded method; a Failure if it is not loaded.
+  LoadedMethod& loaded(const std::string& name);
   // Returns the current method, ready to execute; a Failure if there is none or an input is missing.
   LoadedMethod& ready();
-  const std::vector<std::optional<Input>>& inputs() { return inputs_[loaded_method().name()]; }
+  const std::vector<std::optional<Input>>& inputs() { return inputs(loaded_method().name()); }
+  const std::vector<std::optional<Input>>& inputs(const std::string& method) { return inputs_[method]; }
+  // Describes an input of a loaded method, which must be a tensor.
+  ExpectedTensor expected(LoadedMethod& method, std::size_t index);
 
  private:
   LoadedMethod& loaded_method();
   executorch::runtime::MethodMeta meta(const std::string& method);
-  ExpectedTensor expected(std::size_t index);
+  std::size_t shared_state_bytes(const std::vector<std::string>& methods);
 
   std::unique_ptr<executorch::extension::MmapDataLoader> loader_;
   std::unique_ptr<DataFiles> data_;
   std::optional<executorch::runtime::Program> program_;
+  std::size_t shared_bytes_ = 0;   // size of the state that the program's methods share; 0 if they share none
+  std::shared_ptr<Pages> shared_;  // this state, as long as a method is loaded
   std::map<std::string, std::unique_ptr<LoadedMethod>> methods_;
   LoadedMethod* method_ = nullptr;  // the current one
   std::map<std::string, std::vector<std::optional<Input>>> inputs_;

@@ -27,6 +27,10 @@ EXECUTORCH_LIBRARIES: Final = tuple(
     for part in ("", "_kernels_optimized", "_kernels_quantized", "_backend_xnnpack", "_etdump", "_threadpool")
 )
 """ExecuTorch's libraries in a bundle; without OpenVINO and QNN, which open runtimes that a bundle does not contain."""
+CUSTOM_OPERATORS: Final = "libcustom_ops_aot_lib.so"
+"""ExecuTorch's library of the operators of language models, such as `llama::custom_sdpa`. It is made for a process with torch:
+see native/stand_ins."""
+_CUSTOM_OPERATORS_FOLDER: Final = "extension/llm/custom_ops"
 
 
 class CompilerMissing(UserError):
@@ -150,11 +154,16 @@ class ExecutorchPackage:
             folder = location if (location / "version.py").is_file() else location / "executorch"
         return cls._validated(arch, folder)
 
+    def library(self, name: str) -> Path:
+        """Return one of the libraries of a bundle."""
+        return self.folder / (_CUSTOM_OPERATORS_FOLDER if name == CUSTOM_OPERATORS else "lib") / name
+
     @classmethod
     def _validated(cls, arch: str, folder: Path) -> ExecutorchPackage:
-        for name in EXECUTORCH_LIBRARIES:
-            if not (folder / "lib" / name).is_file():
-                raise ExecutorchMissing(arch, f"{folder} has no lib/{name}")
+        for name in (*EXECUTORCH_LIBRARIES, CUSTOM_OPERATORS):
+            path = cls(folder, "").library(name)
+            if not path.is_file():
+                raise ExecutorchMissing(arch, f"{folder} has no {path.relative_to(folder)}")
         actual_arch = elf_arch(folder / "lib" / EXECUTORCH_LIBRARIES[0])
         if actual_arch != arch:
             raise ExecutorchMissing(arch, f"the one in {folder} is for {actual_arch or 'another architecture'}")
@@ -176,7 +185,8 @@ def _unpacked(arch: str, wheel: Path, scratch: Path) -> Path:
             members = [
                 name
                 for name in archive.namelist()
-                if name.startswith(("executorch/lib/libexecutorch", "executorch/include/")) or name == "executorch/version.py"
+                if name.startswith(("executorch/lib/libexecutorch", "executorch/include/"))
+                or name in ("executorch/version.py", f"executorch/{_CUSTOM_OPERATORS_FOLDER}/{CUSTOM_OPERATORS}")
             ]
             archive.extractall(scratch, members)  # refuses names that point outside `scratch`
     except (OSError, zipfile.BadZipFile) as error:

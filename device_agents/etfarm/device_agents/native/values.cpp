@@ -117,6 +117,8 @@ Input Input::tensor(ScalarType type, std::vector<std::int64_t> shape, std::vecto
   return input;
 }
 
+Bytes& Input::bytes() { return storage_->data; }
+
 Input checked_tensor(const ExpectedTensor& expected, const std::string& dtype, const std::vector<std::int64_t>& shape,
                      const std::vector<std::int64_t>& dim_order, Bytes data) {
   const std::string who = "input " + std::to_string(expected.index) + (expected.name.empty() ? "" : " '" + expected.name + "'");

@@ -26,6 +26,7 @@ class Input {
   static Input tensor(executorch::aten::ScalarType type, std::vector<std::int64_t> shape, std::vector<std::uint8_t> dim_order, Bytes data);
 
   const executorch::runtime::EValue& value() const { return value_; }
+  Bytes& bytes();  // the elements of a tensor, which may be changed between executions
 
  private:
   struct Storage;

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Final, Protocol
 
+from etfarm.device_agents.runners.generation import Generated, GenerateRequest
 from etfarm.wire.tensors import Value
 
 DEFAULT_INPUTS_SEED: Final = 0
@@ -269,6 +270,9 @@ class Runner(Protocol):
 
     async def trace(self, iterations: int, etdump: Path, *, warmup: int = 1, on_progress: OnProgress | None = None) -> Traced:
         """Trace `iterations` into `etdump`; the `warmup` iterations before them are not recorded."""
+
+    async def generate(self, request: GenerateRequest, limit_s: float, on_progress: OnProgress | None = None) -> Generated:
+        """Generate text repeatedly with methods that are loaded without a tracer, within `limit_s` seconds."""
 
     async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
         """Run one iteration with intermediate outputs: events go to `etdump`, tensors to `dump`, at most `max_bytes` in all."""

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Final, Self
 
 from etfarm.device_agents.runners import answers, errors
 from etfarm.device_agents.runners.child import Spawn, spawn_here
+from etfarm.device_agents.runners.generation import COUNTERS, Generated, GenerateRequest, read_generated
 from etfarm.device_agents.runners.process import Argument, Event, Limits, OnLog, RunnerProcess, room_for_payload
 from etfarm.device_agents.runners.protocol import (
     Debugged,
@@ -32,9 +33,6 @@ from etfarm.wire.chunks import Progressed
 from etfarm.wire.tensors import BadTensorFile, Scalar, Tensor, Value
 
 _SAMPLE_BYTES: Final = 8
-_COUNTERS: Final = (
-    "cpu_ns", "voluntary_switches", "involuntary_switches", "minor_faults", "major_faults", "cpu_pressure_us",
-)  # fmt: skip
 PROTOCOL: Final = 1
 """The implemented version of `native/PROTOCOL.md`."""
 
@@ -237,8 +235,27 @@ class RemoteRunner:
         )
         with self._reading("trace"):
             iterations, etdump_bytes = (answers.whole(event, key) for key in ("iterations", "etdump_bytes"))
-            counters = {key: answers.optional_whole(event, key) for key in ("wall_ns", *_COUNTERS)}
+            counters = {key: answers.optional_whole(event, key) for key in ("wall_ns", *COUNTERS)}
             return Traced(iterations, _samples(payload), etdump, etdump_bytes, **counters)
+
+    async def generate(self, request: GenerateRequest, limit_s: float, on_progress: OnProgress | None = None) -> Generated:
+        """Generate text repeatedly with methods that are loaded without a tracer; the steps of progress are tokens.
+
+        Raises:
+            InputMismatch: the methods do not take tokens and positions, or do not return logits.
+            ProgramHung: it takes more than `limit_s` seconds, which is the only limit on a single repetition.
+        """
+        event, payload = await self._process.request(
+            "generate",
+            request.arguments(),
+            request.payload(),
+            stage="GENERATE",
+            deadline_s=limit_s,
+            on_progress=_progress(on_progress),
+            max_payload_bytes=request.max_answer_bytes,
+        )
+        with self._reading("generate"):
+            return read_generated(event, payload, request)
 
     async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
         """Run one iteration with intermediate outputs; the method must be loaded with `trace` and `debug`.
@@ -359,7 +376,7 @@ def _tensor_info(value: Mapping[str, Any]) -> TensorInfo:
 
 def _measured(event: Event, payload: bytes) -> Measured:
     numbers = {key: answers.whole(event, key) for key in ("warmup", "first_run_ns", "iterations", "duration_ns", "wall_ns")}
-    counters = {key: answers.optional_whole(event, key) for key in (*_COUNTERS, "peak_rss_bytes", "warmup_ns")}
+    counters = {key: answers.optional_whole(event, key) for key in (*COUNTERS, "peak_rss_bytes", "warmup_ns")}
     return Measured(
         **numbers,
         **counters,  # type: ignore[arg-type]

@@ -1,0 +1,32 @@
+// Text generation: the loop over a language model's executions, greedy and timed token by token.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <vector>
+
+#include "session.h"
+
+namespace etfarm {
+
+struct Generation {
+  std::string prefill;  // the method that takes several tokens
+  std::string decode;   // the method that takes one token; may be the same
+  std::size_t token_input;
+  std::size_t position_input;
+  std::int64_t max_chunk;             // maximum number of tokens of one execution
+  std::vector<std::int64_t> context;  // the tokens of the context, then those of the prompt
+  std::int64_t depth;                 // number of tokens in the context before the prompt
+  std::int64_t tokens;                // number of tokens to generate
+  std::int64_t warmup;
+  std::int64_t repetitions;
+  std::int64_t max_time_ns;  // no further repetition starts after it
+  bool reload;               // whether to load the methods again before each repetition
+};
+
+// Fills the context, then processes the prompt and generates tokens, again and again, and sends the `result` event with the
+// times and tokens as its payload. The methods must be loaded.
+void generate(Session& session, const Generation& plan, Json result);
+
+}  // namespace etfarm

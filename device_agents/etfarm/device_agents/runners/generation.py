@@ -1,0 +1,134 @@
+"""The `generate` command: what a runner is asked to do, and its answer."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from etfarm.device_agents.runners import answers
+
+_VALUE_BYTES: Final = 8
+COUNTERS: Final = (
+    "cpu_ns", "voluntary_switches", "involuntary_switches", "minor_faults", "major_faults", "cpu_pressure_us",
+)  # fmt: skip
+"""Counters that a runner reads around a pass, in addition to `wall_ns`."""
+
+
+@dataclass(frozen=True)
+class GenerateRequest:
+    """Repeated generation of text by two loaded methods, or by one that does both."""
+
+    prefill_method: str
+    """The method that processes several tokens."""
+    decode_method: str
+    """The method that processes one token."""
+    context: Sequence[int]
+    """Token ids: those that are in the context before the prompt, then those of the prompt."""
+    depth: int
+    """Number of tokens in the context before the prompt."""
+    tokens: int
+    """Number of tokens to generate."""
+    repetitions: int
+    warmup: int
+    max_time_ns: int
+    """No further repetition starts after this time; the first one is always completed."""
+    token_input: int = 0
+    """Index of the input with the tokens."""
+    position_input: int = 1
+    """Index of the input with the position of the first token, or of each."""
+    max_chunk: int | None = None
+    """Maximum number of tokens of one execution, if less than the program's."""
+    reload: bool = False
+    """Whether to load the methods again before each repetition."""
+
+    def arguments(self) -> list[tuple[str, str | int]]:
+        """Return the command's arguments."""
+        values: list[tuple[str, str | int]] = [
+            ("prefill", self.prefill_method), ("decode", self.decode_method), ("token_input", self.token_input),
+            ("position_input", self.position_input), ("depth", self.depth), ("tokens", self.tokens),
+            ("repetitions", self.repetitions), ("warmup", self.warmup), ("max_time_ns", self.max_time_ns),
+            ("reload", int(self.reload)),
+        ]  # fmt: skip
+        return values if self.max_chunk is None else [*values, ("max_chunk", self.max_chunk)]
+
+    def payload(self) -> bytes:
+        """Return the command's payload."""
+        ids = array("i", self.context)
+        if sys.byteorder == "big":
+            ids.byteswap()
+        return ids.tobytes()
+
+    @property
+    def max_answer_bytes(self) -> int:
+        """Maximum size of the answer's payload in bytes."""
+        return self.repetitions * _columns(self.tokens) * _VALUE_BYTES
+
+
+@dataclass(frozen=True)
+class Generated:
+    """The completed repetitions. A counter that the kernel does not provide is None, never 0."""
+
+    repetitions: int
+    """Number of timed repetitions."""
+    stop_reason: str
+    """`ENOUGH` or `MAX_TIME`."""
+    prefill_ns: array[int]
+    """For each repetition, the time from the start of the prompt's first execution to its last logits."""
+    token_ns: tuple[array[int], ...]
+    """For each repetition, the time of each token: of the first one from the start of the prompt, of the others from the token
+    before."""
+    tokens: tuple[array[int], ...]
+    """For each repetition, the generated tokens; type code `i`."""
+    first_run_ns: int | None
+    """Duration of the first execution of the prefill method after it was loaded; None if it was not executed."""
+    duration_ns: int
+    """Time from the start of the first timed repetition to the end of the last."""
+    wall_ns: int
+    """Time between the two readings of the counters below."""
+    cpu_ns: int | None
+    voluntary_switches: int | None
+    involuntary_switches: int | None
+    minor_faults: int | None
+    major_faults: int | None
+    cpu_pressure_us: int | None
+    peak_rss_bytes: int | None
+    """As in `Measured`."""
+
+
+def read_generated(event: Mapping[str, Any], payload: bytes, request: GenerateRequest) -> Generated:
+    """Return the content of an answer.
+
+    Raises:
+        BadAnswer: fields are missing or invalid, or the payload does not have the requested shape.
+    """
+    repetitions = answers.whole(event, "repetitions", request.repetitions)
+    values = array("q")
+    values.frombytes(payload)
+    if sys.byteorder == "big":
+        values.byteswap()
+    columns, tokens = _columns(request.tokens), request.tokens
+    if not repetitions or len(values) != repetitions * columns:
+        raise answers.BadAnswer(f"{len(values)} values for {repetitions} repetitions of {tokens} tokens")
+    if min(values) < 0:
+        raise answers.BadAnswer("a time or a token is negative")
+    rows = [values[start : start + columns] for start in range(0, len(values), columns)]
+    return Generated(
+        repetitions,
+        answers.text(event, "stop_reason"),
+        array("q", [row[0] for row in rows]),
+        tuple(row[1 : 1 + tokens] for row in rows),
+        tuple(array("i", row[1 + tokens :]) for row in rows),
+        answers.optional_whole(event, "first_run_ns"),
+        answers.whole(event, "duration_ns"),
+        answers.whole(event, "wall_ns"),
+        peak_rss_bytes=answers.optional_whole(event, "peak_rss_bytes"),
+        **{key: answers.optional_whole(event, key) for key in COUNTERS},
+    )
+
+
+def _columns(tokens: int) -> int:
+    """Return the number of values of a repetition: the prompt's time, and each token's time and id."""
+    return 1 + 2 * tokens
