@@ -45,7 +45,8 @@ def cache_folder() -> Path:
 
 @cache
 def _toolchain() -> str:
-    return digest.of_value([digest.of_file(Path(__file__)), version("torch"), version("executorch")])[:16]
+    makers = [Path(__file__), Path(__file__).with_name("language_models.py")]
+    return digest.of_value([*map(digest.of_file, makers), version("torch"), version("executorch")])[:16]
 
 
 def program(name: str) -> Program:
@@ -442,6 +443,13 @@ def _unplanned(folder: Path) -> None:
     (folder / "expected.ett").write_bytes(tensors.encode([_value("out0", torch.sin(x) * 2.0)]))
 
 
+def _language_model(folder: Path, *, kind: str) -> None:
+    """A decoder with a KV cache; see `language_models`. `inputs` is a prompt, `expected` the tokens after it."""
+    from tests.support.language_models import make
+
+    make(folder, kind)
+
+
 _MAKERS: dict[str, Callable[[Path], None]] = {
     "add": _add,
     "batch": _batch,
@@ -464,4 +472,8 @@ _MAKERS: dict[str, Callable[[Path], None]] = {
     "rounding": _rounding,
     "external": partial(_external, xnnpack=False),
     "external_xnnpack": partial(_external, xnnpack=True),
+    **{
+        f"decoder_{kind}": partial(_language_model, kind=kind)
+        for kind in ("start", "vector", "static", "int32", "half", "bfloat16", "custom", "shared", "xnnpack")
+    },
 }

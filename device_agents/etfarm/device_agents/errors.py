@@ -158,3 +158,17 @@ class ProgramMismatch(FarmError):
 
     reason = "DIGEST_MISMATCH"
     kind = Kind.DATA_LOSS
+
+
+class GenerationUnsupported(FarmError):
+    """A runner that cannot measure the generation of text, because it was built before that was added."""
+
+    reason = "GENERATION_UNSUPPORTED"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(
+            f"The {kind} runner of this run cannot measure the generation of text.",
+            "Build the runner's bundle again with `etfarm bundle build`, and add it with `bundle add`.",
+            runner=kind,
+        )

@@ -27,7 +27,7 @@ from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.device.inventory import choose_cpus, choose_threads, format_cpu_list
 from etfarm.device_agents.errors import NotReached, SelfTestFailed, TransferTimedOut
 from etfarm.device_agents.runners import errors
-from etfarm.device_agents.runners.protocol import DEFAULT_INPUTS_SEED
+from etfarm.device_agents.runners.protocol import DEFAULT_INPUTS_SEED, Loaded
 from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.device_agents.targets.base import Provisions, Target
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
@@ -41,7 +41,7 @@ from etfarm.wire.words import value_of
 
 log = logging.getLogger(__name__)
 
-_TIMING_PHASES: Final = frozenset({"WARMUP", "TIMED", "TRACED"})
+_TIMING_PHASES: Final = frozenset({"WARMUP", "TIMED", "GENERATE", "TRACED"})
 _TRANSFER_PHASES: Final = frozenset({"FETCH", "UPLOAD"})
 
 
@@ -116,8 +116,12 @@ class Attempt:
             if results and results[-1].error.reason == SelfTestFailed.reason:
                 results.append(agent_pb2.CandidateResult(cell_id=candidate.cell_id, error=results[-1].error))
                 continue
-            results.append(await Execution(self, candidate, transfers, lease, self.folder / str(index)).run())
+            results.append(await self.execution(candidate, transfers, lease, self.folder / str(index)).run())
         return results
+
+    def execution(self, candidate: agent_pb2.RunCandidate, transfers: Transfers, lease: Lease, folder: Path) -> Execution:
+        """Return how a candidate is executed."""
+        return Execution(self, candidate, transfers, lease, folder)
 
     def remaining_s(self) -> float:
         """Return the attempt's remaining time in seconds."""
@@ -386,6 +390,28 @@ class Execution(CandidateProgress):
             instead: another program than the candidate's.
             debug: whether to load the method for `Runner.debug`.
         """
+        loaded = await self.load_program(runner, cpus, into=into, instead=instead)
+        result = self.result if into is None else into
+        phase = self.phase if into is None else nullcontext
+        method = self._candidate.method or (loaded.methods[0] if len(loaded.methods) == 1 else "forward")
+        with phase("LOAD_METHOD"):
+            result.load.load_method_ns = (await runner.load_method(method, trace=debug, debug=debug)).load_method_ns
+            result.memory.planned_bytes.extend((await runner.method(method)).planned_bytes)
+            if self._inputs is None:
+                await runner.default_inputs(DEFAULT_INPUTS_SEED)
+            else:
+                await runner.set_inputs(self._inputs)
+        return method
+
+    async def load_program(
+        self,
+        runner: RemoteRunner,
+        cpus: frozenset[int] | None,
+        *,
+        into: agent_pb2.CandidateResult | None = None,
+        instead: Provisions | None = None,
+    ) -> Loaded:
+        """Run LOAD, and return what was loaded; the arguments are those of `load`."""
         fetched, self._runner = instead or self._provisions, runner
         assert fetched is not None  # the program was fetched
         result = self.result if into is None else into
@@ -405,15 +431,7 @@ class Execution(CandidateProgress):
             result.threads = await runner.threads(threads)
             loaded = await runner.load(fetched.program, fetched.data)
             result.load.load_ns = loaded.load_ns
-        method = self._candidate.method or (loaded.methods[0] if len(loaded.methods) == 1 else "forward")
-        with phase("LOAD_METHOD"):
-            result.load.load_method_ns = (await runner.load_method(method, trace=debug, debug=debug)).load_method_ns
-            result.memory.planned_bytes.extend((await runner.method(method)).planned_bytes)
-            if self._inputs is None:
-                await runner.default_inputs(DEFAULT_INPUTS_SEED)
-            else:
-                await runner.set_inputs(self._inputs)
-        return method
+        return loaded
 
     async def trace(self, passes: Passes, samples: array[int]) -> Files:
         """Run TRACED, if the job requests it, and return the first execution's outputs and all files."""

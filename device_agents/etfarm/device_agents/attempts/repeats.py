@@ -85,13 +85,18 @@ def run_of(part: agent_pb2.CandidateResult) -> agent_pb2.MeasuredRun:
     return run
 
 
-def _add_telemetry(whole: report_pb2.RunTelemetry, part: report_pb2.RunTelemetry, begins_ms: float) -> None:
-    """Add the telemetry of a further run: counters are summed, and `after` is the later one."""
+def add_counters(whole: report_pb2.RunTelemetry, part: report_pb2.RunTelemetry) -> None:
+    """Add the counters of a part; a counter that the part or the whole lacks is unknown for the whole."""
     for name in _COUNTERS:
         if whole.HasField(name) and part.HasField(name):
             setattr(whole, name, getattr(whole, name) + getattr(part, name))
         else:
             whole.ClearField(name)
+
+
+def _add_telemetry(whole: report_pb2.RunTelemetry, part: report_pb2.RunTelemetry, begins_ms: float) -> None:
+    """Add the telemetry of a further run: counters are summed, and `after` is the later one."""
+    add_counters(whole, part)
     if part.HasField("after"):
         whole.after.CopyFrom(part.after)
         whole.after.elapsed_ms += begins_ms

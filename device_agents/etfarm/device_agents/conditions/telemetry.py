@@ -8,6 +8,7 @@ from pathlib import Path
 import psutil
 
 from etfarm.device_agents.conditions.sampler import Sampled
+from etfarm.device_agents.runners.generation import Generated
 from etfarm.device_agents.runners.protocol import Measured, Traced
 from etfarm.v1 import device_pb2, report_pb2
 
@@ -51,7 +52,7 @@ class Telemetry:
         return state
 
 
-def run_telemetry(measured: Measured | Traced, sampled: Sampled | None = None) -> report_pb2.RunTelemetry:
+def run_telemetry(measured: Measured | Traced | Generated, sampled: Sampled | None = None) -> report_pb2.RunTelemetry:
     """Return the counters and samples of a pass; what the kernel does not report stays unset."""
     telemetry = report_pb2.RunTelemetry(
         cpu_time_ns=measured.cpu_ns,
@@ -63,11 +64,16 @@ def run_telemetry(measured: Measured | Traced, sampled: Sampled | None = None) -
         psi_cpu_some_us=measured.cpu_pressure_us,
     )
     if sampled is not None:
-        telemetry.before.CopyFrom(sampled.before)
-        telemetry.after.CopyFrom(sampled.after)
-        telemetry.series.extend(sampled.series)
-        telemetry.sampler_cpu_ns = sampled.cpu_ns
+        add_samples(telemetry, sampled)
     return telemetry
+
+
+def add_samples(telemetry: report_pb2.RunTelemetry, sampled: Sampled) -> None:
+    """Add the samples of the device to the counters of a pass."""
+    telemetry.before.CopyFrom(sampled.before)
+    telemetry.after.CopyFrom(sampled.after)
+    telemetry.series.extend(sampled.series)
+    telemetry.sampler_cpu_ns = sampled.cpu_ns
 
 
 def _hottest_c() -> float | None:

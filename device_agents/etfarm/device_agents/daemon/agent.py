@@ -11,6 +11,7 @@ from collections.abc import Callable, Coroutine
 
 from etfarm.device_agents.attempts.attempt import Attempt
 from etfarm.device_agents.attempts.cache import Cache
+from etfarm.device_agents.attempts.generation import GenerationAttempt
 from etfarm.device_agents.attempts.interleaved import InterleavedAttempt
 from etfarm.device_agents.attempts.session import ServedSession
 from etfarm.device_agents.config import AgentConfig
@@ -250,6 +251,8 @@ def _is_device_fault(result: agent_pb2.RunResult) -> bool:
 def _attempt_class(start: agent_pb2.StartRun) -> type[Attempt | ServedSession]:
     if start.HasField("session"):
         return ServedSession
+    if start.candidates and all(candidate.HasField("generation") for candidate in start.candidates):
+        return GenerationAttempt
     # A single candidate has no other to alternate with.
     return InterleavedAttempt if start.measurement.interleave and len(start.candidates) > 1 else Attempt
 

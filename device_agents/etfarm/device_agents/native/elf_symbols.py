@@ -19,7 +19,7 @@ _SHT_DYNSYM: Final = 11
 _DT_NEEDED: Final = 1
 _STB_GLOBAL: Final = 1
 _JUMP_SLOTS: Final = {62: 7, 183: 1026}
-"""By machine (x86-64, AArch64): the type of a relocation that is not resolved before the function is called for the first time."""
+"""By machine (x86-64, AArch64): the type of relocations that are resolved when a function is first called."""
 
 
 @dataclass(frozen=True)

@@ -276,6 +276,7 @@ void generate(Session& session, const Generation& plan, Json result) {
     loop.prepare();
     loop.repeat(row(0), "WARMUP", warmup_start);
   }
+  const std::int64_t warmup_ns = now_ns() - warmup_start;
   loop.prepare();
 
   loop.enter("TIMED");
@@ -294,6 +295,7 @@ void generate(Session& session, const Generation& plan, Json result) {
   const auto peak = peak_rss_bytes(static_cast<std::int64_t>(bytes));
 
   result.number("warmup", plan.warmup)
+      .number("warmup_ns", warmup_ns)
       .number("repetitions", done)
       .number("tokens", plan.tokens)
       .number("duration_ns", elapsed)

@@ -55,6 +55,8 @@ void send_values(Json result, const std::vector<Json>& headers, const Bytes& pay
   Channel::get().send(result, payload.data(), payload.size());
 }
 
+std::vector<std::string> command_names();
+
 void hello(Session&, Command& command) {
   command.finish();
   std::set<std::string> operators;
@@ -71,7 +73,8 @@ void hello(Session&, Command& command) {
                           .text("arch", ETFARM_ARCH)
                           .texts("backends", {backends.begin(), backends.end()})
                           .texts("operators", {operators.begin(), operators.end()})
-                          .texts("confined", confined));
+                          .texts("confined", confined)
+                          .texts("commands", command_names()));
 }
 
 void self_test_command(Session&, Command& command) {
@@ -243,6 +246,12 @@ const std::map<std::string, std::function<void(Session&, Command&)>>& commands()
       {"self_test", self_test_command}, {"select", select},     {"generate", generate_command},
   };
   return table;
+}
+
+std::vector<std::string> command_names() {
+  std::vector<std::string> names;
+  for (const auto& entry : commands()) names.push_back(entry.first);
+  return names;
 }
 
 void send_error(const std::string& command, const Failure& failure) {

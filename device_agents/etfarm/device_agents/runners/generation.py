@@ -84,6 +84,8 @@ class Generated:
     """For each repetition, the generated tokens; type code `i`."""
     first_run_ns: int | None
     """Duration of the first execution of the prefill method after it was loaded; None if it was not executed."""
+    warmup_ns: int
+    """Time of the repetitions before the timed ones."""
     duration_ns: int
     """Time from the start of the first timed repetition to the end of the last."""
     wall_ns: int
@@ -122,6 +124,7 @@ def read_generated(event: Mapping[str, Any], payload: bytes, request: GenerateRe
         tuple(row[1 : 1 + tokens] for row in rows),
         tuple(array("i", row[1 + tokens :]) for row in rows),
         answers.optional_whole(event, "first_run_ns"),
+        answers.whole(event, "warmup_ns"),
         answers.whole(event, "duration_ns"),
         answers.whole(event, "wall_ns"),
         peak_rss_bytes=answers.optional_whole(event, "peak_rss_bytes"),

@@ -28,6 +28,8 @@ class Hello:
     """Names of the kernels, such as `aten::add.out`."""
     confined: tuple[str, ...] = ()
     """Active measures by which the runner confines itself: `no-new-privileges`, `landlock`, `seccomp`."""
+    commands: tuple[str, ...] = ()
+    """The commands of the protocol that it knows; empty for runners of etfarm 0.2, which do not list them."""
 
 
 @dataclass(frozen=True)

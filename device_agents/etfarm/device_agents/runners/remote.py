@@ -116,7 +116,8 @@ class RemoteRunner:
             executorch, arch = (answers.text(event, key) for key in ("executorch", "arch"))
             backends, operators = (answers.texts(event, key) for key in ("backends", "operators"))
             confined = answers.texts(event, "confined") if "confined" in event else ()
-            return Hello(protocol, executorch, arch, backends, operators, confined)
+            commands = answers.texts(event, "commands", ())
+            return Hello(protocol, executorch, arch, backends, operators, confined, commands)
 
     async def self_test(self) -> tuple[str, ...]:
         """Return the kernels and backends that computed known results; RunnerBroken names the first that did not."""

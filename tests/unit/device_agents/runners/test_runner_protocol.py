@@ -23,7 +23,7 @@ from tests.support.runner import runner_bundle  # noqa: F401 - a fixture
 
 COMMANDS = (
     "hello", "threads", "affinity", "load", "method", "load_method", "input", "default_inputs",
-    "run", "measure", "trace", "debug", "outputs", "memory", "self_test", "select",
+    "run", "measure", "trace", "debug", "outputs", "memory", "self_test", "select", "generate",
 )  # fmt: skip
 
 

@@ -20,6 +20,12 @@ from typing import Any, Final
 
 from etfarm.device_agents.runners.python_child import counters
 from etfarm.device_agents.runners.python_child.channel import Channel, Command, parse_integer
+from etfarm.device_agents.runners.python_child.generation import (
+    MAX_CONTEXT_TOKENS,
+    MAX_GENERATED_TOKENS,
+    MAX_REPETITIONS,
+    Generation,
+)
 from etfarm.device_agents.runners.python_child.refusals import Refusal
 from etfarm.device_agents.runners.python_child.session import Session, import_runtime
 
@@ -41,7 +47,8 @@ class Child:
             "load": self._load, "method": self._method, "load_method": self._load_method,
             "select": self._select, "input": self._input,
             "default_inputs": self._default_inputs, "run": self._run, "measure": self._measure, "trace": self._trace,
-            "debug": self._debug, "outputs": self._outputs, "memory": self._memory, "quit": self._quit,
+            "debug": self._debug, "outputs": self._outputs, "memory": self._memory, "generate": self._generate,
+            "quit": self._quit,
         }  # fmt: skip
 
     def serve(self, line: bytes) -> bool:
@@ -53,7 +60,7 @@ class Child:
             if (size := command.take("bytes")) is not None:
                 # Read the payload whatever the command is, so that it is not parsed as commands.
                 count = parse_integer(size, "bytes", 0, _MAX_PAYLOAD_BYTES)
-                if command.name == "input":
+                if command.name in ("input", "generate"):
                     command.payload = self._channel.read(count)
                 else:
                     self._channel.skip(count)
@@ -94,6 +101,7 @@ class Child:
             "arch": platform.machine(),
             "backends": self._session.backends(),
             "operators": self._session.operators(),
+            "commands": sorted(set(self._commands) - {"quit"}),
         }
 
     def _self_test(self, command: Command) -> dict[str, Any]:
@@ -193,6 +201,24 @@ class Child:
         path = command.require("path")
         command.finish()
         return self._session.trace(iterations, warmup, Path(path), self._report)
+
+    def _generate(self, command: Command) -> tuple[dict[str, Any], bytes]:
+        prefill = command.require("prefill")
+        plan = Generation(
+            prefill,
+            command.take("decode") or prefill,
+            command.integer("token_input", 0, 1 << 20, 0),
+            command.integer("position_input", 0, 1 << 20, 1),
+            command.integer("max_chunk", 1, MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS),
+            command.integer("depth", 0, MAX_CONTEXT_TOKENS, 0),
+            command.integer("tokens", 1, MAX_GENERATED_TOKENS),
+            command.integer("warmup", 0, MAX_REPETITIONS, 1),
+            command.integer("repetitions", 1, MAX_REPETITIONS, 5),
+            command.integer("max_time_ns", 1, _MAX_TIME_NS, 60 * 10**9),
+            bool(command.integer("reload", 0, 1, 0)),
+        )
+        command.finish()
+        return self._session.generate(plan.with_context(command.payload), self._report)
 
     def _debug(self, command: Command) -> dict[str, Any]:
         path, dump = command.require("path"), command.require("dump")

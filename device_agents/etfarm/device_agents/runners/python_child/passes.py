@@ -20,12 +20,18 @@ from etfarm.device_agents.runners.python_child.warmup import Window
 Report = Callable[[str, int, int], None]
 """Callback that takes the stage, iterations and elapsed nanoseconds."""
 
-_PROGRESS_NS: Final = 250_000_000
+PROGRESS_NS: Final = 250_000_000
+"""Minimum time between two progress events of a stage."""
+UNSET: Final = object()
+"""An input that was not set yet."""
 
 
 @dataclass
 class LoadedMethod:
-    """A method in a program of its own, since the binding shares memory among all methods of one program."""
+    """A method in a program of its own, or in one with the methods that share its state.
+
+    The binding shares memory among all methods of a program.
+    """
 
     facts: FileMethod
     program: Any
@@ -62,7 +68,7 @@ def measure(loaded: LoadedMethod, inputs: list[Any], plan: Mapping[str, int], re
                 reason = "MAX_SAMPLES"
             elif elapsed >= plan["max_time_ns"]:
                 reason = "MAX_TIME"
-            elif elapsed - reported_ns >= _PROGRESS_NS:
+            elif elapsed - reported_ns >= PROGRESS_NS:
                 report("TIMED", len(samples), elapsed)
                 reported_ns = elapsed
         after = counters.Usage.now()
@@ -99,7 +105,7 @@ def trace(
     for done in range(1, iterations + 1):
         start, end = execute(loaded, inputs)
         samples.append(end - start)
-        if end - reported_ns >= _PROGRESS_NS:
+        if end - reported_ns >= PROGRESS_NS:
             report("TRACED", done, end - start_ns)
             reported_ns = end
     after = counters.Usage.now()
@@ -147,7 +153,7 @@ def _warm_up(loaded: LoadedMethod, inputs: list[Any], plan: Mapping[str, int], r
             steady = window.add(end - start, elapsed)
         if elapsed >= plan["max_warmup_ns"]:
             break
-        if elapsed - reported_ns >= _PROGRESS_NS:
+        if elapsed - reported_ns >= PROGRESS_NS:
             report("WARMUP", done, elapsed)
             reported_ns = elapsed
     return {"warmup": done, "warmup_ns": elapsed, "steady": steady}

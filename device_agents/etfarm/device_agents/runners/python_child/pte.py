@@ -73,6 +73,15 @@ class ProgramFile:
     own_keys: frozenset[str] = field(default_factory=frozenset)
     """Keys of weights that the .pte itself holds."""
 
+    @property
+    def shares_state(self) -> bool:
+        """Whether methods share mutable buffers (share_mutable_buffers of ExecuTorch's memory planner).
+
+        The file does not say so, but only that planner gives methods two buffers each, of which the second has one size in all.
+        """
+        planned = [method.planned_bytes for method in self.methods if len(method.planned_bytes) > 1]
+        return len(planned) > 1 and all(len(sizes) == 2 and sizes[1] == planned[0][1] > 0 for sizes in planned)
+
     @classmethod
     def read(cls, path: Path) -> ProgramFile:
         """Read the file's description.

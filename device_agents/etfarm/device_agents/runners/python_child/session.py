@@ -7,17 +7,21 @@ written. What it does not check is checked here, using the file itself (`pte`).
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from etfarm.device_agents.runners.python_child import counters, passes
-from etfarm.device_agents.runners.python_child.passes import LoadedMethod, Report
+from etfarm.device_agents.runners.python_child import counters, generation, passes
+from etfarm.device_agents.runners.python_child.generation import Generation
+from etfarm.device_agents.runners.python_child.passes import UNSET, LoadedMethod, Report
 from etfarm.device_agents.runners.python_child.pte import FileMethod, FileValue, ProgramFile, check_identifier, data_keys
 from etfarm.device_agents.runners.python_child.refusals import Refusal, called, described
 from etfarm.device_agents.runners.python_child.values import Mismatch, checked_tensor, default_tensor, described_value, heads_of
 
+_CUSTOM_OPERATORS: Final = "extension/llm/custom_ops/libcustom_ops_aot_lib.so"
+"""The operators of language models, below ExecuTorch's package."""
 _DEBUG_BYTES: Final = 1 << 20
 """Additional debug buffer, for headers and alignment, beyond the tensors of a method."""
 
@@ -27,11 +31,17 @@ def import_runtime() -> Any:
 
     Imports the module itself, not `executorch.runtime`, which also imports the compiler: one second instead of four.
     """
-    importlib.import_module("torch")  # loads the libraries that the binding needs
+    torch = importlib.import_module("torch")  # loads the libraries that the binding needs
     try:
-        return importlib.import_module("executorch.extension.pybindings._C")
+        runtime = importlib.import_module("executorch.extension.pybindings._C")
     except ModuleNotFoundError:
-        return importlib.import_module("executorch.extension.pybindings.portable_lib")  # location in other versions of ExecuTorch
+        # Its location in other versions of ExecuTorch.
+        runtime = importlib.import_module("executorch.extension.pybindings.portable_lib")
+    spec = importlib.util.find_spec("executorch")
+    for folder in spec.submodule_search_locations or () if spec else ():
+        if (library := Path(folder) / _CUSTOM_OPERATORS).is_file():
+            torch.ops.load_library(library)  # registers ExecuTorch's kernels, too
+    return runtime
 
 
 class Session:
@@ -67,6 +77,8 @@ class Session:
         """Resize the thread pool and return its new size."""
         if self._path is not None:
             raise Refusal("BAD_STATE", "threads must be set before load: XNNPACK keeps the old pool and can hang")
+        # In a process with torch, the attention of language models multiplies with torch's own threads.
+        importlib.import_module("torch").set_num_threads(count)
         if self.thread_count() != count:
             self._runtime._unsafe_reset_threadpool(count)
         if self.thread_count() != count:
@@ -127,26 +139,32 @@ class Session:
         facts = self.facts(name)
         if debug and not trace:
             raise Refusal("BAD_COMMAND", "debug=1 needs trace=1")
-        assert self._path is not None  # `facts` has checked this
         self._selected = None
         if keep:
             self._methods.pop(name, None)
         else:
             self._methods.clear()
         self._require_resources(facts)
-        program = self._load_program(self._path, self._data, trace, 2 * facts.tensor_bytes + _DEBUG_BYTES if debug else 0)
+        program = self._program_for(facts, trace, debug)
         start = time.monotonic_ns()
         method = called(f"method '{name}' cannot be loaded", lambda: program.load_method(name))
         load_ns = time.monotonic_ns() - start
         self._selected = self._methods[name] = LoadedMethod(facts, program, method, trace, debug)
-        self._inputs.setdefault(name, [_UNSET] * len(facts.inputs))
+        self._inputs.setdefault(name, [UNSET] * len(facts.inputs))
         return {"load_method_ns": load_ns}
+
+    def _program_for(self, facts: FileMethod, trace: bool, debug: bool) -> Any:
+        """Return the binding's program to load a method from: a new one, or that of the methods with which it shares state."""
+        if self._file.shares_state and not debug:
+            for other in self._methods.values():
+                if other.trace == trace and not other.debug:
+                    return other.program
+        assert self._path is not None  # a program is loaded
+        return self._load_program(self._path, self._data, trace, 2 * facts.tensor_bytes + _DEBUG_BYTES if debug else 0)
 
     def select(self, name: str) -> None:
         """Make a loaded method the current one, with its state unchanged."""
-        if name not in self._methods:
-            raise Refusal("BAD_STATE", f"method '{name}' is not loaded")
-        self._selected = self._methods[name]
+        self._selected = self.loaded(name)
 
     def _load_program(self, path: Path, data: Path | None, trace: bool = False, debug_bytes: int = 0) -> Any:
         return called(
@@ -230,7 +248,7 @@ class Session:
         loaded = self._loaded()
         inputs = self._inputs[loaded.facts.name]
         for index, value in enumerate(inputs):
-            if value is _UNSET:
+            if value is UNSET:
                 raise Refusal("INPUT_MISMATCH", f"input {index} of {len(inputs)} is not set")
         if loaded.spent:
             raise Refusal("BAD_STATE", "ExecuTorch's Python binding cannot run a method after its debug file: load it again")
@@ -252,9 +270,20 @@ class Session:
         """Run traced iterations; the file contains only their events."""
         return passes.trace(*self._ready(), iterations, warmup, path, report)
 
+    def generate(self, plan: Generation, report: Report) -> tuple[dict[str, Any], bytes]:
+        """Generate text with loaded methods."""
+        return generation.generate(self, plan, report)
+
+    def loaded(self, name: str) -> LoadedMethod:
+        """Return a loaded method."""
+        if name not in self._methods:
+            raise Refusal("BAD_STATE", f"method '{name}' is not loaded")
+        return self._methods[name]
+
+    def inputs(self, name: str) -> list[Any]:
+        """Return the inputs of a loaded method; those that are not set are UNSET."""
+        return self._inputs[name]
+
     def debug(self, path: Path, dump: Path, max_bytes: int, report: Report) -> dict[str, Any]:
         """Run one iteration that records every intermediate output, which may take at most `max_bytes`."""
         return passes.debug(*self._ready(), path, dump, max_bytes, report)
-
-
-_UNSET: Final = object()

@@ -1,0 +1,83 @@
+"""An attempt whose candidates generate text: prompt and tokens are timed instead of executions of a method."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from etfarm.device_agents.attempts import repeats
+from etfarm.device_agents.attempts.attempt import Attempt, Execution, Files, Run
+from etfarm.device_agents.attempts.cache import Lease
+from etfarm.device_agents.attempts.generation_passes import GenerationPasses, Measured, trace_of, validate_plan
+from etfarm.device_agents.attempts.transfers import Transfers
+from etfarm.device_agents.errors import GenerationUnsupported
+from etfarm.v1 import agent_pb2, job_pb2
+
+_COMMAND: Final = "generate"
+
+
+class GenerationAttempt(Attempt):
+    """An attempt of candidates with a plan of generation."""
+
+    def execution(self, candidate: agent_pb2.RunCandidate, transfers: Transfers, lease: Lease, folder: Path) -> Execution:
+        """Return how a candidate is executed."""
+        return GenerationExecution(self, candidate, transfers, lease, folder)
+
+
+class GenerationExecution(Execution):
+    """One candidate: FETCH, a fresh runner process with its passes for each run, UPLOAD."""
+
+    def __init__(
+        self, attempt: Attempt, candidate: agent_pb2.RunCandidate, transfers: Transfers, lease: Lease, folder: Path
+    ) -> None:
+        super().__init__(attempt, candidate, transfers, lease, folder)
+        self._processes: list[Measured] = []
+
+    async def _measure(self, measurement: job_pb2.Measurement, cpus: frozenset[int] | None) -> Files:
+        validate_plan(self._candidate.generation)
+        count = repeats.repeat_of(measurement)
+        for number in range(1, count + 1):
+            self.step = f"run {number} of {count}" if count > 1 else ""
+            run = Run(self.result if number == 1 else agent_pb2.CandidateResult(), count - number + 1)
+            await self._measure_run(run, measurement, cpus)
+        self.step = ""
+        return Files([])
+
+    async def _run_passes(self, run: Run, measurement: job_pb2.Measurement, cpus: frozenset[int] | None) -> Files:
+        target, plan, is_first = self._attempt.target, self._candidate.generation, run.result is self.result
+        async with self.start_runner() as runner:
+            if not is_first:
+                # As for other runs: a program that hangs in LOAD must not count as waiting for the device.
+                self.enter_phase("LOAD")
+            if _COMMAND not in (await runner.hello()).commands:
+                raise GenerationUnsupported(runner.kind)
+            await self.load_program(runner, cpus, into=None if is_first else run.result)
+            passes = GenerationPasses(runner, plan, run.result, self)
+            if is_first:
+                with self.phase("LOAD_METHOD"):
+                    run.result.load.load_method_ns = await passes.load()
+            else:
+                run.result.load.load_method_ns = await passes.load()
+            run.result.memory.planned_bytes.extend(passes.planned_bytes)
+            measured = await passes.measure(target.watch(cpus), self._attempt.remaining_s)
+            self._processes.append(measured)
+            target.gates.measured()
+            if run.left == 1:
+                await passes.trace(self.folder)
+                await self._collect()
+            return Files([])
+
+    async def upload(self, files: Files) -> None:
+        """Run UPLOAD of the times, the tokens and the traces."""
+        self._runner = None
+        self.measured()
+        with self.phase("UPLOAD"):
+            for measured in self._processes:
+                result = measured.result
+                result.token_ns.CopyFrom(await self._transfers.upload(measured.token_ns.tobytes()))
+                result.tokens.CopyFrom(await self._transfers.upload(measured.tokens.tobytes()))
+                for message, phase in ((result.prefill, measured.prefill), (result.decode, measured.decode)):
+                    if phase is not None:
+                        message.CopyFrom(trace_of(phase))
+                        message.etdump.CopyFrom(await self._transfers.upload(phase.traced.etdump))
+                self.result.generations.append(result)

@@ -1,0 +1,284 @@
+"""The passes of a measurement of text generation: GENERATE, prompt lengths and depths one after the other, and TRACED."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from array import array
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from etfarm.device_agents.attempts import repeats
+from etfarm.device_agents.attempts.passes import PhaseListener, traced_iterations
+from etfarm.device_agents.conditions.sampler import Watch
+from etfarm.device_agents.conditions.telemetry import add_samples, run_telemetry
+from etfarm.device_agents.runners.errors import InputMismatch, ProgramFailed
+from etfarm.device_agents.runners.generation import Generated, GenerateRequest
+from etfarm.device_agents.runners.protocol import MethodInfo, Progress, Runner, Traced
+from etfarm.v1 import agent_pb2, generation_pb2
+from etfarm.wire import generation
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.status import to_proto
+from etfarm.wire.tensors import ITEM_BYTES, Tensor
+
+MAX_TRACED: Final = 1000
+"""Maximum number of traced executions of a method."""
+_INTEGERS: Final = {"int64": "q", "int32": "i"}
+"""Type codes of the dtypes of tokens and positions."""
+
+
+@dataclass
+class Phase:
+    """A method's traced executions."""
+
+    traced: Traced
+    tokens: int
+    """Number of tokens of each execution."""
+    position: int
+    """Position of the first one."""
+
+
+@dataclass
+class Measured:
+    """What one process measured, for its GenerationResult."""
+
+    result: agent_pb2.GenerationResult
+    token_ns: array[int] = field(default_factory=lambda: array("q"))
+    """The rows of all repetitions of all points."""
+    tokens: array[int] = field(default_factory=lambda: array("i"))
+    prefill: Phase | None = None
+    decode: Phase | None = None
+
+
+def validate_plan(plan: generation_pb2.GenerationPlan) -> None:
+    """Refuse a plan beyond the limits, or beyond the program's context.
+
+    Raises:
+        InputMismatch: the message names the limit.
+    """
+    limits = [
+        ("points", len(plan.points), 1, generation.MAX_POINTS),
+        ("generated tokens", plan.generated_tokens, 1, generation.MAX_TOKENS),
+        ("repetitions", plan.repetitions, 1, generation.MAX_REPETITIONS),
+        ("warm-up repetitions", plan.warmup, 0, generation.MAX_REPETITIONS),
+        ("a context", plan.model.max_context_tokens, 1, generation.MAX_CONTEXT_TOKENS),
+        ("a vocabulary", plan.model.vocab_size, 1, (1 << 31) - 1),
+        ("tokens of one execution", plan.model.max_prompt_tokens, 1, generation.MAX_CONTEXT_TOKENS),
+    ]
+    for name, count, least, most in limits:
+        if not least <= count <= most:
+            raise InputMismatch("GENERATE", f"{name} must be {least} to {most}, got {count}")
+    for point in plan.points:
+        length = point.depth + point.prompt_tokens + plan.generated_tokens
+        if point.depth < 0 or point.prompt_tokens < 1 or length > plan.model.max_context_tokens:
+            what = f"{point.prompt_tokens} tokens at depth {point.depth} with {plan.generated_tokens} generated ones"
+            raise InputMismatch("GENERATE", f"{what} do not fit into the context of {plan.model.max_context_tokens}")
+
+
+class GenerationPasses:
+    """The passes of one process, whose runner has the program loaded; they fill the results.
+
+    Args:
+        runner: the runner.
+        plan: a valid plan.
+        result: gets load times, memory and telemetry.
+        listener: receives phases and progress.
+    """
+
+    def __init__(
+        self, runner: Runner, plan: generation_pb2.GenerationPlan, result: agent_pb2.CandidateResult, listener: PhaseListener
+    ) -> None:
+        self._runner = runner
+        self._plan = plan
+        self._model = plan.model
+        self._result = result
+        self._listener = listener
+        self._measured = Measured(agent_pb2.GenerationResult())
+        self._methods: dict[str, MethodInfo] = {}
+        self._of_traced: Generated | None = None
+        """The measurement of the point that is traced."""
+
+    @property
+    def _names(self) -> list[str]:
+        return list(dict.fromkeys([self._model.prefill_method, self._model.decode_method]))
+
+    async def load(self, *, trace: bool = False) -> int:
+        """Load both methods and return the time that it took in ns."""
+        total_ns = 0
+        for index, name in enumerate(self._names):
+            total_ns += (await self._runner.load_method(name, trace=trace, keep=index > 0)).load_method_ns
+            self._methods[name] = await self._runner.method(name)
+        return total_ns
+
+    @property
+    def planned_bytes(self) -> list[int]:
+        """Sizes of the planned buffers of the loaded methods, one method after the other."""
+        return [size for name in self._names for size in self._methods[name].planned_bytes]
+
+    async def measure(self, watch: AbstractAsyncContextManager[Watch], left_s: Callable[[], float]) -> Measured:
+        """Run GENERATE over all points.
+
+        Args:
+            watch: observes the device meanwhile.
+            left_s: returns the attempt's remaining time in seconds.
+
+        Raises:
+            EtfarmError: no point was completed; that of the first.
+        """
+        listener, plan, measured = self._listener, self._plan, self._measured
+        began_s = time.monotonic()
+        listener.enter_phase("GENERATE")
+        failures: list[EtfarmError] = []
+        per_point = plan.generated_tokens * (plan.warmup + plan.repetitions)
+        async with watch as watching:
+            begun = False
+            for index, point in enumerate(plan.points):
+
+                def on_progress(progress: Progress, done: int = index * per_point) -> None:
+                    nonlocal begun
+                    is_timed = progress.stage == "TIMED"
+                    if is_timed and not begun:
+                        begun = True
+                        watching.begin()
+                    warmed = plan.generated_tokens * plan.warmup if is_timed else 0
+                    listener.report_steps(done + warmed + progress.done, per_point * len(plan.points))
+
+                part = measured.result.points.add(prompt_tokens=point.prompt_tokens, depth=point.depth)
+                try:
+                    generated = await self._runner.generate(await self._request(point), max(1.0, left_s()), on_progress)
+                except (InputMismatch, ProgramFailed) as error:
+                    # The runner is still usable; an error that ends it ends the candidate.
+                    failures.append(error)
+                    part.error.CopyFrom(to_proto(error))
+                    continue
+                self._take(part, generated)
+                if index == plan.traced_point:
+                    self._of_traced = generated
+            sampled = await watching.seen()
+        listener.end_phase("GENERATE", began_s, time.monotonic())
+        if len(failures) == len(plan.points):
+            raise failures[0]
+        telemetry = self._result.telemetry
+        completed = [point for point in measured.result.points if point.repetitions]
+        telemetry.MergeFrom(completed[0].telemetry)
+        for completed_point in completed[1:]:
+            repeats.add_counters(telemetry, completed_point.telemetry)
+        if sampled is not None:
+            add_samples(telemetry, sampled)
+        measured.result.load.CopyFrom(self._result.load)
+        measured.result.telemetry.CopyFrom(telemetry)
+        measured.result.telemetry.ClearField("series")
+        return measured
+
+    async def trace(self, folder: Path) -> None:
+        """Run TRACED, if the plan requests it: executions of the prefill method, then of the decode method."""
+        plan, generated = self._plan, self._of_traced
+        if not plan.trace_iterations or generated is None:
+            return
+        point = plan.points[plan.traced_point]
+        depth, end = point.depth, point.depth + point.prompt_tokens
+        context = await self._context(point)
+        chunk = min(point.prompt_tokens, self._model.max_prompt_tokens)
+        with self._listener.phase("TRACED"):
+            await self.load(trace=True)
+            await self._feed(context, 0, depth)
+            if chunk > 1:
+                chunk_ns = [each * chunk // point.prompt_tokens for each in generated.prefill_ns]
+                await self._set(self._model.prefill_method, context[depth : depth + chunk], depth)
+                self._measured.prefill = Phase(await self._trace(chunk_ns, folder / "prefill.etdp"), chunk, depth)
+            await self._feed(context, depth + chunk if chunk > 1 else depth, end)
+            token_ns = [each for row in generated.token_ns for each in row[1:]]
+            await self._set(self._model.decode_method, generated.tokens[0][:1], end)
+            self._measured.decode = Phase(await self._trace(token_ns or generated.prefill_ns, folder / "decode.etdp"), 1, end)
+
+    async def _request(self, point: generation_pb2.GenerationPoint) -> GenerateRequest:
+        plan, model = self._plan, self._model
+        return GenerateRequest(
+            model.prefill_method,
+            model.decode_method,
+            await self._context(point),
+            point.depth,
+            plan.generated_tokens,
+            plan.repetitions,
+            plan.warmup,
+            max(1, round(plan.max_time_s * 1e9)),
+            model.token_input,
+            model.position_input,
+            model.max_prompt_tokens,
+            plan.reload,
+        )
+
+    async def _context(self, point: generation_pb2.GenerationPoint) -> array[int]:
+        """Return the tokens of the context and the prompt; a million of them takes a second, and a heartbeat must not wait."""
+        count = point.depth + point.prompt_tokens
+        return await asyncio.to_thread(generation.draw_tokens, self._plan.seed, self._model.vocab_size, count)
+
+    def _take(self, part: agent_pb2.GenerationPointResult, generated: Generated) -> None:
+        result, measured = self._result, self._measured
+        part.repetitions = generated.repetitions
+        part.prefill_ns.extend(generated.prefill_ns)
+        part.telemetry.CopyFrom(run_telemetry(generated))
+        for row, tokens in zip(generated.token_ns, generated.tokens, strict=True):
+            measured.token_ns += row
+            measured.tokens += tokens
+        result.warmup += self._plan.warmup
+        result.warmup_ns += generated.warmup_ns
+        result.duration_ns += generated.duration_ns
+        if generated.first_run_ns is not None and not result.load.HasField("first_run_ns"):
+            result.load.first_run_ns = generated.first_run_ns
+        if generated.peak_rss_bytes is not None:
+            result.memory.peak_rss_bytes = max(result.memory.peak_rss_bytes, generated.peak_rss_bytes)
+
+    async def _feed(self, context: array[int], begin: int, end: int) -> None:
+        """Execute the tokens from `begin` to `end` in chunks, as the runner does."""
+        model = self._model
+        while begin < end:
+            chunk = min(end - begin, model.max_prompt_tokens)
+            together = chunk == model.max_prompt_tokens or model.dynamic_prompt
+            count = chunk if together else 1
+            await self._set(model.prefill_method if together else model.decode_method, context[begin : begin + count], begin)
+            await self._runner.run()
+            begin += count
+
+    async def _set(self, method: str, tokens: array[int], position: int) -> None:
+        """Make a method the current one, and set its inputs."""
+        inputs, model = self._methods[method].inputs, self._model
+        positions = array("q", range(position, position + len(tokens)))
+        if inputs[model.position_input].shape[-1] == 1:
+            positions = positions[:1]
+        values = {model.token_input: tokens, model.position_input: positions}
+        await self._runner.select(method)
+        await self._runner.set_inputs(
+            [_integers(inputs[index].name, inputs[index].dtype, inputs[index].shape, values[index]) for index in sorted(values)]
+        )
+
+    async def _trace(self, samples_ns: Sequence[int], etdump: Path) -> Traced:
+        iterations = min(MAX_TRACED, traced_iterations(samples_ns, self._plan.trace_iterations))
+        # Executions that filled the context are not recorded.
+        return await self._runner.trace(
+            iterations, etdump, warmup=1, on_progress=lambda progress: self._listener.report_steps(progress.done, iterations)
+        )
+
+
+def trace_of(phase: Phase) -> agent_pb2.GenerationTrace:
+    """Return a phase as the result has it, without its file."""
+    message = agent_pb2.GenerationTrace(traced_ns=phase.traced.samples_ns, tokens=phase.tokens, position=phase.position)
+    if phase.traced.wall_ns is not None:
+        message.telemetry.CopyFrom(run_telemetry(phase.traced))
+    return message
+
+
+def _integers(name: str, dtype: str, shape: Sequence[int], values: Sequence[int]) -> Tensor:
+    """Return a tensor of one row.
+
+    Raises:
+        InputMismatch: the dtype is not an integer's.
+    """
+    if dtype not in _INTEGERS:
+        raise InputMismatch("TRACED", f"tokens and positions must be int64 or int32, not {dtype}")
+    data = array(_INTEGERS[dtype], values)
+    assert data.itemsize == ITEM_BYTES[dtype]
+    return Tensor(name, dtype, (*shape[:-1], len(values)), data.tobytes(), tuple(range(len(shape))))

@@ -1,0 +1,134 @@
+"""Tiny language models with a KV cache, as ExecuTorch's users export them. Importing this imports torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+from executorch.backends.xnnpack.partition.xnnpack_partitioner import XnnpackPartitioner
+from executorch.exir import ExecutorchBackendConfig, to_edge_transform_and_lower
+from executorch.exir.passes import MemoryPlanningPass
+from torch import nn
+
+from etfarm.wire import tensors
+from etfarm.wire.generation import draw_tokens
+from etfarm.wire.tensors import Tensor
+
+VOCABULARY: Final = 96
+CONTEXT: Final = 64
+SEED: Final = 7
+PROMPT: Final = 12
+"""Number of tokens of `inputs`."""
+GENERATED: Final = 24
+"""Number of tokens of `expected`, which follow the prompt."""
+_HEADS: Final = 2
+_WIDTH: Final = 16
+_DIM: Final = _HEADS * _WIDTH
+
+
+class Attention(nn.Module):
+    """Attention over a cache of keys and values."""
+
+    def __init__(self, *, custom: bool) -> None:
+        super().__init__()
+        self.custom = custom
+        self.project = nn.Linear(_DIM, 3 * _DIM, bias=False)
+        self.out = nn.Linear(_DIM, _DIM, bias=False)
+        self.register_buffer("keys", torch.zeros(1, CONTEXT, _HEADS, _WIDTH))
+        self.register_buffer("values", torch.zeros(1, CONTEXT, _HEADS, _WIDTH))
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        length = x.shape[1]
+        query, key, value = (part.view(1, length, _HEADS, _WIDTH) for part in self.project(x).split(_DIM, dim=-1))
+        if self.custom:
+            start = positions[0].item()
+            torch._check_is_size(start)
+            torch._check(start < CONTEXT)
+            torch.ops.llama.update_cache(key, self.keys, start)
+            torch.ops.llama.update_cache(value, self.values, start)
+            attended = torch.ops.llama.custom_sdpa(query, self.keys, self.values, start, None, 0.0, True)
+            return self.out(attended.reshape(1, length, _DIM))
+        self.keys.index_copy_(1, positions, key)
+        self.values.index_copy_(1, positions, value)
+        seen = torch.arange(CONTEXT) <= positions[:, None]
+        scores = query.transpose(1, 2) @ self.keys.transpose(1, 2).transpose(2, 3) / _WIDTH**0.5
+        weights = torch.softmax(scores.masked_fill(torch.logical_not(seen), float("-inf")), dim=-1)
+        return self.out((weights @ self.values.transpose(1, 2)).transpose(1, 2).reshape(1, length, _DIM))
+
+
+class Decoder(nn.Module):
+    """Two layers. Takes tokens and the position of the first one, or with `vector` that of each; returns logits.
+
+    The logits are those of the last token, or with `vector` of each.
+    """
+
+    def __init__(self, *, custom: bool = False, vector: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        torch.manual_seed(11)
+        self.vector, self.dtype = vector, dtype
+        self.tokens = nn.Embedding(VOCABULARY, _DIM)
+        self.places = nn.Embedding(CONTEXT, _DIM)
+        self.layers = nn.ModuleList(Attention(custom=custom) for _ in range(2))
+        self.norms = nn.ModuleList(nn.LayerNorm(_DIM) for _ in range(3))
+        self.head = nn.Linear(_DIM, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        if not self.vector:
+            positions = positions + torch.arange(tokens.shape[1])
+        x = self.tokens(tokens) + self.places(positions)
+        for norm, layer in zip(self.norms, self.layers, strict=False):
+            x = x + layer(norm(x), positions)
+        logits = self.head(self.norms[2](x if self.vector else x[:, -1]))
+        return logits.to(self.dtype)
+
+
+def make(folder: Path, kind: str) -> None:
+    """Write the program of a kind, a prompt, and the tokens that eager PyTorch generates after it."""
+    if kind == "custom":
+        import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401 - registers the operators
+    dtype = {"half": torch.float16, "bfloat16": torch.bfloat16}.get(kind, torch.float32)
+    model = Decoder(custom=kind == "custom", vector=kind == "vector", dtype=dtype).eval()
+    integer = torch.int32 if kind == "int32" else torch.int64
+    prompt = draw_tokens(SEED, VOCABULARY, PROMPT)
+    with torch.no_grad():
+        expected = _continued(model, list(prompt), integer)
+    length = torch.export.Dim("length", max=CONTEXT - 1)
+    dynamic: dict[str, Any] = {"tokens": {1: length}, "positions": {0: length} if kind == "vector" else None}
+    several = _example(model, [1, 2, 3], 0, integer)
+    single = _example(model, [1], 0, integer)
+    exported: dict[str, Any]
+    if kind == "shared":
+        exported = {
+            "prefill": torch.export.export(model, several, dynamic_shapes=dynamic, strict=True),
+            "decode": torch.export.export(model, single, strict=True),
+        }
+    elif kind in ("static", "int32"):
+        exported = {"forward": torch.export.export(model, single, strict=True)}
+    else:
+        exported = {"forward": torch.export.export(model, several, dynamic_shapes=dynamic, strict=True)}
+    partitioner = {name: [XnnpackPartitioner()] for name in exported} if kind == "xnnpack" else None
+    metadata = {"get_max_seq_len": CONTEXT, "get_vocab_size": VOCABULARY, "use_kv_cache": True}
+    edge = to_edge_transform_and_lower(exported, partitioner=partitioner, constant_methods=metadata)
+    planning = MemoryPlanningPass(share_mutable_buffers=kind == "shared")
+    (folder / "program.pte").write_bytes(edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=planning)).buffer)
+    (folder / "inputs.ett").write_bytes(tensors.encode([Tensor("prompt", "int32", (PROMPT,), prompt.tobytes())]))
+    (folder / "expected.ett").write_bytes(
+        tensors.encode([tensors.from_array("tokens", torch.tensor(expected, dtype=torch.int32).numpy(), (0,))])
+    )
+
+
+def _example(model: Decoder, tokens: list[int], start: int, integer: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    positions = [start + index for index in range(len(tokens))] if model.vector else [start]
+    return torch.tensor([tokens], dtype=integer), torch.tensor(positions, dtype=integer)
+
+
+def _continued(model: Decoder, tokens: list[int], integer: torch.dtype) -> list[int]:
+    """The greedy continuation, for which each step takes the whole text, so that no cache has a part in it."""
+    for _ in range(GENERATED):
+        logits = model(*_example(model, tokens, 0, integer)).reshape(-1, VOCABULARY)[-1].float()
+        best = logits.topk(2).values
+        # Closer ones would let a rounding error decide.
+        assert best[0] - best[1] > 1e-3 or model.dtype != torch.float32
+        tokens = [*tokens, int(logits.argmax())]
+    return tokens[PROMPT:]

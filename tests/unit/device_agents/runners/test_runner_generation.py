@@ -1,0 +1,179 @@
+"""Generation of text by the runners: the tokens are those of eager PyTorch, whatever the program's signature."""
+
+from __future__ import annotations
+
+# ruff: noqa: F811 - fixtures are imported by name
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from etfarm.device_agents.runners import errors
+from etfarm.device_agents.runners.generation import Generated, GenerateRequest
+from etfarm.device_agents.runners.protocol import Progress
+from etfarm.device_agents.runners.remote import RemoteRunner
+from etfarm.wire import tensors
+from etfarm.wire.tensors import Tensor
+from tests.support.programs import Program, program
+from tests.support.runner import (  # noqa: F401 - fixtures among them
+    Start,
+    arrays,
+    native_runner,
+    runner,
+    runner_bundle,
+    start,
+    start_native,
+)
+
+GENERATED = 24
+PROMPT = 12
+FLOAT32 = ("start", "vector", "static", "int32", "xnnpack", "custom")
+
+
+def request_of(model: Program, **changes: Any) -> GenerateRequest:
+    """All of the model's prompt, and as many tokens as are expected."""
+    (prompt,) = arrays(model.inputs)
+    wanted = GenerateRequest("forward", "forward", prompt.tolist(), 0, GENERATED, 2, 1, 10**12)
+    return replace(wanted, **changes)
+
+
+def expected(model: Program) -> list[int]:
+    (tokens,) = arrays(model.expected)
+    return tokens.tolist()
+
+
+async def generated(runner: RemoteRunner, model: Program, **changes: Any) -> Generated:
+    """The model loaded, and the result of a request."""
+    wanted = request_of(model, **changes)
+    await runner.threads(1)
+    await runner.load(model.path)
+    await runner.load_method(wanted.prefill_method)
+    if wanted.decode_method != wanted.prefill_method:
+        await runner.load_method(wanted.decode_method, keep=True)
+    return await runner.generate(wanted, 60)
+
+
+@pytest.mark.parametrize("kind", FLOAT32)
+async def test_the_tokens_are_those_of_eager_pytorch(runner: RemoteRunner, kind: str) -> None:
+    model = program(f"decoder_{kind}")
+    result = await generated(runner, model)
+    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
+    assert result.stop_reason == "ENOUGH" and result.repetitions == 2
+    assert len(result.prefill_ns) == 2 and [len(row) for row in result.token_ns] == [GENERATED, GENERATED]
+    for prefill_ns, token_ns in zip(result.prefill_ns, result.token_ns, strict=True):
+        assert 0 < prefill_ns <= token_ns[0] and min(token_ns) > 0
+        assert sum(token_ns) <= result.duration_ns
+    assert result.first_run_ns and result.wall_ns >= result.duration_ns
+
+
+async def test_methods_that_share_state_see_what_the_other_has_written(runner: RemoteRunner) -> None:
+    model = program("decoder_shared")
+    result = await generated(runner, model, prefill_method="prefill", decode_method="decode")
+    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
+
+
+async def test_calls_of_methods_that_share_state_agree_with_eager_pytorch(runner: RemoteRunner) -> None:
+    model = program("decoder_shared")
+    (prompt,) = arrays(model.inputs)
+    await runner.load(model.path)
+    for name in ("prefill", "decode"):
+        await runner.load_method(name, keep=True)
+    tokens: list[int] = []
+    for index in range(6):
+        await runner.select("decode" if tokens else "prefill")
+        ids = tokens[-1:] or prompt.tolist()
+        position = len(prompt) + index - 1 if tokens else 0
+        await runner.set_inputs([_integers("tokens", [ids]), _integers("positions", [position])])
+        await runner.run()
+        (logits,) = arrays(await runner.outputs())
+        tokens.append(int(logits.argmax()))
+    assert tokens == expected(model)[:6]
+
+
+@pytest.mark.parametrize("dtype", ["half", "bfloat16"])
+async def test_logits_may_be_of_half_precision(runner: RemoteRunner, dtype: str) -> None:
+    model = program(f"decoder_{dtype}")
+    result = await generated(runner, model)
+    # The first of equal logits wins in eager PyTorch, too.
+    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
+
+
+@pytest.mark.parametrize(("depth", "max_chunk"), [(0, 5), (5, None), (11, 1)])
+async def test_neither_chunks_nor_the_depth_change_the_tokens(runner: RemoteRunner, depth: int, max_chunk: int | None) -> None:
+    model = program("decoder_start")
+    result = await generated(runner, model, depth=depth, max_chunk=max_chunk)
+    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
+
+
+async def test_methods_can_be_loaded_again_between_repetitions(runner: RemoteRunner) -> None:
+    model = program("decoder_shared")
+    changes = {"prefill_method": "prefill", "decode_method": "decode", "reload": True, "depth": 3, "warmup": 0}
+    result = await generated(runner, model, **changes)
+    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
+
+
+async def test_no_repetition_begins_after_the_time_limit(runner: RemoteRunner) -> None:
+    result = await generated(runner, program("decoder_start"), max_time_ns=1, repetitions=50)
+    assert (result.repetitions, result.stop_reason, len(result.tokens)) == (1, "MAX_TIME", 1)
+
+
+async def test_progress_counts_tokens(runner: RemoteRunner) -> None:
+    model = program("decoder_start")
+    wanted = request_of(model, repetitions=1)
+    seen: list[Progress] = []
+    await runner.load(model.path)
+    await runner.load_method("forward")
+    await runner.generate(wanted, 60, seen.append)
+    assert [step.stage for step in seen if not step.done] == ["WARMUP", "TIMED"]
+    assert all(step.done <= GENERATED for step in seen)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"decode_method": "other"}, "method 'other' is not loaded"),
+        ({"position_input": 0}, "the tokens and their positions must be different inputs"),
+        ({"position_input": 2}, r"input 2 \(positions\) does not exist: it takes 2"),
+        ({"depth": PROMPT}, "the payload must have more tokens than depth"),
+        ({"context": [1, -1]}, "token 1 is negative"),
+        ({"tokens": 1 << 20}, "tokens must be"),
+        ({"repetitions": 0}, "repetitions must be"),
+    ],
+)
+async def test_a_wrong_request_leaves_the_runner_usable(runner: RemoteRunner, changes: dict[str, Any], message: str) -> None:
+    model = program("decoder_start")
+    await runner.load(model.path)
+    await runner.load_method("forward")
+    with pytest.raises((errors.RunnerBroken, errors.InputMismatch), match=message):
+        await runner.generate(request_of(model, **changes), 60)
+    assert list((await runner.generate(request_of(model), 60)).tokens[0]) == expected(model)
+
+
+async def test_a_text_longer_than_the_context_is_an_error(runner: RemoteRunner) -> None:
+    model = program("decoder_start")
+    await runner.load(model.path)
+    await runner.load_method("forward")
+    with pytest.raises((errors.ProgramFailed, errors.ProgramCrashed)):
+        await runner.generate(request_of(model, tokens=60), 60)
+
+
+@pytest.mark.parametrize("name", ["add", "counter"])
+async def test_a_program_that_is_no_language_model_is_refused(runner: RemoteRunner, name: str) -> None:
+    await runner.load(program(name).path)
+    await runner.load_method("forward")
+    with pytest.raises(errors.InputMismatch, match="method 'forward' cannot generate text: input"):
+        await runner.generate(request_of(program("decoder_start")), 60)
+
+
+async def test_a_traced_method_does_not_generate(runner: RemoteRunner) -> None:
+    await runner.load(program("decoder_start").path)
+    await runner.load_method("forward", trace=True)
+    with pytest.raises(errors.RunnerBroken, match="with a tracer"):
+        await runner.generate(request_of(program("decoder_start")), 60)
+
+
+def _integers(name: str, values: Any) -> Tensor:
+    import numpy as np
+
+    array = np.array(values, dtype=np.int64)
+    return tensors.from_array(name, array, tuple(range(array.ndim)))
