@@ -33,7 +33,20 @@ class Blobs(artifact_pb2_grpc.ArtifactServiceServicer):
     async def FindMissing(
         self, request: artifact_pb2.FindMissingArtifactsRequest, context: Any
     ) -> artifact_pb2.FindMissingArtifactsResponse:
-        return artifact_pb2.FindMissingArtifactsResponse()
+        return artifact_pb2.FindMissingArtifactsResponse(missing=[each for each in request.digests if each not in self.blobs])
+
+    async def GetUploadStatus(self, request: artifact_pb2.GetUploadStatusRequest, context: Any) -> artifact_pb2.UploadStatus:
+        return artifact_pb2.UploadStatus(digest=request.digest)
+
+    async def Upload(
+        self, requests: AsyncIterator[artifact_pb2.UploadArtifactRequest], context: Any
+    ) -> artifact_pb2.UploadStatus:
+        digest, data = "", bytearray()
+        async for request in requests:
+            digest = digest or request.header.artifact.digest
+            data += request.chunk.data
+        assert self.put(bytes(data)).digest == digest
+        return artifact_pb2.UploadStatus(digest=digest, committed_bytes=len(data), complete=True)
 
 
 async def no_runner_is_left() -> bool:

@@ -25,6 +25,8 @@ from tests.support.runner import (  # noqa: F401 - fixtures among them
     start_native,
 )
 
+pytestmark = pytest.mark.slow(reason="starts a runner for each test, and the Python one loads torch")
+
 GENERATED = 24
 PROMPT = 12
 FLOAT32 = ("start", "vector", "static", "int32", "xnnpack", "custom")

@@ -1,0 +1,221 @@
+"""Attempts that generate text, on the real runner."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from contextlib import AbstractAsyncContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from etfarm.device_agents.attempts.cache import Cache
+from etfarm.device_agents.attempts.generation import GenerationAttempt
+from etfarm.device_agents.attempts.generation_passes import validate_plan
+from etfarm.device_agents.conditions.gates import GateLimits
+from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.device import inventory
+from etfarm.device_agents.runners.bundle import Bundle
+from etfarm.device_agents.runners.errors import InputMismatch
+from etfarm.device_agents.runners.native import NativeRunner
+from etfarm.device_agents.runners.process import OnLog
+from etfarm.device_agents.runners.remote import RemoteRunner
+from etfarm.device_agents.targets.local import Machine
+from etfarm.v1 import agent_pb2, compile_pb2, generation_pb2, job_pb2
+from etfarm.wire import digest
+from etfarm.wire.channel import Access
+from tests.support.attempts import Blobs
+from tests.support.programs import Program, program
+from tests.support.runner import arrays, runner_archive
+
+MORE = pytest.mark.slow(reason="each starts a runner, and the quick ring has one of them")
+PROMPT = 12
+GENERATED = 8
+
+
+def plan_of(**changes: Any) -> generation_pb2.GenerationPlan:
+    """Two points, of which the second begins in the middle of the prompt of the first."""
+    model = generation_pb2.LanguageModel(
+        prefill_method="forward", decode_method="forward", token_input=0, position_input=1,
+        positions=generation_pb2.POSITION_INPUT_START, max_prompt_tokens=63, dynamic_prompt=True, max_context_tokens=64,
+        vocab_size=96,
+    )  # fmt: skip
+    points = [(PROMPT, 0), (4, PROMPT - 4)]
+    plan = generation_pb2.GenerationPlan(
+        model=model, generated_tokens=GENERATED, repetitions=3, warmup=1, seed=7, max_time_s=60, trace_iterations=6,
+        points=[generation_pb2.GenerationPoint(prompt_tokens=prompt, depth=depth) for prompt, depth in points],
+    )  # fmt: skip
+    plan.MergeFrom(generation_pb2.GenerationPlan(**changes))
+    return plan
+
+
+async def result_of(
+    model: Program,
+    plan: generation_pb2.GenerationPlan,
+    blobs: Blobs,
+    address: str,
+    folder: Path,
+    *,
+    repeat: int = 1,
+    target: type[Machine] = Machine,
+) -> tuple[agent_pb2.CandidateResult, list[agent_pb2.RunProgress]]:
+    """The result of an attempt with one candidate, and its progress."""
+    pte = blobs.put(model.bytes)
+    candidate = agent_pb2.RunCandidate(
+        cell_id="cell",
+        program=compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {})),
+        bundle=agent_pb2.RunnerBundle(artifact=blobs.put(runner_archive().read_bytes())),
+        generation=plan,
+        threads=1,
+    )
+    measurement = job_pb2.Measurement(repeat=repeat, generation=generation_pb2.GenerationOptions(tokens=GENERATED))
+    start = agent_pb2.StartRun(attempt_id="a", candidates=[candidate], deadline_s=60, measurement=measurement)
+    # A device that need not be idle.
+    config = AgentConfig(Access(address), "board", folder, gates=GateLimits(idle_below=1e9))
+    machine = target(config, inventory.parse(inventory.collect()))
+    progress: list[agent_pb2.RunProgress] = []
+    attempt = GenerationAttempt(config, machine, Cache(folder / "cache", 1 << 30), folder / "run", start, progress.append)
+    (result,) = (await attempt.run()).candidates
+    return result, progress
+
+
+def rows(blobs: Blobs, digest_of_rows: str, code: str) -> list[list[int]]:
+    values = array(code, blobs.blobs[digest_of_rows]).tolist()
+    return [values[start : start + GENERATED] for start in range(0, len(values), GENERATED)]
+
+
+async def test_an_attempt_returns_the_times_of_every_token(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    model = program("decoder_start")
+    result, progress = await result_of(model, plan_of(), blobs, address, tmp_path)
+    assert not result.HasField("error"), result.error
+    (expected,) = arrays(model.expected)
+    (generation,) = result.generations
+    assert [(each.prompt_tokens, each.depth, each.repetitions) for each in generation.points] == [(PROMPT, 0, 3), (4, 8, 3)]
+    assert rows(blobs, generation.tokens.digest, "i") == 6 * [expected[:GENERATED].tolist()]
+    times = rows(blobs, generation.token_ns.digest, "q")
+    prefills = [each for point in generation.points for each in point.prefill_ns]
+    assert len(times) == len(prefills) == 6
+    for row, prefill_ns in zip(times, prefills, strict=True):
+        assert 0 < prefill_ns <= row[0] and min(row) > 0
+
+    assert result.load.load_ns and result.load.load_method_ns and result.load.first_run_ns
+    assert result.memory.peak_rss_bytes and len(result.memory.planned_bytes) == 1
+    assert result.warmup == 2 and result.warmup_ns and result.duration_ns
+    assert result.telemetry.HasField("before") and result.telemetry.HasField("after")
+    parts = [point.telemetry for point in generation.points]
+    assert result.telemetry.wall_time_ns == sum(part.wall_time_ns for part in parts) > 0
+    assert result.telemetry.cpu_time_ns == sum(part.cpu_time_ns for part in parts)
+    assert not generation.telemetry.series and generation.load == result.load
+    names = [phase.phase for phase in result.phases if not phase.phase.startswith("WAIT_FOR_")]
+    assert names == ["FETCH", "LOAD", "LOAD_METHOD", "GENERATE", "TRACED", "UPLOAD"]
+    assert all(each.done <= each.total for each in progress if each.phase == "GENERATE" and each.HasField("total"))
+    assert not any(result.HasField(name) for name in ("samples", "outputs", "etdump", "repeatability"))
+    assert not (tmp_path / "run").exists()
+
+
+@MORE
+async def test_prefill_and_decode_are_traced_apart(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    result, _ = await result_of(program("decoder_start"), plan_of(traced_point=1), blobs, address, tmp_path)
+    (generation,) = result.generations
+    prefill, decode = generation.prefill, generation.decode
+    assert (prefill.tokens, prefill.position) == (4, 8) and (decode.tokens, decode.position) == (1, 12)
+    for traced in (prefill, decode):
+        assert len(traced.traced_ns) >= 6 and min(traced.traced_ns) > 0
+        assert traced.telemetry.wall_time_ns >= sum(traced.traced_ns)
+        assert len(blobs.blobs[traced.etdump.digest]) > 1000
+    assert prefill.etdump.digest != decode.etdump.digest
+
+
+@MORE
+async def test_methods_that_share_state_are_measured_and_traced(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    model = program("decoder_shared")
+    plan = plan_of()
+    plan.model.prefill_method, plan.model.decode_method = "prefill", "decode"
+    result, _ = await result_of(model, plan, blobs, address, tmp_path)
+    assert not result.HasField("error"), result.error
+    (expected,) = arrays(model.expected)
+    (generation,) = result.generations
+    assert rows(blobs, generation.tokens.digest, "i") == 6 * [expected[:GENERATED].tolist()]
+    # Activations and shared state of both.
+    assert len(result.memory.planned_bytes) == 4
+    assert (generation.prefill.tokens, generation.decode.tokens) == (PROMPT, 1)
+
+
+@MORE
+async def test_a_program_of_single_tokens_has_no_traced_prefill(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    plan = plan_of()
+    plan.model.max_prompt_tokens, plan.model.dynamic_prompt = 1, False
+    result, _ = await result_of(program("decoder_static"), plan, blobs, address, tmp_path)
+    (generation,) = result.generations
+    assert not generation.HasField("prefill") and generation.decode.tokens == 1
+
+
+@MORE
+async def test_each_run_is_a_process_of_its_own_and_the_last_one_traces(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    result, progress = await result_of(program("decoder_start"), plan_of(), blobs, address, tmp_path, repeat=2)
+    assert not result.HasField("error"), result.error
+    assert [each.HasField("decode") for each in result.generations] == [False, True]
+    assert [len(each.points) for each in result.generations] == [2, 2]
+    assert all(each.load.load_method_ns for each in result.generations)
+    assert result.generations[0].tokens == result.generations[1].tokens
+    assert any(each.message.startswith("run 2 of 2") for each in progress)
+
+
+@MORE
+async def test_a_point_that_fails_does_not_end_the_others(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    plan = plan_of()
+    # More than the program's own context.
+    plan.model.max_context_tokens = 128
+    plan.points[0].prompt_tokens = 63
+    result, _ = await result_of(program("decoder_start"), plan, blobs, address, tmp_path)
+    (generation,) = result.generations
+    assert generation.points[0].error.reason == "PROGRAM_FAILED"
+    assert (generation.points[0].repetitions, generation.points[1].repetitions) == (0, 3)
+    assert len(rows(blobs, generation.tokens.digest, "i")) == 3
+    assert not result.HasField("error") and not generation.HasField("decode")
+
+
+@MORE
+async def test_a_candidate_without_any_result_fails(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    plan = plan_of()
+    plan.model.position_input = 5
+    result, _ = await result_of(program("decoder_start"), plan, blobs, address, tmp_path)
+    assert result.error.reason == "INPUT_MISMATCH" and not result.generations
+
+
+class EarlierMachine(Machine):
+    """A machine whose runner speaks the protocol of etfarm 0.2, as far as an attempt without a program gets."""
+
+    def start_runner(
+        self, bundle: Bundle | None, folder: Path, on_log: OnLog | None
+    ) -> AbstractAsyncContextManager[RemoteRunner]:
+        hello = {"protocol": 1, "executorch": "1.5.1", "arch": self.device.arch, "backends": [], "operators": [], "confined": []}
+        answers = {"hello": hello, "self_test": {"passed": []}}
+        cases = " ".join(
+            f"{name}) echo '{json.dumps({'event': 'result', 'command': name} | answer)}';;" for name, answer in answers.items()
+        )
+        folder.mkdir(parents=True, exist_ok=True)
+        script = f"while read command rest; do case $command in {cases} esac; done"
+        return NativeRunner.start(["/bin/sh", "-c", script], folder)
+
+
+async def test_a_runner_of_an_earlier_release_is_refused(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    result, _ = await result_of(program("decoder_start"), plan_of(), blobs, address, tmp_path, target=EarlierMachine)
+    assert result.error.reason == "GENERATION_UNSUPPORTED"
+    assert "etfarm bundle build" in result.error.remedy
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"generated_tokens": 60}, "12 tokens at depth 0 with 60 generated ones do not fit into the context of 64"),
+        ({"repetitions": 1000}, "repetitions must be 1 to 100, got 1000"),
+        ({"points": [{"prompt_tokens": 1, "depth": -1}]}, "1 tokens at depth -1"),
+        ({"points": [{"prompt_tokens": 1}] * 40}, "points must be 1 to 32, got 42"),
+        ({"model": {"vocab_size": -1}}, "a vocabulary must be 1 to"),
+    ],
+)
+def test_a_plan_beyond_the_limits_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputMismatch, match=message):
+        validate_plan(plan_of(**changes))
