@@ -11,6 +11,7 @@ from array import array
 from pathlib import Path
 from typing import Any
 
+from etfarm.device_agents.runners.generation import GenerateRequest
 from etfarm.device_agents.runners.process import Limits, RunnerProcess
 from etfarm.device_agents.runners.protocol import MeasurePlan
 from etfarm.device_agents.runners.remote import RemoteRunner
@@ -71,6 +72,8 @@ def seeds() -> list[bytes]:
         "wall_ns": 30,
         "peak_rss_bytes": 4096,
     }
+    generated = measured | {"tokens": 2, "vocabulary": 9}
+    del generated["iterations"]
     log = json.dumps({"event": "log", "level": "I", "where": "a.cpp:1", "message": "text"}).encode() + b"\n"
     progress = json.dumps({"event": "progress", "stage": "TIMED", "done": 1, "elapsed_ns": 5}).encode() + b"\n"
     value = {
@@ -86,7 +89,16 @@ def seeds() -> list[bytes]:
     method = _event("result", "method", name="forward", inputs=[_TENSOR], outputs=[_TENSOR], planned_bytes=[64], backends=[])
     whole = b"".join(
         [
-            _event("result", "hello", protocol=1, executorch="1.5.1", arch="x86_64", backends=[], operators=["aten::add.out"]),
+            _event(
+                "result",
+                "hello",
+                protocol=1,
+                executorch="1.5.1",
+                arch="x86_64",
+                backends=[],
+                operators=["aten::add.out"],
+                commands=["hello"],
+            ),
             _event("result", "self_test", passed=["aten::add.out"]),
             _event("result", "threads", threads=2),
             log,
@@ -97,6 +109,7 @@ def seeds() -> list[bytes]:
             _event("result", "input"),
             _event("result", "run", run_ns=3),
             _event("result", "outputs", bytes(8), values=[value]),
+            _event("result", "generate", bytes(40), repetitions=1, **generated),
             progress,
             _event("result", "measure", bytes(16), **measured),
             _event("result", "trace", bytes(16), iterations=2, etdump_bytes=9),
@@ -176,6 +189,7 @@ async def _use(data: bytes) -> None:
         lambda: runner.set_inputs([Tensor("x", "float32", (2,), bytes(8))]),
         runner.run,
         runner.outputs,
+        lambda: runner.generate(GenerateRequest("forward", "forward", [1, 2], 0, 2, 1, 0, 9), 5.0, steps.append),
         lambda: runner.measure(plan, steps.append),
         lambda: runner.trace(2, folder / "t", on_progress=steps.append),
         lambda: runner.debug(folder / "d", folder / "e"),

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
+import json
+import subprocess
+import sys
+from array import array
 from pathlib import Path
 from typing import Any, Final
 
@@ -83,39 +88,55 @@ class Decoder(nn.Module):
         return logits.to(self.dtype)
 
 
+def custom() -> Any:
+    """The model with ExecuTorch's own attention, as an exported program."""
+    return exported("custom")["forward"]
+
+
+def exported(kind: str) -> dict[str, Any]:
+    """The exported programs of a kind, by method."""
+    return _export(_model(kind), kind)
+
+
 def make(folder: Path, kind: str) -> None:
     """Write the program of a kind, a prompt, and the tokens that eager PyTorch generates after it."""
-    if kind == "custom":
-        import executorch.extension.llm.custom_ops.custom_ops  # noqa: F401 - registers the operators
-    dtype = {"half": torch.float16, "bfloat16": torch.bfloat16}.get(kind, torch.float32)
-    model = Decoder(custom=kind == "custom", vector=kind == "vector", dtype=dtype).eval()
-    integer = torch.int32 if kind == "int32" else torch.int64
+    model = _model(kind)
     prompt = draw_tokens(SEED, VOCABULARY, PROMPT)
     with torch.no_grad():
-        expected = _continued(model, list(prompt), integer)
+        expected = _continued(model, list(prompt), _integer(kind))
+    programs = _export(model, kind)
+    partitioner = {name: [XnnpackPartitioner()] for name in programs} if kind == "xnnpack" else None
+    metadata = {"get_max_seq_len": CONTEXT, "get_vocab_size": VOCABULARY, "use_kv_cache": True}
+    edge = to_edge_transform_and_lower(programs, partitioner=partitioner, constant_methods=metadata)
+    planning = MemoryPlanningPass(share_mutable_buffers=kind == "shared")
+    (folder / "program.pte").write_bytes(edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=planning)).buffer)
+    _write_texts(folder, prompt, expected)
+
+
+def _model(kind: str) -> Decoder:
+    if kind == "custom":
+        importlib.import_module("executorch.extension.llm.custom_ops.custom_ops")  # registers the operators
+    dtype = {"half": torch.float16, "bfloat16": torch.bfloat16}.get(kind, torch.float32)
+    return Decoder(custom=kind == "custom", vector=kind == "vector", dtype=dtype).eval()
+
+
+def _integer(kind: str) -> torch.dtype:
+    return torch.int32 if kind == "int32" else torch.int64
+
+
+def _export(model: Decoder, kind: str) -> dict[str, Any]:
     length = torch.export.Dim("length", max=CONTEXT - 1)
     dynamic: dict[str, Any] = {"tokens": {1: length}, "positions": {0: length} if kind == "vector" else None}
-    several = _example(model, [1, 2, 3], 0, integer)
-    single = _example(model, [1], 0, integer)
-    exported: dict[str, Any]
+    several = _example(model, [1, 2, 3], 0, _integer(kind))
+    single = _example(model, [1], 0, _integer(kind))
     if kind == "shared":
-        exported = {
+        return {
             "prefill": torch.export.export(model, several, dynamic_shapes=dynamic, strict=True),
             "decode": torch.export.export(model, single, strict=True),
         }
-    elif kind in ("static", "int32"):
-        exported = {"forward": torch.export.export(model, single, strict=True)}
-    else:
-        exported = {"forward": torch.export.export(model, several, dynamic_shapes=dynamic, strict=True)}
-    partitioner = {name: [XnnpackPartitioner()] for name in exported} if kind == "xnnpack" else None
-    metadata = {"get_max_seq_len": CONTEXT, "get_vocab_size": VOCABULARY, "use_kv_cache": True}
-    edge = to_edge_transform_and_lower(exported, partitioner=partitioner, constant_methods=metadata)
-    planning = MemoryPlanningPass(share_mutable_buffers=kind == "shared")
-    (folder / "program.pte").write_bytes(edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=planning)).buffer)
-    (folder / "inputs.ett").write_bytes(tensors.encode([Tensor("prompt", "int32", (PROMPT,), prompt.tobytes())]))
-    (folder / "expected.ett").write_bytes(
-        tensors.encode([tensors.from_array("tokens", torch.tensor(expected, dtype=torch.int32).numpy(), (0,))])
-    )
+    if kind in ("static", "int32"):
+        return {"forward": torch.export.export(model, single, strict=True)}
+    return {"forward": torch.export.export(model, several, dynamic_shapes=dynamic, strict=True)}
 
 
 def _example(model: Decoder, tokens: list[int], start: int, integer: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
@@ -132,3 +153,41 @@ def _continued(model: Decoder, tokens: list[int], integer: torch.dtype) -> list[
         assert best[0] - best[1] > 1e-3 or model.dtype != torch.float32
         tokens = [*tokens, int(logits.argmax())]
     return tokens[PROMPT:]
+
+
+def make_llama(folder: Path) -> None:
+    """Write what ExecuTorch's own `export_llm` makes of a tiny Llama with its fast attention in XNNPACK; else as `make`."""
+    from executorch.examples.models.llama.llama_transformer import construct_transformer
+    from executorch.examples.models.llama.model_args import ModelArgs
+
+    shape = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCABULARY, "hidden_dim": 128}
+    torch.manual_seed(13)
+    model = construct_transformer(ModelArgs(max_seq_len=CONTEXT, max_context_len=CONTEXT, **shape)).eval()
+    for parameter in model.parameters():
+        # Larger than the usual initial weights, so that the most likely token is clearly ahead.
+        nn.init.normal_(parameter, std=0.5)
+    weights = {name: value for name, value in model.state_dict().items() if not name.endswith("mask") and "freqs" not in name}
+    # Without a checkpoint, export_llm leaves norms uninitialized.
+    torch.save(weights, folder / "checkpoint.pth")
+    (folder / "params.json").write_text(json.dumps(shape))
+    subprocess.run(
+        [
+            sys.executable, "-m", "executorch.extension.llm.export.export_llm", "base.checkpoint=checkpoint.pth",
+            "base.params=params.json", "model.use_kv_cache=True", "model.use_sdpa_with_kv_cache=True",
+            "backend.xnnpack.enabled=True", f"export.max_seq_length={CONTEXT}", f"export.max_context_length={CONTEXT}",
+            "export.output_name=program.pte",
+        ],
+        cwd=folder, capture_output=True, check=True,
+    )  # fmt: skip
+    prompt = draw_tokens(SEED, VOCABULARY, PROMPT)
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(GENERATED):
+            logits = model(torch.tensor([tokens])).reshape(-1, VOCABULARY)[-1]
+            tokens.append(int(logits.argmax()))
+    _write_texts(folder, prompt, tokens[PROMPT:])
+
+
+def _write_texts(folder: Path, prompt: array[int], continuation: list[int]) -> None:
+    for name, text in (("inputs", prompt), ("expected", array("i", continuation))):
+        (folder / f"{name}.ett").write_bytes(tensors.encode([Tensor(name, "int32", (len(text),), text.tobytes(), (0,))]))

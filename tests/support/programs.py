@@ -450,6 +450,13 @@ def _language_model(folder: Path, *, kind: str) -> None:
     make(folder, kind)
 
 
+def _llama(folder: Path) -> None:
+    """A Llama as ExecuTorch's `export_llm` makes it, which takes most of a minute; see `language_models`."""
+    from tests.support.language_models import make_llama
+
+    make_llama(folder)
+
+
 _MAKERS: dict[str, Callable[[Path], None]] = {
     "add": _add,
     "batch": _batch,
@@ -472,6 +479,7 @@ _MAKERS: dict[str, Callable[[Path], None]] = {
     "rounding": _rounding,
     "external": partial(_external, xnnpack=False),
     "external_xnnpack": partial(_external, xnnpack=True),
+    "llama": _llama,
     **{
         f"decoder_{kind}": partial(_language_model, kind=kind)
         for kind in ("start", "vector", "static", "int32", "half", "bfloat16", "custom", "shared", "xnnpack")

@@ -24,6 +24,7 @@ from etfarm.device_agents.native.toolchain import Compiler, ExecutorchMissing
 from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle, BundledFile, NotABundle, open_folder, unpack
 from etfarm.device_agents.runners.emulator import CpuUnknown, Emulator, EmulatorMissing
 from etfarm.device_agents.runners.errors import ProgramOutOfMemory
+from etfarm.device_agents.runners.generation import GenerateRequest
 from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.targets.local import Machine
 from etfarm.server.artifacts.store import Store
@@ -104,6 +105,23 @@ async def test_a_bundle_alone_in_an_empty_root_gives_the_outputs_of_x86(
                 await runner.run()
                 outputs.append(tensors.to_array((await runner.outputs())[0]))
         np.testing.assert_allclose(outputs[0], outputs[1], rtol=0, atol=most)
+
+
+@boards
+@pytest.mark.parametrize("kind", ["custom", "shared"])
+async def test_language_models_generate_the_tokens_of_eager_pytorch(arm_bundle: Bundle, tmp_path: Path, kind: str) -> None:
+    model = program(f"decoder_{kind}")
+    prompt, expected = (tensors.to_array(value).tolist() for value in (*model.inputs, *model.expected))
+    prefill, decode = ("prefill", "decode") if kind == "shared" else ("forward", "forward")
+    wanted = GenerateRequest(prefill, decode, prompt, 0, len(expected), 1, 0, 10**12)
+    async with machine(tmp_path).start_runner(arm_bundle, tmp_path, None) as runner:
+        assert {"llama::custom_sdpa.out", "llama::update_cache.out"} <= set(await runner.self_test())
+        await runner.threads(1)
+        await runner.load(model.path)
+        for name in (prefill, decode):
+            await runner.load_method(name, keep=True)
+        (tokens,) = (await runner.generate(wanted, 120)).tokens
+    assert tokens.tolist() == expected
 
 
 @boards

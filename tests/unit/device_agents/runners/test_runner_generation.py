@@ -92,6 +92,12 @@ async def test_calls_of_methods_that_share_state_agree_with_eager_pytorch(runner
     assert tokens == expected(model)[:6]
 
 
+async def test_a_program_of_executorchs_own_exporter_generates(runner: RemoteRunner) -> None:
+    model = program("llama")
+    result = await generated(runner, model, max_chunk=7)
+    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
+
+
 @pytest.mark.parametrize("dtype", ["half", "bfloat16"])
 async def test_logits_may_be_of_half_precision(runner: RemoteRunner, dtype: str) -> None:
     model = program(f"decoder_{dtype}")
@@ -138,6 +144,7 @@ async def test_progress_counts_tokens(runner: RemoteRunner) -> None:
         ({"position_input": 2}, r"input 2 \(positions\) does not exist: it takes 2"),
         ({"depth": PROMPT}, "the payload must have more tokens than depth"),
         ({"context": [1, -1]}, "token 1 is negative"),
+        ({"context": [1, 5000]}, "method 'forward' failed"),
         ({"tokens": 1 << 20}, "tokens must be"),
         ({"repetitions": 0}, "repetitions must be"),
     ],
@@ -146,7 +153,7 @@ async def test_a_wrong_request_leaves_the_runner_usable(runner: RemoteRunner, ch
     model = program("decoder_start")
     await runner.load(model.path)
     await runner.load_method("forward")
-    with pytest.raises((errors.RunnerBroken, errors.InputMismatch), match=message):
+    with pytest.raises((errors.RunnerBroken, errors.InputMismatch, errors.ProgramFailed), match=message):
         await runner.generate(request_of(model, **changes), 60)
     assert list((await runner.generate(request_of(model), 60)).tokens[0]) == expected(model)
 

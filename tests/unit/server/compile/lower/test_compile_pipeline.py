@@ -216,3 +216,16 @@ async def test_the_recipes_that_this_host_has_are_listed(workers: Workers) -> No
         assert row["available"] == (not row["missing"]), row
         assert row["available"] or not name.startswith(("xnnpack", "portable")), row
     assert "Qualcomm" in rows["qnn_fp16"]["missing"]
+
+
+@pytest.mark.slow(reason="imports torch's compiler, as ExecuTorch's custom operators do")
+async def test_custom_operators_of_language_models_are_lowered_and_tried(workers: Workers, tmp_path: Path) -> None:
+    from tests.support.language_models import custom
+
+    answer = await compiled(workers, tmp_path, custom)
+    facts = answer.result["facts"]
+    assert facts is not None
+    operators = facts["methods"]["forward"]["operators"]
+    assert {"llama::custom_sdpa.out", "llama::update_cache.out"} <= set(operators)
+    assert [check["ran"] for check in answer.result["checks"]] == 3 * [True]
+    assert "CHECK_FAILED" not in answer.codes
