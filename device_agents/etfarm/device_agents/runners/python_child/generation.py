@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import math
 import time
 from array import array
 from collections.abc import Sequence
@@ -11,18 +10,15 @@ from dataclasses import dataclass, replace
 from math import prod
 from typing import Any, Final, NoReturn, Protocol
 
-import torch
-
 from etfarm.device_agents.runners.python_child import counters
 from etfarm.device_agents.runners.python_child.passes import PROGRESS_NS, UNSET, LoadedMethod, Report, execute
 from etfarm.device_agents.runners.python_child.pte import FileValue
 from etfarm.device_agents.runners.python_child.refusals import Refusal, called
+from etfarm.device_agents.runners.python_child.values import INTEGERS, Mismatch, integer_tensor, most_likely
 
 MAX_CONTEXT_TOKENS: Final = 1 << 22
 MAX_GENERATED_TOKENS: Final = 1 << 16
 MAX_REPETITIONS: Final = 1000
-_INTEGERS: Final = {"int64": torch.int64, "int32": torch.int32}
-_LOGITS: Final = (torch.float32, torch.float16, torch.bfloat16)
 _TOKEN_BYTES: Final = 4
 
 
@@ -233,19 +229,11 @@ class _TokenMethod:
     def next_token(self) -> int:
         """Return the most likely token after the last one of the latest execution."""
         outputs = called("outputs", lambda: self._loaded.method.get_outputs(clone_outputs=False))
-        logits = outputs[0] if outputs else None
-        if not isinstance(logits, torch.Tensor) or not logits.dim() or not logits.numel():
-            self._refuse("its first output must be logits")
-        if logits.dtype not in _LOGITS:
-            dtype = str(logits.dtype).removeprefix("torch.")
-            self._refuse(f"logits must be float32, float16 or bfloat16, not {dtype}")
-        last = logits.reshape(-1, logits.shape[-1])[-1]
-        self.vocabulary = int(last.shape[0])
-        best = int(last.argmax())
-        if math.isnan(float(last[best])):
-            last = last.masked_fill(last.isnan(), -math.inf)  # a comparison with NaN finds nothing larger
-            best = int(last.argmax())
-        if float(last[best]) == -math.inf:
+        try:
+            best, self.vocabulary = most_likely(outputs)
+        except Mismatch as error:
+            self._refuse(str(error))
+        if best is None:
             name = self._loaded.facts.name
             raise Refusal("RUNTIME", f"method '{name}' returned logits without a largest one: all are NaN or -inf")
         return best
@@ -257,18 +245,18 @@ class _TokenMethod:
         value = inputs[index]
         if value.kind != "tensor":
             self._refuse(f"input {index} ({what}) is not a tensor")
-        if value.dtype not in _INTEGERS:
+        if value.dtype not in INTEGERS:
             self._refuse(f"input {index} ({what}) must be int64 or int32, not {value.dtype}")
         if not value.shape or prod(value.shape) != value.shape[-1] or not value.shape[-1]:
             self._refuse(f"input {index} ({what}) must have the shape [1, tokens] or [tokens], not {list(value.shape)}")
         return value
 
-    def _tensor(self, index: int, expected: FileValue, values: Sequence[int]) -> torch.Tensor:
+    def _tensor(self, index: int, expected: FileValue, values: Sequence[int]) -> Any:
         most, count = expected.shape[-1], len(values)
         if count > most or (count < most and not expected.dynamic):
             takes = f"{most} tokens" + (" at most" if expected.dynamic else "")
             self._refuse(f"input {index} takes {takes}, not {count}")
-        return torch.tensor(list(values), dtype=_INTEGERS[expected.dtype]).reshape(*expected.shape[:-1], count)
+        return integer_tensor(values, expected.dtype, (*expected.shape[:-1], count))
 
     def _refuse(self, why: str) -> NoReturn:
         raise Refusal("INPUT_MISMATCH", f"method '{self._loaded.facts.name}' cannot generate text: {why}")

@@ -18,6 +18,9 @@ from etfarm.wire.tensors import ITEM_BYTES
 _MASK: Final = (1 << 64) - 1
 _MANTISSA_BITS: Final = {"float32": 24, "float64": 53, "float16": 11, "bfloat16": 8}
 """Number of random bits below 1 that a dtype represents exactly."""
+INTEGERS: Final = ("int64", "int32")
+"""Dtypes of tokens and positions."""
+_LOGITS: Final = (torch.float32, torch.float16, torch.bfloat16)
 
 
 class Mismatch(ValueError):
@@ -53,6 +56,33 @@ def checked_tensor(
     if len(data) != size:
         raise Mismatch(f"{subject} has {len(data)} bytes where {dtype} {shape} needs {size}")
     return tensor_of(data, dtype, shape, order)
+
+
+def integer_tensor(values: Sequence[int], dtype: str, shape: Sequence[int]) -> torch.Tensor:
+    """Return a contiguous tensor of integers."""
+    return torch.tensor(list(values), dtype=getattr(torch, dtype)).reshape(tuple(shape))
+
+
+def most_likely(outputs: Sequence[Any]) -> tuple[int | None, int]:
+    """Return the index of the largest logit in the last row of the first output, and the row's length.
+
+    The lowest index of equal ones; None if no logit is above minus infinity. NaN is ignored.
+
+    Raises:
+        Mismatch: the first output does not hold logits.
+    """
+    logits = outputs[0] if outputs else None
+    if not isinstance(logits, torch.Tensor) or not logits.dim() or not logits.numel():
+        raise Mismatch("its first output must be logits")
+    if logits.dtype not in _LOGITS:
+        dtype = str(logits.dtype).removeprefix("torch.")
+        raise Mismatch(f"logits must be float32, float16 or bfloat16, not {dtype}")
+    row = logits.reshape(-1, logits.shape[-1])[-1]
+    best = int(row.argmax())
+    if float(row[best]) != float(row[best]):
+        row = row.masked_fill(row.isnan(), float("-inf"))  # argmax regards NaN as the largest
+        best = int(row.argmax())
+    return None if float(row[best]) == float("-inf") else best, int(row.shape[0])
 
 
 def tensor_of(data: bytes | np.ndarray[Any, Any], dtype: str, shape: Sequence[int], dim_order: Sequence[int]) -> torch.Tensor:
