@@ -172,3 +172,28 @@ KEYS: dict[str, Any] = {
     ],
     "run_spread": dict.fromkeys(["source", "runs", "relative_stddev", "p50_ci95_ns"]),
 }  # fmt: skip
+RATES = [
+    "ttft_ns", "ttft_ci95_ns", "prefill_tokens_per_s", "prefill_tokens_per_s_ci95", "decode_tokens_per_s",
+    "decode_tokens_per_s_ci95",
+]  # fmt: skip
+KEYS["generation"] = {
+    "model": {
+        **dict.fromkeys(["prefill_method", "decode_method", "token_input", "position_input", "positions", "max_prompt_tokens"]),
+        **dict.fromkeys(["dynamic_prompt", "max_context_tokens", "vocab_size", "kv_cache_bytes"]),
+        "metadata": {"METHOD": None},
+    },
+    "generated_tokens": None,
+    "points": [
+        {
+            **dict.fromkeys(["prompt_tokens", "depth", "repetitions"]),
+            "error": dict.fromkeys(ERROR),
+            **dict.fromkeys([*RATES, "token_ns", "tokens_equal"]),
+            "verdict": VERDICT,
+            "runs": [{"repetitions": None, **dict.fromkeys(RATES), "verdict": VERDICT, "telemetry": TELEMETRY}],
+        }
+    ],
+    "prefill_execution": dict.fromkeys(["tokens", "position"]),
+    "decode_execution": dict.fromkeys(["tokens", "position"]),
+    "prefill_profile": KEYS["profile"],
+    "prefill_operators": KEYS["operators"],
+}

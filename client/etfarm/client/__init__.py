@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from etfarm.client.reports import Comparison, JobResult, Report
     from etfarm.client.sessions.local import AsyncLocalSession
     from etfarm.client.sessions.session import AsyncSession
+    from etfarm.client.submit.generate import Generate
     from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, UserError
 
 __all__ = [
@@ -34,6 +35,7 @@ __all__ = [
     "EtfarmError",
     "Farm",
     "FarmError",
+    "Generate",
     "Job",
     "JobChanged",
     "JobResult",
@@ -53,6 +55,7 @@ _HOMES = {
     "AsyncSession": "etfarm.client.sessions.session",
     "Comparison": "etfarm.client.reports",
     "Farm": "etfarm.client.client",
+    "Generate": "etfarm.client.submit.generate",
     "Job": "etfarm.client.client",
     "JobResult": "etfarm.client.reports",
     "LocalSession": "etfarm.client.client",

@@ -770,16 +770,25 @@ class GenerationRun(_message.Message):
 
     REPETITIONS_FIELD_NUMBER: _builtins.int
     TTFT_NS_FIELD_NUMBER: _builtins.int
+    TTFT_CI95_NS_FIELD_NUMBER: _builtins.int
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    PREFILL_TOKENS_PER_S_CI95_FIELD_NUMBER: _builtins.int
     DECODE_TOKENS_PER_S_FIELD_NUMBER: _builtins.int
+    DECODE_TOKENS_PER_S_CI95_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
     repetitions: _builtins.int
     """Number of timed repetitions."""
     ttft_ns: _builtins.float
-    """As in GenerationPointReport."""
+    """As in GenerationPointReport; the intervals are over the repetitions, and empty below 3 of them."""
     prefill_tokens_per_s: _builtins.float
     decode_tokens_per_s: _builtins.float
+    @_builtins.property
+    def ttft_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def prefill_tokens_per_s_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def decode_tokens_per_s_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
     @_builtins.property
     def verdict(self) -> Global___Verdict:
         """The verdict on this process alone."""
@@ -793,14 +802,17 @@ class GenerationRun(_message.Message):
         *,
         repetitions: _builtins.int = ...,
         ttft_ns: _builtins.float | None = ...,
+        ttft_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
         prefill_tokens_per_s: _builtins.float | None = ...,
+        prefill_tokens_per_s_ci95: _abc.Iterable[_builtins.float] | None = ...,
         decode_tokens_per_s: _builtins.float | None = ...,
+        decode_tokens_per_s_ci95: _abc.Iterable[_builtins.float] | None = ...,
         verdict: Global___Verdict | None = ...,
         telemetry: Global___RunTelemetry | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s", "_prefill_tokens_per_s", b"_prefill_tokens_per_s", "_ttft_ns", b"_ttft_ns", "decode_tokens_per_s", b"decode_tokens_per_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "telemetry", b"telemetry", "ttft_ns", b"ttft_ns", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s", "_prefill_tokens_per_s", b"_prefill_tokens_per_s", "_ttft_ns", b"_ttft_ns", "decode_tokens_per_s", b"decode_tokens_per_s", "prefill_tokens_per_s", b"prefill_tokens_per_s", "repetitions", b"repetitions", "telemetry", b"telemetry", "ttft_ns", b"ttft_ns", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s", "_prefill_tokens_per_s", b"_prefill_tokens_per_s", "_ttft_ns", b"_ttft_ns", "decode_tokens_per_s", b"decode_tokens_per_s", "decode_tokens_per_s_ci95", b"decode_tokens_per_s_ci95", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prefill_tokens_per_s_ci95", b"prefill_tokens_per_s_ci95", "repetitions", b"repetitions", "telemetry", b"telemetry", "ttft_ci95_ns", b"ttft_ci95_ns", "ttft_ns", b"ttft_ns", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode_tokens_per_s: _TypeAlias = _typing.Literal["decode_tokens_per_s"]  # noqa: Y015
     _WhichOneofArgType__decode_tokens_per_s: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s"]  # noqa: Y015

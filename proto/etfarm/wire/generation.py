@@ -12,8 +12,21 @@ MAX_TOKENS: Final = 4096
 MAX_REPETITIONS: Final = 100
 MAX_POINTS: Final = 32
 """Maximum number of pairs of prompt length and depth."""
+MAX_TIMED_TOKENS: Final = 1_000_000
+"""Maximum number of generated tokens of all repetitions and points of a process."""
+TIME_BYTES: Final = 8
+"""Size of a value of GenerationResult.token_ns."""
+TOKEN_BYTES: Final = 4
+"""Size of a value of GenerationResult.tokens."""
 MAX_CONTEXT_TOKENS: Final = 1 << 20
 """Maximum number of tokens in a context."""
+
+METRICS: Final = {
+    "ttft_ns": "ttft_ci95_ns",
+    "prefill_tokens_per_s": "prefill_tokens_per_s_ci95",
+    "decode_tokens_per_s": "decode_tokens_per_s_ci95",
+}
+"""The numbers of a point of generation and of its processes, each with its 95 % interval."""
 
 DEFAULT_REPETITIONS: Final = 5
 DEFAULT_WARMUP: Final = 1

@@ -39,8 +39,13 @@ _ALWAYS: Final = {
 }
 """Required texts of each object, by which readers identify it."""
 
-_INTERVALS: Final = {"p50_ci95_ns", "ratio_ci95", "mean_ci95_ns"}
+_INTERVALS: Final = {
+    "p50_ci95_ns", "ratio_ci95", "mean_ci95_ns", "ttft_ci95_ns", "prefill_tokens_per_s_ci95", "decode_tokens_per_s_ci95",
+}  # fmt: skip
 """Lists that hold a lower and an upper bound, or are empty."""
+
+_OPERATORS: Final = {"etfarm.v1.Report": "operators", "etfarm.v1.Generation": "prefill_operators"}
+"""The lists of operators by the object that has them."""
 
 _TYPES: Final[dict[Type, tuple[type, ...]]] = {
     Type.TRUTH: (bool,), Type.NUMBER: (int, float), Type.TEXT: (str,), Type.INTEGER: (int,),
@@ -184,11 +189,11 @@ def _empty(message: Descriptor) -> Json:
 
 def _validate_relations(full: Json, message: Descriptor, where: str) -> None:
     """Validate values that depend on others or on a range: the parents of operator rows, and ratios."""
-    if message is report_pb2.Report.DESCRIPTOR:
-        indexes = {row["index"] for row in full["operators"] or ()}
-        for place, row in enumerate(full["operators"] or ()):
+    if (table := _OPERATORS.get(message.full_name)) is not None:
+        indexes = {row["index"] for row in full[table] or ()}
+        for place, row in enumerate(full[table] or ()):
             if row["parent"] is not None and row["parent"] not in indexes:
-                at = f"{where}.operators[{place}].parent"
+                at = f"{where}.{table}[{place}].parent"
                 raise BadDocument(f"{at} is {row['parent']}, which is not the index of a row.", _REMEDY, where=at)
     if message is report_pb2.PairedRatio.DESCRIPTOR and not full["ratio"] > 0:
         raise BadDocument(

@@ -57,7 +57,8 @@ class Key:
 
 
 _LEFT_OUT: Final = {
-    "etfarm.v1.Report": {"outputs", "samples", "etdump", "trace_times", "numerics_etdump", "numerics_debug", "create_time"}
+    "etfarm.v1.Report": {"outputs", "samples", "etdump", "trace_times", "numerics_etdump", "numerics_debug", "create_time"},
+    "etfarm.v1.Generation": {"token_times", "tokens", "prefill_etdump", "prefill_trace_times"},
 }
 """Fields that the JSON omits: references to files in a server's store."""
 
@@ -80,6 +81,14 @@ _NULL_WHEN_EMPTY: Final = {
     "etfarm.v1.ReportInputs": {"tensors"},
     "etfarm.v1.LatencyChange": {"ratio_ci95"},
     "etfarm.v1.ComparedPair": {"delegation"},
+    "etfarm.v1.Generation": {"prefill_operators"},
+    "etfarm.v1.GenerationPointReport": {
+        "ttft_ci95_ns",
+        "prefill_tokens_per_s_ci95",
+        "decode_tokens_per_s_ci95",
+        "token_ns",
+    },
+    "etfarm.v1.GenerationRun": {"ttft_ci95_ns", "prefill_tokens_per_s_ci95", "decode_tokens_per_s_ci95"},
 }
 """Lists and maps of measurements, which are null if not measured. Every other empty list is [], every other map {}."""
 

@@ -73,6 +73,24 @@ def _decimals(value: float, half_width: float) -> int:
     return max(0, decimals)
 
 
+def rate(tokens_per_s: float | None, ends: Sequence[float] | None = None) -> tuple[str, str]:
+    """Return a rate and its 95 % interval, with equally many decimals: `112.4 tokens/s` and `[111.9, 112.9]`.
+
+    The interval is empty if it is unknown, and the rate `-` if it was not measured.
+    """
+    if tokens_per_s is None:
+        return "-", ""
+    if not ends:
+        return f"{_grouped(tokens_per_s, _decimals(tokens_per_s, 0.0))} tokens/s", ""
+    low, high = ends
+    decimals = _decimals(tokens_per_s, (high - low) / 2)
+    return f"{_grouped(tokens_per_s, decimals)} tokens/s", f"[{_grouped(low, decimals)}, {_grouped(high, decimals)}]"
+
+
+def _grouped(value: float, decimals: int) -> str:
+    return f"{value:,.{decimals}f}"
+
+
 def median(p50_ns: float, ends_ns: Sequence[float]) -> tuple[str, str]:
     """Return a median and its 95 % interval, as `estimate`; an empty text for an unknown interval.
 

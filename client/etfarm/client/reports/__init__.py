@@ -64,10 +64,19 @@ if TYPE_CHECKING:
         JobState,
         NumericReference,
         OperatorKind,
+        PositionInput,
         RepeatabilityOutcome,
         RunSpreadSource,
         StopReason,
         VerdictStatus,
+    )
+    from etfarm.client.reports.error_facts import ErrorFacts
+    from etfarm.client.reports.generation import (
+        Generation,
+        GenerationPoint,
+        GenerationRun,
+        LanguageModel,
+        TracedExecution,
     )
     from etfarm.client.reports.json_object import JsonObject
     from etfarm.client.reports.latency import (
@@ -84,7 +93,6 @@ if TYPE_CHECKING:
     from etfarm.client.reports.report import (
         Analysis,
         DeviceFacts,
-        ErrorFacts,
         Inputs,
         InputTensor,
         ModelFacts,
@@ -139,6 +147,9 @@ __all__ = [
     "GateOutcome",
     "GateResult",
     "GateWait",
+    "Generation",
+    "GenerationPoint",
+    "GenerationRun",
     "HostCheck",
     "InputTensor",
     "Inputs",
@@ -146,6 +157,7 @@ __all__ = [
     "JobResult",
     "JobState",
     "JsonObject",
+    "LanguageModel",
     "Latency",
     "LatencyComparison",
     "Load",
@@ -177,6 +189,7 @@ __all__ = [
     "PairedRatio",
     "Phase",
     "Place",
+    "PositionInput",
     "Profile",
     "ProgramFile",
     "ProgramSizes",
@@ -198,6 +211,7 @@ __all__ = [
     "TelemetryPoint",
     "ThermalZone",
     "Toolchain",
+    "TracedExecution",
     "Unpaired",
     "ValueHistogram",
     "ValueSummary",
@@ -208,7 +222,7 @@ __all__ = [
 
 _MODULES: Final = (
     "enums", "samples", "source", "json_object", "latency", "operators", "compilation", "numerics", "telemetry", "verdict",
-    "runs", "report", "result", "comparison",
+    "runs", "error_facts", "generation", "report", "result", "comparison",
 )  # fmt: skip
 """The modules with the classes, those that others import first."""
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from etfarm.client.reports.enums import CellState, OperatorKind, VerdictStatus
+from etfarm.client.reports.error_facts import ErrorFacts
 from etfarm.client.reports.json_object import JsonObject, OpenEnum
-from etfarm.client.reports.report import ErrorFacts
 from etfarm.client.reports.result import JobFacts
 from etfarm.client.reports.runs import RunSpread
 from etfarm.client.reports.source import SourceLine

@@ -48,6 +48,17 @@ class VerdictStatus(OpenEnum):
     """The device's times mean nothing, such as those of an emulated device."""
 
 
+class PositionInput(OpenEnum):
+    """How a language model receives the positions of its tokens."""
+
+    START = "START"
+    """The position of the first token of an execution."""
+    VECTOR = "VECTOR"
+    """The position of each token of an execution."""
+    NONE = "NONE"
+    """Not at all: without a KV cache, every execution takes the whole text."""
+
+
 class OperatorKind(OpenEnum):
     """The kind of an operator's row."""
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 from etfarm.client.reports.compilation import Compile
 from etfarm.client.reports.enums import Actor, CellState
+from etfarm.client.reports.error_facts import ErrorFacts
+from etfarm.client.reports.generation import Generation
 from etfarm.client.reports.json_object import JsonObject
 from etfarm.client.reports.latency import Latency, Load, Measurement, Memory, PairedRatio
 from etfarm.client.reports.numerics import Accuracy, NumericGap, Numerics
@@ -15,33 +16,11 @@ from etfarm.client.reports.operators import Operators, Profile
 from etfarm.client.reports.runs import Run, RunSpread
 from etfarm.client.reports.telemetry import Telemetry
 from etfarm.client.reports.verdict import Verdict
-from etfarm.wire.errors import EtfarmError, Fault, error_of
 
 if TYPE_CHECKING:
     import pandas as pd
 
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class ErrorFacts(JsonObject):
-    """Why a cell or a command failed."""
-
-    fault: str | None = None
-    """USER, DEVICE or FARM: the party that has to act."""
-    reason: str = ""
-    """UPPER_SNAKE word that programs may rely on."""
-    message: str
-    """One sentence: what is wrong."""
-    remedy: str = ""
-    """One sentence: what to do."""
-    stage: str = ""
-    """The stage or phase that failed, such as `TORCH_EXPORT`; empty without one."""
-    metadata: Mapping[str, str] = field(default_factory=dict)
-    """The values of the message, for programs."""
-
-    def exception(self) -> EtfarmError:
-        """Return the exception for this error."""
-        fault = Fault(self.fault) if self.fault and self.fault in Fault.__members__ else Fault.FARM
-        return error_of(fault, self.reason, self.message, self.remedy, stage=self.stage, metadata=dict(self.metadata))
+    from etfarm.wire.errors import EtfarmError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -194,6 +173,9 @@ class Report(JsonObject):
     attempt was interleaved."""
     run_spread: RunSpread | None = None
     """How much medians of separate runs of this program vary; None if nothing was timed or the spread is unknown."""
+    generation: Generation | None = None
+    """How a language model generates text; None unless `generate` was requested. `latency` is None then, and `profile` and
+    `operators` are those of decode."""
 
     def __repr__(self) -> str:
         name = self.model.name if self.model else None

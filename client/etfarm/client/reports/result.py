@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Final, Literal, Self
 
 from etfarm.client.errors import JobFailed, OutputUnwritable, SeveralReports
 from etfarm.client.reports.enums import CellState, JobState
+from etfarm.client.reports.error_facts import ErrorFacts
 from etfarm.client.reports.json_object import JsonObject
-from etfarm.client.reports.report import ErrorFacts, Report
+from etfarm.client.reports.report import Report
 from etfarm.wire.errors import Fault, error_of
 
 if TYPE_CHECKING:

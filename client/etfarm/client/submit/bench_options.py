@@ -7,6 +7,7 @@ from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from etfarm.client.submit.generate import Generate, options_of
 from etfarm.client.submit.options import device_choices, one_spelling, to_list
 from etfarm.client.submit.recipes import chosen_recipes
 from etfarm.v1 import job_pb2
@@ -67,6 +68,8 @@ class BenchOptions:
     """Minimum number of traced iterations, 1 to 1,000; 30 when None. The traced pass ends after about 20 s."""
     numerics: bool = False
     """Whether the outputs of each operator are compared too."""
+    generate: Generate | int | None = None
+    """What to measure of language models, instead of executions of a method: `Generate`, or a number of tokens."""
     interleave: bool = False
     """Whether the candidates are measured in turns, on one device."""
     name: str = ""
@@ -110,6 +113,7 @@ class BenchOptions:
             numerics=self.numerics,
             cores=self.cores,
             interleave=self.interleave,
+            generation=options_of(self.generate),
         )
         return job_pb2.JobSpec(
             name=self.name,

@@ -65,6 +65,8 @@ class MethodFacts(TypedDict):
     """Backend ids of the delegates, like `XnnpackBackend`; sorted."""
     planned_bytes: list[int]
     """Sizes of the memory-planned buffers in bytes."""
+    state_bytes: NotRequired[int | None]
+    """Size of the planned tensors that keep state from one execution to the next; None if it is unknown."""
 
 
 class ProgramFacts(TypedDict):
@@ -277,7 +279,7 @@ def encode_recipes(result: RecipesResult) -> bytes:
 
 
 def _fill_facts(message: compile_pb2.MethodFacts, facts: MethodFacts) -> None:
-    fill(message, {key: facts[key] for key in ("operators", "backends", "planned_bytes")})
+    fill(message, {key: facts.get(key) for key in ("operators", "backends", "planned_bytes", "state_bytes")})
     for specs, values in ((message.inputs, facts["inputs"]), (message.outputs, facts["outputs"])):
         for value in values:
             spec = fill(specs.add(), {key: value[key] for key in ("name", "kind", "dtype", "dim_order")})

@@ -36,6 +36,7 @@ _PARTS = (
     "trace_times",
     "numerics",
     "numeric_gap",
+    "generation",
 )
 """Report parts that an analysis computes. Parts that can no longer be computed stay; accuracy is kept per reference."""
 

@@ -13,6 +13,7 @@ from etfarm.server.compile.errors import RecipeNeedsEagerModule
 from etfarm.server.compile.parsed_recipes import parse_recipe
 from etfarm.server.compile.upload_screening import Screening
 from etfarm.server.devices import schedule
+from etfarm.server.jobs import generation
 from etfarm.server.jobs.cells import groups
 from etfarm.server.jobs.cells.requirements import MethodMissing
 from etfarm.server.workers.fair_slots import FairSlots
@@ -201,6 +202,7 @@ class Submission:
                 "Choose a value in this range, or leave it out.",
                 field="trace_iterations",
             )
+        generation.check_request(spec)
         repeat = max(1, measurement.repeat)
         most = measurement.max_samples if measurement.HasField("max_samples") else _MAX_TIMED // repeat
         if measurement.iterations > most:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 
 from etfarm.server.artifacts.store import Store
 from etfarm.server.reports.findings import Findings
+from etfarm.server.reports.latency.generation import GeneratingProcess, Generation
 from etfarm.server.reports.latency.interleaved import Block
-from etfarm.server.reports.request import AnalyzeRequest, Numerics
-from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
+from etfarm.server.reports.request import AnalyzeRequest, Numerics, Trace
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb2, report_pb2
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Analyst:
         *,
         base: Base | None = None,
         numerics: compile_pb2.Compilation | None = None,
+        generation: generation_pb2.GenerationPlan | None = None,
         fresh: bool = False,
         project: str = "",
         owner: str = "",
@@ -50,6 +52,7 @@ class Analyst:
 
         Args:
             numerics: the compilation that the result's numerics pass ran, which may be `compilation`.
+            generation: the plan of the generation that the result has; `method` is then that of decode.
             fresh, project, owner: as in `Findings.of`, whose errors are also raised.
         """
         path = self._store.place
@@ -76,12 +79,44 @@ class Analyst:
             quantized=self._quantized(candidate, compilation, method),
             numerics=self._numerics(candidate, compilation, numerics, method, result.numerics),
         )
+        if generation is not None:
+            request = self._with_generation(request, generation, result)
         # Look up missing files: the analysis leaves out parts whose files are no longer stored.
         await self._store.absent(path.name for path in _paths(request))
         report = await self._findings.of(request, on_log, fresh=fresh, project=project, owner=owner)
         if base is not None and report.HasField("interleaved"):
             report.interleaved.base_cell = base.cell_id
         return report
+
+    def _with_generation(
+        self, request: AnalyzeRequest, plan: generation_pb2.GenerationPlan, result: agent_pb2.CandidateResult
+    ) -> AnalyzeRequest:
+        """Return the request with the files of all processes, and the traces of the last one."""
+        path, last = self._store.place, result.generations[-1]
+
+        def trace(of: agent_pb2.GenerationTrace, method: str) -> Trace | None:
+            etdump = path(of.etdump.digest) if of.HasField("etdump") else None
+            return Trace(etdump, tuple(of.traced_ns), method) if etdump is not None or of.traced_ns else None
+
+        decode = trace(last.decode, plan.model.decode_method)
+        return replace(
+            request,
+            etdump=decode.etdump if decode is not None else None,
+            traced_ns=decode.traced_ns if decode is not None else (),
+            prefill=trace(last.prefill, plan.model.prefill_method),
+            generation=Generation(
+                prompt_tokens=tuple(point.prompt_tokens for point in plan.points),
+                generated_tokens=plan.generated_tokens,
+                processes=tuple(
+                    GeneratingProcess(
+                        path(each.token_ns.digest),
+                        path(each.tokens.digest),
+                        tuple(tuple(point.prefill_ns) for point in each.points),
+                    )
+                    for each in result.generations
+                ),
+            ),
+        )
 
     def _numerics(
         self,
@@ -116,12 +151,15 @@ class Analyst:
         return self._store.place(lowered.digest)
 
 
-def _paths(request: AnalyzeRequest | Numerics) -> Iterator[Path]:
-    """Yield the stored files that a request names."""
-    for value in vars(request).values():
-        if isinstance(value, Path):
-            yield value
-        elif isinstance(value, Numerics):
+def _paths(request: object) -> Iterator[Path]:
+    """Yield the stored files that a request, or a part of it, names."""
+    if isinstance(request, Path):
+        yield request
+    elif isinstance(request, tuple):
+        for item in request:
+            yield from _paths(item)
+    elif is_dataclass(request):
+        for value in vars(request).values():
             yield from _paths(value)
 
 

@@ -7,16 +7,16 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
-from etfarm.server.reports.latency import interleaved, slow_group, statistics
+from etfarm.server.reports.latency import generation, interleaved, slow_group, statistics
 from etfarm.server.reports.numerics import accuracy, numeric_gap, reference
-from etfarm.server.reports.request import TRACE_TIMES, AnalyzeRequest
+from etfarm.server.reports.request import PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest, Trace
 from etfarm.server.reports.trace import profile
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import series, tensors
@@ -35,14 +35,15 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
     """Return a serialized etfarm.v1.Report with the measured parts and `compile.warnings`.
 
     The measured parts are `inputs.tensors`, `latency`, `runs` (their statistics), `interleaved`, `accuracy`, `profile`,
-    `operators`, `trace_times`, `numerics` and `numeric_gap`. A part for which the request has no files stays empty. A part that
-    fails adds a warning with a code ANALYSIS_... and does not affect the others; its traceback goes to the job's log.
+    `operators`, `trace_times`, `numerics`, `numeric_gap` and those of `generation`. A part for which the request has no files
+    stays empty. A part that fails adds a warning with a code ANALYSIS_... and does not affect the others; its traceback goes to
+    the job's log.
 
     Args:
         folder: folder of the child. TRACE_TIMES is written there if the run was traced, and `trace_times.size_bytes` is set;
-            temporary files belong in the jail's TMPDIR.
+            PREFILL_TRACE_TIMES likewise for the trace of prefill; temporary files belong in the jail's TMPDIR.
         emit: called with JSON objects {"stage": "INPUTS" | "STATISTICS" | "COMPARISON" | "ACCURACY" | "QUANTIZED_ACCURACY" |
-            "JOIN" | "NUMERICS", "phase": "START" | "END", "duration_ms": X}; X is null at START.
+            "JOIN" | "GENERATION" | "PREFILL_JOIN" | "NUMERICS", "phase": "START" | "END", "duration_ms": X}; X is null at START.
     """
     deadline_s = time.monotonic() + _PART_OF_LIMIT * request.limit_s
     report = report_pb2.Report()
@@ -69,6 +70,12 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
             profile.fill(
                 report, request, lambda code, message: _warn(report, code, message), partial(_save_times, report, folder)
             )
+    if request.generation is not None:
+        with _part("GENERATION", report, emit):
+            generation.fill(report.generation, request.generation)
+    if request.prefill is not None:
+        with _part("PREFILL_JOIN", report, emit):
+            _fill_prefill(report, request, request.prefill, folder)
     if request.numerics is not None and request.inputs is not None:
         with _part("NUMERICS", report, emit):
             numeric_gap.fill(
@@ -166,6 +173,28 @@ def _fill_slow_group(
 def _save_times(report: report_pb2.Report, folder: Path, rows: Sequence[Sequence[int]]) -> None:
     """Write the traced times of the method and of each operator, the file of Report.trace_times."""
     report.trace_times.size_bytes = (folder / TRACE_TIMES).write_bytes(series.encode_trace_times(rows, len(rows[0])))
+
+
+def _fill_prefill(report: report_pb2.Report, request: AnalyzeRequest, trace: Trace, folder: Path) -> None:
+    """Fill the profile and the operators of prefill, whose trace is joined with the same files as that of decode."""
+    own = report_pb2.Report()
+
+    def save(rows: Sequence[Sequence[int]]) -> None:
+        content = series.encode_trace_times(rows, len(rows[0]))
+        report.generation.prefill_trace_times.size_bytes = (folder / PREFILL_TRACE_TIMES).write_bytes(content)
+
+    try:
+        profile.fill(
+            own,
+            replace(request, etdump=trace.etdump, traced_ns=trace.traced_ns, method=trace.method),
+            lambda code, message: _warn(report, code, f"Prefill: {message}"),
+            save,
+        )
+    finally:
+        # The runner's own times are reported even if the trace cannot be read.
+        if own.HasField("profile"):
+            report.generation.prefill_profile.CopyFrom(own.profile)
+        report.generation.prefill_operators.extend(own.operators)
 
 
 def _fill_interleaved(report: report_pb2.Report, request: AnalyzeRequest, samples: Path, base: Path) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from datetime import UTC, datetime
 from functools import partial
 from typing import Final
 
+from etfarm.server.reports.generation import fill_generation, traced_result
 from etfarm.server.reports.latency.between_runs import Earlier
 from etfarm.server.reports.runs import fill_runs
 from etfarm.server.reports.traced_verdict import is_disturbed, judge_trace
 from etfarm.server.reports.verdict import Thresholds, judge
-from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import digest as digests
 
@@ -40,6 +41,7 @@ def assemble(
     inputs: common_pb2.Artifact | None = None,
     warnings: Sequence[compile_pb2.Warning] = (),
     earlier: Earlier = Earlier(),  # noqa: B008 - frozen
+    generation: generation_pb2.GenerationPlan | None = None,
 ) -> report_pb2.Report:
     """Return the report of a cell in a terminal state. Parts that the cell did not reach are absent.
 
@@ -49,6 +51,7 @@ def assemble(
         inputs: the program's inputs; None if the runner generated them.
         warnings: in addition to those of the compilation and the analysis.
         earlier: medians of earlier reports.
+        generation: what the agent measured of a language model.
     """
     candidate = job.spec.candidates[cell.candidate_index]
     report = report_pb2.Report(id=report_id, cell=cell.id, method=cell.method, state=cell.state)
@@ -103,10 +106,28 @@ def assemble(
         )  # fmt: skip
         statistics = analysis.runs if analysis is not None else ()
         fill_runs(report, result, statistics, judge_run, requested=measurement.repeat, earlier=earlier)
-    if result is not None and device is not None and report.HasField("profile"):
-        _fill_trace(report.profile, result, emulated=device.emulated, thresholds=thresholds or Thresholds())
+    if generation is not None and result is not None and result.generations and device is not None and analysis is not None:
+        fill_generation(
+            report, generation, result, analysis.generation, requested=job.spec.measurement.repeat, emulated=device.emulated,
+            thresholds=thresholds or Thresholds(), cores=device.cores,
+            clusters=[list(cluster.cpus) for cluster in device.clusters],
+        )  # fmt: skip
+    if result is not None and device is not None:
+        for profile, traced in _traced(report, result):
+            _fill_trace(profile, traced, emulated=device.emulated, thresholds=thresholds or Thresholds())
     report.timeline.extend(cell.timeline)
     return report
+
+
+def _traced(
+    report: report_pb2.Report, result: agent_pb2.CandidateResult
+) -> Iterator[tuple[report_pb2.Profile, agent_pb2.CandidateResult]]:
+    """Yield the profiles of a report, each with the result of its traced pass."""
+    generated = result.generations[-1] if result.generations else None
+    if report.HasField("profile"):
+        yield report.profile, result if generated is None else traced_result(result, generated.decode)
+    if generated is not None and report.generation.HasField("prefill_profile"):
+        yield report.generation.prefill_profile, traced_result(result, generated.prefill)
 
 
 def _fill_trace(

@@ -22,15 +22,16 @@ from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.artifacts.store import Store
-from etfarm.server.reports.request import TRACE_TIMES, AnalyzeRequest
+from etfarm.server.reports.request import PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.workers import answers, output_files
 from etfarm.server.workers.errors import BadAnswer, BadWorkerAnswer, ChildDied, ChildOutOfMemory, ChildTimedOut
 from etfarm.server.workers.pool import Workers
-from etfarm.v1 import compile_pb2, report_pb2
+from etfarm.v1 import common_pb2, compile_pb2, report_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire import series
+from etfarm.wire.generation import METRICS as GENERATION_METRICS
 
 log = structlog.get_logger()
 
@@ -65,6 +66,8 @@ _PARTS: Final = (
     _Part("accuracy", "ACCURACY", ("model", "inputs", "outputs"), ("model",)),
     _Part("accuracy against the quantized program", "QUANTIZED_ACCURACY", ("quantized", "inputs", "outputs"), ("quantized",)),
     _Part("profile by operator", "JOIN", ("etdump", "etrecord", "pte"), ("etrecord", "etdump")),
+    _Part("generation", "GENERATION", ("generation",), ()),
+    _Part("profile of prefill by operator", "PREFILL_JOIN", ("prefill", "etrecord", "pte"), ("prefill",)),
     _Part("numeric gap", "NUMERICS", ("numerics", "inputs"), ("numerics",)),
 )
 
@@ -75,6 +78,7 @@ _LOSES: Final = {
     "quantized": "the comparison with the quantized program",
     "etrecord": "modules and source lines of the operators",
     "etdump": "the profile by operator",
+    "prefill": "the profile of prefill by operator",
     "numerics": "the numeric gap",
 }
 """The missing part of the report, by the field of the request that is left out."""
@@ -83,7 +87,8 @@ _DEADLY: Final = (ChildDied, ChildTimedOut, ChildOutOfMemory, BadAnswer, BadWork
 
 _MEASURED: Final = (
     "inputs.tensors", "latency", "runs", "interleaved", "accuracy", "profile", "operators", "numeric_gap", "compile.warnings",
-    "numerics.threshold_db", "numerics.first_bad", "numerics.judged", "trace_times",
+    "numerics.threshold_db", "numerics.first_bad", "numerics.judged", "trace_times", "generation.points",
+    "generation.prefill_profile", "generation.prefill_operators", "generation.prefill_trace_times",
 )  # fmt: skip
 """The fields of a Report that a child computes."""
 
@@ -92,6 +97,7 @@ _MAX_ANSWER_BYTES: Final = 64 << 20
 
 
 _MIN_NS: Final = 1e-3
+_LEAST_RATE: Final = 1e-12
 _MAX_NS: Final = 2.0**63
 """Range of a run's median and of the ends of its interval, which are 0 or between samples: their logarithms stay small."""
 
@@ -103,6 +109,34 @@ class _Caller:
     project: str
     owner: str
     on_log: Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class _TraceTimes:
+    """A file of traced times, and the number of its rows and columns."""
+
+    name: str
+    artifact: common_pb2.Artifact
+    operators: int
+    iterations: int
+
+
+def _series_of(report: report_pb2.Report) -> list[_TraceTimes]:
+    """Return the files of traced times that a child has written, or that a stored result names."""
+    files = []
+    if report.HasField("trace_times"):
+        files.append(_TraceTimes(TRACE_TIMES, report.trace_times, len(report.operators), report.profile.iterations))
+    prefill = report.generation
+    if prefill.HasField("prefill_trace_times"):
+        files.append(
+            _TraceTimes(
+                PREFILL_TRACE_TIMES,
+                prefill.prefill_trace_times,
+                len(prefill.prefill_operators),
+                prefill.prefill_profile.iterations,
+            )
+        )
+    return files
 
 
 class Findings:
@@ -206,23 +240,24 @@ class Findings:
                 answers.decode, finished.result, report_pb2.Report, _MEASURED, most_bytes=_MAX_ANSWER_BYTES
             )
             require_runs(report, request)
-            if report.HasField("trace_times"):
-                await self._adopt_times(report, finished.folder, caller)
+            require_generation(report, request)
+            for series_of in _series_of(report):
+                await self._adopt_times(series_of, finished.folder, caller)
             return report
 
-    async def _adopt_times(self, report: report_pb2.Report, folder: Path, caller: _Caller) -> None:
-        """Move the child's file of traced times into the store.
+    async def _adopt_times(self, times: _TraceTimes, folder: Path, caller: _Caller) -> None:
+        """Move a file of traced times of the child into the store.
 
         Raises:
             BadWorkerAnswer: the file is missing, or does not have the size of the report's rows.
             DiskFull, DatabaseFull: the file cannot be stored; the caller analyzes again.
         """
-        path = await asyncio.to_thread(output_files.claim, folder, TRACE_TIMES)
+        path = await asyncio.to_thread(output_files.claim, folder, times.name)
         size_bytes = path.stat().st_size
-        if size_bytes != series.trace_times_bytes(report):
-            what = f"{len(report.operators)} rows of {report.profile.iterations} iterations"
+        if size_bytes != series.VALUE_BYTES * (1 + times.operators) * times.iterations:
+            what = f"{times.operators} rows of {times.iterations} iterations"
             raise BadWorkerAnswer(f"The analysis child's traced times have {size_bytes} bytes, which are not those of {what}.")
-        report.trace_times.CopyFrom(await self._store.adopt(path, caller.owner, holder=caller.project))
+        times.artifact.CopyFrom(await self._store.adopt(path, caller.owner, holder=caller.project))
 
     async def _known(self, key: str, caller: _Caller) -> report_pb2.Report | None:
         """Return a stored result, if its file is still stored, too."""
@@ -231,11 +266,10 @@ class Findings:
         if body is None:
             return None
         report = await asyncio.to_thread(report_pb2.Report.FromString, body)
-        if report.HasField("trace_times"):
-            digest = report.trace_times.digest
-            if await self._store.absent([digest]):
+        if held := [times.artifact.digest for times in _series_of(report)]:
+            if await self._store.absent(held):
                 return None
-            await self._store.hold(caller.project, [digest], caller.owner)
+            await self._store.hold(caller.project, held, caller.owner)
         return report
 
     async def _keep(self, key: str, report: report_pb2.Report) -> None:
@@ -278,6 +312,30 @@ def require_runs(report: report_pb2.Report, request: AnalyzeRequest) -> None:
             raise BadWorkerAnswer("The analysis child must return intervals of runs with two ends in ascending order.")
 
 
+def require_generation(report: report_pb2.Report, request: AnalyzeRequest) -> None:
+    """Require the numbers of each point and process of generation, or none if that part failed.
+
+    Raises:
+        BadWorkerAnswer: points or processes are missing, or a number or interval is impossible.
+    """
+    points, requested = report.generation.points, request.generation
+    if not points:
+        return
+    if requested is None or len(points) != len(requested.prompt_tokens):
+        raise BadWorkerAnswer("The analysis child must return the points of generation that were requested.")
+    for point in points:
+        if len(point.runs) != len(requested.processes) or len(point.token_ns) not in (0, requested.generated_tokens):
+            raise BadWorkerAnswer("The analysis child must return each process and each token of generation.")
+        for run in point.runs:
+            for name, interval in GENERATION_METRICS.items():
+                value, ends = getattr(run, name), getattr(run, interval)
+                known = [value, *ends] if run.HasField(name) else []  # type: ignore[arg-type]
+                if (not known and ends) or not all(_LEAST_RATE <= each <= _MAX_NS for each in known):
+                    raise BadWorkerAnswer(f"The analysis child must return numbers above 0 for `{name}`.")
+                if len(ends) not in (0, 2) or list(ends) != sorted(ends):
+                    raise BadWorkerAnswer(f"The analysis child must return intervals of `{name}` in ascending order.")
+
+
 def _plain(value: Any) -> Any:
     if isinstance(value, Path):
         return value.name
@@ -318,8 +376,9 @@ def _stored(request: AnalyzeRequest) -> tuple[AnalyzeRequest, list[compile_pb2.W
         if not digests_of or getattr(request, part.needs[0]) is None:
             continue
         without |= {name: None for name, paths in missing.items() if paths}
-        if part.stage == "JOIN":
-            without["etdump"] = None  # without the other files, the rows would have less than those of the previous report
+        if part.stage in ("JOIN", "PREFILL_JOIN"):
+            # Without the other files, the rows would have less than those of the previous report.
+            without["etdump" if part.stage == "JOIN" else "prefill"] = None
         message = f"The {part.what} cannot be computed: the farm no longer stores {', '.join(digests_of)}."
         warnings.append(compile_pb2.Warning(code=FILE_MISSING, message=message))
     return replace(request, **without), warnings
@@ -330,7 +389,7 @@ def _files(value: Any) -> list[Path]:
         return [value]
     if is_dataclass(value) and not isinstance(value, type):
         return [path for field in fields(value) for path in _files(getattr(value, field.name))]
-    return []
+    return [path for item in value for path in _files(item)] if isinstance(value, tuple) else []
 
 
 def _left_out(request: AnalyzeRequest, stage: str) -> tuple[str, ...]:

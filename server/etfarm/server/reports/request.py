@@ -7,10 +7,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from etfarm.server.reports.latency.generation import Generation
 from etfarm.server.reports.latency.interleaved import Block
 
 TRACE_TIMES: Final = "trace_times.i64"
 """Name of the file that an analysis writes to its folder, with the times that become Report.trace_times."""
+PREFILL_TRACE_TIMES: Final = "prefill_trace_times.i64"
+"""The same for Generation.prefill_trace_times."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +34,15 @@ class Numerics:
     """The method's exported program (.pt2) as that compilation lowered it, if a stage quantized it. See `reference.load`."""
     is_timed_program: bool
     """Whether `pte` is the program that was timed."""
+
+
+@dataclass(frozen=True)
+class Trace:
+    """A traced pass beside that of the request's own method."""
+
+    etdump: Path | None
+    traced_ns: tuple[int, ...]
+    method: str
 
 
 @dataclass(frozen=True)
@@ -72,6 +84,10 @@ class AnalyzeRequest:
     """A function that raises for a .pt2 that must not be loaded; module-level, since it is pickled."""
     numerics: Numerics | None = None
     """Set if --numerics was requested and the pass wrote its files."""
+    generation: Generation | None = None
+    """Set if the generation of text was measured; `method` and `etdump` are then those of decode."""
+    prefill: Trace | None = None
+    """The traced pass of the method that processes prompts; None if it was not traced."""
 
     @property
     def needs_torch(self) -> bool:

@@ -10,7 +10,7 @@ from etfarm.server.reports.latency.thresholds import MIN_FOR_INTERVAL, Threshold
 from etfarm.v1 import agent_pb2, common_pb2, report_pb2
 from etfarm.wire.comparison.uncertainty import MIN_RUNS
 
-__all__ = ["Thresholds", "judge", "judge_runs", "required_runs"]
+__all__ = ["Thresholds", "judge", "judge_disturbances", "judge_runs", "required_runs"]
 
 MIN_POINTS: Final = 4
 """Minimum number of readings in a series to conclude that a clock moved."""
@@ -49,23 +49,47 @@ def judge(
     """
     checks = [_outputs(result)]
     if not emulated:
-        crowd = _crowd(result, cores)
         checks += [
             _samples(result, max(asked_samples, thresholds.min_samples)),
-            crowd,
-            _cpu_share(result, thresholds.min_cpu_share),
-            # Threads that share a cpu wait for each other, so these numbers would not indicate other processes.
-            _switches(result, thresholds) if crowd is None else None,
-            _pressure(result, thresholds.max_psi_some) if crowd is None else None,
-            _background(result, cores, thresholds),
-            _stolen(result, cores, thresholds.max_stolen_share),
-            _throttled(result),
-            _frequency(result, clusters, thresholds.max_frequency_spread),
+            *_disturbances(result, cores, clusters, thresholds),
             # Checked last, since the preceding reasons are often the cause.
             _drift(result, latency, thresholds),
             judge_slow_group(latency, "samples", thresholds.max_slow_share),
             _interval(result, latency, thresholds.max_interval),
         ]
+    return _verdict(checks, emulated=emulated)
+
+
+def judge_disturbances(
+    result: agent_pb2.CandidateResult,
+    *,
+    emulated: bool,
+    thresholds: Thresholds,
+    cores: int = 0,
+    clusters: Sequence[Collection[int]] = (),
+) -> report_pb2.Verdict:
+    """Return whether anything disturbed a run, as `judge` does, without a look at what it measured."""
+    return _verdict([] if emulated else _disturbances(result, cores, clusters, thresholds), emulated=emulated)
+
+
+def _disturbances(
+    result: agent_pb2.CandidateResult, cores: int, clusters: Sequence[Collection[int]], thresholds: Thresholds
+) -> list[report_pb2.VerdictReason | None]:
+    crowd = _crowd(result, cores)
+    return [
+        crowd,
+        _cpu_share(result, thresholds.min_cpu_share),
+        # Threads that share a cpu wait for each other, so these numbers would not indicate other processes.
+        _switches(result, thresholds) if crowd is None else None,
+        _pressure(result, thresholds.max_psi_some) if crowd is None else None,
+        _background(result, cores, thresholds),
+        _stolen(result, cores, thresholds.max_stolen_share),
+        _throttled(result),
+        _frequency(result, clusters, thresholds.max_frequency_spread),
+    ]
+
+
+def _verdict(checks: Sequence[report_pb2.VerdictReason | None], *, emulated: bool) -> report_pb2.Verdict:
     reasons = [reason for reason in checks if reason is not None]
     if emulated:
         message = "The device is emulated: its outputs count, its times mean nothing."

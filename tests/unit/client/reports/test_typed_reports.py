@@ -269,8 +269,8 @@ def test_notebooks_show_tables_in_which_names_do_no_harm() -> None:
 def test_public_names_are_pinned() -> None:
     assert etfarm.client.__all__ == [
         "AsyncFarm", "AsyncJob", "AsyncLocalSession", "AsyncSession", "CellChanged", "Comparison", "DeviceError", "EtfarmError",
-        "Farm", "FarmError", "Job", "JobChanged", "JobResult", "LocalSession", "LogLine", "ModelSource", "Progress", "Report",
-        "Session", "UserError",
+        "Farm", "FarmError", "Generate", "Job", "JobChanged", "JobResult", "LocalSession", "LogLine", "ModelSource", "Progress",
+        "Report", "Session", "UserError",
     ]  # fmt: skip
     assert [name for name in etfarm.client.__all__ if getattr(etfarm.client, name, None) is None] == []
     assert reports.__all__ == sorted(reports.__all__)

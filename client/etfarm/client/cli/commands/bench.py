@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from etfarm.client.cli import options
+from etfarm.client.cli import generation, options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.arguments import (
     needs_compiler,
@@ -82,6 +82,29 @@ def bench(
     numerics: Annotated[
         bool, typer.Option("--numerics", help="Also compare each operator's outputs, in a separate program and run.")
     ] = False,
+    generate: Annotated[
+        int | None,
+        typer.Option(
+            "--generate", metavar="N", min=2, max=4096, help="Language models: measure prefill, and decode of N tokens."
+        ),
+    ] = None,
+    prompt_tokens: Annotated[
+        str | None, typer.Option("--prompt-tokens", metavar="N[,N]...", help="Prompt lengths for --generate. [128,512]")
+    ] = None,
+    depth: Annotated[
+        str | None,
+        typer.Option("--depth", metavar="D[,D]...", help="Tokens before the prompt, as 1024 or 75% of the room. [0,75%]"),
+    ] = None,
+    repetitions: Annotated[
+        int | None,
+        typer.Option("--repetitions", metavar="N", min=1, max=100, help="Repetitions for each length and depth. [5]"),
+    ] = None,
+    prefill_method: Annotated[
+        str, typer.Option("--prefill-method", metavar="M", help="The method for prompts. [recognized]")
+    ] = "",
+    decode_method: Annotated[
+        str, typer.Option("--decode-method", metavar="M", help="The method for single tokens. [recognized]")
+    ] = "",
     data: Annotated[
         list[Path] | None, typer.Option("--data", metavar="X.ptd", help="A named data file of the .pte; repeatable.")
     ] = None,
@@ -139,6 +162,17 @@ def bench(
         )
     if interleave and retry_invalid:
         raise Usage("--retry-invalid cannot be combined with --interleave, whose cells belong together.", "Leave one out.")
+    generated = generation.options_of(
+        generate, prompt_tokens=prompt_tokens, depth=depth, repetitions=repetitions, prefill_method=prefill_method,
+        decode_method=decode_method,
+    )  # fmt: skip
+    if generated is not None:
+        generation.refuse_others(
+            {
+                "--method": method, "--inputs": inputs, "--iterations": iterations, "--warmup": warmup, "--min-time": min_time,
+                "--interleave": interleave, "--numerics": numerics, "--min-sqnr": min_sqnr, "--max-p50": max_p50,
+            }
+        )  # fmt: skip
     if detach and (require_valid or retry_invalid or min_sqnr is not None or max_p50 is not None):
         raise Usage("--detach cannot be combined with a requirement, which needs the job's result.", "Leave one of them out.")
 
@@ -166,7 +200,8 @@ def bench(
         require_graphs("--min-sqnr", specs)
     samples = options.calibration_of(calibration, batched, recipes)
     sources = prepare_archives(specs, recipes)
-    report_generated_inputs(specs, inputs)
+    if generated is None:
+        report_generated_inputs(specs, inputs)
 
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal.display import Display, open_display
@@ -196,6 +231,7 @@ def bench(
         profile=not no_profile,
         trace_iterations=trace_iterations,
         numerics=numerics,
+        generate=generated,
         interleave=interleave,
         name=name,
         labels=labels,

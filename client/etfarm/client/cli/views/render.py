@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from etfarm.client.cli.views import compiled as compiling
-from etfarm.client.cli.views import measured, numerics, paired
-from etfarm.client.formats import answers, sentences, units
+from etfarm.client.cli.views import generated, measured, numerics, paired
+from etfarm.client.formats import answers, generation, sentences, units
 from etfarm.wire import delegation as delegations
 
 TOP = 10
@@ -92,8 +92,13 @@ def report(
         parts.append(_indented(error_text(document["error"])))
     if reasons := list(measured.verdict(document)):
         parts.append(_indented(_grid(reasons)))
+    if document["generation"]:
+        parts.append(_indented(generated.points(document["generation"])))
+        parts += [_indented(part) for part in _prefill(document["generation"], width - 2, top)]
     if document["operators"]:
         rows = _resolved(document["operators"])
+        if document["generation"]:
+            parts.append(_indented(generated.title("decode", document["generation"]["decode_execution"], document["profile"])))
         parts.append(Padding(operators(rows, width=width - 2, top=top), (0, 0, 0, 2)))
         undelegated = _undelegated(document, _chosen(rows, top))
         for reason, indexes in undelegated.items():
@@ -136,19 +141,28 @@ def headline(document: Json, width: int) -> RenderableType:
         right.append(f"{'  ' if right else ''}p50 {p50}", "bold")
         if interval:
             right.append(f" {interval}")
-        if (verdict := document["verdict"]) and verdict["status"]:
-            right.append("  ").append(verdict["status"].replace("_", " "), _STATE_STYLES.get(verdict["status"], ""))
+        _append_verdict(right, document)
         right.append(f"  {units.count(answers.sample_count(document), 'sample')}", "dim")
         if len(document["runs"]) > 1:
             right.append(f"  {sentences.runs(document)}", "dim")
         if profile:
             right.append(f"  {sentences.traced(profile)}", "dim")
+    elif rated := generation.headline(document["generation"] or {"points": ()}):
+        rate, interval, where = rated
+        right.append(f"{'  ' if right else ''}decode {rate}", "bold").append(f" {interval}" if interval else "")
+        _append_verdict(right, document)
+        right.append(f"  {where}", "dim")
     elif document["state"] == "SUCCEEDED":
         stopped = (document["compile"] or {}).get("stopped_after")
         right.append("ran once" if document["device"] else f"stopped after {stopped}" if stopped else "compiled", "green")
     if left.cell_len + 3 + right.cell_len <= width:
         return left.append(" " * max(3, min(width, 116) - left.cell_len - right.cell_len)).append_text(right)
     return Group(left, _indented(right))
+
+
+def _append_verdict(text: Text, document: Json) -> None:
+    if (verdict := document["verdict"]) and verdict["status"]:
+        text.append("  ").append(verdict["status"].replace("_", " "), _STATE_STYLES.get(verdict["status"], ""))
 
 
 def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> RenderableType:
@@ -299,6 +313,13 @@ def _place(row: Json) -> str:
     return f"module {module}" if module.replace(".", "").isdecimal() else module  # a position in an nn.Sequential
 
 
+def _prefill(report: Json, width: int, top: int) -> Iterator[RenderableType]:
+    """Yield the operators of prefill with a title, if it was traced."""
+    if report["prefill_operators"]:
+        yield generated.title("prefill", report["prefill_execution"], report["prefill_profile"])
+        yield operators(_resolved(report["prefill_operators"]), width=width, top=top)
+
+
 def _undelegated(document: Json, rows: Sequence[Json]) -> dict[str, list[int]]:
     """Return why rows were not delegated, with the numbers of the rows for each reason."""
     delegation = ((document["compile"] or {}).get("delegation") or {}).get(document["method"])
@@ -314,6 +335,8 @@ def _facts(document: Json, width: int, reasons: Collection[str]) -> Iterator[tup
         yield "inputs", Text(inputs)
     for output in document["accuracy"] or ():
         yield "accuracy", Text(numerics.accuracy(output))
+    if document["generation"]:
+        yield from ((name, Text(text)) for name, text in generation.facts(document["generation"]))
     yield from measured.circumstances(document)
     yield from measured.times(document)
     yield from measured.memory(document)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Final, Literal
@@ -13,6 +14,7 @@ from etfarm.server.compile.program.toolchain import toolchain
 from etfarm.server.compile.request import InspectRequest
 from etfarm.server.compile.result import DimRange, LowerResult, MethodFacts, ProgramFacts, ProgramSizes, ValueFacts, encode
 from etfarm.server.compile.screening import screen
+from etfarm.wire.tensors import ITEM_BYTES
 
 _KINDS: Final[dict[type, Literal["int", "double", "bool", "str", "none"]]] = {
     int: "int", bool: "bool", float: "double", str: "str", type(None): "none",
@@ -62,7 +64,23 @@ def _method(plan: ExecutionPlan) -> MethodFacts:
         "operators": sorted(set(plan.operators)),
         "backends": sorted({delegate.backend for delegate in plan.delegates}),
         "planned_bytes": plan.planned_bytes,
+        "state_bytes": _state_bytes(plan),
     }
+
+
+def _state_bytes(plan: ExecutionPlan) -> int | None:
+    """Return the size of the planned tensors that keep state; None if one has a dtype of unknown size."""
+    sizes_by_place: dict[tuple[int, int] | None, int] = {}
+    for index in plan.state:
+        value = plan.values[index]
+        if isinstance(value, TensorValue):
+            width = ITEM_BYTES.get(value.dtype)
+            if width is None:
+                return None
+            # Two values may stand for one tensor before and after it is changed in place.
+            size = width * math.prod(value.sizes)
+            sizes_by_place[value.place] = max(size, sizes_by_place.get(value.place, 0))
+    return sum(sizes_by_place.values())
 
 
 def _values(plan: ExecutionPlan, indices: Iterable[int]) -> list[ValueFacts]:

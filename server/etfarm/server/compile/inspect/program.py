@@ -7,6 +7,7 @@ Source: executorch/schema/program.fbs and scalar_type.fbs; a test compares the r
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
 
@@ -15,11 +16,12 @@ from etfarm.wire.tensors import SCALAR_TYPES
 
 _PLANS, _CONSTANTS, _DELEGATE_DATA, _SEGMENTS = 1, 2, 3, 4  # fields of Program
 _NAME, _VALUES, _INPUTS, _OUTPUTS, _CHAINS, _OPERATORS, _DELEGATES, _BUFFER_SIZES = 0, 2, 3, 4, 5, 6, 7, 8  # of ExecutionPlan
-_SCALAR_TYPE, _SIZES, _DIM_ORDER, _DYNAMISM = 0, 2, 3, 8  # of Tensor
+_SCALAR_TYPE, _SIZES, _DIM_ORDER, _ALLOCATION, _DYNAMISM = 0, 2, 3, 6, 8  # of Tensor
+_MEMORY, _OFFSET_LOW, _OFFSET_HIGH = 0, 1, 2  # of AllocationDetails
 _INSTRUCTIONS: Final = 2  # of Chain
+_TENSOR_LISTS: Final = (10, 11)  # of KernelTypes: TensorList and OptionalTensorList
 _OTHER_KINDS: Final = (1, 7, 8, 9, 10, 11)  # of KernelTypes: Null and lists
-_WITH_ARGUMENTS: Final = (1, 2)  # KernelCall and DelegateCall of InstructionArguments
-_LAST_CALL: Final = 5
+_KERNEL_CALL, _DELEGATE_CALL, _MOVE_CALL, _LAST_CALL = 1, 2, 3, 5  # of InstructionArguments
 _INLINE, _SEGMENT = 0, 1  # of DataLocation
 _STATIC: Final = 0  # of TensorShapeDynamism
 
@@ -41,6 +43,8 @@ class TensorValue:
     dim_order: tuple[int, ...]
     is_static: bool
     """Whether all of its dims are static."""
+    place: tuple[int, int] | None = None
+    """Its buffer of the memory plan and the offset there; None for constants, and for inputs that are not planned."""
 
 
 ProgramValue = TensorValue | int | float | bool | str | None
@@ -78,6 +82,9 @@ class ExecutionPlan:
     delegates: list[Delegate]
     planned_bytes: list[int]
     """Sizes of the memory-planned buffers."""
+    state: list[int]
+    """Indices of `values`: planned tensors that an instruction reads before any writes them, thus keep what an earlier execution
+    wrote."""
 
 
 @dataclass(frozen=True)
@@ -108,18 +115,31 @@ def parse(flatbuffer: Buffer) -> Program:
 
 
 def _plan(plan: Table) -> ExecutionPlan:
+    values, inputs = [read_value(value) for value in plan.tables(_VALUES)], list(plan.numbers(_INPUTS, "<i"))
+    flow = _Flow(values, _tensor_lists(plan), inputs)
     for chain in plan.tables(_CHAINS):
-        _read_instructions(chain)
+        _read_instructions(chain, flow)
     operators = [(operator.text(0), operator.text(1)) for operator in plan.tables(_OPERATORS)]
     return ExecutionPlan(
         name=plan.text(_NAME),
-        values=[read_value(value) for value in plan.tables(_VALUES)],
-        inputs=list(plan.numbers(_INPUTS, "<i")),
+        values=values,
+        inputs=inputs,
         outputs=list(plan.numbers(_OUTPUTS, "<i")),
         operators=[f"{name}.{overload}" if overload else name for name, overload in operators],
         delegates=[_delegate(delegate) for delegate in plan.tables(_DELEGATES)],
         planned_bytes=list(plan.numbers(_BUFFER_SIZES, "<q")[1:]),  # buffer 0 stands for constants
+        state=list(flow.state),
     )
+
+
+def _tensor_lists(plan: Table) -> dict[int, tuple[int, ...]]:
+    """Return the indices of the tensors in each value that is a list of tensors."""
+    lists: dict[int, tuple[int, ...]] = {}
+    for index, union in enumerate(plan.tables(_VALUES)):
+        value = union.table(1)
+        if union.number(0, "<B") in _TENSOR_LISTS and value is not None:
+            lists[index] = value.numbers(0, "<i")
+    return lists
 
 
 def read_value(union: Table) -> ProgramValue:
@@ -147,7 +167,10 @@ def _tensor(tensor: Table) -> TensorValue:
     if dtype is None:
         raise BadBuffer(f"a tensor has the unknown scalar type {tensor.number(_SCALAR_TYPE, '<b')}")
     is_static = tensor.number(_DYNAMISM, "<b") == _STATIC
-    return TensorValue(dtype, tensor.numbers(_SIZES, "<i"), tensor.numbers(_DIM_ORDER, "<B"), is_static)
+    allocation, place = tensor.table(_ALLOCATION), None
+    if allocation is not None:
+        place = allocation.number(_MEMORY), allocation.number(_OFFSET_HIGH) << 32 | allocation.number(_OFFSET_LOW)
+    return TensorValue(dtype, tensor.numbers(_SIZES, "<i"), tensor.numbers(_DIM_ORDER, "<B"), is_static, place)
 
 
 def _delegate(delegate: Table) -> Delegate:
@@ -160,11 +183,55 @@ def _delegate(delegate: Table) -> Delegate:
     return Delegate(delegate.text(0), DataReference(location == _SEGMENT, reference.number(1)))
 
 
-def _read_instructions(chain: Table) -> None:
+class _Flow:
+    """The values of a method that its instructions have written so far, and those that they read before: its state."""
+
+    def __init__(self, values: list[ProgramValue], lists: dict[int, tuple[int, ...]], inputs: list[int]) -> None:
+        self._values = values
+        self._lists = lists
+        self._known = set(inputs)
+        self._places: set[tuple[int, int]] = set()
+        self.state: dict[int, None] = {}
+
+    def call(self, arguments: tuple[int, ...]) -> None:
+        """Follow the call of a kernel, whose last argument is what it returns: a value, or a list of several."""
+        written = self._members(arguments[-1:])
+        for index in self._members(arguments):
+            if index not in written and index not in self._known and self._is_new(index):
+                self.state[index] = None
+        self.write((*arguments, *written))
+
+    def write(self, indices: Iterable[int]) -> None:
+        """Note that values have been written, or read."""
+        for index in indices:
+            self._known.add(index)
+            place = self._place(index)
+            if place is not None:
+                self._places.add(place)
+
+    def _members(self, indices: Iterable[int]) -> list[int]:
+        return [member for index in indices for member in (index, *self._lists.get(index, ()))]
+
+    def _is_new(self, index: int) -> bool:
+        """Return whether a value is planned where no other was before: a view of another value is at its place."""
+        place = self._place(index)
+        return place is not None and place not in self._places
+
+    def _place(self, index: int) -> tuple[int, int] | None:
+        value = self._values[index] if 0 <= index < len(self._values) else None
+        return value.place if isinstance(value, TensorValue) else None
+
+
+def _read_instructions(chain: Table, flow: _Flow) -> None:
     for instruction in chain.tables(_INSTRUCTIONS):
         kind, call = instruction.number(0, "<B"), instruction.table(1)
         if call is None or not 1 <= kind <= _LAST_CALL:
             raise BadBuffer(f"an instruction has the unknown kind {kind}")
         call.number(0)
-        if kind in _WITH_ARGUMENTS:
-            call.numbers(1, "<i")
+        if kind == _KERNEL_CALL:
+            flow.call(call.numbers(1, "<i"))
+        elif kind == _DELEGATE_CALL:
+            # A delegate's inputs and outputs are not distinguished. One that keeps state has it in its own memory.
+            flow.write(call.numbers(1, "<i"))
+        elif kind == _MOVE_CALL:
+            flow.write([call.number(1, "<i")])

@@ -41,6 +41,7 @@ class CellAnalysis:
             partial(self._joblog.add, run.job.id, run.cell.id, LogSource.LOG_SOURCE_ANALYSIS),
             base=base_of(run.cell.id, results),
             numerics=run.numerics,
+            generation=run.generation,
             fresh=run.job.spec.no_cache,
             project=run.job.project,
             owner=run.job.owner,
@@ -62,4 +63,5 @@ class CellAnalysis:
             inputs=run.inputs,
             warnings=run.warnings,
             earlier=run.earlier,
+            generation=None if run.analysis is None else run.generation,
         )

@@ -6,9 +6,9 @@ import asyncio
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from etfarm.server.jobs import model
+from etfarm.server.jobs import generation, model
 from etfarm.server.reports.latency.between_runs import Earlier
-from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Cell, Job
 
@@ -65,14 +65,28 @@ class CellRun:
 
     @property
     def facts(self) -> compile_pb2.MethodFacts:
-        """The requirements of the cell's method, once it is compiled."""
+        """The requirements of the cell's method, or of both methods of a language model, once it is compiled."""
         assert self.compilation is not None
+        if (plan := self.generation) is not None:
+            return generation.facts_of(plan, self.compilation.facts)
         return self.compilation.facts.methods[self.cell.method]
+
+    @property
+    def generation(self) -> generation_pb2.GenerationPlan | None:
+        """What the agent measures of a compiled language model; None if the job does not request generation.
+
+        Raises:
+            NotALanguageModel, ContextTooShort: as `generation.plan`, before the cell waits for a device.
+        """
+        measurement = self.job.spec.measurement
+        if self.compilation is None or not measurement.HasField("generation"):
+            return None
+        return generation.plan(measurement, self.compilation.facts, self.cell.candidate_name)
 
     @property
     def inputs(self) -> common_pb2.Artifact | None:
         """The inputs of the program: the job's, else the model's own; None if the runner generates them."""
-        if self.compilation is None:
+        if self.compilation is None or self.job.spec.measurement.HasField("generation"):
             return None
         return self.job.spec.inputs.get(self.cell.method) or self.compilation.example_inputs.get(self.cell.method)
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from etfarm.server.devices.runs import Progressed
 from etfarm.server.devices.schedule import Waiting
-from etfarm.server.jobs import model
+from etfarm.server.jobs import generation, model
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
 from etfarm.server.jobs.cells.progress import OnLine, OnProgress
 from etfarm.server.jobs.cells.requirements import DeviceLacks, Requirements, require_support
-from etfarm.v1 import agent_pb2
+from etfarm.v1 import agent_pb2, job_pb2
 from etfarm.v1.common_pb2 import Actor, Artifact, LogSource
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Attempt, Cell, Job, Progress
@@ -29,6 +29,8 @@ _BEFORE_TIMED_S = 80.0
 """Longest usual time from the start of a run to its timed pass."""
 _DEFAULT_MAX_TIME_S = 60.0
 """Maximum duration of a timed pass that agents assume if Measurement.max_time_s is absent."""
+_BEFORE_POINT_S = 60.0
+"""Time for the warm-up of a point of generation, and for filling its context before each repetition."""
 
 
 class Dispatch:
@@ -149,6 +151,7 @@ class Dispatch:
                 inputs=run.inputs,
                 threads=cell.threads if cell.HasField("threads") else None,
                 numerics_program=run.numerics.program if run.numerics is not None else None,
+                generation=run.generation,
             )
         if start.candidates:
             start.deadline_s = deadline_s(job, len(start.candidates))
@@ -203,11 +206,19 @@ def _artifacts_of(cell_runs: Sequence[CellRun]) -> Iterable[Artifact]:
             yield run.inputs
 
 
+def _point_s(measurement: job_pb2.Measurement) -> float:
+    """Return the longest usual time of a point's timed repetitions, of which the last may begin just before the limit."""
+    return 2 * (measurement.max_time_s if measurement.HasField("max_time_s") else generation.DEFAULT_MAX_TIME_S)
+
+
 def deadline_s(job: Job, candidates: int) -> float:
     """Return the time limit in seconds of an attempt with a number of candidates."""
     if job.spec.HasField("timeout_s"):
         return job.spec.timeout_s
     measurement = job.spec.measurement
+    if measurement.HasField("generation"):
+        process_s = generation.points_requested(measurement) * (_BEFORE_POINT_S + _point_s(measurement))
+        return DEADLINE_S * max(1, candidates) + min(max(1, measurement.repeat) * process_s, MAX_FURTHER_RUNS_S)
     max_time_s = measurement.max_time_s if measurement.HasField("max_time_s") else _DEFAULT_MAX_TIME_S
     run_s = max(FURTHER_RUN_S, _BEFORE_TIMED_S + min(measurement.min_time_s, max_time_s))
     further_s = run_s * max(0, measurement.repeat - 1)

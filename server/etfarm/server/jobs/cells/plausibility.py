@@ -5,15 +5,17 @@ An agent with a valid token can still invent consistent numbers. An honest agent
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import sys
 from array import array
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from etfarm.v1 import agent_pb2, common_pb2, job_pb2
+from etfarm.server.jobs.cells import generation_plausibility
+from etfarm.v1 import agent_pb2, common_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire.errors import DeviceError
 from etfarm.wire.words import word_of
@@ -68,6 +70,8 @@ class Plan:
     """The requested measurement; None for a run without one."""
     planned_bytes: int = 0
     """Largest planned memory of the programs: an upper bound of the copied inputs."""
+    generation: Mapping[str, generation_pb2.GenerationPlan] = dataclasses.field(default_factory=dict)
+    """The plans of cells that generate text, by cell id."""
 
     @property
     def longest_ns(self) -> float:
@@ -112,6 +116,8 @@ def check_candidate(result: agent_pb2.CandidateResult, plan: Plan, path: Callabl
     for what, count in zip(MAX_SERIES, counts, strict=True):
         if count > MAX_SERIES[what]:
             raise ImplausibleResult(f"it has {count:,} {what}, more than {MAX_SERIES[what]:,}")
+    if len(result.generations) > max(1, plan.measurement.repeat if plan.measurement is not None else 1):
+        raise ImplausibleResult(f"it has {len(result.generations):,} processes of generation, more than were requested")
     for artifact in artifacts_of(result):
         if not digests.is_digest(artifact.digest):
             raise ImplausibleResult(f"{artifact.digest[:80]!r} is not a digest")
@@ -121,6 +127,16 @@ def check_candidate(result: agent_pb2.CandidateResult, plan: Plan, path: Callabl
         if result.HasField("samples"):
             raise ImplausibleResult("it has samples of a measurement that the job did not request")
         return
+    generated = plan.generation.get(result.cell_id)
+    if generated is not None:
+        repeat = max(1, plan.measurement.repeat)
+        try:
+            generation_plausibility.check_generations(result, generated, repeat=repeat, longest_ns=plan.longest_ns, path=path)
+        except generation_plausibility.BadGenerationResult as error:
+            raise ImplausibleResult(str(error)) from None
+        return
+    if result.generations:
+        raise ImplausibleResult("it has generation, which the job did not request")
     _check_counts(result, plan.measurement)
     _check_samples(result, plan, path(result.samples.digest))
 
@@ -131,11 +147,12 @@ def artifacts_of(result: agent_pb2.CandidateResult) -> Iterator[common_pb2.Artif
         for field, value in holder.ListFields():
             if field.message_type is not None and field.message_type.full_name == common_pb2.Artifact.DESCRIPTOR.full_name:
                 yield value
+    yield from generation_plausibility.artifacts_of(result)
 
 
 def _numbers(result: agent_pb2.CandidateResult) -> Iterator[tuple[str, float]]:
     """Yield the counts and durations, which must be finite and not negative."""
-    for message in (result, result.load, result.memory, *result.runs, *(run.load for run in result.runs)):
+    for message in (result, result.load, result.memory, *result.runs, *_further_loads(result)):
         for field, value in message.ListFields():
             if isinstance(value, (int, float)) and not isinstance(value, bool):
                 yield field.name, value
@@ -146,6 +163,12 @@ def _numbers(result: agent_pb2.CandidateResult) -> Iterator[tuple[str, float]]:
         yield "traced_ns", min(result.traced_ns)
 
 
+def _further_loads(result: agent_pb2.CandidateResult) -> Iterator[report_pb2.Load]:
+    """Yield the load times of each process of several."""
+    yield from (run.load for run in result.runs)
+    yield from (generated.load for generated in result.generations)
+
+
 def _durations_ns(result: agent_pb2.CandidateResult) -> Iterator[tuple[str, float]]:
     """Yield the durations on the device in ns, none of which can exceed that of the attempt."""
     yield "the timed pass", result.duration_ns
@@ -154,7 +177,8 @@ def _durations_ns(result: agent_pb2.CandidateResult) -> Iterator[tuple[str, floa
         yield "the timed pass", run.duration_ns
         yield "the warm-up", run.warmup_ns
     yield "the traced pass", sum(result.traced_ns)
-    for load in (result.load, *(run.load for run in result.runs)):
+    yield "the traced pass", sum(sum(each.prefill.traced_ns) + sum(each.decode.traced_ns) for each in result.generations)
+    for load in (result.load, *_further_loads(result)):
         for field, value in load.ListFields():
             yield field.name, value
     for phase in result.phases:

@@ -13,6 +13,7 @@ from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runners import Runner, known_runner
 from etfarm.server.devices.schedule import open_to, own_scope, scopes_of
+from etfarm.server.jobs import generation
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import compile_pb2
@@ -52,9 +53,14 @@ class Requirements:
         Raises:
             MethodMissing: the program has no such method.
             InputMismatch: a count, dtype, shape or dim order is not what the method takes.
+            NotALanguageModel, ContextTooShort: the job requests generation that the program cannot do.
+            GenerationNotRequested: a language model would be measured on made-up inputs.
         """
         assert run.compilation is not None
         job, cell, methods = run.job, run.cell, run.compilation.facts.methods
+        if (plan := run.generation) is not None:
+            cell.method = plan.model.decode_method
+            return
         if cell.method not in methods and not job.spec.methods and len(methods) == 1:
             cell.method = next(iter(methods))
         if cell.method not in methods:
@@ -67,6 +73,8 @@ class Requirements:
             await self._store.require_whole([inputs.digest])
             path = self._store.path(inputs.digest)
             await self._readers.run(_check_file, path, cell.method, facts_of(methods[cell.method]))
+        elif run.inputs is None and job.spec.HasField("measurement"):
+            generation.require_request(cell.candidate_name, cell.method, run.compilation.facts)
 
     def find_unsupported(self, cell_runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
         """Return the errors, by cell id, of programs that no matching device can run, as far as runners are known."""
@@ -75,7 +83,7 @@ class Requirements:
             try:
                 selector = selectors.parse(run.cell.selector)
                 self.require_cpus(selector, run.cell.threads, run.job.spec.measurement.cores, run.job.project)
-                self.find_unfit(selector, run.facts, run.job.project)
+                self.find_unfit(selector, run.facts, run.job.project, generates=run.generation is not None)
             except (DeviceLacks, TooManyThreads) as error:
                 unsupported[run.cell.id] = error
         return unsupported
@@ -103,7 +111,9 @@ class Requirements:
             DeviceLacks: no matching device can run all of them.
         """
         project = cell_runs[0].job.project
-        unfit = frozenset[str]().union(*(self.find_unfit(selector, run.facts, project) for run in cell_runs))
+        unfit = frozenset[str]().union(
+            *(self.find_unfit(selector, run.facts, project, generates=run.generation is not None) for run in cell_runs)
+        )
         threads, cores = cell_runs[0].cell.threads, cell_runs[0].job.spec.measurement.cores
         matching = [
             device
@@ -117,11 +127,16 @@ class Requirements:
             )
         return unfit
 
-    def find_unfit(self, selector: selectors.Selector, facts: compile_pb2.MethodFacts, project: str) -> frozenset[str]:
+    def find_unfit(
+        self, selector: selectors.Selector, facts: compile_pb2.MethodFacts, project: str, *, generates: bool = False
+    ) -> frozenset[str]:
         """Return the scopes of matching devices whose runner, as far as it is known, cannot run a method.
 
         A scope is an architecture, or a device with its own runner. Devices without a runner are included if another device can
         run the method and no runner is being built for them. Devices that are restricted to other projects are ignored.
+
+        Args:
+            generates: whether the device's agent must be able to measure generation.
 
         Raises:
             DeviceLacks: no matching device can run the method.
@@ -131,6 +146,9 @@ class Requirements:
         unknown: list[Device] = []
         for device in open_to(project, self._registry.devices()):
             if not selector.matches(device):
+                continue
+            if generates and not device.can_generate:
+                unsupported[own_scope(device.id)] = _cannot_generate(device)
                 continue
             runner = known_runner(self._bundles, device)
             if runner is None:
@@ -145,6 +163,16 @@ class Requirements:
             raise next(iter(unsupported.values()))
         without_runner = {own_scope(device.id) for device in unknown if supported and not self._bundles.is_coming(device.arch)}
         return frozenset(unsupported) | without_runner
+
+
+def _cannot_generate(device: Device) -> DeviceLacks:
+    error = DeviceLacks(
+        f"The agent of {device.name} cannot measure the generation of text.",
+        "Install the server's version of etfarm on the device.",
+        device=device.name,
+    )
+    error.reason = "GENERATION_UNSUPPORTED"
+    return error
 
 
 def _check_file(path: Path, method: str, facts: MethodFacts) -> None:

@@ -106,6 +106,7 @@ class Results:
             elapsed_s=elapsed_s,
             measurement=job.spec.measurement if job.spec.HasField("measurement") else None,
             planned_bytes=max(sum(run.facts.planned_bytes) for run in cell_runs),
+            generation={run.cell.id: plan for run in cell_runs if (plan := run.generation) is not None},
         )
 
     async def _check(

@@ -125,6 +125,12 @@ def _without_rows(report: report_pb2.Report) -> report_pb2.Report:
         run.ClearField("telemetry")
     if report.HasField("interleaved"):
         report.interleaved.ClearField("ratios")
+    if report.HasField("generation"):
+        report.generation.ClearField("prefill_operators")
+        for point in report.generation.points:
+            point.ClearField("token_ns")
+            for generating in point.runs:
+                generating.ClearField("telemetry")
     return report
 
 

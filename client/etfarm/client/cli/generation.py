@@ -1,0 +1,64 @@
+"""The options of `etfarm bench` for language models."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+from etfarm.client.cli.usage import Usage
+
+if TYPE_CHECKING:
+    from etfarm.client.submit.generate import Generate
+
+
+def options_of(
+    tokens: int | None,
+    *,
+    prompt_tokens: str | None,
+    depth: str | None,
+    repetitions: int | None,
+    prefill_method: str,
+    decode_method: str,
+) -> Generate | None:
+    """Return what `--generate` and the options that belong to it request; None without it.
+
+    Raises:
+        Usage: an option requires `--generate`, or a prompt length is no number.
+        BadOption: a depth is neither a number of tokens nor a share.
+    """
+    belonging = {
+        "--prompt-tokens": prompt_tokens, "--depth": depth, "--repetitions": repetitions, "--prefill-method": prefill_method,
+        "--decode-method": decode_method,
+    }  # fmt: skip
+    if tokens is None:
+        if chosen := next((name for name, value in belonging.items() if value), None):
+            raise Usage(f"{chosen} requires --generate.", "Give --generate too, for example --generate 128.")
+        return None
+    from etfarm.client.submit.generate import Generate
+
+    return Generate(
+        tokens,
+        prompt_tokens=[_length(part) for part in (prompt_tokens or "").split(",") if part.strip()],
+        depths=[part for part in (depth or "").split(",") if part.strip()],
+        repetitions=repetitions,
+        prefill_method=prefill_method,
+        decode_method=decode_method,
+    )
+
+
+def refuse_others(options: Mapping[str, object]) -> None:
+    """Refuse options that have no meaning for generation.
+
+    Raises:
+        Usage: one of them is set.
+    """
+    if chosen := next((name for name, value in options.items() if value not in (None, False, [], "")), None):
+        raise Usage(
+            f"{chosen} cannot be combined with --generate, which has its own inputs and repetitions.", "Leave one of them out."
+        )
+
+
+def _length(text: str) -> int:
+    if not text.strip().isdecimal():
+        raise Usage(f"--prompt-tokens {text.strip()!r} is not a number of tokens.", "Give for example --prompt-tokens 128,512.")
+    return int(text)

@@ -1,0 +1,35 @@
+"""View of generated text: the rates at each prompt length and depth. It takes REPORT.generation of etfarm.report/1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from etfarm.client.formats import generation, units
+
+Json = Mapping[str, Any]
+
+_STYLES = {"VALID": "green", "INVALID": "bold red", "NOT BENCHMARKABLE": "yellow"}
+
+
+def points(document: Json) -> RenderableType:
+    """Return a row for each prompt length at each depth."""
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name in generation.COLUMNS:
+        table.add_column(justify="left" if name in ("token", "verdict") else "right", no_wrap=True)
+    table.add_row(*(Text(name, style="dim") for name in generation.COLUMNS))
+    for row in generation.rows(document):
+        *cells, verdict = row
+        table.add_row(*cells, Text(verdict, style=_STYLES.get(verdict, "red")))
+    return table
+
+
+def title(name: str, execution: Json | None, profile: Json | None) -> Text:
+    """Return the heading of the operators of prefill or decode."""
+    what = f"{name}: {units.count(execution['tokens'], 'token')} at position {execution['position']:,}" if execution else name
+    took = f", traced {units.time(profile['p50_ns'])}" if profile and profile["p50_ns"] is not None else ""
+    return Text(f"{what}{took}", style="dim")

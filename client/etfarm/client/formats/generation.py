@@ -1,0 +1,94 @@
+"""Generated text as text and tables, for every format. Takes REPORT.generation of etfarm.report/1."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from etfarm.client.formats import units
+
+Json = Mapping[str, Any]
+
+COLUMNS: Final = ("prompt", "depth", "first token", "prefill", "decode", "token", "verdict")
+"""Headings of the columns of `rows`."""
+
+
+def headline(generation: Json) -> tuple[str, str, str] | None:
+    """Return the rate of decode, its interval and what it is of, at the first point that has one; None without any."""
+    point = next((each for each in generation["points"] if each["decode_tokens_per_s"] is not None), None)
+    if point is None:
+        return None
+    rate, interval = units.rate(point["decode_tokens_per_s"], point["decode_tokens_per_s_ci95"])
+    return rate, interval, where(point)
+
+
+def where(point: Json) -> str:
+    """Return the prompt length and the depth of a point: `prompt 128`, `prompt 512 at depth 1,024`."""
+    at = f" at depth {point['depth']:,}" if point["depth"] else ""
+    return f"prompt {point['prompt_tokens']:,}{at}"
+
+
+def rows(generation: Json) -> list[list[str]]:
+    """Return a row of texts for each point, with COLUMNS; an error takes the place of the numbers that are missing."""
+    return [_row(point) for point in generation["points"]]
+
+
+def _row(point: Json) -> list[str]:
+    error, verdict = point["error"], point["verdict"] or {}
+    ttft = _joined(*_time(point["ttft_ns"], point["ttft_ci95_ns"]))
+    rates = [_joined(*units.rate(point[name], point[f"{name}_ci95"])) for name in ("prefill_tokens_per_s", "decode_tokens_per_s")]
+    status = (verdict.get("status") or "").replace("_", " ")
+    return [
+        f"{point['prompt_tokens']:,}",
+        f"{point['depth']:,}",
+        ttft,
+        *rates,
+        curve(point["token_ns"] or ()),
+        error["reason"] if error else status,
+    ]
+
+
+def _time(value_ns: float | None, ends_ns: Sequence[float] | None) -> tuple[str, str]:
+    return ("-", "") if value_ns is None else units.median(value_ns, ends_ns or ())
+
+
+def _joined(value: str, interval: str) -> str:
+    return f"{value} {interval}" if interval else value
+
+
+def curve(token_ns: Sequence[float]) -> str:
+    """Return how the time of a token changes over a repetition: `8.79 ms to 9.05 ms`; empty without tokens of decode.
+
+    The ends are medians over an eighth of the tokens, at least one.
+    """
+    decode = list(token_ns[1:])
+    if not decode:
+        return ""
+    part = max(1, len(decode) // 8)
+    first, last = (sorted(values)[len(values) // 2] for values in (decode[:part], decode[-part:]))
+    return f"{units.time(first)} to {units.time(last)}"
+
+
+def facts(generation: Json) -> Iterator[tuple[str, str]]:
+    """Yield facts of the model and of the measurement, each with its name."""
+    model = generation["model"]
+    if model:
+        context = f"{model['max_context_tokens']:,} tokens of context, {model['vocab_size']:,} in the vocabulary"
+        chunk = model["max_prompt_tokens"]
+        yield "model", f"{context}, at most {units.count(chunk, 'token')} an execution"
+        if model["kv_cache_bytes"]:
+            yield "KV cache", f"{units.size(model['kv_cache_bytes'])}, part of the planned memory"
+    yield "generated", _generated(generation)
+    for name, key in (("prefill", "prefill_execution"), ("decode", "decode_execution")):
+        if traced := generation[key]:
+            yield f"traced {name}", f"{units.count(traced['tokens'], 'token')} at position {traced['position']:,}"
+    if any(point["tokens_equal"] for point in generation["points"]):
+        equal = all(point["tokens_equal"] in (None, True) for point in generation["points"])
+        yield "tokens", "equal in all repetitions" if equal else "different between repetitions"
+
+
+def _generated(generation: Json) -> str:
+    runs = max((len(point["runs"]) for point in generation["points"]), default=0)
+    repetitions = max((point["repetitions"] for point in generation["points"]), default=0)
+    processes = f" in {units.count(runs, 'process')}".replace("processs", "processes") if runs > 1 else ""
+    return f"{units.count(generation['generated_tokens'], 'token')}, greedy, {units.count(repetitions, 'repetition')}{processes}"

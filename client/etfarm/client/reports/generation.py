@@ -1,0 +1,131 @@
+"""How a language model generates text: its rates of prefill and decode, at each prompt length and depth of the context."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from etfarm.client.reports.enums import PositionInput
+from etfarm.client.reports.error_facts import ErrorFacts
+from etfarm.client.reports.json_object import JsonObject
+from etfarm.client.reports.operators import Operators, Profile
+from etfarm.client.reports.telemetry import Telemetry
+from etfarm.client.reports.verdict import Verdict
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class LanguageModel(JsonObject):
+    """A program that generates text, as its metadata methods and its inputs describe it."""
+
+    prefill_method: str = ""
+    """The method that processes the prompt."""
+    decode_method: str = ""
+    """The method that processes one token; may be `prefill_method`."""
+    token_input: int = 0
+    """Index of the tokens in the flattened inputs."""
+    position_input: int | None = None
+    """Index of the positions in the flattened inputs; None without one."""
+    positions: PositionInput | None = None
+    max_prompt_tokens: int = 0
+    """Maximum number of tokens of one execution; a longer prompt is processed in chunks."""
+    dynamic_prompt: bool = False
+    """Whether an execution accepts fewer tokens than that."""
+    max_context_tokens: int = 0
+    """Maximum number of tokens in the context, with those that are generated."""
+    vocab_size: int = 0
+    """Number of different tokens."""
+    kv_cache_bytes: int | None = None
+    """Size of the tensors that keep the context, part of the planned memory; None if unknown."""
+    metadata: Mapping[str, int] = field(default_factory=dict)
+    """The values of metadata methods such as `get_max_seq_len`, by name."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class GenerationRun(JsonObject):
+    """One process's measurement of a prompt length at a depth. Its intervals are over its repetitions."""
+
+    repetitions: int = 0
+    """Number of timed repetitions."""
+    ttft_ns: float | None = None
+    """Time to the first token, in nanoseconds."""
+    ttft_ci95_ns: tuple[float, float] | None = None
+    """The lower and the upper bound of its 95 % confidence interval; None below 3 repetitions."""
+    prefill_tokens_per_s: float | None = None
+    """Rate of prefill, in tokens per second."""
+    prefill_tokens_per_s_ci95: tuple[float, float] | None = None
+    """The lower and the upper bound of its 95 % confidence interval."""
+    decode_tokens_per_s: float | None = None
+    """Rate of decode, in tokens per second."""
+    decode_tokens_per_s_ci95: tuple[float, float] | None = None
+    """The lower and the upper bound of its 95 % confidence interval."""
+    verdict: Verdict | None = None
+    """Whether this process's numbers can be trusted."""
+    telemetry: Telemetry | None = None
+    """Counters over the timed repetitions."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class GenerationPoint(JsonObject):
+    """Generation after one prompt length at one depth of the context.
+
+    Each number is the geometric mean over the valid processes, and in a process over its repetitions. With three or more
+    processes, intervals are over the processes, else over the repetitions.
+    """
+
+    prompt_tokens: int = 0
+    """Length of the prompt."""
+    depth: int = 0
+    """Number of tokens in the context before the prompt."""
+    repetitions: int = 0
+    """Number of timed repetitions, of all processes together."""
+    error: ErrorFacts | None = None
+    """Why a process did not complete the point; None if all did."""
+    ttft_ns: float | None = None
+    """Time from the start of the prompt to the first token, in nanoseconds."""
+    ttft_ci95_ns: tuple[float, float] | None = None
+    """The lower and the upper bound of its 95 % confidence interval; None with too few repetitions."""
+    prefill_tokens_per_s: float | None = None
+    """Prompt length divided by the time until the prompt's last logits, in tokens per second."""
+    prefill_tokens_per_s_ci95: tuple[float, float] | None = None
+    """The lower and the upper bound of its 95 % confidence interval."""
+    decode_tokens_per_s: float | None = None
+    """Number of tokens after the first divided by their time, in tokens per second."""
+    decode_tokens_per_s_ci95: tuple[float, float] | None = None
+    """The lower and the upper bound of its 95 % confidence interval."""
+    token_ns: tuple[float, ...] | None = None
+    """Time of each generated token in nanoseconds, the median over repetitions: first the time to the first token, then one for
+    each step of decode. None in histories."""
+    tokens_equal: bool | None = None
+    """Whether all repetitions generated the same tokens; None for a single one."""
+    verdict: Verdict | None = None
+    """Whether the numbers of this point can be trusted."""
+    runs: tuple[GenerationRun, ...] = ()
+    """The processes that measured the point, in order: one, or as many as `repeat`."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class TracedExecution(JsonObject):
+    """What a traced execution of a language model processed."""
+
+    tokens: int = 0
+    """Number of tokens."""
+    position: int = 0
+    """Position of the first token in the context."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class Generation(JsonObject):
+    """How a language model generates text."""
+
+    model: LanguageModel | None = None
+    generated_tokens: int = 0
+    """Number of tokens that each repetition generated."""
+    points: tuple[GenerationPoint, ...] = ()
+    """One for each prompt length at each depth, in the order measured."""
+    prefill_execution: TracedExecution | None = None
+    """The execution that `prefill_profile` and `prefill_operators` are of; None if it was not traced."""
+    decode_execution: TracedExecution | None = None
+    """The execution that the report's `profile` and `operators` are of; None if it was not traced."""
+    prefill_profile: Profile | None = None
+    prefill_operators: Operators | None = None
+    """The rows of the traced pass of prefill, in the order of execution."""

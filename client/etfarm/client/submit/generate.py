@@ -1,0 +1,86 @@
+"""`Generate`, the options of a measurement of generated text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from etfarm.client.submit.options import BadOption, to_list
+from etfarm.v1 import generation_pb2
+
+DEFAULT_TOKENS: Final = 128
+
+
+@dataclass(frozen=True)
+class Generate:
+    """What to measure of a language model: its rate of prefill by prompt length, and of decode, at depths of the context.
+
+    The tokens of contexts and prompts are random but always the same; generation is greedy, and no token ends it.
+    """
+
+    tokens: int = DEFAULT_TOKENS
+    """Number of tokens that each repetition generates, at least 2."""
+    prompt_tokens: int | Sequence[int] = ()
+    """Prompt lengths; when empty, those of 128 and 512 that fit into the context."""
+    depths: int | float | str | Sequence[int | float | str] = ()
+    """Numbers of tokens in the context before the prompt: whole numbers, or shares of the largest depth that leaves room for the
+    prompt and the generated tokens, such as 0.75 or "75%"; when empty, 0 and 0.75."""
+    repetitions: int | None = None
+    """Number of timed repetitions for each prompt length at each depth; 5 when None."""
+    warmup: int | None = None
+    """Number of repetitions before these; 1 when None."""
+    prefill_method: str = ""
+    """The method that processes the prompt; recognized by its name and inputs when empty."""
+    decode_method: str = ""
+    """The method that generates single tokens; recognized by its name and inputs when empty."""
+
+    def __post_init__(self) -> None:
+        """Check the values that the server cannot check.
+
+        Raises:
+            BadOption: a depth is neither a number of tokens nor a share.
+        """
+        self.message()
+
+    def message(self) -> generation_pb2.GenerationOptions:
+        """Return the options as a part of a Measurement."""
+        depths = [self.depths] if isinstance(self.depths, int | float | str) else list(self.depths)
+        return generation_pb2.GenerationOptions(
+            tokens=self.tokens,
+            prompt_tokens=to_list(self.prompt_tokens),
+            depths=[_depth(each) for each in depths],
+            repetitions=self.repetitions,
+            warmup=self.warmup,
+            prefill_method=self.prefill_method,
+            decode_method=self.decode_method,
+        )
+
+
+def _depth(depth: int | float | str) -> generation_pb2.ContextDepth:
+    """Return a depth: a whole number is a number of tokens, any other a share."""
+    if isinstance(depth, str):
+        text = depth.strip()
+        try:
+            depth = float(text.removesuffix("%")) / 100 if text.endswith("%") else int(text)
+        except ValueError:
+            raise _bad_depth(text) from None
+    if isinstance(depth, float):
+        if not 0 <= depth <= 1:
+            raise _bad_depth(depth)
+        return generation_pb2.ContextDepth(share=depth)
+    return generation_pb2.ContextDepth(tokens=depth)
+
+
+def _bad_depth(depth: object) -> BadOption:
+    return BadOption(
+        f"A depth must be a number of tokens or a share of the context, got {depth!r}.",
+        "Give for example 1024, 0.75 or '75%'.", option="depths",
+    )  # fmt: skip
+
+
+def options_of(generate: Generate | int | None) -> generation_pb2.GenerationOptions | None:
+    """Return the keyword `generate` as a part of a Measurement; a number stands for that many tokens."""
+    if generate is None:
+        return None
+    return (Generate(generate) if isinstance(generate, int) else generate).message()

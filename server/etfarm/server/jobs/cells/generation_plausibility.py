@@ -1,0 +1,118 @@
+"""Checks of the results of generation against their plan, the server's clock and each other."""
+
+from __future__ import annotations
+
+import sys
+from array import array
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from etfarm.v1 import agent_pb2, common_pb2, generation_pb2
+from etfarm.wire.generation import TIME_BYTES, TOKEN_BYTES
+
+MAX_TRACED: Final = 1_000
+"""Maximum number of traced iterations of a method."""
+_MAX_POINTS_OF_SERIES: Final = 120
+_LEAST_NS: Final = 20
+"""Minimum plausible time of a token: no processor executes a method faster, since reading its clock twice takes longer."""
+_SLACK_NS: Final = 20_000
+"""Time between the logits of a prompt and the selection of its first token that is still plausibly negative, for clock reads."""
+
+
+class BadGenerationResult(ValueError):
+    """A contradiction in the result of generation, as the rest of a sentence."""
+
+
+def check_generations(
+    result: agent_pb2.CandidateResult,
+    plan: generation_pb2.GenerationPlan,
+    *,
+    repeat: int,
+    longest_ns: float,
+    path: Callable[[str], Path],
+) -> None:
+    """Check what the processes of a candidate report. Reads their times and tokens, so call it in a thread.
+
+    Args:
+        repeat: number of processes that the job requested.
+        longest_ns: maximum plausible duration of everything in the result.
+        path: returns the path of a stored artifact.
+
+    Raises:
+        BadGenerationResult: a number contradicts another, the plan or the server's clock.
+    """
+    if not 1 <= len(result.generations) <= repeat:
+        raise BadGenerationResult(f"it has {len(result.generations):,} processes of generation, but {repeat:,} were requested")
+    if result.HasField("samples") or result.HasField("outputs") or result.runs or result.blocks:
+        raise BadGenerationResult("it has both generation and the samples of a timed pass")
+    total_ns = 0
+    for generated in result.generations:
+        total_ns += _check_process(generated, plan, path)
+    if total_ns > longest_ns:
+        raise BadGenerationResult(
+            f"its tokens took {total_ns / 1e9:.3g} s of an attempt that lasted {longest_ns / 1e9:.3g} s at most"
+        )
+
+
+def artifacts_of(result: agent_pb2.CandidateResult) -> Iterator[common_pb2.Artifact]:
+    """Yield the artifacts that the results of generation name."""
+    for generated in result.generations:
+        for holder, names in (
+            (generated, ("token_ns", "tokens")),
+            (generated.prefill, ("etdump",)),
+            (generated.decode, ("etdump",)),
+        ):
+            for name in names:
+                if holder.HasField(name):  # type: ignore[arg-type]
+                    yield getattr(holder, name)
+
+
+def _check_process(
+    generated: agent_pb2.GenerationResult, plan: generation_pb2.GenerationPlan, path: Callable[[str], Path]
+) -> int:
+    """Check the result of one process; return the time of all of its tokens in ns."""
+    requested = [(point.prompt_tokens, point.depth) for point in plan.points]
+    if [(point.prompt_tokens, point.depth) for point in generated.points] != requested:
+        raise BadGenerationResult("its prompt lengths and depths are not those that were requested")
+    for point in generated.points:
+        least = 0 if point.HasField("error") else 1
+        if not least <= point.repetitions <= plan.repetitions:
+            raise BadGenerationResult(
+                f"it has {point.repetitions:,} repetitions of a prompt of {point.prompt_tokens:,} tokens; {least} to "
+                f"{plan.repetitions:,} are possible"
+            )
+        if len(point.prefill_ns) != point.repetitions or any(value < _LEAST_NS for value in point.prefill_ns):
+            raise BadGenerationResult("the times of its prompts are not those of its repetitions")
+        if len(point.telemetry.series) > _MAX_POINTS_OF_SERIES:
+            raise BadGenerationResult("it has too many points of telemetry")
+    if not any(point.repetitions for point in generated.points):
+        raise BadGenerationResult("it has no repetition, and no error of its own")
+    for trace in (generated.prefill, generated.decode):
+        if len(trace.traced_ns) > MAX_TRACED or any(value < 0 for value in trace.traced_ns):
+            raise BadGenerationResult(f"it has more than {MAX_TRACED:,} traced iterations, or negative times of them")
+    rows = [repetition for point in generated.points for repetition in point.prefill_ns]
+    columns = plan.generated_tokens
+    times = _read(generated.token_ns, "q", TIME_BYTES * len(rows) * columns, "times", path)
+    if min(times) < 0:
+        raise BadGenerationResult("the time of a token is negative")
+    for place, prefill_ns in enumerate(rows):
+        if prefill_ns > times[place * columns] + _SLACK_NS:
+            raise BadGenerationResult("a prompt took longer than the time to its first token")
+    if 2 * sum(value < _LEAST_NS for value in times) > len(times):
+        raise BadGenerationResult(f"more than half of its tokens take less than {_LEAST_NS} ns")
+    tokens = _read(generated.tokens, "i", TOKEN_BYTES * len(rows) * columns, "tokens", path)
+    if min(tokens) < 0 or max(tokens) >= plan.model.vocab_size:
+        raise BadGenerationResult(f"it has a token that is not within the vocabulary of {plan.model.vocab_size:,}")
+    return sum(times)
+
+
+def _read(artifact: common_pb2.Artifact, kind: str, size_bytes: int, what: str, path: Callable[[str], Path]) -> array[int]:
+    """Return the values of an artifact, whose size is checked before it is read."""
+    file = path(artifact.digest)
+    if file.stat().st_size != size_bytes:
+        raise BadGenerationResult(f"its {what} have {file.stat().st_size:,} bytes instead of {size_bytes:,}")
+    values = array(kind, file.read_bytes())
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
