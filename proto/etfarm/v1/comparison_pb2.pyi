@@ -685,6 +685,7 @@ class ComparedPair(_message.Message):
     ACCURACY_FIELD_NUMBER: _builtins.int
     DELEGATION_FIELD_NUMBER: _builtins.int
     CHANGES_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def base(self) -> Global___ComparedReport: ...
     @_builtins.property
@@ -721,6 +722,10 @@ class ComparedPair(_message.Message):
     def changes(self) -> _containers.RepeatedCompositeFieldContainer[Global___CircumstanceChange]:
         """Differences between the circumstances of the two measurements, which may explain why the numbers changed."""
 
+    @_builtins.property
+    def generation(self) -> Global___GenerationChange:
+        """Absent unless both sides generated text at a common prompt length and depth."""
+
     def __init__(
         self,
         *,
@@ -734,14 +739,141 @@ class ComparedPair(_message.Message):
         accuracy: _abc.Iterable[Global___AccuracyChange] | None = ...,
         delegation: _abc.Mapping[_builtins.str, Global___DelegationChange] | None = ...,
         changes: _abc.Iterable[Global___CircumstanceChange] | None = ...,
+        generation: Global___GenerationChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "candidate", b"candidate", "latency", b"latency", "memory", b"memory", "operators", b"operators", "size", b"size"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["base", b"base", "candidate", b"candidate", "generation", b"generation", "latency", b"latency", "memory", b"memory", "operators", b"operators", "size", b"size"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "base", b"base", "candidate", b"candidate", "changes", b"changes", "delegation", b"delegation", "differs", b"differs", "latency", b"latency", "memory", b"memory", "operators", b"operators", "size", b"size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "base", b"base", "candidate", b"candidate", "changes", b"changes", "delegation", b"delegation", "differs", b"differs", "generation", b"generation", "latency", b"latency", "memory", b"memory", "operators", b"operators", "size", b"size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ComparedPair: _TypeAlias = ComparedPair  # noqa: Y015
+
+@_typing.final
+class GenerationChange(_message.Message):
+    """Changes of a language model's numbers."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    POINTS_FIELD_NUMBER: _builtins.int
+    SAME_PROGRAM_FIELD_NUMBER: _builtins.int
+    same_program: _builtins.bool
+    """As in LatencyChange."""
+    @_builtins.property
+    def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPointChange]:
+        """The prompt lengths and depths that both sides have, in the order of the candidate."""
+
+    def __init__(
+        self,
+        *,
+        points: _abc.Iterable[Global___GenerationPointChange] | None = ...,
+        same_program: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["points", b"points", "same_program", b"same_program"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationChange: _TypeAlias = GenerationChange  # noqa: Y015
+
+@_typing.final
+class GenerationPointChange(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    DEPTH_FIELD_NUMBER: _builtins.int
+    VERDICTS_FIELD_NUMBER: _builtins.int
+    TTFT_FIELD_NUMBER: _builtins.int
+    PREFILL_FIELD_NUMBER: _builtins.int
+    DECODE_FIELD_NUMBER: _builtins.int
+    prompt_tokens: _builtins.int
+    depth: _builtins.int
+    @_builtins.property
+    def verdicts(self) -> _containers.RepeatedScalarFieldContainer[_report_pb2.VerdictStatus.ValueType]:
+        """Two values: the verdicts on the base's and on the candidate's point."""
+
+    @_builtins.property
+    def ttft(self) -> Global___RateChange:
+        """The time to the first token, in nanoseconds."""
+
+    @_builtins.property
+    def prefill(self) -> Global___RateChange:
+        """Tokens per second. Unlike that of a time, a ratio above 1 is an improvement."""
+
+    @_builtins.property
+    def decode(self) -> Global___RateChange: ...
+    def __init__(
+        self,
+        *,
+        prompt_tokens: _builtins.int = ...,
+        depth: _builtins.int = ...,
+        verdicts: _abc.Iterable[_report_pb2.VerdictStatus.ValueType] | None = ...,
+        ttft: Global___RateChange | None = ...,
+        prefill: Global___RateChange | None = ...,
+        decode: Global___RateChange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill", "ttft", b"ttft"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "depth", b"depth", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "ttft", b"ttft", "verdicts", b"verdicts"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationPointChange: _TypeAlias = GenerationPointChange  # noqa: Y015
+
+@_typing.final
+class RateChange(_message.Message):
+    """The change of one number of GenerationPointReport."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: _builtins.int
+    CANDIDATE_FIELD_NUMBER: _builtins.int
+    RATIO_FIELD_NUMBER: _builtins.int
+    RATIO_CI95_FIELD_NUMBER: _builtins.int
+    OUTCOME_FIELD_NUMBER: _builtins.int
+    SPREAD_OBSERVED_FIELD_NUMBER: _builtins.int
+    base: _builtins.float
+    candidate: _builtins.float
+    ratio: _builtins.float
+    """candidate / base; absent if a side is absent."""
+    outcome: Global___LatencyOutcome.ValueType
+    spread_observed: _builtins.bool
+    """Whether the variation between processes was observed on both sides, from three processes or more."""
+    @_builtins.property
+    def ratio_ci95(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """Two values: the lower and the upper end of the ratio's 95 % interval, which covers the variation between processes as far as it
+        was observed. Empty if there is no interval.
+        """
+
+    def __init__(
+        self,
+        *,
+        base: _builtins.float | None = ...,
+        candidate: _builtins.float | None = ...,
+        ratio: _builtins.float | None = ...,
+        ratio_ci95: _abc.Iterable[_builtins.float] | None = ...,
+        outcome: Global___LatencyOutcome.ValueType = ...,
+        spread_observed: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_base", b"_base", "_candidate", b"_candidate", "_ratio", b"_ratio", "base", b"base", "candidate", b"candidate", "ratio", b"ratio"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_base", b"_base", "_candidate", b"_candidate", "_ratio", b"_ratio", "base", b"base", "candidate", b"candidate", "outcome", b"outcome", "ratio", b"ratio", "ratio_ci95", b"ratio_ci95", "spread_observed", b"spread_observed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__base: _TypeAlias = _typing.Literal["base"]  # noqa: Y015
+    _WhichOneofArgType__base: _TypeAlias = _typing.Literal["_base", b"_base"]  # noqa: Y015
+    _WhichOneofReturnType__candidate: _TypeAlias = _typing.Literal["candidate"]  # noqa: Y015
+    _WhichOneofArgType__candidate: _TypeAlias = _typing.Literal["_candidate", b"_candidate"]  # noqa: Y015
+    _WhichOneofReturnType__ratio: _TypeAlias = _typing.Literal["ratio"]  # noqa: Y015
+    _WhichOneofArgType__ratio: _TypeAlias = _typing.Literal["_ratio", b"_ratio"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__base) -> _WhichOneofReturnType__base | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__candidate) -> _WhichOneofReturnType__candidate | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__ratio) -> _WhichOneofReturnType__ratio | None: ...
+
+Global___RateChange: _TypeAlias = RateChange  # noqa: Y015
 
 @_typing.final
 class MeasureChange(_message.Message):

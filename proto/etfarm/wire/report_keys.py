@@ -80,6 +80,7 @@ _NULL_WHEN_EMPTY: Final = {
     "etfarm.v1.Compilation": {"modules"},
     "etfarm.v1.ReportInputs": {"tensors"},
     "etfarm.v1.LatencyChange": {"ratio_ci95"},
+    "etfarm.v1.RateChange": {"ratio_ci95"},
     "etfarm.v1.ComparedPair": {"delegation"},
     "etfarm.v1.Generation": {"prefill_operators"},
     "etfarm.v1.GenerationPointReport": {

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etfarm.client.formats import units
+from etfarm.client.formats import generation, units
 from etfarm.wire import delegation as delegations
 from etfarm.wire import views
 
@@ -46,10 +46,11 @@ class Answer:
 
 
 def latency(report: Json) -> Answer:
-    """Return the median with its interval."""
+    """Return the median with its interval; of generated text, the rate of decode."""
     measured = report["latency"]
     if not measured:
-        return Answer("")
+        rated = generation.headline(report["generation"]) if report["generation"] else None
+        return Answer("") if rated is None else Answer(f"decode {rated[0]}", f"{rated[1]} {rated[2]}".strip())
     return Answer(*median(measured))
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from etfarm.client.formats import escapes, sentences, units
+from etfarm.client.formats import escapes, generation, sentences, units
 from etfarm.wire import changes
 from etfarm.wire.comparison import EXACT_DB, label, traits
 from etfarm.wire.delegation import GLUE
@@ -69,10 +69,42 @@ def answer(pair: Json) -> str:
             f"the {side} {(pair[side]['state'] or '?').lower()} ({pair[side]['error'] or 'no error'})" for side in sides
         )
     if latency is None or latency["ratio"] is None:
-        return "no latency on both sides"
+        generated = next(_rates(pair, "decode"), None)
+        return "no latency on both sides" if generated is None else f"decode {_rate_answer(*generated, pair)}"
     ends = latency["ratio_ci95"]
     interval = f" [{_ratio(ends[0])}, {_ratio(ends[1])}]" if ends else ""
     return f"{_ratio(latency['ratio'])}x{interval}  {describe_change(latency)}"
+
+
+def _rates(pair: Json, key: str) -> Iterator[tuple[Json, Json]]:
+    """Yield the points of generated text that both sides have, each with the change of a number that has a ratio."""
+    for point in (pair["generation"] or {}).get("points", ()):
+        if point[key] and point[key]["ratio"] is not None:
+            yield point, point[key]
+
+
+def _rate_answer(point: Json, change: Json, pair: Json) -> str:
+    """Return `1.052x [1.041, 1.063]  faster (prompt 128)` for a rate, of which more is better."""
+    ends = change["ratio_ci95"]
+    interval = f" [{_ratio(ends[0])}, {_ratio(ends[1])}]" if ends else ""
+    outcome = (change["outcome"] or "").replace("_", " ")
+    same = "same program, " if pair["generation"]["same_program"] else ""
+    return f"{_ratio(change['ratio'])}x{interval} of the tokens per second  {same}{outcome} ({generation.where(point)})"
+
+
+def _rate_facts(pair: Json) -> Iterator[Fact]:
+    """Yield the numbers of generated text at each prompt length and depth that both sides have."""
+    for key, name in (("ttft", "first token"), ("prefill", "prefill"), ("decode", "decode")):
+        for point, change in _rates(pair, key):
+            shown = units.time if key == "ttft" else _tokens_per_s
+            yield Fact(
+                f"{name}, {generation.where(point)}", shown(change["base"]), shown(change["candidate"]),
+                f"{(change['ratio'] - 1) * 100:+.1f} %",
+            )  # fmt: skip
+
+
+def _tokens_per_s(value: float | None) -> str:
+    return units.rate(value)[0]
 
 
 def describe_change(latency: Json) -> str:
@@ -109,6 +141,7 @@ def facts(pair: Json) -> Iterator[Fact]:
         yield from _number(name, latency.get(key), units.time)
     if latency.get("method") == "separate":
         yield Fact(_SPREAD, spread(latency["base_spread"]), spread(latency["candidate_spread"]), "")
+    yield from _rate_facts(pair)
     yield from _number("load program", latency.get("load_ns"), units.time)
     yield from _number("load method", latency.get("load_method_ns"), units.time)
     yield from _number("program", size.get("total_bytes"), units.size)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from etfarm.client.formats import answers, escapes, gaps, label, sentences, units
+from etfarm.client.formats import answers, escapes, gaps, generation, label, sentences, units
 
 Json = Mapping[str, Any]
 
@@ -75,6 +75,10 @@ def _report(report: Json) -> Iterator[str]:
         yield f"> {escapes.text(label(report))}: {_VERDICTS.get(report['verdict']['status'], '')}"
         yield from (f"> - {escapes.text(str(reason))}" for reason in reasons)
         yield ""
+    if report["generation"]:
+        yield f"**{escapes.text(label(report))}**"
+        yield ""
+        yield from _generation(report["generation"])
     folded = [*_operators(report), *_accuracy(report), *_gap(report), *_compiled(report)]
     if folded:
         slow = answers.slowest(report)
@@ -86,6 +90,17 @@ def _report(report: Json) -> Iterator[str]:
             yield ""
         yield from folded
         yield "</details>"
+
+
+def _generation(generated: Json) -> Iterator[str]:
+    """Yield the table of generated text: its rates by prompt length and depth."""
+    yield _row(list(generation.COLUMNS))
+    yield _row(["---:", "---:", "---:", "---:", "---:", "---", "---"])
+    for row in generation.rows(generated):
+        yield _row([escapes.text(cell) for cell in row])
+    yield ""
+    yield f"<sub>{escapes.html(' · '.join(f'{name}: {text}' for name, text in generation.facts(generated)))}</sub>"
+    yield ""
 
 
 def _operators(report: Json) -> Iterator[str]:

@@ -17,6 +17,7 @@ Json = Mapping[str, Any]
 
 _SHOWN_INPUTS = 4
 _STOP = "Stop other programs on the device."
+_MORE_REPETITIONS = "Give more --repetitions."
 _LONGER = "Warm up for longer: give --warmup more than the {warmup:,} of this run."
 _ADVICE = {
     "EMULATED": "Numbers of an emulated device say nothing about a real one: use --device emulated=false.",
@@ -79,6 +80,10 @@ def verdict(report: Json) -> list[Reason]:
         "" if code in _CONSEQUENCES and _DISTURBED.intersection(codes[:place]) else _advice(code, warmup, full=full)
         for place, code in enumerate(codes)
     ]
+    if report["generation"]:
+        advice = [
+            _MORE_REPETITIONS if code == "TOO_FEW_SAMPLES" and text else text for code, text in zip(codes, advice, strict=True)
+        ]
     # Show a remedy that several reasons share once, at the last of them.
     return [
         Reason(reason["message"], advice[place] if advice[place] not in advice[place + 1 :] else "")

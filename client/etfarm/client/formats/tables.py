@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any, Final
 
+from etfarm.wire.generation import METRICS
+
 Json = Mapping[str, Any]
 
 
@@ -54,8 +56,20 @@ _LAST: Final = {
 _ENDS: Final = ("mean_low_ns", "mean_high_ns")
 """Columns of the ends of the row's `mean_ci95_ns`."""
 
-WHAT: Final = ("operators", "samples")
+_POINT: Final = {
+    "prompt_tokens": Kind.INTEGER, "depth": Kind.INTEGER, "generated_tokens": Kind.INTEGER, "repetitions": Kind.INTEGER,
+    "ttft_ns": Kind.NUMBER, "ttft_low_ns": Kind.NUMBER, "ttft_high_ns": Kind.NUMBER, "prefill_tokens_per_s": Kind.NUMBER,
+    "prefill_low": Kind.NUMBER, "prefill_high": Kind.NUMBER, "decode_tokens_per_s": Kind.NUMBER, "decode_low": Kind.NUMBER,
+    "decode_high": Kind.NUMBER, "verdict": Kind.TEXT, "tokens_equal": Kind.TRUTH,
+}  # fmt: skip
+
+WHAT: Final = ("operators", "samples", "generation", "tokens")
 """The names of the tables."""
+
+
+def present(document: Json) -> tuple[str, ...]:
+    """Return the names of the tables that a document can fill: without a language model, those of generated text are left out."""
+    return WHAT if any(report["generation"] for report in document["reports"]) else WHAT[:2]
 
 
 def operators(document: Json) -> Table:
@@ -68,9 +82,21 @@ def samples(document: Json) -> Table:
     return Table("samples", {**IDENTITY, "iteration": Kind.INTEGER, "latency_ns": Kind.INTEGER}, _samples(document))
 
 
+def generation(document: Json) -> Table:
+    """Return a row for each prompt length at each depth, with the rates of generated text and the ends of their intervals."""
+    return Table("generation", {**IDENTITY, **_POINT}, _generation(document))
+
+
+def tokens(document: Json) -> Table:
+    """Return a row for each generated token, with its time: the median over repetitions, at first that to the first token."""
+    columns = {"prompt_tokens": Kind.INTEGER, "depth": Kind.INTEGER, "token": Kind.INTEGER, "time_ns": Kind.NUMBER}
+    return Table("tokens", {**IDENTITY, **columns}, _tokens(document))
+
+
 def table(document: Json, what: str) -> Table:
     """Return the table with a name in WHAT."""
-    return {"operators": operators, "samples": samples}[what](document)
+    tables = {"operators": operators, "samples": samples, "generation": generation, "tokens": tokens}
+    return tables[what](document)
 
 
 def _operators(document: Json) -> Iterator[tuple[Any, ...]]:
@@ -88,6 +114,29 @@ def _samples(document: Json) -> Iterator[tuple[Any, ...]]:
         of = identity_of(document, report)
         for iteration, latency_ns in enumerate(report["latency"]["samples_ns"] if report["latency"] else ()):
             yield (*of, iteration, latency_ns)
+
+
+def _points(document: Json) -> Iterator[tuple[tuple[Any, ...], Json, Json]]:
+    """Yield each point of generated text with its report's identity and generation."""
+    for report in document["reports"]:
+        generated = report["generation"]
+        for point in generated["points"] if generated else ():
+            yield identity_of(document, report), generated, point
+
+
+def _generation(document: Json) -> Iterator[tuple[Any, ...]]:
+    for of, generated, point in _points(document):
+        rates: list[Any] = []
+        for name, interval in METRICS.items():
+            rates += [point[name], *(point[interval] or (None, None))]
+        counts = point["prompt_tokens"], point["depth"], generated["generated_tokens"], point["repetitions"]
+        yield (*of, *counts, *rates, (point["verdict"] or {}).get("status"), point["tokens_equal"])
+
+
+def _tokens(document: Json) -> Iterator[tuple[Any, ...]]:
+    for of, _, point in _points(document):
+        for number, time_ns in enumerate(point["token_ns"] or ()):
+            yield (*of, point["prompt_tokens"], point["depth"], number, time_ns)
 
 
 def identity_of(document: Json, report: Json) -> tuple[Any, ...]:

@@ -22,7 +22,7 @@ from etfarm.wire.errors import EtfarmError
 from etfarm.wire.report import error_json, report_json
 
 if TYPE_CHECKING:
-    from etfarm.client.reports import Latency, Report
+    from etfarm.client.reports import GenerationPoint, Report
 
 SCHEMA: Final = "etfarm.history/1"
 
@@ -51,7 +51,8 @@ class Point:
     is_comparable: bool
     """Whether its latency is evidence: measured and VALID."""
     ratio: float | None
-    """Its median over that of the previous comparable point: 1.1 is 10 % slower. None if either has no comparable median."""
+    """Its median over that of the previous comparable point: 1.1 is 10 % slower. None if either has no comparable median. Of a
+    language model, it compares the times for a token of decode, if the prompt length, depth and number of tokens are the same."""
     overlaps: bool | None
     """Whether the intervals of the two medians overlap, so that they may be equal; None if unknown."""
     changes: tuple[Change, ...]
@@ -64,6 +65,18 @@ class Point:
         """The median latency in nanoseconds."""
         latency = self.entry.report.latency
         return None if latency is None else latency.p50_ns
+
+    @property
+    def decode_tokens_per_s(self) -> float | None:
+        """The rate of decode of a language model, at its first prompt length and depth."""
+        point = _generated(self.entry.report)
+        return None if point is None else point.decode_tokens_per_s
+
+    @property
+    def time_ns(self) -> float | None:
+        """The time that `ratio` compares: the median latency, or of a language model the time for a token, in nanoseconds."""
+        timed = _timed(self.entry.report)
+        return None if timed is None else timed[0]
 
     @property
     def verdict(self) -> str:
@@ -189,24 +202,49 @@ def _evidence_rank(point: Point) -> int:
     """Return a rank of a point's comparable data: no program after a failed compile, no numbers after a failed run."""
     if point.is_comparable:
         return 3
-    if point.p50_ns is not None:
+    if point.time_ns is not None:
         return 2
     return int(point.size_bytes is not None)
 
 
 def _point(entry: HistoryEntry, base: Point | None) -> Point:
-    verdict, latency = entry.report.verdict, entry.report.latency
+    verdict = entry.report.verdict
     is_valid = verdict is not None and verdict.status is VerdictStatus.VALID
-    p50_ns = latency.p50_ns if latency is not None and is_valid else None
+    timed = _timed(entry.report) if is_valid else None
     differing = () if base is None else tuple(changes.changes(base.entry.report.to_dict(), entry.report.to_dict()))
-    if base is None or not (p50_ns and base.is_comparable and base.p50_ns):
-        return Point(entry, bool(p50_ns), None, None, differing)
-    return Point(entry, True, p50_ns / base.p50_ns, _overlap(base.entry.report.latency, latency), differing)
+    before = _timed(base.entry.report) if base is not None and base.is_comparable else None
+    if timed is None or before is None or _setting(base.entry.report) != _setting(entry.report):  # type: ignore[union-attr]
+        return Point(entry, timed is not None, None, None, differing)
+    return Point(entry, True, timed[0] / before[0], _overlap(before[1], timed[1]), differing)
 
 
-def _overlap(before: Latency | None, latency: Latency | None) -> bool | None:
-    """Return whether the intervals of two medians overlap; None if one is unknown."""
-    old, new = (measured.p50_ci95_ns if measured else None for measured in (before, latency))
+def _timed(report: Report) -> tuple[float, tuple[float, float] | None] | None:
+    """Return the median latency, or the time for a token of decode, in ns with its interval; None without one above 0."""
+    if report.latency is not None:
+        return (report.latency.p50_ns, report.latency.p50_ci95_ns) if report.latency.p50_ns else None
+    point = _generated(report)
+    if point is None or not point.decode_tokens_per_s:
+        return None
+    ends = point.decode_tokens_per_s_ci95
+    return 1e9 / point.decode_tokens_per_s, (1e9 / ends[1], 1e9 / ends[0]) if ends and ends[0] > 0 else None
+
+
+def _generated(report: Report) -> GenerationPoint | None:
+    """Return the first point of generated text that has a rate of decode."""
+    points = report.generation.points if report.generation is not None else ()
+    return next((point for point in points if point.decode_tokens_per_s is not None), None)
+
+
+def _setting(report: Report) -> tuple[int, ...]:
+    """Return what the times of two reports must have in common to be compared; empty for a latency."""
+    point = _generated(report)
+    if point is None or report.generation is None or report.latency is not None:
+        return ()
+    return point.prompt_tokens, point.depth, report.generation.generated_tokens
+
+
+def _overlap(old: tuple[float, float] | None, new: tuple[float, float] | None) -> bool | None:
+    """Return whether two intervals overlap; None if one is unknown."""
     return (new[0] <= old[1] and old[0] <= new[1]) if old and new else None
 
 
@@ -230,6 +268,7 @@ def _series_json(series: Series) -> dict[str, Any]:
                 "sqnr_db": point.sqnr_db,
                 "changes": [dict(change) for change in point.changes],
                 "report": point.entry.report.to_dict(),
+                "decode_tokens_per_s": point.decode_tokens_per_s,
             }
             for point in series.points
         ],

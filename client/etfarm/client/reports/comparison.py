@@ -295,6 +295,47 @@ class Difference(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class RateChange(JsonObject):
+    """One number of generated text on both sides."""
+
+    base: float | None = None
+    candidate: float | None = None
+    ratio: float | None = None
+    """The candidate's over the base's: above 1 is better for tokens per second, and worse for a time."""
+    ratio_ci95: tuple[float, float] | None = None
+    """The lower and the upper bound of its 95 % confidence interval."""
+    outcome: Outcome | None = None
+    spread_observed: bool = False
+    """Whether three processes or more on each side showed how much they vary."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class GenerationPointComparison(JsonObject):
+    """Generated text after one prompt length at one depth of the context."""
+
+    prompt_tokens: int = 0
+    depth: int = 0
+    verdicts: tuple[VerdictStatus | None, ...] = ()
+    """The verdicts on the base's and on the candidate's numbers."""
+    ttft: RateChange | None = None
+    """Time to the first token, in nanoseconds."""
+    prefill: RateChange | None = None
+    """Tokens per second."""
+    decode: RateChange | None = None
+    """Tokens per second."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class GenerationComparison(JsonObject):
+    """The text that both sides generated."""
+
+    points: tuple[GenerationPointComparison, ...] = ()
+    """The prompt lengths and depths that both sides have."""
+    same_program: bool = False
+    """Whether both sides ran the same program."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Pair(JsonObject):
     """A report of the candidate and its counterpart in the base."""
 
@@ -310,6 +351,8 @@ class Pair(JsonObject):
     delegation: Mapping[str, DelegationComparison] | None = None
     """By method."""
     changes: tuple[Difference, ...] = ()
+    generation: GenerationComparison | None = None
+    """None unless both sides generated text at a common prompt length and depth."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -326,7 +369,7 @@ class GateLimit(JsonObject):
     """The maximum deterioration of a metric."""
 
     metric: str = ""
-    """latency, size, memory or accuracy."""
+    """latency, size, memory or accuracy; of language models ttft, prefill or decode."""
     limit: float = 0.0
     """The limit, in `unit`."""
     unit: str = ""

@@ -186,11 +186,12 @@ class Report(JsonObject):
         """`error` as an exception; None if the cell has no error."""
         return None if self.error is None else self.error.exception()
 
-    def to_pandas(self, table: Literal["operators", "samples"] = "operators") -> pd.DataFrame:
-        """Return the operators or the samples as a pandas DataFrame.
+    def to_pandas(self, table: Literal["operators", "samples", "generation", "tokens"] = "operators") -> pd.DataFrame:
+        """Return one table of the report as a pandas DataFrame.
 
         Each row identifies its report, so that the tables of several reports can be concatenated. `samples` has the columns
-        `iteration` and `latency_ns`; `operators` has those of `Operators.to_pandas`.
+        `iteration` and `latency_ns`; `operators` has those of `Operators.to_pandas`; `generation` has a row for each prompt
+        length and depth, and `tokens` one for each generated token.
 
         Raises:
             ValueError: there is no such table.

@@ -105,7 +105,7 @@ class JobResult(JsonObject):
         except OSError as error:
             raise OutputUnwritable(f"{path} cannot be written: {error.strerror}.", "Give another path.", path=path) from None
 
-    def to_pandas(self, table: Literal["operators", "samples"] = "operators") -> pd.DataFrame:
+    def to_pandas(self, table: Literal["operators", "samples", "generation", "tokens"] = "operators") -> pd.DataFrame:
         """Return the operators or the samples of all reports as a pandas DataFrame; see `Report.to_pandas`.
 
         Raises:

@@ -8,7 +8,7 @@ Takes REPORTs of etfarm.report/1 and returns one document in strict JSON, with e
     REPORT_NAME  {id, cell, attempt, model, recipe, method, threads, device{id,name,arch,soc}, state, error: REASON|null,
                   verdict{status,codes[]}}
     PAIR         {base: REPORT_NAME, candidate: REPORT_NAME, differs[], latency, operators, size, memory, accuracy[], delegation,
-                  changes[{what,base,candidate}]}            `changes` as etfarm.wire.changes has them
+                  changes[{what,base,candidate}], generation}    `changes` as etfarm.wire.changes has them
                   `differs` lists those of model, recipe, method, threads and device that differ
     NUMBER       {base, candidate, change, ratio}          change = candidate - base, ratio = candidate / base
     latency      {ratio, ratio_ci95[2]|null, method: paired|separate, outcome: faster|slower|no_difference|too_few|inconclusive,
@@ -29,6 +29,9 @@ Takes REPORTs of etfarm.report/1 and returns one document in strict JSON, with e
     delegation   {METHOD: {subgraphs, delegated_nodes, non_delegated_nodes: NUMBER,
                   operators[{op, base{delegated,non_delegated}|null, candidate|null}]}}, of operators whose counts differ;
                   nodes that compute nothing, such as getitem, are not counted
+    generation   {points[{prompt_tokens, depth, verdicts[2], ttft: RATE|null, prefill, decode}], same_program}|null, of the prompt
+                  lengths and depths that both have
+    RATE         {base, candidate, ratio, ratio_ci95[2]|null, outcome, spread_observed}    `outcome` as that of latency
     GATE         {limits[{metric, limit, unit}], strict, accept_invalid, passed, outcome: passed|failed|inconclusive,
                   reasons[FINDING], notes[FINDING]}        `passed` is whether the outcome is
     FINDING      {pair, metric, code, message}             `pair` is an index of pairs; null for the whole document

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from etfarm.wire import changes
-from etfarm.wire.comparison import latency, operators, program
+from etfarm.wire.comparison import generation, latency, operators, program
 from etfarm.wire.comparison.gate import Gate, judge
 from etfarm.wire.comparison.pairing import differs, pair
-from etfarm.wire.comparison.remedy import how_to_decide
+from etfarm.wire.comparison.remedy import SIDES, how_to_decide
 from etfarm.wire.comparison.sides import NothingToCompare, Side, is_live, name
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.report import Json, error_json
@@ -89,7 +89,24 @@ def _pair(base: Json, candidate: Json) -> Json:
         "accuracy": program.accuracy(base, candidate),
         "delegation": program.delegation(base, candidate),
         "changes": [dict(change) for change in changes.changes(base, candidate)],
+        "generation": generation.generation(base, candidate),
     }
+
+
+def _find_unobserved(reports: tuple[Json, Json], pair: Json) -> tuple[str, ...]:
+    """Return the sides of a pair that were measured separately, and whose runs vary by an unknown amount."""
+    if (ratio := latency.compared(*reports)) is not None:
+        return ratio.unobserved
+    rates = [point["decode"] for point in pair["generation"]["points"]] if pair["generation"] else []
+    return SIDES if any(rate and not rate["spread_observed"] for rate in rates) else ()
+
+
+def _remedy(pair: Json, unobserved: Sequence[str]) -> str:
+    """Return how to decide which side of a pair is faster."""
+    if pair["latency"] is None:
+        return "Measure each with --repeat 5"
+    other = not pair["latency"]["same_program"] and changes.is_other_program(pair["changes"])
+    return how_to_decide(pair, unobserved, other_program=other)
 
 
 def _notes(reports: Sequence[tuple[Json, Json]], pairs: Sequence[Json], base: Side, candidate: Side) -> Iterator[str]:
@@ -110,12 +127,10 @@ def _notes(reports: Sequence[tuple[Json, Json]], pairs: Sequence[Json], base: Si
             f"{note} To compare two reports of one job give JOB#0 JOB#1: it has {base.listed}." if len(base.reports) > 1 else note
         )
         return
-    compared = [(pair, latency.compared(*both)) for pair, both in zip(pairs, reports, strict=True)]
-    unclear = [(pair, ratio.unobserved) for pair, ratio in compared if ratio is not None and ratio.unobserved]
+    compared = [(pair, _find_unobserved(both, pair)) for pair, both in zip(pairs, reports, strict=True)]
+    unclear = [(pair, unobserved) for pair, unobserved in compared if unobserved]
     if unclear:
         pair, unobserved = unclear[0]
-        other = not pair["latency"]["same_program"] and changes.is_other_program(pair["changes"])
         which = "both sides" if len(unobserved) > 1 else f"the {unobserved[0]}"
-        remedy = how_to_decide(pair, unobserved, other_program=other)
         known = f"it is not known how much runs of {which} vary: the interval may be too narrow"
-        yield f"Measured in separate runs, and {known}. {remedy}."
+        yield f"Measured in separate runs, and {known}. {_remedy(pair, unobserved)}."

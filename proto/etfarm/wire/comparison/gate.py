@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 from etfarm.wire.changes import is_other_program
@@ -21,7 +22,8 @@ from etfarm.wire.errors import UserError
 from etfarm.wire.report import Json
 
 LATENCY, SIZE, MEMORY, ACCURACY = "latency", "size", "memory", "accuracy"
-UNITS: Final = {LATENCY: "%", SIZE: "%", MEMORY: "%", ACCURACY: "dB"}
+TTFT, PREFILL, DECODE = "ttft", "prefill", "decode"
+UNITS: Final = {LATENCY: "%", SIZE: "%", MEMORY: "%", ACCURACY: "dB", TTFT: "%", PREFILL: "%", DECODE: "%"}
 """Metrics that can be limited, with their units."""
 
 EXACT_DB: Final = 100.0
@@ -45,7 +47,7 @@ class BadGate(UserError):
 
 @dataclass(frozen=True)
 class Limit:
-    """The maximum deterioration of a metric, in percent of the base's value or in dB of SQNR."""
+    """The maximum deterioration of a metric, in percent of the base's value or in dB of SQNR; rates count as times."""
 
     metric: str
     limit: float
@@ -71,7 +73,9 @@ class Limit:
         metric = (match["metric"] or LATENCY).lower() if match else ""
         if match is None or metric not in UNITS or match["unit"].lower() != UNITS[metric].lower():
             raise BadGate(
-                f"{text!r} is not a gate.", "Give 3% (latency), latency=3%, size=1%, memory=5% or accuracy=1dB.", gate=text
+                f"{text!r} is not a gate.",
+                "Give 3% (latency), latency=3%, size=1%, memory=5%, accuracy=1dB, decode=3%, prefill=3% or ttft=3%.",
+                gate=text,
             )
         return cls(metric, float(match["limit"]))
 
@@ -118,6 +122,8 @@ def judge(document: Json, gate: Gate) -> Json:
     It fails if a metric is shown to be worse than allowed, or a measurement other than a latency is missing:
       latency   the whole 95 % interval of the ratio is above 1 + limit; for separate runs of an unknown spread, the ratio is
                 OBVIOUS or more as well
+      ttft, prefill, decode
+                the same of the times to the first token, and for a token, at each common prompt length and depth
       size      the .pte with its data files is larger by more than the limit
       memory    the process's peak or the planned memory is larger by more than the limit
       accuracy  an output's SQNR is lower by more than the limit, where values above EXACT_DB count as EXACT_DB; or the two have
@@ -231,6 +237,51 @@ def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
         )
 
 
+def _generation(pair: Json, limit: float, gate: Gate, key: str) -> Iterator[Finding]:
+    """Judge the time for a token, or to the first one, at every prompt length and depth that both sides have."""
+    generated = pair["generation"]
+    points = [point for point in generated["points"] if point[key] and point[key]["ratio"]] if generated else []
+    if not points:
+        yield Finding("NO_VALID_EVIDENCE", f"no valid evidence: {key} was not measured on both sides at a common point")
+        return
+    if "device" in pair["differs"] and not gate.accept_invalid:
+        message = "no valid evidence: the two were measured on devices of different kinds"
+        yield Finding("NO_VALID_EVIDENCE", f"{message}; --accept-invalid accepts it")
+        return
+    for point in points:
+        where = f"{key}, prompt {point['prompt_tokens']:,} at depth {point['depth']:,}"
+        invalid = [side for side, status in zip(("base", "candidate"), point["verdicts"], strict=True) if status != "VALID"]
+        if invalid and not gate.accept_invalid:
+            message = f"{where}: no valid evidence: the {' and the '.join(invalid)} is not VALID"
+            yield Finding("NO_VALID_EVIDENCE", f"{message}; --accept-invalid accepts it")
+            continue
+        yield from _rate(point[key], where, limit, gate, is_time=key == TTFT, same_program=generated["same_program"])
+
+
+def _rate(change: Json, where: str, limit: float, gate: Gate, *, is_time: bool, same_program: bool) -> Iterator[Finding]:
+    ratio, ends, allowed = change["ratio"], change["ratio_ci95"], 1 + limit / 100
+    text = f"{where}: {ratio:.3f}x" + (f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else "")
+    # As times, of which more is worse.
+    time = ratio if is_time else 1 / ratio
+    times = ends if is_time or not ends else [1 / ends[1], 1 / ends[0]]
+    if same_program:
+        if time > allowed:
+            message = f"same program, {text}: a difference between runs or their circumstances, not between programs"
+            yield Finding("SAME_PROGRAM", message, is_reason=False)
+    elif not change["spread_observed"] and change["outcome"] == "slower" and times[0] > allowed:
+        yield Finding("SLOWER", f"slower by more than separate runs of one program differ ({OBVIOUS:g}x), {text}")
+    elif not change["spread_observed"]:
+        message = f"{text} in separate runs does not show whether it is within {limit:g} %: it is not known how much runs vary"
+        yield Finding("NO_SPREAD", f"{message}. Measure each with --repeat 5")
+    elif times is None:
+        yield Finding("TOO_FEW", f"{text}, and too few repetitions to tell whether that is within {limit:g} %")
+    elif times[0] > allowed:
+        yield Finding("SLOWER", f"at least {_percent(times[0] - 1)} slower, {text}; {limit:g} % is allowed")
+    elif times[1] > allowed:
+        message = f"{text} does not show whether it is within {limit:g} %. Measure each with --repeat 5 or more"
+        yield Finding("INCONCLUSIVE", message, gate.strict)
+
+
 def _not_valid(pair: Json) -> str:
     """Return which latencies of a pair are not VALID, and what to do; empty if both are."""
     verdicts = {side: pair[side]["verdict"] or {"status": None, "codes": []} for side in SIDES}
@@ -308,7 +359,13 @@ def _accuracy(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
             yield Finding("LESS_ACCURATE", f"{message}; {limit:g} dB is allowed")
 
 
-_JUDGES: Final = {LATENCY: _latency, SIZE: _size, MEMORY: _memory, ACCURACY: _accuracy}
+_JUDGES: Final[dict[str, Callable[[Json, float, Gate], Iterator[Finding]]]] = {
+    LATENCY: _latency,
+    SIZE: _size,
+    MEMORY: _memory,
+    ACCURACY: _accuracy,
+    **{key: partial(_generation, key=key) for key in (TTFT, PREFILL, DECODE)},
+}
 
 
 def _sqnr_db(errors: Json | None) -> float | None:

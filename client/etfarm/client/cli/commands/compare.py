@@ -43,7 +43,9 @@ def compare(
     candidate: Annotated[str, typer.Argument(metavar="CANDIDATE", help="What to compare with BASE, in the same form.")],
     gate: Annotated[
         list[str] | None,
-        typer.Option("--gate", metavar="[METRIC=]LIMIT", help="3% (latency), size=1%, memory=5%, accuracy=1dB; repeatable."),
+        typer.Option(
+            "--gate", metavar="[METRIC=]LIMIT", help="3% (latency), size=1%, memory=5%, accuracy=1dB, decode=3%; repeatable."
+        ),
     ] = None,
     strict: Annotated[
         bool, typer.Option("--strict", help="Do not pass if the interval does not show that the limit is kept.")

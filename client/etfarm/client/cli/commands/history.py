@@ -96,12 +96,13 @@ def _show(series: Series, *, blank: bool, to_stderr: bool) -> None:
     from etfarm.client.cli.terminal import output
 
     head = Text(title(series), style="bold")
-    medians = [point.p50_ns for point in series.points if point.is_comparable and point.p50_ns is not None]
+    medians = [point.time_ns for point in series.points if point.is_comparable and point.time_ns is not None]
     if len(medians) > 1:
         from etfarm.client.formats import units
 
+        what = "p50" if series.points[-1].p50_ns is not None else "a token"
         head.append(f"   {sparkline(series.points)}   ", style="not bold cyan")
-        head.append(f"p50 {units.time(min(medians))} to {units.time(max(medians))}", style="not bold")
+        head.append(f"{what} {units.time(min(medians))} to {units.time(max(medians))}", style="not bold")
     lines = [*([Text()] if blank else ()), head, *_lines(series.points)]
     if any(point.overlaps for point in series.points):
         lines.append(Text("≈: the 95 % intervals of the two medians overlap, so they may be equal.", style="dim"))
@@ -144,14 +145,14 @@ def sparkline(points: Sequence[Point]) -> str:
 
     Equal medians have equal bars, and differences within 1 % of the slowest are not stretched to the full height.
     """
-    medians = [point.p50_ns for point in points if point.is_comparable and point.p50_ns is not None]
+    medians = [point.time_ns for point in points if point.is_comparable and point.time_ns is not None]
     if not medians:
         return _NO_EVIDENCE * len(points)
     low, high = min(medians), max(medians)
     span = max(high - low, 0.01 * high)
     return "".join(
-        _BARS[round((point.p50_ns - low) / span * (len(_BARS) - 1))]
-        if point.is_comparable and point.p50_ns is not None
+        _BARS[round((point.time_ns - low) / span * (len(_BARS) - 1))]
+        if point.is_comparable and point.time_ns is not None
         else _NO_EVIDENCE
         for point in points
     )
@@ -173,7 +174,8 @@ def _row(point: Point) -> tuple[Text, ...]:
     from etfarm.client.formats import answers, units
 
     report = point.entry.report
-    median = "" if point.p50_ns is None else " ".join(filter(None, answers.median(report["latency"])))
+    latency = answers.latency(report)
+    median = " ".join(filter(None, (latency.text, latency.detail)))
     job = Text(point.entry.job[:_ID_CHARACTERS])
     if point.entry.tags:
         job.append(f" {', '.join(point.entry.tags)}", style="bold yellow")

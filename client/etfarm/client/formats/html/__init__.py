@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from etfarm.client.formats import answers, compared, gaps, label, sentences, units
-from etfarm.client.formats.html import cells, charts, delegates, facts
+from etfarm.client.formats.html import cells, charts, delegates, facts, generated
 from etfarm.wire import views
 from etfarm.wire.escapes import printable
 
@@ -132,6 +132,7 @@ def _shown(report: Json, reports: list[Json], against: Json | None, bar: cells.B
         "spread": cells.spread(report),
         "modules": _modules(report),
         "samples": answers.sample_count(report) if report["latency"] else 0,
+        "generation": generated.shown(report["generation"]) if report["generation"] else None,
     }
 
 

@@ -50,7 +50,7 @@ def export(
     report: documents.Reports = None,
     what: Annotated[
         str | None,
-        typer.Option("--what", metavar="|".join(tables.WHAT), help="Table of csv and parquet. [operators; a folder: both]"),
+        typer.Option("--what", metavar="|".join(tables.WHAT), help="Table of csv and parquet. [operators; a folder: all]"),
     ] = None,
     against: Annotated[
         str | None,
@@ -149,7 +149,7 @@ def written(document: dict[str, Any], format_: str, what: str | None, *, folder:
         from etfarm.client.formats import csv, parquet
 
         write = csv.write if format_ == "csv" else parquet.write
-        chosen = [what] if what else tables.WHAT if folder else tables.WHAT[:1]
+        chosen = [what] if what else tables.present(document) if folder else tables.WHAT[:1]
         return {f"{stem}.{table}{suffix}": write(document, table) for table in chosen}
     if format_ == "model-explorer" and folder:
         from etfarm.client.formats import model_explorer

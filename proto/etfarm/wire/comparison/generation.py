@@ -1,0 +1,90 @@
+"""The change of a language model's rates: time to the first token, prefill and decode, by prompt length and depth."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from typing import Final
+
+from etfarm.wire import timings
+from etfarm.wire.comparison import latency, uncertainty
+from etfarm.wire.comparison.numbers import finite
+from etfarm.wire.generation import METRICS
+from etfarm.wire.report import Json
+
+KEYS: Final = {"ttft": "ttft_ns", "prefill": "prefill_tokens_per_s", "decode": "decode_tokens_per_s"}
+"""Keys of a changed point, each with the key of REPORT.generation.points that it compares."""
+_TIMES: Final = {"ttft_ns"}
+"""Metrics that are times; the others are rates."""
+
+
+def generation(base: Json, candidate: Json) -> Json | None:
+    """Return the generation part of a PAIR; None unless both sides generated at the same prompt length and depth."""
+    old, new = _points(base), _points(candidate)
+    same_program = latency.is_same_program(base, candidate)
+    points = [
+        {
+            "prompt_tokens": prompt_tokens,
+            "depth": depth,
+            "verdicts": [_status(old[prompt_tokens, depth]), _status(point)],
+            **{key: _change(old[prompt_tokens, depth], point, metric, same_program) for key, metric in KEYS.items()},
+        }
+        for (prompt_tokens, depth), point in new.items()
+        if (prompt_tokens, depth) in old
+    ]
+    return {"points": points, "same_program": same_program} if points else None
+
+
+def _points(report: Json) -> dict[tuple[int, int], Json]:
+    generated = report["generation"]
+    return {(point["prompt_tokens"], point["depth"]): point for point in generated["points"]} if generated else {}
+
+
+def _status(point: Json) -> str | None:
+    return point["verdict"]["status"] if point["verdict"] else None
+
+
+def _change(base: Json, candidate: Json, metric: str, same_program: bool) -> Json | None:
+    """Return how a number changed; None if neither side has it.
+
+    Its interval covers the variation between processes as far as it was observed, by the rules for latencies: a rate is compared
+    as the time for a token.
+    """
+    if base[metric] is None and candidate[metric] is None:
+        return None
+    times = latency.separate(_timed(base, metric), _timed(candidate, metric))
+    ratio, ends = (times.ratio, times.ci95) if times else (None, None)
+    if ratio is not None and metric not in _TIMES:
+        ratio = finite(1 / ratio)
+        ends = (1 / ends[1], 1 / ends[0]) if ends else None
+    return {
+        "base": base[metric],
+        "candidate": candidate[metric],
+        "ratio": ratio,
+        "ratio_ci95": list(ends) if ends and all(map(math.isfinite, ends)) else None,
+        "outcome": latency.outcome(times, same_program=same_program) if times else None,
+        "spread_observed": bool(times and not times.unobserved),
+    }
+
+
+def _timed(point: Json, metric: str) -> Json:
+    """Return a number of a point in the form of a REPORT's latency, and its processes as that of its spread."""
+    value, interval = point[metric], point[METRICS[metric]]
+    runs = [run for run in point["runs"] if run[metric]]
+    valid = [run for run in runs if (run["verdict"] or {}).get("status") == "VALID"] or runs
+    spread = None
+    if len(valid) >= uncertainty.MIN_RUNS:
+        logs = [math.log(run[metric]) for run in valid]
+        # A few processes may agree better than their repetitions allow.
+        error = math.sqrt(statistics.fmean(_error(run, metric) ** 2 for run in valid))
+        spread = {"source": "REPEATS", "runs": len(valid), "relative_stddev": max(statistics.stdev(logs), error)}
+    if metric not in _TIMES and value:
+        interval = [1e9 / interval[1], 1e9 / interval[0]] if uncertainty.is_usable(interval) else None
+        value = 1e9 / value
+    return {"latency": {"p50_ns": value, "p50_ci95_ns": interval}, "run_spread": spread}
+
+
+def _error(run: Json, metric: str) -> float:
+    """Return the standard error of the logarithm of a process's number; 0 if it is unknown."""
+    ends = run[METRICS[metric]]
+    return math.log(ends[1] / ends[0]) / (2 * timings.NORMAL_QUANTILE) if uncertainty.is_usable(ends) else 0.0
