@@ -5,6 +5,7 @@ This module does not import torch.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -143,6 +144,82 @@ class ModelSource:
             constant_methods=constant_methods or {},
             source_transforms=source_transforms,
         )
+
+    @classmethod
+    def causal_lm(
+        cls,
+        module: nn.Module,
+        *,
+        max_context_tokens: int,
+        vocab_size: int,
+        max_prompt_tokens: int | None = None,
+        constant_methods: Mapping[str, Any] | None = None,
+        calibration_inputs: Samples = (),
+        source_transforms: Sequence[SourceTransform] = (),
+    ) -> ModelSource:
+        """Return a language model whose generation of text can be measured (`etfarm bench --generate`).
+
+        It gets one method, `forward`, of any number of tokens, and the metadata methods that ExecuTorch's runner reads.
+
+        Args:
+            module: a decoder with a KV cache in its buffers. `forward(tokens, position)` takes token ids, int64[1, n], and the
+                position of the first of them, int64[1], writes their keys and values there, and returns logits: those of the
+                last token, or of each.
+            max_context_tokens: number of tokens that the cache has room for.
+            vocab_size: number of different tokens.
+            max_prompt_tokens: maximum number of tokens of one execution, `max_context_tokens - 1` when None; with 1, prompts are
+                processed token by token.
+            constant_methods: further metadata.
+            calibration_inputs, source_transforms: as in `of`.
+
+        Raises:
+            BadModelSource: `forward` does not take two arguments, or a size is impossible.
+        """
+        longest = max_context_tokens - 1 if max_prompt_tokens is None else max_prompt_tokens
+        if not (max_context_tokens >= 2 and vocab_size >= 1 and 1 <= longest <= max_context_tokens):
+            raise BadModelSource(
+                f"A language model needs 2 or more tokens of context, a vocabulary, and prompts of 1 to {max_context_tokens} "
+                f"tokens, got {max_context_tokens}, {vocab_size} and {longest}.",
+                "Give max_context_tokens=, vocab_size= and max_prompt_tokens= of the model.", part="max_prompt_tokens",
+            )  # fmt: skip
+        example_inputs, dynamic_shapes = _causal_lm_parts(module, longest)
+        metadata = {
+            "get_max_seq_len": max_context_tokens, "get_max_context_len": max_context_tokens, "get_vocab_size": vocab_size,
+            "use_kv_cache": True, "enable_dynamic_shape": longest > 1,
+        }  # fmt: skip
+        return cls.of(
+            module,
+            example_inputs,
+            calibration_inputs=calibration_inputs,
+            dynamic_shapes=dynamic_shapes,
+            constant_methods={**metadata, **(constant_methods or {})},
+            source_transforms=source_transforms,
+        )
+
+
+def _causal_lm_parts(module: nn.Module, max_prompt_tokens: int) -> tuple[tuple[Any, ...], Any]:
+    """Return the example inputs of a decoder and their dynamic shapes.
+
+    Args:
+        max_prompt_tokens: maximum number of tokens of one execution; with 1, the length is static.
+
+    Raises:
+        BadModelSource: `forward` does not take exactly two arguments.
+    """
+    import torch
+
+    parameters = [parameter.name for parameter in inspect.signature(module.forward).parameters.values()]
+    if len(parameters) != 2:
+        raise BadModelSource(
+            f"The forward of a language model must take tokens and positions, and takes {', '.join(parameters) or 'nothing'}.",
+            "Wrap it: `forward(tokens, position)` with tokens int64[1, n] and the position of the first one, int64[1].",
+        )
+    # A length of 1 in the example would make the dim static.
+    count = min(3, max_prompt_tokens)
+    example = torch.arange(1, count + 1).reshape(1, count), torch.zeros(1, dtype=torch.int64)
+    if max_prompt_tokens == 1:
+        return example, None
+    return example, ({1: torch.export.Dim("tokens", max=max_prompt_tokens)}, None)
 
 
 def must_be_tuple(method: str, inputs: object) -> None:

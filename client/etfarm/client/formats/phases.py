@@ -23,6 +23,7 @@ _WORDS: Final = {
     "TIMED": "measuring",
     "OUTPUTS": "reading outputs",
     "TRACED": "tracing operators",
+    "GENERATE": "generating text",
     "NUMERICS": "recording the outputs of operators",
     "DEBUG": "recording the outputs of operators",
     "SERVE": "serving calls",

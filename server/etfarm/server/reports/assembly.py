@@ -74,7 +74,7 @@ def assemble(
         report.device.CopyFrom(_device(device))
     if result is not None:
         _fill_measured(report, job, result)
-        if result.HasField("runner"):
+        if result.HasField("runner") and not result.generations:
             report.inputs.SetInParent()
             if inputs is not None:
                 report.inputs.digest = inputs.digest
