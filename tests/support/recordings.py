@@ -80,8 +80,7 @@ def line_of(code: str) -> int:
 @cache
 def recorded(name: str) -> RecordedRun:
     """The pass of that name; see `_RECIPES`. The first one asked for has all of them made, in one child."""
-    # The path too: it stands in the traces as the line of the model.
-    key = digest.of_value([__file__, digest.of_file(Path(__file__)), version("torch"), version("executorch")])[:16]
+    key = digest.of_value([digest.of_file(Path(__file__)), version("torch"), version("executorch")])[:16]
     folder = cache_folder() / f"recordings-{key}"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:

@@ -38,6 +38,11 @@ class Traced:
     method: str
 
     @property
+    def source(self) -> str:
+        """The path of this file in the checkout that made the run, which names it as the model's."""
+        return (self.folder.parent / "source").read_text()
+
+    @property
     def pte(self) -> Path:
         return self.folder / "program.pte"
 
@@ -78,8 +83,7 @@ def line_of(code: str) -> int:
 @cache
 def traced(name: str) -> Traced:
     """Return the run of that name, see `_MAKERS`. The first call makes all of them, in one process that loads torch once."""
-    # The path too: it stands in the traces as the line of the model.
-    key = digest.of_value([__file__, digest.of_file(Path(__file__)), version("torch"), version("executorch")])[:16]
+    key = digest.of_value([digest.of_file(Path(__file__)), version("torch"), version("executorch")])[:16]
     folder = cache_folder() / f"traces-{key}"
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / "lock").open("w") as lock:
@@ -284,6 +288,7 @@ def _make_all(folder: Path) -> None:
     """Make each run in a fork of its own, so that none depends on what was compiled before it."""
     from etfarm.server.compile import prewarm
 
+    (folder / "source").write_text(__file__)
     prewarm.warm()
     for name, make in _MAKERS.items():
         target = folder / name

@@ -18,7 +18,6 @@ from etfarm.server.reports.trace.graph import Node, Origin, Record
 from etfarm.server.reports.trace.join import join
 from etfarm.server.reports.trace.kernels import align, family
 from etfarm.v1 import report_pb2
-from tests.support import traces
 from tests.support.traces import line_of, traced
 
 KERNEL = report_pb2.OPERATOR_KIND_KERNEL
@@ -49,7 +48,7 @@ def kernels_of(name: str) -> list[tuple[str, str, str]]:
             ops = [graph.base_name(op) for op in row.op_types if not op.startswith("quantized_decomposed.")]
             result.append((family(row.name), " ".join(ops), row.source.code.partition(" = ")[0]))
             assert not row.HasField("source") or (row.source.file, row.source.line) == (
-                traces.__file__,
+                traced(name).source,
                 line_of(row.source.code),
             )
     return result
