@@ -31,7 +31,9 @@ def test_three_processes(tmp_path: Path) -> None:
         try:
             agent.expect("connected to")
             recipes = [word for recipe in RECIPES for word in ("--recipe", recipe)]
-            done = etfarm("bench", "demo:resnet8", *recipes, "--server", address, "--json", "report.json", cwd=tmp_path)
+            options = ("--server", address, "--json", "report.json")
+            # With an environment, so in a process of its own.
+            done = etfarm("bench", "demo:resnet8", *recipes, *options, cwd=tmp_path, environment={})
             assert done.returncode == 0, done.stderr
             serve.expect("is ready")
             _check_document(json.loads((tmp_path / "report.json").read_text(), parse_constant=pytest.fail))

@@ -15,6 +15,7 @@ from queue import Empty, Queue
 
 from etfarm.client import Farm
 from etfarm.device_agents.daemon.own_runners import REMEMBERED
+from tests.support.commands import Commands
 from tests.support.runner import know_own_runners, runner_archive
 
 START_S = 120.0
@@ -24,10 +25,14 @@ WAIT_FOR_NOTHING = ("--idle-wait", "0", "--cool-wait", "0", "--cool-down", "0")
 become idle. What the gates do is tested in
 tests/unit/device_agents/conditions/test_gates.py and tests/rpc/test_agent.py, an agent with its defaults in
 tests/e2e/test_main_job.py."""
+EXPORTING = ("bench", "compile")
+"""Commands that load torch, if their model is not compiled yet."""
 LAUNCHER = b"sandbox/launch.py"
 """In the command line of a process that confines itself before it becomes a runner."""
 PROMPTLY_S = 15.0
 """For what must happen at once: far below what would end it otherwise, and virtual machines stand still for seconds."""
+
+_commands = Commands()
 
 
 class Daemon:
@@ -191,12 +196,16 @@ class FarmProcess:
 def etfarm(
     *arguments: str, cwd: Path, environment: dict[str, str] | None = None, timeout_s: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
-    """Runs one command of the CLI to its end."""
-    clean = {key: value for key, value in os.environ.items() if key != "ETFARM_SERVER"}
+    """Runs one command of the CLI to its end.
+
+    Without an environment of its own, a command that may export a model is forked from a process that has loaded torch.
+    """
+    clean = {key: value for key, value in os.environ.items() if key != "ETFARM_SERVER"} | {"COLUMNS": "140"}
+    if environment is None and arguments[0] in EXPORTING:
+        return _commands.run(arguments, cwd, clean, timeout_s)
     return subprocess.run(
         [sys.executable, "-m", "etfarm.wire.command", *arguments],
-        cwd=cwd, env={**clean, "COLUMNS": "140", **(environment or {})}, capture_output=True, text=True, timeout=timeout_s,
-        check=False,
+        cwd=cwd, env={**clean, **(environment or {})}, capture_output=True, text=True, timeout=timeout_s, check=False,
     )  # fmt: skip
 
 
