@@ -162,7 +162,7 @@ CASES = {
     ),
     "missing_data": Bad(("{0}",), 1, "PROGRAM_DATA_MISSING", (".ptd",), lambda folder: program("external_xnnpack").path),
     "cannot_run": Bad((f"{FACTORIES}:fourier", "--recipe", "portable"), 1, "", ("fft",)),
-    "hangs": Bad((f"{FACTORIES}:slow", "--recipe", "portable", "--timeout", "6"), 1, "PROGRAM_TIMED_OUT", ("6 s",)),
+    "hangs": Bad((f"{FACTORIES}:slow", "--recipe", "portable", "--timeout", "10"), 1, "PROGRAM_TIMED_OUT", ("10 s",)),
 }  # fmt: skip
 
 

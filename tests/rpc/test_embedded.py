@@ -24,8 +24,9 @@ from etfarm.client.errors import EmbeddedFarmFailed
 from etfarm.v1 import farm_pb2, farm_pb2_grpc
 from etfarm.wire import names
 from etfarm.wire.channel import Access, open_channel
-from tests.support.farm import wait_until
+from tests.support.farm import FarmProcess, wait_until
 from tests.support.programs import program
+from tests.support.runner import know_own_runners
 
 pytestmark = pytest.mark.slow(reason="starts an embedded farm for each test")
 
@@ -33,12 +34,27 @@ join = partial(embedded_lease.join, prewarm=False)
 """Nothing is compiled here."""
 
 
+@pytest.fixture(scope="module")
+def used(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Data of a farm that has built its runner, and of an agent that knows this machine's own."""
+    farm = FarmProcess(tmp_path_factory.mktemp("used"))
+    try:
+        farm.start(agents=0)
+    finally:
+        farm.stop()
+    know_own_runners(farm.folder / "agent")
+    return farm.folder
+
+
 @pytest.fixture
-def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """A separate data folder; processes that still run there afterwards fail the test."""
+def place(used: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    """A separate data folder that was used before; processes that still run there afterwards fail the test."""
     monkeypatch.setenv(names.DATA_VARIABLE, str(tmp_path))
     monkeypatch.delenv(names.SERVER_VARIABLE, raising=False)
     here = Place.of_user()
+    here.make()
+    for name in ("server", "agent"):
+        shutil.copytree(used / name, here.data / name)
     yield here
     left = _processes(here)
     for pid in left:
@@ -276,7 +292,7 @@ async def test_a_second_up_names_the_first_and_ends(place: Place) -> None:
 
 
 async def test_a_server_that_cannot_start_reports_the_reason(place: Place) -> None:
-    place.make()
+    shutil.rmtree(place.data / "server")
     (place.data / "server").write_text("in the way")
     with pytest.raises(EmbeddedFarmFailed, match="server ended with exit code"):
         await join()
