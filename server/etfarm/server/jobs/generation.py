@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Final
 
+from etfarm.server.jobs.model import BadJob
 from etfarm.v1 import compile_pb2, generation_pb2, job_pb2
 from etfarm.wire import generation, language_models
 from etfarm.wire.errors import UserError
@@ -15,12 +16,6 @@ DEFAULT_MAX_TIME_S: Final = 60.0
 """Time limit of the timed repetitions of a point, if the job sets none."""
 DEFAULT_TRACED: Final = 30
 """Minimum number of traced executions, if the job sets none."""
-
-
-class BadGeneration(UserError):
-    """A measurement of generation that contradicts itself."""
-
-    reason = "BAD_JOB"
 
 
 class ContextTooShort(UserError):
@@ -39,7 +34,7 @@ def check_request(spec: job_pb2.JobSpec) -> None:
     """Check a job's request for generation, as far as no program is needed.
 
     Raises:
-        BadGeneration: a value is out of range, or the job has options that contradict it.
+        BadJob: a value is out of range, or the job has options that contradict it.
     """
     measurement = spec.measurement
     if not measurement.HasField("generation"):
@@ -59,18 +54,18 @@ def check_request(spec: job_pb2.JobSpec) -> None:
             _require("depths", depth.tokens, 0, generation.MAX_CONTEXT_TOKENS)
     points = points_requested(measurement)
     if points > generation.MAX_POINTS:
-        raise BadGeneration(
+        raise BadJob(
             f"{points} pairs of prompt length and depth were requested; at most {generation.MAX_POINTS} are allowed.",
             "Give fewer lengths or depths, or send several jobs.", limit=generation.MAX_POINTS,
         )  # fmt: skip
     repetitions = requested.repetitions if requested.HasField("repetitions") else generation.DEFAULT_REPETITIONS
     if (total := points * repetitions * requested.tokens) > generation.MAX_TIMED_TOKENS:
-        raise BadGeneration(
+        raise BadJob(
             f"{total:,} tokens would be generated; at most {generation.MAX_TIMED_TOKENS:,} are allowed.",
             "Generate fewer tokens, or fewer repetitions.", limit=generation.MAX_TIMED_TOKENS,
         )  # fmt: skip
     if unfit := sorted(_contradicting(spec)):
-        raise BadGeneration(
+        raise BadJob(
             f"`generation` cannot be combined with {', '.join(f'`{name}`' for name in unfit)}.",
             "Leave one of them out: generation has its own inputs, repetitions and limits.", field=unfit[0],
         )  # fmt: skip
@@ -215,6 +210,4 @@ def _contradicting(spec: job_pb2.JobSpec) -> Iterator[str]:
 
 def _require(field: str, value: float, least: float, most: float) -> None:
     if not least <= value <= most:
-        raise BadGeneration(
-            f"`{field}` must be {least:,g} to {most:,g}, got {value:,g}.", "Choose a value in this range.", field=field
-        )
+        raise BadJob(f"`{field}` must be {least:,g} to {most:,g}, got {value:,g}.", "Choose a value in this range.", field=field)

@@ -9,7 +9,7 @@ from typing import Final
 from etfarm.v1 import job_pb2, report_pb2
 from etfarm.v1.common_pb2 import CellState
 from etfarm.v1.job_pb2 import Cell, JobState
-from etfarm.wire.errors import FarmError
+from etfarm.wire.errors import FarmError, UserError
 
 QUEUED: Final = CellState.CELL_STATE_QUEUED
 COMPILING: Final = CellState.CELL_STATE_COMPILING
@@ -32,6 +32,12 @@ TRANSITIONS: Final[dict[int, frozenset[int]]] = {
     FAILED: frozenset(),
     CANCELLED: frozenset(),
 }
+
+
+class BadJob(UserError):
+    """A spec that contradicts itself or is incomplete."""
+
+    reason = "BAD_JOB"
 
 
 class IllegalTransition(FarmError):

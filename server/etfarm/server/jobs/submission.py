@@ -16,6 +16,7 @@ from etfarm.server.devices import schedule
 from etfarm.server.jobs import generation
 from etfarm.server.jobs.cells import groups
 from etfarm.server.jobs.cells.requirements import MethodMissing
+from etfarm.server.jobs.model import BadJob as BadJob
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.server.workers.pacing import Pace
 from etfarm.server.workers.reader_threads import Readers
@@ -24,7 +25,6 @@ from etfarm.v1.device_pb2 import Device
 from etfarm.wire import digest as digests
 from etfarm.wire import recipes, selectors, stages
 from etfarm.wire.cores import CoresUnknown, choose_cpus, require_cpus
-from etfarm.wire.errors import UserError
 from etfarm.wire.recipes import Recipe
 
 MAX_CELLS = 1000
@@ -53,12 +53,6 @@ _LABEL = 100
 _LABELS = "Give at most 100 printable characters."
 
 _CLIENT_STAGES = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT")
-
-
-class BadJob(UserError):
-    """A spec that contradicts itself or is incomplete."""
-
-    reason = "BAD_JOB"
 
 
 class NoCandidate(BadJob):

@@ -1,0 +1,110 @@
+"""Facts of language models, results of agents that generated text, and reports of them."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2
+from etfarm.wire.chunks import artifact_of
+from tests.support.comparisons import report
+
+CONTEXT = 64
+VOCABULARY = 96
+
+
+def tensor(dtype: str, *dims: int | tuple[int, int]) -> compile_pb2.ValueSpec:
+    """A tensor with dims that are static, or dynamic from a minimum to a maximum."""
+    ranges = [dim if isinstance(dim, tuple) else (dim, dim) for dim in dims]
+    return compile_pb2.ValueSpec(
+        kind=common_pb2.VALUE_KIND_TENSOR, dtype=dtype, dims=[compile_pb2.DimRange(min=low, max=high) for low, high in ranges]
+    )
+
+
+def method(*inputs: compile_pb2.ValueSpec, logits: str = "float32", state_bytes: int = 1024) -> compile_pb2.MethodFacts:
+    """A method that returns logits."""
+    return compile_pb2.MethodFacts(
+        inputs=inputs, outputs=[tensor(logits, 1, VOCABULARY)], operators=["aten::add.out"], state_bytes=state_bytes
+    )
+
+
+def constant(value: int | bool) -> compile_pb2.MethodFacts:
+    """A metadata method."""
+    scalar = compile_pb2.Scalar(truth=value) if isinstance(value, bool) else compile_pb2.Scalar(integer=value)
+    return compile_pb2.MethodFacts(outputs=[compile_pb2.ValueSpec(kind=common_pb2.VALUE_KIND_INT, value=scalar)])
+
+
+def facts(methods: dict[str, compile_pb2.MethodFacts] | None = None, **metadata: int | bool) -> compile_pb2.ProgramFacts:
+    """A decoder with one method, as export_llm writes it, unless other methods are given; `metadata` is added to its own."""
+    known = methods or {"forward": method(tensor("int64", (0, 1), (0, CONTEXT - 1)), tensor("int64", 1))}
+    values = {"get_max_seq_len": CONTEXT, "get_vocab_size": VOCABULARY, "use_kv_cache": True, **metadata}
+    return compile_pb2.ProgramFacts(methods={**known, **{name: constant(value) for name, value in values.items()}})
+
+
+def plan(*points: tuple[int, int], tokens: int = 4, repetitions: int = 3) -> generation_pb2.GenerationPlan:
+    """A plan for `facts()`."""
+    return generation_pb2.GenerationPlan(
+        model=generation_pb2.LanguageModel(prefill_method="forward", decode_method="forward", vocab_size=VOCABULARY),
+        points=[generation_pb2.GenerationPoint(prompt_tokens=prompt, depth=depth) for prompt, depth in points or [(8, 0)]],
+        generated_tokens=tokens,
+        repetitions=repetitions,
+    )
+
+
+def process(
+    folder: Path, asked: generation_pb2.GenerationPlan, times: Sequence[Sequence[int]], *, tokens: Sequence[int] = ()
+) -> agent_pb2.GenerationResult:
+    """What a process sends: the times of each repetition of all points in order. Its files are in the folder, by digest.
+
+    Args:
+        tokens: those of every repetition; 0, 1, 2, ... if empty.
+    """
+    result = agent_pb2.GenerationResult()
+    for number, point in enumerate(asked.points):
+        own = times[number * asked.repetitions : (number + 1) * asked.repetitions]
+        result.points.add(
+            prompt_tokens=point.prompt_tokens, depth=point.depth, repetitions=len(own), prefill_ns=[row[0] - 20 for row in own]
+        )
+    flat = [value for row in times for value in row]
+    generated = list(tokens or range(asked.generated_tokens)) * len(times)
+    for holder, data in ((result.token_ns, array("q", flat).tobytes()), (result.tokens, array("i", generated).tobytes())):
+        holder.CopyFrom(artifact_of(data))
+        (folder / holder.digest).write_bytes(data)
+    return result
+
+
+def point(decode: float, *runs: float, depth: int = 0, status: str = "VALID", reach: float = 0.01) -> dict[str, Any]:
+    """A point of REPORT.generation whose prefill is ten times as fast as its decode."""
+
+    def numbers(rate: float) -> dict[str, Any]:
+        values: dict[str, Any] = {}
+        for name, interval, value in (
+            ("ttft_ns", "ttft_ci95_ns", 1e9 / rate),
+            ("prefill_tokens_per_s", "prefill_tokens_per_s_ci95", 10 * rate),
+            ("decode_tokens_per_s", "decode_tokens_per_s_ci95", rate),
+        ):
+            values |= {name: value, interval: [value * (1 - reach), value * (1 + reach)]}
+        return {**values, "verdict": {"status": status}}
+
+    token_ns = [8e9 / decode, *[1e9 / decode] * 15]
+    measured = [{"repetitions": 5, **numbers(run)} for run in runs or (decode,)]
+    return {
+        "prompt_tokens": 8, "depth": depth, "repetitions": 5 * len(measured), **numbers(decode), "token_ns": token_ns,
+        "tokens_equal": True, "runs": measured,
+    }  # fmt: skip
+
+
+def generated_report(cell: str, *points: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    """A REPORT of a language model of its own."""
+    own = {"program": {"digest": cell.ljust(64, "0"), "size_bytes": 1000}, "toolchain": {"torch": "2.13.0"}}
+    model = {
+        "prefill_method": "forward", "decode_method": "forward", "max_prompt_tokens": 63, "max_context_tokens": CONTEXT,
+        "vocab_size": VOCABULARY, "kv_cache_bytes": 32768,
+    }  # fmt: skip
+    generation = {
+        "model": model, "generated_tokens": 16, "points": list(points), "decode_execution": {"tokens": 1, "position": 8},
+    }  # fmt: skip
+    nothing: dict[str, Any] = {"latency": None, "accuracy": None}
+    return report(cell, **{"compile": own, "generation": generation, **nothing, **changes})

@@ -1,0 +1,84 @@
+"""What an agent cannot have measured of generated text is a device fault, and what an honest one sends is not."""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.jobs.cells.plausibility import ImplausibleResult, Plan, artifacts_of, check_candidate
+from etfarm.v1 import agent_pb2, job_pb2
+from etfarm.v1.generation_pb2 import GenerationOptions
+from etfarm.wire.chunks import artifact_of
+from tests.support.generated import plan, process
+
+ASKED = plan((8, 0), (8, 16))
+TIMES = [[9_000, 1_000, 1_100, 900]] * 6
+
+
+def honest(folder: Path, processes: int = 1) -> agent_pb2.CandidateResult:
+    result = agent_pb2.CandidateResult(cell_id="c", threads=1, warmup_ns=1_000)
+    result.generations.extend(process(folder, ASKED, TIMES) for _ in range(processes))
+    return result
+
+
+def check(result: agent_pb2.CandidateResult, folder: Path, repeat: int = 1, elapsed_s: float = 3.0) -> None:
+    measurement = job_pb2.Measurement(repeat=repeat, generation=GenerationOptions(tokens=4))
+    check_candidate(
+        result, Plan(frozenset({"c"}), elapsed_s, measurement, generation={"c": ASKED}), lambda digest: folder / digest
+    )
+
+
+def test_an_honest_result_is_plausible(tmp_path: Path) -> None:
+    check(honest(tmp_path), tmp_path)
+    check(honest(tmp_path, 3), tmp_path, repeat=3)
+    assert len(list(artifacts_of(honest(tmp_path)))) == 2
+
+
+def _replace(result: agent_pb2.CandidateResult, folder: Path, name: str, data: bytes) -> None:
+    holder = getattr(result.generations[0], name)
+    holder.CopyFrom(artifact_of(data))
+    (folder / holder.digest).write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda result, folder: result.generations.extend(list(result.generations)), "more than were requested"),
+        (lambda result, folder: result.generations.pop(), "0 processes"),
+        (lambda result, folder: result.generations[0].points.pop(), "prompt lengths"),
+        (lambda result, folder: setattr(result.generations[0].points[0], "depth", 7), "prompt lengths"),
+        (lambda result, folder: setattr(result.generations[0].points[0], "repetitions", 9), "9 repetitions"),
+        (lambda result, folder: result.generations[0].points[0].prefill_ns.append(5), "times of its prompts"),
+        (lambda result, folder: result.generations[0].points[0].prefill_ns.__setitem__(0, 99_000), "longer than the time"),
+        (lambda result, folder: result.generations[0].decode.traced_ns.extend([5] * 1001), "traced iterations"),
+        (lambda result, folder: _replace(result, folder, "token_ns", bytes(8)), "bytes instead of"),
+        (lambda result, folder: _replace(result, folder, "token_ns", array("q", [-5] * 24).tobytes()), "negative"),
+        (lambda result, folder: _replace(result, folder, "token_ns", array("q", [9_000, 1, 1, 1] * 6).tobytes()), "than half"),
+        (lambda result, folder: _replace(result, folder, "token_ns", array("q", [10**12] * 24).tobytes()), "of an attempt"),
+        (lambda result, folder: _replace(result, folder, "tokens", array("i", [96] * 24).tobytes()), "vocabulary"),
+        (lambda result, folder: result.samples.CopyFrom(result.generations[0].tokens), "samples of a timed pass"),
+    ],
+)  # fmt: skip
+def test_a_contradiction_is_refused(
+    tmp_path: Path, change: Callable[[agent_pb2.CandidateResult, Path], object], why: str
+) -> None:
+    result = honest(tmp_path)
+    change(result, tmp_path)
+    with pytest.raises(ImplausibleResult, match=why):
+        check(result, tmp_path)
+
+
+def test_text_that_the_job_did_not_request_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ImplausibleResult, match="did not request"):
+        check_candidate(honest(tmp_path), Plan(frozenset({"c"}), 3.0, job_pb2.Measurement()), lambda digest: tmp_path / digest)
+
+
+def test_a_point_with_an_error_needs_no_repetition(tmp_path: Path) -> None:
+    result = agent_pb2.CandidateResult(cell_id="c")
+    result.generations.append(process(tmp_path, ASKED, TIMES[:3]))
+    failed = result.generations[0].points[1]
+    failed.error.reason = "PROGRAM_FAILED"
+    check(result, tmp_path)

@@ -1,0 +1,105 @@
+"""What an agent measures of a language model, and requests that contradict themselves or the model."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from etfarm.server.jobs.generation import ContextTooShort, GenerationNotRequested, check_request, facts_of, plan, require_request
+from etfarm.server.jobs.model import BadJob
+from etfarm.v1 import compile_pb2, generation_pb2, job_pb2
+from etfarm.v1.generation_pb2 import ContextDepth, GenerationOptions
+from tests.support.generated import facts, method, tensor
+
+
+def measurement(tokens: int = 16, depths: tuple[int | float, ...] = (), **changes: Any) -> job_pb2.Measurement:
+    chosen = [ContextDepth(share=each) if isinstance(each, float) else ContextDepth(tokens=each) for each in depths]
+    own = {name: changes.pop(name) for name in ("prompt_tokens", "repetitions", "warmup", "decode_method") if name in changes}
+    return job_pb2.Measurement(generation=GenerationOptions(tokens=tokens, depths=chosen, **own), **changes)
+
+
+def points(asked: generation_pb2.GenerationPlan) -> list[tuple[int, int]]:
+    return [(point.prompt_tokens, point.depth) for point in asked.points]
+
+
+def test_defaults_are_those_of_llama_bench_where_the_context_allows_it() -> None:
+    large = facts({"forward": method(tensor("int64", 1, (1, 2047)), tensor("int64", 1))}, get_max_seq_len=2048)
+    asked = plan(measurement(128), large, "m")
+    assert points(asked) == [(128, 0), (128, 1344), (512, 0), (512, 1056)], "75 % of what the prompt and the tokens leave"
+    assert (asked.repetitions, asked.warmup, asked.generated_tokens, asked.trace_iterations) == (5, 1, 128, 30)
+    assert points(plan(measurement(16), facts(), "m")) == [(48, 0)], "the longest prompt that fits"
+
+
+def test_depths_are_tokens_or_shares_of_the_room() -> None:
+    assert points(plan(measurement(16, (0, 20, 1.0), prompt_tokens=[8]), facts(), "m")) == [(8, 0), (8, 20), (8, 40)]
+    assert points(plan(measurement(16, (0, 0.0), prompt_tokens=[8, 8]), facts(), "m")) == [(8, 0)], "each once"
+
+
+def test_the_options_of_the_measurement_are_in_the_plan() -> None:
+    asked = plan(measurement(repetitions=2, warmup=0, max_time_s=5.0, trace_iterations=7), facts(), "m")
+    assert (asked.repetitions, asked.warmup, asked.max_time_s, asked.trace_iterations) == (2, 0, 5.0, 7)
+    assert plan(measurement(no_profile=True), facts(), "m").trace_iterations == 0
+
+
+@pytest.mark.parametrize(
+    ("asked", "why"),
+    [
+        (measurement(60, prompt_tokens=[8]), "prompts of at most 4"),
+        (measurement(64), "do not fit"),
+        (measurement(16, (41,), prompt_tokens=[8]), "depth of at most 40"),
+    ],
+)
+def test_what_does_not_fit_into_the_context_is_refused(asked: job_pb2.Measurement, why: str) -> None:
+    with pytest.raises(ContextTooShort) as refused:
+        plan(asked, facts(), "m")
+    assert why in f"{refused.value.message} {refused.value.remedy}" and refused.value.metadata["context"] == "64"
+
+
+def test_a_static_prompt_needs_whole_chunks() -> None:
+    static = facts({"prefill": method(tensor("int64", 1, 16), tensor("int64", 1)), "decode": method(*[tensor("int64", 1, 1)] * 1,
+                    tensor("int64", 1))})  # fmt: skip
+    assert points(plan(measurement(16, (0.75,)), static, "m")) == [(48, 0)]
+    assert points(plan(measurement(8, (0.9,), prompt_tokens=[16]), static, "m")) == [(16, 32)], "a depth of whole chunks"
+    with pytest.raises(ContextTooShort, match="no multiple"):
+        plan(measurement(16, prompt_tokens=[20]), static, "m")
+    assert sorted(facts_of(plan(measurement(16), static, "m"), static).operators) == ["aten::add.out"]
+
+
+@pytest.mark.parametrize(
+    ("spec", "field"),
+    [
+        (job_pb2.JobSpec(measurement=measurement(1)), "tokens"),
+        (job_pb2.JobSpec(measurement=measurement(5000)), "tokens"),
+        (job_pb2.JobSpec(measurement=measurement(repetitions=0)), "repetitions"),
+        (job_pb2.JobSpec(measurement=measurement(repetitions=1000)), "repetitions"),
+        (job_pb2.JobSpec(measurement=measurement(warmup=-1)), "warmup"),
+        (job_pb2.JobSpec(measurement=measurement(prompt_tokens=[0])), "prompt_tokens"),
+        (job_pb2.JobSpec(measurement=measurement(16, (1.5,))), "depths"),
+        (job_pb2.JobSpec(measurement=measurement(16, (-1,))), "depths"),
+        (job_pb2.JobSpec(measurement=measurement(16), methods=["forward"]), "methods"),
+        (job_pb2.JobSpec(measurement=measurement(16, interleave=True)), "interleave"),
+        (job_pb2.JobSpec(measurement=measurement(16, numerics=True)), "numerics"),
+        (job_pb2.JobSpec(measurement=measurement(16, iterations=5)), "iterations"),
+    ],
+)
+def test_requests_that_contradict_themselves_are_refused(spec: job_pb2.JobSpec, field: str) -> None:
+    with pytest.raises(BadJob) as refused:
+        check_request(spec)
+    assert refused.value.metadata["field"] == field
+
+
+def test_a_request_is_bounded() -> None:
+    with pytest.raises(BadJob, match="at most 32"):
+        check_request(job_pb2.JobSpec(measurement=measurement(prompt_tokens=list(range(1, 40)))))
+    with pytest.raises(BadJob, match="1,000,000"):
+        check_request(job_pb2.JobSpec(measurement=measurement(4096, repetitions=100)))
+    check_request(job_pb2.JobSpec(measurement=job_pb2.Measurement(iterations=3)))
+
+
+def test_a_language_model_is_not_measured_on_made_up_tokens() -> None:
+    with pytest.raises(GenerationNotRequested) as refused:
+        require_request("m", "forward", facts())
+    assert "63 made-up tokens" in refused.value.message and "--generate" in refused.value.remedy
+    require_request("m", "get_vocab_size", facts())
+    require_request("m", "forward", compile_pb2.ProgramFacts(methods={"forward": method(tensor("float32", 1, 3))}))
