@@ -51,6 +51,8 @@ class Submissions(Blocking):
                 one with a delegate per operator is compiled and run once. Not available for ready programs.
             repeat: measure in that many fresh processes, one after the other. `report.runs` has each of them, and
                 `report.run_spread` how much their medians vary, which a comparison of two reports needs.
+            generate: for language models, a number of tokens to generate, or `Generate` with prompt lengths and depths:
+                measures time to the first token and the rates of prefill and decode (`report.generation`).
             interleave: measure the candidates of each device choice, method and thread count in turns, on one device; at
                 least two. `report.interleaved` then compares each with the first, round by round.
             options: all other options of `etfarm.client.submit.bench_options.BenchOptions`.

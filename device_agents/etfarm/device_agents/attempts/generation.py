@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Final
 
@@ -38,7 +39,8 @@ class GenerationExecution(Execution):
         count = repeats.repeat_of(measurement)
         for number in range(1, count + 1):
             self.step = f"run {number} of {count}" if count > 1 else ""
-            run = Run(self.result if number == 1 else agent_pb2.CandidateResult(), count - number + 1)
+            # How long a run works is not known before: each gets an equal part of the remaining time.
+            run = Run(self.result if number == 1 else agent_pb2.CandidateResult(), count - number + 1, math.inf)
             await self._measure_run(run, measurement, cpus)
         self.step = ""
         return Files([])

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from rich.console import Console
 
+from etfarm.client.cli.views import render
 from etfarm.client.formats import units
 from etfarm.wire.delegation import undelegated_reason
 from tests.support.rendering import render_text, report_document, report_row
@@ -73,24 +75,28 @@ def test_a_columns_times_have_one_unit_and_are_never_0_where_something_took_time
 
 def _of_a_program(**changes: Any) -> dict[str, Any]:
     """A report of a .pte, which has no ETRecord."""
-    rows = [_row(0, "OPERATOR", "aten.mean.dim", 0.9, 330_000), _row(1, "REST", "REST", 0.1, 46_000)]
-    return _document(recipe=None, operators=rows, **changes)
+    rows = [report_row(0, "OPERATOR", "aten.mean.dim", 0.9, 330_000), report_row(1, "REST", "REST", 0.1, 46_000)]
+    return report_document(recipe=None, operators=rows, **changes)
 
 
 def test_a_ready_program_says_once_why_it_has_no_source_lines() -> None:
     caption = "no modules and source lines: a .pte has no ETRecord; bench the model or its .pt2 to see them"
-    assert [line.strip() for line in _text(_of_a_program()).splitlines()].count(caption) == 1
+    assert [line.strip() for line in render_text(_of_a_program()).splitlines()].count(caption) == 1
     console = Console(width=160, color_system=None, highlight=False)
     with console.capture() as capture:
-        console.print(render.reports([_document(), _of_a_program(), _of_a_program(cell="c2")], width=160))
+        console.print(render.reports([report_document(), _of_a_program(), _of_a_program(cell="c2")], width=160))
     lines = [line.strip() for line in capture.get().splitlines()]
     assert lines.count(caption) == 1
     assert lines.index(caption) > lines.index(next(line for line in lines if "0.9" in line or "90.0 %" in line))
 
 
 def test_a_model_without_source_lines_is_not_called_a_program() -> None:
-    for document in (_document(), _document(operators=_of_a_program()["operators"]), _document(recipe=None, operators=[])):
-        assert "ETRecord" not in _text(document)
+    for document in (
+        report_document(),
+        report_document(operators=_of_a_program()["operators"]),
+        report_document(recipe=None, operators=[]),
+    ):
+        assert "ETRecord" not in render_text(document)
 
 
 def test_only_the_largest_are_shown_and_the_rest_is_counted() -> None:
