@@ -45,6 +45,7 @@ def test_a_recorded_document_is_the_same_bytes_after_the_wire(path: Path) -> Non
         for side, part in (("latency", "latency"), ("operators", "operators"), ("base", "report"), ("candidate", "report")):
             if pair[side] is not None:
                 pair[side] = {**pair[side], **{key: pair[side].get(key, value) for key, value in ADDED[part].items()}}
+        pair.setdefault("generation", None)
     for entry in document["unpaired"]:
         entry["report"] = {**entry["report"], **ADDED["report"]}
     assert dumps(sent(document)) == dumps(document)
@@ -78,7 +79,7 @@ def test_every_field_of_the_message_stands_in_a_recorded_document() -> None:
         if name not in ("CompareRequest", "CompareResponse")
         for field in message.fields
     }
-    assert declared <= used
+    assert sorted(declared - used) == []
 
 
 def test_a_key_without_a_field_and_a_word_without_a_value_are_refused() -> None:
