@@ -12,6 +12,7 @@ import pytest
 
 from etfarm.client.submit.names_file import read_names
 from tests.support.farm import Daemon, FarmProcess, etfarm
+from tests.support.inspector import numeric_gaps_db
 from tests.support.programs import program
 
 RECIPES = ("xnnpack_fp32", "xnnpack_pt2e_int8_static_per_channel")
@@ -152,7 +153,8 @@ def test_compile_writes_a_program_that_the_reference_runtime_runs(farm: FarmProc
 
     outputs = Runtime.get().load_program(tmp_path / "x.pte").load_method("forward").execute([torch.rand(1, 1, 49, 10)])
     assert outputs[0].shape == (1, 12)
-    assert (tmp_path / "x.etrecord").stat().st_size > 10_000
+    gaps_db = numeric_gaps_db(tmp_path / "x.pte", tmp_path / "x.etrecord", [torch.rand(1, 1, 49, 10)], tmp_path)
+    assert gaps_db and min(gaps_db) > 80, "ExecuTorch's Inspector runs the downloaded ETRecord's program"
 
 
 @pytest.mark.slow(reason="a command exports and compiles a model")

@@ -46,7 +46,7 @@ class LowerRequest:
     stop_after: str | None = None
     """Name of the last stage to run; None for all stages of the recipe."""
     want_etrecord: bool = True
-    """Whether to write an ETRecord, which takes about twice the weights' size."""
+    """Whether to write an ETRecord, which takes about the weights' size."""
     threads: int = 1
     operators: Operators = field(default_factory=Operators)
     """Operators that the models may use."""
