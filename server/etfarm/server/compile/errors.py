@@ -349,7 +349,10 @@ class ProgramCannotRun(UserError):
         if remedy is None and at:
             remedy = "It runs at the example inputs: narrow the dynamic dims to sizes that work, or use another recipe."
         elif remedy is None and operator:
-            remedy = "Write that line in another form, with other shapes or dtypes, or use another recipe."
+            remedy = (
+                "Write that line in another form: ExecuTorch has no complex numbers, and its kernels take fewer shapes and "
+                "dtypes than PyTorch's. Or use another recipe."
+            )
         super().__init__(
             f"{method} compiled, but ExecuTorch's runtime cannot run it{f' {at}' if at else ''}: {why}"
             f"{f', of {operator}' if operator else ''}.",

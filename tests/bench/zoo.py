@@ -1,0 +1,65 @@
+"""What etfarm and plain ExecuTorch make of many networks with the same recipes, and whether their outputs agree.
+
+python -m tests.bench.zoo [--only GLOB] [--recipes NAME...] [--json FILE] [--markdown]
+
+Needs the extra `zoo`. Each network has random weights and a small configuration. etfarm compiles it and runs it on this machine's
+device; plain ExecuTorch, in a process without etfarm, lowers the same module with the same recipe and runs it with its Python
+binding. Prints a line of JSON for each network and recipe, and a table at the end. All of it takes hours on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+from tests.support.farm import FarmProcess
+from tests.zoo import catalog
+from tests.zoo.comparison import Row, run_both, table
+
+RECIPES: Final = ("xnnpack_fp32", "xnnpack_pt2e_int8_static_per_channel", "portable")
+
+
+def rows(only: str, recipes: list[str], done: set[tuple[str, str]]) -> Iterator[Row]:
+    """Yield a row for each network and recipe that is not done."""
+    with tempfile.TemporaryDirectory() as folder:
+        running = FarmProcess(Path(folder), prewarm=True)
+        try:
+            with running.start().client() as farm:
+                for name, recipe in itertools.product(catalog.networks(only), recipes):
+                    if (name, recipe) not in done:
+                        yield run_both(farm, name, recipe, Path(folder) / "plain.npz")
+        finally:
+            running.stop()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="*", metavar="GLOB", help="networks, such as 'torchvision/*'")
+    parser.add_argument("--recipes", nargs="+", default=list(RECIPES), metavar="NAME", help="recipes of ExecuTorch, or portable")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to a file, and skip those that it has")
+    parser.add_argument("--markdown", action="store_true", help="print the file's table only, and run nothing")
+    arguments = parser.parse_args()
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    known: list[Row] = []
+    if arguments.json is not None and arguments.json.exists():
+        known = [json.loads(line) for line in arguments.json.read_text().splitlines()]
+    if not arguments.markdown:
+        for row in rows(arguments.only, arguments.recipes, {(row["network"], row["recipe"]) for row in known}):
+            known.append(row)
+            print(json.dumps(row), flush=True)
+            if arguments.json is not None:
+                with arguments.json.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
+    print(table(known))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,36 @@
+"""Networks that need no other library: etfarm and plain ExecuTorch lower them alike, to the same outputs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.support.farm import FarmProcess
+from tests.zoo.catalog import networks
+from tests.zoo.comparison import run_both
+
+pytestmark = pytest.mark.slow(reason="compiles each network twice, once in a process of its own")
+
+STATIC = "xnnpack_pt2e_int8_static_per_channel"
+
+
+@pytest.mark.parametrize(
+    ("name", "recipe"),
+    [
+        ("executorch/add_mul", "xnnpack_fp32"),
+        ("executorch/lstm", "xnnpack_fp32"),
+        ("executorch/torch_gru", "portable"),
+        ("executorch/deep_autoencoder", STATIC),
+    ],
+)
+def test_a_network_gives_what_plain_executorch_gives(farm: FarmProcess, tmp_path: Path, name: str, recipe: str) -> None:
+    with farm.client() as client:
+        row = run_both(client, name, recipe, tmp_path / "plain.npz")
+    assert row["etfarm"]["ok"] and row["plain"]["ok"], row
+    assert row["compared"]["equal"] or row["compared"]["max_abs_error"] <= 1e-5 * row["compared"]["scale"], row
+
+
+def test_every_network_has_a_name_of_its_own_and_there_are_many() -> None:
+    names = list(networks())
+    assert len(names) >= 60 and len({name.partition("/")[0] for name in names}) == 5

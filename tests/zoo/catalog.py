@@ -1,0 +1,36 @@
+"""All networks by name: `LIBRARY/NETWORK`."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable
+from fnmatch import fnmatch
+from typing import Final
+
+import torch
+
+from tests.zoo.network import Network
+
+LIBRARIES: Final = {
+    "executorch": "examples", "torchvision": "vision", "timm": "timm_images", "text": "language", "perception": "perception",
+}  # fmt: skip
+"""The module of each part of the zoo; `text` and `perception` are of transformers."""
+
+
+def networks(only: str = "*") -> dict[str, Callable[[], Network]]:
+    """Return the factories whose names match a pattern like `torchvision/*`, in the order of their modules."""
+    known = {}
+    for library, name in LIBRARIES.items():
+        module = importlib.import_module(f"tests.zoo.{name}")
+        for function, factory in vars(module).items():
+            is_own = inspect.isfunction(factory) and factory.__module__ == module.__name__
+            if is_own and not function.startswith("_") and fnmatch(f"{library}/{function}", only):
+                known[f"{library}/{function}"] = factory
+    return known
+
+
+def create(name: str) -> Network:
+    """Return the network with the same random weights and inputs each time."""
+    torch.manual_seed(0)
+    return networks(name)[name]()
