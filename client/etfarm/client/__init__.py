@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.models import CellChanged, JobChanged, LogLine, Progress
     from etfarm.client.reports import Comparison, JobResult, Report
+    from etfarm.client.sessions.calls import Loop, Outputs
     from etfarm.client.sessions.local import AsyncLocalSession
     from etfarm.client.sessions.session import AsyncSession
     from etfarm.client.submit.generate import Generate
@@ -41,7 +42,9 @@ __all__ = [
     "JobResult",
     "LocalSession",
     "LogLine",
+    "Loop",
     "ModelSource",
+    "Outputs",
     "Progress",
     "Report",
     "Session",
@@ -59,7 +62,9 @@ _HOMES = {
     "Job": "etfarm.client.client",
     "JobResult": "etfarm.client.reports",
     "LocalSession": "etfarm.client.client",
+    "Loop": "etfarm.client.sessions.calls",
     "ModelSource": "etfarm.client.export",
+    "Outputs": "etfarm.client.sessions.calls",
     "Report": "etfarm.client.reports",
     "Session": "etfarm.client.client",
     "DeviceError": "etfarm.wire.errors",

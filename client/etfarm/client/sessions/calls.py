@@ -34,19 +34,24 @@ class SeveralOutputs(UserError):
 
 
 class Outputs(list[Any]):
-    """A method's outputs in flattened order: arrays, or Python numbers for scalar outputs.
+    """A method's outputs: a list in flattened order of NumPy arrays, or of Python numbers for scalar outputs.
 
-    Index them by position, `y[0]`, or by name where the program has output names, `y["logits"]`. numpy converts a
-    single output to its array.
+    `y[0]` is an output by its position, `y["logits"]` by its name, `y.as_dict()` has all by name. `y.array(0)` and
+    `y.array("logits")` are the same with the type of an array. Names are those of the model's outputs; the position
+    as text, such as `"0"`, is the name of an output without one. Where a method has one output, `y.array()` is it, and
+    numpy's functions take `y` itself.
     """
+
+    names: tuple[str, ...]
+    """Names parallel to the outputs."""
+    run_ns: int | None
+    """Duration of the execution on the device in nanoseconds, by the runner's clock; None for a loop's outputs."""
 
     def __init__(self, values: Sequence[Value], run_ns: int | None = None) -> None:
         """Wrap the values of a call; a session creates instances."""
         super().__init__(_plain(value) for value in values)
         self.names = tuple(value.name for value in values)
-        """Names parallel to the outputs; the position as text for an output without a name."""
         self.run_ns = run_ns
-        """Duration of the execution on the device, by the runner's clock; None for a loop's outputs."""
 
     @overload
     def __getitem__(self, key: SupportsIndex | str, /) -> Any: ...
@@ -64,6 +69,22 @@ class Outputs(list[Any]):
             raise NoSuchOutput(f"There is no output {key!r}.", f"The outputs are {', '.join(self.names)}.", output=key)
         return super().__getitem__(self.names.index(key))
 
+    def array(self, key: SupportsIndex | str | None = None) -> NDArray[Any]:
+        """Return an output as an array; a scalar output is an array without dimensions.
+
+        Args:
+            key: the output's position or name; the only output when None.
+
+        Raises:
+            NoSuchOutput: no output, or more than one, has the name.
+            SeveralOutputs: `key` is None, and there is not exactly one output.
+        """
+        import numpy as np
+
+        if key is None and len(self) != 1:
+            raise SeveralOutputs(f"There are {len(self)} outputs.", "Choose one: y[0].")
+        return np.asarray(self[0 if key is None else key])
+
     def as_dict(self) -> dict[str, Any]:
         """Return the outputs by name, or by position as text where several outputs have the same name."""
         unique = (name if self.names.count(name) == 1 else str(place) for place, name in enumerate(self.names))
@@ -77,9 +98,7 @@ class Outputs(list[Any]):
         """
         import numpy as np
 
-        if len(self) != 1:
-            raise SeveralOutputs(f"There are {len(self)} outputs.", "Choose one: y[0].")
-        return np.array(super().__getitem__(0), dtype=dtype, copy=copy)
+        return np.array(self.array(), dtype=dtype, copy=copy)
 
 
 @dataclass(frozen=True)

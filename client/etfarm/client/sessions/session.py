@@ -186,9 +186,14 @@ class AsyncSession:
         Args:
             inputs: arrays, torch tensors, or Python numbers for scalar inputs, in flattened order; a method's name may
                 precede them.
-            named: the remaining inputs by name.
+            named: the remaining inputs by name, those of `input_names`.
             timeout_s: limit on the device in seconds, 600 when None; a program that takes longer is killed, and the
                 session ends.
+
+        Returns:
+            The outputs, each by its position, `y[0]`, and by its name, `y["logits"]`: NumPy arrays, or Python numbers
+            for scalar outputs. `y.array("logits")` is typed as an array, `y.as_dict()` has all by name, and `y.run_ns`
+            is the duration on the device.
 
         Raises:
             UserError: an input does not fit; the session stays usable. Errors such as PROGRAM_CRASHED end the session.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from etfarm.client.errors import EtfarmError
-from etfarm.client.sessions.calls import Outputs, flattened, loop_of
+from etfarm.client.sessions.calls import NoSuchOutput, Outputs, SeveralOutputs, flattened, loop_of
 from etfarm.v1 import common_pb2, session_pb2
 from etfarm.wire import sessions
 from etfarm.wire.tensors import Scalar, Tensor, from_array, to_array
@@ -132,3 +132,18 @@ async def test_what_is_packed_is_unpacked_inline_or_by_digest(size: int) -> None
     packed = await sessions.pack(data, store)
     assert packed.HasField("artifact") == bool(stored) == (size > sessions.INLINE_BYTES)
     assert await sessions.unpack(packed, fetch) == data
+
+
+def test_outputs_are_arrays_by_position_and_name_whatever_they_are() -> None:
+    outputs = Outputs([from_array("a", X), Scalar("n", 3), from_array("2", Y)], run_ns=5)
+    assert (outputs.names, outputs.run_ns) == (("a", "n", "2"), 5)
+    for key in (0, "a", -3):
+        np.testing.assert_array_equal(outputs.array(key), X)
+    assert (outputs.array("n").shape, outputs.array(1).item()) == ((), 3)
+    np.testing.assert_array_equal(outputs.array("2"), Y)
+    with pytest.raises(NoSuchOutput, match="The outputs are a, n, 2"):
+        outputs.array("b")
+    with pytest.raises(SeveralOutputs):
+        outputs.array()
+    only = Outputs([from_array("a", X)])
+    np.testing.assert_array_equal(only.array(), X)
