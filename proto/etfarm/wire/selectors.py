@@ -92,7 +92,9 @@ def _term(text: str) -> Term:
     bare = text.strip()
     comparison = _COMPARISON.match(bare)
     if comparison is None or "\n" in bare[comparison.end() :].strip():
+        key, colon, value = bare.partition(":")
         hint = f"To select a device by its name, give name={bare}. " if _NAME.match(bare) else ""
+        hint = f"Give {key}={value}. " if colon and key in KEYS and _NAME.match(value) else hint
         raise BadSelector(
             f"The selector {bare!r} is not KEY OP VALUE.",
             f"{hint}Keys: {', '.join(KEYS)}; operators: = != >= <=.",

@@ -49,8 +49,10 @@ def execute(
     except (KeyboardInterrupt, typer.Abort):
         error = Interrupted("Interrupted.")
     except _UsageError as raised:
-        message = str(getattr(raised, "format_message", raised.__str__)()).strip()
-        error, code = Usage(message if message[-1:] in ".?" else f"{message}.", f"See `etfarm {name} --help`."), 2
+        message = " ".join(str(getattr(raised, "format_message", raised.__str__)()).replace("Value error, ", "").split())
+        # The parser's context names the subcommand.
+        words = str(getattr(getattr(raised, "ctx", None), "command_path", "")) or f"etfarm {name}"
+        error, code = Usage(message if message[-1:] in ".?" else f"{message}.", f"See `{words} --help`."), 2
         outcome.json_file = outcome.json_file or _json_file(argv)
     except Exception as bug:  # noqa: BLE001 - the top of a command: scripts get their JSON for our defects too
         sys.stderr.write(printable(traceback.format_exc()))

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.client.export.errors import (
+    FORMS,
     BadModelArgument,
     ModelNotFound,
     NotAPt2,
@@ -133,7 +134,7 @@ def resolve(text: str) -> ModelSpec:
             return FileFactory(_existing(where), name)
         if _MODULE.match(where):
             return ModuleFactory(where, name)
-    raise BadModelArgument(text)
+    raise BadModelArgument(text, f"Did you mean demo:{text}? Else give {FORMS}." if text in DEMOS else "")
 
 
 def check_pt2(path: Path) -> None:

@@ -19,7 +19,7 @@ class UnknownRecipe(UserError):
     reason = "UNKNOWN_RECIPE"
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
-        near = difflib.get_close_matches(name[:_COMPARED], list(known), n=3, cutoff=0.5)
+        near = _find_near(name[:_COMPARED], list(known))
         remedy = f"Did you mean {alternatives(near)}?" if near else "`etfarm recipes list` shows the known ones."
         super().__init__(f"There is no recipe {name!r}.", remedy, recipe=name, nearest=",".join(near))
 
@@ -86,6 +86,16 @@ class BadCombination(UserError):
     """Recipes, partitioners and quantizers that cannot be combined."""
 
     reason = "BAD_RECIPE_COMBINATION"
+
+
+def _find_near(name: str, known: Sequence[str]) -> list[str]:
+    """Return up to three recipes: those that contain each word of the name in the order of the table, else those spelled alike.
+
+    A part of a name, such as `int8`, is spelled most like the shortest name, not like the one that is meant.
+    """
+    words = [word for word in name.lower().replace("-", "_").split("_") if word]
+    containing = [recipe for recipe in known if words and all(word in recipe.split("_") for word in words)]
+    return containing[:3] or difflib.get_close_matches(name, known, n=3, cutoff=0.5)
 
 
 def did_you_mean(value: object, known: Sequence[str]) -> str:

@@ -21,7 +21,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
-from etfarm.client.cli.commands import bench, compile, devices, jobs, run
+from etfarm.client.cli.commands import bench, compile, completion, devices, jobs, run
 from etfarm.client.cli.commands.report import main as report
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import write_whole
@@ -541,3 +541,33 @@ def test_instants_are_told_as_people_do() -> None:
     reported = [units.ago(now - timedelta(seconds=s), now) for s in (1, 30, 600, 36_000, 259_200)]
     assert reported == ["now", "30 s ago", "10 min ago", "10 h ago", "3 d ago"]
     assert units.ago(None, now) == "-"
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "sentence"),
+    [
+        (jobs.main, ["show"], "etfarm: Missing argument 'JOB'. See `etfarm jobs show --help`."),
+        (jobs.main, ["list", "--limit", "x"], "See `etfarm jobs list --help`."),
+        (completion.main, [], "Choose from: bash, zsh, fish. See `etfarm completion --help`."),
+        (completion.main, ["powershell"], "Invalid value for 'SHELL': 'powershell' is not one of 'bash', 'zsh', 'fish'."),
+        (bench.main, ["resnet8"], "'resnet8' does not name a model. Did you mean demo:resnet8? Else give x.pt2, x.pte, "),
+        (bench.main, ["demo:resnet8", "--recipe", "int8"], "Did you mean xnnpack_pt2e_int8_dynamic_per_channel, xnnpack_pt2e_"),
+        (bench.main, ["demo:resnet8", "--device", "arch:aarch64"], "is not KEY OP VALUE. Give arch=aarch64. Keys: id, "),
+        (bench.main, ["demo:resnet8", "--device", "pi:4"], "is not KEY OP VALUE. Keys: id, "),
+        (compile.main, ["demo:resnet8", "-o", "r.bin"], "-o writes a .pte, and r.bin has another ending. Name it r.pte."),
+    ],
+)
+def test_a_newcomer_s_mistake_is_answered_in_one_line_with_what_to_type(
+    command: Any,
+    argv: list[str],
+    sentence: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ETFARM_DATA", str(tmp_path / "data"))
+    assert command(argv) == 2
+    printed = capsys.readouterr()
+    assert sentence in printed.err and printed.err.count("\n") == 1 and printed.out == ""
+    assert not (tmp_path / "data").exists(), "nothing was started"

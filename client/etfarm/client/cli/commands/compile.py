@@ -175,6 +175,9 @@ def _must_fit(stage: str, output: Path | None, etrecord: Path | None) -> None:
             "Give -o x.pte, or --stop-after STAGE as well.",
             path=output,
         )
+    if not stage and kind not in ("", ".pte"):
+        assert output is not None  # it has an ending
+        raise Usage(f"-o writes a .pte, and {output} has another ending.", f"Name it {output.with_suffix('.pte')}.", path=output)
     if kind == ".csv" and stage not in _DELEGATING:
         raise Usage(
             f"The delegation is not known after {stage}.",
