@@ -129,3 +129,20 @@ def test_a_client_refuses_a_server_of_0_1(tmp_path: Path) -> None:
     finally:
         server.stop()
     assert done.returncode == 2 and "is etfarm 0.1.0, which this version cannot talk to. Update the server" in done.stderr
+
+
+def test_a_job_of_a_client_of_0_1_is_refused_with_the_version_to_install(tmp_path: Path) -> None:
+    (tmp_path / "farm").mkdir()
+    farm = FarmProcess(tmp_path / "farm", bundle=False)
+    try:
+        farm.restart()
+        old_release.run(
+            *("bench", "demo:ds_cnn", "--server", farm.address, "--json", "r.json"), cwd=tmp_path, returncodes=(2,)
+        )  # fmt: skip
+        with farm.client() as client:
+            assert client.jobs() == []
+            version = client.info().version
+    finally:
+        farm.stop()
+    error = json.loads((tmp_path / "r.json").read_text())["error"]
+    assert error["reason"] == "CLIENT_TOO_OLD" and f"pip install 'etfarm=={version}'" in error["remedy"]

@@ -102,7 +102,8 @@ class JobServiceServicer(object):
         FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
         the devices. BUNDLE_MISSING: the farm has no runner for any device that a selector matches.
         RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
-        ARTIFACT_MISSING: upload `digest` first.
+        ARTIFACT_MISSING: upload `digest` first. CLIENT_TOO_OLD: a stage has a field that only version 0.1
+        had: install the server's version.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

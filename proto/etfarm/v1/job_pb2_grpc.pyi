@@ -55,7 +55,8 @@ class JobServiceStub:
       FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
                            the devices. BUNDLE_MISSING: the farm has no runner for any device that a selector matches.
                            RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
-                           ARTIFACT_MISSING: upload `digest` first.
+                           ARTIFACT_MISSING: upload `digest` first. CLIENT_TOO_OLD: a stage has a field that only version 0.1
+                           had: install the server's version.
     """
     Get: _grpc.UnaryUnaryMultiCallable[_job_pb2.GetJobRequest, _job_pb2.Job]
     """Returns a job with its spec and cells.
@@ -122,7 +123,8 @@ class JobServiceAsyncStub(JobServiceStub):
       FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
                            the devices. BUNDLE_MISSING: the farm has no runner for any device that a selector matches.
                            RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
-                           ARTIFACT_MISSING: upload `digest` first.
+                           ARTIFACT_MISSING: upload `digest` first. CLIENT_TOO_OLD: a stage has a field that only version 0.1
+                           had: install the server's version.
     """
     Get: _aio.UnaryUnaryMultiCallable[_job_pb2.GetJobRequest, _job_pb2.Job]  # type: ignore[assignment]
     """Returns a job with its spec and cells.
@@ -192,7 +194,8 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists
                                the devices. BUNDLE_MISSING: the farm has no runner for any device that a selector matches.
                                RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
-                               ARTIFACT_MISSING: upload `digest` first.
+                               ARTIFACT_MISSING: upload `digest` first. CLIENT_TOO_OLD: a stage has a field that only version 0.1
+                               had: install the server's version.
         """
 
     @_abc_1.abstractmethod

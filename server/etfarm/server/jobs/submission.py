@@ -26,6 +26,7 @@ from etfarm.wire import digest as digests
 from etfarm.wire import recipes, selectors, stages
 from etfarm.wire.cores import CoresUnknown, choose_cpus, require_cpus
 from etfarm.wire.recipes import Recipe
+from etfarm.wire.release_0_1.requests import require_later_client
 
 MAX_CELLS = 1000
 """Maximum number of cells of a job; a larger matrix is better submitted as several jobs."""
@@ -380,6 +381,7 @@ def _check_done(candidate: job_pb2.Candidate) -> list[str]:
         return done
     stages.check_order(done)
     for stage in candidate.stages_done:
+        require_later_client(stage)
         if stage.stage not in _CLIENT_STAGES:
             raise stages.BadStages(
                 f"{stage.stage} of {candidate.name} cannot be done by the client.",

@@ -28,8 +28,10 @@ from etfarm.v1.device_pb2 import Cluster, Device
 from etfarm.v1.job_pb2 import Candidate, DeviceChoice, Job, JobSpec, JobState, Measurement, SubmitJobRequest
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.cores import CoresUnknown
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.recipes import BadRecipeText
+from etfarm.wire.release_0_1.messages import message_class
+from etfarm.wire.release_0_1.requests import ClientTooOld
 from etfarm.wire.selectors import UnknownSelectorKey
 from tests.support.golden import Golden
 from tests.support.submissions import AT, FP32, World, world
@@ -157,6 +159,16 @@ async def test_a_program_may_be_measured_in_50_runs(world: World, repeat: int) -
     measurement = Measurement(repeat=repeat, max_samples=200_000)
     job = await world.make(JobSpec(candidates=[await world.model()], measurement=measurement, devices=[DeviceChoice()]))
     assert job.spec.measurement.repeat == repeat
+
+
+async def test_a_client_of_0_1_is_refused_with_the_version_to_install(golden: Golden, world: World) -> None:
+    stage = message_class("Stage")(stage="TORCH_EXPORT", duration_ms=1.0, where="CLIENT")
+    candidate = await world.model()
+    candidate.stages_done.add().MergeFromString(stage.SerializeToString())
+    with pytest.raises(ClientTooOld) as refused:
+        await world.make(JobSpec(candidates=[candidate]))
+    assert refused.value.kind is Kind.FAILED_PRECONDITION
+    golden.check(refused.value)
 
 
 async def test_a_job_is_refused_if_no_device_that_matches_has_a_runner(world: World) -> None:
