@@ -29,7 +29,8 @@ def require_later_client(stage: Stage) -> None:
     Raises:
         ClientTooOld: the stage has a field that only 0.1 had.
     """
-    if any(field.field_number == _WHERE for field in UnknownFieldSet(stage)):
+    unknown = UnknownFieldSet(stage)
+    if any(unknown[index].field_number == _WHERE for index in range(len(unknown))):
         raise ClientTooOld(
             f"This client is of etfarm 0.1, and the server is etfarm {version('etfarm')}, whose reports it cannot read.",
             f"Install the server's version: pip install 'etfarm=={version('etfarm')}'.",

@@ -2,12 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
 from etfarm.client.cli.commands import recipes as command
 from etfarm.client.models import Device, DeviceState, RecipeInfo
+from etfarm.v1 import (
+    common_pb2,
+    compile_pb2,
+    compile_pb2_grpc,
+    device_pb2,
+    device_pb2_grpc,
+    farm_pb2,
+    farm_pb2_grpc,
+)
 from etfarm.wire import recipes
 
 FILE = """
@@ -97,14 +109,44 @@ def test_every_recipe_s_backend_on_a_device_is_known() -> None:
     assert None not in {recipes.runtime_backend(name) for name in recipes.RECIPES}
 
 
+class Farm(compile_pb2_grpc.CompileServiceServicer, device_pb2_grpc.DeviceServiceServicer, farm_pb2_grpc.FarmServiceServicer):
+    """The server's end: 18 recipes, of which 2 do not compile there, and 6 equal devices."""
+
+    def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: grpc.ServicerContext) -> farm_pb2.ServerInfo:
+        return farm_pb2.ServerInfo(workers_ready=True)
+
+    def ListRecipes(
+        self, request: compile_pb2.ListRecipesRequest, context: grpc.ServicerContext
+    ) -> compile_pb2.ListRecipesResponse:
+        names = ["acme.r00", "acme.r01", "xnnpack_fp32", *(f"acme.r{number:02}" for number in range(3, 18))]
+        known = [compile_pb2.RecipeInfo(name=name, summary="what", available=name not in names[:2]) for name in names]
+        return compile_pb2.ListRecipesResponse(recipes=known)
+
+    def List(self, request: device_pb2.ListDevicesRequest, context: grpc.ServicerContext) -> device_pb2.ListDevicesResponse:
+        known = [
+            device_pb2.Device(
+                id=f"id{number}", name=f"pi{number}", state=device_pb2.DEVICE_STATE_IDLE, backends=["XnnpackBackend"],
+                runner=common_pb2.RUNNER_KIND_NATIVE,
+            )
+            for number in range(6)
+        ]  # fmt: skip
+        return device_pb2.ListDevicesResponse(devices=known)
+
+
 @pytest.fixture
-def many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A farm with 18 recipes, of which 2 do not compile there, and with 6 equal devices."""
-    known = [RecipeInfo(f"acme.r{number:02}", "what", "", "none", number > 1, "", ()) for number in range(18)]
-    monkeypatch.setattr(command, "_fetch", lambda server, tls_ca: (known, [device(f"pi{number}") for number in range(6)]))
-    monkeypatch.setattr(command, "devices_for", lambda recipe, devices: tuple(item.name for item in devices))
+def many(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A farm with many recipes and devices."""
+    server = grpc.server(ThreadPoolExecutor(4))
+    service = Farm()
+    compile_pb2_grpc.add_CompileServiceServicer_to_server(service, server)
+    device_pb2_grpc.add_DeviceServiceServicer_to_server(service, server)
+    farm_pb2_grpc.add_FarmServiceServicer_to_server(service, server)
+    monkeypatch.setenv("ETFARM_SERVER", f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}")
     monkeypatch.setenv("COLUMNS", "140")
     monkeypatch.setenv("NO_COLOR", "1")
+    server.start()
+    yield
+    server.stop(None)
 
 
 def shown(capsys: pytest.CaptureFixture[str], *arguments: str) -> list[str]:
@@ -118,7 +160,7 @@ def test_a_terminal_shows_the_first_recipes_and_devices_and_says_how_many_more_t
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     first, last = shown(capsys)[1:], "and 3 more: etfarm recipes list --all"
     assert last in first[-1] and len(first) == command.SHOWN_RECIPES + 1
-    assert "acme.r02" in first[0] and "pi0, pi1, pi2 and 3 more" in first[0]
+    assert "xnnpack_fp32" in first[0] and "pi0, pi1, pi2 and 3 more" in first[0]
     assert not any("acme.r00" in line or "acme.r01" in line for line in first), "those that compile here come first"
     every = shown(capsys, "--all")[1:]
     assert len(every) == 18 and not any(" more" in line for line in every)
