@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,19 @@ LONG = {"iterations": 100, "min_time_s": 4.0, "profile": False}
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return models.save(models.conv, tmp_path_factory.mktemp("model") / "conv.pt2")
+
+
+@pytest.fixture(scope="module")
+def lasting(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
+    """A farm whose server lives through all faults, so that it loads the compiler once; the model is compiled."""
+    running = FarmProcess(tmp_path_factory.mktemp("lasting"))
+    try:
+        running.start()
+        with running.client() as farm:
+            assert farm.compile(model).wait() is JobState.SUCCEEDED
+        yield running
+    finally:
+        running.stop()
 
 
 def _until(job: object, phase: str) -> int:
@@ -61,10 +75,9 @@ def test_a_job_survives_a_server_crash_while_compiling_and_running(breakable: Fa
         assert len(starts) == 1
 
 
-def test_a_cell_is_placed_again_after_its_agent_dies(breakable: FarmProcess, model: Path) -> None:
-    breakable.start()
-    dying = breakable.agents[0]
-    with breakable.client() as farm:
+def test_a_cell_is_placed_again_after_its_agent_dies(lasting: FarmProcess, model: Path) -> None:
+    dying = lasting.agents[0]
+    with lasting.client() as farm:
         job = farm.bench(model, **LONG)
         _until(job, "TIMED")
         runners = descendants(dying.pid)
@@ -78,52 +91,51 @@ def test_a_cell_is_placed_again_after_its_agent_dies(breakable: FarmProcess, mod
         assert attempts == 2
 
 
-def test_a_job_continues_after_a_broken_link(breakable: FarmProcess, model: Path) -> None:
-    breakable.start(agents=0)
-    with link_to(breakable.address) as link, breakable.client() as farm:
-        breakable.add_agent(server=link.address)
-        job = farm.bench(model, **LONG)
-        _until(job, "TIMED")
-        link.cut()
-        assert wait_until(lambda: farm.devices()[0].state.name == "OFFLINE")
-        link.heal()
-        assert job.result().report.state == "SUCCEEDED"
-        assert farm.job(job.id).info.cells[0].attempts == 1
+def test_a_job_continues_after_a_broken_link(lasting: FarmProcess, model: Path) -> None:
+    with link_to(lasting.address) as link, lasting.client() as farm:
+        agent = lasting.add_agent("--name", "linked", server=link.address)
+        try:
+            job = farm.bench(model, devices="name=linked", **LONG)
+            _until(job, "TIMED")
+            link.cut()
+            assert wait_until(lambda: farm.device("linked").state.name == "OFFLINE")
+            link.heal()
+            assert job.result().report.state == "SUCCEEDED"
+            assert farm.job(job.id).info.cells[0].attempts == 1
+        finally:
+            agent.stop()
 
 
-def test_cancel_ends_the_compile_child_and_the_runner(breakable: FarmProcess, model: Path, tmp_path: Path) -> None:
+def test_cancel_ends_the_compile_child_and_the_runner(lasting: FarmProcess, model: Path, tmp_path: Path) -> None:
     # Its quantization takes long enough to be cancelled in the middle.
     long = models.save(models.resnet8, tmp_path / "resnet8.pt2")
-    breakable.start()
-    assert breakable.server is not None
-    with breakable.client() as farm:
-        warm = farm.compile(model)
-        assert warm.wait() is JobState.SUCCEEDED
-        idle = descendants(breakable.server.pid)
+    assert lasting.server is not None
+    with lasting.client() as farm:
+        idle = descendants(lasting.server.pid)
 
         compiling = farm.compile(long, "xnnpack_pt2e_int8_static_per_channel", no_cache=True)
         _until(compiling, "QUANTIZE")
         assert compiling.cancel() is JobState.CANCELLED
-        assert wait_until(lambda: descendants(breakable.server.pid) <= idle, PROMPTLY_S), "the compile child lives"
+        assert wait_until(lambda: descendants(lasting.server.pid) <= idle, PROMPTLY_S), "the compile child lives"
 
-        running = farm.bench(model, iterations=100, min_time_s=30.0)
+        running = farm.bench(model, devices="name=board-0", iterations=100, min_time_s=30.0)
         _until(running, "TIMED")
-        assert runners(breakable.agents[0].pid)
+        assert runners(lasting.agents[0].pid)
         assert running.cancel() is JobState.CANCELLED
-        assert wait_until(lambda: not runners(breakable.agents[0].pid), PROMPTLY_S), "the runner lives"
+        assert wait_until(lambda: not runners(lasting.agents[0].pid), PROMPTLY_S), "the runner lives"
         with pytest.raises(EtfarmError, match="cancelled"):
             _ = running.result().report
         # The device serves the next run at once.
-        assert farm.bench(model, iterations=100, min_time_s=0.0).result().report.state == "SUCCEEDED"
+        again = farm.bench(model, devices="name=board-0", iterations=100, min_time_s=0.0)
+        assert again.result().report.state == "SUCCEEDED"
 
 
-def test_a_frozen_agent_counts_as_lost_and_reconnects(breakable: FarmProcess, model: Path) -> None:
-    breakable.start()
-    frozen = breakable.agents[0]
-    with breakable.client() as farm:
+def test_a_frozen_agent_counts_as_lost_and_reconnects(lasting: FarmProcess, model: Path) -> None:
+    frozen = lasting.agents[0]
+    with lasting.client() as farm:
         frozen.signal(signal.SIGSTOP)
-        assert wait_until(lambda: farm.devices()[0].state.name == "OFFLINE", 90.0)
-        job = farm.bench(model, iterations=100, min_time_s=0.0)
+        assert wait_until(lambda: farm.device("board-0").state.name == "OFFLINE", 90.0)
+        job = farm.bench(model, devices="name=board-0", iterations=100, min_time_s=0.0)
         frozen.signal(signal.SIGCONT)
         assert job.result().report.state == "SUCCEEDED"
 

@@ -20,16 +20,18 @@ MOUNT = 'mkdir -p "$0"; mount -t tmpfs -o size=160m none "$0" && exec "$@"'
 """A small disk that only the server sees, and that is gone with it."""
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[FarmProcess]:
+@pytest.fixture(scope="module")
+def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
+    """A farm whose server has little space; each test frees what it fills."""
     enter = ["unshare", "--mount", "--propagation", "private"]
     probe = subprocess.run([*enter, "mount", "-t", "tmpfs", "none", "/mnt"], capture_output=True, text=True, check=False)
     if probe.returncode != 0:
         pytest.skip(f"needs root for a mount of its own: {probe.stderr}")
-    data = tmp_path / "server"
-    farm = FarmProcess(tmp_path, within=[*enter, "sh", "-c", MOUNT, str(data)], serve=["--keep-free-mib", "8"])
+    folder = tmp_path_factory.mktemp("small_disk")
+    data = folder / "server"
+    farm = FarmProcess(folder, within=[*enter, "sh", "-c", MOUNT, str(data)], serve=["--keep-free-mib", "8"])
     try:
-        yield farm
+        yield farm.start()
     finally:
         farm.stop()
 
@@ -60,7 +62,6 @@ def until(job: Any, phase: str) -> Progress:
 
 
 def test_a_run_that_finishes_on_a_full_disk_succeeds_once_space_is_free(small_disk: FarmProcess, tmp_path: Path) -> None:
-    small_disk.start()
     with small_disk.client() as farm:
         job = farm.bench(models.save(models.conv, tmp_path / "conv.pt2"), **LONG)
         until(job, "TIMED")
@@ -75,14 +76,13 @@ def test_a_run_that_finishes_on_a_full_disk_succeeds_once_space_is_free(small_di
 
 
 def test_no_run_starts_without_disk_space_for_its_result(small_disk: FarmProcess, tmp_path: Path) -> None:
-    small_disk.start()
     model = models.save(models.conv, tmp_path / "conv.pt2")
     with small_disk.client() as farm:
         program = farm.compile(model)
         program.wait()
         assert small_disk.server is not None
         free = subprocess.run(
-            ["nsenter", "-t", str(small_disk.server.pid), "-m", "df", "--output=avail", "-B1", str(tmp_path / "server")],
+            ["nsenter", "-t", str(small_disk.server.pid), "-m", "df", "--output=avail", "-B1", str(small_disk.folder / "server")],
             capture_output=True, text=True, check=True,
         ).stdout.split()[-1]  # fmt: skip
         filler(small_disk).write_bytes(bytes(int(free) - (14 << 20)))  # enough for the journal, and not for a result
