@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 QUICK_RING = "not slow"
 """Of markers: the tests that `pytest` alone runs."""
 
+LONG_FILES = ("test_numeric_gap.py", "test_real_models.py", "test_board_vm.py", "test_phone_vm_farm.py")
+"""Files that take the longest, or wait for what a first run makes: they come first, so that all processes end together."""
+
 # Which pytest's processes are told of a terminal that they do not write to.
 os.environ.pop("COLUMNS", None)
 
@@ -66,11 +69,12 @@ def pytest_collection() -> Generator[None, object, object]:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Refuse a slow test that does not say why it is slow."""
+    """Refuse a slow test that does not say why it is slow, and put the longest files first."""
     for item in items:
         for marker in item.iter_markers("slow"):
             if not marker.kwargs.get("reason"):
                 raise pytest.UsageError(f'{item.nodeid} is slow without a reason: @pytest.mark.slow(reason="...").')
+    items.sort(key=lambda item: item.path.name not in LONG_FILES)
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

@@ -29,7 +29,7 @@ from tests.support.farm import PROMPTLY_S, Daemon, FarmProcess, descendants, wai
 from tests.support.farm import runners as runners_of
 from tests.support.programs import cache_folder, program
 from tests.support.proxy import link_to
-from tests.support.runner import runner_archive
+from tests.support.runner import know_own_runners, runner_archive
 from tests.support.session_ends import Caller
 
 pytestmark = pytest.mark.slow(reason="kills servers and agents in the middle of sessions")
@@ -231,6 +231,7 @@ async def test_a_session_belongs_to_its_owner(tmp_path: Path) -> None:
         tmp_path / "serve.log",
     )  # fmt: skip
     agent = Daemon([], tmp_path / "agent.log")
+    know_own_runners(tmp_path / "agent")
     server.start()
     try:
         address = server.expect("listening on").rpartition(" ")[2]

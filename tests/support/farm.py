@@ -113,7 +113,7 @@ class FarmProcess:
     """A server, and the agents that it is given. `folder` keeps its data over restarts.
 
     Args:
-        prewarm: whether the server loads the compile toolchain at its start, which takes ten seconds of CPU time, also where
+        prewarm: whether the server loads the compile toolchain at its start, which takes seconds of CPU time, also where
             nothing is compiled.
         within: what stands before the server's command and becomes it.
     """
