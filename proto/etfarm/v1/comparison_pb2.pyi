@@ -783,16 +783,16 @@ class GenerationPointChange(_message.Message):
 
     PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     DEPTH_FIELD_NUMBER: _builtins.int
-    VERDICTS_FIELD_NUMBER: _builtins.int
+    BASE_VERDICT_FIELD_NUMBER: _builtins.int
+    CANDIDATE_VERDICT_FIELD_NUMBER: _builtins.int
     TTFT_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     depth: _builtins.int
-    @_builtins.property
-    def verdicts(self) -> _containers.RepeatedScalarFieldContainer[_report_pb2.VerdictStatus.ValueType]:
-        """Two values: the verdicts on the base's and on the candidate's point."""
-
+    base_verdict: _report_pb2.VerdictStatus.ValueType
+    """The verdicts on the base's and on the candidate's point."""
+    candidate_verdict: _report_pb2.VerdictStatus.ValueType
     @_builtins.property
     def ttft(self) -> Global___RateChange:
         """The time to the first token, in nanoseconds."""
@@ -808,14 +808,15 @@ class GenerationPointChange(_message.Message):
         *,
         prompt_tokens: _builtins.int = ...,
         depth: _builtins.int = ...,
-        verdicts: _abc.Iterable[_report_pb2.VerdictStatus.ValueType] | None = ...,
+        base_verdict: _report_pb2.VerdictStatus.ValueType = ...,
+        candidate_verdict: _report_pb2.VerdictStatus.ValueType = ...,
         ttft: Global___RateChange | None = ...,
         prefill: Global___RateChange | None = ...,
         decode: Global___RateChange | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill", "ttft", b"ttft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "depth", b"depth", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "ttft", b"ttft", "verdicts", b"verdicts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_verdict", b"base_verdict", "candidate_verdict", b"candidate_verdict", "decode", b"decode", "depth", b"depth", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "ttft", b"ttft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -52,7 +52,10 @@ def refuse_others(options: Mapping[str, object]) -> None:
     Raises:
         Usage: one of them is set.
     """
-    if chosen := next((name for name, value in options.items() if value not in (None, False, [], "")), None):
+    if chosen := next(
+        (name for name, value in options.items() if value is not None and value is not False and value != [] and value != ""),
+        None,
+    ):
         raise Usage(
             f"{chosen} cannot be combined with --generate, which has its own inputs and repetitions.", "Leave one of them out."
         )

@@ -315,8 +315,8 @@ class GenerationPointComparison(JsonObject):
 
     prompt_tokens: int = 0
     depth: int = 0
-    verdicts: tuple[VerdictStatus | None, ...] = ()
-    """The verdicts on the base's and on the candidate's numbers."""
+    base_verdict: VerdictStatus | None = None
+    candidate_verdict: VerdictStatus | None = None
     ttft: RateChange | None = None
     """Time to the first token, in nanoseconds."""
     prefill: RateChange | None = None

@@ -29,8 +29,8 @@ Takes REPORTs of etfarm.report/1 and returns one document in strict JSON, with e
     delegation   {METHOD: {subgraphs, delegated_nodes, non_delegated_nodes: NUMBER,
                   operators[{op, base{delegated,non_delegated}|null, candidate|null}]}}, of operators whose counts differ;
                   nodes that compute nothing, such as getitem, are not counted
-    generation   {points[{prompt_tokens, depth, verdicts[2], ttft: RATE|null, prefill, decode}], same_program}|null, of the prompt
-                  lengths and depths that both have
+    generation   {points[{prompt_tokens, depth, base_verdict, candidate_verdict, ttft: RATE|null, prefill, decode}],
+                  same_program}|null, of the prompt lengths and depths that both have
     RATE         {base, candidate, ratio, ratio_ci95[2]|null, outcome, spread_observed}    `outcome` as that of latency
     GATE         {limits[{metric, limit, unit}], strict, accept_invalid, passed, outcome: passed|failed|inconclusive,
                   reasons[FINDING], notes[FINDING]}        `passed` is whether the outcome is

@@ -250,7 +250,7 @@ def _generation(pair: Json, limit: float, gate: Gate, key: str) -> Iterator[Find
         return
     for point in points:
         where = f"{key}, prompt {point['prompt_tokens']:,} at depth {point['depth']:,}"
-        invalid = [side for side, status in zip(("base", "candidate"), point["verdicts"], strict=True) if status != "VALID"]
+        invalid = [side for side in ("base", "candidate") if point[f"{side}_verdict"] != "VALID"]
         if invalid and not gate.accept_invalid:
             message = f"{where}: no valid evidence: the {' and the '.join(invalid)} is not VALID"
             yield Finding("NO_VALID_EVIDENCE", f"{message}; --accept-invalid accepts it")

@@ -26,7 +26,8 @@ def generation(base: Json, candidate: Json) -> Json | None:
         {
             "prompt_tokens": prompt_tokens,
             "depth": depth,
-            "verdicts": [_status(old[prompt_tokens, depth]), _status(point)],
+            "base_verdict": _status(old[prompt_tokens, depth]),
+            "candidate_verdict": _status(point),
             **{key: _change(old[prompt_tokens, depth], point, metric, same_program) for key, metric in KEYS.items()},
         }
         for (prompt_tokens, depth), point in new.items()

@@ -14,7 +14,7 @@ from tests.support.comparisons import against, observed, operator, repeated, rep
 from tests.support.documents import completed
 
 PAIR = [
-    "base", "candidate", "differs", "latency", "operators", "size", "memory", "accuracy", "delegation", "changes",
+    "base", "candidate", "differs", "latency", "operators", "size", "memory", "accuracy", "delegation", "changes", "generation",
 ]  # fmt: skip
 
 

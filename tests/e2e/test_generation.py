@@ -1,0 +1,66 @@
+"""Generated text from the command line to the report, on a real farm with the real runner."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from etfarm.client import Farm, Generate, UserError
+from tests.support.farm import FarmProcess, etfarm
+from tests.support.programs import program
+
+pytestmark = pytest.mark.slow(reason="a farm measures language models")
+
+
+def test_a_language_model_has_rates_for_each_length_and_depth(farm: FarmProcess, tmp_path: Path) -> None:
+    options = ("--generate", "8", "--prompt-tokens", "4,12", "--depth", "0,50%", "--repetitions", "3", "--repeat", "2")
+    files = ("--json", "r.json", "--html", "r.html", "--threads", "1")
+    done = etfarm("bench", str(program("decoder_start").path), *options, *files, "--server", farm.address, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (report,) = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)["reports"]
+    assert report["latency"] is None and report["inputs"] is None and report["method"] == "forward"
+    generated = report["generation"]
+    assert [(point["prompt_tokens"], point["depth"]) for point in generated["points"]] == [(4, 0), (4, 26), (12, 0), (12, 22)]
+    for point in generated["points"]:
+        assert point["repetitions"] == 6 and [run["repetitions"] for run in point["runs"]] == [3, 3]
+        assert point["tokens_equal"] is True and point["error"] is None
+        assert len(point["token_ns"]) == 8 and min(point["token_ns"]) > 0
+        low, high = point["decode_tokens_per_s_ci95"]
+        assert low <= point["decode_tokens_per_s"] <= high and point["verdict"]["status"] in ("VALID", "INVALID")
+        # The first token comes after the prompt, so that no prompt is faster than its first token.
+        assert point["prompt_tokens"] * 1e9 / point["prefill_tokens_per_s"] <= point["ttft_ns"] * 1.001
+    assert generated["model"]["kv_cache_bytes"] == 4 * 64 * 32 * 4, "keys and values of two layers"
+    assert (generated["prefill_execution"], generated["decode_execution"]) == (
+        {"tokens": 4, "position": 0},
+        {"tokens": 1, "position": 4},
+    )
+    assert report["operators"] and generated["prefill_operators"] and generated["prefill_profile"]["iterations"] >= 6
+    assert report["memory"]["peak_rss_bytes"] and report["load"]["load_method_ns"] and report["telemetry"]["wall_time_ns"]
+    assert "decode" in done.stdout and "tokens/s" in done.stdout and "<polyline" in (tmp_path / "r.html").read_text()
+
+
+def test_a_language_model_is_not_measured_on_made_up_tokens(farm: FarmProcess) -> None:
+    with Farm(farm.address) as client:
+        result = client.bench(str(program("decoder_start").path)).result()
+        with pytest.raises(UserError) as refused:
+            assert result.report
+        assert refused.value.reason == "GENERATION_NOT_REQUESTED" and "--generate" in refused.value.remedy
+        assert result.reports[0].attempt is None, "refused before work"
+        other = client.bench(str(program("add").path), generate=8).result()
+        assert other.reports[0].error is not None and other.reports[0].error.reason == "NOT_A_LANGUAGE_MODEL"
+        long = client.bench(str(program("decoder_start").path), generate=Generate(8, prompt_tokens=100)).result()
+        assert long.reports[0].error is not None and long.reports[0].error.reason == "CONTEXT_TOO_SHORT"
+
+
+def test_two_methods_are_one_model(farm: FarmProcess) -> None:
+    tokens = []
+    with Farm(farm.address) as client:
+        for name in ("decoder_start", "decoder_shared"):
+            generate = Generate(8, prompt_tokens=12, depths=0, repetitions=2)
+            job = client.bench(str(program(name).path), generate=generate, threads=1)
+            report = job.result().report
+            assert report.generation is not None and report.generation.points[0].tokens_equal
+            tokens.append(report.generation.model)
+    assert tokens[1] is not None and (tokens[1].prefill_method, tokens[1].decode_method) == ("prefill", "decode")

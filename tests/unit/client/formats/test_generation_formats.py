@@ -1,0 +1,98 @@
+"""Generated text in every format: text, Markdown, tables and the page."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+from typing import Any
+
+from rich.console import Console
+
+from etfarm.client.cli.views import render
+from etfarm.client.formats import csv, generation, html, markdown, tables, units
+from etfarm.client.formats.html import generated as page
+from etfarm.client.reports import JobResult
+from etfarm.wire import report as reports
+from tests.support.generated import generated_report, point
+
+
+def document(*points: dict[str, Any], **changes: Any) -> dict[str, Any]:
+    known = points or (point(100.0, 100.0, 101.0, 99.0), point(90.0, depth=16))
+    job = {"id": "j", "state": "SUCCEEDED", "submitted_at": "2026-01-02T03:04:05Z"}
+    written = {"schema": reports.SCHEMA, "job": job, "reports": [generated_report("c1", *known, **changes)], "error": None}
+    return reports.loads(json.dumps(written))
+
+
+def terminal(written: dict[str, Any], width: int = 140) -> str:
+    console = Console(file=io.StringIO(), width=width, color_system=None)
+    console.print(render.reports(written["reports"], width=width))
+    return console.file.getvalue()  # type: ignore[attr-defined,no-any-return]
+
+
+def test_a_rate_has_as_many_digits_as_its_interval() -> None:
+    assert units.rate(112.44, (111.9, 112.9)) == ("112.4 tokens/s", "[111.9, 112.9]")
+    assert units.rate(12_345.6, (12_000.0, 12_700.0)) == ("12,346 tokens/s", "[12,000, 12,700]")
+    assert units.rate(0.5) == ("0.500 tokens/s", "") and units.rate(None) == ("-", "")
+
+
+def test_the_terminal_shows_rates_for_each_length_and_depth() -> None:
+    shown = terminal(document())
+    head, *rest = shown.splitlines()
+    assert "decode 100.0 tokens/s [99.0, 101.0]  VALID  prompt 8" in head
+    rows = [line.split() for line in rest if "tokens/s" in line]
+    assert [row[:2] for row in rows] == [["8", "0"], ["8", "16"]] and all("VALID" in row for row in rows)
+    assert "32.0 KiB, part of the planned memory" in shown and "equal in all repetitions" in shown
+    assert "16 tokens, greedy, 15 repetitions in 3 processes" in shown
+    assert "ran once" not in shown and "inputs" not in shown
+
+
+def test_a_failed_point_shows_its_error() -> None:
+    failed = {
+        **point(90.0, depth=16),
+        "error": {"message": "It failed.", "reason": "PROGRAM_FAILED"},
+        "decode_tokens_per_s": None,
+    }
+    assert "PROGRAM_FAILED" in terminal(document(point(100.0), failed))
+    assert generation.headline(document(failed)["reports"][0]["generation"]) is None
+
+
+def test_an_invalid_measurement_names_the_option_that_helps() -> None:
+    verdict = {"status": "INVALID", "reasons": [{"code": "TOO_FEW_SAMPLES", "message": "Few."}]}
+    assert "Few. Give more --repetitions." in terminal(document(verdict=verdict))
+
+
+def test_markdown_has_a_row_for_each_length_and_depth() -> None:
+    text = markdown.write(document()).decode()
+    assert "decode 100.0 tokens/s" in text and len(re.findall(r"^\| 8 \| (?:0|16) \|", text, re.MULTILINE)) == 2
+
+
+def test_tables_have_points_and_tokens() -> None:
+    rows = csv.read(csv.write(document(), "generation"), "generation")
+    assert [(row["prompt_tokens"], row["depth"], row["decode_tokens_per_s"]) for row in rows] == [(8, 0, 100.0), (8, 16, 90.0)]
+    assert (rows[0]["decode_low"], rows[0]["decode_high"], rows[0]["verdict"]) == (99.0, 101.0, "VALID")
+    tokens = csv.read(csv.write(document(), "tokens"), "tokens")
+    assert len(tokens) == 32 and (tokens[1]["token"], tokens[1]["time_ns"]) == (1, 1e7)
+    assert tables.present(document()) == tables.WHAT
+
+
+def test_the_page_has_a_line_for_each_depth_over_the_context() -> None:
+    text = html.write(document()).decode()
+    assert text.count("<polyline") == 2 and "How fast does it generate?" in text and "decode 100.0 tokens/s" not in text[:200]
+    drawn = page.plot(document()["reports"][0]["generation"]["points"])
+    assert drawn is not None
+    first, second = drawn["lines"]
+    assert first["name"] == "prompt 8" and second["name"] == "prompt 8 at depth 16"
+    assert len(first["points"].split()) == 15
+    xs = [float(each.split(",")[0]) for line in (first, second) for each in line["points"].split()]
+    assert page.LEFT < min(xs) < max(xs) <= page.WIDTH
+    assert page.plot([{**point(1.0), "token_ns": None}]) is None
+
+
+def test_the_library_has_the_numbers_typed() -> None:
+    result = JobResult.from_dict(document())
+    measured = result.reports[0].generation
+    assert measured is not None and measured.points[1].depth == 16
+    assert measured.points[0].decode_tokens_per_s_ci95 == (99.0, 101.0) and len(measured.points[0].runs) == 3
+    assert measured.model is not None and measured.model.kv_cache_bytes == 32768
+    assert result.to_dict()["reports"] == document()["reports"]

@@ -1,0 +1,57 @@
+"""The options of generated text, in the library and on the command line."""
+
+from __future__ import annotations
+
+import pytest
+
+from etfarm.client import Generate
+from etfarm.client.cli import generation
+from etfarm.client.cli.usage import Usage
+from etfarm.client.submit.bench_options import BenchOptions
+from etfarm.client.submit.options import BadOption
+
+
+def test_a_number_stands_for_that_many_tokens() -> None:
+    assert BenchOptions(generate=64).job_spec() == BenchOptions(generate=Generate(64)).job_spec()
+    assert BenchOptions(generate=64).job_spec().measurement.generation.tokens == 64
+    assert not BenchOptions().job_spec().measurement.HasField("generation")
+
+
+def test_depths_are_tokens_or_shares() -> None:
+    message = Generate(prompt_tokens=128, depths=(0, 0.75, "50%", "1024", 1.0)).message()
+    assert list(message.prompt_tokens) == [128] and message.tokens == 128
+    assert [(each.tokens, each.share) for each in message.depths] == [(0, 0), (0, 0.75), (0, 0.5), (1024, 0), (0, 1.0)]
+    assert [each.WhichOneof("depth") for each in message.depths] == ["tokens", "share", "share", "tokens", "share"]
+    assert Generate(depths=0.5).message() == Generate(depths=["50%"]).message()
+    assert not message.HasField("repetitions") and not message.HasField("warmup"), "the server's defaults"
+
+
+@pytest.mark.parametrize("depth", ["much", "1.5", "150%", 1.5, -0.5])
+def test_other_depths_are_refused(depth: str | float) -> None:
+    with pytest.raises(BadOption, match="depth"):
+        Generate(depths=depth)
+
+
+def chosen(**options: object) -> Generate | None:
+    nothing = {"prompt_tokens": None, "depth": None, "repetitions": None, "prefill_method": "", "decode_method": ""}
+    tokens = options.pop("tokens", 128)
+    return generation.options_of(tokens, **{**nothing, **options})  # type: ignore[arg-type]
+
+
+def test_the_commands_options_are_those_of_the_library() -> None:
+    generate = chosen(prompt_tokens="128, 512", depth="0,75%", repetitions=3, decode_method="decode")
+    assert generate == Generate(128, [128, 512], ["0", "75%"], 3, decode_method="decode")
+    assert chosen(tokens=None) is None
+
+
+def test_options_without_generate_are_refused() -> None:
+    with pytest.raises(Usage, match="--depth requires --generate"):
+        chosen(tokens=None, depth="0")
+    with pytest.raises(Usage, match="--prompt-tokens 'many'"):
+        chosen(prompt_tokens="many")
+
+
+def test_options_of_other_measurements_are_refused() -> None:
+    generation.refuse_others({"--iterations": None, "--method": [], "--numerics": False})
+    with pytest.raises(Usage, match="--warmup cannot be combined with --generate"):
+        generation.refuse_others({"--warmup": 0})
