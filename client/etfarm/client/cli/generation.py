@@ -52,13 +52,14 @@ def refuse_others(options: Mapping[str, object]) -> None:
     Raises:
         Usage: one of them is set.
     """
-    if chosen := next(
-        (name for name, value in options.items() if value is not None and value is not False and value != [] and value != ""),
-        None,
-    ):
+    if chosen := next((name for name, value in options.items() if _is_set(value)), None):
         raise Usage(
             f"{chosen} cannot be combined with --generate, which has its own inputs and repetitions.", "Leave one of them out."
         )
+
+
+def _is_set(value: object) -> bool:
+    return value is not None and value is not False and value != [] and value != ""
 
 
 def _length(text: str) -> int:

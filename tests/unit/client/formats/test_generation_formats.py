@@ -39,7 +39,7 @@ def test_a_rate_has_as_many_digits_as_its_interval() -> None:
 def test_the_terminal_shows_rates_for_each_length_and_depth() -> None:
     shown = terminal(document())
     head, *rest = shown.splitlines()
-    assert "decode 100.0 tokens/s [99.0, 101.0]  VALID  prompt 8" in head
+    assert "decode 100 tokens/s [99, 101]  VALID  prompt 8" in head
     rows = [line.split() for line in rest if "tokens/s" in line]
     assert [row[:2] for row in rows] == [["8", "0"], ["8", "16"]] and all("VALID" in row for row in rows)
     assert "32.0 KiB, part of the planned memory" in shown and "equal in all repetitions" in shown
@@ -64,7 +64,7 @@ def test_an_invalid_measurement_names_the_option_that_helps() -> None:
 
 def test_markdown_has_a_row_for_each_length_and_depth() -> None:
     text = markdown.write(document()).decode()
-    assert "decode 100.0 tokens/s" in text and len(re.findall(r"^\| 8 \| (?:0|16) \|", text, re.MULTILINE)) == 2
+    assert "decode 100 tokens/s" in text and len(re.findall(r"^\| 8 \| (?:0|16) \|", text, re.MULTILINE)) == 2
 
 
 def test_tables_have_points_and_tokens() -> None:
@@ -78,7 +78,7 @@ def test_tables_have_points_and_tokens() -> None:
 
 def test_the_page_has_a_line_for_each_depth_over_the_context() -> None:
     text = html.write(document()).decode()
-    assert text.count("<polyline") == 2 and "How fast does it generate?" in text and "decode 100.0 tokens/s" not in text[:200]
+    assert text.count("<polyline") == 2 and "How fast does it generate?" in text
     drawn = page.plot(document()["reports"][0]["generation"]["points"])
     assert drawn is not None
     first, second = drawn["lines"]
