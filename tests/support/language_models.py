@@ -156,13 +156,32 @@ def _continued(model: Decoder, tokens: list[int], integer: torch.dtype) -> list[
 
 
 def make_llama(folder: Path) -> None:
-    """Write what ExecuTorch's own `export_llm` makes of a tiny Llama with its fast attention in XNNPACK; else as `make`."""
+    """Write a tiny Llama with ExecuTorch's fast attention; else as `make`."""
+    shape = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCABULARY, "hidden_dim": 128}
+    model = export_llama(folder, shape, CONTEXT)
+    prompt = draw_tokens(SEED, VOCABULARY, PROMPT)
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(GENERATED):
+            logits = model(torch.tensor([tokens])).reshape(-1, VOCABULARY)[-1]
+            tokens.append(int(logits.argmax()))
+    _write_texts(folder, prompt, tokens[PROMPT:])
+
+
+def export_llama(folder: Path, shape: dict[str, int], context: int) -> nn.Module:
+    """Write program.pte, which ExecuTorch's `export_llm` makes of a Llama with random weights; return the eager model.
+
+    Args:
+        folder: where to write it, with what `export_llm` needs and leaves.
+        shape: arguments of ExecuTorch's `ModelArgs`.
+        context: maximum number of tokens.
+    """
     from executorch.examples.models.llama.llama_transformer import construct_transformer
     from executorch.examples.models.llama.model_args import ModelArgs
 
-    shape = {"dim": 64, "n_layers": 2, "n_heads": 4, "n_kv_heads": 2, "vocab_size": VOCABULARY, "hidden_dim": 128}
     torch.manual_seed(13)
-    model = construct_transformer(ModelArgs(max_seq_len=CONTEXT, max_context_len=CONTEXT, **shape)).eval()
+    arguments: dict[str, Any] = {"max_seq_len": context, "max_context_len": context, **shape}
+    model = construct_transformer(ModelArgs(**arguments)).eval()
     for parameter in model.parameters():
         # Larger than the usual initial weights, so that the most likely token is clearly ahead.
         nn.init.normal_(parameter, std=0.5)
@@ -174,18 +193,12 @@ def make_llama(folder: Path) -> None:
         [
             sys.executable, "-m", "executorch.extension.llm.export.export_llm", "base.checkpoint=checkpoint.pth",
             "base.params=params.json", "model.use_kv_cache=True", "model.use_sdpa_with_kv_cache=True",
-            "backend.xnnpack.enabled=True", f"export.max_seq_length={CONTEXT}", f"export.max_context_length={CONTEXT}",
+            "backend.xnnpack.enabled=True", f"export.max_seq_length={context}", f"export.max_context_length={context}",
             "export.output_name=program.pte",
         ],
         cwd=folder, capture_output=True, check=True,
     )  # fmt: skip
-    prompt = draw_tokens(SEED, VOCABULARY, PROMPT)
-    tokens = list(prompt)
-    with torch.no_grad():
-        for _ in range(GENERATED):
-            logits = model(torch.tensor([tokens])).reshape(-1, VOCABULARY)[-1]
-            tokens.append(int(logits.argmax()))
-    _write_texts(folder, prompt, tokens[PROMPT:])
+    return model
 
 
 def _write_texts(folder: Path, prompt: array[int], continuation: list[int]) -> None:

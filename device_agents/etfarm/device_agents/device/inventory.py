@@ -76,7 +76,6 @@ def parse(facts: Mapping[str, str], cores: Collection[int] | None = None) -> dev
         clusters=clusters,
         thermal_zones=readings.zone_names(facts),
         model=android.model(properties),
-        can_generate=True,  # which agents of etfarm 0.2 and before cannot
     )
     if (total := re.search(r"^MemTotal:\s+(\d{1,15}) kB", facts.get("/proc/meminfo", ""), re.MULTILINE)) is not None:
         device.memory_bytes = int(total.group(1)) * 1024

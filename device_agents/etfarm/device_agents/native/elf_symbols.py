@@ -43,13 +43,13 @@ class LibrarySymbols:
         data = path.read_bytes()
         try:
             return cls._parse(data)
-        except (struct.error, IndexError) as error:
+        except (struct.error, ValueError, IndexError, OverflowError) as error:
             raise ValueError(f"{path} is not a complete ELF library: {error}") from None
 
     @classmethod
     def _parse(cls, data: bytes) -> LibrarySymbols:
         if data[:6] != b"\x7fELF\x02\x01":
-            raise ValueError("it is not a 64-bit little-endian ELF file")
+            raise ValueError("no 64-bit little-endian file")
         header = _HEADER.unpack_from(data)
         machine, offset, size, count = header[1], header[5], header[10], header[11]
         sections = [_Section(*_SECTION.unpack_from(data, offset + index * size)) for index in range(count)]

@@ -15,8 +15,16 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.device_agents.native import build
-from etfarm.device_agents.native.toolchain import LOADERS, Compiler, ExecutorchMissing, ExecutorchPackage
+from etfarm.device_agents.native import build, stand_ins
+from etfarm.device_agents.native.elf_symbols import LibrarySymbols
+from etfarm.device_agents.native.toolchain import (
+    CUSTOM_OPERATORS,
+    LOADERS,
+    Compiler,
+    CompilerFailed,
+    ExecutorchMissing,
+    ExecutorchPackage,
+)
 from etfarm.device_agents.runners.bundle import Bundle, BundleManifest, NotABundle, open_folder, unpack
 from tests.support.runner import runner_archive, runner_bundle  # noqa: F401 - a fixture
 
@@ -77,8 +85,33 @@ def test_packing_twice_gives_the_same_bytes(runner_bundle: Bundle) -> None:  # n
 def test_compiling_twice_gives_the_same_runner(runner_bundle: Bundle, tmp_path: Path) -> None:  # noqa: F811
     compiler = Compiler.find(runner_bundle.manifest.arch)
     package = ExecutorchPackage.find(runner_bundle.manifest.arch, None, tmp_path)
-    again = build.compile_runner(compiler, package, tmp_path / "elsewhere")
-    assert again.read_bytes() == (runner_bundle.folder / build.ENTRY).read_bytes()
+    torch = stand_ins.compile_stand_ins(compiler, package.library(CUSTOM_OPERATORS), tmp_path / "stand-ins")
+    again = build.compile_runner(compiler, package, torch, tmp_path / "elsewhere")
+    for file in (again, *torch):
+        assert file.read_bytes() == (runner_bundle.folder / file.name).read_bytes(), file.name
+
+
+def test_a_bundle_without_a_symbol_of_the_custom_operators_is_refused(runner_bundle: Bundle) -> None:  # noqa: F811
+    operators = runner_bundle.folder / CUSTOM_OPERATORS
+    libraries = [runner_bundle.folder / name for name in runner_bundle.manifest.files]
+    stand_ins.require_symbols(operators, libraries)
+    lacking = [path for path in libraries if path.name != "libtorch_cpu.so"]
+    with pytest.raises(CompilerFailed, match=r"no library of the bundle defines \S*UndefinedTensorImpl\S*; add it to torch.cpp"):
+        stand_ins.require_symbols(operators, lacking)
+
+
+def test_functions_that_are_bound_when_they_are_called_are_not_required(runner_bundle: Bundle) -> None:  # noqa: F811
+    symbols = LibrarySymbols.read(runner_bundle.folder / CUSTOM_OPERATORS)
+    assert "libtorch_cpu.so" in symbols.needed
+    assert "sgemm_" not in symbols.required  # a function that another library of the bundle provides
+    assert "sgemm_" in LibrarySymbols.read(runner_bundle.folder / "libexecutorch_kernels_optimized.so").defined
+
+
+@pytest.mark.parametrize("content", [b"", b"MZ", b"\x7fELF\x02\x01" + bytes(10), b"\x7fELF\x02\x01" + b"\xff" * 80])
+def test_what_is_no_library_has_no_symbols(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "x.so").write_bytes(content)
+    with pytest.raises(ValueError, match="ELF"):
+        LibrarySymbols.read(tmp_path / "x.so")
 
 
 def test_building_imports_neither_torch_nor_executorch() -> None:
