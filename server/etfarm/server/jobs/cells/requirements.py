@@ -38,6 +38,19 @@ class DeviceLacks(UserError):
     reason = "BACKEND_MISSING"
 
 
+class AgentCannotGenerate(DeviceLacks):
+    """A device whose agent is of a version that cannot measure the generation of text."""
+
+    reason = "GENERATION_UNSUPPORTED"
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(
+            f"The agent of {device.name} cannot measure the generation of text.",
+            "Install the server's version of etfarm on the device.",
+            device=device.name,
+        )
+
+
 class Requirements:
     """Checks of cells against the requirements of their programs on inputs and devices."""
 
@@ -148,7 +161,7 @@ class Requirements:
             if not selector.matches(device):
                 continue
             if generates and not device.can_generate:
-                unsupported[own_scope(device.id)] = _cannot_generate(device)
+                unsupported[own_scope(device.id)] = AgentCannotGenerate(device)
                 continue
             runner = known_runner(self._bundles, device)
             if runner is None:
@@ -163,16 +176,6 @@ class Requirements:
             raise next(iter(unsupported.values()))
         without_runner = {own_scope(device.id) for device in unknown if supported and not self._bundles.is_coming(device.arch)}
         return frozenset(unsupported) | without_runner
-
-
-def _cannot_generate(device: Device) -> DeviceLacks:
-    error = DeviceLacks(
-        f"The agent of {device.name} cannot measure the generation of text.",
-        "Install the server's version of etfarm on the device.",
-        device=device.name,
-    )
-    error.reason = "GENERATION_UNSUPPORTED"
-    return error
 
 
 def _check_file(path: Path, method: str, facts: MethodFacts) -> None:
