@@ -444,8 +444,9 @@ def _is_one_kernel(row: Json) -> bool:
 def _kernel(row: Json) -> str:
     """Return the name of a row's kernels, with their numbers if there are several: `Softmax`, `Softmax (2 -> 3 kernels)`."""
     sides = [row[side] or {"name": None, "indexes": []} for side in ("candidate", "base")]
-    name = next((side["name"] for side in sides if side["name"]), "?")
     after, before = (len(side["indexes"]) for side in sides)
+    # The name of several kernels has no number.
+    name = max(sides, key=lambda side: len(side["indexes"]))["name"] or "?"
     if max(before, after) <= 1:
         return name
     return f"{name} ({before} -> {after} kernels)" if before and after else f"{name} ({max(before, after)} kernels)"

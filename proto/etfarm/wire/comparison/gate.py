@@ -16,7 +16,7 @@ from typing import Final
 from etfarm.wire.changes import is_other_program
 from etfarm.wire.comparison import uncertainty
 from etfarm.wire.comparison.latency import OBVIOUS
-from etfarm.wire.comparison.remedy import SIDES, how_to_decide
+from etfarm.wire.comparison.remedy import SIDES, how_to_decide, how_to_measure_again
 from etfarm.wire.comparison.sides import is_live, label
 from etfarm.wire.errors import UserError
 from etfarm.wire.report import Json
@@ -232,7 +232,7 @@ def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
     elif ends[1] > allowed:
         yield Finding(
             "INCONCLUSIVE",
-            f"{times} does not show whether it is within {limit:g} %. {_how_to_decide(pair, SIDES)}",
+            f"{times} does not show whether it is within {limit:g} %. {_how_to_decide(pair, unobserved)}",
             gate.strict,
         )
 
@@ -295,8 +295,7 @@ def _not_valid(pair: Json) -> str:
     message = f"no valid evidence: {' and '.join(parts)}"
     invalid = [side for side in sides if verdicts[side]["status"] == "INVALID"]
     if invalid:
-        which = "both" if len(invalid) == 2 else f"the {invalid[0]}"
-        message += f". Measure {which} again with `etfarm bench --require-valid --retry-invalid 2`, or with --repeat 5"
+        message += f". {how_to_measure_again(pair, invalid)}"
     return f"{message}; --accept-invalid accepts {'both' if len(sides) == 2 else 'it'}"
 
 

@@ -92,7 +92,8 @@ def _method(base: Mapping[str, Any] | None, candidate: Mapping[str, Any] | None)
     sides = [side or {} for side in (base, candidate)]
     nodes = [delegations.nodes(side) if side else (None, None) for side in sides]
     operators = [_operators(side.get("operators") or ()) for side in sides]
-    names = dict.fromkeys([*operators[0], *operators[1]])
+    # The delegation of a ready program is unknown, which does not mean that it has no operators.
+    names = dict.fromkeys([*operators[0], *operators[1]]) if all(sides) else {}
     changed = [name for name in names if operators[0].get(name) != operators[1].get(name)]
     return {
         "subgraphs": number(*(side.get("subgraphs") for side in sides)),

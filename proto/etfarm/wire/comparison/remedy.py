@@ -14,38 +14,75 @@ _PLAIN: Final = re.compile(r"[\w.-]{1,64}", re.ASCII)
 
 _CPUS: Final = re.compile(r"[0-9][0-9,-]{0,99}", re.ASCII)
 
-_REPEAT: Final = "--repeat 5"
-
 SIDES: Final = ("base", "candidate")
 
+_RUNS, _MAX_RUNS = 5, 50
+"""Number of runs to measure for the variation between them, and the maximum of a job."""
 
-def how_to_decide(pair: Json, unobserved: Sequence[str] = SIDES, *, other_program: bool) -> str:
+
+def how_to_decide(pair: Json, unobserved: Sequence[str] = (), *, other_program: bool) -> str:
     """Return how to decide which side of a PAIR is faster, as sentences without a full stop at the end.
 
     Different programs are measured in turns, if one command can repeat the circumstances of both: method, threads, cores, inputs,
-    warm-up and device. Otherwise each is measured with repeats, by a command of its own.
+    warm-up and device. Otherwise each is measured with repeats, by a command of its own. What was measured so already is measured
+    for longer, or with twice as many repeats.
 
     Args:
         pair: as in the document, up to its `size`.
-        unobserved: those of base and candidate whose variation between runs is unknown.
+        unobserved: those of base and candidate whose variation between runs is unknown, which are the ones to measure; both if
+            there is none.
         other_program: whether the reports are of different programs.
     """
-    base, candidate = pair["base"], pair["candidate"]
-    which = "each" if len(unobserved) > 1 else f"the {unobserved[0]}"
-    options = [" ".join(_circumstances(named)) for named in (base, candidate)]
-    can_share = options[0] == options[1] and base["inputs"] == candidate["inputs"] and not _has_data(pair)
-    if other_program and can_share:
-        programs, needs_inputs = _both_programs(base, candidate)
-        command = " ".join(filter(None, ("etfarm bench", programs, "--interleave", options[0], needs_inputs)))
-        return f"`{command}` measures both in turns; or measure {which} with {_REPEAT} instead of --interleave"
-    commands = {side: _alone(pair, side) for side in unobserved}
+    if pair["latency"]["method"] == "paired":
+        return f"`{_in_turns(pair)} --min-time 10` measures both in turns for longer"
+    sides = unobserved or SIDES
+    which = "each" if len(sides) > 1 else f"the {sides[0]}"
+    repeat = f"--repeat {max(_runs(pair, side) for side in sides)}"
+    if other_program and _can_share(pair):
+        return f"`{_in_turns(pair)}` measures both in turns; or measure {which} with {repeat} instead of --interleave"
+    return f"Measure {_commands(pair, sides, repeat, which)}"
+
+
+def how_to_measure_again(pair: Json, sides: Sequence[str]) -> str:
+    """Return how to replace the INVALID measurements of these sides of a PAIR, as `how_to_decide`."""
+    if pair["latency"]["method"] == "paired":
+        return f"Measure both again with `{_in_turns(pair)} --require-valid`"
+    which = "both" if len(sides) > 1 else f"the {sides[0]}"
+    command = _commands(pair, sides, "--require-valid --retry-invalid 2", f"{which} again")
+    return f"Measure {command}, or with --repeat {_RUNS}"
+
+
+def _commands(pair: Json, sides: Sequence[str], options: str, which: str) -> str:
+    """Return a command for each of the sides, or one if they are equal: `each with COMMAND`."""
+    commands = {side: _alone(pair, side, options) for side in sides}
     if len(set(commands.values())) == 1:
-        return f"Measure {which} with `{commands[unobserved[0]]}`"
-    return "Measure " + " and ".join(f"the {side} with `{command}`" for side, command in commands.items())
+        return f"{which} with `{commands[sides[0]]}`"
+    return " and ".join(f"the {side} with `{command}`" for side, command in commands.items())
 
 
-def _alone(pair: Json, side: str) -> str:
-    """Return the command that measures one side with repeats."""
+def _runs(pair: Json, side: str) -> int:
+    """Return how many runs to measure: twice as many as there are."""
+    spread = pair["latency"][f"{side}_spread"] or {}
+    known = spread["runs"] or 0 if spread.get("source") == "REPEATS" else 0
+    return min(_MAX_RUNS, max(_RUNS, 2 * known))
+
+
+def _can_share(pair: Json) -> bool:
+    """Return whether one command can repeat the circumstances of both sides."""
+    base, candidate = pair["base"], pair["candidate"]
+    is_same = list(_circumstances(base)) == list(_circumstances(candidate)) and base["inputs"] == candidate["inputs"]
+    return is_same and not _has_data(pair)
+
+
+def _in_turns(pair: Json) -> str:
+    """Return the command that measures both sides in turns."""
+    programs, needs_inputs = _both_programs(pair["base"], pair["candidate"])
+    parts = ("etfarm bench", programs, "--interleave", *_circumstances(pair["candidate"]), needs_inputs)
+    return " ".join(filter(None, parts))
+
+
+def _alone(pair: Json, side: str, options: str) -> str:
+    """Return the command that measures one side with further options."""
     named = pair[side]
     if named["recipe"]:
         program, has_examples = f"MODEL --recipe {shlex.quote(named['recipe'])}", True
@@ -53,7 +90,7 @@ def _alone(pair: Json, side: str) -> str:
         program, has_examples = f"{named['model'] if _PLAIN.fullmatch(named['model'] or '') else side}.pte", False
     data = "--data DATA.ptd" if _has_data(pair, side) else ""
     inputs = _inputs(named, has_examples=has_examples)
-    return " ".join(filter(None, ("etfarm bench", program, _REPEAT, *_circumstances(named), data, inputs)))
+    return " ".join(filter(None, ("etfarm bench", program, options, *_circumstances(named), data, inputs)))
 
 
 def _both_programs(base: Json, candidate: Json) -> tuple[str, str]:

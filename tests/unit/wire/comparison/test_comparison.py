@@ -408,6 +408,15 @@ def test_size_counts_the_data_files_and_delegation_names_who_left() -> None:
     assert pair["delegation"]["forward"]["delegated_nodes"]["change"] == -1
 
 
+def test_the_unknown_delegation_of_a_ready_program_is_no_change_of_operators() -> None:
+    operators = [{"op": "aten_mean_dim", "delegated": 1, "non_delegated": 0}]
+    known = {"forward": {"subgraphs": 1, "delegated_nodes": 1, "operators": operators}}
+    model, ready = report("b", compile={"delegation": known}), report("k", recipe=None, recipe_digest=None)
+    for sides in ((model, ready), (ready, model)):
+        delegation = only(against(*sides))["delegation"]["forward"]
+        assert delegation["operators"] == [] and delegation["delegated_nodes"]["change"] is None
+
+
 def test_other_changes_are_reported() -> None:
     tools = {"program": {"size_bytes": 1000}, "toolchain": {"torch": "2.14.0"}}
     (change,) = only(against(report("b"), report("k", compile=tools)))["changes"]

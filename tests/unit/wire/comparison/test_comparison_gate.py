@@ -316,18 +316,41 @@ def test_a_latency_that_cannot_be_trusted_is_no_evidence_unless_it_is_accepted(s
 def test_both_latencies_that_are_not_valid_are_named_with_the_command_that_measures_again() -> None:
     starved = {"status": "INVALID", "reasons": [{"code": "CPU_STARVED", "message": "So."}]}
     emulated = {"status": "NOT_BENCHMARKABLE", "reasons": [{"code": "EMULATED", "message": "So."}]}
-    again = "again with `etfarm bench --require-valid --retry-invalid 2`, or with --repeat 5; --accept-invalid accepts"
+    again = "MODEL --recipe xnnpack_fp32 --require-valid --retry-invalid 2 --threads 2 --device name=pi5-a`, or with --repeat 5"
 
-    def message(base: dict[str, Any] | None, candidate: dict[str, Any] | None) -> str:
-        (reason,) = against(report("b", verdict=base), report("k", verdict=candidate), "3%")["gate"]["reasons"]
+    def message(base: dict[str, Any] | None, candidate: dict[str, Any] | None, **both: Any) -> str:
+        (reason,) = against(report("b", verdict=base, **both), report("k", verdict=candidate, **both), "3%")["gate"]["reasons"]
         return str(reason["message"])
 
     both = "the base's latency is INVALID (CPU_STARVED) and the candidate's latency is INVALID (CPU_STARVED)"
-    assert message(starved, starved) == f"no valid evidence: {both}. Measure both {again} both"
+    command = f"again with `etfarm bench {again}; --accept-invalid accepts"
+    assert message(starved, starved) == f"no valid evidence: {both}. Measure both {command} both"
     first = "the base's latency is INVALID (CPU_STARVED)"
-    assert message(starved, {"status": "VALID"}) == f"no valid evidence: {first}. Measure the base {again} it"
+    assert message(starved, {"status": "VALID"}) == f"no valid evidence: {first}. Measure the base {command} it"
     unusable = "the base's latency is NOT BENCHMARKABLE (EMULATED) and the candidate's latency is not judged"
     assert message(emulated, None) == f"no valid evidence: {unusable}; --accept-invalid accepts both"
+    assert "--threads 2 --cores 4-7 --device" in message(starved, starved, runner={"kind": "native", "cores": "4-7"})
+
+
+def test_what_was_measured_in_turns_or_with_repeats_is_measured_for_longer() -> None:
+    few = "`etfarm bench MODEL --recipe portable --recipe xnnpack_fp32 --interleave --threads 2 --device name=pi5-a"
+    rounds = {"base_cell": "b", "rounds": 40, "process_pairs": 8, "ratio": 1.03, "ratio_ci95": [1.0, 1.06]}
+    invalid = {"status": "INVALID", "reasons": [{"code": "DRIFT", "message": "So."}]}
+
+    def reason(base: dict[str, Any], candidate: dict[str, Any]) -> str:
+        return str(against(base, candidate, "3%", strict=True)["gate"]["reasons"][0]["message"])
+
+    for verdict, expected in (
+        ({"status": "VALID"}, f"{few} --min-time 10` measures both in turns for longer"),
+        (invalid, f"Measure both again with {few} --require-valid`; --accept-invalid accepts it"),
+    ):
+        base = observed("b", 1000, (999, 1001), attempt="a", recipe="portable")
+        candidate = observed("k", 1030, (1029, 1031), attempt="a", interleaved=rounds, verdict=verdict)
+        assert reason(base, candidate).endswith(expected)
+    medians = (1000, 1060, 940, 1020, 980, 1000, 1050)
+    separate = reason(repeated("b", medians, recipe="portable"), repeated("k", medians))
+    turns = few.replace("--device", "--warmup 0 --device")
+    assert separate.endswith(f"{turns}` measures both in turns; or measure each with --repeat 14 instead of --interleave")
 
 
 def test_latencies_of_devices_of_different_kinds_are_no_evidence_unless_accepted() -> None:
