@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from linecache import getline
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from etfarm.client.export.traces import has_users_line, is_users
@@ -40,11 +41,11 @@ def recorded(base: Path) -> Iterator[None]:
             object.__setattr__(self, _ATTRIBUTE, frame)  # nn.Module's own __setattr__ needs its __init__
         original(self, *args, **kwargs)
 
-    nn.Module.__init__ = construct  # type: ignore[method-assign]
+    nn.Module.__init__ = construct
     try:
         yield
     finally:
-        nn.Module.__init__ = original  # type: ignore[method-assign]
+        nn.Module.__init__ = original
 
 
 def add_lines(program: ExportedProgram, module: nn.Module, base: Path) -> None:
@@ -89,7 +90,7 @@ def _constructed(module: nn.Module, path: str) -> str | None:
 
 def _user_frame(base: Path) -> str | None:
     """Return the innermost frame of the user's code on the stack, in the form of a stack trace."""
-    frame = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         if is_users(code.co_filename, base):
