@@ -1,10 +1,11 @@
 """What etfarm and plain ExecuTorch make of many networks with the same recipes, and whether their outputs agree.
 
-python -m tests.bench.zoo [--only GLOB] [--recipes NAME...] [--json FILE] [--markdown]
+python -m tests.bench.zoo [--only GLOB] [--recipes NAME...] [--json FILE] [--compile-only] [--markdown]
 
 Needs the extra `zoo`. Each network has random weights and a small configuration. etfarm compiles it and runs it on this machine's
 device; plain ExecuTorch, in a process without etfarm, lowers the same module with the same recipe and runs it with its Python
-binding. Prints a line of JSON for each network and recipe, and a table at the end. All of it takes hours on two cores.
+binding. With --compile-only, only etfarm's server compiles the networks, runs them, and compares them with eager PyTorch. Prints
+a line of JSON for each network and recipe, and a table at the end. All of it takes hours on two cores.
 """
 
 from __future__ import annotations
@@ -21,19 +22,23 @@ from typing import Final
 
 from tests.support.farm import FarmProcess
 from tests.zoo import catalog
-from tests.zoo.comparison import Row, run_both, table
+from tests.zoo.comparison import Row, compile_only, run_both, table
 
 RECIPES: Final = ("xnnpack_fp32", "xnnpack_pt2e_int8_static_per_channel", "portable")
 
 
-def rows(only: str, recipes: list[str], done: set[tuple[str, str]]) -> Iterator[Row]:
+def rows(only: str, recipes: list[str], done: set[tuple[str, str]], *, compiles_only: bool) -> Iterator[Row]:
     """Yield a row for each network and recipe that is not done."""
     with tempfile.TemporaryDirectory() as folder:
         running = FarmProcess(Path(folder), prewarm=True)
         try:
             with running.start().client() as farm:
                 for name, recipe in itertools.product(catalog.networks(only), recipes):
-                    if (name, recipe) not in done:
+                    if (name, recipe) in done:
+                        continue
+                    if compiles_only:
+                        yield compile_only(farm, name, recipe)
+                    else:
                         yield run_both(farm, name, recipe, Path(folder) / "plain.npz")
         finally:
             running.stop()
@@ -44,6 +49,7 @@ def main() -> int:
     parser.add_argument("--only", default="*", metavar="GLOB", help="networks, such as 'torchvision/*'")
     parser.add_argument("--recipes", nargs="+", default=list(RECIPES), metavar="NAME", help="recipes of ExecuTorch, or portable")
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the rows to a file, and skip those that it has")
+    parser.add_argument("--compile-only", action="store_true", help="neither use a device nor plain ExecuTorch")
     parser.add_argument("--markdown", action="store_true", help="print the file's table only, and run nothing")
     arguments = parser.parse_args()
     os.environ["HF_HUB_OFFLINE"] = "1"
@@ -51,7 +57,8 @@ def main() -> int:
     if arguments.json is not None and arguments.json.exists():
         known = [json.loads(line) for line in arguments.json.read_text().splitlines()]
     if not arguments.markdown:
-        for row in rows(arguments.only, arguments.recipes, {(row["network"], row["recipe"]) for row in known}):
+        done = {(row["network"], row["recipe"]) for row in known}
+        for row in rows(arguments.only, arguments.recipes, done, compiles_only=arguments.compile_only):
             known.append(row)
             print(json.dumps(row), flush=True)
             if arguments.json is not None:

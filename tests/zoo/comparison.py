@@ -35,21 +35,35 @@ def run_both(farm: Farm, name: str, recipe: str, path: Path) -> Row:
     return row
 
 
-def _etfarm(farm: Farm, name: str, recipe: str) -> tuple[Row, list[np.ndarray] | None]:
+def compile_only(farm: Farm, name: str, recipe: str) -> Row:
+    """Return what etfarm's server made of a network, which it also runs and compares with eager PyTorch."""
+    return {
+        "network": name,
+        "recipe": recipe,
+        "etfarm": _etfarm(farm, name, recipe, runs=False)[0],
+        "plain": None,
+        "compared": None,
+    }
+
+
+def _etfarm(farm: Farm, name: str, recipe: str, *, runs: bool = True) -> tuple[Row, list[np.ndarray] | None]:
     began = time.monotonic()
     try:
         network = catalog.create(name)
-        job = farm.run(ModelSource.of(network.module, network.args), recipe, name=name)
+        source = ModelSource.of(network.module, network.args)
+        job = farm.run(source, recipe, name=name) if runs else farm.compile(source, recipe, name=name)
         report = job.result().json()["reports"][0]
         row: Row = {"ok": report["error"] is None, "seconds": round(time.monotonic() - began, 1)}
         compiled = report["compile"] or {}
         row["warnings"] = sorted({warning["code"] for warning in compiled.get("warnings") or ()})
         delegation = (compiled.get("delegation") or {}).get("forward") or {}
         row |= {"delegated": delegation.get("delegated_nodes"), "left": delegation.get("non_delegated_nodes")}
-        row["sqnr_db"] = min((o["sqnr_db"] for o in report["accuracy"] or () if o["sqnr_db"] is not None), default=None)
+        checked = [output for check in compiled.get("checks") or () for output in check["outputs"] or ()]
+        outputs = (report["accuracy"] or ()) if runs else checked
+        row["sqnr_db"] = min((output["sqnr_db"] for output in outputs if output["sqnr_db"] is not None), default=None)
         if report["error"] is not None:
             return row | {"reason": report["error"]["reason"], "message": report["error"]["message"]}, None
-        return row, [_array(value) for value in job.outputs()]
+        return row, [_array(value) for value in job.outputs()] if runs else None
     except EtfarmError as error:
         return {"ok": False, "reason": error.reason, "message": error.message}, None
     except Exception as error:  # noqa: BLE001 - a library that is missing, or a bug, is one row
@@ -89,8 +103,8 @@ def table(rows: list[Row]) -> str:
     lines = ["| network | recipe | etfarm | plain ExecuTorch | outputs |", "|---|---|---|---|---|"]
     for row in rows:
         ours, theirs, compared = row["etfarm"], row["plain"], row["compared"]
-        mine = f"runs, {ours['delegated']} of {_nodes(ours)} nodes delegated" if ours["ok"] else _failure(ours)
-        plain = "runs" if theirs["ok"] else theirs["error"].replace("|", "/")[:120]
+        mine = _success(ours) if ours["ok"] else _failure(ours)
+        plain = "" if theirs is None else "runs" if theirs["ok"] else theirs["error"].replace("|", "/")[:120]
         if compared is None:
             agree = ""
         else:
@@ -101,8 +115,13 @@ def table(rows: list[Row]) -> str:
     return "\n".join(lines)
 
 
-def _nodes(row: Row) -> int | None:
-    return None if row["delegated"] is None else row["delegated"] + row["left"]
+def _success(row: Row) -> str:
+    ratio = "" if row["sqnr_db"] is None else f", {row['sqnr_db']:.0f} dB"
+    return (
+        f"{row['delegated']} of {row['delegated'] + row['left']} nodes delegated{ratio}"
+        if row["delegated"] is not None
+        else "runs"
+    )
 
 
 def _failure(row: Row) -> str:

@@ -360,3 +360,10 @@ def test_the_place_in_a_message_is_the_users_innermost_line() -> None:
     place = place_in(text, Path("/w"))
     assert place is not None and (str(place), place.code) == ("net.py:3", "y = f(x)")
     assert place_in("no frames here", Path("/w")) is None
+
+
+def test_the_users_own_line_goes_before_a_librarys_that_it_calls() -> None:
+    library = '  File "/v/site-packages/timm/vit.py", line 9, in forward\n    z\n'
+    text = f'failed\n  File "/w/net.py", line 3, in forward\n    y = self.vit(x)\n{library}'
+    assert str(place_in(text, Path("/w"))) == "net.py:3"
+    assert str(place_in(f"failed\n{library}", Path("/w"))) == "timm/vit.py:9"
