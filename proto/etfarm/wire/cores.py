@@ -80,14 +80,13 @@ def count_cpus(device: Device, cores: str = "") -> int | None:
 
 def has_cpus(device: Device, threads: int, cores: str = "") -> bool:
     """Return whether a device has a cpu for each thread, as far as its cpus are known."""
-    count = count_cpus(device, cores)
-    return count is None or threads <= count
+    return threads <= 1 or (count := count_cpus(device, cores)) is None or threads <= count
 
 
 def describe_cpus(devices: Sequence[Device], cores: str = "") -> str:
-    """Return the numbers of cpus of devices: `pi5-a has 4, pi3 has 2`."""
+    """Return the numbers of cpus of devices, of ten at most: `pi5-a has 4, pi3 has 2`."""
     texts = [f"{device.name} has {count_cpus(device, cores)}" for device in devices[:_NAMED]]
-    more = [f"{len(devices) - _NAMED} more have fewer"] if len(devices) > _NAMED else []
+    more = [f"and {len(devices) - _NAMED} more"] if len(devices) > _NAMED else []
     return ", ".join([*texts, *more])
 
 
