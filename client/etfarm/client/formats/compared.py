@@ -410,7 +410,7 @@ def _delegation(method: str, delegation: Json, *, alone: bool) -> Iterator[Fact]
         "delegated" if alone else f"delegated {method}",
         before,
         after,
-        f"{change:+d}" if change else "" if before == after else "*",
+        f"{change:+d}" if change else "" if before == after or "-" in (before, after) else "*",
     )
 
 

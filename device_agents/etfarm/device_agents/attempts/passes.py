@@ -81,7 +81,7 @@ def plan_of(measurement: job_pb2.Measurement) -> MeasurePlan:
 
 def planned_s(plan: MeasurePlan) -> float:
     """Return the time in seconds that a plan asks for, as far as it is known before the program has run."""
-    warmup_ns = plan.max_warmup_ns if plan.steady else 0
+    warmup_ns = (plan.max_warmup_ns or plan.max_time_ns) if plan.steady else 0
     return (warmup_ns + plan.min_time_ns) / 1e9
 
 

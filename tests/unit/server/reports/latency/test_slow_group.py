@@ -24,7 +24,7 @@ def interrupted(random: np.random.Generator, count: int, share: float, delay: tu
     return times.astype(np.int64)
 
 
-def found(times: Callable[[np.random.Generator], np.ndarray], most: float = 0.25) -> float:
+def detection_rate(times: Callable[[np.random.Generator], np.ndarray], most: float = 0.25) -> float:
     """Fraction of series that have a slower group above a share."""
     groups = [slow_group.find(times(np.random.default_rng(seed))) for seed in range(TRIALS)]
     return sum(group is not None and group.share > most for group in groups) / TRIALS
@@ -35,13 +35,13 @@ def found(times: Callable[[np.random.Generator], np.ndarray], most: float = 0.25
 def test_iterations_that_are_interrupted_more_often_than_allowed_are_a_slower_group(
     delay: tuple[float, float], share: float
 ) -> None:
-    assert found(lambda random: interrupted(random, 1000, share, delay, 0.01)) > 0.99
-    assert found(lambda random: interrupted(random, 30, share, delay, 0.01)) > 0.7, "a traced pass is short"
+    assert detection_rate(lambda random: interrupted(random, 1000, share, delay, 0.01)) > 0.99
+    assert detection_rate(lambda random: interrupted(random, 30, share, delay, 0.01)) > 0.7, "a traced pass is short"
 
 
 @pytest.mark.parametrize("count", [30, 1000])
 def test_a_few_interruptions_are_within_the_limit(count: int) -> None:
-    assert found(lambda random: interrupted(random, count, 0.1, (0.3, 3.0), 0.01)) < 0.1
+    assert detection_rate(lambda random: interrupted(random, count, 0.1, (0.3, 3.0), 0.01)) < 0.1
 
 
 def test_the_share_and_the_ratio_are_those_of_the_slower_group() -> None:
@@ -68,7 +68,7 @@ SHAPES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize(("count", "most"), [(30, 0.08), (100, 0.01), (1000, 0.0)])
 def test_times_of_one_pace_are_one_group_however_wide(shape: str, count: int, most: float) -> None:
-    assert found(lambda random: SHAPES[shape](random, count)) <= most
+    assert detection_rate(lambda random: SHAPES[shape](random, count)) <= most
 
 
 def test_a_pace_that_changes_once_at_the_beginning_is_drift() -> None:
