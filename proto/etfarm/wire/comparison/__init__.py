@@ -6,7 +6,7 @@ Takes REPORTs of etfarm.report/1 and returns one document in strict JSON, with e
      gate: GATE|null, error: ERROR|null}
     SIDE         {job: JOB|null, file, choice, reports}   `choice` is the text after `#`, `reports` the number compared
     REPORT_NAME  {id, cell, attempt, model, recipe, method, threads, device{id,name,arch,soc}, state, error: REASON|null,
-                  verdict{status,codes[]}}
+                  verdict{status,codes[]}, cores, inputs, inputs_from_job, warmup}   `inputs` is their digest
     PAIR         {base: REPORT_NAME, candidate: REPORT_NAME, differs[], latency, operators, size, memory, accuracy[], delegation,
                   changes[{what,base,candidate}], generation}    `changes` as etfarm.wire.changes has them
                   `differs` lists those of model, recipe, method, threads and device that differ
@@ -19,8 +19,9 @@ Takes REPORTs of etfarm.report/1 and returns one document in strict JSON, with e
                   inconclusive: separate, and the spread between runs was not observed for both sides
     RUN_SPREAD   {source: REPEATS|HISTORY|PRIOR, runs, relative_stddev, p50_ci95_ns[2]|null}    as in REPORT
     operators    {by: OPERATOR|MODULE, rows[{kind: OPERATOR|DELEGATE|REST|UNATTRIBUTED, module, op_types[], source,
-                  base: TIME|null, candidate: TIME|null, change_ns, change_share}]}, the largest changes first
-    TIME         {name, indexes[], time_ns, share}         of the traced pass; a row with only one side was added or removed
+                  base: TIME|null, candidate: TIME|null, change_ns, change_share, change_ci95_ns[2]|null, outcome}],
+                  matched_by: INDEX|GRAPH|NAME}, the largest changes first (etfarm.wire.comparison.matching)
+    TIME         {name, indexes[], time_ns, share, time_ci95_ns[2]|null}         of the traced pass; a row with only one side was added or removed
     size         {total_bytes, pte_bytes, program_bytes, constant_bytes, delegate_bytes, data_bytes}: each NUMBER|null
     memory       {peak_rss_bytes, planned_bytes}: each NUMBER|null
     accuracy     [{output, base: ERRORS|null, candidate: ERRORS|null, change_db}]   `change_db` is null if the two have no
