@@ -21,7 +21,8 @@ Takes REPORTs of etfarm.report/1 and returns one document in strict JSON, with e
     operators    {by: OPERATOR|MODULE, rows[{kind: OPERATOR|DELEGATE|REST|UNATTRIBUTED, module, op_types[], source,
                   base: TIME|null, candidate: TIME|null, change_ns, change_share, change_ci95_ns[2]|null, outcome}],
                   matched_by: INDEX|GRAPH|NAME}, the largest changes first (etfarm.wire.comparison.matching)
-    TIME         {name, indexes[], time_ns, share, time_ci95_ns[2]|null}         of the traced pass; a row with only one side was added or removed
+    TIME         {name, indexes[], time_ns, share, time_ci95_ns[2]|null}   of the traced pass; a row with only one side was
+                  added or removed
     size         {total_bytes, pte_bytes, program_bytes, constant_bytes, delegate_bytes, data_bytes}: each NUMBER|null
     memory       {peak_rss_bytes, planned_bytes}: each NUMBER|null
     accuracy     [{output, base: ERRORS|null, candidate: ERRORS|null, change_db}]   `change_db` is null if the two have no
