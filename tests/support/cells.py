@@ -191,14 +191,24 @@ class World:
         await again.registry.load()
         return again
 
-    async def agent(self, name: str = "pi") -> Agent:
-        return await Agent(self, name).connect()
+    async def agent(self, name: str = "pi", *, can_generate: bool = False) -> Agent:
+        agent = Agent(self, name)
+        agent.device.can_generate = can_generate
+        return await agent.connect()
 
     async def submit(
-        self, cells: int = 1, *, on_device: bool = True, stop_after: str = "", threads: int | None = None
+        self,
+        cells: int = 1,
+        *,
+        on_device: bool = True,
+        stop_after: str = "",
+        threads: int | None = None,
+        measurement: job_pb2.Measurement | None = None,
     ) -> job_pb2.Job:
         job = job_pb2.Job(id=f"job-{self.ids()}", owner="ann")
         job.spec.stop_after = stop_after
+        if measurement is not None:
+            job.spec.measurement.CopyFrom(measurement)
         job.create_time.FromDatetime(AT)
         job.spec.candidates.add(name="net").program.pte.CopyFrom(artifact_of(b"pte"))
         for index in range(cells):

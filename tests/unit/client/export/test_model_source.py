@@ -250,3 +250,37 @@ def test_a_source_whose_parts_do_not_fit_is_refused(golden: Golden) -> None:
     golden.check(refused.value)
     with pytest.raises(e.ExampleInputsNotATuple):
         ModelSource.of(net, (x,), calibration_inputs=[x])  # type: ignore[list-item]
+
+
+class Echo(torch.nn.Module):
+    """A language model in its signature only."""
+
+    def forward(self, tokens: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.one_hot(tokens[:, -1], 8).float() + position
+
+
+def test_a_causal_lm_has_a_dynamic_length_and_the_metadata_of_executorchs_runner() -> None:
+    source = ModelSource.causal_lm(Echo().eval(), max_context_tokens=32, vocab_size=8, constant_methods={"get_bos_id": 1})
+    assert source.constant_methods == {
+        "get_max_seq_len": 32, "get_max_context_len": 32, "get_vocab_size": 8, "use_kv_cache": True,
+        "enable_dynamic_shape": True, "get_bos_id": 1,
+    }  # fmt: skip
+    tokens, position = source.example_inputs["forward"]
+    assert tokens.shape == (1, 3) and position.tolist() == [0]
+    (dims, of_position) = source.dynamic_shapes["forward"]
+    assert dims[1].max == 31 and of_position is None
+    static = ModelSource.causal_lm(Echo().eval(), max_context_tokens=32, vocab_size=8, max_prompt_tokens=1)
+    assert static.example_inputs["forward"][0].shape == (1, 1) and not static.dynamic_shapes
+
+
+@pytest.mark.parametrize(
+    "sizes", [{"max_context_tokens": 1}, {"vocab_size": 0}, {"max_prompt_tokens": 0}, {"max_prompt_tokens": 40}]
+)
+def test_a_causal_lm_of_impossible_sizes_is_refused(sizes: dict[str, int]) -> None:
+    with pytest.raises(e.BadModelSource):
+        ModelSource.causal_lm(Echo().eval(), **{"max_context_tokens": 32, "vocab_size": 8, **sizes})
+
+
+def test_a_causal_lm_takes_tokens_and_a_position() -> None:
+    with pytest.raises(e.BadModelSource, match="takes input"):
+        ModelSource.causal_lm(torch.nn.Identity(), max_context_tokens=32, vocab_size=8)

@@ -1,0 +1,26 @@
+"""The tensors that keep state from one execution to the next, such as a KV cache, are found in the instructions of a .pte."""
+
+from __future__ import annotations
+
+import pytest
+
+from etfarm.server.compile.inspect import facts, sizes
+from tests.support.programs import program
+
+CACHE_BYTES = 4 * 64 * 32 * 4
+"""Keys and values of two layers: 64 tokens of 32 values of 4 bytes."""
+
+
+@pytest.mark.slow(reason="exports language models")
+@pytest.mark.parametrize("kind", ["start", "vector", "static", "xnnpack", "custom", "shared"])
+def test_a_kv_cache_is_state_however_it_is_exported(kind: str) -> None:
+    described = facts.of_program(sizes.read(program(f"decoder_{kind}").path).program)["methods"]
+    methods = ("prefill", "decode") if kind == "shared" else ("forward",)
+    assert [described[name]["state_bytes"] for name in methods] == [CACHE_BYTES] * len(methods)
+    assert sum(described[methods[0]]["planned_bytes"]) > CACHE_BYTES
+
+
+@pytest.mark.parametrize("name", ["add", "conv"])
+def test_a_program_without_buffers_has_no_state(name: str) -> None:
+    (method,) = facts.of_program(sizes.read(program(name).path).program)["methods"].values()
+    assert method["state_bytes"] == 0
