@@ -11,7 +11,7 @@ from etfarm.client.formats import tables
 from etfarm.wire import report as wire
 from tests.support.documents import document, report
 
-BOTH = tables.WHAT
+BOTH = tables.WHAT[:2]
 
 
 @pytest.fixture

@@ -66,7 +66,7 @@ def export(
     if what is not None and format_ not in ("csv", "parquet"):
         raise Usage(f"--what requires csv or parquet, got {format_}.", "Leave it out.")
     if what is not None and what not in tables.WHAT:
-        raise Usage(f"--what {what!r} is not a table.", f"Give {' or '.join(tables.WHAT)}.", what=what)
+        raise Usage(f"--what {what!r} is not a table.", f"Give {', '.join(tables.WHAT[:-1])} or {tables.WHAT[-1]}.", what=what)
     if against is not None and format_ != "html":
         raise Usage(f"--against requires html, got {format_}.", "Use `etfarm compare` with --markdown or --json.")
     if format_ == "parquet":
