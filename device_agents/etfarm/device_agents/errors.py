@@ -168,7 +168,7 @@ class GenerationUnsupported(FarmError):
 
     def __init__(self, kind: str) -> None:
         super().__init__(
-            f"The {kind} runner of this run cannot measure the generation of text.",
+            f"The {kind} runner cannot measure the generation of text.",
             "Build the runner's bundle again with `etfarm bundle build`, and add it with `bundle add`.",
             runner=kind,
         )
