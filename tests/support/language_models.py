@@ -108,7 +108,7 @@ def make(folder: Path, kind: str) -> None:
     partitioner = {name: [XnnpackPartitioner()] for name in programs} if kind == "xnnpack" else None
     metadata = {"get_max_seq_len": CONTEXT, "get_vocab_size": VOCABULARY, "use_kv_cache": True}
     edge = to_edge_transform_and_lower(programs, partitioner=partitioner, constant_methods=metadata)
-    planning = MemoryPlanningPass(share_mutable_buffers=kind == "shared")
+    planning = MemoryPlanningPass(share_mutable_buffers=kind in ("shared", "chunked"))
     (folder / "program.pte").write_bytes(edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=planning)).buffer)
     _write_texts(folder, prompt, expected)
 
@@ -132,6 +132,11 @@ def _export(model: Decoder, kind: str) -> dict[str, Any]:
     if kind == "shared":
         return {
             "prefill": torch.export.export(model, several, dynamic_shapes=dynamic, strict=True),
+            "decode": torch.export.export(model, single, strict=True),
+        }
+    if kind == "chunked":
+        return {
+            "prefill": torch.export.export(model, _example(model, [1, 2, 3, 4], 0, _integer(kind)), strict=True),
             "decode": torch.export.export(model, single, strict=True),
         }
     if kind in ("static", "int32"):

@@ -113,6 +113,14 @@ async def test_neither_chunks_nor_the_depth_change_the_tokens(runner: RemoteRunn
     assert [list(row) for row in result.tokens] == 2 * [expected(model)]
 
 
+@pytest.mark.parametrize("depth", [0, 5])
+async def test_what_is_too_short_for_a_static_prefill_is_decoded(runner: RemoteRunner, depth: int) -> None:
+    model = program("decoder_chunked")
+    # Chunks of four tokens; of a depth of five, one is left.
+    result = await generated(runner, model, prefill_method="prefill", decode_method="decode", depth=depth)
+    assert [list(row) for row in result.tokens] == 2 * [expected(model)]
+
+
 async def test_methods_can_be_loaded_again_between_repetitions(runner: RemoteRunner) -> None:
     model = program("decoder_shared")
     changes = {"prefill_method": "prefill", "decode_method": "decode", "reload": True, "depth": 3, "warmup": 0}

@@ -31,7 +31,6 @@ _log = logging.getLogger(__name__)
 
 _LIBRARIES: Final = {
     b"torch.ops.quant.": "torchao.prototype.quantization.codebook_coreml",
-    # Registers ExecuTorch's kernels as well, which the test runs need.
     b"torch.ops.llama.": "executorch.extension.llm.custom_ops.custom_ops",
 }
 """Modules that register operators when they are imported, in addition to those that every child imports, by the text that

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
+from etfarm.server.graphs import custom_operators
 from etfarm.server.workers.errors import is_out_of_memory, signal_name
 
 HOST_BACKENDS = frozenset({"XnnpackBackend"})
@@ -255,7 +256,9 @@ def execute_method(order: dict[str, Any]) -> dict[str, object]:
     from etfarm.wire import tensors
 
     try:
-        program = Runtime.get().load_program(
+        runtime = Runtime.get()
+        custom_operators.register()  # as in runners
+        program = runtime.load_program(
             Path(order["pte"]), verification=Verification.InternalConsistency, data_path=next(iter(order["data"]), None)
         )
         method = program.load_method(order["method"])

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from etfarm.server.graphs import custom_operators
 from etfarm.wire.errors import UserError
 from etfarm.wire.tensors import Scalar, Tensor, Value
 
@@ -47,6 +48,7 @@ def load(model: Path, screen: Screen | None = None) -> ExportedProgram:
     import torchao  # noqa: F401 - registers its operators
     from torch.export.pt2_archive._package import load_pt2
 
+    custom_operators.register()
     try:
         with model.open("rb") as file:  # a path would have to end in .pt2, which stored artifacts do not
             # Not torch.export.load, which falls back to the older, unscreened layout on failure.

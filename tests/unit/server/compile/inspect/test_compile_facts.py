@@ -157,6 +157,30 @@ def test_a_model_of_codebooks_loads_where_nobody_imported_their_operators(tmp_pa
     assert done.stdout.strip() == "8", done.stderr
 
 
+_CUSTOM_OPERATORS = """
+import sys
+from pathlib import Path
+import torch
+from etfarm.server.compile.program import loading
+from etfarm.server.reports.numerics import reference
+
+program = reference.load(Path(sys.argv[1])) if sys.argv[3] == "reference" else loading.load(Path(sys.argv[1]), Path(sys.argv[2]))
+print(program.module()(torch.tensor([[1, 2]]), torch.tensor([0])).shape[1])
+"""
+
+
+@pytest.mark.parametrize("reader", ["reference", "compile"])
+def test_a_model_of_custom_operators_loads_where_nobody_imported_them(tmp_path: Path, reader: str) -> None:
+    from tests.support.language_models import VOCABULARY, custom
+
+    with (tmp_path / "stored").open("wb") as file:
+        torch.export.save(custom(), file)
+    (tmp_path / "loaded").mkdir()
+    command = [sys.executable, "-c", _CUSTOM_OPERATORS, str(tmp_path / "stored"), str(tmp_path / "loaded"), reader]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.stdout.strip() == str(VOCABULARY), done.stderr
+
+
 def test_at_most_twenty_places_and_the_frequent_ones_first() -> None:
     class Many(nn.Module):
         def __init__(self) -> None:
