@@ -2,8 +2,8 @@
 
     python -m tests.bench.generation [--rounds 7] [--tokens 128] [--program LLAMA.pte --vocabulary N]
 
-All run the same program, a small Llama of ExecuTorch's `export_llm`. Rounds are interleaved in random order, so that ratios hold
-on a busy machine, too:
+All run the same program, a small Llama of ExecuTorch's `export_llm`. Rounds are interleaved in random order. On a
+busy machine only `cpu_ratios`, of the CPU time of whole repetitions, mean something:
 
 - agent: an attempt, from the plan to the uploaded times: one pair of stamps a token;
 - runner: the same command on the runner, without an agent around it;
@@ -103,7 +103,10 @@ def write_tokenizer(folder: Path) -> Path:
 
 
 class Bench:
-    """The ways to generate the same number of tokens with one program; each returns ns per decoded token."""
+    """The ways to generate the same number of tokens with one program; each returns ns per decoded token.
+
+    `cpu_ns` collects the CPU time of a repetition from those that report it.
+    """
 
     def __init__(self, folder: Path, program: Path, arguments: argparse.Namespace) -> None:
         self._folder = folder
@@ -114,6 +117,7 @@ class Bench:
         self._bundle = unpack(runner_archive(), folder / "bundle")
         self._loop = build_loop(folder, self._bundle)
         self._tokenizer = write_tokenizer(folder)
+        self.cpu_ns: dict[str, list[float]] = {"bare": [], "runner": [], "agent": []}
 
     def _per_token(self, decode_ns: list[float]) -> float:
         return statistics.median(decode_ns) / (self._tokens - 1)
@@ -122,7 +126,9 @@ class Bench:
         """Run the bare loop."""
         numbers = [self._threads, PROMPT_TOKENS, self._tokens, REPETITIONS + 1]
         text = subprocess.run([*self._loop, self._program, *map(str, numbers)], capture_output=True, text=True, check=True).stdout
-        return self._per_token([float(line.split()[0]) for line in text.splitlines()[1:]])
+        rows = [[float(word) for word in line.split()] for line in text.splitlines()[1:]]
+        self.cpu_ns["bare"].append(statistics.median(row[1] for row in rows))
+        return self._per_token([row[0] for row in rows])
 
     def runner(self) -> float:
         """Run the runner's command."""
@@ -135,6 +141,8 @@ class Bench:
             await runner.load(self._program)
             await runner.load_method("forward")
             generated = await runner.generate(request, 600)
+        assert generated.cpu_ns is not None
+        self.cpu_ns["runner"].append(generated.cpu_ns / generated.repetitions)
         return self._per_token([sum(row[1:]) for row in generated.token_ns])
 
     def agent(self) -> float:
@@ -170,6 +178,7 @@ class Bench:
             (result,) = (await attempt.run()).candidates
         await server.stop(None)
         assert not result.HasField("error"), result.error
+        self.cpu_ns["agent"].append(result.telemetry.cpu_time_ns / REPETITIONS)
         times = array("q", blobs.blobs[result.generations[0].token_ns.digest])
         rows = [times[begin : begin + self._tokens] for begin in range(0, len(times), self._tokens)]
         return self._per_token([sum(row[1:]) for row in rows])
@@ -193,10 +202,12 @@ def measure(bench: Bench, rounds: int) -> dict[str, Any]:
     for number in range(rounds):
         result.append({name: ways[name]() for name in order.sample(list(ways), len(ways))})
         print(f"round {number + 1}/{rounds}: {result[-1]}", file=sys.stderr)
+    cpu_ns = {name: statistics.median(values) for name, values in bench.cpu_ns.items()}
     ratios = {f"{name}_over_bare": [each["bare"] / each[name] for each in result] for name in ways if name != "bare"}
     ratios["agent_over_text_llm_runner"] = [each["text_llm_runner"] / each["agent"] for each in result]
     return {
         "median_ratios": {name: statistics.median(values) for name, values in ratios.items()}, "ratios": ratios,
+        "cpu_ratios": {name: cpu_ns["bare"] / each for name, each in cpu_ns.items()},
         "best_tokens_per_s": {name: 1e9 / min(each[name] for each in result) for name in ways},
     }  # fmt: skip
 
