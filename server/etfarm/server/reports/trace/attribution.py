@@ -23,6 +23,12 @@ _QUANTIZATION: Final = "quantized_decomposed."
 _CHANGED: Final = {"Convert": "type", "StaticReshape": "shape", "StaticTranspose": "layout"}
 """What a kernel that lowering inserted changes, by the kind of its node."""
 
+_MOST_HOPS: Final = 8
+"""Maximum number of inserted kernels in a row between a kernel and the operator that it was inserted for."""
+
+_MOST_LINES: Final = 4
+"""Maximum number of lines in a reason."""
+
 
 @dataclass(frozen=True)
 class Attribution:
@@ -135,6 +141,12 @@ class _Delegate:
     def __init__(self, graph: xnnpack.XGraph, record: Record, handles: frozenset[int]) -> None:
         self._graph = graph
         self._record = record
+        self._consumers: dict[int, list[int]] = {}
+        self._producers: dict[int, list[int]] = {}
+        for at, node in enumerate(graph.nodes):
+            for ends, users in ((node.inputs, self._consumers), (node.outputs, self._producers)):
+                for value in ends:
+                    users.setdefault(value, []).append(at)
         # A node that quantizes an operator's output carries the operator's handle.
         self._hidden = handles - {node.debug_handle for node in graph.nodes if node.kind != "Convert"}
 
@@ -179,21 +191,18 @@ class _Delegate:
 
     def _nearest(self, number: int, *, ahead: bool) -> list[int]:
         """Return the debug handles of the nearest nodes that are operators of the model and use, or compute, a node's value."""
+        neighbours = self._consumers if ahead else self._producers
         handles: list[int] = []
         seen, front = {number}, [number]
-        while front and not handles:
-            values = {
-                value for at in front for value in (self._graph.nodes[at].outputs if ahead else self._graph.nodes[at].inputs)
-            }
-            front = [
-                at for at, node in enumerate(self._graph.nodes)
-                if at not in seen and not values.isdisjoint(node.inputs if ahead else node.outputs)
-            ]  # fmt: skip
+        for _ in range(_MOST_HOPS):
+            values = [value for at in front for value in _ends(self._graph.nodes[at], ahead=ahead)]
+            front = sorted({at for value in values for at in neighbours.get(value, ())} - seen)
             seen.update(front)
-            for at in front:
-                handle, kind = self._graph.nodes[at].debug_handle, self._graph.nodes[at].kind
-                if handle is not None and (kind != "Convert" or not ahead):
-                    handles.append(handle)
+            for node in (self._graph.nodes[at] for at in front):
+                if node.debug_handle is not None and (node.kind != "Convert" or not ahead):
+                    handles.append(node.debug_handle)
+            if handles or not front:
+                break
         return handles
 
     def _operators_of(self, part: kernels.Part) -> Mapping[int, Sequence[Node]]:
@@ -226,6 +235,10 @@ class _Delegate:
         return [node for node in nodes if not node.op_type.startswith(_QUANTIZATION)] or nodes
 
 
+def _ends(node: xnnpack.XNode, *, ahead: bool) -> tuple[int, ...]:
+    return node.outputs if ahead else node.inputs
+
+
 def _common(origins_: Sequence[Origin]) -> Origin:
     """Return the origin of a kernel that is one of several nodes; `origins_` are theirs, in order."""
     handles = tuple(sorted({handle for origin in origins_ for handle in origin.debug_handles}))
@@ -238,7 +251,7 @@ def _common(origins_: Sequence[Origin]) -> Origin:
         f"{source.file}:{source.line}" for origin in origins_ for source in (origin.sources or (origin.source,)) if source
     )
     reason = f"It is one of {len(origins_)} operators in a row, of which XNNPACK drops some without saying which"
-    reason += f": {' or '.join(lines)}." if lines else "."
+    reason += f": {' or '.join(list(lines)[:_MOST_LINES])}." if lines else "."
     return Origin(handles, op_types, module, reason=reason)
 
 
