@@ -128,3 +128,9 @@ def test_accuracy_says_how_often_the_best_class_is_the_same_and_where_nan_came_f
     assert "scores: SQNR 41.5 dB, max abs error 0.01, top-1 agrees 75 %, against the quantized program" in scores
     nan = _text(_document([], accuracy=[{"output": "scores", "reference": "program", "nan_count": 3, "reference_nan_count": 0}]))
     assert "scores: not comparable, against the program, 3 NaNs where it has none" in nan
+
+
+def test_accuracy_of_integers_says_how_many_are_equal() -> None:
+    output = {"output": "label", "reference": "quantized program", "equal": False, "max_abs_error": 3.0, "equal_share": 0.75}
+    text = _text(_document([], accuracy=[output]))
+    assert "label: 75.0 % of the integers equal, max abs error 3, against the quantized program" in text
