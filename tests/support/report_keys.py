@@ -104,7 +104,7 @@ KEYS: dict[str, Any] = {
     "latency": dict.fromkeys(
         [
             "samples_ns", "min_ns", "p50_ns", "p90_ns", "p99_ns", "mean_ns", "stddev_ns", "p50_ci95_ns", "p10_ns", "drift",
-            "effective_samples",
+            "effective_samples", "slow_share", "slow_ratio",
         ]
     ),
     "load": dict.fromkeys(["load_ns", "load_method_ns", "first_run_ns"]),
@@ -122,6 +122,7 @@ KEYS: dict[str, Any] = {
         **dict.fromkeys(["events", "event_cost_ns"]),
         "telemetry": TELEMETRY,
         "verdict": VERDICT,
+        **dict.fromkeys(["slow_share", "slow_ratio"]),
     },
     "operators": [
         {
@@ -160,7 +161,7 @@ KEYS: dict[str, Any] = {
         "program": dict.fromkeys(ARTIFACT), **dict.fromkeys(["is_timed_program", "threshold_db", "first_bad", "judged"])
     },
     "analysis": dict.fromkeys(["version", "key", "cached", "at"]),
-    "inputs": {"digest": None, "tensors": [dict.fromkeys(["name", "dtype", "shape"])]},
+    "inputs": {"digest": None, "tensors": [dict.fromkeys(["name", "dtype", "shape"])], "from_job": None},
     "runs": [
         {
             **dict.fromkeys(["warmup", "iterations", "duration_ns", "stop_reason", "steady", "warmup_ns"]),
@@ -168,6 +169,7 @@ KEYS: dict[str, Any] = {
             "verdict": VERDICT,
             "load": dict.fromkeys(["load_ns", "load_method_ns", "first_run_ns"]),
             "telemetry": TELEMETRY,
+            **dict.fromkeys(["slow_share", "slow_ratio"]),
         }
     ],
     "run_spread": dict.fromkeys(["source", "runs", "relative_stddev", "p50_ci95_ns"]),

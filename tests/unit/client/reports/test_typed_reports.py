@@ -224,7 +224,7 @@ def test_operators_and_samples_become_tables() -> None:
 
 @pytest.mark.parametrize("document", [JobResult.from_dict(RECORDED[0]), JobResult.from_dict(RECORDED[0]).reports[0]])
 def test_a_table_that_does_not_exist_is_refused(document: JobResult | Report) -> None:
-    with pytest.raises(ValueError, match=r"^table must be 'operators' or 'samples', got 'sample'\.$"):
+    with pytest.raises(ValueError, match=r"^table must be 'operators' or 'samples' or 'generation' or 'tokens', got 'sample'\.$"):
         document.to_pandas("sample")  # type: ignore[arg-type]
 
 
@@ -269,8 +269,8 @@ def test_notebooks_show_tables_in_which_names_do_no_harm() -> None:
 def test_public_names_are_pinned() -> None:
     assert etfarm.client.__all__ == [
         "AsyncFarm", "AsyncJob", "AsyncLocalSession", "AsyncSession", "CellChanged", "Comparison", "DeviceError", "EtfarmError",
-        "Farm", "FarmError", "Generate", "Job", "JobChanged", "JobResult", "LocalSession", "LogLine", "ModelSource", "Progress",
-        "Report", "Session", "UserError",
+        "Farm", "FarmError", "Generate", "Job", "JobChanged", "JobResult", "LocalSession", "LogLine", "Loop", "ModelSource",
+        "Outputs", "Progress", "Report", "Session", "UserError",
     ]  # fmt: skip
     assert [name for name in etfarm.client.__all__ if getattr(etfarm.client, name, None) is None] == []
     assert reports.__all__ == sorted(reports.__all__)
