@@ -49,9 +49,11 @@ class FairSlots:
             if turn.done() and not turn.cancelled():
                 self._release(project)  # the slot was granted at the same moment
             else:
-                queues[project].remove(turn)
-                if not queues[project]:
-                    del queues[project]
+                queue = queues.get(project)
+                if queue is not None and turn in queue:  # else a slot became free meanwhile, and the turn was passed over
+                    queue.remove(turn)
+                    if not queue:
+                        del queues[project]
             raise
 
     def _release(self, project: str) -> None:

@@ -84,6 +84,18 @@ async def test_a_slot_that_is_given_to_who_is_cancelled_in_that_moment_goes_on()
     await queue.end("c1")
 
 
+async def test_who_is_cancelled_while_a_slot_becomes_free_ends_as_cancelled() -> None:
+    for waiting in (["b1"], ["b1", "b2"], ["b1!"]):
+        queue = Queue(1)
+        await queue.add("a1", *waiting)
+        queue._ends["a1"].set()
+        queue._tasks[waiting[0]].cancel()  # a1 gives its slot back before b1 notices that it is cancelled
+        await asyncio.wait([queue._tasks[waiting[0]]])
+        assert queue._tasks[waiting[0]].cancelled()
+        await asyncio.sleep(0)
+        assert queue.running == waiting[1:]
+
+
 async def test_an_analysis_starts_beside_a_compilation_and_before_the_next() -> None:
     queue = Queue(2, reserved=1)
     await queue.add("a1", "a2", "b1")
