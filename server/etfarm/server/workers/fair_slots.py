@@ -6,7 +6,10 @@ import asyncio
 from collections import Counter, OrderedDict, deque
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TypeAlias
+from typing import Final, TypeAlias
+
+_MOST_AHEAD: Final = 8
+"""Maximum number of urgent callers in a row that receive slots before others who wait and whom only urgent ones keep waiting."""
 
 _Queues: TypeAlias = "OrderedDict[str, deque[asyncio.Future[None]]]"
 """Waiting callers by project, the project that received a slot longest ago first; no queue is empty."""
@@ -22,45 +25,71 @@ class FairSlots:
 
     def __init__(self, slots: int, reserved: int = 0) -> None:
         self._free = slots
+        self._shared = slots - reserved
         self._reserved = reserved
+        self._urgent_held = 0
+        self._ahead = 0
         self._held: Counter[str] = Counter()
         self._urgent: _Queues = OrderedDict()
         self._waiting: _Queues = OrderedDict()
 
     @asynccontextmanager
     async def take(self, project: str, *, urgent: bool = False) -> AsyncIterator[None]:
-        """Hold a slot; earlier callers of the same project go first, and all urgent callers before all others."""
-        if self._free > (0 if urgent else self._reserved):
-            self._free -= 1
-            self._held[project] += 1
+        """Hold a slot; earlier callers of the same project go first, and urgent callers before others, but not for ever."""
+        if self._is_free(urgent):
+            self._grant(project, urgent)
         else:
-            await self._wait(project, self._urgent if urgent else self._waiting)
+            await self._wait(project, urgent)
         try:
             yield
         finally:
-            self._release(project)
+            self._release(project, urgent)
 
-    async def _wait(self, project: str, queues: _Queues) -> None:
+    async def _wait(self, project: str, urgent: bool) -> None:
+        queues = self._urgent if urgent else self._waiting
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         queues.setdefault(project, deque()).append(turn)
         try:
             await turn
         except asyncio.CancelledError:
             if turn.done() and not turn.cancelled():
-                self._release(project)  # the slot was granted at the same moment
+                self._release(project, urgent)  # the slot was granted at the same moment
             else:
                 queue = queues.get(project)
                 if queue is not None and turn in queue:  # else a slot became free meanwhile, and the turn was passed over
                     queue.remove(turn)
                     if not queue:
                         del queues[project]
+                self._hand_out()  # urgent callers may have waited for this one
             raise
 
-    def _release(self, project: str) -> None:
+    def _is_free(self, urgent: bool) -> bool:
+        """Return whether a caller may take a slot now."""
+        if urgent:
+            return self._free > 0 and not (self._waiting and self._ahead >= _MOST_AHEAD)
+        return self._free > self._reserved
+
+    def _grant(self, project: str, urgent: bool) -> None:
+        self._free -= 1
+        self._held[project] += 1
+        if not urgent:
+            self._ahead = 0
+            return
+        self._urgent_held += 1
+        others_held = self._shared + self._reserved - self._free - self._urgent_held
+        if self._waiting and others_held < self._shared:
+            self._ahead += 1
+
+    def _release(self, project: str, urgent: bool) -> None:
         self._held[project] -= 1
         if not self._held[project]:
             del self._held[project]
+        self._urgent_held -= urgent
         self._free += 1
+        self._hand_out()
+
+    def _hand_out(self) -> None:
+        """Give the free slots to those who wait."""
         while (queues := self._next_queues()) is not None:
             following = min(queues, key=lambda each: self._held[each])
             queue = queues[following]
@@ -71,11 +100,10 @@ class FairSlots:
             if turn.cancelled():
                 continue
             turn.set_result(None)
-            self._free -= 1
-            self._held[following] += 1
+            self._grant(following, queues is self._urgent)
 
     def _next_queues(self) -> _Queues | None:
         """Return the queues that the next free slot goes to; None if nobody who waits may take one."""
-        if self._free and self._urgent:
+        if self._urgent and self._is_free(True):
             return self._urgent
-        return self._waiting if self._free > self._reserved and self._waiting else None
+        return self._waiting if self._waiting and self._is_free(False) else None

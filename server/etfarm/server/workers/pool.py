@@ -181,8 +181,8 @@ class Workers:
             stage_deadline_s: wall-clock seconds of each stage, and of the time before the first and after each stage; None
                 for `deadline_s` only.
             light: whether the modules of `light_preload` suffice for the task, which then never waits for `preload`.
-            urgent: whether the task goes before all others, also while they take all other slots. No other task starts
-                meanwhile.
+            urgent: whether the task goes before others, also while they take all other slots. No other task starts meanwhile;
+                after several urgent tasks in a row, one that waits goes first.
             whose: project of the caller; projects take turns for slots.
             on_event: called with each event that the task emits, in order, on the event loop. JSON objects with `stage` and a
                 `phase` of START or END name the current stage for errors, and restart the stage's clock.

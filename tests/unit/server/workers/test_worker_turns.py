@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
+from etfarm.server.workers import fair_slots
 from etfarm.server.workers.fair_slots import FairSlots
 
 
@@ -114,3 +115,38 @@ async def test_an_urgent_one_that_is_cancelled_takes_no_slot_along() -> None:
     assert await queue.cancel("a3!") == ["a1!", "a2!"]
     assert await queue.cancel("a2!") == ["a1!"]
     assert await queue.cancel("a1!") == ["b1"]
+
+
+async def test_analyses_without_end_do_not_keep_a_compilation_from_its_turn() -> None:
+    queue = Queue(2, reserved=1)
+    names = [f"{number:x}!" for number in range(16)]
+    await queue.add(*names[:2], "c", *names[2:])
+    order = list(queue.running)
+    while queue.running:
+        before = queue.running[0]
+        order += [name for name in await queue.end(before) if name not in order]
+    assert sorted(order) == sorted([*names, "c"])
+    assert order.index("c") == 2 + fair_slots._MOST_AHEAD
+
+
+async def test_analyses_beside_a_compilation_do_not_wait_for_the_next() -> None:
+    queue = Queue(2, reserved=1)
+    await queue.add("a", "b")
+    for number in range(2 * fair_slots._MOST_AHEAD):
+        await queue.add(name := f"{number:x}!")
+        assert queue.running == ["a", name]
+        await queue.end(name)
+    assert await queue.end("a") == ["b"]
+
+
+async def test_analyses_go_on_when_the_compilation_that_they_wait_for_is_cancelled() -> None:
+    queue = Queue(2, reserved=1)
+    names = [f"{number:x}!" for number in range(14)]
+    await queue.add(*names[:2], "c", *names[2:])
+    while len(queue.running) == 2:
+        await queue.end(queue.running[0])
+    (last,) = queue.running
+    await queue.cancel("c")
+    assert last in queue.running and len(queue.running) == 2
+    while queue.running:
+        await queue.end(queue.running[0])
