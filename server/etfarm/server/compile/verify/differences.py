@@ -38,6 +38,9 @@ _BEYOND_CHANCE_DB: Final = 20.0
 """How much lower the SQNR of a program must be than that of a second run of a model that does not repeat its outputs, to count as
 inaccurate: errors ten times as large as those by chance."""
 
+_BEYOND_CHANCE_SHARE: Final = 10.0
+"""How many times as many integers must differ as in such a second run."""
+
 
 @dataclass(frozen=True)
 class Difference:
@@ -91,6 +94,9 @@ def is_chance(output: Difference, chance: Difference | None) -> bool:
     """Return whether an output is hardly further from the reference than the reference from itself."""
     if chance is None or output.wrong:
         return False
+    share, chance_share = output.report["equal_share"], chance.report["equal_share"]
+    if share is not None and chance_share is not None:
+        return 1 - share <= _BEYOND_CHANCE_SHARE * (1 - chance_share)
     if output.judged_db is None or chance.judged_db is None:
         return True
     return output.judged_db > chance.judged_db - _BEYOND_CHANCE_DB
