@@ -79,8 +79,9 @@ def name_outputs(program: ExportedProgram) -> None:
 
 
 def _is_variable(name: str) -> bool:
-    """Return whether torch.fx accepts a name for a node as it is."""
-    return _FIELD.fullmatch(name) is not None and not keyword.iskeyword(name) and not hasattr(builtins, name)
+    """Return whether torch.fx accepts a name for a node as it is, and generates working code with it."""
+    is_name = _FIELD.fullmatch(name) is not None and not keyword.iskeyword(name) and not hasattr(builtins, name)
+    return is_name and name != "self"
 
 
 @contextmanager

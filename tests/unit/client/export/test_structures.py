@@ -140,6 +140,7 @@ class Returns(nn.Module):
         (lambda x: (lambda y: {"a": y, "b": y})(x + 1), ("a", "a")),
         (lambda x: (x + 1, [x * 2]), ("add", "mul")),
         (lambda x: {"a": 3, "b": x + 1}, ("", "b")),
+        (lambda x: {"self": x + 1, "b": x * 2}, ("add", "b")),
     ],
 )
 def test_outputs_have_the_names_of_their_keys_where_these_are_free(wrap: Any, names: tuple[str, ...]) -> None:
