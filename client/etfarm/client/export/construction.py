@@ -33,10 +33,10 @@ def recorded(base: Path) -> Iterator[None]:
     """
     from torch import nn
 
-    original = nn.Module.__init__
+    original, is_recording = nn.Module.__init__, True
 
     def construct(self: nn.Module, *args: Any, **kwargs: Any) -> None:
-        frame = _user_frame(base)
+        frame = _user_frame(base) if is_recording else None
         if frame is not None:
             object.__setattr__(self, _ATTRIBUTE, frame)  # nn.Module's own __setattr__ needs its __init__
         original(self, *args, **kwargs)
@@ -45,7 +45,9 @@ def recorded(base: Path) -> Iterator[None]:
     try:
         yield
     finally:
-        nn.Module.__init__ = original
+        is_recording = False
+        if nn.Module.__init__ is construct:  # else the factory, or one of another thread, has replaced it meanwhile
+            nn.Module.__init__ = original
 
 
 def add_lines(program: ExportedProgram, module: nn.Module, base: Path) -> None:

@@ -111,6 +111,23 @@ def test_only_a_factory_is_recorded_and_torch_stays_as_it_was() -> None:
     assert source_of(linear.meta["stack_trace"]) is None
 
 
+def test_what_replaces_the_constructor_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    constructed: list[str] = []
+    monkeypatch.setattr(nn.Module, "__init__", nn.Module.__init__)  # restored after the test
+    with construction.recorded(Path.cwd()):
+        inner = nn.Module.__init__
+
+        def count(self: nn.Module, *args: object, **kwargs: object) -> None:
+            constructed.append(type(self).__name__)
+            inner(self, *args, **kwargs)
+
+        nn.Module.__init__ = count  # type: ignore[method-assign]
+        recorded = nn.ReLU()
+    unrecorded = nn.GELU()
+    assert constructed == ["ReLU", "GELU"]
+    assert construction._ATTRIBUTE in vars(recorded) and construction._ATTRIBUTE not in vars(unrecorded)
+
+
 def test_models_that_executorch_brings_along_are_the_users() -> None:
     folder = "/venv/lib/python3.11/site-packages/executorch"
     assert is_users(f"{folder}/examples/models/llama/norm.py", Path("/work"))
