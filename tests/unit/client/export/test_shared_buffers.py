@@ -45,3 +45,27 @@ def test_a_shared_buffer_that_is_only_read_stays_as_it_is() -> None:
     lines: list[str] = []
     export_source(ModelSource.of(Tied(changed=False).eval(), (torch.ones(3),)), name="m", say=lines.append)
     assert not lines
+
+
+class Parts(nn.Module):
+    """A cache whose parts are buffers, which share memory but no element."""
+
+    keys: Tensor
+    values: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        cache = torch.zeros(2, 3)
+        self.register_buffer("keys", cache[0])
+        self.register_buffer("values", cache[1])
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.keys.add_(x)
+        self.values.add_(x)
+        return self.keys + self.values
+
+
+def test_parts_of_one_tensor_are_several_buffers() -> None:
+    program = torch.export.export(Parts().eval(), (torch.ones(3),))
+    assert not find_shared_buffers(program)
+    assert torch.equal(program.run_decompositions().module()(torch.ones(3)), torch.full((3,), 2.0))
