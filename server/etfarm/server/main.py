@@ -104,8 +104,8 @@ def parser() -> argparse.ArgumentParser:
                        help="file or folder that compile processes may read besides the system and the installed code; "
                        "repeatable")  # fmt: skip
     serve.add_argument("--jail-user", type=_positive, metavar="UID",
-                       help="first of the user ids that compile processes run as, one for each worker, where the server is root "
-                       "(default: chosen, from 1900000000 on)")  # fmt: skip
+                       help="first of the user ids that compile processes run as, one for each worker and one more, where the "
+                       "server is root (default: chosen, from 1900000000 on)")  # fmt: skip
     serve.add_argument("--check", action="store_true",
                        help="print the configuration, the measures of the jail and every problem, and exit: with 1 if the server "
                        "would not start")  # fmt: skip
