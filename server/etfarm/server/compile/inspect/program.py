@@ -191,12 +191,14 @@ class _Flow:
         self._lists = lists
         self._known = set(inputs)
         self._places: set[tuple[int, int]] = set()
+        self._read_lists: set[int] = set()
+        self._written_lists: set[int] = set()
         self.state: dict[int, None] = {}
 
     def call(self, arguments: tuple[int, ...]) -> None:
         """Follow the call of a kernel, whose last argument is what it returns: a value, or a list of several."""
-        written = self._members(arguments[-1:])
-        for index in self._members(arguments):
+        written = set(self._members(arguments[-1:], self._written_lists))
+        for index in self._members(arguments, self._read_lists):
             if index not in written and index not in self._known and self._is_new(index):
                 self.state[index] = None
         self.write((*arguments, *written))
@@ -209,8 +211,15 @@ class _Flow:
             if place is not None:
                 self._places.add(place)
 
-    def _members(self, indices: Iterable[int]) -> list[int]:
-        return [member for index in indices for member in (index, *self._lists.get(index, ()))]
+    def _members(self, indices: Iterable[int], expanded: set[int]) -> list[int]:
+        """Return values with the tensors of each list, once only: a file may name a long list any number of times."""
+        members: list[int] = []
+        for index in indices:
+            members.append(index)
+            if index in self._lists and index not in expanded:
+                expanded.add(index)
+                members += self._lists[index]
+        return members
 
     def _is_new(self, index: int) -> bool:
         """Return whether a value is planned where no other was before: a view of another value is at its place."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from etfarm.server.compile.inspect import facts, sizes
+from etfarm.server.compile.inspect.program import ProgramValue, TensorValue, _Flow
 from tests.support.programs import program
 
 CACHE_BYTES = 4 * 64 * 32 * 4
@@ -24,3 +25,20 @@ def test_a_kv_cache_is_state_however_it_is_exported(kind: str) -> None:
 def test_a_program_without_buffers_has_no_state(name: str) -> None:
     (method,) = facts.of_program(sizes.read(program(name).path).program)["methods"].values()
     assert method["state_bytes"] == 0
+
+
+def test_a_list_that_is_read_any_number_of_times_is_followed_once() -> None:
+    tensors = [TensorValue("float32", (1,), (0,), True, (1, number)) for number in range(50_000)]
+    lists = {len(tensors): tuple(range(len(tensors)))}
+    flow = _Flow([*tensors, None, None], lists, [0])
+    for _ in range(10):
+        flow.call((*lists,) * 50_000 + (len(tensors) + 1,))
+    assert list(flow.state) == list(range(1, len(tensors)))
+
+
+def test_a_list_that_a_kernel_writes_is_no_state() -> None:
+    values: list[ProgramValue] = [TensorValue("float32", (1,), (0,), True, (1, number)) for number in range(3)]
+    flow = _Flow([*values, None], {3: (0, 1)}, [2])
+    flow.call((2, 3))
+    flow.call((0, 3, 1, 2))
+    assert not flow.state
