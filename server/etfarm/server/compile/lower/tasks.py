@@ -309,13 +309,15 @@ def _add_footprint(lowered: lowering.Lowered, result: LowerResult) -> None:
 
 
 def _save_etrecord(lowered: lowering.Lowered, exported: Mapping[str, Any], folder: Path, result: LowerResult) -> None:
+    path = folder / "model.etrecord"
     try:
-        etrecord.save(lowered.manager.get_etrecord(), exported, lowered.transformed, folder / "model.etrecord")
-        result["etrecord"] = "model.etrecord"
+        etrecord.save(lowered.manager.get_etrecord(), exported, lowered.transformed, path)
+        result["etrecord"] = path.name
     except Exception as error:  # noqa: BLE001 - the program is complete; without the record only names in the profile are missing
         if is_out_of_memory(error):
             _log.warning("not enough memory for the ETRecord")
         traceback.print_exc()
+        path.unlink(missing_ok=True)  # after a full disk, the runs that try the program need the space
         _warn(result["warnings"], "ETRECORD_FAILED", f"No ETRecord was written: {first_line(error)}.")
 
 
