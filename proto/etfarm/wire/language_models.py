@@ -27,7 +27,8 @@ _METHODS: Final = (
 Qualcomm and Core ML exports, and of programs with one method."""
 
 _INTEGERS: Final = ("int64", "int32")
-_MAX_VOCAB: Final = 1 << 24
+MAX_VOCAB: Final = 1 << 24
+"""Maximum number of different tokens, and of logits for a token."""
 
 
 class NotALanguageModel(UserError):
@@ -76,12 +77,10 @@ def describe(facts: compile_pb2.ProgramFacts, name: str, *, prefill: str = "", d
             f"The methods {prefill!r} and {decode!r} of {name} take tokens and positions in different places.",
             "Export both with the same order of inputs.",
         )
-    tokens = facts.methods[prefill].inputs[other.token_input].dims[1]
-    model.max_prompt_tokens, model.dynamic_prompt = tokens.max, tokens.min != tokens.max
     model.positions = max(model.positions, other.positions)  # one position of a single token is a vector, too
-    if not facts.methods[decode].inputs[model.token_input].dims[1].min <= 1:
+    if (single := facts.methods[decode].inputs[model.token_input].dims[1]).min > 1:
         raise NotALanguageModel(
-            f"The method {decode!r} of {name} takes {tokens.min} tokens at least, so it cannot generate one at a time.",
+            f"The method {decode!r} of {name} takes {single.min:,} tokens at least, so it cannot generate one at a time.",
             "Export it with a length of 1, or with a dynamic length.", method=decode,
         )  # fmt: skip
     if metadata.get(_USE_KV_CACHE) == 0 or model.positions == generation_pb2.POSITION_INPUT_NONE:
@@ -96,13 +95,24 @@ def describe(facts: compile_pb2.ProgramFacts, name: str, *, prefill: str = "", d
             f"Add the constant method {MAX_SEQ_LEN} (ModelSource.constant_methods).",
         )
     model.max_context_tokens = context
-    model.max_prompt_tokens = min(model.max_prompt_tokens, context)
-    model.vocab_size = metadata.get(_VOCAB_SIZE) or _vocabulary_of(facts.methods[decode])
-    if not 1 <= model.vocab_size <= _MAX_VOCAB:
+    tokens = facts.methods[prefill].inputs[other.token_input].dims[1]
+    model.dynamic_prompt = tokens.min != tokens.max
+    if tokens.max < 1 or not (model.dynamic_prompt or tokens.max <= context):
         raise NotALanguageModel(
-            f"The size of {name}'s vocabulary is unknown or impossible: {model.vocab_size}.",
+            f"The method {prefill!r} of {name} takes {tokens.max:,} tokens, but the context has {context:,}.",
+            "Export it with a length of 1 to that of the context, or with a dynamic length.", method=prefill,
+        )  # fmt: skip
+    model.max_prompt_tokens = min(tokens.max, context)
+    # Compared before they are assigned: a file may have any numbers, and those of the message have 32 bits.
+    width = max(_vocabulary_of(facts.methods[decode]), _vocabulary_of(facts.methods[prefill]))
+    vocabulary = metadata.get(_VOCAB_SIZE) or _vocabulary_of(facts.methods[decode])
+    if not (1 <= vocabulary <= MAX_VOCAB and width <= MAX_VOCAB):
+        impossible = width if 1 <= vocabulary <= MAX_VOCAB else vocabulary
+        raise NotALanguageModel(
+            f"The size of {name}'s vocabulary is unknown or impossible: {impossible}.",
             f"Add the constant method {_VOCAB_SIZE} (ModelSource.constant_methods).",
         )
+    model.vocab_size = vocabulary
     if facts.methods[decode].HasField("state_bytes"):
         model.kv_cache_bytes = facts.methods[decode].state_bytes
     for key in sorted(metadata):

@@ -57,7 +57,13 @@ def test_methods_can_be_named() -> None:
         (facts({"prefill": method(START, TOKENS), "decode": method(SINGLE, START)}), "different places"),
         (facts(get_max_seq_len=0), "how many tokens"),
         (facts(get_max_seq_len=1 << 40), "how many tokens"),
+        (facts(get_max_seq_len=-(1 << 62)), "how many tokens"),
         (facts(get_vocab_size=-5), "vocabulary"),
+        (facts(get_vocab_size=1 << 40), "vocabulary"),
+        (facts(get_vocab_size=-(1 << 62)), "vocabulary"),
+        (facts({"prefill": method(tensor("int64", 1, CONTEXT + 1), START), "decode": method(SINGLE, START)}), "takes 65 tokens"),
+        (facts({"forward": method(tensor("int64", 1, 0), START)}), "takes 0 tokens"),
+        (facts({"prefill": method(SINGLE, START), "decode": method(tensor("int64", 1, 8), START)}), "'decode' of m takes 8"),
     ],
 )  # fmt: skip
 def test_other_programs_are_refused(known: compile_pb2.ProgramFacts, why: str) -> None:
