@@ -49,10 +49,10 @@ Global___PositionInput: _TypeAlias = PositionInput  # noqa: Y015
 class GenerationOptions(_message.Message):
     """Text generation by a language model: what a user requests, what the farm knows of the program, and what an agent does.
 
-    A repetition of a measurement starts with an empty context. It first executes `depth` tokens, which are not timed, then
-    processes the prompt (prefill), and then generates one token after another (decode). Each generated token is the one with the
-    largest logit, the lowest of equal ones; no token ends the text early. A prompt that is longer than one execution allows is
-    processed in chunks of the largest size, and a shorter rest.
+    `depth` tokens are executed first, which is not timed; once for all repetitions of a point, whose own tokens come behind them,
+    unless the plan reloads. A repetition processes the prompt (prefill), and then generates one token after another (decode). Each
+    generated token is the one with the largest logit, the lowest of equal ones; no token ends the text early. A prompt that is
+    longer than one execution allows is processed in chunks of the largest size, and a shorter rest.
 
     What to measure, as Measurement.generation.
     """

@@ -97,8 +97,13 @@ def _find_unobserved(reports: tuple[Json, Json], pair: Json) -> tuple[str, ...]:
     """Return the sides of a pair that were measured separately, and whose runs vary by an unknown amount."""
     if (ratio := latency.compared(*reports)) is not None:
         return ratio.unobserved
-    rates = [point["decode"] for point in pair["generation"]["points"]] if pair["generation"] else []
+    points = pair["generation"]["points"] if pair["generation"] else []
+    rates = [point["decode"] or point["ttft"] for point in points]
     return SIDES if any(rate and not rate["spread_observed"] for rate in rates) else ()
+
+
+def _has_other_lengths(pair: Json, reports: tuple[Json, Json]) -> bool:
+    return pair["generation"] is not None and not generation.has_equal_lengths(*reports)
 
 
 def _remedy(pair: Json, unobserved: Sequence[str]) -> str:
@@ -127,6 +132,11 @@ def _notes(reports: Sequence[tuple[Json, Json]], pairs: Sequence[Json], base: Si
             f"{note} To compare two reports of one job give JOB#0 JOB#1: it has {base.listed}." if len(base.reports) > 1 else note
         )
         return
+    lengths = next((both for pair, both in zip(pairs, reports, strict=True) if _has_other_lengths(pair, both)), None)
+    if lengths is not None:
+        old, new = (report["generation"]["generated_tokens"] for report in lengths)
+        lacks = f"Decode is not compared: the base generated {old:,} tokens, the candidate {new:,}"
+        yield f"{lacks}. Measure both with the same number."
     compared = [(pair, _find_unobserved(both, pair)) for pair, both in zip(pairs, reports, strict=True)]
     unclear = [(pair, unobserved) for pair, unobserved in compared if unobserved]
     if unclear:

@@ -240,7 +240,7 @@ def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
 def _generation(pair: Json, limit: float, gate: Gate, key: str) -> Iterator[Finding]:
     """Judge the time for a token, or to the first one, at every prompt length and depth that both sides have."""
     generated = pair["generation"]
-    points = [point for point in generated["points"] if point[key] and point[key]["ratio"]] if generated else []
+    points = [point for point in generated["points"] if point[key]] if generated else []
     if not points:
         yield Finding("NO_VALID_EVIDENCE", f"no valid evidence: {key} was not measured on both sides at a common point")
         return
@@ -250,10 +250,15 @@ def _generation(pair: Json, limit: float, gate: Gate, key: str) -> Iterator[Find
         return
     for point in points:
         where = f"{key}, prompt {point['prompt_tokens']:,} at depth {point['depth']:,}"
-        invalid = [side for side in ("base", "candidate") if point[f"{side}_verdict"] != "VALID"]
+        invalid = [side for side in SIDES if point[f"{side}_verdict"] != "VALID"]
         if invalid and not gate.accept_invalid:
             message = f"{where}: no valid evidence: the {' and the '.join(invalid)} is not VALID"
             yield Finding("NO_VALID_EVIDENCE", f"{message}; --accept-invalid accepts it")
+            continue
+        missing = [side for side in SIDES if point[key][side] is None]
+        if missing or not point[key]["ratio"]:
+            what = f"the {' and the '.join(missing)} did not measure it" if missing else "its numbers have no ratio"
+            yield Finding("NO_VALID_EVIDENCE", f"{where}: no valid evidence: {what}")
             continue
         yield from _rate(point[key], where, limit, gate, is_time=key == TTFT, same_program=generated["same_program"])
 
@@ -270,6 +275,9 @@ def _rate(change: Json, where: str, limit: float, gate: Gate, *, is_time: bool, 
             yield Finding("SAME_PROGRAM", message, is_reason=False)
     elif not change["spread_observed"] and change["outcome"] == "slower" and times[0] > allowed:
         yield Finding("SLOWER", f"slower by more than separate runs of one program differ ({OBVIOUS:g}x), {text}")
+    elif not change["spread_observed"] and change["outcome"] == "faster":
+        message = f"faster by more than separate runs of one program differ ({OBVIOUS:g}x), {text}"
+        yield Finding("FASTER", f"{message}; it is not known how much runs vary", is_reason=False)
     elif not change["spread_observed"]:
         message = f"{text} in separate runs does not show whether it is within {limit:g} %: it is not known how much runs vary"
         yield Finding("NO_SPREAD", f"{message}. Measure each with --repeat 5")

@@ -14,21 +14,27 @@ from etfarm.wire.report import Json
 
 KEYS: Final = {"ttft": "ttft_ns", "prefill": "prefill_tokens_per_s", "decode": "decode_tokens_per_s"}
 """Keys of a changed point, each with the key of REPORT.generation.points that it compares."""
+_DECODE: Final = "decode"
 _TIMES: Final = {"ttft_ns"}
 """Metrics that are times; the others are rates."""
 
 
 def generation(base: Json, candidate: Json) -> Json | None:
-    """Return the generation part of a PAIR; None unless both sides generated at the same prompt length and depth."""
+    """Return the generation part of a PAIR; None unless both sides generated at the same prompt length and depth.
+
+    Decode is compared for equal numbers of tokens only: it slows down as the context grows.
+    """
     old, new = _points(base), _points(candidate)
-    same_program = latency.is_same_program(base, candidate)
+    same_program = latency.is_same_program(base, candidate) and _prefill_method(base) == _prefill_method(candidate)
+    keys = {key: metric for key, metric in KEYS.items() if key != _DECODE or has_equal_lengths(base, candidate)}
     points = [
         {
             "prompt_tokens": prompt_tokens,
             "depth": depth,
             "base_verdict": _status(old[prompt_tokens, depth]),
             "candidate_verdict": _status(point),
-            **{key: _change(old[prompt_tokens, depth], point, metric, same_program) for key, metric in KEYS.items()},
+            **dict.fromkeys(KEYS),
+            **{key: _change(old[prompt_tokens, depth], point, metric, same_program) for key, metric in keys.items()},
         }
         for (prompt_tokens, depth), point in new.items()
         if (prompt_tokens, depth) in old
@@ -36,9 +42,20 @@ def generation(base: Json, candidate: Json) -> Json | None:
     return {"points": points, "same_program": same_program} if points else None
 
 
+def has_equal_lengths(base: Json, candidate: Json) -> bool:
+    """Return whether two reports generated the same number of tokens in each repetition."""
+    lengths = [report["generation"] and report["generation"]["generated_tokens"] for report in (base, candidate)]
+    return lengths[0] == lengths[1]
+
+
 def _points(report: Json) -> dict[tuple[int, int], Json]:
     generated = report["generation"]
     return {(point["prompt_tokens"], point["depth"]): point for point in generated["points"]} if generated else {}
+
+
+def _prefill_method(report: Json) -> str | None:
+    model = report["generation"] and report["generation"]["model"]
+    return model["prefill_method"] if model else None
 
 
 def _status(point: Json) -> str | None:

@@ -54,6 +54,7 @@ def test_only_common_points_are_compared() -> None:
         (point(120.0, 120.0, 121.0, 119.0), "passed", []),
         (point(90.0), "inconclusive", ["NO_SPREAD"]),
         (point(50.0), "failed", ["SLOWER"]),
+        (point(200.0), "passed", []),
         (point(90.0, 90.0, 90.5, 89.5, status="INVALID"), "inconclusive", ["NO_VALID_EVIDENCE"]),
         (point(90.0, depth=5), "inconclusive", ["NO_VALID_EVIDENCE"]),
     ],
@@ -64,6 +65,29 @@ def test_a_gate_limits_how_much_slower_tokens_may_be(
 ) -> None:
     gate = against(BASE, generated_report("k", candidate), f"{metric}=5%")["gate"]
     assert (gate["outcome"], [reason["code"] for reason in gate["reasons"]]) == (outcome, codes), gate
+
+
+@pytest.mark.parametrize("options", [["decode=5%"], ["ttft=5%"]])
+def test_a_point_that_failed_on_one_side_is_not_passed_over(options: list[str]) -> None:
+    rates = (100.0, 100.0, 100.5, 99.5)
+    failed = {**point(*rates, depth=16, status="INVALID"), **dict.fromkeys(("ttft_ns", "decode_tokens_per_s")), "runs": []}
+    base = generated_report("b", point(*rates), point(*rates, depth=16))
+    candidate = generated_report("k", point(*rates), failed)
+    gate = against(base, candidate, *options, accept_invalid=True)["gate"]
+    (reason,) = gate["reasons"]
+    assert gate["outcome"] == "inconclusive" and reason["code"] == "NO_VALID_EVIDENCE"
+    assert "depth 16: no valid evidence: the candidate did not measure it" in reason["message"]
+
+
+def test_decode_of_other_lengths_is_not_compared() -> None:
+    longer = generated_report("k", point(50.0, 50.0, 50.5, 49.5))
+    longer["generation"]["generated_tokens"] = 1024
+    document = against(BASE, longer, "decode=5%")
+    (changed,) = document["pairs"][0]["generation"]["points"]
+    assert changed["decode"] is None and changed["ttft"]["outcome"] == "slower"
+    (note,) = document["notes"]
+    assert note.startswith("Decode is not compared: the base generated 16 tokens, the candidate 1,024.")
+    assert document["gate"]["outcome"] == "inconclusive"
 
 
 def test_a_program_is_not_slower_than_itself() -> None:

@@ -30,7 +30,7 @@ _BEFORE_TIMED_S = 80.0
 _DEFAULT_MAX_TIME_S = 60.0
 """Maximum duration of a timed pass that agents assume if Measurement.max_time_s is absent."""
 _BEFORE_POINT_S = 60.0
-"""Time for the warm-up of a point of generation, and for filling its context before each repetition."""
+"""Time for the warm-up of a point of generation, and for filling its context."""
 
 
 class Dispatch:
