@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from etfarm.client.cli.usage import Usage
 
 if TYPE_CHECKING:
     from etfarm.client.submit.generate import Generate
+
+_MAX_DIGITS: Final = 20
 
 
 def options_of(
@@ -31,7 +33,7 @@ def options_of(
         "--decode-method": decode_method,
     }  # fmt: skip
     if tokens is None:
-        if chosen := next((name for name, value in belonging.items() if value), None):
+        if chosen := next((name for name, value in belonging.items() if _is_set(value)), None):
             raise Usage(f"{chosen} requires --generate.", "Give --generate too, for example --generate 128.")
         return None
     from etfarm.client.submit.generate import Generate
@@ -63,6 +65,8 @@ def _is_set(value: object) -> bool:
 
 
 def _length(text: str) -> int:
-    if not text.strip().isdecimal():
-        raise Usage(f"--prompt-tokens {text.strip()!r} is not a number of tokens.", "Give for example --prompt-tokens 128,512.")
+    if not text.strip().isdecimal() or len(text) > _MAX_DIGITS:
+        raise Usage(
+            f"--prompt-tokens {text.strip()[:40]!r} is not a number of tokens.", "Give for example --prompt-tokens 128,512."
+        )
     return int(text)

@@ -82,8 +82,8 @@ def facts(generation: Json) -> Iterator[tuple[str, str]]:
     for name, key in (("prefill", "prefill_execution"), ("decode", "decode_execution")):
         if traced := generation[key]:
             yield f"traced {name}", f"{units.count(traced['tokens'], 'token')} at position {traced['position']:,}"
-    if any(point["tokens_equal"] for point in generation["points"]):
-        equal = all(point["tokens_equal"] in (None, True) for point in generation["points"])
+    if known := [point["tokens_equal"] for point in generation["points"] if point["tokens_equal"] is not None]:
+        equal = all(known)
         yield "tokens", "equal in all repetitions" if equal else "different between repetitions"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Final, SupportsIndex
 
 from etfarm.client.submit.options import BadOption, to_list
 from etfarm.v1 import generation_pb2
@@ -39,13 +39,21 @@ class Generate:
         """Check the values that the server cannot check.
 
         Raises:
-            BadOption: a depth is neither a number of tokens nor a share.
+            BadOption: a depth is neither a number of tokens nor a share, or a number needs more than 32 bits.
         """
         self.message()
 
     def message(self) -> generation_pb2.GenerationOptions:
         """Return the options as a part of a Measurement."""
         depths = [self.depths] if isinstance(self.depths, int | float | str) else list(self.depths)
+        counts = {
+            "tokens": [self.tokens], "prompt_tokens": to_list(self.prompt_tokens), "repetitions": [self.repetitions],
+            "warmup": [self.warmup],
+        }  # fmt: skip
+        for name, values in counts.items():
+            for value in values:
+                if value is not None:
+                    _require_count(name, value)
         return generation_pb2.GenerationOptions(
             tokens=self.tokens,
             prompt_tokens=to_list(self.prompt_tokens),
@@ -69,7 +77,22 @@ def _depth(depth: int | float | str) -> generation_pb2.ContextDepth:
         if not 0 <= depth <= 1:
             raise _bad_depth(depth)
         return generation_pb2.ContextDepth(share=depth)
+    _require_count("depths", depth)
     return generation_pb2.ContextDepth(tokens=depth)
+
+
+def _require_count(option: str, value: int) -> None:
+    """Require a number that a message can hold; the server knows the limits of each.
+
+    Raises:
+        BadOption: it is negative, too large, or no whole number.
+    """
+    is_whole = isinstance(value, SupportsIndex) and not isinstance(value, bool)
+    if not is_whole or not 0 <= value < 1 << 31:
+        raise BadOption(
+            f"`{option}` must be a whole number of 0 or more with at most 31 bits, got {str(value)[:40]}.",
+            "Give a number such as 128.", option=option,
+        )  # fmt: skip
 
 
 def _bad_depth(depth: object) -> BadOption:

@@ -47,6 +47,13 @@ def test_the_terminal_shows_rates_for_each_length_and_depth() -> None:
     assert "ran once" not in shown and "inputs" not in shown
 
 
+def test_tokens_that_differ_are_a_fact_even_at_every_point() -> None:
+    shown = terminal(document({**point(100.0), "tokens_equal": False}))
+    assert "different between repetitions" in shown
+    unknown = document({**point(100.0), "tokens_equal": None})["reports"][0]["generation"]
+    assert "tokens" not in dict(generation.facts(unknown))
+
+
 def test_a_failed_point_shows_its_error() -> None:
     failed = {
         **point(90.0, depth=16),

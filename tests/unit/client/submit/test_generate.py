@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from etfarm.client import Generate
@@ -32,6 +34,16 @@ def test_other_depths_are_refused(depth: str | float) -> None:
         Generate(depths=depth)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"tokens": 1 << 40}, {"prompt_tokens": [1 << 31]}, {"depths": "99999999999"}, {"depths": -1}, {"repetitions": 1 << 33}],
+)
+def test_numbers_that_no_message_can_hold_are_refused(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(BadOption, match=f"`{name}` must be a whole number"):
+        Generate(**options)
+
+
 def chosen(**options: object) -> Generate | None:
     nothing = {"prompt_tokens": None, "depth": None, "repetitions": None, "prefill_method": "", "decode_method": ""}
     tokens = options.pop("tokens", 128)
@@ -49,6 +61,10 @@ def test_options_without_generate_are_refused() -> None:
         chosen(tokens=None, depth="0")
     with pytest.raises(Usage, match="--prompt-tokens 'many'"):
         chosen(prompt_tokens="many")
+    with pytest.raises(Usage, match="--prompt-tokens '999"):
+        chosen(prompt_tokens="9" * 5000)
+    with pytest.raises(BadOption, match="prompt_tokens"):
+        chosen(prompt_tokens="99999999999")
 
 
 def test_options_of_other_measurements_are_refused() -> None:
