@@ -46,7 +46,9 @@ def facts(methods: dict[str, compile_pb2.MethodFacts] | None = None, **metadata:
 def plan(*points: tuple[int, int], tokens: int = 4, repetitions: int = 3) -> generation_pb2.GenerationPlan:
     """A plan for `facts()`."""
     return generation_pb2.GenerationPlan(
-        model=generation_pb2.LanguageModel(prefill_method="forward", decode_method="forward", vocab_size=VOCABULARY),
+        model=generation_pb2.LanguageModel(
+            prefill_method="forward", decode_method="forward", max_prompt_tokens=CONTEXT - 1, vocab_size=VOCABULARY
+        ),
         points=[generation_pb2.GenerationPoint(prompt_tokens=prompt, depth=depth) for prompt, depth in points or [(8, 0)]],
         generated_tokens=tokens,
         repetitions=repetitions,

@@ -10,6 +10,7 @@ from typing import Final
 
 from etfarm.v1 import agent_pb2, common_pb2, generation_pb2
 from etfarm.wire.generation import TIME_BYTES, TOKEN_BYTES
+from etfarm.wire.language_models import MAX_VOCAB
 
 MAX_TRACED: Final = 1_000
 """Maximum number of traced iterations of a method."""
@@ -84,13 +85,12 @@ def _check_process(
             )
         if len(point.prefill_ns) != point.repetitions or any(value < _LEAST_NS for value in point.prefill_ns):
             raise BadGenerationResult("the times of its prompts are not those of its repetitions")
-        if len(point.telemetry.series) > _MAX_POINTS_OF_SERIES:
-            raise BadGenerationResult("it has too many points of telemetry")
     if not any(point.repetitions for point in generated.points):
         raise BadGenerationResult("it has no repetition, and no error of its own")
-    for trace in (generated.prefill, generated.decode):
-        if len(trace.traced_ns) > MAX_TRACED or any(value < 0 for value in trace.traced_ns):
-            raise BadGenerationResult(f"it has more than {MAX_TRACED:,} traced iterations, or negative times of them")
+    of_parts = (part.telemetry for part in (generated, generated.prefill, generated.decode, *generated.points))
+    if any(len(telemetry.series) > _MAX_POINTS_OF_SERIES for telemetry in of_parts):
+        raise BadGenerationResult("it has too many points of telemetry")
+    _check_traces(generated, plan)
     rows = [repetition for point in generated.points for repetition in point.prefill_ns]
     columns = plan.generated_tokens
     times = _read(generated.token_ns, "q", TIME_BYTES * len(rows) * columns, "times", path)
@@ -102,9 +102,27 @@ def _check_process(
     if 2 * sum(value < _LEAST_NS for value in times) > len(times):
         raise BadGenerationResult(f"more than half of its tokens take less than {_LEAST_NS} ns")
     tokens = _read(generated.tokens, "i", TOKEN_BYTES * len(rows) * columns, "tokens", path)
-    if min(tokens) < 0 or max(tokens) >= plan.model.vocab_size:
-        raise BadGenerationResult(f"it has a token that is not within the vocabulary of {plan.model.vocab_size:,}")
+    # A program may have more logits than its metadata says, for example for the alignment of its last layer.
+    if min(tokens) < 0 or max(tokens) >= MAX_VOCAB:
+        raise BadGenerationResult(f"it has a token that is negative or not below {MAX_VOCAB:,}")
     return sum(times)
+
+
+def _check_traces(generated: agent_pb2.GenerationResult, plan: generation_pb2.GenerationPlan) -> None:
+    """Check the traced passes of a process, of which those that are absent have no iterations."""
+    point = plan.points[plan.traced_point]
+    chunk = min(point.prompt_tokens, plan.model.max_prompt_tokens)
+    for name, trace, requested in (
+        ("prefill", generated.prefill, (chunk, point.depth)),
+        ("decode", generated.decode, (1, point.depth + point.prompt_tokens)),
+    ):
+        if len(trace.traced_ns) > MAX_TRACED or any(value < 0 for value in trace.traced_ns):
+            raise BadGenerationResult(f"it has more than {MAX_TRACED:,} traced iterations, or negative times of them")
+        if generated.HasField(name) and (trace.tokens, trace.position) != requested:
+            raise BadGenerationResult(
+                f"its trace of {name} is of {trace.tokens:,} tokens at position {trace.position:,} instead of "
+                f"{requested[0]:,} at {requested[1]:,}"
+            )
 
 
 def _read(artifact: common_pb2.Artifact, kind: str, size_bytes: int, what: str, path: Callable[[str], Path]) -> array[int]:

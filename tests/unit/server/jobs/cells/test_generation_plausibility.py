@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.jobs.cells.plausibility import ImplausibleResult, Plan, artifacts_of, check_candidate
-from etfarm.v1 import agent_pb2, job_pb2
+from etfarm.v1 import agent_pb2, job_pb2, report_pb2
 from etfarm.v1.generation_pb2 import GenerationOptions
 from etfarm.wire.chunks import artifact_of
 from tests.support.generated import plan, process
@@ -21,6 +21,8 @@ TIMES = [[9_000, 1_000, 1_100, 900]] * 6
 def honest(folder: Path, processes: int = 1) -> agent_pb2.CandidateResult:
     result = agent_pb2.CandidateResult(cell_id="c", threads=1, warmup_ns=1_000)
     result.generations.extend(process(folder, ASKED, TIMES) for _ in range(processes))
+    result.generations[-1].prefill.MergeFrom(agent_pb2.GenerationTrace(traced_ns=[8_000], tokens=8, position=0))
+    result.generations[-1].decode.MergeFrom(agent_pb2.GenerationTrace(traced_ns=[1_000], tokens=1, position=8))
     return result
 
 
@@ -43,6 +45,17 @@ def _replace(result: agent_pb2.CandidateResult, folder: Path, name: str, data: b
     (folder / holder.digest).write_bytes(data)
 
 
+def _add_series(telemetry: report_pb2.RunTelemetry) -> None:
+    for _ in range(121):
+        telemetry.series.add()
+
+
+def test_more_logits_than_the_vocabulary_are_no_fault_of_the_device(tmp_path: Path) -> None:
+    result = honest(tmp_path)
+    _replace(result, tmp_path, "tokens", array("i", [ASKED.model.vocab_size + 31] * 24).tobytes())
+    check(result, tmp_path)
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -54,11 +67,16 @@ def _replace(result: agent_pb2.CandidateResult, folder: Path, name: str, data: b
         (lambda result, folder: result.generations[0].points[0].prefill_ns.append(5), "times of its prompts"),
         (lambda result, folder: result.generations[0].points[0].prefill_ns.__setitem__(0, 99_000), "longer than the time"),
         (lambda result, folder: result.generations[0].decode.traced_ns.extend([5] * 1001), "traced iterations"),
+        (lambda result, folder: setattr(result.generations[0].decode, "position", -5), "position -5 instead of 1 at 8"),
+        (lambda result, folder: setattr(result.generations[0].prefill, "tokens", 7), "7 tokens at position 0 instead of 8 at 0"),
+        (lambda result, folder: _add_series(result.generations[0].telemetry), "points of telemetry"),
+        (lambda result, folder: _add_series(result.generations[0].decode.telemetry), "points of telemetry"),
         (lambda result, folder: _replace(result, folder, "token_ns", bytes(8)), "bytes instead of"),
         (lambda result, folder: _replace(result, folder, "token_ns", array("q", [-5] * 24).tobytes()), "negative"),
         (lambda result, folder: _replace(result, folder, "token_ns", array("q", [9_000, 1, 1, 1] * 6).tobytes()), "than half"),
         (lambda result, folder: _replace(result, folder, "token_ns", array("q", [10**12] * 24).tobytes()), "of an attempt"),
-        (lambda result, folder: _replace(result, folder, "tokens", array("i", [96] * 24).tobytes()), "vocabulary"),
+        (lambda result, folder: _replace(result, folder, "tokens", array("i", [1 << 24] * 24).tobytes()), "not below 16,777,216"),
+        (lambda result, folder: _replace(result, folder, "tokens", array("i", [-1] * 24).tobytes()), "negative"),
         (lambda result, folder: result.samples.CopyFrom(result.generations[0].tokens), "samples of a timed pass"),
     ],
 )  # fmt: skip
