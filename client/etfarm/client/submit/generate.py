@@ -46,8 +46,8 @@ class Generate:
     def message(self) -> generation_pb2.GenerationOptions:
         """Return the options as a part of a Measurement."""
         depths = [self.depths] if isinstance(self.depths, int | float | str) else list(self.depths)
-        counts = {
-            "tokens": [self.tokens], "prompt_tokens": to_list(self.prompt_tokens), "repetitions": [self.repetitions],
+        counts: dict[str, list[int | None]] = {
+            "tokens": [self.tokens], "prompt_tokens": [*to_list(self.prompt_tokens)], "repetitions": [self.repetitions],
             "warmup": [self.warmup],
         }  # fmt: skip
         for name, values in counts.items():

@@ -11,6 +11,8 @@ from typing import Any, Final
 from etfarm.device_agents.runners import answers
 
 _VALUE_BYTES: Final = 8
+_MOST: Final = 1 << 50
+"""Maximum of a counter, 13 days in nanoseconds: sums over all points and processes stay within 64 bits."""
 COUNTERS: Final = (
     "cpu_ns", "voluntary_switches", "involuntary_switches", "minor_faults", "major_faults", "cpu_pressure_us",
 )  # fmt: skip
@@ -117,6 +119,10 @@ def read_generated(event: Mapping[str, Any], payload: bytes, request: GenerateRe
     if min(values) < 0:
         raise answers.BadAnswer("a time or a token is negative")
     rows = [values[start : start + columns] for start in range(0, len(values), columns)]
+    warmup_ns, duration_ns, wall_ns = (answers.whole(event, key, _MOST) for key in ("warmup_ns", "duration_ns", "wall_ns"))
+    counters = {key: answers.optional_whole(event, key) for key in COUNTERS}
+    if too_large := next((key for key, count in counters.items() if count is not None and count > _MOST), None):
+        raise answers.BadAnswer(f"{too_large} is impossible: {counters[too_large]}")
     return Generated(
         repetitions,
         answers.text(event, "stop_reason"),
@@ -124,11 +130,11 @@ def read_generated(event: Mapping[str, Any], payload: bytes, request: GenerateRe
         tuple(row[1 : 1 + tokens] for row in rows),
         tuple(array("i", row[1 + tokens :]) for row in rows),
         answers.optional_whole(event, "first_run_ns"),
-        answers.whole(event, "warmup_ns"),
-        answers.whole(event, "duration_ns"),
-        answers.whole(event, "wall_ns"),
+        warmup_ns,
+        duration_ns,
+        wall_ns,
+        **counters,
         peak_rss_bytes=answers.optional_whole(event, "peak_rss_bytes"),
-        **{key: answers.optional_whole(event, key) for key in COUNTERS},
     )
 
 
