@@ -97,9 +97,13 @@ _MAX_ANSWER_BYTES: Final = 64 << 20
 
 
 _MIN_NS: Final = 1e-3
-_LEAST_RATE: Final = 1e-12
 _MAX_NS: Final = 2.0**63
 """Range of a run's median and of the ends of its interval, which are 0 or between samples: their logarithms stay small."""
+
+_LEAST_RATE: Final = 1e-60
+_MOST_RATE: Final = 1e60
+"""Range of the numbers of generation and of the ends of their intervals, which lie far beyond the times if these differ by orders
+of magnitude."""
 
 
 @dataclass(frozen=True)
@@ -326,11 +330,13 @@ def require_generation(report: report_pb2.Report, request: AnalyzeRequest) -> No
     for point in points:
         if len(point.runs) != len(requested.processes) or len(point.token_ns) not in (0, requested.generated_tokens):
             raise BadWorkerAnswer("The analysis child must return each process and each token of generation.")
+        if not all(0 <= time_ns <= _MAX_NS for time_ns in point.token_ns):
+            raise BadWorkerAnswer(f"The analysis child must return times of 0 to {_MAX_NS:g} ns for each token.")
         for run in point.runs:
             for name, interval in GENERATION_METRICS.items():
                 value, ends = getattr(run, name), getattr(run, interval)
                 known = [value, *ends] if run.HasField(name) else []  # type: ignore[arg-type]
-                if (not known and ends) or not all(_LEAST_RATE <= each <= _MAX_NS for each in known):
+                if (not known and ends) or not all(_LEAST_RATE <= each <= _MOST_RATE for each in known):
                     raise BadWorkerAnswer(f"The analysis child must return numbers above 0 for `{name}`.")
                 if len(ends) not in (0, 2) or list(ends) != sorted(ends):
                     raise BadWorkerAnswer(f"The analysis child must return intervals of `{name}` in ascending order.")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,9 @@ def test_a_failed_point_keeps_the_others(tmp_path: Path) -> None:
         lambda points: points.pop(),
         lambda points: points[0].runs.add(),
         lambda points: points[0].token_ns.append(1.0),
+        lambda points: points[0].token_ns.__setitem__(1, math.nan),
+        lambda points: points[0].token_ns.__setitem__(1, -1.0),
+        lambda points: setattr(points[0].runs[0], "ttft_ns", math.nan),
         lambda points: setattr(points[0].runs[0], "ttft_ns", -1.0),
         lambda points: points[0].runs[0].decode_tokens_per_s_ci95.pop(),
         lambda points: points[0].runs[0].ClearField("ttft_ns"),
@@ -157,6 +161,12 @@ def test_a_childs_impossible_answer_is_refused(tmp_path: Path, change: Any) -> N
     change(report.generation.points)
     with pytest.raises(BadWorkerAnswer):
         require_generation(report, request(ASKED, tmp_path, result))
+
+
+def test_times_that_differ_by_all_orders_of_magnitude_are_accepted(tmp_path: Path) -> None:
+    report = reported(tmp_path, measured(tmp_path, times(0, 0, 1 << 60)))
+    low, high = report.generation.points[0].decode_tokens_per_s_ci95
+    assert 0 < low < high < math.inf and report.verdict.status == INVALID
 
 
 def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
