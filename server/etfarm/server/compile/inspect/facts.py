@@ -52,6 +52,9 @@ def describe(described: sizes.Described) -> tuple[ProgramFacts, ProgramSizes]:
         ) from error
 
 
+_MOST_BYTES: Final = (1 << 63) - 1
+
+
 def of_program(program: Program) -> ProgramFacts:
     """Return the facts of a deserialized program, as `sizes.read` returns it."""
     return {"methods": {plan.name: _method(plan) for plan in program.execution_plan}}
@@ -69,18 +72,19 @@ def _method(plan: ExecutionPlan) -> MethodFacts:
 
 
 def _state_bytes(plan: ExecutionPlan) -> int | None:
-    """Return the size of the planned tensors that keep state; None if one has a dtype of unknown size."""
+    """Return the size of the planned tensors that keep state; None if one has a dtype of unknown size or impossible dims."""
     sizes_by_place: dict[tuple[int, int] | None, int] = {}
     for index in plan.state:
         value = plan.values[index]
         if isinstance(value, TensorValue):
             width = ITEM_BYTES.get(value.dtype)
-            if width is None:
+            if width is None or min(value.sizes, default=0) < 0:
                 return None
             # Two values may stand for one tensor before and after it is changed in place.
             size = width * math.prod(value.sizes)
             sizes_by_place[value.place] = max(size, sizes_by_place.get(value.place, 0))
-    return sum(sizes_by_place.values())
+    total = sum(sizes_by_place.values())
+    return total if total <= _MOST_BYTES else None
 
 
 def _values(plan: ExecutionPlan, indices: Iterable[int]) -> list[ValueFacts]:

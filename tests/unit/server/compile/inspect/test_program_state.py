@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from etfarm.server.compile.inspect import facts, sizes
-from etfarm.server.compile.inspect.program import ProgramValue, TensorValue, _Flow
+from etfarm.server.compile.inspect.program import ExecutionPlan, Program, ProgramValue, TensorValue, _Flow
 from tests.support.programs import program
 
 CACHE_BYTES = 4 * 64 * 32 * 4
@@ -25,6 +25,14 @@ def test_a_kv_cache_is_state_however_it_is_exported(kind: str) -> None:
 def test_a_program_without_buffers_has_no_state(name: str) -> None:
     (method,) = facts.of_program(sizes.read(program(name).path).program)["methods"].values()
     assert method["state_bytes"] == 0
+
+
+@pytest.mark.parametrize("dims", [(2**31 - 1,) * 4, (-1, 8)])
+def test_impossible_dims_of_state_leave_its_size_unknown(dims: tuple[int, ...]) -> None:
+    state = TensorValue("float32", dims, tuple(range(len(dims))), is_static=True, place=(1, 0))
+    plan = ExecutionPlan("forward", [state], [], [], [], [], [16], state=[0])
+    (method,) = facts.of_program(Program([plan], 0, [], [])).values()
+    assert method["forward"]["state_bytes"] is None
 
 
 def test_a_list_that_is_read_any_number_of_times_is_followed_once() -> None:
