@@ -102,7 +102,8 @@ class AsyncJob:
         spec.labels["retry_of"] = self.id
         spec.candidates.append(candidate)
         spec.devices.add(selector=f"id={known.attempts[-1].device_id}")
-        spec.methods.append(known.method)
+        if not spec.measurement.HasField("generation"):  # which chooses its methods itself
+            spec.methods.append(known.method)
         if known.HasField("threads"):
             spec.threads.append(known.threads)
         return spec

@@ -79,7 +79,8 @@ class Requirements:
         if verdict != "VALID" and (self.valid or self.max_p50_ns is not None):
             option = "--require-valid" if self.valid else "--max-p50"
             codes = ", ".join(reason["code"] for reason in (report["verdict"] or {}).get("reasons", ()))
-            what = f"the latency is {(verdict or 'not judged').replace('_', ' ')}{f' ({codes})' if codes else ''}"
+            subject = "generation" if report["generation"] else "latency"
+            what = f"the {subject} is {(verdict or 'not judged').replace('_', ' ')}{f' ({codes})' if codes else ''}"
             yield Shortfall(report["id"], option, INCONCLUSIVE, f"{render.label(report)}: {what}. {self._remedy(verdict)}")
         elif self.max_p50_ns is not None:
             yield from self._latency(report, self.max_p50_ns)

@@ -16,7 +16,7 @@ from etfarm.client.reports import JobResult, Report, VerdictStatus
 async def retry_invalid(
     farm: AsyncFarm, job: AsyncJob, result: JobResult, display: Display, tries: int, *, verbose: bool, with_series: bool
 ) -> tuple[JobResult, dict[str, str]]:
-    """Measure the cells with INVALID latencies again, until they are VALID or the tries are over.
+    """Measure the cells with INVALID latencies or rates again, until they are VALID or the tries are over.
 
     Each try is a job of its own, which is named on the terminal and keeps its report on the farm.
 
@@ -39,7 +39,7 @@ async def retry_invalid(
                 await asyncio.shield(again.cancel())
                 raise
             (latest,) = measured.reports
-            if latest.latency is not None:
+            if latest.latency is not None or latest.generation is not None:
                 jobs[latest.id] = again.id
                 result = replace(result, reports=tuple(latest if each is report else each for each in result.reports))
                 if all(jobs[each.id] == again.id for each in result.reports):
@@ -48,5 +48,5 @@ async def retry_invalid(
 
 
 def is_invalid(report: Report) -> bool:
-    """Return whether a report's latency is INVALID."""
+    """Return whether a report's latency, or how it generates text, is INVALID."""
     return report.verdict is not None and report.verdict.status == VerdictStatus.INVALID
