@@ -95,6 +95,16 @@ def check_attempt(result: agent_pb2.RunResult, plan: Plan) -> None:
         raise _too_long("the candidates' passes", total_ns, plan)
 
 
+def check_processes(result: agent_pb2.CandidateResult, plan: Plan) -> None:
+    """Check the number of processes, each of which names artifacts. Cheap, so call it before these are looked up.
+
+    Raises:
+        ImplausibleResult: there are more than the job requested.
+    """
+    if len(result.generations) > max(1, plan.measurement.repeat if plan.measurement is not None else 1):
+        raise ImplausibleResult(f"it has {len(result.generations):,} processes of generation, more than were requested")
+
+
 def check_candidate(result: agent_pb2.CandidateResult, plan: Plan, path: Callable[[str], Path]) -> None:
     """Check one candidate's result. Reads its samples, so call it in a thread.
 
@@ -116,8 +126,7 @@ def check_candidate(result: agent_pb2.CandidateResult, plan: Plan, path: Callabl
     for what, count in zip(MAX_SERIES, counts, strict=True):
         if count > MAX_SERIES[what]:
             raise ImplausibleResult(f"it has {count:,} {what}, more than {MAX_SERIES[what]:,}")
-    if len(result.generations) > max(1, plan.measurement.repeat if plan.measurement is not None else 1):
-        raise ImplausibleResult(f"it has {len(result.generations):,} processes of generation, more than were requested")
+    check_processes(result, plan)
     for artifact in artifacts_of(result):
         if not digests.is_digest(artifact.digest):
             raise ImplausibleResult(f"{artifact.digest[:80]!r} is not a digest")

@@ -12,7 +12,14 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.devices.runs import Runs
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.cells.dispatch import Dispatch, deadline_s
-from etfarm.server.jobs.cells.plausibility import ImplausibleResult, Plan, artifacts_of, check_attempt, check_candidate
+from etfarm.server.jobs.cells.plausibility import (
+    ImplausibleResult,
+    Plan,
+    artifacts_of,
+    check_attempt,
+    check_candidate,
+    check_processes,
+)
 from etfarm.server.jobs.cells.progress import OnProgress
 from etfarm.server.state.engine import retry_when_full
 from etfarm.server.workers.reader_threads import Readers
@@ -118,15 +125,17 @@ class Results:
             return ResultMissing(f"The agent's result does not contain cell {cell_id}.", cell=cell_id)
         holder = self._runs.holder_of(run.cell.attempts[-1].id)
         project = run.job.project or DEFAULT_PROJECT
-        own = [
-            artifact.digest
-            for artifact in artifacts_of(candidate)
-            if digest.is_digest(artifact.digest)
-            and (not holder or await self._store.is_held(artifact.digest, (holder, project)))
-            and self._store.has(artifact.digest)
-        ]
         try:
-            foreign = next((artifact.digest for artifact in artifacts_of(candidate) if artifact.digest not in own), None)
+            check_processes(candidate, plan)
+            named = dict.fromkeys(artifact.digest for artifact in artifacts_of(candidate))
+            own = [
+                each
+                for each in named
+                if digest.is_digest(each)
+                and (not holder or await self._store.is_held(each, (holder, project)))
+                and self._store.has(each)
+            ]
+            foreign = next((each for each in named if each not in own), None)
             if foreign is not None and not candidate.HasField("error"):
                 raise ImplausibleResult(f"it names the artifact {foreign[:12]!r}, which its agent did not upload")
             await self._readers.run(check_candidate, candidate, plan, self._store.path)
