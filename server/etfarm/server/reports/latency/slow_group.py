@@ -36,8 +36,14 @@ MIN_RATIO: Final = 1.1
 MIN_WIDTH: Final = 0.01
 """Minimum width of a group to assume, relative to its times. Equal times would be infinitely far from any others."""
 
-COUNTER_STEP_NS: Final = 104.0
-"""The same in nanoseconds: two steps of the counters of phones, at 19.2 MHz, whose rounding splits the times of tiny programs."""
+COUNTER_STEP_NS: Final = 52.0
+"""Step of a clock to assume, that of the counters of phones, at 19.2 MHz. Rounding splits the times of tiny programs."""
+
+MAX_STEP_NS: Final = 1_000.0
+"""Maximum step of a clock that is recognized in the samples: some boards count microseconds."""
+
+_STEPS: Final = 2.0
+"""Minimum width of a group to assume, in steps of the clock: equal durations are rounded to either of two neighbours."""
 
 MIN_SEPARATION: Final = 2.0
 """Minimum distance of the slower group from the middle of the faster one, in widths of the latter. See `find`."""
@@ -93,7 +99,7 @@ def find(samples: NDArray[np.int64] | NDArray[np.float64], processes: Sequence[i
     width = ordered[_at(0, splits - 1, 1 - _TRIM)] - ordered[_at(0, splits - 1, _TRIM)]
     slow_begin, slow_middle = ordered[_at(splits, last, _TRIM)], ordered[(splits + last) // 2]
     typical_ns = math.exp(float(np.median(np.concatenate(parts))))
-    width += max(MIN_WIDTH, COUNTER_STEP_NS / typical_ns)
+    width += max(MIN_WIDTH, _STEPS * _find_step(samples) / typical_ns)
     distance = (slow_begin - fast_middle) / width
     apart = (distance >= MIN_SEPARATION * (1 + _FEW / np.sqrt(splits))) & (slow_middle - fast_middle >= math.log(MIN_RATIO))
     if not apart.any():
@@ -103,6 +109,16 @@ def find(samples: NDArray[np.int64] | NDArray[np.float64], processes: Sequence[i
     boundary = (slow_begin[best] + ordered[splits[best] - 1]) / 2
     share = float((ordered > boundary).mean())
     return SlowGroup(share, math.exp(float(slow_middle[best] - fast_middle[best])))
+
+
+def _find_step(samples: NDArray[np.int64] | NDArray[np.float64]) -> float:
+    """Return the step of the clock in nanoseconds, which is the least gap between samples; at least COUNTER_STEP_NS.
+
+    Both ends of a duration are rounded to nanoseconds, so durations of equally many steps differ by up to 2 ns.
+    """
+    gaps = np.diff(np.unique(samples))
+    gaps = gaps[gaps > 2]
+    return min(MAX_STEP_NS, max(COUNTER_STEP_NS, float(gaps.min()))) if gaps.size else COUNTER_STEP_NS
 
 
 def _split(logarithms: NDArray[np.float64], processes: Sequence[int]) -> list[NDArray[np.float64]]:

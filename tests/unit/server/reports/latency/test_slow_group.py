@@ -50,7 +50,7 @@ def test_the_share_and_the_ratio_are_those_of_the_slower_group() -> None:
     assert group is not None
     share = (times[1250:] > 1.25 * MEDIAN).mean()
     assert (group.share, group.ratio) == (pytest.approx(share, abs=0.001), pytest.approx(1.5, abs=0.01))
-    equal = slow_group.find(np.array([1000, 2000] * 50))
+    equal = slow_group.find(np.array([10_000, 20_000] * 50))
     assert equal is not None and (equal.share, equal.ratio) == (pytest.approx(0.5, abs=0.01), pytest.approx(2.0))
 
 
@@ -61,6 +61,8 @@ SHAPES: dict[str, Callable[[np.random.Generator, int], np.ndarray]] = {
     "long tail": lambda random, count: MEDIAN * (1 + 0.05 * np.exp(random.normal(0, 1, count))),
     "outliers": lambda random, count: MEDIAN * np.exp(0.03 * random.standard_t(2, count)),
     "coarse clock": lambda random, count: np.round(500 * np.exp(random.normal(0, 0.05, count)) / 52.083) * 52.083,
+    "clock of microseconds": lambda random, count: np.round(8400 * np.exp(random.normal(0, 0.02, count)) / 1000) * 1000,
+    "clock of 280 ns": lambda random, count: np.round(2400 * np.exp(random.normal(0, 0.02, count)) / 279.4) * 279.4,
     "constant": lambda random, count: np.full(count, MEDIAN),
 }
 
