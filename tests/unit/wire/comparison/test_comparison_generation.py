@@ -90,6 +90,11 @@ def test_decode_of_other_lengths_is_not_compared() -> None:
     assert document["gate"]["outcome"] == "inconclusive"
 
 
+def test_an_obviously_faster_single_process_passes_with_a_note() -> None:
+    gate = against(generated_report("s", point(100.0)), generated_report("f", point(200.0)), "decode=5%")["gate"]
+    assert gate["outcome"] == "passed" and [note["code"] for note in gate["notes"]] == ["FASTER"]
+
+
 def test_a_program_is_not_slower_than_itself() -> None:
     again = generated_report("b", point(80.0, 80.0, 80.5, 79.5))
     gate = against(BASE, again, "decode=5%")["gate"]
