@@ -286,6 +286,8 @@ def _type_of(key: Key) -> str:
         single = f"list of {plural}"
     parts = key.name.split("_")
     unit = _UNITS.get(parts[-1]) if len(parts) > 1 and key.message is None else None
+    if parts[-2:] == ["per", "s"]:
+        unit = "1/s"
     return f"{single}, {unit}" if unit else single
 
 
