@@ -249,14 +249,15 @@ class Submission:
             return [(None, "")]
         choices: list[tuple[int | None, str]] = []
         matching: dict[str, list[Device]] = {}
+        most_threads = max(spec.threads, default=0)
         for index, choice in enumerate(spec.devices):
             matches = matching.get(choice.selector)
             if matches is None:
                 matches = schedule.matching(selectors.parse(choice.selector), choice.selector, devices)
                 matching[choice.selector] = matches
                 _require_cores(spec.measurement.cores, matches)
-                for threads in spec.threads:
-                    require_cpus(matches, threads, spec.measurement.cores)
+                # A device with a cpu for each of the most threads has one for each of fewer.
+                require_cpus(matches, most_threads, spec.measurement.cores)
                 self._require_runner(matches)
             choices += [(index, f"id={device.id}") for device in matches] if choice.all else [(index, choice.selector)]
             if len(choices) > MAX_CELLS:

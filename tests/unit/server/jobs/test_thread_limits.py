@@ -53,3 +53,12 @@ async def test_all_devices_are_accepted_if_one_has_enough_cpus(world: World) -> 
     assert len((await world.make(await with_threads(world, 4, "", all_=True))).cells) == 4
     with pytest.raises(TooManyThreads):
         await world.make(await with_threads(world, 5, "", all_=True))
+
+
+async def test_the_most_threads_of_several_counts_are_what_a_device_needs_cpus_for(world: World) -> None:
+    world.devices = [board("two", 0, 1)]
+    spec = await with_threads(world, 3, "name=two")
+    spec.threads.extend([5, 4])
+    with pytest.raises(TooManyThreads) as refused:
+        await world.make(spec)
+    assert (refused.value.metadata["threads"], refused.value.metadata["cpus"]) == ("5", "2")
