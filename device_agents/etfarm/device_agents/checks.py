@@ -99,9 +99,11 @@ def check_affinity(bind: Callable[[int, Collection[int]], None] = os.sched_setaf
     """
     name, allowed = "cpu affinity", os.sched_getaffinity(0)
     try:
-        for cpu in sorted(allowed):
-            bind(0, {cpu})
-        bind(0, allowed)
+        try:
+            for cpu in sorted(allowed):
+                bind(0, {cpu})
+        finally:
+            bind(0, allowed)
     except OSError as error:
         cost = "`--cores` is refused, and the agent's own work may disturb a measurement."
         remedy = "Allow the system call sched_setaffinity, for example in the container's seccomp profile."

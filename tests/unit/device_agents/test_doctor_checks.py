@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import sys
+from collections.abc import Collection
 from pathlib import Path
 from types import ModuleType
 
@@ -57,6 +58,21 @@ def test_a_system_that_refuses_to_bind_threads_is_a_warning_with_the_remedy() ->
     assert finding.status is Status.WARNING
     assert finding.detail == "A thread cannot be bound to a cpu: Operation not permitted."
     assert "--cores" in finding.cost and "sched_setaffinity" in finding.remedy
+
+
+def test_a_thread_that_cannot_be_bound_to_one_cpu_may_use_all_again() -> None:
+    bound: list[set[int]] = []
+
+    def bind(_: int, cpus: Collection[int]) -> None:
+        if bound and len(cpus) == 1:
+            raise OSError(errno.EINVAL, "Invalid argument")
+        bound.append(set(cpus))
+
+    allowed = os.sched_getaffinity(0)
+    if len(allowed) == 1:
+        bound.append(allowed)
+    (finding,) = checks.check_affinity(bind)
+    assert finding.status is Status.WARNING and bound[-1] == allowed
 
 
 def test_a_thread_that_may_use_some_cpus_only_is_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
