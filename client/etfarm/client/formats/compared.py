@@ -194,7 +194,7 @@ def matching(pair: Json) -> str:
         return ""
     sizes = [[len(row[side]["indexes"]) for side in ("base", "candidate")] for row in operators["rows"] if _is_kernels(row)]
     count = sum(base != candidate for base, candidate in sizes)
-    text = "kernels matched by name and order, since a program has no graph"
+    text = "kernels matched by name and order, since a .pte alone has no graph of its model"
     if not count:
         return text
     whole = (

@@ -101,7 +101,7 @@ def test_an_obviously_faster_single_run_passes_with_a_note(tmp_path: Path, capsy
 @pytest.mark.parametrize(
     ("kernels", "expected"),
     [
-        (("conv", "relu"), "kernels matched by name and order, since a program has no graph"),
+        (("conv", "relu"), "kernels matched by name and order, since a .pte alone has no graph of its model"),
         (("conv", "conv", "conv"), "; 1 name occurs more often on one side, and its kernels are compared as a whole"),
     ],
 )
