@@ -45,7 +45,7 @@ def generation(base: Json, candidate: Json) -> Json | None:
 def has_equal_lengths(base: Json, candidate: Json) -> bool:
     """Return whether two reports generated the same number of tokens in each repetition."""
     lengths = [report["generation"] and report["generation"]["generated_tokens"] for report in (base, candidate)]
-    return lengths[0] == lengths[1]
+    return bool(lengths[0] == lengths[1])
 
 
 def _points(report: Json) -> dict[tuple[int, int], Json]:

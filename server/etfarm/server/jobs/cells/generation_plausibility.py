@@ -87,8 +87,9 @@ def _check_process(
             raise BadGenerationResult("the times of its prompts are not those of its repetitions")
     if not any(point.repetitions for point in generated.points):
         raise BadGenerationResult("it has no repetition, and no error of its own")
-    of_parts = (part.telemetry for part in (generated, generated.prefill, generated.decode, *generated.points))
-    if any(len(telemetry.series) > _MAX_POINTS_OF_SERIES for telemetry in of_parts):
+    telemetries = [generated.telemetry, generated.prefill.telemetry, generated.decode.telemetry]
+    telemetries += (point.telemetry for point in generated.points)
+    if any(len(telemetry.series) > _MAX_POINTS_OF_SERIES for telemetry in telemetries):
         raise BadGenerationResult("it has too many points of telemetry")
     _check_traces(generated, plan)
     rows = [repetition for point in generated.points for repetition in point.prefill_ns]
@@ -112,13 +113,13 @@ def _check_traces(generated: agent_pb2.GenerationResult, plan: generation_pb2.Ge
     """Check the traced passes of a process, of which those that are absent have no iterations."""
     point = plan.points[plan.traced_point]
     chunk = min(point.prompt_tokens, plan.model.max_prompt_tokens)
-    for name, trace, requested in (
-        ("prefill", generated.prefill, (chunk, point.depth)),
-        ("decode", generated.decode, (1, point.depth + point.prompt_tokens)),
+    for name, is_traced, trace, requested in (
+        ("prefill", generated.HasField("prefill"), generated.prefill, (chunk, point.depth)),
+        ("decode", generated.HasField("decode"), generated.decode, (1, point.depth + point.prompt_tokens)),
     ):
         if len(trace.traced_ns) > MAX_TRACED or any(value < 0 for value in trace.traced_ns):
             raise BadGenerationResult(f"it has more than {MAX_TRACED:,} traced iterations, or negative times of them")
-        if generated.HasField(name) and (trace.tokens, trace.position) != requested:
+        if is_traced and (trace.tokens, trace.position) != requested:
             raise BadGenerationResult(
                 f"its trace of {name} is of {trace.tokens:,} tokens at position {trace.position:,} instead of "
                 f"{requested[0]:,} at {requested[1]:,}"
