@@ -76,6 +76,14 @@ def answer(pair: Json) -> str:
     return f"{_ratio(latency['ratio'])}x{interval}  {describe_change(latency)}"
 
 
+def main_change(pair: Json) -> tuple[str, str]:
+    """Return the ratio that `answer` is about, as `0.912x` or `?` if it is unknown, and its outcome."""
+    change = pair["latency"]
+    if change is None or change["ratio"] is None:
+        change = next((rate for _, rate in _rates(pair, "decode")), None)
+    return ("?", "") if change is None else (f"{_ratio(change['ratio'])}x", change["outcome"] or "")
+
+
 def _rates(pair: Json, key: str) -> Iterator[tuple[Json, Json]]:
     """Yield the points of generated text that both sides have, each with the change of a number that has a ratio."""
     for point in (pair["generation"] or {}).get("points", ()):

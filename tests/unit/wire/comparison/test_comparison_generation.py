@@ -26,6 +26,7 @@ def test_a_rate_has_a_ratio_with_the_spread_between_processes() -> None:
     assert ttft["ratio"] == pytest.approx(1 / 1.2) and ttft["outcome"] == "faster"
     assert pair["latency"] is None and document["notes"] == []
     assert compared.answer(pair).startswith("decode 1.200x [") and "faster" in compared.answer(pair)
+    assert compared.main_change(pair) == ("1.200x", "faster")
     assert any(fact.name == "decode, prompt 8" and fact.change == "+20.0 %" for fact in compared.facts(pair))
 
 
