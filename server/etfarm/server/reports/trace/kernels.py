@@ -102,6 +102,9 @@ _EIGHT_BITS: Final = frozenset({3, 4, 6, 9, 11})
 _QDINT8: Final = 9
 _LONGEST_TABLE: Final = 10
 
+_MOST_CANDIDATES: Final = 100_000
+"""Maximum number of nodes, over all kernels, that kernels may be: a user's graph may have any number of reshapes in a row."""
+
 _FAMILY: Final = re.compile(r"(.+?)(?: \(.*| #\d+)?$")
 
 
@@ -145,7 +148,7 @@ def align(graph: XGraph, events: Sequence[str]) -> list[Match]:
     them is certain; any other event lists each node that it is in one of them.
 
     Raises:
-        Unaligned: no alignment accounts for all events and all nodes.
+        Unaligned: no alignment accounts for all events and all nodes, or too many do.
     """
     parts, split = _split(graph)
     roles = _roles(split)
@@ -154,6 +157,11 @@ def align(graph: XGraph, events: Sequence[str]) -> list[Match]:
     if len(families) not in reached[-1]:
         raise _refusal(graph, events, reached, parts)
     candidates = _candidates(roles, families, reached)
+    if candidates is None:
+        raise Unaligned(
+            f"{len(events)} kernels ran for {len(graph.nodes)} nodes; too many assignments are possible.",
+            kernels=len(events), nodes=len(graph.nodes),
+        )  # fmt: skip
     runs = frozenset(indexes[0] for indexes in candidates if len(indexes) == 1)
     maybe = frozenset(index for indexes in candidates for index in indexes) - runs
     absorbed: dict[int, list[Part]] = defaultdict(list)
@@ -229,8 +237,9 @@ def _reached(roles: Sequence[_Role], families: Sequence[str]) -> list[set[int]]:
     return reached
 
 
-def _candidates(roles: Sequence[_Role], families: Sequence[str], reached: Sequence[set[int]]) -> list[list[int]]:
-    """Return, for each event, the nodes that it is in an alignment of all events and nodes, in order."""
+def _candidates(roles: Sequence[_Role], families: Sequence[str], reached: Sequence[set[int]]) -> list[list[int]] | None:
+    """Return, for each event, the nodes that it is in an alignment of all events and nodes, in order; None for too many nodes."""
+    count = 0
     candidates: list[list[int]] = [[] for _ in families]
     ahead = {len(families)}  # lengths of the prefixes from which the remaining nodes account for the remaining events
     for index in range(len(roles) - 1, -1, -1):
@@ -241,6 +250,9 @@ def _candidates(roles: Sequence[_Role], families: Sequence[str], reached: Sequen
                 before.add(at - 1)
                 if at - 1 in reached[index]:
                     candidates[at - 1].append(index)
+                    count += 1
+        if count > _MOST_CANDIDATES:
+            return None
         ahead = before & reached[index]
     return [indexes[::-1] for indexes in candidates]
 

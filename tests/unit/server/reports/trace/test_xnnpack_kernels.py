@@ -119,6 +119,12 @@ def test_what_fits_in_two_ways_leaves_the_other_kernels_certain() -> None:
     ]
 
 
+def test_a_graph_with_too_many_assignments_is_refused() -> None:
+    graph = chain("Sigmoid", *["StaticReshape"] * 700)
+    with pytest.raises(Unaligned, match="too many assignments"):
+        align(graph, ["Sigmoid", *["Static Reshape"] * 350])
+
+
 def test_reshapes_without_a_kernel_are_fused_into_the_one_that_has_it() -> None:
     graph = chain("StaticReshape", "StaticReshape", "StaticReshape", "Conv2d")
     first, second = align(graph, ["Static Reshape", "Convolution"])
