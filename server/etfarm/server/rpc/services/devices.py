@@ -45,4 +45,5 @@ class DeviceService(device_pb2_grpc.DeviceServiceServicer):
         return device_pb2.ForgetDeviceResponse()
 
     async def Restrict(self, request: device_pb2.RestrictDeviceRequest, context: object) -> device_pb2.Device:
-        return await self._registry.restrict(request.device_id, {self._projects.require(name) for name in request.projects})
+        projects = {self._projects.require(name) for name in request.projects}
+        return self._registry.describe(await self._registry.restrict(request.device_id, projects))
