@@ -113,7 +113,7 @@ def check_affinity(bind: Callable[[int, Collection[int]], None] = os.sched_setaf
     text = f"threads may be bound to cpus {format_cpu_list(allowed)}"
     if len(allowed) < count:
         cost = "the device has fewer cpus than the machine."
-        remedy = "Start the agent without taskset and outside of a cpuset."
+        remedy = "Start the agent without taskset and outside a cpuset, if it should use all of them."
         yield Finding(name, Status.OPTIONAL, f"{text}, {len(allowed)} of {count}", cost, remedy)
     else:
         yield Finding(name, Status.OK, text)

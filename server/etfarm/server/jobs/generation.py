@@ -25,7 +25,7 @@ class ContextTooShort(UserError):
 
 
 class GenerationNotRequested(UserError):
-    """A measurement of a language model on inputs that nobody chose."""
+    """A measurement of a language model without inputs, which would be made up."""
 
     reason = "GENERATION_NOT_REQUESTED"
 

@@ -36,7 +36,7 @@ def main(argv: list[str]) -> int:
 def list_(
     context: typer.Context,
     available: Annotated[bool, typer.Option("--available", help="Only those that compile here.")] = False,
-    all_: Annotated[bool, typer.Option("--all", help="All recipes and devices on a terminal too, as in a pipe.")] = False,
+    all_: Annotated[bool, typer.Option("--all", help="Show all recipes and devices on a terminal too.")] = False,
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
@@ -44,7 +44,7 @@ def list_(
 ) -> None:
     """List the recipes, those of plug-ins too: which compile here, and which devices of this farm run them.
 
-    A terminal shows the first ones, those that compile here before others.
+    A terminal shows the first 15, beginning with those that compile here; a pipe gets all.
     """
     from rich.text import Text
 
