@@ -90,5 +90,5 @@ def facts(generation: Json) -> Iterator[tuple[str, str]]:
 def _generated(generation: Json) -> str:
     runs = max((len(point["runs"]) for point in generation["points"]), default=0)
     repetitions = max((point["repetitions"] for point in generation["points"]), default=0)
-    processes = f" in {units.count(runs, 'process')}".replace("processs", "processes") if runs > 1 else ""
+    processes = f" in {units.count(runs, 'process')}" if runs > 1 else ""
     return f"{units.count(generation['generated_tokens'], 'token')}, greedy, {units.count(repetitions, 'repetition')}{processes}"

@@ -155,8 +155,9 @@ def clock(seconds: float) -> str:
 
 
 def count(number: int, noun: str) -> str:
-    """Return a number with its noun: `1 cell`, `2 cells`."""
-    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+    """Return a number with its noun: `1 cell`, `2 cells`, `3 processes`."""
+    plural = f"{noun}es" if noun.endswith("s") else f"{noun}s"
+    return f"{number:,} {noun if number == 1 else plural}"
 
 
 def without_end(text: str, width: int) -> str:
