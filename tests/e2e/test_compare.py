@@ -103,7 +103,9 @@ def test_added_layers_are_named_and_the_others_matched(farm: FarmProcess, in_tur
     rows = [row for row in pair.operators.rows if row.kind == "OPERATOR"]
     assert {row.module for row in rows if row.base is None} == {f"layers.{at}" for at in range(CONVOLUTIONS, SLOWER)}
     assert {row.module for row in rows if row.base is not None} == {f"layers.{at}" for at in range(CONVOLUTIONS)}
-    assert not [row for row in rows if row.candidate is None]
+    # What the backend inserted behind the last layer, a transposition back, serves the other last layer in the candidate.
+    gone = [row for row in rows if row.candidate is None]
+    assert {(row.module, row.op_types) for row in gone} <= {(f"layers.{CONVOLUTIONS - 1}", ())}
     assert not [row for row in same.operators.rows if row.base is None or row.candidate is None]
     assert pair.size.total_bytes.change > 0 and same.size.total_bytes.change == 0
     assert [change.what for change in pair.changes] == ["model"] and same.changes == ()

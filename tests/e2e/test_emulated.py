@@ -107,4 +107,4 @@ def test_a_farm_without_a_runner_says_how_to_build_it(breakable: FarmProcess, tm
     breakable.add_agent("--emulate", "aarch64", "--name", "bare")
     done = etfarm("bench", str(created), "--device", "name=bare", "--server", breakable.address, cwd=tmp_path)
     assert done.returncode == 1
-    assert "no runner bundle for aarch64" in done.stdout and "etfarm bundle build --arch aarch64 -o FILE" in done.stdout
+    assert "no runner bundle for aarch64" in done.stderr and "etfarm bundle build --arch aarch64 -o FILE" in done.stderr

@@ -95,7 +95,9 @@ def test_a_comparison_of_old_tags_is_equal(opened: Opened) -> None:
     (after_pair,), (before_pair,) = after["pairs"], before["pairs"]
     # Since 0.2, what one program's separate runs differ by is no difference between programs, and operators have intervals.
     assert after_pair["latency"]["same_program"] and after_pair["latency"]["method"] == before_pair["latency"]["method"]
-    unchanged = [key for key in before_pair if key not in ("latency", "operators")]
+    for side in ("base", "candidate"):  # with their circumstances since, which commands to measure again repeat
+        assert {key: after_pair[side][key] for key in before_pair[side]} == before_pair[side]
+    unchanged = [key for key in before_pair if key not in ("latency", "operators", "base", "candidate")]
     assert {key: after_pair[key] for key in unchanged} == {key: before_pair[key] for key in unchanged}
     assert after_pair["latency"]["ratio"] == pytest.approx(before_pair["latency"]["ratio"])
     times = ("p50_ns", "p90_ns", "p99_ns", "load_ns", "load_method_ns", "first_run_ns")

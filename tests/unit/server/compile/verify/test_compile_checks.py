@@ -287,9 +287,9 @@ def test_outputs_of_every_kind_are_compared(expected: Any, actual: Any, equal: b
     ],
 )  # fmt: skip
 def test_integers_are_judged_by_how_many_agree(actual: tuple[int, ...], quantized: bool, problem: str) -> None:
-    result = checks.difference("y", floats(1, 2, 3, 4, dtype="int64"), floats(*actual, dtype="int64"))
+    result = differences.difference("y", floats(1, 2, 3, 4, dtype="int64"), floats(*actual, dtype="int64"))
     assert result.report["sqnr_db"] is None and result.judged_db is None
-    assert checks._find_problem(result, quantized=quantized) == problem
+    assert differences.find_problem(result, quantized=quantized) == problem
 
 
 def test_large_integers_are_equal_only_if_they_are() -> None:
