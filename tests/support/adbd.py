@@ -163,7 +163,9 @@ class AdbPhone:
         """Starts adbd; adb servers of before connect to it again by themselves, after a while."""
         libraries = str(self._libraries)
         program = "/apex/adbd/usr/lib/android-sdk/platform-tools/adbd"
-        adbd = [f"{libraries}/{self._loader}", "--library-path", f"{libraries}:{libraries}/android", program]
+        # Under nohup the tests ignore hang-ups, which would not end this phone's commands then.
+        started = ["/usr/bin/env", "--default-signal=HUP"]
+        adbd = [*started, f"{libraries}/{self._loader}", "--library-path", f"{libraries}:{libraries}/android", program]
         path = "/system/bin:/usr/sbin:/usr/bin:/sbin:/bin"
         environment = {"ADBD_PORT": self.serial.rpartition(":")[2], "HOME": "/data", "PATH": path}
         self._adbd = _Inside(self.inside(*adbd), environment, self._folder / "adbd.log")
