@@ -423,7 +423,7 @@ def _delegation(method: str, delegation: Json, *, alone: bool) -> Iterator[Fact]
 
 
 _OUTCOMES = {"no_difference": " (no difference)", "inconclusive": " (inconclusive)"}
-"""What is said beside the change of an operator, by its outcome."""
+"""Text beside the change of an operator, by its outcome."""
 
 
 def _moved(row: Json) -> Moved:

@@ -12,6 +12,7 @@ from etfarm.server.jobs.cells.plausibility import ImplausibleResult, Plan, artif
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2
 from etfarm.v1.generation_pb2 import GenerationOptions
 from etfarm.wire.chunks import artifact_of
+from etfarm.wire.language_models import MAX_VOCAB
 from tests.support.generated import plan, process
 
 ASKED = plan((8, 0), (8, 16))
@@ -54,6 +55,9 @@ def test_more_logits_than_the_vocabulary_are_no_fault_of_the_device(tmp_path: Pa
     result = honest(tmp_path)
     _replace(result, tmp_path, "tokens", array("i", [ASKED.model.vocab_size + 31] * 24).tobytes())
     check(result, tmp_path)
+    _replace(result, tmp_path, "tokens", array("i", [MAX_VOCAB] * 24).tobytes())
+    with pytest.raises(ImplausibleResult, match="not below"):
+        check(result, tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -100,3 +104,6 @@ def test_a_point_with_an_error_needs_no_repetition(tmp_path: Path) -> None:
     failed = result.generations[0].points[1]
     failed.error.reason = "PROGRAM_FAILED"
     check(result, tmp_path)
+    failed.ClearField("error")
+    with pytest.raises(ImplausibleResult, match="0 repetitions"):
+        check(result, tmp_path)
