@@ -395,4 +395,4 @@ async def test_an_agent_survives_a_restart_of_the_adb_server(server: Server, lau
     adb_phone.start_server()
     await adb_phone.connect()
     back = await connection.until(lambda m: m.device_update.device.id == device_id, known)
-    assert not back.device_update.device.HasField("problem")
+    assert not back.device_update.device.HasField("problem"), back

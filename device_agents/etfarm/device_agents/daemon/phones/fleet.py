@@ -9,7 +9,7 @@ from collections.abc import Coroutine
 from contextlib import aclosing
 from typing import Final
 
-from etfarm.device_agents.adb import AdbServer, PhoneSilent, State
+from etfarm.device_agents.adb import AdbServer, PhoneGone, PhoneSilent, State
 from etfarm.device_agents.adb import Phone as Listed
 from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.config import AgentConfig
@@ -244,6 +244,9 @@ class Fleet:
     async def _handle_failure(self, listed: Listed, error: EtfarmError) -> None:
         """Announce why a phone cannot be served, try remedies, and return when another try is due."""
         serial = listed.serial
+        if isinstance(error, PhoneGone):
+            # adb's list usually says the same at once, which ends this task: a phone that left has no problem to announce.
+            await asyncio.sleep(self._options.settle_s)
         await self._announce_problem(listed, error)
         tries = self._tries_of(serial)
         pause_s = tries.add()

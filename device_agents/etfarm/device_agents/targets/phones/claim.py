@@ -31,6 +31,14 @@ def _script(root: str, owner: str) -> str:
     )
 
 
+def _end_script(root: str, pid: int) -> str:
+    # A killed shell keeps its lock, which is its stderr, until the kernel has ended it.
+    return (
+        f'[ "$(readlink /proc/{pid}/cwd)" = {shlex.quote(root)} ] && kill -9 -{pid}; '
+        f"while [ -e /proc/{pid}/fd/2 ]; do sleep 0.1; done"
+    )
+
+
 class LivenessProbe:
     """A shell on a phone that answers as long as the phone lives, until `release`. `open` needs no folder on the phone."""
 
@@ -117,9 +125,7 @@ class Claim(LivenessProbe):
             former, _, pid = line.rpartition(" ")
             if former == owner and pid.isdigit() and not again:
                 # This agent's own claim, over a dead link that the phone still considers alive.
-                await adb.run(
-                    serial, f'[ "$(readlink /proc/{pid}/cwd)" = {shlex.quote(root)} ] && kill -9 -{pid}', deadline_s=_FIRST_S
-                )
+                await adb.run(serial, _end_script(root, int(pid)), deadline_s=_FIRST_S)
                 return await cls.take(adb, serial, root, owner, again=True)
             raise PhoneTaken(serial, former or line)
         raise PhoneRefused(serial, "make a folder for etfarm", complaint or line)
