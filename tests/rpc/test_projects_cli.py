@@ -11,11 +11,12 @@ from etfarm.client import Farm
 from etfarm.client.cli.commands import devices, jobs, projects
 from etfarm.client.cli.commands.projects import size_of
 from etfarm.client.cli.usage import Usage
+from etfarm.client.submit.run_options import RunOptions
 from etfarm.client.transport.connection import CHOSEN_PROJECT
 from etfarm.wire.channel import Access, BadProjectName, open_channel
 from etfarm.wire.errors import UserError
 from etfarm.wire.names import PROJECT_VARIABLE, is_project_name
-from tests.support.farm import FarmProcess
+from tests.support.farm import FarmProcess, wait_until
 from tests.support.programs import program
 
 
@@ -66,6 +67,31 @@ def test_an_impossible_request_is_a_single_error_line(
     assert projects.main([*arguments, "--server", farm.address]) == code
     printed = capsys.readouterr().err
     assert says in printed and printed.count("\n") == 1
+
+
+def test_a_device_is_labelled_drained_and_undrained(farm: FarmProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    server = ["--server", farm.address]
+    assert devices.main(["label", "board-0", "rack=3", "lab=north", *server]) == 0
+    assert devices.main(["label", "board-0", "--remove", "lab", *server]) == 0
+    assert "board-0 has the labels rack=3." in capsys.readouterr().out
+    assert devices.main(["drain", "board-0", "--reason", "new cable", *server]) == 0
+    assert "takes nothing new" in capsys.readouterr().out
+    assert devices.main(["list", "--device", "label.rack=3", *server]) == 0
+    listed = capsys.readouterr().out
+    assert "DRAINING" in listed and "new cable" in listed
+    with Farm(farm.address) as client:
+        known = client.device("board-0")
+        assert known.drain is not None and (known.drain.reason, known.attempt_id) == ("new cable", "")
+        client.create_project("waiting")
+    with Farm(farm.address, project="waiting") as client:
+        job = client.submit_run(_pte(farm), RunOptions(device="name=board-0"))
+        assert wait_until(lambda: "board-0 is drained: new cable" in job.refresh().cells[0].waiting_for)
+        job.cancel()
+    assert devices.main(["undrain", "board-0", *server]) == 0
+    assert "is idle" in capsys.readouterr().out
+    for wrong in (["label", "board-0"], ["label", "board-0", "rack"], ["label", "board-0", "a b=1"], ["drain", "board-9"]):
+        assert devices.main([*wrong, *server]) == 2
+        assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_a_device_is_restricted_and_unrestricted(farm: FarmProcess, capsys: pytest.CaptureFixture[str]) -> None:

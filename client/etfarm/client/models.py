@@ -191,6 +191,16 @@ class Cluster:
 
 
 @dataclass(frozen=True)
+class Drain:
+    """Why and since when nothing new is placed on a device."""
+
+    reason: str
+    principal: str
+    """Who drained the device."""
+    started_at: datetime
+
+
+@dataclass(frozen=True)
 class Device:
     """A device known to the farm."""
 
@@ -229,6 +239,8 @@ class Device:
     """Why no run can be placed on it now, with the remedy; None if it is usable."""
     projects: tuple[str, ...] = ()
     """The caller's projects among those that the device is restricted to; empty for an unrestricted device."""
+    drain: Drain | None = None
+    """Present while the device is drained, offline or not."""
 
 
 @dataclass(frozen=True)

@@ -32,6 +32,7 @@ class _DeviceStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_DeviceSta
     DEVICE_STATE_BUSY: _DeviceState.ValueType  # 2
     DEVICE_STATE_OFFLINE: _DeviceState.ValueType  # 3
     DEVICE_STATE_DRAINING: _DeviceState.ValueType  # 4
+    """Connected, and takes nothing new; Device.drain says why. It still runs an attempt if `attempt_id` is set."""
     DEVICE_STATE_UNUSABLE: _DeviceState.ValueType  # 5
     """Connected, but unable to run programs now. Device.problem says why, and what to do."""
 
@@ -42,6 +43,7 @@ DEVICE_STATE_IDLE: DeviceState.ValueType  # 1
 DEVICE_STATE_BUSY: DeviceState.ValueType  # 2
 DEVICE_STATE_OFFLINE: DeviceState.ValueType  # 3
 DEVICE_STATE_DRAINING: DeviceState.ValueType  # 4
+"""Connected, and takes nothing new; Device.drain says why. It still runs an attempt if `attempt_id` is set."""
 DEVICE_STATE_UNUSABLE: DeviceState.ValueType  # 5
 """Connected, but unable to run programs now. Device.problem says why, and what to do."""
 Global___DeviceState: _TypeAlias = DeviceState  # noqa: Y015
@@ -179,6 +181,7 @@ class Device(_message.Message):
     RUNNER_FIELD_NUMBER: _builtins.int
     CAN_GENERATE_FIELD_NUMBER: _builtins.int
     PROJECTS_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Stays the same after reboots and reinstallations of the agent."""
     agent_id: _builtins.str
@@ -248,6 +251,10 @@ class Device(_message.Message):
         own projects.
         """
 
+    @_builtins.property
+    def drain(self) -> Global___DeviceDrain:
+        """Present while the device is drained, offline or not."""
+
     def __init__(
         self,
         *,
@@ -278,10 +285,11 @@ class Device(_message.Message):
         runner: _common_pb2.RunnerKind.ValueType = ...,
         can_generate: _builtins.bool = ...,
         projects: _abc.Iterable[_builtins.str] | None = ...,
+        drain: Global___DeviceDrain | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "has_battery", b"has_battery", "last_seen_time", b"last_seen_time", "operator_count", b"operator_count", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "drain", b"drain", "has_battery", b"has_battery", "last_seen_time", b"last_seen_time", "operator_count", b"operator_count", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "agent_id", b"agent_id", "arch", b"arch", "attempt_id", b"attempt_id", "backends", b"backends", "can_generate", b"can_generate", "clusters", b"clusters", "cores", b"cores", "emulated", b"emulated", "features", b"features", "has_battery", b"has_battery", "id", b"id", "labels", b"labels", "last_seen_time", b"last_seen_time", "memory_bytes", b"memory_bytes", "model", b"model", "name", b"name", "operator_count", b"operator_count", "os", b"os", "own_runners", b"own_runners", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "projects", b"projects", "runner", b"runner", "soc", b"soc", "state", b"state", "telemetry", b"telemetry", "thermal_zones", b"thermal_zones"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "agent_id", b"agent_id", "arch", b"arch", "attempt_id", b"attempt_id", "backends", b"backends", "can_generate", b"can_generate", "clusters", b"clusters", "cores", b"cores", "drain", b"drain", "emulated", b"emulated", "features", b"features", "has_battery", b"has_battery", "id", b"id", "labels", b"labels", "last_seen_time", b"last_seen_time", "memory_bytes", b"memory_bytes", "model", b"model", "name", b"name", "operator_count", b"operator_count", "os", b"os", "own_runners", b"own_runners", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "projects", b"projects", "runner", b"runner", "soc", b"soc", "state", b"state", "telemetry", b"telemetry", "thermal_zones", b"thermal_zones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__has_battery: _TypeAlias = _typing.Literal["has_battery"]  # noqa: Y015
     _WhichOneofArgType__has_battery: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery"]  # noqa: Y015
@@ -297,6 +305,88 @@ class Device(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__page_size_bytes) -> _WhichOneofReturnType__page_size_bytes | None: ...
 
 Global___Device: _TypeAlias = Device  # noqa: Y015
+
+@_typing.final
+class DeviceDrain(_message.Message):
+    """Why and since when nothing new is placed on a device."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REASON_FIELD_NUMBER: _builtins.int
+    PRINCIPAL_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    reason: _builtins.str
+    """May be empty."""
+    principal: _builtins.str
+    """Who drained it."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        reason: _builtins.str = ...,
+        principal: _builtins.str = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["principal", b"principal", "reason", b"reason", "start_time", b"start_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceDrain: _TypeAlias = DeviceDrain  # noqa: Y015
+
+@_typing.final
+class DeviceSettings(_message.Message):
+    """What admins have set for a device, over what its agent reports. The server stores it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    @_typing.final
+    class LabelsEntry(_message.Message):
+        DESCRIPTOR: _descriptor.Descriptor
+
+        KEY_FIELD_NUMBER: _builtins.int
+        VALUE_FIELD_NUMBER: _builtins.int
+        key: _builtins.str
+        value: _builtins.str
+        def __init__(
+            self,
+            *,
+            key: _builtins.str = ...,
+            value: _builtins.str = ...,
+        ) -> None: ...
+        _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+        def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+        _ClearFieldArgType: _TypeAlias = _typing.Literal["key", b"key", "value", b"value"]  # noqa: Y015
+        def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+        def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+    LABELS_FIELD_NUMBER: _builtins.int
+    REMOVED_LABELS_FIELD_NUMBER: _builtins.int
+    DRAIN_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
+    @_builtins.property
+    def removed_labels(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Labels of the agent that the device does not have."""
+
+    @_builtins.property
+    def drain(self) -> Global___DeviceDrain: ...
+    def __init__(
+        self,
+        *,
+        labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
+        removed_labels: _abc.Iterable[_builtins.str] | None = ...,
+        drain: Global___DeviceDrain | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["drain", b"drain", "labels", b"labels", "removed_labels", b"removed_labels"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceSettings: _TypeAlias = DeviceSettings  # noqa: Y015
 
 @_typing.final
 class DeviceTelemetry(_message.Message):
@@ -653,18 +743,22 @@ class DrainDeviceRequest(_message.Message):
 
     DEVICE_ID_FIELD_NUMBER: _builtins.int
     UNDRAIN_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
     device_id: _builtins.str
     undrain: _builtins.bool
     """Whether to resume placing runs."""
+    reason: _builtins.str
+    """Why, for people who wait for the device; at most 200 characters. Ignored when undraining."""
     def __init__(
         self,
         *,
         device_id: _builtins.str = ...,
         undrain: _builtins.bool = ...,
+        reason: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_id", b"device_id", "undrain", b"undrain"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_id", b"device_id", "reason", b"reason", "undrain", b"undrain"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

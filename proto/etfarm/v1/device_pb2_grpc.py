@@ -140,14 +140,23 @@ class DeviceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Label(self, request, context):
-        """Sets and removes labels. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED.
+        """Sets and removes labels of a device. They take precedence over those that its agent reports, and stay when it reconnects.
+
+        Errors:
+        NOT_FOUND            DEVICE_NOT_FOUND
+        INVALID_ARGUMENT     BAD_LABEL: a key has other characters than letters, digits, `.`, `_`, `/` and `-`, a value is not
+        printable, one key is set and removed, or the device would have more than 64 labels.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drain(self, request, context):
-        """Stops placing runs on a device, or resumes it. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED.
+        """Drains a device: what it runs ends as usual, and nothing new is placed on it until it is undrained, also after its agent or
+        the server has restarted. To drain a drained device replaces the reason.
+
+        Errors:
+        NOT_FOUND            DEVICE_NOT_FOUND
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

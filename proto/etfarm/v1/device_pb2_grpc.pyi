@@ -54,9 +54,20 @@ class DeviceServiceStub:
     Release: _grpc.UnaryUnaryMultiCallable[_device_pb2.ReleaseReservationRequest, _device_pb2.ReleaseReservationResponse]
     """Ends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
     Label: _grpc.UnaryUnaryMultiCallable[_device_pb2.LabelDeviceRequest, _device_pb2.Device]
-    """Sets and removes labels. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+    """Sets and removes labels of a device. They take precedence over those that its agent reports, and stay when it reconnects.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND
+      INVALID_ARGUMENT     BAD_LABEL: a key has other characters than letters, digits, `.`, `_`, `/` and `-`, a value is not
+                           printable, one key is set and removed, or the device would have more than 64 labels.
+    """
     Drain: _grpc.UnaryUnaryMultiCallable[_device_pb2.DrainDeviceRequest, _device_pb2.Device]
-    """Stops placing runs on a device, or resumes it. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+    """Drains a device: what it runs ends as usual, and nothing new is placed on it until it is undrained, also after its agent or
+    the server has restarted. To drain a drained device replaces the reason.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND
+    """
     Forget: _grpc.UnaryUnaryMultiCallable[_device_pb2.ForgetDeviceRequest, _device_pb2.ForgetDeviceResponse]
     """Removes an offline device; its reports stay. The farm knows it again as soon as an agent announces it.
 
@@ -97,9 +108,20 @@ class DeviceServiceAsyncStub(DeviceServiceStub):
     Release: _aio.UnaryUnaryMultiCallable[_device_pb2.ReleaseReservationRequest, _device_pb2.ReleaseReservationResponse]  # type: ignore[assignment]
     """Ends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
     Label: _aio.UnaryUnaryMultiCallable[_device_pb2.LabelDeviceRequest, _device_pb2.Device]  # type: ignore[assignment]
-    """Sets and removes labels. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+    """Sets and removes labels of a device. They take precedence over those that its agent reports, and stay when it reconnects.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND
+      INVALID_ARGUMENT     BAD_LABEL: a key has other characters than letters, digits, `.`, `_`, `/` and `-`, a value is not
+                           printable, one key is set and removed, or the device would have more than 64 labels.
+    """
     Drain: _aio.UnaryUnaryMultiCallable[_device_pb2.DrainDeviceRequest, _device_pb2.Device]  # type: ignore[assignment]
-    """Stops placing runs on a device, or resumes it. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+    """Drains a device: what it runs ends as usual, and nothing new is placed on it until it is undrained, also after its agent or
+    the server has restarted. To drain a drained device replaces the reason.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND
+    """
     Forget: _aio.UnaryUnaryMultiCallable[_device_pb2.ForgetDeviceRequest, _device_pb2.ForgetDeviceResponse]  # type: ignore[assignment]
     """Removes an offline device; its reports stay. The farm knows it again as soon as an agent announces it.
 
@@ -179,7 +201,13 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.LabelDeviceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.Device, _abc.Awaitable[_device_pb2.Device]]:
-        """Sets and removes labels. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+        """Sets and removes labels of a device. They take precedence over those that its agent reports, and stay when it reconnects.
+
+        Errors:
+          NOT_FOUND            DEVICE_NOT_FOUND
+          INVALID_ARGUMENT     BAD_LABEL: a key has other characters than letters, digits, `.`, `_`, `/` and `-`, a value is not
+                               printable, one key is set and removed, or the device would have more than 64 labels.
+        """
 
     @_abc_1.abstractmethod
     def Drain(
@@ -187,7 +215,12 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.DrainDeviceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.Device, _abc.Awaitable[_device_pb2.Device]]:
-        """Stops placing runs on a device, or resumes it. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+        """Drains a device: what it runs ends as usual, and nothing new is placed on it until it is undrained, also after its agent or
+        the server has restarted. To drain a drained device replaces the reason.
+
+        Errors:
+          NOT_FOUND            DEVICE_NOT_FOUND
+        """
 
     @_abc_1.abstractmethod
     def Forget(

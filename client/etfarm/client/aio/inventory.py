@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -74,6 +74,37 @@ class AsyncInventory(AsyncConnected):
         """
         request = device_pb2.RestrictDeviceRequest(device_id=device_id, projects=projects)
         return decode.device(await self._open.devices.Restrict(request))
+
+    async def label_device(self, device_id: str, labels: Mapping[str, str], *, remove: Sequence[str] = ()) -> Device:
+        """Set and remove labels of a device, which take precedence over those that its agent reports. Admins only.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND, BAD_LABEL; PERMISSION_DENIED.
+        """
+        request = device_pb2.LabelDeviceRequest(device_id=device_id, set=labels, remove=remove)
+        return decode.device(await self._open.devices.Label(request))
+
+    async def drain_device(self, device_id: str, reason: str = "") -> Device:
+        """Place nothing new on a device until it is undrained; what it runs continues. Admins only.
+
+        Args:
+            device_id: an id, a unique prefix of an id, or a name.
+            reason: why, for people who wait for the device; at most 200 characters.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND, LIMIT_EXCEEDED; PERMISSION_DENIED.
+        """
+        request = device_pb2.DrainDeviceRequest(device_id=device_id, reason=reason)
+        return decode.device(await self._open.devices.Drain(request))
+
+    async def undrain_device(self, device_id: str) -> Device:
+        """Let runs be placed on a drained device again. Admins only.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND; PERMISSION_DENIED.
+        """
+        request = device_pb2.DrainDeviceRequest(device_id=device_id, undrain=True)
+        return decode.device(await self._open.devices.Drain(request))
 
     @property
     def projects(self) -> AsyncProjects:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,6 +63,34 @@ class Inventory(Blocking):
             EtfarmError: DEVICE_NOT_FOUND, PROJECT_NOT_FOUND; PERMISSION_DENIED.
         """
         return self._run(self._async.restrict_device(device_id, projects))
+
+    def label_device(self, device_id: str, labels: Mapping[str, str], *, remove: Sequence[str] = ()) -> Device:
+        """Set and remove labels of a device, which take precedence over those that its agent reports. Admins only.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND, BAD_LABEL; PERMISSION_DENIED.
+        """
+        return self._run(self._async.label_device(device_id, labels, remove=remove))
+
+    def drain_device(self, device_id: str, reason: str = "") -> Device:
+        """Place nothing new on a device until it is undrained; what it runs continues. Admins only.
+
+        Args:
+            device_id: an id, a unique prefix of an id, or a name.
+            reason: why, for people who wait for the device; at most 200 characters.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND, LIMIT_EXCEEDED; PERMISSION_DENIED.
+        """
+        return self._run(self._async.drain_device(device_id, reason))
+
+    def undrain_device(self, device_id: str) -> Device:
+        """Let runs be placed on a drained device again. Admins only.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND; PERMISSION_DENIED.
+        """
+        return self._run(self._async.undrain_device(device_id))
 
     @property
     def projects(self) -> Projects:

@@ -16,6 +16,7 @@ from etfarm.client.models import (
     Cluster,
     Device,
     DeviceState,
+    Drain,
     Event,
     JobChanged,
     JobInfo,
@@ -152,7 +153,12 @@ def device(message: device_pb2.Device) -> Device:
         has_battery=message.has_battery if message.HasField("has_battery") else None,
         problem=status.from_proto(message.problem) if message.HasField("problem") else None,
         projects=tuple(message.projects),
+        drain=_drain(message.drain) if message.HasField("drain") else None,
     )
+
+
+def _drain(message: device_pb2.DeviceDrain) -> Drain:
+    return Drain(message.reason, message.principal, _instant(message.start_time))
 
 
 def project(message: project_pb2.Project) -> Project:

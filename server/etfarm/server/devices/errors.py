@@ -58,6 +58,12 @@ class DeviceOffline(DeviceError):
     reason = "DEVICE_OFFLINE"
 
 
+class BadLabel(UserError):
+    """A label that a device cannot have."""
+
+    reason = "BAD_LABEL"
+
+
 class DeviceTooLarge(UserError):
     """A device description larger than the maximum."""
 

@@ -1,4 +1,4 @@
-"""Database records of the known devices and of their restrictions to projects."""
+"""Database records of the known devices, of their restrictions to projects, and of what admins have set for them."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
-from etfarm.v1.device_pb2 import Device
+from etfarm.v1.device_pb2 import Device, DeviceSettings
 
 
 class DeviceRecords:
-    """The tables of devices and of their projects."""
+    """The tables of devices, of their projects and of their settings."""
 
     def __init__(self, database: Database) -> None:
         self._database = database
@@ -62,10 +62,27 @@ class DeviceRecords:
 
         await self._database.write(write, durable=True)
 
-    async def delete(self, device_id: str) -> None:
-        """Delete a device and its restrictions."""
+    async def load_settings(self) -> dict[str, DeviceSettings]:
+        """Return what admins have set, by device id. Devices without settings have no entry."""
+        rows = await self._database.read(lambda connection: connection.execute(select(schema.device_settings)).all())
+        return {row.device_id: DeviceSettings.FromString(row.body) for row in rows}
+
+    async def save_settings(self, device_id: str, settings: DeviceSettings) -> None:
+        """Write a device's settings; empty ones remove the record."""
+        table, body = schema.device_settings, settings.SerializeToString()
 
         def write(connection: Connection) -> None:
+            connection.execute(delete(table).where(table.c.device_id == device_id))
+            if body:
+                connection.execute(table.insert(), {"device_id": device_id, "body": body})
+
+        await self._database.write(write, durable=True)
+
+    async def delete(self, device_id: str) -> None:
+        """Delete a device, its restrictions and its settings."""
+
+        def write(connection: Connection) -> None:
+            connection.execute(delete(schema.device_settings).where(schema.device_settings.c.device_id == device_id))
             connection.execute(delete(schema.devices).where(schema.devices.c.id == device_id))
             connection.execute(delete(schema.device_projects).where(schema.device_projects.c.device_id == device_id))
 

@@ -22,6 +22,7 @@ from etfarm.server.devices.records import DeviceRecords
 from etfarm.server.devices.runners import is_without_runner, known_runner
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
+from etfarm.server.devices.settings import SettingsOfDevices
 from etfarm.server.state.cut import fit
 from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, device_pb2
@@ -51,6 +52,7 @@ class Registry:
         principal_of: Callable[[str], str] = lambda _: "",
     ) -> None:
         self._records = DeviceRecords(database)
+        self._settings = SettingsOfDevices(self._records)
         self._bundles = bundles
         self._runs = runs
         self._now = now
@@ -74,6 +76,7 @@ class Registry:
 
     async def load(self) -> None:
         """Load the devices from the database; all are offline until their agents connect."""
+        await self._settings.load()
         devices, projects = await self._records.load()
         self._projects.update(projects)
         for device in devices:
@@ -158,6 +161,40 @@ class Registry:
         self.changed()
         return self.get(device_id)
 
+    async def label(self, key: str, labels: Mapping[str, str], removed: Collection[str]) -> Device:
+        """Set and remove labels of a device, over those that its agent reports.
+
+        Raises:
+            DeviceNotFound: as `get`.
+            BadLabel: a label is not valid, or there would be too many.
+        """
+        device = self.get(key)
+        await self._settings.label(device, labels, removed)
+        self.changed()
+        return self.get(device.id)
+
+    async def drain(self, key: str, reason: str, principal: str) -> Device:
+        """Place nothing new on a device until `undrain`; what it runs continues.
+
+        Raises:
+            DeviceNotFound: as `get`.
+        """
+        device_id = self.get(key).id
+        await self._settings.drain(device_id, reason, principal, self._now())
+        self.changed()
+        return self.get(device_id)
+
+    async def undrain(self, key: str) -> Device:
+        """Let runs be placed on a device again.
+
+        Raises:
+            DeviceNotFound: as `get`.
+        """
+        device_id = self.get(key).id
+        await self._settings.undrain(device_id)
+        self.changed()
+        return self.get(device_id)
+
     def describe(self, device: Device) -> Device:
         """Return a device as its users see it: an idle one without a runner is unusable, with the reason."""
         if device.state == DeviceState.DEVICE_STATE_IDLE and is_without_runner(self._bundles, device):
@@ -178,6 +215,7 @@ class Registry:
     def _view(self, device: Device, scope: Scope, busy: Mapping[str, str] | None = None) -> Device:
         view = Device()
         view.CopyFrom(device)
+        self._settings.apply(view)
         attempt = self._runs.on_device(device.id) if busy is None else busy.get(device.id)
         view.attempt_id = attempt or ""
         if device.id not in self._serving:
@@ -295,6 +333,7 @@ class Registry:
         del self._known[device.id]
         self._telemetry.pop(device.id, None)
         self._projects.pop(device.id, None)
+        self._settings.forget(device.id)
         await self._records.delete(device.id)
         self.changed()
         return device
@@ -379,6 +418,8 @@ def _sort_key(device: Device) -> tuple[str, str]:
 
 def _state(device: Device) -> DeviceState.ValueType:
     """Return the state of a connected device. It is BUSY until its attempt ends, whatever the agent reports in the meantime."""
+    if device.HasField("drain"):
+        return DeviceState.DEVICE_STATE_DRAINING
     if device.attempt_id:
         return DeviceState.DEVICE_STATE_BUSY
     return DeviceState.DEVICE_STATE_UNUSABLE if device.HasField("problem") else DeviceState.DEVICE_STATE_IDLE

@@ -16,6 +16,7 @@ from etfarm.wire.selectors import Selector
 IDLE: Final = DeviceState.DEVICE_STATE_IDLE
 OFFLINE: Final = DeviceState.DEVICE_STATE_OFFLINE
 UNUSABLE: Final = DeviceState.DEVICE_STATE_UNUSABLE
+DRAINING: Final = DeviceState.DEVICE_STATE_DRAINING
 
 
 class NoSuchDevice(UserError):
@@ -172,11 +173,13 @@ def why_waiting(cell: Waiting, devices: Sequence[Device] | Fitting, runs: Mappin
     small = f"too few cpus for {cell.threads} threads: {describe_cpus(too_small, cell.cores)}" if too_small else ""
     if not fitting:
         return small or "no known device matches any more"
-    if all(device.state in (OFFLINE, UNUSABLE) for device in fitting):
+    if all(device.state in (OFFLINE, UNUSABLE, DRAINING) for device in fitting):
         offline = sorted(device.name for device in fitting if device.state == OFFLINE)
         reasons = [f"{', '.join(offline)} {'is' if len(offline) == 1 else 'are'} known but offline"] if offline else []
         unusable = sorted((device for device in fitting if device.state == UNUSABLE), key=lambda device: device.name)
         reasons += [f"{device.name} cannot be used: {_sentence(device.problem)}" for device in unusable]
+        drained = sorted((device for device in fitting if device.state == DRAINING), key=lambda device: device.name)
+        reasons += [f"{device.name} is drained{f': {device.drain.reason}' if device.drain.reason else ''}" for device in drained]
         return "; ".join(filter(None, [*reasons, small]))
     busy = sorted(device.name for device in fitting if device.id in runs)
     return "; ".join(filter(None, [f"{', '.join(busy)} {'is' if len(busy) == 1 else 'are'} busy", small])) if busy else ""

@@ -26,7 +26,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-HEAD = "0008"
+HEAD = "0009"
 """The newest migration, to which `Database.open` upgrades older databases."""
 
 

@@ -126,6 +126,13 @@ devices = Table(
     Column("last_seen_at", UtcDateTime, nullable=False),
 )  # fmt: skip
 
+# What admins have set; a device without such settings has no row.
+device_settings = Table(
+    "device_settings", metadata,
+    Column("device_id", String, primary_key=True),
+    Column("body", LargeBinary, nullable=False),
+)  # fmt: skip
+
 bundles = Table(
     "bundles", metadata,
     Column("digest", String, primary_key=True),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from etfarm.server.devices import schedule
 from etfarm.server.devices.schedule import Assignment, NoSuchDevice, Waiting
 from etfarm.v1.common_pb2 import Error
-from etfarm.v1.device_pb2 import Device, DeviceState
+from etfarm.v1.device_pb2 import Device, DeviceDrain, DeviceState
 from etfarm.wire import selectors
 from etfarm.wire.errors import Kind
 from tests.support.golden import Golden
@@ -184,6 +184,16 @@ def test_a_device_with_fewer_cpus_than_threads_gets_no_cell_and_is_named_to_who_
     assert schedule.schedule([waiting], [small, device("large", cores=8)]) == [Assignment("c", "large")]
     assert schedule.schedule([Waiting("c", selectors.parse(""), 0, (0, 0), threads=2)], [small]) == [Assignment("c", "small")]
     assert schedule.schedule([waiting], [device("unknown")]) == [Assignment("c", "unknown")], "its cpus are not known"
+
+
+def test_a_drained_device_gets_no_cell_and_its_reason_is_told() -> None:
+    drained = device("a", DRAINING, drain=DeviceDrain(reason="new cable"))
+    waiting = Waiting("c", selectors.parse(""), 0, (0, 0))
+    assert schedule.schedule([waiting], [drained]) == []
+    assert schedule.why_waiting(waiting, [drained], {}) == "a is drained: new cable"
+    drained.drain.reason = ""
+    assert schedule.why_waiting(waiting, [drained], {}) == "a is drained"
+    assert schedule.why_waiting(waiting, [drained, device("b", BUSY)], {"b": "x"}) == "b is busy"
 
 
 def test_cells_with_other_threads_are_considered_separately() -> None:

@@ -19,14 +19,18 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
     from rich.table import Table
 
-    from etfarm.client.models import Cluster, Device
+    from etfarm.client.models import Cluster, Device, Drain
 
 
 def main(argv: list[str]) -> int:
     """Run `etfarm devices`."""
-    later = ("reserve", "release", "drain", "undrain", "label")
-    commands: dict[str, Command] = {"list": list_, "show": show, "restrict": restrict, "forget": forget}
-    return execute(commands, argv, "devices", "Lists, shows, restricts and forgets the devices of the farm.", later)
+    later = ("reserve", "release")
+    commands: dict[str, Command] = {
+        "list": list_, "show": show, "label": label, "drain": drain, "undrain": undrain, "restrict": restrict, "forget": forget
+    }  # fmt: skip
+    return execute(
+        commands, argv, "devices", "Lists, shows, labels, drains, restricts and forgets the devices of the farm.", later
+    )
 
 
 def list_(
@@ -75,6 +79,8 @@ def list_(
     for item in devices:
         if item.problem is not None:
             output.show(output.line(f"{item.name}: {item.problem}", style="red"))
+        elif item.drain is not None:
+            output.show(output.line(f"{item.name}: {_drained(item.drain, now)}", style="yellow"))
         elif item.runner == "python":
             output.show(output.line(f"{item.name}: its runner is {_runner(item.runner, item.own_runners)}", style="yellow"))
 
@@ -103,6 +109,65 @@ def show(
     known = listing.record(run_async(fetch))
     if not listing.is_on_stdout:
         output.show(output.facts(facts(known, datetime.now(UTC))))
+
+
+def label(
+    device: Annotated[str, typer.Argument(metavar="DEVICE", help="A device's id, its first characters, or its name.")],
+    labels: Annotated[list[str] | None, typer.Argument(metavar="K=V", help="Labels to set.", show_default=False)] = None,
+    remove: Annotated[list[str] | None, typer.Option("--remove", metavar="K", help="A label to remove; repeatable.")] = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    project: options.Project = None,
+) -> None:
+    """Set and remove a device's labels. They take precedence over its agent's, and stay when it reconnects. Admins only."""
+    from etfarm.client.aio import AsyncFarm
+
+    pairs = dict(_pair(text) for text in labels or ())
+    if not pairs and not remove:
+        raise Usage("Give at least one K=V or --remove.", "For example `etfarm devices label board-7 rack=3`.")
+
+    async def change() -> Device:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return await farm.label_device(device, pairs, remove=remove or ())
+
+    changed = run_async(change)
+    tell(f"{changed.name} has the labels {_labels(changed)}." if changed.labels else f"{changed.name} has no labels.")
+
+
+def drain(
+    devices: Annotated[list[str], typer.Argument(metavar="DEVICE...", help="Ids, their first characters, or names.")],
+    reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for people who wait for the device.")] = "",
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    project: options.Project = None,
+) -> None:
+    """Place nothing new on devices until `undrain`; what they run continues. Admins only."""
+    from etfarm.client.aio import AsyncFarm
+
+    async def change() -> list[Device]:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return [await farm.drain_device(device, reason) for device in devices]
+
+    for changed in run_async(change):
+        running = "; what it runs now continues" if changed.attempt_id else ""
+        tell(f"{changed.name} ({changed.id}) takes nothing new{running}.")
+
+
+def undrain(
+    devices: Annotated[list[str], typer.Argument(metavar="DEVICE...", help="Ids, their first characters, or names.")],
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    project: options.Project = None,
+) -> None:
+    """Place runs on drained devices again. Admins only."""
+    from etfarm.client.aio import AsyncFarm
+
+    async def change() -> list[Device]:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return [await farm.undrain_device(device) for device in devices]
+
+    for changed in run_async(change):
+        tell(f"{changed.name} ({changed.id}) is {changed.state.value.lower()}.")
 
 
 def forget(
@@ -161,6 +226,7 @@ def facts(device: Device, now: datetime) -> Iterator[tuple[str, RenderableType]]
         ("id", device.id),
         ("state", Text(f"{device.state.value}, last seen {units.ago(device.last_seen_at, now)}", _STYLES[device.state.value])),
         ("problem", Text(str(device.problem), "red") if device.problem else ""),
+        ("drained", Text(_drained(device.drain, now), "yellow") if device.drain else ""),
         ("attempt", device.attempt_id),
         ("projects", ", ".join(device.projects)),
         ("model", device.model),
@@ -188,10 +254,29 @@ def facts(device: Device, now: datetime) -> Iterator[tuple[str, RenderableType]]
         ("runner", _runner(device.runner, device.own_runners) if device.runner or device.problem is None else ""),
         ("backends", ", ".join(device.backends)),
         ("operators", str(device.operator_count or "")),
-        ("labels", ", ".join(f"{key}={value}" for key, value in device.labels.items())),
+        ("labels", _labels(device)),
         ("agent", f"{device.agent_id}{', ' if 'agent_rss_bytes' in telemetry else ''}{telemetry.get('agent_rss_bytes', '')}"),
     ]
     return ((name, value) for name, value in pairs if value)
+
+
+def _pair(text: str) -> tuple[str, str]:
+    key, equals, value = text.partition("=")
+    if not key or not equals:
+        raise Usage(f"A label must be K=V, got {text!r}.", "To remove one, give its key with --remove.")
+    return key, value
+
+
+def _labels(device: Device) -> str:
+    return ", ".join(f"{key}={value}" for key, value in sorted(device.labels.items()))
+
+
+def _drained(drain: Drain, now: datetime) -> str:
+    """Return who drained a device, when and why."""
+    from etfarm.client.formats import units
+
+    why = f": {drain.reason}" if drain.reason else ""
+    return f"drained by {drain.principal} {units.ago(drain.started_at, now)}{why}"
 
 
 def _all(values: Mapping[str, str], *keys: str) -> str:

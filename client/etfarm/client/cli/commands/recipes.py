@@ -95,7 +95,7 @@ def devices_for(recipe: RecipeInfo, devices: Sequence[Device]) -> tuple[str, ...
     backend = runtime_backend(recipe.name)
     if backend is None:
         return None
-    away = (DeviceState.OFFLINE, DeviceState.UNUSABLE)
+    away = (DeviceState.OFFLINE, DeviceState.UNUSABLE, DeviceState.DRAINING)
     here = [device for device in devices if device.state not in away and device.runner]
     return tuple(device.name for device in here if not backend or backend in device.backends)
 

@@ -85,6 +85,8 @@ LIMITS: Final[dict[str, Limit]] = {
     "ListHistoryRequest.device": _SELECTOR,
     "LabelDeviceRequest.set": _LABELS,
     "LabelDeviceRequest.remove": _LABELS,
+    "DrainDeviceRequest.reason": _VALUE,
+    "LabelDeviceRequest.remove[]": _KEY,
     "LabelDeviceRequest.SetEntry.key": _KEY,
     "LabelDeviceRequest.SetEntry.value": _VALUE,
     # Descriptions that agents send of themselves and of their devices.

@@ -6,7 +6,7 @@ from typing import Any, Final
 
 from etfarm.server.access.projects import Projects
 from etfarm.server.devices.registry import Registry
-from etfarm.server.rpc.door.caller import scope
+from etfarm.server.rpc.door.caller import caller, scope
 from etfarm.server.rpc.services.unimplemented import unimplemented
 from etfarm.server.state.paging import PAGE_SIZES, page_size, page_start
 from etfarm.v1 import device_pb2, device_pb2_grpc
@@ -23,8 +23,6 @@ class DeviceService(device_pb2_grpc.DeviceServiceServicer):
     Reserve: Any = unimplemented("DeviceService.Reserve")
     Renew: Any = unimplemented("DeviceService.Renew")
     Release: Any = unimplemented("DeviceService.Release")
-    Label: Any = unimplemented("DeviceService.Label")
-    Drain: Any = unimplemented("DeviceService.Drain")
 
     def __init__(self, registry: Registry, projects: Projects) -> None:
         self._registry = registry
@@ -39,6 +37,15 @@ class DeviceService(device_pb2_grpc.DeviceServiceServicer):
 
     async def Get(self, request: device_pb2.GetDeviceRequest, context: object) -> device_pb2.Device:
         return self._registry.describe(self._registry.get(request.device_id, scope()))
+
+    async def Label(self, request: device_pb2.LabelDeviceRequest, context: object) -> device_pb2.Device:
+        return self._registry.describe(await self._registry.label(request.device_id, request.set, request.remove))
+
+    async def Drain(self, request: device_pb2.DrainDeviceRequest, context: object) -> device_pb2.Device:
+        if request.undrain:
+            return self._registry.describe(await self._registry.undrain(request.device_id))
+        drained = await self._registry.drain(request.device_id, request.reason, caller().name)
+        return self._registry.describe(drained)
 
     async def Forget(self, request: device_pb2.ForgetDeviceRequest, context: object) -> device_pb2.ForgetDeviceResponse:
         await self._registry.forget(request.device_id)
