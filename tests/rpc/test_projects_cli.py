@@ -11,6 +11,8 @@ from etfarm.client import Farm
 from etfarm.client.cli.commands import devices, jobs, projects
 from etfarm.client.cli.commands.projects import size_of
 from etfarm.client.cli.usage import Usage
+from etfarm.client.models import CellState
+from etfarm.client.submit.bench_options import BenchOptions
 from etfarm.client.submit.run_options import RunOptions
 from etfarm.client.transport.connection import CHOSEN_PROJECT
 from etfarm.wire.channel import Access, BadProjectName, open_channel
@@ -92,6 +94,27 @@ def test_a_device_is_labelled_drained_and_undrained(farm: FarmProcess, capsys: p
     for wrong in (["label", "board-0"], ["label", "board-0", "rack"], ["label", "board-0", "a b=1"], ["drain", "board-9"]):
         assert devices.main([*wrong, *server]) == 2
         assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.slow(reason="two jobs whose programs are inspected")
+def test_the_failed_cells_of_a_job_run_again(farm: FarmProcess, capsys: pytest.CaptureFixture[str]) -> None:
+    server = ["--server", farm.address, "--project", "again"]
+    with Farm(farm.address) as client:
+        client.create_project("again")
+    with Farm(farm.address, project="again") as client:
+        options = BenchOptions(device="name=board-0", iterations=1, min_time_s=0, warmup=0)
+        first = client.submit_bench([_pte(farm), program("external_xnnpack").path], options)
+        first.wait()
+        assert [cell.state for cell in first.refresh().cells] == [CellState.SUCCEEDED, CellState.FAILED]
+        capsys.readouterr()
+        assert jobs.main(["retry", first.id, *server]) == 1, "the program still lacks its data"
+        printed = capsys.readouterr().err
+        assert f"runs 1 of 2 cells of job {first.id} again" in printed and ".ptd files" in printed
+        again = client.job("latest").info
+        assert (dict(again.labels), [cell.model for cell in again.cells]) == ({"retry_of": first.id}, [first.info.cells[1].model])
+        assert jobs.main(["retry", again.id, "--detach", *server]) == 0
+        assert client.job(capsys.readouterr().out.strip()).info.labels["retry_of"] == again.id
+    assert jobs.main(["retry", "nothing", *server]) == 2
 
 
 def test_a_device_is_restricted_and_unrestricted(farm: FarmProcess, capsys: pytest.CaptureFixture[str]) -> None:

@@ -155,7 +155,12 @@ class JobServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Retry(self, request, context):
-        """Submits the failed cells of a job as a new job. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED.
+        """Submits the failed cells of a terminal job as a new job of the caller in the same project. The new job has the label
+        `retry_of`, the former job's id, and no name. Of interleaved cells that share an attempt, all run again if one failed.
+
+        Errors: those of Submit, and
+        NOT_FOUND            JOB_NOT_FOUND
+        FAILED_PRECONDITION  JOB_LIVE: wait until the job is terminal. NOTHING_TO_RETRY: no cell of the job failed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

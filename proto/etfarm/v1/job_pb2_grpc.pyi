@@ -88,7 +88,13 @@ class JobServiceStub:
       PERMISSION_DENIED    NOT_YOURS: the job belongs to another owner, and the caller is not an admin.
     """
     Retry: _grpc.UnaryUnaryMultiCallable[_job_pb2.RetryJobRequest, _job_pb2.Job]
-    """Submits the failed cells of a job as a new job. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+    """Submits the failed cells of a terminal job as a new job of the caller in the same project. The new job has the label
+    `retry_of`, the former job's id, and no name. Of interleaved cells that share an attempt, all run again if one failed.
+
+    Errors: those of Submit, and
+      NOT_FOUND            JOB_NOT_FOUND
+      FAILED_PRECONDITION  JOB_LIVE: wait until the job is terminal. NOTHING_TO_RETRY: no cell of the job failed.
+    """
     TailLog: _grpc.UnaryStreamMultiCallable[_job_pb2.TailJobLogRequest, _job_pb2.LogLine]
     """Sends the output of a job's compilers and runners in order of arrival; with `follow`, until the job is terminal.
 
@@ -156,7 +162,13 @@ class JobServiceAsyncStub(JobServiceStub):
       PERMISSION_DENIED    NOT_YOURS: the job belongs to another owner, and the caller is not an admin.
     """
     Retry: _aio.UnaryUnaryMultiCallable[_job_pb2.RetryJobRequest, _job_pb2.Job]  # type: ignore[assignment]
-    """Submits the failed cells of a job as a new job. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+    """Submits the failed cells of a terminal job as a new job of the caller in the same project. The new job has the label
+    `retry_of`, the former job's id, and no name. Of interleaved cells that share an attempt, all run again if one failed.
+
+    Errors: those of Submit, and
+      NOT_FOUND            JOB_NOT_FOUND
+      FAILED_PRECONDITION  JOB_LIVE: wait until the job is terminal. NOTHING_TO_RETRY: no cell of the job failed.
+    """
     TailLog: _aio.UnaryStreamMultiCallable[_job_pb2.TailJobLogRequest, _job_pb2.LogLine]  # type: ignore[assignment]
     """Sends the output of a job's compilers and runners in order of arrival; with `follow`, until the job is terminal.
 
@@ -257,7 +269,13 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _job_pb2.RetryJobRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_job_pb2.Job, _abc.Awaitable[_job_pb2.Job]]:
-        """Submits the failed cells of a job as a new job. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+        """Submits the failed cells of a terminal job as a new job of the caller in the same project. The new job has the label
+        `retry_of`, the former job's id, and no name. Of interleaved cells that share an attempt, all run again if one failed.
+
+        Errors: those of Submit, and
+          NOT_FOUND            JOB_NOT_FOUND
+          FAILED_PRECONDITION  JOB_LIVE: wait until the job is terminal. NOTHING_TO_RETRY: no cell of the job failed.
+        """
 
     @_abc_1.abstractmethod
     def TailLog(

@@ -56,6 +56,14 @@ class Job(Blocking):
         """
         return self._run(self._async.refresh())
 
+    def retry(self) -> Job:
+        """Submit the failed cells as a new job with the label `retry_of`, this job's id, and without a name.
+
+        Raises:
+            EtfarmError: NOTHING_TO_RETRY, JOB_LIVE; those of a submission.
+        """
+        return Job(self._run(self._async.retry()), self._running)
+
     def watch(self, after: int = 0) -> Iterator[Event]:
         """Yield the events after the sequence number `after`, then new events until the job's state is final.
 

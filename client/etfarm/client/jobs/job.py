@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,6 +108,15 @@ class AsyncJob:
         if known.HasField("threads"):
             spec.threads.append(known.threads)
         return spec
+
+    async def retry(self) -> AsyncJob:
+        """Submit the failed cells as a new job with the label `retry_of`, this job's id, and without a name.
+
+        Raises:
+            EtfarmError: NOTHING_TO_RETRY, JOB_LIVE; those of a submission.
+        """
+        request = job_pb2.RetryJobRequest(job_id=self.id, request_id=str(uuid.uuid4()))
+        return AsyncJob(self._stubs, await self._stubs.jobs.Retry(request), self._input_names)
 
     async def watch(self, after: int = 0) -> AsyncIterator[Event]:
         """Yield the events after the sequence number `after`, then new events until the job's state is final.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
@@ -106,11 +106,19 @@ class Submission:
         await self._store.quotas.require(project)
 
     async def make(
-        self, spec: job_pb2.JobSpec, *, owner: str, project: str, at: datetime, validate_only: bool = False
+        self,
+        spec: job_pb2.JobSpec,
+        *,
+        owner: str,
+        project: str,
+        at: datetime,
+        validate_only: bool = False,
+        cells: Sequence[job_pb2.Cell] = (),
     ) -> job_pb2.Job:
         """Return the job of a spec with all of its cells queued.
 
         Args:
+            cells: the job's cells if they are only some of the spec's; all of them when empty.
             validate_only: as SubmitJobRequest.validate_only: candidates may lack their sources.
             project: project of the job. Artifacts that it does not hold count as missing, and devices that are restricted to
                 others do not exist.
@@ -138,16 +146,14 @@ class Submission:
         async with self._large.take(owner) if is_large else nullcontext():
             job = job_pb2.Job(id=self._new_id(), owner=owner, project=project)
             job.create_time.FromDatetime(at)
-            return await self._readers.run(self._fill, job, spec, names, choices)
+            return await self._readers.run(self._fill, job, spec, cells or _cells(spec, names, choices))
 
-    def _fill(
-        self, job: job_pb2.Job, spec: job_pb2.JobSpec, names: Sequence[str], choices: Sequence[tuple[int | None, str]]
-    ) -> job_pb2.Job:
+    def _fill(self, job: job_pb2.Job, spec: job_pb2.JobSpec, cells: Iterable[job_pb2.Cell]) -> job_pb2.Job:
         """Fill in a job's spec and cells, and return the job."""
         job.name = spec.name
         job.labels.update(spec.labels)
         job.spec.CopyFrom(spec)
-        for cell in _cells(spec, names, choices):
+        for cell in cells:
             cell.id, cell.job_id, cell.index = self._new_id(), job.id, len(job.cells)
             cell.state, cell.version = common_pb2.CellState.CELL_STATE_QUEUED, 1
             cell.update_time.CopyFrom(job.create_time)

@@ -104,7 +104,7 @@ def test_the_parser_of_commands_names_the_wrong_option(
         (bench.main, ["demo:resnet8", "--label", "a=b", "--label", "a=c"]),
         (bench.main, ["demo:resnet8", "--cores", "medium"]),
         (bench.main, ["demo:resnet8", "--cores", "3-1"]),
-        (jobs.main, ["retry", "latest"]),
+        (devices.main, ["reserve", "latest"]),
         (devices.main, ["drain", "--now"]),
         (report.main, ["export", "x.json"]),
         (report.main, ["export", "x.json", "--format", "xml"]),

@@ -21,8 +21,10 @@ if TYPE_CHECKING:
 
 def main(argv: list[str]) -> int:
     """Run `etfarm jobs`."""
-    commands: dict[str, Command] = {"list": list_, "show": show, "watch": watch, "cancel": cancel, "logs": logs}
-    return execute(commands, argv, "jobs", "Lists, shows, watches and cancels jobs, and reads their logs.", later=("retry",))
+    commands: dict[str, Command] = {
+        "list": list_, "show": show, "watch": watch, "cancel": cancel, "retry": retry, "logs": logs
+    }  # fmt: skip
+    return execute(commands, argv, "jobs", "Lists, shows, watches, cancels and retries jobs, and reads their logs.")
 
 
 def list_(
@@ -204,6 +206,34 @@ def cancel(
             return f"Job {handle.id}: {after.value}."
 
     tell(run_async(end))
+
+
+def retry(
+    context: typer.Context,
+    job: options.JobId,
+    detach: Annotated[bool, typer.Option("--detach", help="Submit, print the new job's id and exit.")] = False,
+    json: options.JsonFile = None,
+    verbose: options.Verbose = False,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    project: options.Project = None,
+) -> int:
+    """Submit the failed cells of a job as a new job, wait for it and show its reports. It has the label retry_of."""
+    from etfarm.client.aio import AsyncFarm
+
+    async def submit() -> str:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            before = await farm.job(job)
+            again = await before.retry()
+            count = len(again.info.cells)
+            tell(f"Job {again.id} runs {count} of {len(before.info.cells)} cells of job {before.id} again.", to_stderr=True)
+            return again.id
+
+    again = run_async(submit)
+    if detach:
+        tell(again)
+        return 0
+    return watch(context, again, json, verbose, server, tls_ca, project)
 
 
 def logs(

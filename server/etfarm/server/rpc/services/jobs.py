@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import datetime
-from typing import Any
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.conductor import Conductor
@@ -16,9 +15,9 @@ from etfarm.server.jobs.records.quotas import Counted, Quotas
 from etfarm.server.jobs.records.rows import job_not_found
 from etfarm.server.jobs.records.selection import JobFilter
 from etfarm.server.jobs.records.watch import Announcer
+from etfarm.server.jobs.retry import cells_to_retry, spec_of_retry
 from etfarm.server.jobs.submission import BadJob, Submission
 from etfarm.server.rpc.door.caller import active_project, caller, require_owner, scope
-from etfarm.server.rpc.services.unimplemented import unimplemented
 from etfarm.server.state.cut import fit
 from etfarm.server.state.paging import PAGE_SIZES, page_size, page_start
 from etfarm.v1 import job_pb2, job_pb2_grpc
@@ -26,8 +25,6 @@ from etfarm.v1 import job_pb2, job_pb2_grpc
 
 class JobService(job_pb2_grpc.JobServiceServicer):
     """The servicer of JobService; see job.proto."""
-
-    Retry: Any = unimplemented("JobService.Retry")
 
     def __init__(
         self,
@@ -59,19 +56,33 @@ class JobService(job_pb2_grpc.JobServiceServicer):
                 request.spec, owner=caller().name, project=project, at=self._now(), validate_only=True
             )
             return self._own(job)
-        if not request.request_id:
+        if (known := await self._known(request.request_id)) is not None:
+            return known
+        return await self._submit(request.spec, request.request_id, active_project())
+
+    async def Retry(self, request: job_pb2.RetryJobRequest, context: object) -> job_pb2.Job:
+        if (known := await self._known(request.request_id)) is not None:
+            return known
+        job = await self._journal.get(request.job_id, scope())
+        return await self._submit(spec_of_retry(job), request.request_id, job.project, cells_to_retry(job))
+
+    async def _known(self, request_id: str) -> job_pb2.Job | None:
+        """Return the job that the caller's same request created before; None for a new request."""
+        if not request_id:
             raise BadJob("The request has no request_id.", "Send a UUID, the same one when you send it again.")
-        owner = caller().name
-        if (known := await self._journal.submitted(owner, request.request_id)) is not None:
-            return self._own(_visible(known, request.request_id))
-        project = active_project()
+        known = await self._journal.submitted(caller().name, request_id)
+        return None if known is None else self._own(_visible(known, request_id))
+
+    async def _submit(
+        self, spec: job_pb2.JobSpec, request_id: str, project: str, cells: Sequence[job_pb2.Cell] = ()
+    ) -> job_pb2.Job:
         await self._submission.require_quota(project)
-        accepted = await self._submission.make(request.spec, owner=owner, project=project, at=self._now())
+        accepted = await self._submission.make(spec, owner=caller().name, project=project, at=self._now(), cells=cells)
         # A caller that disconnects in the meantime must not leave a job that is written but has no task.
-        accepting = asyncio.create_task(self._accept(accepted, request.request_id), name=f"accept-{accepted.id}")
+        accepting = asyncio.create_task(self._accept(accepted, request_id), name=f"accept-{accepted.id}")
         self._accepting.add(accepting)
         accepting.add_done_callback(self._accepting.discard)
-        return self._own(_visible(await asyncio.shield(accepting), request.request_id))
+        return self._own(_visible(await asyncio.shield(accepting), request_id))
 
     async def _accept(self, accepted: job_pb2.Job, request_id: str) -> job_pb2.Job:
         job, is_new = await self._journal.submit(accepted, request_id)

@@ -1,0 +1,105 @@
+"""Which cells of a job run again, and the job that they become."""
+
+from __future__ import annotations
+
+import pytest
+
+from etfarm.server.access.scope import EVERYTHING
+from etfarm.server.devices.schedule import NoSuchDevice
+from etfarm.server.jobs import model
+from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.watch import Announcer
+from etfarm.server.jobs.retry import NothingToRetry, cells_to_retry, spec_of_retry
+from etfarm.server.jobs.revision import JobLive
+from etfarm.server.rpc.door import caller
+from etfarm.server.rpc.door.token_file import LOCAL
+from etfarm.server.rpc.services.jobs import JobService
+from etfarm.v1.common_pb2 import CellState
+from etfarm.v1.job_pb2 import Attempt, DeviceChoice, Job, JobSpec, JobState, Measurement, RetryJobRequest, SubmitJobRequest
+from tests.support.submissions import AT, World, world
+
+__all__ = ["world"]
+
+FAILED, DONE, CANCELLED = model.FAILED, model.SUCCEEDED, model.CANCELLED
+
+
+class Service:
+    """JobService on a real journal, where a job ends as the test says."""
+
+    def __init__(self, world: World) -> None:
+        self.started: list[str] = []
+        announcer = Announcer()
+        self.journal = Journal(world.database, announcer, lambda: AT)
+        self.rpcs = JobService(
+            self.journal, None, announcer, world.submission, self, version="1", now=lambda: AT  # type: ignore[arg-type]
+        )  # fmt: skip
+        caller.authorize(caller.resolve_default(LOCAL, ""), "/etfarm.v1.JobService/Submit")
+
+    def start(self, job: Job) -> None:
+        self.started.append(job.id)
+
+    async def ended(self, spec: JobSpec, *states: CellState.ValueType) -> Job:
+        """Submit a job whose cells end in these states."""
+        job = await self.rpcs.Submit(SubmitJobRequest(request_id=f"r{len(self.started)}", spec=spec), None)
+        for cell, state in zip(job.cells, states, strict=True):
+            path = (model.COMPILING, model.SUCCEEDED) if state == DONE else (state,)
+            for step in path:
+                cell.state, cell.version = step, cell.version + 1
+                await self.journal.change(cell)
+        return await self.journal.get(job.id, EVERYTHING)
+
+
+async def spec_of(world: World, **more: object) -> JobSpec:
+    candidates = [await world.model("one"), await world.model("other")]
+    devices = [DeviceChoice(selector="id=pi")]
+    return JobSpec(name="nightly", labels={"k": "v"}, candidates=candidates, devices=devices, threads=[1, 2], **more)  # type: ignore[arg-type]
+
+
+async def test_the_failed_cells_become_a_job_with_the_label_of_the_former_one(world: World) -> None:
+    service = Service(world)
+    job = await service.ended(await spec_of(world), FAILED, DONE, CANCELLED, FAILED)
+    assert job.state == JobState.JOB_STATE_FAILED
+    again = await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id="again"), None)
+    assert (again.name, dict(again.labels), again.owner) == ("", {"k": "v", "retry_of": job.id}, job.owner)
+    assert [(cell.index, cell.candidate_name, cell.threads, cell.selector) for cell in again.cells] == [
+        (0, "one", 1, "id=pi"), (1, "other", 2, "id=pi")
+    ]  # fmt: skip
+    assert {cell.state for cell in again.cells} == {model.QUEUED}
+    assert not {cell.id for cell in again.cells} & {cell.id for cell in job.cells}
+    assert service.started[-1] == again.id != job.id
+    same = await service.rpcs.Retry(RetryJobRequest(job_id="whatever", request_id="again"), None)
+    assert same.id == again.id and service.started.count(again.id) == 1, "a request that is sent again"
+
+
+async def test_interleaved_cells_run_again_together(world: World) -> None:
+    service = Service(world)
+    spec = await spec_of(world, measurement=Measurement(interleave=True))
+    job = await service.ended(spec, DONE, DONE, FAILED, DONE)
+    assert [(cell.candidate_name, cell.threads) for cell in cells_to_retry(job)] == [("one", 1), ("other", 1)]
+
+
+async def test_results_of_the_former_cell_are_left_out(world: World) -> None:
+    job = await Service(world).ended(await spec_of(world), FAILED, DONE, DONE, DONE)
+    job.cells[0].attempts.append(Attempt(id="a"))
+    job.cells[0].error.reason = "PROGRAM_CRASHED"
+    (cell,) = cells_to_retry(job)
+    assert (cell.attempts, cell.HasField("error"), cell.id, cell.version) == ([], False, "", 0)
+    assert spec_of_retry(job).candidates == job.spec.candidates
+
+
+async def test_a_job_without_failed_cells_or_with_live_ones_is_refused(world: World) -> None:
+    service = Service(world)
+    done = await service.ended(await spec_of(world), DONE, CANCELLED, DONE, DONE)
+    live = await service.rpcs.Submit(SubmitJobRequest(request_id="live", spec=await spec_of(world)), None)
+    for job, error in ((done, NothingToRetry), (live, JobLive)):
+        with pytest.raises(error):
+            await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id=f"again {job.id}"), None)
+    assert service.started == [done.id, live.id]
+
+
+async def test_a_retry_of_a_device_that_the_farm_forgot_is_refused_as_a_submission_is(world: World) -> None:
+    service = Service(world)
+    job = await service.ended(await spec_of(world), FAILED, DONE, DONE, DONE)
+    world.devices.clear()
+    with pytest.raises(NoSuchDevice):
+        await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id="again"), None)
