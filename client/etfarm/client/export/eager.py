@@ -318,32 +318,20 @@ def _must_be_constant(method: str, leaf: Any) -> None:
 
 
 def find_shared_buffers(program: ExportedProgram) -> str:
-    """Return the names of the buffers of an exported program that share memory, if it changes one of them; else empty.
+    """Return the names of a buffer that an exported program has under several names, if it changes it; else empty.
 
-    The program cannot be lowered: run_decompositions fails on such buffers. Only a strict export knows that they are one.
+    The program cannot be lowered: run_decompositions fails on two inputs that are one tensor. A strict export has one input for
+    them. It has two for different views of one memory, so a strict export is of no use for these.
     """
     buffers = program.graph_signature.inputs_to_buffers
-    tensors = {name: program.state_dict.get(name, program.constants.get(name)) for name in buffers.values()}
-    groups: list[list[str]] = []
-    end = 0
-    for first, last, name in sorted((*place, name) for name, tensor in tensors.items() if (place := _addresses(tensor))):
-        if first >= end:
-            groups.append([])
-        groups[-1].append(name)
-        end = max(end, last)
-    shared = [group for group in groups if len(group) > 1]
+    names: dict[int, list[str]] = {}
+    for name in sorted(set(buffers.values())):
+        tensor = program.state_dict.get(name, program.constants.get(name))
+        if tensor is not None:
+            names.setdefault(id(tensor), []).append(name)
+    shared = [group for group in names.values() if len(group) > 1]
     changed = {buffers.get(placeholder) for placeholder in _written(program)} if shared else set()
     return next((" and ".join(group) for group in shared if not changed.isdisjoint(group)), "")
-
-
-def _addresses(tensor: Any) -> tuple[int, int] | None:
-    """Return the first address of a tensor's elements and the one behind the last; None without elements in dense memory."""
-    import torch
-
-    if tensor is None or tensor.layout != torch.strided or not tensor.numel() or not tensor.data_ptr():
-        return None
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr(), tensor.data_ptr() + (last + 1) * tensor.element_size()
 
 
 def _written(program: ExportedProgram) -> Iterator[str]:

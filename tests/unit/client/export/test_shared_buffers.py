@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -53,11 +54,10 @@ class Parts(nn.Module):
     keys: Tensor
     values: Tensor
 
-    def __init__(self) -> None:
+    def __init__(self, keys: Tensor, values: Tensor) -> None:
         super().__init__()
-        cache = torch.zeros(2, 3)
-        self.register_buffer("keys", cache[0])
-        self.register_buffer("values", cache[1])
+        self.register_buffer("keys", keys)
+        self.register_buffer("values", values)
 
     def forward(self, x: Tensor) -> Tensor:
         self.keys.add_(x)
@@ -65,7 +65,20 @@ class Parts(nn.Module):
         return self.keys + self.values
 
 
-def test_parts_of_one_tensor_are_several_buffers() -> None:
-    program = torch.export.export(Parts().eval(), (torch.ones(3),))
-    assert not find_shared_buffers(program)
-    assert torch.equal(program.run_decompositions().module()(torch.ones(3)), torch.full((3,), 2.0))
+@pytest.mark.parametrize("dim", [0, 1], ids=["in a row", "interleaved"])
+def test_parts_of_one_tensor_are_several_buffers(dim: int) -> None:
+    cache = torch.zeros(4, 4)
+    lines: list[str] = []
+    source = ModelSource.of(Parts(*cache.split(2, dim)).eval(), (torch.ones(cache.split(2, dim)[0].shape),))
+    exported = export_source(source, name="m", say=lines.append)
+    assert not lines
+    program = torch.export.load(io.BytesIO(exported.methods["forward"].pt2))  # type: ignore[arg-type]
+    (example,), _ = program.example_inputs
+    assert torch.equal(program.run_decompositions().module()(example), torch.full(example.shape, 2.0))
+
+
+def test_views_of_one_memory_are_not_exported_again_since_a_strict_export_has_both_too() -> None:
+    cache = torch.zeros(4)
+    lines: list[str] = []
+    export_source(ModelSource.of(Parts(cache[:3], cache[1:]).eval(), (torch.ones(3),)), name="m", say=lines.append)
+    assert not lines
