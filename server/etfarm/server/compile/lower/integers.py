@@ -2,7 +2,7 @@
 
 Before calibration, ExecuTorch's XNNPACKQuantizer replaces the 1 in `positions + 1` by a float tensor, whatever the dtype of
 `positions`. The sum is then a float, and an embedding or an index that takes it fails. Operators in their `.Scalar` form are not
-replaced, and lower to the same kernels.
+replaced, and lower to the same kernels. Differences are not replaced in either form.
 
 Source: `_convert_scalars_to_attrs` of executorch/backends/xnnpack/quantizer/xnnpack_quantizer_utils.py 1.5.1.
 """
@@ -16,12 +16,11 @@ import torch
 _SCALAR_FORMS: Final = {
     torch.ops.aten.add.Tensor: torch.ops.aten.add.Scalar,
     torch.ops.aten.mul.Tensor: torch.ops.aten.mul.Scalar,
-    torch.ops.aten.sub.Tensor: torch.ops.aten.sub.Scalar,
 }
 
 
 def find_scalar_arithmetic(module: Any) -> list[Any]:
-    """Return the nodes of a graph module, or of an exported program, that add, subtract or multiply integers and a number."""
+    """Return the nodes of a graph module, or of an exported program, that add or multiply integers and a number."""
     return [node for node in module.graph.nodes if node.op == "call_function" and _is_scalar_arithmetic(node)]
 
 
