@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.farm import FarmProcess
 from tests.zoo.catalog import networks
-from tests.zoo.comparison import run_both
+from tests.zoo.comparison import Plain, run_both
 
 pytestmark = pytest.mark.slow(reason="compiles each network twice, once in a process of its own")
 
@@ -25,8 +25,8 @@ STATIC = "xnnpack_pt2e_int8_static_per_channel"
     ],
 )
 def test_a_network_gives_what_plain_executorch_gives(farm: FarmProcess, tmp_path: Path, name: str, recipe: str) -> None:
-    with farm.client() as client:
-        row = run_both(client, name, recipe, tmp_path / "plain.npz")
+    with farm.client() as client, Plain(tmp_path) as plain:
+        row = run_both(client, plain, name, recipe)
     assert row["etfarm"]["ok"] and row["plain"]["ok"], row
     assert row["compared"]["equal"] or row["compared"]["max_abs_error"] <= 1e-5 * row["compared"]["scale"], row
 

@@ -13,7 +13,7 @@ import torch
 from tests.zoo.network import Network
 
 LIBRARIES: Final = {
-    "executorch": "examples", "torchvision": "vision", "timm": "timm_images", "text": "language", "perception": "perception",
+    "executorch": "examples", "text": "language", "perception": "perception", "timm": "timm_images", "torchvision": "vision",
 }  # fmt: skip
 """The module of each part of the zoo; `text` and `perception` are of transformers."""
 
@@ -28,6 +28,12 @@ def networks(only: str = "*") -> dict[str, Callable[[], Network]]:
             if is_own and not function.startswith("_") and fnmatch(f"{library}/{function}", only):
                 known[f"{library}/{function}"] = factory
     return known
+
+
+def factory(name: str) -> str:
+    """Return a network's factory as the command line takes it, `package.module:function`."""
+    library, _, function = name.partition("/")
+    return f"tests.zoo.{LIBRARIES[library]}:{function}"
 
 
 def create(name: str) -> Network:
