@@ -299,8 +299,8 @@ class Place(_message.Message):
     """The module's path in the user's model: "layer1.conv"."""
     count: _builtins.int
     undelegated_reason: _builtins.str
-    """Why the nodes were not delegated, in the partitioner's own words; absent if the partitioner states no reason, and in lists of
-    other nodes.
+    """Why the nodes were not delegated, in the partitioner's own words, or that it gave no reason; absent where nothing was
+    partitioned, and in lists of other nodes.
     """
     @_builtins.property
     def source(self) -> Global___SourceLine:

@@ -46,7 +46,8 @@ class Place(JsonObject):
     count: int = 0
     """Number of nodes."""
     undelegated_reason: str | None = None
-    """Why the nodes were not delegated, in the partitioner's own words; None if it states no reason, and for other nodes."""
+    """Why the nodes were not delegated, in the partitioner's own words, or that it gave no reason; None where nothing was
+    partitioned, and for other nodes."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
