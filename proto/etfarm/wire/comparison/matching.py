@@ -7,7 +7,7 @@ kernel's name, which depends on the CPU, only counts where nothing else is known
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -49,7 +49,8 @@ def match(base: Json, candidate: Json) -> Matches:
 
     - One program, with equal digests: row by row by index, if both traces have the same rows.
     - A side whose rows have no module, source or type of operator: by name and order of occurrence, if a name occurs equally
-      often on both sides, else all rows of a name together.
+      often on both sides, else all rows of a name together. Delegates of a backend are compared as a whole unless each of them,
+      on both sides, has kernels.
     - One recipe: by debug handle, module and types of operators, if both are of the same export (model, recipe and tools).
       Remaining rows are matched by module, code of the source line (its number changes when the file is edited) and types, then
       by module and types in order. If kernels of a delegate on either side were not matched with the graph, delegates are
@@ -62,7 +63,7 @@ def match(base: Json, candidate: Json) -> Matches:
     if not all(any(map(_is_known, _measured(rows))) for rows in traced):
         return Matches(_by_name(*traced), NAME)
     whole = any(row["aligned"] is False for rows in traced for row in rows)
-    sides = [_leaves(rows, whole_delegates=whole) for rows in traced]
+    sides = [_leaves(rows, () if whole else None) for rows in traced]
     known = [[row for row in _measured(rows) if _is_known(row)] for rows in sides]
     others = [[row for row in _measured(rows) if not _is_known(row)] for rows in sides]
     by_module = base["recipe_digest"] != candidate["recipe_digest"]
@@ -78,7 +79,7 @@ def match(base: Json, candidate: Json) -> Matches:
 
 
 def _by_index(base: Sequence[Json], candidate: Sequence[Json]) -> list[Matched]:
-    sides = [_leaves(rows, whole_delegates=False) for rows in (base, candidate)]
+    sides = [_leaves(rows) for rows in (base, candidate)]
     measured = [_measured(rows) for rows in sides]
     has_graph = any(_is_known(row) for rows in measured for row in rows)
     rows = []
@@ -89,13 +90,22 @@ def _by_index(base: Sequence[Json], candidate: Sequence[Json]) -> list[Matched]:
 
 
 def _by_name(base: Sequence[Json], candidate: Sequence[Json]) -> list[Matched]:
-    # Kernels of a side cannot be compared with a delegate whose kernels the other side did not report.
-    whole = len({any(row["kind"] == "KERNEL" for row in rows) for rows in (base, candidate)}) > 1
-    sides = [_leaves(rows, whole_delegates=whole) for rows in (base, candidate)]
+    divided = _divided_backends(base) & _divided_backends(candidate)
+    sides = [_leaves(rows, divided) for rows in (base, candidate)]
     rows: list[Matched] = []
     for group in _grouped(_measured(sides[0]), _measured(sides[1]), _name):
         rows += _in_order(group.base, group.candidate)
     return [*rows, *_rest(*sides)]
+
+
+def _divided_backends(rows: Sequence[Json]) -> set[str | None]:
+    """Return the backends that reported the kernels of all of their delegates.
+
+    Kernels of one side cannot be compared with a delegate of the other that has none, nor with nothing.
+    """
+    parents = {row["parent"] for row in rows if row["kind"] == "KERNEL"}
+    whole = {row["backend"] for row in rows if row["kind"] == "DELEGATE" and row["index"] not in parents}
+    return {row["backend"] for row in rows if row["kind"] == "DELEGATE"} - whole
 
 
 def _by_graph(base: Sequence[Json], candidate: Sequence[Json], *, share_handles: bool) -> list[Matched]:
@@ -151,13 +161,17 @@ def _present(matched: Matched) -> list[Matched]:
     return [matched] if matched.base or matched.candidate else []
 
 
-def _leaves(rows: Iterable[Json], *, whole_delegates: bool) -> list[Json]:
-    """Return rows that count every nanosecond once: either a delegate or its kernels."""
+def _leaves(rows: Iterable[Json], divided: Collection[str | None] | None = None) -> list[Json]:
+    """Return rows that count every nanosecond once: either a delegate or its kernels.
+
+    Args:
+        divided: the backends whose delegates are divided into kernels; None for all.
+    """
     rows = list(rows)
-    if whole_delegates:
-        return [row for row in rows if row["parent"] is None]
-    parents = {row["parent"] for row in rows if row["parent"] is not None}
-    return [row for row in rows if row["index"] not in parents]
+    whole = {row["index"] for row in rows if row["kind"] == "DELEGATE" and divided is not None and row["backend"] not in divided}
+    left = [row for row in rows if row["parent"] not in whole]
+    parents = {row["parent"] for row in left if row["parent"] is not None}
+    return [row for row in left if row["index"] not in parents]
 
 
 def _measured(rows: Iterable[Json]) -> list[Json]:

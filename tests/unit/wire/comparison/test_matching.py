@@ -110,6 +110,24 @@ def test_a_delegate_whose_kernels_one_side_did_not_report_is_compared_as_a_whole
     ]
 
 
+def test_each_backend_is_compared_by_the_kernels_that_both_sides_have() -> None:
+    base, other = traced("b", "1", (CONV, 1e5), (GEMM, 1e5)), traced("k", "2", (CONV, 1e5), (GEMM, 2e5))
+    whole = {**base["operators"][0], "index": 9, "name": "delegate 1", "backend": "CoreMLBackend"}
+    kernel = {**base["operators"][1], "index": 10, "parent": 9, "name": "conv", "backend": "CoreMLBackend"}
+    base["operators"] += [whole]
+    other["operators"] += [whole, kernel]
+    rows = matched(compared(base, other))
+    assert rows["delegate 1", "delegate 1"] == ([9], [9])
+    assert rows[CONV, CONV] == ([1], [1]) and rows[GEMM, GEMM] == ([2], [2])
+
+
+def test_a_delegate_of_one_side_is_a_row_whether_or_not_the_other_has_kernels() -> None:
+    base, other = traced("b", "1", (CONV, 1e5), (GEMM, 1e5)), traced("k", "2", (CONV, 1e5))
+    other["operators"] = [{**row, "backend": "VulkanBackend"} if row["backend"] else row for row in other["operators"]]
+    rows = matched(compared(base, other))
+    assert [indexes for indexes in rows.values() if indexes != ([], [])] == [([0], []), ([], [0])]
+
+
 def test_a_program_with_a_graph_and_one_without_are_matched_by_name() -> None:
     base, other = traced("b", "1", (CONV, 1e5)), traced("k", "2", (CONV, 1e5))
     other["operators"][1] |= {"op_types": ["conv"], "module": "a", "aligned": True}
