@@ -130,6 +130,8 @@ class ReportName(JsonObject):
     """Whether the job named the inputs; None if that was not recorded."""
     warmup: int | None = None
     """Number of warm-up iterations of a run, if the job prescribed it."""
+    timed_ns: int | None = None
+    """Duration of the timed passes of all runs, in nanoseconds; None if nothing was timed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -9,7 +9,7 @@ from etfarm.wire import changes
 from etfarm.wire.comparison import generation, latency, operators, program
 from etfarm.wire.comparison.gate import Gate, judge
 from etfarm.wire.comparison.pairing import differs, pair
-from etfarm.wire.comparison.remedy import SIDES, how_to_decide
+from etfarm.wire.comparison.remedy import SIDES, how_to_decide, how_to_decide_rates
 from etfarm.wire.comparison.sides import NothingToCompare, Side, is_live, name
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.report import Json, error_json
@@ -109,7 +109,7 @@ def _has_other_lengths(pair: Json, reports: tuple[Json, Json]) -> bool:
 def _remedy(pair: Json, unobserved: Sequence[str]) -> str:
     """Return how to decide which side of a pair is faster."""
     if pair["latency"] is None:
-        return "Measure each with --repeat 5"
+        return how_to_decide_rates(pair)
     other = not pair["latency"]["same_program"] and changes.is_other_program(pair["changes"])
     return how_to_decide(pair, unobserved, other_program=other)
 

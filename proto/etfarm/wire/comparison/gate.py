@@ -16,7 +16,7 @@ from typing import Final
 from etfarm.wire.changes import is_other_program
 from etfarm.wire.comparison import uncertainty
 from etfarm.wire.comparison.latency import OBVIOUS
-from etfarm.wire.comparison.remedy import SIDES, how_to_decide, how_to_measure_again
+from etfarm.wire.comparison.remedy import SIDES, how_to_decide, how_to_decide_rates, how_to_measure_again
 from etfarm.wire.comparison.sides import is_live, label
 from etfarm.wire.errors import UserError
 from etfarm.wire.report import Json
@@ -260,10 +260,13 @@ def _generation(pair: Json, limit: float, gate: Gate, key: str) -> Iterator[Find
             what = f"the {' and the '.join(missing)} did not measure it" if missing else "its numbers have no ratio"
             yield Finding("NO_VALID_EVIDENCE", f"{where}: no valid evidence: {what}")
             continue
-        yield from _rate(point[key], where, limit, gate, is_time=key == TTFT, same_program=generated["same_program"])
+        decide = how_to_decide_rates(pair)
+        yield from _rate(point[key], where, limit, gate, decide, is_time=key == TTFT, same_program=generated["same_program"])
 
 
-def _rate(change: Json, where: str, limit: float, gate: Gate, *, is_time: bool, same_program: bool) -> Iterator[Finding]:
+def _rate(
+    change: Json, where: str, limit: float, gate: Gate, remedy: str, *, is_time: bool, same_program: bool
+) -> Iterator[Finding]:
     ratio, ends, allowed = change["ratio"], change["ratio_ci95"], 1 + limit / 100
     text = f"{where}: {ratio:.3f}x" + (f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else "")
     # As times, of which more is worse.
@@ -280,13 +283,13 @@ def _rate(change: Json, where: str, limit: float, gate: Gate, *, is_time: bool, 
         yield Finding("FASTER", f"{message}; it is not known how much runs vary", is_reason=False)
     elif not change["spread_observed"]:
         message = f"{text} in separate runs does not show whether it is within {limit:g} %: it is not known how much runs vary"
-        yield Finding("NO_SPREAD", f"{message}. Measure each with --repeat 5")
+        yield Finding("NO_SPREAD", f"{message}. {remedy}")
     elif times is None:
         yield Finding("TOO_FEW", f"{text}, and too few repetitions to tell whether that is within {limit:g} %")
     elif times[0] > allowed:
         yield Finding("SLOWER", f"at least {_percent(times[0] - 1)} slower, {text}; {limit:g} % is allowed")
     elif times[1] > allowed:
-        message = f"{text} does not show whether it is within {limit:g} %. Measure each with --repeat 5 or more"
+        message = f"{text} does not show whether it is within {limit:g} %. {remedy}, or more repeats"
         yield Finding("INCONCLUSIVE", message, gate.strict)
 
 

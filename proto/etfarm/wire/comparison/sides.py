@@ -116,6 +116,7 @@ def name(report: Json) -> Json:
         "inputs": inputs.get("digest"),
         "inputs_from_job": inputs.get("from_job"),
         "warmup": _prescribed_warmup(report),
+        "timed_ns": report["measurement"]["duration_ns"] if report["measurement"] else None,
     }
 
 

@@ -174,7 +174,9 @@ def test_one_program_whose_repeats_differ_is_not_slower_than_itself() -> None:
         (("net", "net"), ("portable", "portable"), "etfarm bench base.pte candidate.pte --interleave"),
         (("net", "other"), ("portable", "portable"), "etfarm bench BASE_MODEL CANDIDATE_MODEL --recipe portable --interleave"),
         (("net", "net"), ("a", "b; rm -rf /"), "etfarm bench MODEL --recipe a --recipe 'b; rm -rf /' --interleave"),
-        (("a; rm -rf /", "new"), (None, None), "etfarm bench base.pte candidate.pte --interleave"),
+        (("a; rm -rf /", "new"), (None, None), "etfarm bench base.pte new.pte --interleave"),
+        (("net", "net"), (None, "portable"), "etfarm bench net.pte candidate.pte --interleave"),
+        (("net", "other"), ("portable", "xnnpack_fp32"), "etfarm bench base.pte candidate.pte --interleave"),
     ],
 )
 def test_what_decides_nothing_names_the_command_that_would(
@@ -188,6 +190,19 @@ def test_what_decides_nothing_names_the_command_that_would(
     (reason,) = document["gate"]["reasons"]
     assert f"`{command}" in reason["message"] and "--repeat 5" in reason["message"]
     assert f"`{command}" in document["notes"][0]
+
+
+def test_an_edited_model_is_measured_in_turns_with_the_one_before() -> None:
+    edited = [
+        observed(cell, 1000, (999, 1001), model={"name": "net", "digest": cell * 64}, recipe="portable", run_spread=None)
+        for cell in "bc"
+    ]
+    for text in remedies(*edited):
+        assert "`etfarm bench BASE_MODEL CANDIDATE_MODEL --recipe portable --interleave --threads" in text
+    both = [edited[0], {**edited[1], "recipe": "xnnpack_fp32"}]
+    for text in remedies(*both):
+        assert "`etfarm bench base.pte candidate.pte --interleave --threads" in text
+        assert "after `etfarm compile MODEL --recipe portable -o base.pte` and `etfarm compile MODEL --recipe xnn" in text
 
 
 def test_the_command_that_decides_repeats_method_and_threads_of_both() -> None:
@@ -347,6 +362,11 @@ def test_what_was_measured_in_turns_or_with_repeats_is_measured_for_longer() -> 
         base = observed("b", 1000, (999, 1001), attempt="a", recipe="portable")
         candidate = observed("k", 1030, (1029, 1031), attempt="a", interleaved=rounds, verdict=verdict)
         assert reason(base, candidate).endswith(expected)
+    for timed_s, expected in ((6, "--min-time 24`"), (100, "--min-time 240`"), (200, "for 200 s already: allow a larger")):
+        measured = {"duration_ns": timed_s * 10**9}
+        base = observed("b", 1000, (999, 1001), attempt="a", recipe="portable", measurement=measured)
+        candidate = observed("k", 1030, (1029, 1031), attempt="a", interleaved=rounds, verdict={"status": "VALID"})
+        assert expected in reason(base, candidate)
     medians = (1000, 1060, 940, 1020, 980, 1000, 1050)
     separate = reason(repeated("b", medians, recipe="portable"), repeated("k", medians))
     turns = few.replace("--device", "--warmup 0 --device")

@@ -35,7 +35,10 @@ def test_single_processes_decide_nothing_but_the_obvious() -> None:
     near, far = generated_report("n", point(120.0)), generated_report("f", point(200.0))
     (pair,) = against(single, near)["pairs"]
     assert pair["generation"]["points"][0]["decode"]["outcome"] == "inconclusive"
-    assert any("--repeat 5" in note for note in against(single, near)["notes"])
+    document = against(single, near, "decode=3%")
+    command = " --generate N --prompt-tokens 8 --depth 0 --repeat 5"
+    for text in (document["notes"][0], document["gate"]["reasons"][0]["message"]):
+        assert "Measure each with `etfarm bench " in text and command in text and "--method" not in text
     (pair,) = against(single, far)["pairs"]
     assert pair["generation"]["points"][0]["decode"]["outcome"] == "faster"
 
