@@ -223,6 +223,17 @@ def undelegated(report: Json) -> list[tuple[str, str, int, Sequence[Json]]]:
     return sorted(rows, key=lambda row: -row[2])
 
 
+def undelegated_reason(report: Json, row: Json) -> str:
+    """Return why an operator of a report was not delegated, in the partitioner's words; empty if that is unknown."""
+    delegation = ((report["compile"] or {}).get("delegation") or {}).get(report["method"])
+    return delegations.undelegated_reason(delegation, row)
+
+
+def undelegated_reasons(places: Sequence[Json]) -> str:
+    """Return why the nodes of an operator were not delegated, the most frequent reason first; empty if that is unknown."""
+    return "; ".join(dict.fromkeys(reason for place in places if (reason := place.get("undelegated_reason"))))
+
+
 def against(report: Json, reports: Sequence[Json]) -> str:
     """Return the label of the program that the interleaved ratio is relative to, by what distinguishes it from this one."""
     paired = report["interleaved"]

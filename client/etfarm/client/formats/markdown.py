@@ -176,7 +176,7 @@ def _gap(report: Json) -> Iterator[str]:
 def _compiled(report: Json) -> Iterator[str]:
     missed = answers.undelegated(report)
     if missed and report["recipe"] != "portable":
-        named = ", ".join(f"{escapes.text(op)} ({count} x)" for _, op, count, _ in missed[:TOP])
+        named = ", ".join(f"{escapes.text(op)} ({_nodes(count, places)})" for _, op, count, places in missed[:TOP])
         more = f" and {len(missed) - TOP} more" if len(missed) > TOP else ""
         yield f"Not delegated: {named}{more}."
         yield ""
@@ -191,6 +191,11 @@ def _compiled(report: Json) -> Iterator[str]:
     if facts:
         yield f"<sub>{escapes.html(' · '.join(facts))}</sub>"
         yield ""
+
+
+def _nodes(count: int, places: Sequence[Json]) -> str:
+    reasons = answers.undelegated_reasons(places)
+    return f"{count} x: {escapes.text(reasons)}" if reasons else f"{count} x"
 
 
 def _error(error: Json) -> str:

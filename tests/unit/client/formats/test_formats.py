@@ -341,6 +341,23 @@ def test_the_page_has_the_remedies_of_the_traced_pass_and_not_those_of_the_timed
     assert "Give a larger --trace-iterations" in text and "Warm up for longer" not in text
 
 
+def test_the_page_and_markdown_say_why_operators_were_not_delegated() -> None:
+    why = "dim must be the last dim"
+    created = document(report(**numerics()))
+    (measured,) = created["reports"]
+    operator_row = next(one for one in measured["operators"] if one["kind"] == "OPERATOR")
+    operator_row |= {"op_types": ["aten.mean.dim"], "delegated": False}
+    place = {"source": operator_row["source"], "module": operator_row["module"], "count": 2, "undelegated_reason": why}
+    operator = {"op": "aten_mean_dim", "delegated": 0, "non_delegated": 2, "places": [place]}
+    delegation = {"subgraphs": 1, "delegated_nodes": 1, "non_delegated_nodes": 2, "operators": [operator]}
+    measured["compile"]["delegation"] = {measured["method"]: delegation}
+    shown = next(one for one in _embedded(created)["operators"] if one["index"] == operator_row["index"])
+    assert shown["undelegated_reason"] == why
+    page = html.write(created).decode().partition('id="data"')[0].replace("<wbr>", "")
+    assert re.search(rf"2 x aten_mean_dim[^<]*: {why}", page)
+    assert f"(2 x: {why})" in markdown.write(created).decode().replace("\\", "")
+
+
 def test_every_link_of_the_contents_goes_to_a_part_of_the_page() -> None:
     created = document(report(**numerics()), report(id="r2", recipe="portable"), report(id="r3", state="FAILED", **EMPTY))
     page = _Elements()

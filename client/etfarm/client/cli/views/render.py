@@ -17,7 +17,6 @@ from rich.text import Text
 from etfarm.client.cli.views import compiled as compiling
 from etfarm.client.cli.views import generated, measured, numerics, paired
 from etfarm.client.formats import answers, generation, sentences, units
-from etfarm.wire import delegation as delegations
 
 TOP = 10
 """Default number of shown operators."""
@@ -322,10 +321,9 @@ def _prefill(report: Json, width: int, top: int) -> Iterator[RenderableType]:
 
 def _undelegated(document: Json, rows: Sequence[Json]) -> dict[str, list[int]]:
     """Return why rows were not delegated, with the numbers of the rows for each reason."""
-    delegation = ((document["compile"] or {}).get("delegation") or {}).get(document["method"])
     indexes: dict[str, list[int]] = {}
     for row in rows:
-        if reason := delegations.undelegated_reason(delegation, row):
+        if reason := answers.undelegated_reason(document, row):
             indexes.setdefault(reason, []).append(row["index"])
     return indexes
 

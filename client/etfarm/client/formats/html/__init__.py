@@ -169,7 +169,7 @@ def _data(report: Json) -> dict[str, Any]:
     samples = report["latency"]["samples_ns"] if report["latency"] else []
     latency = {key: value for key, value in (report["latency"] or {}).items() if key != "samples_ns"}
     return {
-        "operators": [{key: value for key, value in row.items() if key not in _LEFT_OUT} for row in operators],
+        "operators": [_operator(row, answers.undelegated_reason(report, row)) for row in operators],
         "views": {by: [_group(group) for group in views.group(operators, by)] for by in views.BY} if operators else {},
         "flame": charts.flame(operators, report["method"] or "method") if operators else [],
         "latency": latency,
@@ -181,6 +181,10 @@ def _data(report: Json) -> dict[str, Any]:
         "series": (report["telemetry"] or {}).get("series") or [],
         "run_ends": list(itertools.accumulate(run["iterations"] or 0 for run in report["runs"] or ()))[:-1],
     }
+
+
+def _operator(row: Json, undelegated_reason: str) -> Json:
+    return {**{key: value for key, value in row.items() if key not in _LEFT_OUT}, "undelegated_reason": undelegated_reason}
 
 
 def _value(value: gaps.Operator) -> dict[str, int | None]:

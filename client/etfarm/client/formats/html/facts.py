@@ -44,7 +44,7 @@ def measurement(report: Json) -> Iterator[Fact]:
         load_times = (("program", "load_ns"), ("method", "load_method_ns"), ("first run", "first_run_ns"))
         yield "load", " · ".join(f"{name} {units.time(load[key])}" for name, key in load_times if load[key] is not None)
     if report["profile"]:
-        yield "traced", f"{sentences.tracing(report['profile'])}: not the timed ones"
+        yield "traced", f"in a pass of its own, {sentences.tracing(report['profile'])}"
         for reason in sentences.traced_verdict(report["profile"]):
             yield "operators", str(reason)
 
@@ -159,7 +159,8 @@ def compilation(report: Json) -> Iterator[Fact]:
         yield "delegated", text
     for method, op, count, places in answers.undelegated(report)[:12]:
         of = f"{method}: " if len(compiled["delegation"] or {}) > 1 else ""
-        yield "not delegated", f"{of}{count} x {op}{_places(places)}"
+        why = answers.undelegated_reasons(places)
+        yield "not delegated", f"{of}{count} x {op}{_places(places)}{f': {why}' if why else ''}"
     for method, stayed in (compiled["stayed_fp32"] or {}).items():
         of = f"{method}: " if len(compiled["stayed_fp32"]) > 1 else ""
         for entry in (stayed["operators"] or ())[:12]:

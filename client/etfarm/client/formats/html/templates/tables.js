@@ -235,6 +235,7 @@ function placeCell(row, parent) {
     if (row.sources.length > 1) cell.append(make("span", { class: "quiet" }, `and ${moreLines(row)}`));
   }
   if (row.source_reason) cell.append(make("span", { class: "quiet" }, row.source_reason));
+  if (row.undelegated_reason) cell.append(make("span", { class: "quiet" }, `Not delegated: ${row.undelegated_reason}`));
   if (parent && row.unaligned_reason) cell.append(make("span", { class: "quiet" }, `Its kernels have no lines: ${row.unaligned_reason}`));
   return cell;
 }
