@@ -86,6 +86,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
         ({"threads": 1024}, "TOO_MANY_THREADS"),
         ({"recipes": "acme.int8"}, "UNKNOWN_RECIPE"),
         ({"recipes": "coreai_fp16"}, "RECIPE_UNAVAILABLE"),
+        ({"recipes": "coreml_fp32"}, "BACKEND_MISSING"),
         ({"timeout_s": -1.0}, "BAD_JOB"),
         ({"interleave": True}, "BAD_JOB"),
     ],

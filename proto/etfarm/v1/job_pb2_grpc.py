@@ -95,8 +95,9 @@ class JobServiceServicer(object):
         INVALID_ARGUMENT     UNKNOWN_RECIPE, UNKNOWN_SELECTOR_KEY, NOT_A_PT2, UNSAFE_MODEL, NOT_A_PTE, TRUNCATED_PROGRAM,
         RECIPE_NEEDS_EAGER_MODULE, NO_CANDIDATE, TOO_MANY_CELLS; CORES_UNKNOWN: no device that matches has the
         cores of the measurement; TOO_MANY_THREADS: no device that matches has a cpu for each thread (of
-        several devices, those with fewer cpus are not used); BAD_STAGES: the order of stages is invalid; METHOD_MISSING: a model lacks a
-        method that the job names; BAD_RECIPE_FIELD: a recipe names a method that its model lacks, or has an
+        several devices, those with fewer cpus are not used); BACKEND_MISSING, with `validate_only`: no
+        device of the job has the backend of a recipe; BAD_STAGES: the order of stages is invalid;
+        METHOD_MISSING: a model lacks a method that the job names; BAD_RECIPE_FIELD: a recipe names a method that its model lacks, or has an
         invalid value; UNKNOWN_STAGE: no plug-in has the stage; BAD_JOB: the spec contradicts itself. The
         message says what to change.
         FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device, offline ones included, matches a selector; metadata `known` lists

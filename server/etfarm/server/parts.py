@@ -26,7 +26,7 @@ from etfarm.server.compile.upload_screening import Screening, screen_before_load
 from etfarm.server.config import DATABASE, Config
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
-from etfarm.server.devices.runners import require_runner
+from etfarm.server.devices.runners import known_backends, require_runner
 from etfarm.server.devices.runs import Runs
 from etfarm.server.jobs.cells.analysis import CellAnalysis
 from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
@@ -238,7 +238,14 @@ class Jobs:
             joblog=joblog,
             compiler=compiler,
             submission=Submission(
-                store, registry.devices, compiler.check, new_id, readers, screening, partial(require_runner, fleet.bundles)
+                store,
+                registry.devices,
+                compiler.check,
+                new_id,
+                readers,
+                screening,
+                partial(require_runner, fleet.bundles),
+                partial(known_backends, fleet.bundles),
             ),
             conductor=Conductor(journal, announcer, stages),
             revision=Revision(journal, joblog, compiler, dispatch, analysis, now),

@@ -52,6 +52,12 @@ def require_runner(bundles: Bundles, devices: Sequence[Device]) -> None:
         raise bundles.missing(devices[0].arch)
 
 
+def known_backends(bundles: Bundles, device: Device) -> Sequence[str] | None:
+    """Return the backends of the runner that the device would use now; None while that is undecided, or if it has no runner."""
+    runner = known_runner(bundles, device)
+    return None if runner is None else runner.backends
+
+
 async def demand_runner(bundles: Bundles, device: Device) -> Runner:
     """Return the runner that the device uses, waiting for a bundle that is being built rather than using the Python binding.
 

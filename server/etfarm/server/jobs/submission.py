@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
@@ -15,7 +15,7 @@ from etfarm.server.compile.upload_screening import Screening
 from etfarm.server.devices import schedule
 from etfarm.server.jobs import generation
 from etfarm.server.jobs.cells import groups
-from etfarm.server.jobs.cells.requirements import MethodMissing
+from etfarm.server.jobs.cells.requirements import DeviceLacks, MethodMissing
 from etfarm.server.jobs.model import BadJob as BadJob
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.server.workers.pacing import Pace
@@ -49,6 +49,8 @@ _LARGE_AT_ONCE = 1
 """Number of specs above that size, in bytes, that are checked at a time: more would only delay other callers."""
 
 _METHOD_BYTES = 100
+_NAMED_DEVICES = 3
+"""Number of devices that the refusal of a recipe names."""
 _SMALL_RECIPE = 4096
 _LABEL = 100
 _LABELS = "Give at most 100 printable characters."
@@ -76,6 +78,7 @@ class Submission:
         new_id: returns a unique id.
         screening: inspects the uploads; None for the default list of operators.
         require_runner: raises if none of the devices that match a selector has a runner.
+        known_backends: returns the backends of a device's runner; None if they are unknown.
     """
 
     def __init__(
@@ -87,6 +90,7 @@ class Submission:
         readers: Readers | None = None,
         screening: Screening | None = None,
         require_runner: Callable[[Sequence[Device]], None] = lambda _: None,
+        known_backends: Callable[[Device], Collection[str] | None] = lambda _: None,
     ) -> None:
         self._readers = readers or Readers()
         self._store = store
@@ -95,6 +99,7 @@ class Submission:
         self._new_id = new_id
         self._screening = screening or Screening(store.path)
         self._require_runner = require_runner
+        self._known_backends = known_backends
         self._large = FairSlots(_LARGE_AT_ONCE)
 
     async def require_quota(self, project: str) -> None:
@@ -141,6 +146,9 @@ class Submission:
                 await pace.pause()  # with 1,000 small candidates nothing else yields to the event loop
             devices = schedule.open_to(project, self._devices()) if spec.devices else ()
             choices = await self._readers.run(self._choices, spec, devices)
+            if validate_only:
+                # Not of a job that has its exports: it may turn out that a recipe delegates nothing of a model.
+                await self._require_backends(spec, devices)
         for candidate in spec.candidates:
             await self._screen(candidate, pace)
         async with self._large.take(owner) if is_large else nullcontext():
@@ -269,6 +277,30 @@ class Submission:
             if len(choices) > MAX_CELLS:
                 raise _too_many_cells()
         return choices
+
+    async def _require_backends(self, spec: job_pb2.JobSpec, devices: Sequence[Device]) -> None:
+        """Check that for each recipe some device that the job chooses has its backends, as far as they are known.
+
+        Raises:
+            DeviceLacks: no device has them, so that no program of the recipe that is delegated would run.
+        """
+        chosen = [selectors.parse(choice.selector) for choice in spec.devices]
+        matching = [device for device in devices if any(selector.matches(device) for selector in chosen)]
+        known = [self._known_backends(device) for device in matching]
+        if not known or None in known:
+            return
+        for text in dict.fromkeys(candidate.recipe for candidate in spec.candidates if candidate.recipe):
+            recipe = await self._recipe(text)
+            needed = {backend for part in recipe.parts if (backend := recipes.runtime_backend(part.name))}
+            if not any(needed.issubset(backends or ()) for backends in known):
+                shown = ", ".join(sorted(needed))
+                names = ", ".join(device.name for device in matching[:_NAMED_DEVICES])
+                raise DeviceLacks(
+                    f"The recipe {recipe.text} is for {shown}, which no device of the job has: {names}"
+                    f"{' and others' if len(matching) > _NAMED_DEVICES else ''}.",
+                    "`etfarm recipes list` shows which recipes run where; `etfarm compile` compiles without a device.",
+                    missing=",".join(sorted(needed)),
+                )
 
     async def _screen(self, candidate: job_pb2.Candidate, pace: Pace) -> None:
         if candidate.WhichOneof("source") == "program":
