@@ -54,7 +54,7 @@ def judge(
             *_disturbances(result, cores, clusters, thresholds),
             # Checked last, since the preceding reasons are often the cause.
             _drift(result, latency, thresholds),
-            judge_slow_group(latency, "samples", thresholds.max_slow_share),
+            judge_slow_group(latency, "samples", thresholds.max_slow_share, _seen_meanwhile(result)),
             _interval(result, latency, thresholds.max_interval),
         ]
     return _verdict(checks, emulated=emulated)
@@ -100,7 +100,7 @@ def _verdict(checks: Sequence[report_pb2.VerdictReason | None], *, emulated: boo
 
 
 def judge_slow_group(
-    measured: report_pb2.Latency | report_pb2.Profile, what: str, most: float
+    measured: report_pb2.Latency | report_pb2.Profile, what: str, most: float, seen: str = ""
 ) -> report_pb2.VerdictReason | None:
     """Return the reason BIMODAL if a slower group has more than a fraction of a pass's samples; None otherwise.
 
@@ -108,14 +108,27 @@ def judge_slow_group(
         measured: the pass, with the group if there is one.
         what: the plural noun for its samples.
         most: the maximum fraction.
+        seen: a sentence about what may have slowed them down.
     """
     if not (measured.HasField("slow_share") and measured.slow_share > most):
         return None
     message = (
         f"{measured.slow_share:.0%} of the {what} took {measured.slow_ratio:.2g} times as long as the others, so the times "
-        f"describe neither; at most {most:.0%} is allowed."
+        f"describe neither; at most {most:.0%} is allowed.{seen}"
     )
     return _reason("BIMODAL", message, measured.slow_share, most)
+
+
+def _seen_meanwhile(result: agent_pb2.CandidateResult) -> str:
+    """Return a sentence about what the device counted during a pass, which tells interruptions from a program's own two paces."""
+    telemetry, wall = result.telemetry, _wall_s(result)
+    counts = []
+    if telemetry.HasField("involuntary_switches"):
+        switches = telemetry.involuntary_switches
+        counts.append(f"{switches:,} involuntary switch{'' if switches == 1 else 'es'} in {result.iterations:,} samples")
+    if wall is not None and telemetry.HasField("psi_cpu_some_us"):
+        counts.append(f"some task waiting for a cpu {telemetry.psi_cpu_some_us / 1e6 / wall:.0%} of the time")
+    return f" Meanwhile the device counted {' and '.join(counts)}." if counts else ""
 
 
 def required_runs(runs: int) -> int:

@@ -70,6 +70,15 @@ def test_a_run_with_two_paces_has_no_single_median(share: float, codes: list[str
     assert lenient.status == report_pb2.VERDICT_STATUS_VALID
 
 
+def test_a_run_with_two_paces_says_what_the_device_counted_meanwhile() -> None:
+    telemetry = report_pb2.RunTelemetry(involuntary_switches=150, psi_cpu_some_us=120_000)
+    result = agent_pb2.CandidateResult(threads=1, iterations=1200, duration_ns=SECOND, outputs_equal=True, telemetry=telemetry)
+    latency = report_pb2.Latency(p50_ns=1e6, slow_share=0.4, slow_ratio=1.5)
+    (reason,) = judge(result, latency, emulated=False, thresholds=THRESHOLDS).reasons
+    counted = "150 involuntary switches in 1,200 samples and some task waiting for a cpu 12% of the time"
+    assert reason.message.endswith(f"25% is allowed. Meanwhile the device counted {counted}.")
+
+
 @pytest.mark.parametrize(
     "run",
     [
