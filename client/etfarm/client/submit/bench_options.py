@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from etfarm.client.submit.generate import Generate, options_of
 from etfarm.client.submit.options import device_choices, one_spelling, to_list
@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from etfarm.client.submit.recipes import Recipes
     from etfarm.client.transport import transfers
     from etfarm.wire.recipes import Recipe
+
+_DEFAULT_MAX_TIME_S: Final = 60.0
+"""Maximum duration of a timed pass if Measurement.max_time_s is absent."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +61,7 @@ class BenchOptions:
     warmup: int | None = None
     """Number of iterations that are not counted; until the latency is steady when None."""
     min_time_s: float | None = None
-    """Minimum duration of the timed iterations, in seconds."""
+    """Minimum duration of the timed iterations, in seconds; also the maximum if it is longer than 60."""
     repeat: int | None = None
     """Number of fresh processes that measure the program one after another, which shows how much its median varies between
     runs; 1 when None."""
@@ -107,6 +110,8 @@ class BenchOptions:
             warmup=self.warmup,
             iterations=self.iterations,
             min_time_s=self.min_time_s,
+            # Else agents end a timed pass after 60 s, whatever its minimum.
+            max_time_s=self.min_time_s if (self.min_time_s or 0) > _DEFAULT_MAX_TIME_S else None,
             repeat=self.repeat,
             no_profile=not self.profile,
             trace_iterations=self.trace_iterations,

@@ -31,6 +31,12 @@ def test_a_call_shows_every_option_as_a_keyword(farm: type, method: str, options
     assert positional == ["self", "model", *in_order]
 
 
+@pytest.mark.parametrize(("min_time_s", "max_time_s"), [(None, None), (60.0, None), (61.5, 61.5)])
+def test_a_timed_pass_may_take_as_long_as_it_must(min_time_s: float | None, max_time_s: float | None) -> None:
+    measurement = BenchOptions(min_time_s=min_time_s).job_spec().measurement
+    assert (measurement.max_time_s if measurement.HasField("max_time_s") else None) == max_time_s
+
+
 def test_options_of_a_compilation_and_of_a_run_become_a_job() -> None:
     compiled = CompileOptions("portable", name="n", labels={"a": "b"}, no_cache=True, stop_after="QUANTIZE").job_spec()
     assert (compiled.name, dict(compiled.labels), compiled.no_cache, compiled.stop_after) == ("n", {"a": "b"}, True, "QUANTIZE")
