@@ -50,8 +50,11 @@ def execute(
         error = Interrupted("Interrupted.")
     except _UsageError as raised:
         message = " ".join(str(getattr(raised, "format_message", raised.__str__)()).replace("Value error, ", "").split())
-        # The parser's context names the subcommand.
-        words = str(getattr(getattr(raised, "ctx", None), "command_path", "")) or f"etfarm {name}"
+        if message.startswith("Option '--json' requires an argument"):
+            message = "Option '--json' requires an argument: FILE, or - for stdout."
+        # The parser's context names the subcommand, which an option without its argument lacks.
+        subcommand = [argv[0]] if argv and isinstance(command, Mapping) and argv[0] in command else []
+        words = str(getattr(getattr(raised, "ctx", None), "command_path", "")) or " ".join(["etfarm", name, *subcommand])
         error, code = Usage(message if message[-1:] in ".?" else f"{message}.", f"See `{words} --help`."), 2
         outcome.json_file = outcome.json_file or _json_file(argv)
     except Exception as bug:  # noqa: BLE001 - the top of a command: scripts get their JSON for our defects too

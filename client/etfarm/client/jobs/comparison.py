@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 from etfarm.client import reports
 from etfarm.client.jobs import report_file
@@ -19,9 +19,18 @@ if TYPE_CHECKING:
     from etfarm.client.reports import Comparison, JobResult
     from etfarm.client.transport.stubs import Stubs
 
-Compared: TypeAlias = "str | Path | JobResult"
-"""A job (id, unique prefix, tag or `latest`), a report file (x.json, or a path with a folder), or a result. A text may end in
-`#` and a cell's number from 0, a recipe or a model: `latest#1`, `base.json#xnnpack_fp32`.
+
+class JobHandle(Protocol):
+    """A job of the library, `Job` or `AsyncJob`."""
+
+    @property
+    def id(self) -> str:
+        """The job's id."""
+
+
+Compared: TypeAlias = "str | Path | JobResult | JobHandle"
+"""A job (itself, its id, unique prefix, tag or `latest`), a report file (x.json, or a path with a folder), or a result. A text
+may end in `#` and a cell's number from 0, a recipe or a model: `latest#1`, `base.json#xnnpack_fp32`.
 """
 
 
@@ -52,6 +61,7 @@ async def compare(stubs: Stubs | None, base: Compared, candidate: Compared, gate
             side.
         EtfarmError: JOB_NOT_FOUND; SERVER_UNREACHABLE.
     """
+    base, candidate = (side if isinstance(side, str | Path | reports.JobResult) else side.id for side in (base, candidate))
     if stubs is not None and isinstance(base, str) and isinstance(candidate, str) and needs_farm(base) and needs_farm(candidate):
         return reports.Comparison.from_dict(await _on_farm(stubs, base, candidate, gate))
     base_report, candidate_report = await _side(stubs, base), await _side(stubs, candidate)

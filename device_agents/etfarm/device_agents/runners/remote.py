@@ -177,7 +177,10 @@ class RemoteRunner:
         """Set all inputs of the current method, in order; InputMismatch names the first that does not fit."""
         expected = self._method.inputs if self._method else ()
         if self._method and len(values) != len(expected):
-            raise errors.InputMismatch("INPUTS", f"method {self._method.name!r} takes {len(expected)} inputs, got {len(values)}")
+            raise errors.InputMismatch(
+                "INPUTS",
+                f"method {self._method.name!r} takes {len(expected)} input{'' if len(expected) == 1 else 's'}, got {len(values)}",
+            )
         for index, value in enumerate(values):
             kind = expected[index].kind if self._method else ""
             arguments, payload = _input(index, value, kind)

@@ -548,6 +548,11 @@ def test_instants_are_told_as_people_do() -> None:
     [
         (jobs.main, ["show"], "etfarm: Missing argument 'JOB'. See `etfarm jobs show --help`."),
         (jobs.main, ["list", "--limit", "x"], "See `etfarm jobs list --help`."),
+        (
+            jobs.main,
+            ["list", "--json"],
+            "Option '--json' requires an argument: FILE, or - for stdout. See `etfarm jobs list --help`.",
+        ),
         (completion.main, [], "Choose from: bash, zsh, fish. See `etfarm completion --help`."),
         (completion.main, ["powershell"], "Invalid value for 'SHELL': 'powershell' is not one of 'bash', 'zsh', 'fish'."),
         (bench.main, ["resnet8"], "'resnet8' does not name a model. Did you mean demo:resnet8? Else give x.pt2, x.pte, "),
