@@ -133,6 +133,8 @@ def test_job_ids_files_and_results_compare_equally(
         on_farm = client.compare(f"{in_turns.job.id}#0", "compared", "1000%", accept_invalid=True)
         mixed = client.compare(f"{file}#0", "compared", ["latency=1000%"], accept_invalid=True)
         at_hand = client.compare(f"{file}#0", alone)
+        handle = client.compare(f"{in_turns.job.id}#0", client.job("compared"), "1000%", accept_invalid=True)
+    assert handle.json() == on_farm.json()
     here = comparison.compare(
         Side(in_turns.json()["reports"], in_turns.json()["job"], None, "0"), Side(alone.json()["reports"], alone.json()["job"])
     )
