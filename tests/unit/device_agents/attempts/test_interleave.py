@@ -144,7 +144,7 @@ async def test_a_device_that_fails_without_the_program_fails_the_whole_attempt(
     async def crash(self: Turns, number: int, start: int, place: int) -> None:
         assert self._runner is not None
         os.kill(self._runner.pid, signal.SIGSEGV)
-        monkeypatch.setattr("etfarm.device_agents.attempts.attempt.self_test_limit_s", lambda *_: 0.0)
+        monkeypatch.setattr("etfarm.device_agents.attempts.steps.self_test_limit_s", lambda *_: 0.0)
         await self._runner.measure(MeasurePlan())
 
     monkeypatch.setattr(Turns, "block", crash)
