@@ -32,7 +32,6 @@ from etfarm.v1 import (
 from etfarm.wire import digest
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
-from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.farm import Daemon
 from tests.support.programs import program
@@ -105,11 +104,7 @@ async def test_a_silent_agents_identity_and_devices_cannot_be_taken_with_another
     await leave(board)
     assert await refusal(Agent(channels["thief"], "board")) == "AGENT_NOT_YOURS"
     # As an agent of its own with the board's devices.
-    stub = agent_pb2_grpc.AgentServiceStub(channels["thief"])
-    hello = agent_pb2.Hello(agent_id="fresh", protocol_version=PROTOCOL_VERSION, devices=board.devices)
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await stub.Connect(iter([agent_pb2.AgentMessage(hello=hello)])).read()
-    assert from_rpc_error(refused.value, server="here").reason == "DEVICE_NOT_YOURS"
+    assert await refusal(Agent(channels["thief"], "fresh", devices=board.devices)) == "DEVICE_NOT_YOURS"
     # By an update, once it is welcome with a device of its own.
     thief = Agent(channels["thief"], "thief")
     await is_welcome(thief)
@@ -239,11 +234,10 @@ async def test_a_restricted_device_stays_restricted_under_a_new_id(server: str, 
         # By a Hello, and over a restriction that an admin lifts.
         await devices.Restrict(device_pb2.RestrictDeviceRequest(device_id=alias.id, projects=[]))
         second = device_pb2.Device(id="second-of-caged", name="second", arch="x86_64", cores=2)
-        hello = agent_pb2.Hello(agent_id="caged", protocol_version=PROTOCOL_VERSION, devices=[second])
-        stream = agent_pb2_grpc.AgentServiceStub(channel).Connect(iter([agent_pb2.AgentMessage(hello=hello)]))
-        assert (await stream.read()).HasField("welcome")
+        uncaged = Agent(channel, "caged", devices=[second])
+        await is_welcome(uncaged)
         assert not (await devices.Get(device_pb2.GetDeviceRequest(device_id=second.id))).projects, "as its free device"
-        stream.cancel()
+        await leave(uncaged)
 
 
 async def test_a_sessions_answers_do_not_delete_uploads_of_others(channels: dict[str, grpc.aio.Channel]) -> None:
@@ -272,11 +266,7 @@ async def test_a_sessions_answers_do_not_delete_uploads_of_others(channels: dict
 
 
 async def test_an_overlong_agent_id_is_refused(channels: dict[str, grpc.aio.Channel]) -> None:
-    hello = agent_pb2.Hello(agent_id="n" * 101, protocol_version=PROTOCOL_VERSION)
-    stream = agent_pb2_grpc.AgentServiceStub(channels["thief"]).Connect(iter([agent_pb2.AgentMessage(hello=hello)]))
-    with pytest.raises(grpc.aio.AioRpcError) as refused:
-        await stream.read()
-    assert from_rpc_error(refused.value, server="here").reason == "LIMIT_EXCEEDED"
+    assert await refusal(Agent(channels["thief"], "n" * 101, devices=[])) == "LIMIT_EXCEEDED"
 
 
 async def downloads(channel: grpc.aio.Channel, wanted: str) -> str:
@@ -329,10 +319,9 @@ async def test_a_device_named_like_an_architecture_does_not_capture_its_jobs(
 ) -> None:
     # The first by name, with a runner of its own that can do nothing.
     lacking = device_pb2.DeviceRunner(kind=common_pb2.RUNNER_KIND_OWN, backends=["None"], operators=["none"])
-    impostor = device_pb2.Device(id=platform.machine(), name=" ", arch="none", cores=7, own_runners=[lacking])
-    hello = agent_pb2.Hello(agent_id="impostor", protocol_version=PROTOCOL_VERSION, devices=[impostor])
-    stream = agent_pb2_grpc.AgentServiceStub(channels["thief"]).Connect(iter([agent_pb2.AgentMessage(hello=hello)]))
-    assert (await stream.read()).HasField("welcome")
+    captor = device_pb2.Device(id=platform.machine(), name=" ", arch="none", cores=7, own_runners=[lacking])
+    impostor = Agent(channels["thief"], "impostor", devices=[captor])
+    await is_welcome(impostor)
     board = Agent(channels["rack"], "honest")
     await is_welcome(board)
     honest = device_pb2.Device(id="honest-of-7", name="honest-of-7", arch=platform.machine(), cores=7)
@@ -360,5 +349,5 @@ async def test_a_device_named_like_an_architecture_does_not_capture_its_jobs(
     assert started.result().device_id == honest.id
     board.ended(started.result(), "PROGRAM_FAILED", common_pb2.FAULT_USER)
     await ending
-    stream.cancel()
+    await leave(impostor)
     await leave(board)

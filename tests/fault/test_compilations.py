@@ -13,7 +13,6 @@ import pytest
 
 from etfarm.server.compile.cache import FOUND_EARLIER
 from etfarm.v1 import (
-    artifact_pb2,
     artifact_pb2_grpc,
     common_pb2,
     compile_pb2,
@@ -26,7 +25,7 @@ from etfarm.v1 import (
 from etfarm.v1.job_pb2 import Candidate, JobSpec, JobState
 from etfarm.wire import recipes, tensors
 from etfarm.wire.channel import Access, open_channel
-from etfarm.wire.chunks import artifact_of
+from etfarm.wire.chunks import artifact_of, upload
 from tests.support import models
 from tests.support.farm import PROMPTLY_S, FarmProcess, descendants, wait_until
 
@@ -58,12 +57,7 @@ class Client:
 
     async def put(self, data: bytes) -> common_pb2.Artifact:
         artifact = artifact_of(data)
-
-        async def requests() -> AsyncIterator[artifact_pb2.UploadArtifactRequest]:
-            yield artifact_pb2.UploadArtifactRequest(header=artifact_pb2.UploadHeader(artifact=artifact))
-            yield artifact_pb2.UploadArtifactRequest(chunk=artifact_pb2.Chunk(data=data))
-
-        await artifact_pb2_grpc.ArtifactServiceStub(self.channel).Upload(requests())
+        await upload(artifact_pb2_grpc.ArtifactServiceStub(self.channel), artifact, data)
         return artifact
 
     async def model(self, folder: Path, recipe: str, **methods: Callable[[], Any]) -> Candidate:

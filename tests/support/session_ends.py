@@ -26,16 +26,34 @@ BEAT_S = 3.0
 
 
 class Agent:
-    """An agent of two devices that does only what the test says."""
+    """An agent that does only what the test says.
 
-    def __init__(self, channel: grpc.aio.Channel, name: str, *, own_runners: Sequence[device_pb2.DeviceRunner] = ()) -> None:
+    Args:
+        channel: a connection with an agent's token.
+        name: the agent's id.
+        devices: its devices; None for two that could run programs of this machine.
+        own_runners: runners that each of the two devices brings along.
+    """
+
+    def __init__(
+        self,
+        channel: grpc.aio.Channel,
+        name: str,
+        *,
+        devices: Sequence[device_pb2.Device] | None = None,
+        own_runners: Sequence[device_pb2.DeviceRunner] = (),
+    ) -> None:
         self.stub = agent_pb2_grpc.AgentServiceStub(channel)
-        self.devices = [
-            device_pb2.Device(
-                id=f"{name}{index}" * 8, name=f"{name}{index}", arch=platform.machine(), cores=2, own_runners=own_runners
-            )
-            for index in range(2)
-        ]
+        self.devices = (
+            [
+                device_pb2.Device(
+                    id=f"{name}{index}" * 8, name=f"{name}{index}", arch=platform.machine(), cores=2, own_runners=own_runners
+                )
+                for index in range(2)
+            ]
+            if devices is None
+            else list(devices)
+        )
         hello = agent_pb2.Hello(agent_id=name, protocol_version=PROTOCOL_VERSION, devices=self.devices, boot_id=boot_id())
         self.outgoing: asyncio.Queue[agent_pb2.AgentMessage | None] = asyncio.Queue()
         self.outgoing.put_nowait(agent_pb2.AgentMessage(hello=hello))
