@@ -11,7 +11,7 @@ from typing import Any
 from rich.console import Console
 
 from etfarm.client.cli.views import render
-from etfarm.client.formats import compared, csv, html, markdown, model_explorer, parquet, perfetto, tables
+from etfarm.client.formats import compared_markdown, csv, html, markdown, model_explorer, parquet, perfetto, tables
 from etfarm.wire import comparison
 from etfarm.wire import report as projection
 from etfarm.wire.comparison import Gate, Side
@@ -68,5 +68,5 @@ def read_everywhere(text: str, good: dict[str, Any]) -> str | None:
         answer = comparison.compare(*sides, GATE)
     except EtfarmError as refused:
         return str(refused)
-    assert compared.markdown(answer)
+    assert compared_markdown.write(answer)
     return None

@@ -1,4 +1,4 @@
-"""A comparison as text and as Markdown, for a pull request.
+"""A comparison as text: its answer, and the facts, operators and other differences behind it.
 
 These are pure functions of etfarm.comparison/1.
 """
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from etfarm.client.formats import escapes, generation, sentences, units
+from etfarm.client.formats import generation, sentences, units
 from etfarm.wire import changes
 from etfarm.wire.comparison import EXACT_DB, label, traits
 from etfarm.wire.delegation import GLUE
@@ -25,13 +25,8 @@ TOP: Final = 5
 GATE_WORDS: Final = {"passed": "passed", "failed": "not passed", "inconclusive": "inconclusive"}
 """Outcomes of a gate."""
 
-_GATE_MARKS: Final = {"passed": "✅", "failed": "❌", "inconclusive": "❔"}
-
-_SPREAD: Final = "between runs"
+SPREAD: Final = "between runs"
 """Name of the fact that says how much separate runs vary."""
-
-_ONCE = ("first run", "load program", "load method")
-"""Times that are measured once and differ between any two runs."""
 
 
 @dataclass(frozen=True)
@@ -148,7 +143,7 @@ def facts(pair: Json) -> Iterator[Fact]:
     for name, key in (("p50", "p50_ns"), ("p90", "p90_ns"), ("p99", "p99_ns"), ("first run", "first_run_ns")):
         yield from _number(name, latency.get(key), units.time)
     if latency.get("method") == "separate":
-        yield Fact(_SPREAD, spread(latency["base_spread"]), spread(latency["candidate_spread"]), "")
+        yield Fact(SPREAD, spread(latency["base_spread"]), spread(latency["candidate_spread"]), "")
     yield from _rate_facts(pair)
     yield from _number("load program", latency.get("load_ns"), units.time)
     yield from _number("load method", latency.get("load_method_ns"), units.time)
@@ -258,104 +253,6 @@ def why(gate: Json) -> str:
     return f"{first['message']}{f'; and {len(more)} more' if more else ''}"
 
 
-def markdown(document: Json) -> str:
-    """Return the Markdown of a comparison: a row per pair, the gate's outcome, and other changes, folded."""
-    return "\n".join(_markdown(document)) + "\n"
-
-
-def _markdown(document: Json) -> Iterator[str]:
-    gate = document["gate"]
-    if gate:
-        mark = _GATE_MARKS[gate["outcome"]]
-        yield f"**{mark} gate {GATE_WORDS[gate['outcome']]}** ({escapes.text(limits(gate))})"
-        yield ""
-        for reason in gate["reasons"]:
-            yield f"- {mark} {escapes.text(reason['message'])}"
-        for note in gate["notes"]:
-            yield f"- ⚠️ {escapes.text(note['message'])}"
-        if gate["reasons"] or gate["notes"]:
-            yield ""
-    yield "| | p50 | candidate / base | | size | peak memory | SQNR |"
-    yield "| --- | ---: | ---: | --- | ---: | ---: | ---: |"
-    for pair in document["pairs"]:
-        yield _row(pair)
-    for entry in document["unpaired"]:
-        yield f"| {escapes.text(label(entry['report']))} | | only in the {entry['side'].lower()} | | | | |"
-    for pair in document["pairs"]:
-        yield from _details(pair, several=len(document["pairs"]) > 1)
-    yield ""
-    for note in document["notes"]:
-        yield f"<sub>{escapes.text(note)}</sub>  "
-    names = [_source(document[side]) for side in ("base", "candidate")]
-    yield f"<sub>etfarm: {escapes.text(names[0])} (base), {escapes.text(names[1])} (candidate)</sub>"
-
-
-def _row(pair: Json) -> str:
-    known = {fact.name: fact for fact in facts(pair)}
-    latency = pair["latency"]
-    p50, ratio, outcome = known.get("p50"), "", ""
-    succeeded = all(pair[side]["state"] == "SUCCEEDED" for side in ("base", "candidate"))
-    if succeeded and latency and latency["ratio"] is not None:
-        ratio, _, outcome = answer(pair).partition("  ")
-        if (verdict := status(pair)) not in (None, "VALID"):
-            outcome += f" ({str(verdict).replace('_', ' ')})"
-    else:
-        outcome = answer(pair)
-    sqnr = next((_accuracy(output, alone=True) for output in sorted(pair["accuracy"], key=_least_exact)), None)
-    cells = [
-        f"**{escapes.text(heading(pair))}**",
-        f"{p50.base} → {p50.candidate}" if p50 else "",
-        ratio,
-        f"**{escapes.text(outcome)}**" if latency and latency["outcome"] in ("faster", "slower") else escapes.text(outcome),
-        *(_cell(known.get(name)) for name in ("program", "peak memory")),
-        _cell(sqnr),
-    ]
-    return f"| {' | '.join(cells)} |"
-
-
-def _details(pair: Json, *, several: bool) -> Iterator[str]:
-    rows = [fact for fact in facts(pair) if fact.name == _SPREAD or (fact.change and fact.name not in _ONCE)]
-    others, operators, joins = changed(pair), moved(pair), list(joined(pair))
-    if same := unmoved(pair):
-        others.append(f"{'modules' if pair['operators']['by'] == 'MODULE' else 'operators'}: {same}")
-    if by_name := matching(pair):
-        others.append(f"operators: {by_name}")
-    if not (rows or others or operators or joins):
-        return
-    yield ""
-    yield f"<details><summary>What changed{f' in {escapes.html(heading(pair))}' if several else ''}</summary>"
-    if others:
-        yield ""
-        yield from (f"- {escapes.text(item)}" for item in others)
-    if rows:
-        yield ""
-        yield "| | base | candidate | change |"
-        yield "| --- | ---: | ---: | ---: |"
-        yield from (f"| {escapes.text(fact.name.strip())} | {fact.base} | {fact.candidate} | {fact.change} |" for fact in rows)
-    if operators:
-        yield ""
-        yield f"| {'module' if pair['operators']['by'] == 'MODULE' else 'operator'} | | base | candidate | change |"
-        yield "| --- | --- | ---: | ---: | ---: |"
-        for item in operators:
-            yield f"| {escapes.text(item.what)} | {escapes.text(item.place)} | {item.base} | {item.candidate} | {item.change} |"
-    if joins:
-        yield ""
-        yield from (f"- {escapes.text(item)}" for item in joins)
-    yield ""
-    yield "</details>"
-
-
-def _source(side: Json) -> str:
-    choice = f"#{side['choice']}" if side["choice"] else ""
-    return f"{side['file']}{choice}" if side["file"] else f"job {(side['job'] or {}).get('id', '?')}{choice}"
-
-
-def _cell(fact: Fact | None) -> str:
-    if fact is None:
-        return ""
-    return f"{fact.candidate} ({fact.change})" if fact.change else fact.candidate
-
-
 def _ratio(value: float) -> str:
     """Return a ratio with three decimals, or more if three would show no difference."""
     return f"{value:.3f}" if value >= 0.1 else units.significant(value)
@@ -380,6 +277,11 @@ def _accuracy(output: Json, *, alone: bool) -> Fact:
     return Fact(name, _errors(output["base"]), _errors(output["candidate"]), change)
 
 
+def worst_accuracy(pair: Json) -> Fact | None:
+    """Return the accuracy of the output with the largest loss; None if no output was compared."""
+    return next((_accuracy(output, alone=True) for output in sorted(pair["accuracy"], key=_exactness)), None)
+
+
 def _change_db(output: Json) -> float:
     """Return by how much an SQNR changed in dB; 0 if unknown, or if both sides differ by rounding only."""
     change_db: float | None = output["change_db"]
@@ -396,7 +298,7 @@ def _errors(errors: Json | None) -> str:
     return "-" if errors["sqnr_db"] is None else f"{errors['sqnr_db']:.1f} dB"
 
 
-def _least_exact(output: Json) -> tuple[float, float]:
+def _exactness(output: Json) -> tuple[float, float]:
     """Return a sort key: outputs with the largest loss first, then the least exact."""
     exact = [output[side]["sqnr_db"] for side in ("candidate", "base") if output[side] and output[side]["sqnr_db"] is not None]
     return _change_db(output), exact[0] if exact else 300.0

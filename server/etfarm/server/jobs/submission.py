@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -14,8 +13,9 @@ from etfarm.server.compile.parsed_recipes import parse_recipe
 from etfarm.server.compile.upload_screening import Screening
 from etfarm.server.devices import schedule
 from etfarm.server.jobs import generation
+from etfarm.server.jobs.candidates import validate_methods, validate_program, validate_stages_done
 from etfarm.server.jobs.cells import groups
-from etfarm.server.jobs.cells.requirements import DeviceLacks, MethodMissing
+from etfarm.server.jobs.cells.requirements import DeviceLacks
 from etfarm.server.jobs.model import BadJob as BadJob
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.server.workers.pacing import Pace
@@ -26,14 +26,11 @@ from etfarm.wire import digest as digests
 from etfarm.wire import recipes, selectors, stages
 from etfarm.wire.cores import CoresUnknown, choose_cpus, require_cpus
 from etfarm.wire.recipes import Recipe
-from etfarm.wire.release_0_1.requests import require_later_client
 
 MAX_CELLS = 1000
 """Maximum number of cells of a job; a larger matrix is better submitted as several jobs."""
 
 
-MAX_SAMPLES = 10_000
-"""Maximum number of calibration samples of one method: all of ImageNet would calibrate no better, and take a day."""
 _MAX_TIMED = 1_000_000
 """Number of timed iterations of all runs that agents assume if Measurement.max_samples is absent."""
 _MAX_REQUESTED = 10_000_000
@@ -48,14 +45,11 @@ _LARGE_SPEC = 64 << 10
 _LARGE_AT_ONCE = 1
 """Number of specs above that size, in bytes, that are checked at a time: more would only delay other callers."""
 
-_METHOD_BYTES = 100
 _NAMED_DEVICES = 3
 """Number of devices that the refusal of a recipe names."""
 _SMALL_RECIPE = 4096
 _LABEL = 100
 _LABELS = "Give at most 100 printable characters."
-
-_CLIENT_STAGES = ("SOURCE_TRANSFORM", "QUANTIZE", "TORCH_EXPORT")
 
 
 class NoCandidate(BadJob):
@@ -223,12 +217,12 @@ class Submission:
         source = candidate.WhichOneof("source")
         is_sourceless = source is None and not source_required
         if source == "program" or (is_sourceless and not candidate.recipe):
-            _check_program(candidate, spec)
+            validate_program(candidate, spec)
             return ""
         if not is_sourceless:
             if not candidate.model.methods:
                 raise NoCandidate(f"The candidate {candidate.name!r} has neither a model nor a program.", "Give one of them.")
-            _check_methods(candidate, spec)
+            validate_methods(candidate, spec)
         recipe = await self._recipe(candidate.recipe)
         if recipe.json != candidate.recipe:
             raise BadJob(f"The recipe of {candidate.name} is not in canonical form.", f"Send {recipe.json}.")
@@ -236,7 +230,7 @@ class Submission:
         if len(label) > _LABEL or not label.isprintable():
             raise BadJob(f"The recipe label of {candidate.name} is not valid: {label[:_LABEL]!r}.", _LABELS)
         recipe = replace(recipe, label=label)
-        done = _check_done(candidate)
+        done = validate_stages_done(candidate)
         if not is_sourceless:
             recipes.check_methods(recipe, sorted(candidate.model.methods))
         recipe = await self._check_recipe(recipe)
@@ -374,70 +368,6 @@ def _check_together(job: job_pb2.Job) -> None:
                 f"{len(cells)} candidates cannot be interleaved: all are in the device's memory at once.",
                 f"Give at most {groups.MAX_TOGETHER}.", limit=groups.MAX_TOGETHER,
             )  # fmt: skip
-
-
-def _check_program(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> None:
-    if candidate.recipe:
-        raise BadJob(f"{candidate.name} is a compiled program; recipes are for models.", "Leave --recipe out.")
-    if spec.stop_after not in ("", "TO_EXECUTORCH"):
-        raise BadJob(f"{candidate.name} is a compiled program; it has no stages to stop after.", "Leave --stop-after out.")
-    if spec.measurement.numerics:
-        raise BadJob(
-            f"{candidate.name} is a compiled program without a graph, so its operators cannot be compared.",
-            "Give the .pt2 or the model itself, or leave --numerics out.",
-        )  # fmt: skip
-
-
-def _check_methods(candidate: job_pb2.Candidate, spec: job_pb2.JobSpec) -> None:
-    model = candidate.model
-    for name in (*model.methods, *model.constant_methods):
-        # In bytes, since child processes name files after methods.
-        if not name.isidentifier() or len(name.encode()) > _METHOD_BYTES:
-            remedy = f"Use a Python identifier of at most {_METHOD_BYTES} bytes."
-            raise BadJob(f"{name[:200]!r} of {candidate.name} is not a valid method name.", remedy, method=name[:200])
-    if both := sorted(set(model.methods) & set(model.constant_methods)):
-        raise BadJob(
-            f"{both[0]} of {candidate.name} is both a method and a constant method.",
-            "Give one of them another name.",
-            method=both[0],
-        )
-    for name, method in model.methods.items():
-        if len(method.calibration) > MAX_SAMPLES:
-            raise BadJob(
-                f"{name} of {candidate.name} has {len(method.calibration)} calibration samples, above {MAX_SAMPLES}.",
-                "Give fewer: some hundreds calibrate as well.", method=name, limit=MAX_SAMPLES,
-            )  # fmt: skip
-    known = sorted({*model.methods, *model.constant_methods})
-    for name in (*spec.methods, *sorted(spec.inputs)):
-        if name not in known:
-            raise MethodMissing(f"{candidate.name} has no method {name!r}.", name, known)
-
-
-def _check_done(candidate: job_pb2.Candidate) -> list[str]:
-    """Validate the stages that the client has done, mark them as done there, and return their names."""
-    done = [stage.stage for stage in candidate.stages_done]
-    if not done:
-        return done
-    stages.check_order(done)
-    for stage in candidate.stages_done:
-        require_later_client(stage)
-        if stage.stage not in _CLIENT_STAGES:
-            raise stages.BadStages(
-                f"{stage.stage} of {candidate.name} cannot be done by the client.",
-                f"Stages of a client: {', '.join(_CLIENT_STAGES)}.", stages=",".join(done), stage_name=stage.stage,
-            )  # fmt: skip
-        if not 0 <= stage.duration_ms < math.inf:
-            raise BadJob(
-                f"{stage.stage} of {candidate.name} must have a duration of 0 ms or more, got {stage.duration_ms:g}.",
-                "Send its duration.",
-            )
-        stage.where, stage.cached = common_pb2.ACTOR_CLIENT, False
-    if done[-1] != "TORCH_EXPORT":
-        raise stages.BadStages(
-            f"The stages of {candidate.name} that are done end with {done[-1]}, but an exported program was sent.",
-            "Send the output of TORCH_EXPORT, and include it in the stages that are done.", stages=",".join(done),
-        )  # fmt: skip
-    return done
 
 
 def _artifacts(spec: job_pb2.JobSpec) -> Iterator[common_pb2.Artifact]:

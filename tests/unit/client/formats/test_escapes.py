@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 
-from etfarm.client.formats import compared, csv, escapes, html, markdown
+from etfarm.client.formats import compared_markdown, csv, escapes, html, markdown
 from etfarm.server.compile.lower import stage_files
 from etfarm.wire import escapes as wire
 from tests.support.documents import document, report, row
@@ -135,7 +135,7 @@ def test_a_comparisons_markdown_has_neither_links_nor_control_characters() -> No
 
     created = _hostile()
     side = Side(created["reports"], created["job"], None, None)  # type: ignore[arg-type]
-    text = compared.markdown(comparison.compare(side, side))
+    text = compared_markdown.write(comparison.compare(side, side))
     assert not {"link_open", "image", "heading_open"} & set(_structure(text)), text
     assert "\x1b" not in text and "<img" not in text
     assert b"\x1b" not in html.write(created)  # type: ignore[arg-type]

@@ -6,7 +6,8 @@ import pytest
 
 from etfarm.server.artifacts.store import ArtifactMissing
 from etfarm.server.compile.upload_screening import screen
-from etfarm.server.jobs.submission import MAX_SAMPLES, BadJob, RecipeNeedsEagerModule
+from etfarm.server.jobs.candidates import MAX_SAMPLES
+from etfarm.server.jobs.submission import BadJob, RecipeNeedsEagerModule
 from etfarm.v1.common_pb2 import ACTOR_CLIENT, ACTOR_SERVER
 from etfarm.v1.job_pb2 import Candidate, DeviceChoice, JobSpec, Measurement
 from etfarm.wire import digest, recipes

@@ -110,9 +110,9 @@ def compare(
     outcome.document = lambda error: document
     _show(document, top, to_stderr=STDOUT in (json, markdown))
     if markdown is not None:
-        from etfarm.client.formats import compared
+        from etfarm.client.formats import compared_markdown
 
-        text = compared.markdown(document)
+        text = compared_markdown.write(document)
         if markdown == STDOUT:
             put(text)
         else:

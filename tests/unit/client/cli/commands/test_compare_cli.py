@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from etfarm.client.cli.commands import compare
-from etfarm.client.formats import answers, compared
+from etfarm.client.formats import answers, compared, compared_markdown
 from etfarm.client.jobs import report_file
 from etfarm.client.jobs.comparison import needs_farm
 from tests.support.comparisons import against, observed, operator, repeated, report, reports, timed
@@ -340,7 +340,7 @@ def test_delegated_nodes_are_counted_as_a_report_counts_them() -> None:
 
 def test_what_a_model_is_called_cannot_break_the_table() -> None:
     odd = report("k", model={"name": "a|b<img src=x>\n| *c*"})
-    text = compared.markdown(against(odd, odd))
+    text = compared_markdown.write(against(odd, odd))
     assert "<img" not in text.replace("\\<img", "")
     (row,) = [line for line in text.splitlines() if line.startswith("| **a")]
     assert row.replace(r"\|", "").count("|") == 8
@@ -379,7 +379,7 @@ def test_operators_whose_change_chance_explains_are_counted_and_not_listed() -> 
     assert (moved.what, moved.change, moved.is_certain) == ("m1: conv", "+100 µs [+78, +122] (inconclusive)", False)
     assert [each.change for each in compared.moved(pair, 0)][1] == "+8.0 µs [-0.8, +16.8] (no difference)"
     assert compared.unmoved(pair) == "no difference found in 2 of 3"
-    assert "- operators: no difference found in 2 of 3" in compared.markdown(document)
+    assert "- operators: no difference found in 2 of 3" in compared_markdown.write(document)
 
 
 @given(reports("c1"), reports("c2"), st.sampled_from([60, 80, 140]))
@@ -396,4 +396,4 @@ def test_whatever_was_measured_can_be_shown_and_nothing_is_wider_than_the_termin
     assert lines[0].startswith("candidate / base  ")
     assert max(map(len, lines)) <= width
     assert any(line.startswith("gate ") for line in lines)
-    assert "| | p50 | candidate / base |" in compared.markdown(document)
+    assert "| | p50 | candidate / base |" in compared_markdown.write(document)
