@@ -31,6 +31,8 @@ pytestmark = pytest.mark.slow(reason="sessions of two farms call programs on rea
 
 FREE_S = 1.0
 """Within which a device is free again, where nothing holds the machine up."""
+TRIES = 10
+"""Of a time that a busy machine may exceed."""
 
 Open = Callable[..., AbstractContextManager[Session]]
 """Makes a session of a program, on the farm or locally."""
@@ -317,16 +319,16 @@ def test_a_device_with_a_session_is_busy_for_jobs_until_it_ends(farm: FarmProces
 
 
 def test_a_device_is_free_within_a_second_after_a_session(farm: FarmProcess) -> None:
-    took_s = []
+    took_s: list[float] = []
     with farm.client() as client:
-        for _ in range(3):
+        while not took_s or (took_s[-1] >= FREE_S and len(took_s) < TRIES):  # the machine may hold up some of them
             with client.session(program("counter").path) as session:
                 session.run("forward", ZERO)
                 session.close()
                 ended_s = time.monotonic()
                 assert wait_until(lambda: is_idle(farm))
                 took_s.append(time.monotonic() - ended_s)
-    assert min(took_s) < FREE_S, "the machine may hold up one of them"
+    assert min(took_s) < FREE_S, took_s
 
 
 def test_two_callers_queue_for_one_device(farm: FarmProcess) -> None:

@@ -65,7 +65,7 @@ async def test_a_run_survives_a_server_restart(server: Server, launch: Launch) -
     assert cell.iterations > 100
 
 
-async def test_a_result_is_sent_again_until_it_is_acknowledged(server: Server, launch: Launch) -> None:
+async def test_a_result_is_sent_again_until_it_is_acknowledged(server: Server, launch: Launch, tmp_path: Path) -> None:
     agent = await launch()
     connection = await server.connected()
     connection.start("a1", server.candidate("add"), deadline_s=60)
@@ -87,6 +87,7 @@ async def test_a_result_is_sent_again_until_it_is_acknowledged(server: Server, l
     third.start("a2", server.candidate("add"), deadline_s=60)
     await third.result("a2")
     third.ack("a2")
+    assert await asyncio.to_thread(wait_until, lambda: not list((tmp_path / "agent" / "results").iterdir()))
     agent.process.terminate()
     await agent.ended()
     await launch()

@@ -11,6 +11,8 @@ import pytest
 from etfarm.client.datasets.dataset import Dataset, TextCallback
 from etfarm.client.sessions.session import AsyncSession
 
+WAIT_S = 60.0
+
 
 def dataset(choose: Callable[[], Awaitable[Sequence[tuple[str, str]]]], close: Callable[[], Awaitable[None]]) -> Dataset:
     """A data set that opens no session."""
@@ -29,7 +31,7 @@ async def test_a_data_set_whose_close_fails_has_ended() -> None:
         raise OSError("no space left")
 
     ending = dataset(choose, close)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         with pytest.raises(OSError, match="no space left"):
             assert [result async for result in ending.results()] == []
         assert not ending.is_running
@@ -55,7 +57,7 @@ async def test_a_data_set_that_is_cancelled_again_while_it_closes_has_ended() ->
             raise AssertionError("there are no samples")
 
     task = asyncio.create_task(iterate())
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(WAIT_S):
         await chosen.wait()
         assert ending.is_running
         waiting = asyncio.create_task(ending.wait_until_ended())
