@@ -96,7 +96,7 @@ class TerminalBar:
 
 
 class NoBar:
-    """No display, where nobody would see a bar: stderr is a file or a pipe."""
+    """No display, for a stderr that is a file or a pipe, where a bar would be useless."""
 
     def show(self, progress: JobProgress) -> None:
         """See `ProgressBar`."""

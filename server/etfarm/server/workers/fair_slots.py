@@ -103,7 +103,7 @@ class FairSlots:
             self._grant(following, queues is self._urgent)
 
     def _next_queues(self) -> _Queues | None:
-        """Return the queues that the next free slot goes to; None if nobody who waits may take one."""
+        """Return the queues that the next free slot goes to; None if no waiting caller may take one."""
         if self._urgent and self._is_free(True):
             return self._urgent
         return self._waiting if self._waiting and self._is_free(False) else None
