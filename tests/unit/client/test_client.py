@@ -192,7 +192,7 @@ def test_example_inputs_are_refused_where_the_model_has_its_own(golden: Golden) 
     golden.check(refused.value)
 
 
-def test_what_is_no_model_is_told_what_is_one(golden: Golden) -> None:
+def test_an_object_that_is_no_model_is_refused_with_the_forms_of_one(golden: Golden) -> None:
     with pytest.raises(BadModel) as refused:
         prepare(3)  # type: ignore[arg-type]
     golden.check(refused.value)

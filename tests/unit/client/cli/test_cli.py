@@ -184,7 +184,7 @@ def test_json_goes_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(("name", "says"), [("no/x.json", "There is no folder"), ("", "is a folder. Name a file.")])
-def test_json_that_cannot_be_written_is_said_before_anything_starts(
+def test_json_that_cannot_be_written_is_reported_before_anything_starts(
     name: str, says: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     for command in (bench.main, run.main):
@@ -289,7 +289,7 @@ def test_threads_are_read_from_lists_and_repetitions() -> None:
         options.threads_of(["1,,2"])
 
 
-def test_what_is_given_twice_is_taken_once_and_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_duplicates_are_taken_once_and_reported(capsys: pytest.CaptureFixture[str]) -> None:
     assert options.once("MODEL", ["demo:resnet8", "demo:ds_cnn", "demo:resnet8"], spec.resolve) == ["demo:resnet8", "demo:ds_cnn"]
     assert capsys.readouterr().err == "Duplicates are ignored: MODEL demo:resnet8.\n"
     assert options.once("--threads", [2, 1]) == [2, 1]
@@ -399,7 +399,7 @@ def test_a_stages_files_go_where_their_kind_says(tmp_path: Path) -> None:
         ("", "xnnpack_pt2e_int8_static_per_channel", ""),
     ],
 )
-def test_how_a_stages_program_is_loaded_is_said(
+def test_a_hint_shows_how_to_load_a_stages_program(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], stage: str, recipe: str, note: str
 ) -> None:
     files = [tmp_path / "a.pt2", tmp_path / "b.pt2", tmp_path / "a.txt"]
@@ -536,7 +536,7 @@ def test_long_texts_keep_the_end_that_says_more() -> None:
         assert all(len(cut("x" * 50, width)) <= width for width in range(1, 60))
 
 
-def test_instants_are_told_as_people_do() -> None:
+def test_instants_are_shown_as_people_write_them() -> None:
     now = datetime(2026, 1, 10, tzinfo=UTC)
     reported = [units.ago(now - timedelta(seconds=s), now) for s in (1, 30, 600, 36_000, 259_200)]
     assert reported == ["now", "30 s ago", "10 min ago", "10 h ago", "3 d ago"]

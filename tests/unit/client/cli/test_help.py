@@ -41,5 +41,5 @@ def test_help_has_neither_types_nor_ranges_of_python(name: str, capsys: pytest.C
         ("x>=0.5", "at least 0.5"),
     ],
 )
-def test_a_range_is_said_in_words(text: str, words: str) -> None:
+def test_a_range_is_described_in_words(text: str, words: str) -> None:
     assert words_of_range(text) == words

@@ -87,7 +87,7 @@ def test_the_first_failure_is_the_last_result_unless_it_keeps_going(count: int, 
     assert [result.index for result in out if result.failed] == sorted(index for index in wrong if index <= out[-1].index)
 
 
-async def test_nothing_more_is_read_than_the_window_while_nobody_takes_results() -> None:
+async def test_no_more_than_the_window_is_read_while_results_are_not_taken() -> None:
     taken: list[int] = []
     deal: Deal[Done] = Deal(samples(1000, taken), ready=4, window=6, keep_going=False)
     deal.begin()
@@ -102,7 +102,7 @@ async def test_nothing_more_is_read_than_the_window_while_nobody_takes_results()
     assert len(taken) == 6
 
 
-async def test_who_waits_for_a_sample_may_be_asked_to_leave() -> None:
+async def test_a_caller_that_waits_for_a_sample_may_be_asked_to_leave() -> None:
     deal: Deal[Done] = Deal(samples(1), ready=4, window=6, keep_going=False)
     deal.begin()
     leave: list[int] = []

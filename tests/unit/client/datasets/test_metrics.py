@@ -41,9 +41,7 @@ def test_top1_says_what_it_lacks(golden: Golden) -> None:
         ("bad.py:f", "METRIC_FAILED", "Importing bad.py failed with ValueError: no"),
     ],
 )
-def test_a_metric_that_is_none_is_refused(
-    text: str, reason: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_invalid_metric_is_refused(text: str, reason: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text("x = 1\ndef f(**_): return 1\n")
     (tmp_path / "bad.py").write_text("raise ValueError('no')\n")

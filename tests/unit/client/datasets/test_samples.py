@@ -75,7 +75,7 @@ def test_a_batch_larger_than_what_is_read_at_once_holds_one_row(golden: Golden, 
     ],
     ids=range(6),
 )
-def test_a_batch_that_is_none_is_refused_before_anything_starts(golden: Golden, tmp_path: Path, content: dict[str, Any]) -> None:
+def test_an_invalid_batch_is_refused_before_anything_starts(golden: Golden, tmp_path: Path, content: dict[str, Any]) -> None:
     np.savez(tmp_path / "many.npz", **content)
     with pytest.raises(EtfarmError) as refused:
         of_batch(tmp_path / "many.npz")

@@ -278,7 +278,7 @@ def test_dynamic_shapes_in_another_form_are_refused(shapes: object) -> None:
     assert error.reason == "DYNAMIC_SHAPES_FORM" and "x, y" in error.message
 
 
-def test_dims_that_must_be_equal_are_told_so() -> None:
+def test_dims_that_must_be_equal_are_reported_as_such() -> None:
     shapes = {"x": {0: Dim("a", max=9)}, "y": {0: Dim("b", max=9)}}
     error = refused(ModelSource.of(Add().eval(), (torch.ones(4, 2), torch.ones(4, 2)), dynamic_shapes=shapes))
     assert error.reason == "DIM_SPECIALIZED" and "must always be equal" in error.message
@@ -292,7 +292,7 @@ class Fixed(nn.Module):
 
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize(("dim", "shown"), [(Dim("n", max=9), "Dim n"), (Dim.DYNAMIC(max=9), "dim 0 of 'x'")])
-def test_an_example_size_of_1_of_a_dynamic_dim_is_told_with_what_to_do(dim: object, shown: str, strict: bool) -> None:
+def test_an_example_size_of_1_of_a_dynamic_dim_is_reported_with_a_remedy(dim: object, shown: str, strict: bool) -> None:
     source = ModelSource.of(nn.ReLU().eval(), (torch.ones(1, 2),), dynamic_shapes=({0: dim},))
     with pytest.raises(e.DimSpecialized) as caught:
         export_source(source, name="m", strict=strict)
@@ -311,7 +311,7 @@ def test_a_dim_that_the_model_fixes_is_reported_with_its_size(dim: object, shown
     assert "mark_dynamic" not in str(caught.value) and "leave the dim out of dynamic_shapes" in caught.value.remedy
 
 
-def test_a_dim_whose_range_is_too_wide_is_told_with_the_range_that_fits() -> None:
+def test_a_dim_whose_range_is_too_wide_is_reported_with_the_range_that_fits() -> None:
     class Bounded(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return x + 1 if x.shape[0] > 3 else x

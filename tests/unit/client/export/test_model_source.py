@@ -103,13 +103,13 @@ def test_each_form_is_taken_for_what_it_is(folder: Path, pt2: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", ["resnet8", "x.onnx", "", ":make", "a b:make", "x.py:", "net:not-a-name", "model.pt"])
-def test_anything_else_is_told_the_five_forms(golden: Golden, text: str) -> None:
+def test_any_other_source_is_refused_with_the_five_forms(golden: Golden, text: str) -> None:
     with pytest.raises(e.BadModelArgument) as refused:
         resolve(text)
     golden.check(refused.value)
 
 
-def test_a_file_without_a_function_is_told_to_name_one(golden: Golden) -> None:
+def test_a_file_without_a_function_is_refused_with_a_remedy(golden: Golden) -> None:
     with pytest.raises(e.BadModelArgument) as refused:
         resolve("net.py")
     golden.check(refused.value)
@@ -129,7 +129,7 @@ def test_a_missing_file_is_reported_with_the_nearest_name(folder: Path) -> None:
     assert "is a folder" in str(refusal("folder.pte"))
 
 
-def test_a_program_that_is_none_or_cut_off_is_told_at_once(folder: Path) -> None:
+def test_an_invalid_or_truncated_program_is_reported_at_once(folder: Path) -> None:
     path = Path("x.pte")
     whole = pte()
     for cut in (100, len(whole) - 1):
@@ -147,7 +147,7 @@ def test_a_program_that_is_none_or_cut_off_is_told_at_once(folder: Path) -> None
     assert resolve("x.pte") == PteFile(path)
 
 
-def test_an_archive_that_is_none_is_told_what_it_seems(folder: Path, pt2: bytes) -> None:
+def test_an_invalid_archive_is_refused_with_its_likely_kind(folder: Path, pt2: bytes) -> None:
     path = Path("x.pt2")
     path.write_bytes(pt2[:-100])
     assert "cut-off" in str(refusal("x.pt2"))
@@ -192,7 +192,7 @@ def test_a_module_factory_is_found_from_the_working_folder(folder: Path) -> None
     assert refusal("nowhere_at_all.models:make").reason == "MODEL_NOT_FOUND"
 
 
-def test_a_missing_factory_is_told_with_those_there_are(folder: Path) -> None:
+def test_a_missing_factory_is_reported_with_the_existing_ones(folder: Path) -> None:
     error = refusal("models/net.py:build")
     assert error.reason == "FACTORY_NOT_FOUND"
     assert error.metadata["functions"].split(",")[:2] == ["make", "rows"]
@@ -212,7 +212,7 @@ def test_a_missing_factory_is_told_with_those_there_are(folder: Path) -> None:
         ("leaves", "FACTORY_FAILED"),
     ],
 )
-def test_a_factory_that_gives_no_model_is_told_why(golden: Golden, folder: Path, name: str, reason: str) -> None:
+def test_a_factory_that_returns_no_model_gets_a_reason(golden: Golden, folder: Path, name: str, reason: str) -> None:
     error = refusal(f"models/net.py:{name}")
     assert error.reason == reason
     with pytest.raises(EtfarmError) as refused:

@@ -100,7 +100,7 @@ def test_a_module_without_a_linear_is_refused_before_it_is_exported() -> None:
     assert "has no nn.Linear" in str(error) and "it has 2 Conv2d, 1 BatchNorm2d" in str(error)
 
 
-def test_a_group_size_that_does_not_divide_is_told_with_the_layer_and_what_fits() -> None:
+def test_a_group_size_that_does_not_divide_is_reported_with_the_layer_and_valid_sizes() -> None:
     module = nn.Sequential(nn.Linear(64, 96), nn.Linear(96, 8)).eval()
     error = refusal(module, GROUPS.replace("32", "64"), example_inputs=X)
     assert "'1' has 96 inputs, which the group_size 64" in str(error)
@@ -116,7 +116,7 @@ def test_a_layer_that_xnnpack_would_refuse_is_named_before_it_is_exported(recipe
     assert (error.reason, error.metadata["layer"]) == ("SOURCE_TRANSFORM_FAILED", "1")
 
 
-def test_users_own_transforms_work_on_a_copy_and_are_told() -> None:
+def test_users_own_transforms_work_on_a_copy_and_are_reported() -> None:
     def without_bias(method: str, module: nn.Module) -> nn.Module:
         assert method == "forward"
         for part in module.modules():
@@ -131,7 +131,7 @@ def test_users_own_transforms_work_on_a_copy_and_are_told() -> None:
     assert module[0].bias is not None
 
 
-def test_a_transform_that_fails_is_told_with_its_line() -> None:
+def test_a_transform_that_fails_is_reported_with_its_line() -> None:
     def breaks(method: str, module: nn.Module) -> nn.Module:
         raise RuntimeError("no such layer")
 
@@ -145,7 +145,7 @@ def test_a_transform_that_fails_is_told_with_its_line() -> None:
     assert "the source transform forgets returned a NoneType, not a module. Return the module." in str(error)
 
 
-def test_a_quantized_graph_module_is_told_to_be_quantized() -> None:
+def test_a_quantized_graph_module_is_reported_as_quantized() -> None:
     from executorch.backends.xnnpack.quantizer.xnnpack_quantizer import XNNPACKQuantizer, get_symmetric_quantization_config
     from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
 

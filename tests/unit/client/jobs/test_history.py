@@ -83,7 +83,7 @@ def test_a_report_without_numbers_has_its_state_for_a_verdict() -> None:
     assert (point.verdict, point.ratio, point.p50_ns, point.size_bytes, point.sqnr_db) == ("FAILED", None, None, None, None)
 
 
-def test_an_accuracy_is_against_the_program_before_quantization_or_not_told() -> None:
+def test_an_accuracy_is_against_the_program_before_quantization_or_absent() -> None:
     rows = report()["accuracy"]
     assert [point.sqnr_db for point in only(report(), report(accuracy=rows[::-1]), report(accuracy=rows[1:])).points] == [
         300,
@@ -92,7 +92,7 @@ def test_an_accuracy_is_against_the_program_before_quantization_or_not_told() ->
     ]
 
 
-def test_what_changed_is_told_against_what_the_ratio_is_of() -> None:
+def test_changes_of_a_point_are_against_the_base_of_its_ratio() -> None:
     other = report(1500, compile__toolchain__torch="2.14.0")
     points = only(report(1000), report(1000, "INVALID", compile__toolchain__torch="2.14.0"), other).points
     assert [[change["what"] for change in point.changes] for point in points] == [[], ["torch"], ["torch"]]
@@ -136,7 +136,7 @@ def test_recipes_devices_methods_and_threads_are_series_of_their_own() -> None:
     assert [series.threads for series in created] == [4, 1, 4, 4, 4], "that with the newest report first"
 
 
-def test_a_models_own_change_is_told_within_its_series() -> None:
+def test_a_models_own_change_is_reported_within_its_series() -> None:
     points = only(report(), report(model__digest="b" * 64)).points
     assert [change["what"] for change in points[1].changes] == ["model"]
 

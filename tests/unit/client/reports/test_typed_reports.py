@@ -142,7 +142,7 @@ def test_what_a_newer_farm_adds_is_kept() -> None:
     assert pickle.loads(pickle.dumps(report)) == report
 
 
-def test_what_an_older_farm_did_not_know_is_none() -> None:
+def test_fields_that_an_older_farm_lacked_are_none() -> None:
     report = Report.from_dict({**REQUIRED, "latency": {"p50_ns": 5.0}})
     assert report.latency == Latency(p50_ns=5.0)
     assert (report.operators, report.timeline, report.memory) == (None, (), None)

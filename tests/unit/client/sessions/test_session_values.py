@@ -54,7 +54,7 @@ def test_the_program_s_own_names_serve_where_the_model_s_are_not_known() -> None
     ],
     ids=range(7),
 )
-def test_inputs_that_are_none_or_twice_are_refused(
+def test_invalid_or_duplicate_inputs_are_refused(
     names: list[str], values: tuple[object, ...], named: dict[str, object], words: str
 ) -> None:
     with pytest.raises(EtfarmError, match=words):
@@ -105,7 +105,7 @@ def test_the_only_output_is_what_numpy_takes_it_for() -> None:
     assert np.asarray(outputs)[0, 0] == 7.0
 
 
-def test_a_loop_s_percentiles_are_told_only_by_enough_samples() -> None:
+def test_a_loop_has_percentiles_only_with_enough_samples() -> None:
     def loop(count: int) -> object:
         samples = np.arange(1, count + 1, dtype="<i8")
         return loop_of("forward", session_pb2.SessionMeasured(iterations=count), samples.tobytes(), Outputs([]))

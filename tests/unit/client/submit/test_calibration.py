@@ -79,7 +79,7 @@ def test_a_wrong_sample_of_a_generator_is_refused(sample: Any, says: str) -> Non
     assert exit_code(caught.value) == FAILED, "these are the model's"
 
 
-def test_a_generator_that_fails_is_told_with_its_line() -> None:
+def test_a_generator_that_fails_is_reported_with_its_line() -> None:
     def samples() -> Iterator[tuple[Tensor]]:
         yield (torch.zeros(1, 2),)
         raise OSError("the disk is gone")

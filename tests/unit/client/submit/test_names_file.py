@@ -36,7 +36,7 @@ def test_inputs_of_a_program_are_taken_by_the_names_beside_it(pte: Path) -> None
 
 
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"schema": "other/1", "methods": {}}', "x" * (1 << 21)])
-def test_a_file_that_is_none_of_ours_is_ignored(pte: Path, text: str) -> None:
+def test_a_foreign_file_is_ignored(pte: Path, text: str) -> None:
     names_path(pte).write_text(text)
     assert read_names(pte) == {}
 

@@ -76,7 +76,7 @@ def test_dtypes_that_npz_lacks_come_back_as_they_were_written(tmp_path: Path, dt
     assert npz.read_named(tmp_path / "o.npz") == {"": {"x": value}}
 
 
-def test_a_bfloat16_array_saved_without_a_sibling_is_told_of_it(tmp_path: Path) -> None:
+def test_a_bfloat16_array_saved_without_its_dtype_is_refused_with_a_reason(tmp_path: Path) -> None:
     path = saved(tmp_path, x=np.ones(2, ml_dtypes.bfloat16))
     with pytest.raises(npz.UnsupportedInputArray, match=r"x\.dtype"):
         npz.read_named(path)
@@ -113,7 +113,7 @@ def test_fortran_order_and_foreign_byte_order_become_plain(tmp_path: Path) -> No
     assert to_array(value).tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_keys_that_do_not_fit_are_told_with_those_that_would(golden: Golden) -> None:
+def test_keys_that_do_not_match_are_reported_with_those_that_would(golden: Golden) -> None:
     one = Scalar("", 1)
     with pytest.raises(input_names.UnknownInput) as unknown:
         input_names.order({"x": one, "z": one}, ["x", "y"])
@@ -133,7 +133,7 @@ def test_a_name_wins_over_a_place() -> None:
     assert values == [Scalar("x", 2), Scalar("arr_0", 1)]
 
 
-def test_unreadable_files_are_told_in_a_sentence(tmp_path: Path) -> None:
+def test_unreadable_files_are_reported_in_a_sentence(tmp_path: Path) -> None:
     good = saved(tmp_path, x=np.zeros(1000, np.float32)).read_bytes()
     bad = {
         "cut": good[: len(good) // 2],
@@ -154,7 +154,7 @@ def test_unreadable_files_are_told_in_a_sentence(tmp_path: Path) -> None:
         npz.read_named(saved(tmp_path, x=np.zeros(2, np.complex64)))
 
 
-def test_an_unwritable_place_is_told(tmp_path: Path) -> None:
+def test_an_unwritable_place_is_reported(tmp_path: Path) -> None:
     with pytest.raises(OutputUnwritable):
         npz.write_outputs(tmp_path / "no folder" / "o.npz", {"forward": []})
 

@@ -312,7 +312,7 @@ def test_markdown_is_a_table_the_gate_and_what_changed(
         (("a", 35.0), ("b", 58.0), "another reference"),
     ],
 )
-def test_the_change_of_an_accuracy_is_told_where_it_says_something(
+def test_the_change_of_an_accuracy_is_shown_where_it_is_meaningful(
     before: tuple[str, float], after: tuple[str, float], change: str
 ) -> None:
     sides = [

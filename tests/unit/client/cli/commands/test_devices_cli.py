@@ -136,7 +136,7 @@ def test_a_device_that_cannot_be_used_says_why_and_what_to_do(served: Devices, t
     assert " ".join(" ".join(below).split()) == f"galaxy-s9-us: {sentence}"
 
 
-def test_the_machine_below_an_emulated_device_is_not_told_as_the_device(served: Devices, terminal: Terminal) -> None:
+def test_the_machine_below_an_emulated_device_is_not_reported_as_the_device(served: Devices, terminal: Terminal) -> None:
     served.known = [_device("odroid-c2", emulated=True, telemetry=LOADED, memory_bytes=4 << 30)]
     shown = "\n".join(terminal.lines(80, "show", "odroid-c2"))
     assert "its times mean nothing" in shown and "4.00 GiB, 3.00 GiB free" in shown
@@ -168,7 +168,7 @@ def test_a_battery_is_shown(
     assert [line for line in lines if line.startswith("battery")] == ([says] if says else [])
 
 
-def test_cores_that_share_and_cpus_apart_are_told(served: Devices, terminal: Terminal) -> None:
+def test_shared_cores_and_isolated_cpus_are_reported(served: Devices, terminal: Terminal) -> None:
     device = _device("odroid-c2")
     del device.clusters[:]
     device.clusters.add(part="Xeon", cpus=[0, 1, 2, 5, 8, 9], physical_cores=3)

@@ -34,7 +34,7 @@ TO_EXECUTORCH = "acme.write"
 """
 
 
-def test_all_that_a_file_says_is_told() -> None:
+def test_all_facts_of_a_file_are_reported() -> None:
     recipe = recipes.from_toml(FILE, "mine")
     reported = dict(command._whole(recipe))
     assert reported["name"] == "mine"
@@ -47,7 +47,7 @@ def test_all_that_a_file_says_is_told() -> None:
     assert reported["digest"] == recipe.digest
 
 
-def test_a_plugins_recipe_is_what_the_server_tells_of_it() -> None:
+def test_a_plugins_recipe_is_as_the_server_describes_it() -> None:
     here = RecipeInfo(
         "acme.fast", "acme's fast path", "acme", "pt2e-static", True, "", ("level=an integer from 0 to 3: how much",)
     )

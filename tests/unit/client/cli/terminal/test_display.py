@@ -40,7 +40,7 @@ def test_lines_come_as_phases_end() -> None:
     assert lines == ["Submitting.", f"{what}: COMPILING", f"{what}: compiling QUANTIZE: 1.23 s"]
 
 
-def test_what_a_device_waits_for_is_said_once_with_its_reading() -> None:
+def test_the_condition_that_a_device_waits_for_is_reported_once_with_its_reading() -> None:
     lines: list[str] = []
     with PlainDisplay(lines.append) as display:
         display.cells([_cell(CellState.RUNNING)])

@@ -122,7 +122,7 @@ def test_a_recipe_without_delegates_names_no_operators() -> None:
     assert "nothing delegated" in text and "aten_add_tensor" not in text
 
 
-def test_beside_a_measurement_only_what_matters_is_told_of_a_compilation() -> None:
+def test_beside_a_measurement_a_compilation_shows_only_its_main_facts() -> None:
     text = render_text(report_document(compile=_compiled()))
     assert "host check" not in text and "QUANTIZE 1.50 s" in text
     assert "aten_cumsum_default" in text and "aten_softmax" in text and "calibrated with one input" in text

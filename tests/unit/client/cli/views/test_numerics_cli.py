@@ -86,7 +86,7 @@ def test_the_worst_are_shown_with_both_references_and_the_rest_is_counted() -> N
     assert "58.0 dB" in everything and "more with a higher SNR" not in everything
 
 
-def test_a_right_program_is_said_to_be_right() -> None:
+def test_a_correct_program_is_reported_as_correct() -> None:
     rows = [_row("conv", "EAGER", 140.0, 3), _row("relu", "EAGER", 300.0, 4)]
     text = _text(_document(rows))
     assert "no bad operator: none of 2 is further off than rounding explains, against the program before quantization" in text
@@ -98,7 +98,7 @@ def test_values_of_another_program_than_the_timed_one_are_said_to_be_that(timed:
     assert ("not from the timed one" in _text(_document(ROWS, timed=timed))) is not timed
 
 
-def test_all_lines_of_a_bad_group_are_told() -> None:
+def test_all_lines_of_a_bad_group_are_reported() -> None:
     lines = [{"file": "net.py", "line": at, "code": f"line {at}"} for at in (7, 9)]
     text = _text(_document([_row("conv", "EAGER", 1.0, 7, first_bad=True, sources=lines)]))
     assert "net.py:7  line 7" in text and "net.py:9  line 9" in text
@@ -111,14 +111,14 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert max(map(len, text.splitlines())) <= width
 
 
-def test_nan_on_the_device_alone_is_told() -> None:
+def test_nan_on_the_device_alone_is_reported() -> None:
     values = {"dtype": "float32", "shape": [4], "min": 0.0, "max": 1.0}
     row = _row("conv", "EAGER", None, 3, expected=values, actual={**values, "nan_count": 2}, first_bad=True)
     text = _text(_document([row]))
     assert "no SNR" in text and "2 NaN" in text
 
 
-def test_nothing_is_said_where_nothing_was_asked_for() -> None:
+def test_a_job_without_numerics_shows_none() -> None:
     assert "numerics" not in _text(_document([]))
 
 

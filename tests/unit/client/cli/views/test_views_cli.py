@@ -74,7 +74,7 @@ def test_kernels_of_one_name_are_one_line_with_its_share_bar_and_time() -> None:
     assert " ".join(lines[2].split()[3:]) == "1240 µs 2 Convolution (NHWC, F32) IGEMM convolution, relu"
 
 
-def test_what_is_too_short_is_told_so_and_never_0() -> None:
+def test_times_that_are_too_short_are_reported_as_such_and_never_as_0() -> None:
     lines = _lines("op")
     (clamp,) = [line for line in lines if "Clamp" in line]
     assert clamp.split()[:3] == ["<1.00", "µs", "1"]

@@ -87,7 +87,7 @@ async def test_lines_of_several_cells_say_whose_they_are() -> None:
     ]
 
 
-async def test_a_log_that_breaks_off_is_said_and_takes_no_result_along() -> None:
+async def test_a_log_that_breaks_off_is_reported_and_loses_no_result() -> None:
     lost = error_of(Fault.FARM, "SERVER_UNREACHABLE", "The server is away.")
     result, shown = await _followed(Job(1, [_line(1, 0, "words")], lost), verbose=True)
     assert result.state is JobState.SUCCEEDED

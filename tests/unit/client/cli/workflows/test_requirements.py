@@ -40,7 +40,7 @@ def test_a_median_is_held_against_the_interval_between_runs(
 
 @pytest.mark.parametrize("required", [Requirements(valid=True), Requirements(max_p50_ns=1e9), Requirements(True, None, 1e9)])
 @pytest.mark.parametrize("status", ["INVALID", "NOT_BENCHMARKABLE", None])
-def test_without_a_valid_verdict_nothing_can_be_told_of_the_latency(required: Requirements, status: str | None) -> None:
+def test_without_a_valid_verdict_the_latency_is_inconclusive(required: Requirements, status: str | None) -> None:
     verdict = {"status": status, "reasons": [{"code": "DRIFT"}]} if status else None
     (shortfall,) = required.shortfalls([measured(1.0, 2.0, verdict=verdict)])
     assert shortfall.exit_code == INCONCLUSIVE and (status or "not judged").replace("_", " ") in shortfall.message
@@ -84,7 +84,7 @@ def test_every_output_reaches_the_sqnr(accuracy: list[dict[str, Any]], code: int
     assert exit_code(Requirements(min_sqnr_db=30.0).shortfalls([completed(report(accuracy=accuracy))])) == code
 
 
-def test_worse_wins_over_what_cannot_be_told_and_the_document_says_all() -> None:
+def test_worse_wins_over_inconclusive_and_the_document_has_all_reasons() -> None:
     required = Requirements(min_sqnr_db=100.0, max_p50_ns=2e6)
     shortfalls = required.shortfalls([measured(1.9e6, 2.1e6), completed(report(id="r2", state="FAILED", latency=None))])
     assert exit_code(shortfalls) == WORSE
