@@ -42,7 +42,7 @@ def test_an_option_that_is_left_out_is_what_the_configuration_says() -> None:
 
 @pytest.mark.parametrize("option", ["--compile-timeout", "--stage-timeout", "--analysis-timeout", "--cpu-limit", "--workers"])
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "soon"])
-def test_a_limit_that_is_none_is_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_invalid_limit_is_refused(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         config(option, value)
     assert ended.value.code == 2

@@ -32,7 +32,7 @@ def of(database: Database, *known: str) -> Identities:
     return Identities(database, lambda agent_id: agent_id in known, lambda: datetime(2026, 1, 2, tzinfo=UTC))
 
 
-async def test_a_new_identity_is_bound_to_whoever_connects_first_for_good(database: Database) -> None:
+async def test_a_new_identity_is_bound_for_good_to_the_first_principal_that_connects(database: Database) -> None:
     before = of(database)
     await before.admit("a1", RACK)
     await before.admit("a1", RACK)
@@ -45,7 +45,7 @@ async def test_a_new_identity_is_bound_to_whoever_connects_first_for_good(databa
         await after.admit("a1", DESK)
 
 
-async def test_an_identity_from_before_bindings_is_bound_by_an_admin_and_not_by_whoever_connects_first(
+async def test_an_identity_from_before_bindings_is_bound_by_an_admin_and_not_by_its_first_connection(
     golden: Golden,
     database: Database,
 ) -> None:

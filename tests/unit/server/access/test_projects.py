@@ -49,7 +49,7 @@ def seen(projects: Projects, name: str, role: int = ROLE_USER, requested: str = 
     return list(resolved.projects), resolved.project
 
 
-async def test_who_is_a_member_of_no_project_is_one_of_default_alone(projects: Projects) -> None:
+async def test_a_principal_without_projects_is_a_member_of_default_alone(projects: Projects) -> None:
     await projects.create("vision", ["ann"], None, by="root")
     assert seen(projects, "bob") == (["default"], "default")
     assert seen(projects, "ann") == seen(projects, "ann", ROLE_VIEWER) == (["vision"], "vision")
@@ -117,7 +117,7 @@ async def test_projects_and_members_are_there_after_a_restart(database: Database
 
 
 @pytest.mark.parametrize("name", ["", "Vision", "a" * 65, "-a", "a b", "agent:pi", "vision/../x", "farm", "é", "a\n", ".hidden"])
-async def test_a_name_that_is_none_or_that_a_holder_has_is_refused(projects: Projects, name: str) -> None:
+async def test_an_invalid_or_taken_project_name_is_refused(projects: Projects, name: str) -> None:
     with pytest.raises(BadProject):
         await projects.create(name, [], None, by="root")
     assert projects.names() == ["default"]

@@ -315,7 +315,7 @@ class TestIntegrity:
             await store.require_whole([DIGEST])
 
     @pytest.mark.parametrize("how", ["missing", "absent", "status", "upload", "read", "verify"])
-    async def test_damage_is_found_whoever_asks_first(self, tmp_path: Path, how: str) -> None:
+    async def test_damage_is_detected_for_any_first_caller(self, tmp_path: Path, how: str) -> None:
         async with opened(tmp_path) as store:
             await send(store, DATA)
         damage(tmp_path / "artifacts" / "blobs" / DIGEST[:2] / DIGEST)

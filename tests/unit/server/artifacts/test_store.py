@@ -226,7 +226,7 @@ def largest_file(size: int) -> Iterator[None]:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-async def test_a_disk_that_takes_no_more_is_said_and_what_it_took_stays(golden: Golden, store: Store) -> None:
+async def test_a_full_disk_is_reported_and_keeps_what_was_written(golden: Golden, store: Store) -> None:
     await store.missing([artifact_of(DATA).digest], "vision")  # the database's files are there before the limit
     with largest_file(1000), pytest.raises(DiskFull) as refused:
         await send(store, cuts=[500, 900])
@@ -302,7 +302,7 @@ async def test_putting_and_adopting_the_same_bytes_twice_is_one_artifact(store: 
     assert list((tmp_path / "artifacts" / "uploads").iterdir()) == []
 
 
-async def test_an_upload_that_nobody_else_was_told_of_can_be_discarded(store: Store, database: Database) -> None:
+async def test_an_upload_that_no_other_caller_knows_can_be_discarded(store: Store, database: Database) -> None:
     artifact = artifact_of(DATA)
     await send(store)
     assert store.has_for_now(artifact.digest)
@@ -336,7 +336,7 @@ async def test_what_somebody_else_may_refer_to_is_not_discarded(
     assert await read(store, wanted) == DATA
 
 
-async def test_who_knows_a_digest_does_not_therefore_hold_it(store: Store) -> None:
+async def test_knowing_a_digest_does_not_grant_its_bytes(store: Store) -> None:
     digest = artifact_of(DATA).digest
     await send(store)
     assert await store.missing([digest], "audio") == [digest]
@@ -346,7 +346,7 @@ async def test_who_knows_a_digest_does_not_therefore_hold_it(store: Store) -> No
     assert await store.missing([digest], "audio") == [digest]
 
 
-async def test_who_sends_all_bytes_of_what_another_holds_holds_it_too(store: Store, database: Database) -> None:
+async def test_an_uploader_of_all_bytes_becomes_a_holder(store: Store, database: Database) -> None:
     digest = artifact_of(DATA).digest
     await send(store)
     assert (await store.receive(artifact_of(DATA), chunked(DATA, [100]), "audio", "bob")).complete

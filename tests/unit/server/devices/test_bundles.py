@@ -165,7 +165,7 @@ async def test_a_demand_waits_while_the_servers_own_is_being_built(world: World)
     assert world.bundles.starting == ""
 
 
-async def test_a_demand_for_the_servers_own_tells_why_its_build_failed(world: World) -> None:
+async def test_a_request_for_the_servers_own_bundle_reports_why_its_build_failed(world: World) -> None:
     async def fail(*_: object) -> str:
         raise FarmError("There is no g++.")
 

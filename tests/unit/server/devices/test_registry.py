@@ -139,7 +139,7 @@ async def test_of_two_agents_the_one_that_can_serve_a_phone_says_what_it_is(worl
     assert world.states()["phone"] == BUSY
 
 
-async def test_listeners_hear_of_coming_and_going(world: World) -> None:
+async def test_listeners_are_notified_of_connections_and_disconnections(world: World) -> None:
     received: list[dict[str, int]] = []
     world.registry.on_change(lambda: received.append(world.states()))
     session = await world.connect("pi")
@@ -191,7 +191,7 @@ async def test_a_second_agent_of_an_id_is_refused_beside_a_live_one_and_replaces
     assert world.states() == {"pi": IDLE}, "the former connection's end is not the new one's"
 
 
-async def test_a_machine_that_was_started_again_replaces_who_is_not_heard_again(world: World) -> None:
+async def test_a_restarted_machine_replaces_an_agent_that_no_longer_responds(world: World) -> None:
     former = await world.connect("pi", boot="monday")
     world.seconds += 10
     waiting = [asyncio.create_task(world.connect("pi", boot="tuesday")) for _ in range(2)]
@@ -205,7 +205,7 @@ async def test_a_machine_that_was_started_again_replaces_who_is_not_heard_again(
     assert sessions[0].silence_left_s() == 3 * HEARTBEAT_INTERVAL_S, "who waited was not silent"  # type: ignore[union-attr]
 
 
-async def test_a_copy_of_a_data_folder_on_another_machine_is_refused_once_the_other_is_heard(world: World) -> None:
+async def test_a_copy_of_a_data_folder_on_another_machine_is_refused_once_the_original_responds(world: World) -> None:
     first = await world.connect("pi", boot="here")
     waiting = asyncio.create_task(world.connect("pi", boot="there"))
     done, _ = await asyncio.wait([waiting], timeout=0.2)

@@ -55,7 +55,7 @@ async def test_the_first_delivery_counts_and_a_second_changes_nothing() -> None:
     assert [one.cell_id for one in (await result(runs)).candidates] == ["c"]
 
 
-async def test_a_result_that_nobody_waits_for_is_said_to_be_so() -> None:
+async def test_a_result_that_no_run_awaits_is_not_delivered() -> None:
     runs = begun()
     runs.end("a1")
     assert not runs.deliver(RunResult(attempt_id="a1", device_id="pi"))

@@ -67,7 +67,7 @@ def test_each_cell_gets_at_most_one_idle_device_that_it_matches_and_each_device_
 
 
 @given(queues, devices)
-def test_nobody_is_left_out_while_a_device_that_fits_stays_idle(waiting: list[Waiting], known: list[Device]) -> None:
+def test_no_cell_waits_while_a_device_that_fits_is_idle(waiting: list[Waiting], known: list[Device]) -> None:
     answer = schedule.schedule(waiting, known)
     taken = {one.device_id for one in answer}
     left = [device for device in known if device.state == IDLE and device.id not in taken]
@@ -77,7 +77,7 @@ def test_nobody_is_left_out_while_a_device_that_fits_stays_idle(waiting: list[Wa
 
 
 @given(queues, devices)
-def test_who_comes_first_chooses_as_if_alone(waiting: list[Waiting], known: list[Device]) -> None:
+def test_the_first_cell_in_the_queue_chooses_as_if_alone(waiting: list[Waiting], known: list[Device]) -> None:
     order = sorted(waiting, key=lambda cell: (-cell.priority, cell.order))
     expected: list[Assignment] = []
     for cell in order:
@@ -110,7 +110,7 @@ def test_a_device_that_failed_the_cell_comes_last_then_an_emulated_one(avoid: st
     assert schedule.schedule([cell(avoid=avoid)], known) == [Assignment("c", chosen)]
 
 
-def test_a_cell_that_waits_for_a_busy_device_holds_up_nobody() -> None:
+def test_a_cell_that_waits_for_a_busy_device_delays_no_other() -> None:
     known = [device("pi", BUSY), device("other")]
     waiting = [cell("first", "id=pi", priority=9), cell("second")]
     assert schedule.schedule(waiting, known) == [Assignment("second", "other")]
@@ -158,7 +158,7 @@ def test_no_match_is_refused_with_what_there_is(golden: Golden) -> None:
         ([device("c", UNUSABLE, problem=FULL), device("a")], {}, ""),
     ],
 )
-def test_why_a_cell_waits_is_said(known: list[Device], busy: dict[str, str], says: str) -> None:
+def test_the_reason_why_a_cell_waits_is_reported(known: list[Device], busy: dict[str, str], says: str) -> None:
     assert schedule.why_waiting(cell(), known, busy) == says
 
 
@@ -173,7 +173,7 @@ def test_a_device_of_other_projects_does_not_exist_for_a_cell() -> None:
     assert schedule.open_to("vision", [theirs, both, device("b")]) == [both, device("b")]
 
 
-def test_a_device_with_fewer_cpus_than_threads_gets_no_cell_and_is_named_to_who_waits() -> None:
+def test_a_device_with_fewer_cpus_than_threads_gets_no_cell_and_is_named_to_waiting_cells() -> None:
     small, large = device("small", cores=2), device("large", BUSY, cores=8)
     waiting = Waiting("c", selectors.parse(""), 0, (0, 0), threads=4)
     assert schedule.schedule([waiting], [small, large]) == []

@@ -37,7 +37,7 @@ def test_products_in_a_row_are_matched_in_their_order() -> None:
 
 
 @pytest.mark.parametrize("swapped", [False, True])
-def test_what_flows_from_them_tells_more_than_their_order(swapped: bool) -> None:
+def test_data_flow_identifies_origins_better_than_their_order(swapped: bool) -> None:
     """Of a delegate whose order is another one than the graph's."""
     first, second = (6, 5) if swapped else (5, 6)
     nodes = [
@@ -108,7 +108,7 @@ def test_what_backends_insert_is_of_no_operator_and_other_kinds_cannot_be_told()
     assert find([], [], []) == {}
 
 
-def test_many_in_a_row_and_beside_each_other_are_all_told() -> None:
+def test_many_in_a_row_and_beside_each_other_are_all_reported() -> None:
     """Forty blocks of three that are alike, and one behind them that takes all three."""
     nodes: list[Node] = []
     operators: list[Operator] = []

@@ -109,7 +109,7 @@ def test_a_measured_cell_has_everything() -> None:
     assert [phase.phase for phase in report.timeline] == ["COMPILE"]
 
 
-def test_what_a_program_ran_on_is_told_and_that_a_runner_made_it_up() -> None:
+def test_inputs_of_a_run_are_reported_and_whether_a_runner_made_them_up() -> None:
     actual = analysis()
     actual.inputs.tensors.add(name="x", dtype="float32", shape=[2, 3])
     values: dict[str, Any] = {"at": AT, "compilation": compilation(), "device": DEVICE, "result": result()}
@@ -121,7 +121,7 @@ def test_what_a_program_ran_on_is_told_and_that_a_runner_made_it_up() -> None:
     assert not never_ran.HasField("inputs")
 
 
-def test_a_compilation_tells_all_that_it_found_out() -> None:
+def test_a_compilation_reports_all_its_facts() -> None:
     submitted, created = job(), compilation()
     submitted.spec.candidates[0].stages_done.add(stage="TORCH_EXPORT", where=common_pb2.ACTOR_CLIENT, duration_ms=3)
     created.stages[0].cached = True

@@ -228,7 +228,7 @@ async def test_a_child_that_hangs_over_the_samples_is_an_error(
     assert failed.value.stage == "STATISTICS"
 
 
-async def test_an_analysis_that_nobody_wants_any_more_leaves_no_process(
+async def test_an_analysis_without_callers_leaves_no_process(
     workers: Workers, store: Store, database: Database, tmp_path: Path
 ) -> None:
     await workers.ready()

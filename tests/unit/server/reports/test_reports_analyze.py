@@ -160,7 +160,7 @@ def test_a_model_that_does_not_load_costs_the_accuracy_only(tmp_path: Path) -> N
     assert report.latency.HasField("p50_ns")
 
 
-def test_inputs_that_the_model_does_not_take_are_told(tmp_path: Path) -> None:
+def test_inputs_that_the_model_does_not_take_are_reported(tmp_path: Path) -> None:
     request = _request(traced("xnnpack"), tmp_path)
     inputs = tmp_path / "inputs.ett"
     inputs.write_bytes(tensors.encode([Scalar("x", 1), Scalar("y", 2)]))
@@ -276,7 +276,7 @@ def test_the_reference_takes_channels_last_and_scalars_and_gives_bfloat16(tmp_pa
 
 
 @pytest.mark.parametrize(("widths", "agreements"), [((4, 2), [True, False]), ((4, 10), [False, False])])
-def test_top_1_is_told_where_one_output_alone_can_be_scores(
+def test_top_1_is_reported_if_a_single_output_can_be_scores(
     widths: tuple[int, int], agreements: list[bool], tmp_path: Path
 ) -> None:
     import torch

@@ -116,7 +116,7 @@ def test_an_emulated_device_is_not_benchmarkable_however_it_measured() -> None:
     assert [reason.code for reason in verdict.reasons] == ["EMULATED"]
 
 
-def test_wrong_outputs_of_an_emulated_device_are_told_too() -> None:
+def test_wrong_outputs_of_an_emulated_device_are_reported_too() -> None:
     verdict = _judge(emulated=True, outputs_equal=False)
     assert verdict.status == report_pb2.VERDICT_STATUS_NOT_BENCHMARKABLE
     assert [reason.code for reason in verdict.reasons] == ["EMULATED", "OUTPUTS_DIFFER"]
@@ -207,7 +207,7 @@ def test_programs_that_took_turns_are_no_interference_for_each_other() -> None:
     assert list(_codes(_measured(**readings, runners_cpu_ns=9 * SECOND), cores=2)) == ["BACKGROUND_LOAD"]
 
 
-def test_a_device_that_did_not_become_idle_is_told_only_where_the_load_stayed() -> None:
+def test_a_device_that_did_not_become_idle_is_reported_only_if_the_load_stayed() -> None:
     wait = report_pb2.GateWait(gate=report_pb2.GATE_IDLE, waited_ms=10_000, passed=False, measured=0.5, threshold=0.15)
     stayed = _measured(waits=[wait], before=_reading(0, cpu_busy_ns=0), after=_reading(1000, cpu_busy_ns=2 * SECOND))
     message = _codes(stayed)["BACKGROUND_LOAD"].message
@@ -313,7 +313,7 @@ def test_the_cpus_of_threads_are_those_that_the_runner_might_use(affinity: str, 
     assert _judge(threads=cpus, cores=cores, affinity=affinity).status == report_pb2.VERDICT_STATUS_VALID
 
 
-def test_threads_that_wake_each_other_while_nobody_waits_for_a_cpu_are_no_interference() -> None:
+def test_threads_that_wake_each_other_without_waiting_for_a_cpu_are_no_interference() -> None:
     busy = {"threads": 2, "involuntary_switches": 1000, "cpu_time_ns": 2 * SECOND}
     assert _judge(**busy, psi_cpu_some_us=60_000).status == report_pb2.VERDICT_STATUS_VALID
     assert _judge(**busy, psi_cpu_some_us=110_000).status == report_pb2.VERDICT_STATUS_INVALID

@@ -42,7 +42,7 @@ async def test_a_measurement_waits_for_work_and_goes_before_work_that_has_not_be
     assert text == ["first", "second", "measure", "late"]
 
 
-async def test_a_cancelled_measurement_holds_nobody_up() -> None:
+async def test_a_cancelled_measurement_delays_no_other() -> None:
     lock = MeasurementLock()
     async with lock.work():
         waiting = asyncio.create_task(lock.measure().__aenter__())

@@ -46,7 +46,7 @@ class Queue:
         return self.running
 
 
-async def test_who_queues_much_does_not_go_before_who_comes_later() -> None:
+async def test_a_long_queue_does_not_precede_later_callers() -> None:
     queue = Queue(1)
     await queue.add("a1", "a2", "a3", "a4", "b1", "b2")
     assert queue.running == ["a1"]
@@ -56,7 +56,7 @@ async def test_who_queues_much_does_not_go_before_who_comes_later() -> None:
     assert order == ["a1", "a2", "b1", "a3", "b2", "a4"]
 
 
-async def test_who_holds_fewer_slots_is_next() -> None:
+async def test_the_queue_with_fewer_slots_is_next() -> None:
     queue = Queue(2)
     await queue.add("a1", "a2", "a3", "b1", "b2")
     assert sorted(await queue.end("a1")) == ["a2", "b1"]
@@ -64,7 +64,7 @@ async def test_who_holds_fewer_slots_is_next() -> None:
     assert sorted(await queue.end("b1")) == ["a3", "b2"]
 
 
-async def test_who_is_cancelled_takes_no_slot_along() -> None:
+async def test_a_cancelled_caller_keeps_no_slot() -> None:
     queue = Queue(1)
     await queue.add("a1", "a2", "b1")
     assert await queue.cancel("a2") == ["a1"]
@@ -75,7 +75,7 @@ async def test_who_is_cancelled_takes_no_slot_along() -> None:
     await queue.end("c1")
 
 
-async def test_a_slot_that_is_given_to_who_is_cancelled_in_that_moment_goes_on() -> None:
+async def test_a_slot_granted_to_a_caller_that_is_just_cancelled_is_passed_on() -> None:
     queue = Queue(1)
     await queue.add("a1", "b1", "c1")
     queue._ends["a1"].set()
@@ -85,7 +85,7 @@ async def test_a_slot_that_is_given_to_who_is_cancelled_in_that_moment_goes_on()
     await queue.end("c1")
 
 
-async def test_who_is_cancelled_while_a_slot_becomes_free_ends_as_cancelled() -> None:
+async def test_a_caller_cancelled_while_a_slot_becomes_free_ends_as_cancelled() -> None:
     for waiting in (["b1"], ["b1", "b2"], ["b1!"]):
         queue = Queue(1)
         await queue.add("a1", *waiting)

@@ -131,7 +131,7 @@ print(program.module()(torch.ones(1, 16)).shape[1])
 """
 
 
-def test_a_model_of_codebooks_loads_where_nobody_imported_their_operators(tmp_path: Path) -> None:
+def test_a_model_of_codebooks_loads_without_an_import_of_its_operators(tmp_path: Path) -> None:
     from torchao.prototype.quantization.codebook_coreml import codebook_ops  # noqa: F401 - registers the operator
 
     class Codebook(nn.Module):
@@ -170,7 +170,7 @@ print(program.module()(torch.tensor([[1, 2]]), torch.tensor([0])).shape[1])
 
 
 @pytest.mark.parametrize("reader", ["reference", "compile"])
-def test_a_model_of_custom_operators_loads_where_nobody_imported_them(tmp_path: Path, reader: str) -> None:
+def test_a_model_of_custom_operators_loads_without_an_import_of_them(tmp_path: Path, reader: str) -> None:
     from tests.support.language_models import VOCABULARY, custom
 
     with (tmp_path / "stored").open("wb") as file:
@@ -204,7 +204,7 @@ def written(program: Any, path: Path) -> Path:
     return path
 
 
-def test_a_ready_program_tells_its_values_and_sizes(tmp_path: Path) -> None:
+def test_a_compiled_program_reports_its_values_and_sizes(tmp_path: Path) -> None:
     pte = written(models.dict_inputs(), tmp_path / "model.pte")
     result = plain(facts.inspect_pte(InspectRequest(pte, "model"), tmp_path, lambda _: None))
     method = result["facts"]["methods"]["forward"]

@@ -79,7 +79,7 @@ async def test_int8_of_a_pt2_is_int8_and_close(workers: Workers, tmp_path: Path)
     assert sqnr_db(expected, actual) > 20
 
 
-async def test_one_calibration_input_is_told(workers: Workers, tmp_path: Path) -> None:
+async def test_a_single_calibration_input_is_reported(workers: Workers, tmp_path: Path) -> None:
     assert "FEW_CALIBRATION_INPUTS" in (await compiled(workers, tmp_path, models.conv, STATIC)).codes
 
 
@@ -186,7 +186,7 @@ def pair() -> Any:
     return torch.export.export(Pair().eval(), (torch.randn(4, 8),))
 
 
-async def test_what_a_file_left_in_fp32_behind_a_quantized_module_is_told(workers: Workers, tmp_path: Path) -> None:
+async def test_layers_left_in_fp32_behind_a_quantized_module_are_reported(workers: Workers, tmp_path: Path) -> None:
     recipe = recipes.from_toml('partitioners = ["xnnpack"]\nquantizers = [{ name = "xnnpack", only_modules = ["a"] }]\n')
     one = await compiled(workers, tmp_path, pair, recipe)
     assert one.quantized is not None
@@ -195,7 +195,7 @@ async def test_what_a_file_left_in_fp32_behind_a_quantized_module_is_told(worker
     assert "STAYED_FP32" in one.codes
 
 
-async def test_products_that_xnnpack_has_in_fp32_only_are_told_of_what_the_client_quantized(
+async def test_products_that_xnnpack_has_in_fp32_only_are_reported_for_a_model_that_the_client_quantized(
     workers: Workers, tmp_path: Path
 ) -> None:
     whole = await compiled(workers, tmp_path / "server", pair, STATIC)

@@ -210,7 +210,7 @@ class Patches(nn.Module):
         return self.linear(x.flatten(2).transpose(1, 2))
 
 
-def test_a_value_that_leaves_a_delegate_twice_is_told() -> None:
+def test_a_value_that_leaves_a_delegate_twice_is_reported() -> None:
     program = torch.export.export(Counting(), (torch.ones(2),))
     error = lowered(program, ExportRecipe.get_recipe(XNNPackRecipeType.FP32))
     assert promised(error, "STAGE_FAILED", "aten_add_tensor", "a buffer's new value", "self.count * 1")
@@ -270,7 +270,7 @@ def test_a_missing_sdk_is_the_servers_lack() -> None:
     assert "etfarm_has_no_such_sdk" in str(error)
 
 
-def test_what_nobody_knows_keeps_its_own_words() -> None:
+def test_unknown_errors_keep_their_own_message() -> None:
     error = stage_failed("TO_EXECUTORCH", ValueError("a new one\nwith more"))
     assert promised(error, "STAGE_FAILED", "a new one", "log")
 

@@ -155,7 +155,7 @@ def test_of_a_4_bit_model_what_was_left_alone() -> None:
     assert left(models.four_bit()) == {}
 
 
-def test_products_that_another_backend_multiplies_in_int8_are_not_told() -> None:
+def test_products_that_another_backend_multiplies_in_int8_are_not_reported() -> None:
     program = quantized(Attention(), X)
     assert left(program, xnnpack=False) == {"matmul": 1}, "softmax gives fp32 to the other one"
     fused = quantized(Behind(lambda self, y: F.scaled_dot_product_attention(y, y, y)), X)

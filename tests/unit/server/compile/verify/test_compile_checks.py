@@ -135,7 +135,7 @@ async def test_inputs_that_eager_refuses_say_nothing_against_the_program(workers
 
 @in_children
 @pytest.mark.parametrize(("quantized", "code"), [(False, "OUTPUTS_DIFFER"), (True, "LOW_ACCURACY")])
-async def test_another_models_outputs_are_told(workers: Workers, quantized: bool, code: str) -> None:
+async def test_another_models_outputs_are_reported(workers: Workers, quantized: bool, code: str) -> None:
     result = await checked(workers, "other_conv", lowered="conv", quantized=quantized)
     assert codes(result) == [code]
     assert "linear" in result["warnings"][0]["message"]

@@ -97,7 +97,7 @@ def test_closing_leaves_no_process(tmp_path: Path) -> None:
     assert not Path(f"/proc/{pid}").exists()
 
 
-def test_a_forking_process_that_is_gone_is_told(tmp_path: Path) -> None:
+def test_a_forking_process_that_has_ended_is_reported(tmp_path: Path) -> None:
     runner = SmokeRunner(tmp_path / "log")
     os.kill(runner._pid, signal.SIGKILL)
     [outcome] = runner.run(tmp_path / "model.pte", None, [run_of(tmp_path)], 60)
@@ -106,7 +106,7 @@ def test_a_forking_process_that_is_gone_is_told(tmp_path: Path) -> None:
     assert "has ended" in outcome.why
 
 
-def test_a_program_that_is_none_is_told(tmp_path: Path) -> None:
+def test_an_invalid_program_is_reported(tmp_path: Path) -> None:
     (tmp_path / "model.pte").write_bytes(b"no program")
     (tmp_path / "in.ett").write_bytes(tensors.encode([Scalar("", 1)]))
     runner = SmokeRunner(tmp_path / "log")

@@ -153,7 +153,7 @@ async def test_progress_is_reported_for_its_own_cell(farm: World) -> None:
     assert (event.progress.cell_id, event.progress.phase) == (job.cells[1].id, "TIMED")
 
 
-async def test_who_does_not_compile_leaves_its_group_and_the_others_go_on(farm: World) -> None:
+async def test_a_candidate_that_does_not_compile_leaves_its_group_and_the_others_continue(farm: World) -> None:
     compiler(farm).errors["b"] = UserError("Bad graph.")
     agent = await farm.agent()
     job = await submit(farm, "abc")
@@ -202,7 +202,7 @@ async def test_a_users_fault_in_one_fails_it_alone(farm: World) -> None:
     assert bases[2] is not None and bases[2].cell_id == job.cells[1].id
 
 
-async def test_a_device_fault_places_all_again_but_who_failed_by_its_own_fault(farm: World) -> None:
+async def test_a_device_fault_places_all_cells_again_except_those_at_fault(farm: World) -> None:
     pi, xl = await farm.agent("pi"), await farm.agent("xl")
     job = await submit(farm, "abc")
     first = await pi.started()
@@ -232,7 +232,7 @@ async def test_an_attempt_that_is_lost_is_lost_for_all_and_given_up_in_the_end(f
 
 
 @pytest.mark.parametrize("state", ["COMPILING", "WAITING_FOR_DEVICE", "RUNNING"])
-async def test_cancelling_ends_all_and_the_device_is_told_once(farm: World, state: str) -> None:
+async def test_cancelling_ends_all_cells_and_notifies_the_device_once(farm: World, state: str) -> None:
     if state == "COMPILING":
         compiler(farm).gates["b"] = asyncio.Event()
     agent = await farm.agent() if state == "RUNNING" else None

@@ -108,7 +108,7 @@ async def test_the_reason_for_waiting_is_reported_only_when_it_changes() -> None
     task.cancel()
 
 
-async def test_who_is_cancelled_while_waiting_gets_nothing() -> None:
+async def test_a_cell_cancelled_while_waiting_gets_no_device() -> None:
     world = World("pi")
     await placed(await world.ask("c1"))
     second, third = await world.ask("c2"), await world.ask("c3")
@@ -120,7 +120,7 @@ async def test_who_is_cancelled_while_waiting_gets_nothing() -> None:
     assert world.runs.busy() == {"pi": "a-c3"}
 
 
-async def test_who_is_cancelled_in_the_moment_of_being_chosen_gives_the_device_to_the_next() -> None:
+async def test_a_cell_cancelled_while_it_is_placed_passes_its_device_on() -> None:
     world = World("pi")
     await placed(await world.ask("c1"))
     second, third = await world.ask("c2"), await world.ask("c3")

@@ -199,7 +199,7 @@ async def test_watchers_of_a_live_job_get_everything_whenever_they_join(world: W
         assert sequences(await task) == list(range(1 + number % 2, 13)), f"watcher {number}"
 
 
-async def test_a_watcher_is_told_progress_that_is_going_on_and_the_end_comes_last(world: World) -> None:
+async def test_a_watcher_gets_current_progress_and_the_end_last(world: World) -> None:
     job = await world.submit()
     cell = await world.step(job.cells[0], model.COMPILING)
     world.announcer.announce(job.id, JobEvent(progress=Progress(cell_id=cell.id, phase="TORCH_EXPORT")))

@@ -85,7 +85,7 @@ async def test_a_line_whose_writing_has_begun_is_not_missed(world: World) -> Non
     await blocked
 
 
-async def test_who_stops_tailing_takes_no_line_along(world: World) -> None:
+async def test_a_cancelled_tail_loses_no_line(world: World) -> None:
     gate = threading.Event()
     blocked = asyncio.create_task(world.database.write(lambda _: gate.wait(WAIT_S)))
     await asyncio.sleep(0)

@@ -65,7 +65,7 @@ async def test_progress_comes_before_the_change_that_follows_it() -> None:
         assert [event.WhichOneof("event") for event in await subscription.take()] == ["progress", "cell"]
 
 
-async def test_a_newcomer_is_told_the_latest_progress_of_each_live_cell() -> None:
+async def test_a_new_watcher_gets_the_latest_progress_of_each_live_cell() -> None:
     announcer = Announcer()
     announcer.announce("j", progress("LOAD", "a"))
     announcer.announce("j", progress("TIMED", "a"))

@@ -86,7 +86,7 @@ def test_the_interval_moves_and_scales_with_the_samples(samples: list[int], fact
     assert moved == (result and tuple(end * factor + offset for end in result))
 
 
-def test_an_interval_that_would_reach_beyond_all_samples_is_none() -> None:
+def test_an_interval_that_would_reach_beyond_all_samples_is_absent() -> None:
     """Of two paces of which each came once nothing tells how often there is which; the outermost samples least of all."""
     paces = np.repeat([100_000, 140_000], 5000) + np.random.default_rng(1).integers(0, 1000, 10_000)
     paces[7] = 4_000_000

@@ -250,7 +250,7 @@ def test_without_the_quantized_program_nothing_is_judged_and_integers_are_not_co
     assert row.source.line == line_of("stemmed = F.relu") and _names(row)[-1] == "mean"
 
 
-def test_a_host_out_of_time_tells_what_it_has_and_that_nothing_further_is_compared(tmp_path: Path) -> None:
+def test_a_host_out_of_time_reports_its_results_so_far_and_that_it_stopped_comparing(tmp_path: Path) -> None:
     report = _analyzed(replace(_request(recorded("cnn")), limit_s=0.0), tmp_path)
     assert "within the analysis's time limit" in _warnings(report)["ANALYSIS_NUMERICS_FAILED"]
     assert report.operators and report.accuracy
@@ -296,7 +296,7 @@ def _without_handles(etrecord: Path, folder: Path) -> Path:
         "other pte",
     ],
 )
-def test_files_that_do_not_fit_are_told_and_the_rest_of_the_report_stays(
+def test_files_that_do_not_match_are_reported_and_the_rest_of_the_report_stays(
     spoil: Callable[[Numerics, Path], Numerics], expected: str, tmp_path: Path
 ) -> None:
     request = _request(recorded("cnn"))

@@ -264,7 +264,7 @@ def test_a_cold_first_iteration_changes_no_share() -> None:
     assert join(cold, Record(), XNNPACK, "forward").operators[0].share == pytest.approx(0.5)
 
 
-def test_a_backend_that_tells_its_map_has_aligned_kernels_with_lines() -> None:
+def test_a_backend_that_reports_its_map_has_aligned_kernels_with_lines() -> None:
     node = graph.Node("aten.add.Tensor", "tail", None)
     record = Record({0: (7, 8)}, {0: {"3": (8,)}}, {7: (graph.Node("aten.mul.Tensor", "head", None),), 8: (node,)})
     call = Call(0, 0, None, True, _times(100), (Kernel(3, _times(60)), Kernel(4, _times(20))))

@@ -104,7 +104,7 @@ def test_a_kernel_of_several_lines_names_them_all_and_its_own_first(tmp_path: Pa
     assert all(len(row.sources) != 1 for row in report.operators)
 
 
-def test_starts_that_a_backend_told_are_kept() -> None:
+def test_starts_that_a_backend_reported_are_kept() -> None:
     def kernel(number: int, start: float, took: float) -> Kernel:
         return Kernel(number, np.array([took]), Spans(np.array([start]), np.array([took])))
 

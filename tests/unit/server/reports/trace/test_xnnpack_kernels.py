@@ -132,7 +132,7 @@ def test_reshapes_without_a_kernel_are_fused_into_the_one_that_has_it() -> None:
     assert second == Match(Part(3))
 
 
-def test_the_counts_and_the_first_difference_are_told() -> None:
+def test_the_counts_and_the_first_difference_are_reported() -> None:
     with pytest.raises(Unaligned, match=r"2 kernels ran for 3 nodes; kernel 1 is 'TanH \(NC\) #1' where node 1 is Softmax"):
         align(chain("Sigmoid", "Softmax", "Tanh"), ["Sigmoid (NC) #1", "TanH (NC) #1"])
     with pytest.raises(Unaligned, match="kernel 1 is no kernel where node 1 is Softmax"):

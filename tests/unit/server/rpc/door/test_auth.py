@@ -29,7 +29,7 @@ def token_file(folder: Path, text: str | bytes, mode: int = 0o600) -> Path:
     return path
 
 
-def test_a_token_file_tells_who_has_which_token(tmp_path: Path) -> None:
+def test_a_token_file_maps_tokens_to_principals(tmp_path: Path) -> None:
     text = f"# the farm\n\nann ADMIN {ANN}  # she\n\tboard-7 agent {BOARD}\nu user {'u' * 16}\nv Viewer {'v' * 16}"
     tokens = Tokens.read(token_file(tmp_path, text))
     assert tokens.principal(f"Bearer {ANN}") == Principal(name="ann", role=ADMIN)
@@ -90,7 +90,7 @@ def test_a_token_file_that_is_not_there_is_named(golden: Golden, tmp_path: Path)
 
 
 @pytest.mark.parametrize("role", [ADMIN, USER, AGENT, VIEWER])
-def test_every_row_of_the_table_lets_its_roles_through_and_nobody_else(role: Any) -> None:
+def test_every_row_of_the_table_admits_its_roles_only(role: Any) -> None:
     principal = Principal(name="p", role=role)
     for method, roles in ROLES.items():
         if role in roles:
@@ -118,7 +118,7 @@ def test_users_see_the_default_project_admins_everything_and_agents_nothing() ->
     assert refused.value.kind is Kind.NOT_FOUND
 
 
-def test_a_method_without_a_row_is_nobodys(golden: Golden) -> None:
+def test_a_method_without_a_row_is_allowed_to_no_role(golden: Golden) -> None:
     with pytest.raises(PermissionDenied) as refused:
         caller.authorize(LOCAL, "/etfarm.v1.Nothing/Do")
     golden.check(refused.value)
