@@ -75,7 +75,7 @@ def test_a_thread_that_cannot_be_bound_to_one_cpu_may_use_all_again() -> None:
     assert finding.status is Status.WARNING and bound[-1] == allowed
 
 
-def test_a_thread_that_may_use_some_cpus_only_is_told_which(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_with_restricted_cpus_reports_them(monkeypatch: pytest.MonkeyPatch) -> None:
     count = len(os.sched_getaffinity(0))
     monkeypatch.setattr(checks.os, "cpu_count", lambda: count + 1)
     (finding,) = checks.check_affinity()

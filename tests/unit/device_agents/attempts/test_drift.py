@@ -75,7 +75,7 @@ async def test_a_pace_that_changes_once_leaves_a_median_of_the_one_that_lasted(a
     assert (measured.warmup, measured.warmup_ns, measured.steady) == (10, 7, True), "of the only warm-up"
 
 
-async def test_times_that_go_on_changing_are_measured_eight_times_as_long_and_told() -> None:
+async def test_times_that_keep_changing_are_measured_eight_times_as_long_and_reported() -> None:
     measured, plans = await paced(lambda now_ns: 1_000_000 + now_ns // 5_000)
     assert (measured.stop_reason, len(plans)) == ("DRIFTING", 4)
     assert 8 * SECOND <= measured.duration_ns < 8.1 * SECOND
@@ -107,7 +107,7 @@ def test_it_is_the_drift_that_the_verdict_judges_by(samples: list[int]) -> None:
     assert drift.drift(array("q", samples)) == (None if judged is None else pytest.approx(judged))
 
 
-async def test_a_real_pass_that_goes_on_is_one_pass_for_all_who_hear_of_it(
+async def test_a_real_pass_that_is_continued_is_reported_as_one_pass(
     runner_bundle: Bundle,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -105,7 +105,7 @@ async def test_a_program_that_keeps_state_is_known_as_one(blobs: Blobs, address:
     ]
 
 
-async def test_who_crashes_in_the_middle_leaves_the_others_to_go_on(
+async def test_a_candidate_that_crashes_midway_does_not_stop_the_others(
     blobs: Blobs,
     address: str,
     tmp_path: Path,
@@ -128,7 +128,7 @@ async def test_who_crashes_in_the_middle_leaves_the_others_to_go_on(
     assert not one.HasField("error") and not other.HasField("error")
 
 
-async def test_who_cannot_be_loaded_leaves_the_other_alone(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_a_candidate_that_cannot_be_loaded_does_not_affect_the_other(blobs: Blobs, address: str, tmp_path: Path) -> None:
     result = await attempt(blobs, address, tmp_path, ["external_xnnpack", "add"])
     broken, alone = result.candidates
     assert broken.HasField("error") and not broken.blocks

@@ -116,7 +116,7 @@ async def test_a_second_program_that_ends_badly_leaves_the_numbers(
     assert not result.numerics.HasField("etdump")
 
 
-async def test_a_second_program_that_is_none_leaves_the_numbers(blobs: Blobs, address: str, tmp_path: Path) -> None:
+async def test_an_invalid_second_program_keeps_the_measurement(blobs: Blobs, address: str, tmp_path: Path) -> None:
     (result,) = await attempt(address, tmp_path, candidate_of(blobs, "add", b"no program at all", runner_archive()))
     assert is_measured(result)
     assert (result.numerics.error.reason, result.numerics.error.stage) == ("PROGRAM_FAILED", "LOAD")

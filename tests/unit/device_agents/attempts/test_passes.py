@@ -179,7 +179,7 @@ def test_differences_are_numpys(values: list[float], data: st.DataObject) -> Non
             assert not reported.HasField("max_abs_difference") and different[reported.at[0]]
 
 
-def test_a_place_is_told_in_the_order_of_the_dims_whatever_lies_in_memory() -> None:
+def test_a_place_is_reported_in_the_order_of_the_dims_for_any_memory_layout() -> None:
     one = np.zeros((1, 2, 3, 4), dtype=np.float32)
     other = one.copy()
     other[0, 1, 2, 3] = 5

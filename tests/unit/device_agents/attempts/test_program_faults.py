@@ -140,7 +140,7 @@ async def test_what_ends_the_runner_is_named_as_what_it_was(
         ("nr_free_pages 3", "nr_free_pages 2", "PROGRAM_OUT_OF_MEMORY", "it was killed (SIGKILL), as systems do then."),
     ],
 )
-async def test_who_was_killed_lacked_memory_where_the_kernel_says_so(
+async def test_a_killed_child_lacked_memory_if_the_kernel_reports_it(
     blobs: Blobs,
     address: str,
     cache: Cache,
@@ -161,7 +161,7 @@ async def test_who_was_killed_lacked_memory_where_the_kernel_says_so(
     assert says in error.message and error.remedy
 
 
-def test_this_kernel_tells_how_often_memory_ran_out() -> None:
+def test_this_kernel_reports_how_often_memory_ran_out() -> None:
     kills = child.oom_kills()
     assert kills is not None and kills >= 0
 
@@ -198,7 +198,7 @@ async def test_garbage_on_stdout_is_no_answer_and_changes_none(
     assert any(line.startswith("garbage") for line in lines), "it is in the log, where people look for it"
 
 
-async def test_who_crashes_leaves_the_device_to_the_next(
+async def test_a_crash_frees_the_device_for_the_next_run(
     blobs: Blobs,
     address: str,
     cache: Cache,

@@ -120,7 +120,7 @@ def test_a_machine_without_governors_has_nothing_to_set(tmp_path: Path, wanted: 
     assert list(tmp_path.iterdir()) == []
 
 
-def test_what_may_not_be_written_is_told_with_what_was_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_governor_that_may_not_be_written_is_reported_with_its_value(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     root = board(tmp_path)
     real = os.access
     # Root may write everything, so the kernel's answer to a user is given here.
@@ -183,7 +183,7 @@ def test_one_that_the_kernel_does_not_list_is_refused_at_the_start(tmp_path: Pat
     Governors(tmp_path / "kept", "nosuch", tmp_path / "no-cpufreq").check()
 
 
-def test_why_one_was_not_applied_is_told_where_the_kernel_lists_none(tmp_path: Path) -> None:
+def test_the_reason_for_an_unapplied_setting_is_reported_if_the_kernel_lists_none(tmp_path: Path) -> None:
     root = board(tmp_path)
     for policy in ("policy0", "policy4"):
         (root / POLICIES / policy / "scaling_available_governors").unlink()

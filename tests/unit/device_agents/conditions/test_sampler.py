@@ -36,7 +36,7 @@ def test_a_pass_has_a_reading_at_each_end_and_points_between() -> None:
     assert all(each.busy_cpus >= 0 for each in seen.series)
 
 
-def test_a_pass_that_was_never_told_has_nothing() -> None:
+def test_a_pass_that_never_began_has_no_series() -> None:
     with Sampler([]) as sampler:
         assert not sampler.begun
     assert sampler.end() is None and not _watchers()

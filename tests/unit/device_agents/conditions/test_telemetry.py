@@ -43,7 +43,7 @@ def test_a_light_reading_leaves_out_what_costs(tmp_path: Path) -> None:
     assert min(before, after) - 0.01 <= reported.load_1m <= max(before, after) + 0.01
 
 
-def test_counters_that_the_kernel_does_not_tell_are_absent() -> None:
+def test_counters_that_the_kernel_does_not_report_are_absent() -> None:
     from array import array
 
     measured = Measured(

@@ -61,7 +61,7 @@ async def test_the_farms_runner_needs_no_build(tmp_path: Path, monkeypatch: pyte
     assert bundle.manifest.executorch == version("executorch").partition("+")[0]
 
 
-def test_a_build_is_reported_to_who_follows_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_build_is_reported_without_a_follower(capsys: pytest.CaptureFixture[str]) -> None:
     local._report_build("preparing the runner for this machine")
     assert capsys.readouterr().err == ""
     local._report_build(serve_local.BUILDING)

@@ -231,7 +231,7 @@ def test_androids_own_emulator_is_emulated() -> None:
     assert not inventory.parse({android.GETPROP: PROPERTIES + "[ro.kernel.qemu]: [0]\n"}).emulated
 
 
-def test_the_size_of_a_page_is_told_without_getconf() -> None:
+def test_the_size_of_a_page_is_read_without_getconf() -> None:
     device = inventory.parse({android.SMAPS: "KernelPageSize:       16 kB\n"})
     assert device.page_size_bytes == 16384
     assert not inventory.parse({android.SMAPS: "KernelPageSize:        0 kB\n"}).HasField("page_size_bytes")
@@ -249,7 +249,7 @@ def test_the_size_of_a_page_is_told_without_getconf() -> None:
         ("", None),
     ],
 )
-def test_what_is_free_on_a_phone_is_told(text: str, free: int | None) -> None:
+def test_free_space_of_a_phone_is_reported(text: str, free: int | None) -> None:
     assert android.disk_free_bytes({android.DISK: text}) == free
 
 

@@ -181,7 +181,7 @@ def test_without_sys_the_cores_are_known_by_their_parts(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["galaxy-s9-global", "huawei-mate-20"])
-def test_without_cpuinfo_the_register_tells_the_parts(name: str) -> None:
+def test_without_cpuinfo_the_register_identifies_the_parts(name: str) -> None:
     facts = dumps.load(name)
     del facts["/proc/cpuinfo"]
     device = parse(facts)

@@ -54,7 +54,7 @@ def test_features_are_those_that_the_kernel_lists(facts: dict[str, str]) -> None
     assert ("vnni" in features) == bool(words & {"avx512_vnni", "avx_vnni"})
 
 
-def test_a_feature_that_one_cpu_lacks_is_none_of_the_device() -> None:
+def test_a_feature_that_one_cpu_lacks_is_not_a_feature_of_the_device() -> None:
     facts = dumps.load("xeon-offline")
     stanzas = facts["/proc/cpuinfo"].strip().split("\n\n")
     features = list(parse(facts).features)
@@ -72,7 +72,7 @@ def test_a_restriction_narrows_what_is_offered(facts: dict[str, str]) -> None:
     assert parse(facts, cores={4096}).cores == 0
 
 
-def test_what_no_fact_tells_is_unset() -> None:
+def test_fields_without_a_fact_are_unset() -> None:
     device = parse({})
     assert device == device_pb2.Device()
     assert not device.HasField("page_size_bytes")

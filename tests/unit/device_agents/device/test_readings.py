@@ -49,7 +49,7 @@ BOARD = {
 }
 
 
-def test_a_board_with_everything_tells_everything() -> None:
+def test_a_board_with_all_files_reports_all_facts() -> None:
     reported = readings.parse(BOARD, 12.5)
     cpus = [(cpu.cpu, cpu.frequency_hz, cpu.limit_hz, cpu.governor) for cpu in reported.cpus]
     assert cpus == [(0, 600_000_000, 1_800_000_000, "schedutil"), (4, 0, 0, "performance"), (10, 2_400_000_000, 0, "")]
@@ -69,7 +69,7 @@ def test_a_board_with_everything_tells_everything() -> None:
     assert readings.waited_us(BOARD["/proc/pressure/cpu"]) == 123456
 
 
-def test_a_machine_with_nothing_tells_nothing() -> None:
+def test_a_machine_without_files_reports_no_facts() -> None:
     assert readings.parse({}).ListFields() == []
 
 

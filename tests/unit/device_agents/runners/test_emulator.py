@@ -195,7 +195,7 @@ def _compiled(source: str, folder: Path) -> bytes:
     return (folder / "made").read_bytes()
 
 
-async def test_a_runner_that_a_signal_ends_at_its_first_use_is_told_with_it(
+async def test_a_runner_that_a_signal_ends_at_its_first_use_is_reported_with_the_signal(
     runner_bundle: Bundle,  # noqa: F811
     tmp_path: Path,
 ) -> None:
@@ -208,7 +208,7 @@ async def test_a_runner_that_a_signal_ends_at_its_first_use_is_told_with_it(
     assert "etfarm bundle build" in reported.value.remedy
 
 
-async def test_a_runner_that_the_kernel_refuses_is_told_with_its_errno(
+async def test_a_runner_that_the_kernel_refuses_is_reported_with_its_errno(
     runner_bundle: Bundle,  # noqa: F811
     tmp_path: Path,
 ) -> None:

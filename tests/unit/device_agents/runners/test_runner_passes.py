@@ -37,7 +37,7 @@ TRIES = 5
 """Of what has to be quick: the machine may stand still in one of them."""
 
 
-async def test_measure_stops_for_the_reason_it_tells(runner: RemoteRunner) -> None:
+async def test_measure_stops_for_the_reason_that_it_reports(runner: RemoteRunner) -> None:
     await loaded(runner, program("add"))
     enough = await runner.measure(QUICK)
     assert (enough.stop_reason, enough.iterations, enough.warmup) == ("ENOUGH", 20, 2)
@@ -84,7 +84,7 @@ async def test_a_steady_warm_up_says_whether_the_median_came_to_rest(runner: Rem
     assert hurried.steady is False and hurried.warmup_ns is not None and hurried.warmup_ns >= 1_000_000
 
 
-async def test_measure_tells_how_far_it_is(runner: RemoteRunner) -> None:
+async def test_measure_reports_its_progress(runner: RemoteRunner) -> None:
     await loaded(runner, program("add"))
     plan = replace(QUICK, iterations=1, min_time_ns=600_000_000, max_samples=10**7)
     timed: list[Progress] = []
@@ -174,7 +174,7 @@ async def on_timed(runner: RemoteRunner, act: Callable[[], None], plan: MeasureP
     await runner.measure(plan, lambda progress: act() if progress.stage == "TIMED" else None)
 
 
-async def test_a_crash_tells_signal_and_stage(runner: RemoteRunner) -> None:
+async def test_a_crash_reports_signal_and_stage(runner: RemoteRunner) -> None:
     await loaded(runner, program("conv"))
     with pytest.raises(errors.ProgramCrashed, match="by SIGSEGV at TIMED") as caught:
         await on_timed(runner, lambda: os.kill(runner.pid, signal.SIGSEGV))

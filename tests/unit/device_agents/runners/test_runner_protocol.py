@@ -137,7 +137,7 @@ COMPLAINTS = {
 
 
 @pytest.mark.parametrize("kind", ["native", "python"])
-def test_a_bad_command_is_told_what_is_wrong(runner_bundle: Bundle, kind: str) -> None:  # noqa: F811
+def test_a_bad_command_gets_the_reason(runner_bundle: Bundle, kind: str) -> None:  # noqa: F811
     if kind == "python" and not PythonRunner.available():
         pytest.skip("needs torch and executorch")
     runner = runner_bundle if kind == "native" else PythonRunner.command()

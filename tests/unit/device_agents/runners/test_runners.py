@@ -56,7 +56,7 @@ async def test_a_second_run_sees_the_same_inputs(runner: RemoteRunner) -> None:
     assert close(await runner.outputs(), model.expected)
 
 
-async def test_a_method_tells_its_inputs_and_needs(runner: RemoteRunner) -> None:
+async def test_a_method_reports_its_inputs_and_requirements(runner: RemoteRunner) -> None:
     model = program("conv")
     assert (await runner.load(model.path)).methods == ("forward",)
     info = await runner.method("forward")
@@ -265,7 +265,7 @@ async def test_what_the_python_binding_lacks_is_refused_by_name(tmp_path: Path) 
             await runner.load_method("forward")
 
 
-async def test_every_runner_knows_who_it_is(runner: RemoteRunner) -> None:
+async def test_every_runner_identifies_itself(runner: RemoteRunner) -> None:
     hello = await runner.hello()
     assert (hello.arch, hello.executorch) == (os.uname().machine, "1.5.1")
     assert "XnnpackBackend" in hello.backends and "aten::add.out" in hello.operators
