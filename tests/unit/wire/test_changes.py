@@ -80,7 +80,7 @@ def test_what_is_another_is_named_with_both_values(path: str, value: Any, what: 
     assert (back["base"], back["candidate"]) == (result["candidate"], result["base"])
 
 
-def test_a_programs_digest_is_told_only_where_nothing_else_says_why() -> None:
+def test_a_programs_digest_is_reported_only_without_another_explanation() -> None:
     other = with_("compile.program.digest", "f" * 64)
     other["compile"]["toolchain"]["torch"] = "2.14.0"
     assert [result["what"] for result in changes(REPORT, other)] == ["torch"]
@@ -95,6 +95,6 @@ def test_a_few_degrees_are_no_change() -> None:
     assert changes(REPORT, with_("telemetry.before.zones.0.temperature_c", 44.0)) == []
 
 
-def test_what_a_device_does_not_tell_is_no_change() -> None:
+def test_facts_that_a_device_does_not_report_are_no_change() -> None:
     silent = {"cpus": [{"cpu": 0, "frequency_hz": None, "limit_hz": None, "governor": None}], "zones": [], "cooling": []}
     assert changes(REPORT, with_("telemetry.before", silent)) == []

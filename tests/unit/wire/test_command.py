@@ -62,7 +62,7 @@ def only(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 @pytest.mark.usefixtures("only")
-def test_the_exit_code_tells_how_it_ended(
+def test_the_exit_code_reports_the_outcome(
     ending: EtfarmError | type[BaseException] | int | None, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _endings["now"] = ending

@@ -64,7 +64,7 @@ def test_what_the_contract_does_not_have_is_named(path: tuple[str | int, ...], v
         projection.loads(json.dumps(created))
 
 
-def test_labels_that_are_not_there_are_none_at_all() -> None:
+def test_missing_labels_are_absent() -> None:
     created = copy.deepcopy(SEEDS[0])
     created["job"]["labels"] = None
     result = projection.loads(json.dumps(created))

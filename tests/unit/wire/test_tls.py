@@ -81,7 +81,7 @@ def test_no_channel_is_opened_with_them(golden: Golden, folder: Path, access: Ca
     golden.check(refused.value)
 
 
-def test_who_speaks_no_tls_loads_none() -> None:
+def test_a_process_without_tls_does_not_import_ssl() -> None:
     """It takes memory, and boards have little."""
     loaded = "import sys, etfarm.wire.tls; print('ssl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loaded], check=True, capture_output=True, text=True).stdout == "False\n"

@@ -120,7 +120,7 @@ def test_a_toml_of_another_form_is_refused(text: str) -> None:
         recipes.from_toml(text)
 
 
-def test_the_table_tells_what_each_recipe_does() -> None:
+def test_the_table_describes_each_recipe() -> None:
     for name, specification in RECIPES.items():
         assert specification.name == name
         assert specification.summary
@@ -190,13 +190,13 @@ def test_a_plugins_recipe_takes_any_arguments_and_keeps_their_types() -> None:
     assert recipes.parse(recipe.text) == recipe
 
 
-def test_a_plugins_arguments_that_text_cannot_say_are_told_by_the_digest() -> None:
+def test_a_plugins_arguments_without_a_text_are_identified_by_a_digest() -> None:
     recipe = recipes.resolve("acme.fast", {"level": "3"})
     assert recipe != recipes.parse("acme.fast:level=3")
     assert recipe.text == f"acme.fast [{recipe.digest[:8]}]"
 
 
-def test_what_a_plugin_tells_of_itself_is_checked_and_changes_no_digest(golden: Golden) -> None:
+def test_a_plugins_description_is_validated_and_changes_no_digest(golden: Golden) -> None:
     level = Argument("level", "how much", int, bounds=(0, 3), required=True)
     known = {"acme.fast": Specification("acme.fast", "acme", Quantization.PT2E_STATIC, "fast", arguments=(level,))}
     asked = recipes.parse("acme.fast:level=2+xnnpack_fp32")
