@@ -38,7 +38,7 @@ from etfarm.v1 import (
 from etfarm.wire import digest
 from etfarm.wire.chunks import artifact_of
 from tests.support.contract import RPCS
-from tests.support.farm import Daemon
+from tests.support.farm import WAIT_FOR_NOTHING, Daemon
 from tests.support.programs import program
 from tests.support.runner import know_own_runners, runner_archive
 
@@ -310,10 +310,10 @@ def start_agent(world: World, folder: Path) -> Daemon:
     """Start a real agent with the token of `agent` and wait until it is connected."""
     know_own_runners(folder / "agent")
     agent = Daemon(
-        ["agent", "--server", world.address, "--data", str(folder / "agent"), "--name", "board", "--exit-with-stdin"],
-        folder / "agent.log",
-        {"ETFARM_TOKEN": world.secrets["agent"]},
-    )
+        ["agent", "--server", world.address, "--data", str(folder / "agent"), "--name", "board", "--exit-with-stdin",
+         *WAIT_FOR_NOTHING],
+        folder / "agent.log", {"ETFARM_TOKEN": world.secrets["agent"]},
+    )  # fmt: skip
     agent.start()
     agent.expect("connected to")
     return agent

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from etfarm.client.submit.names_file import read_names
-from tests.support.farm import Daemon, FarmProcess, etfarm
+from tests.support.farm import WAIT_FOR_NOTHING, Daemon, FarmProcess, etfarm
 from tests.support.inspector import numeric_gaps_db
 from tests.support.programs import program
 
@@ -26,7 +26,8 @@ def test_three_processes(tmp_path: Path) -> None:
     try:
         address = serve.expect("listening on").rpartition(" ")[2]
         agent = Daemon(
-            ["agent", "--server", address, "--data", str(tmp_path / "agent"), "--name", "board"], tmp_path / "agent.log"
+            ["agent", "--server", address, "--data", str(tmp_path / "agent"), "--name", "board", *WAIT_FOR_NOTHING],
+            tmp_path / "agent.log",
         )
         agent.start()
         try:

@@ -218,10 +218,12 @@ async def test_a_slow_pull_of_a_trace_is_a_link_fault(
 async def test_a_slow_pull_of_outputs_is_a_link_fault(server: Server, adb_phone: AdbPhone, tmp_path: Path) -> None:
     # An answer comes behind the outputs.
     async with followed(adb_phone, server, tmp_path, answer_s=60.0) as received:
-        measurement = job_pb2.Measurement(min_time_s=2)
+        measurement = job_pb2.Measurement(warmup=1, min_time_s=2)
         running = asyncio.create_task(measured(received, server.candidate("wide"), measurement=measurement, deadline_s=25))
         await received.until(lambda message: message.run_progress.phase == "TIMED")
         adb_phone.slow_link(400_000)
+        # After the deadline nothing has to wait for what is left in the buffers.
+        asyncio.get_running_loop().call_later(25, adb_phone.slow_link, 1_000_000_000)
         cell = await running
         assert (cell.error.fault, cell.error.reason) == (common_pb2.FAULT_DEVICE, "TRANSFER_TIMED_OUT")
         assert cell.error.stage == "OUTPUTS" and "its outputs, between the agent and" in cell.error.message
