@@ -44,7 +44,7 @@ STORAGE_BYTES: Final = 512 << 20
 """Of what is written to a phone, which is this machine's memory."""
 FOLDER: Final = "/data/local/tmp"
 """Where a phone lets its shell write and execute."""
-_READY_S: Final = 20.0
+_READY_S: Final = 60.0
 _PHONE: Final = r"""
 set -eu
 ip link set lo mtu 1500 up
