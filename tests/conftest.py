@@ -26,7 +26,7 @@ QUICK_RING = "not slow"
 LONG_FILES = ("test_numeric_gap.py", "test_real_models.py", "test_board_vm.py", "test_phone_vm_farm.py")
 """Files that take the longest, or wait for what a first run makes: they come first, so that all processes end together."""
 
-# Which pytest's processes are told of a terminal that they do not write to.
+# Pytest's processes inherit the width of a terminal that they do not write to.
 os.environ.pop("COLUMNS", None)
 
 # No clock decides over a property, and the same commit is tried with the same examples each time.

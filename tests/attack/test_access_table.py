@@ -114,7 +114,7 @@ class World:
     session: str = ""
     attempt: str = ""
     private: set[str] = field(default_factory=set)
-    """What nobody outside of the project may read anywhere."""
+    """Texts that no caller outside of the project may read anywhere."""
 
     def call(self, caller: str, rpc: str, request: Message) -> tuple[str, list[Message], str]:
         """The status of an rpc, its answers (a stream's first) and its message."""
@@ -203,7 +203,7 @@ TABLE: Final[dict[str, tuple[Request, Row]]] = {
     "DeviceService.Forget": (lambda w, c: device_pb2.ForgetDeviceRequest(device_id="nothing"), ADMINS),
     "DeviceService.Restrict": (lambda w, c: device_pb2.RestrictDeviceRequest(device_id=w.device), ADMINS | {"admin": OK}),
     "SessionService.Open": (open_session, people(PRECONDITION, OK, OK, PRECONDITION, DENIED, DENIED)),
-    # The call is empty: who may call is told so.
+    # The call is empty, which is the answer to permitted callers.
     "SessionService.Call": (
         lambda w, c: session_pb2.CallSessionRequest(session_id=w.session, call_id="c"),
         people(INVALID, INVALID, DENIED, GONE, DENIED, DENIED),
@@ -402,7 +402,7 @@ def test_each_rpc_answers_each_caller_as_in_the_table(world: World, rpc: str) ->
         reported = details + "".join(str(message) for message in messages)
         leaked = sorted(secret for secret in world.private if secret in reported and secret not in asked)
         if caller in OUTSIDERS and leaked:
-            wrong.append(f"{caller} is told of {leaked}")
+            wrong.append(f"{caller} reads {leaked}")
     assert not wrong, "\n".join(wrong)
 
 

@@ -320,7 +320,7 @@ async def test_a_self_confined_runner_blocks_processes_and_the_network(tmp_path:
 
 
 async def test_a_runner_is_not_started_where_it_cannot_be_confined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # A machine whose system calls nobody has a table of.
+    # A machine without a table of its system calls.
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
     with pytest.raises(JailIncomplete, match="seccomp is not available") as refused:
         await Jail(JailOptions(required=True)).measures()

@@ -1,4 +1,4 @@
-"""A farm of etfarm 0.1.0: its data folder opens with this version, and its agent is told how to upgrade."""
+"""A farm of etfarm 0.1.0: its data folder opens with this version, and its agent gets a sentence that says how to upgrade."""
 
 from __future__ import annotations
 

@@ -432,7 +432,7 @@ async def test_a_cancelled_call_keeps_the_session_in_order(farm: FarmProcess) ->
         waiting.cancel()
         with pytest.raises(asyncio.CancelledError):
             await waiting
-        await client.devices()  # what the server answers after it has heard so
+        await client.devices()  # answered after the server has received the cancellation
         os.kill(runner, signal.SIGCONT)
         count = (await looping).outputs[0].item()
         # What was taken back before its turn never ran.

@@ -295,7 +295,7 @@ def test_a_local_session_s_processes_and_files_end_with_their_caller(tmp_path: P
         process.kill()
         process.communicate()
     assert wait_until(lambda: not any(lives(pid) for pid in below), PROMPTLY_S)
-    assert not list(tmp_path.glob("etfarm-local-*")), "nobody else is left to delete its folder"
+    assert not list(tmp_path.glob("etfarm-local-*")), "no other process is left to delete its folder"
 
 
 def test_a_crash_in_a_local_session_ends_it_with_the_same_error(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -180,7 +180,7 @@ _OUT_OF_ORDER: Final = {
     "nothing at all": ("AgentService.Connect", []),
     "two hellos": ("AgentService.Connect", [_hello(devices=[_OTHER]), _hello(devices=[_OTHER])]),
     "a hello without devices": ("AgentService.Connect", [_hello(), agent_pb2.AgentMessage()]),
-    "a hello of nobody": ("AgentService.Connect", [_hello(agent_id="")]),
+    "a hello without an id": ("AgentService.Connect", [_hello(agent_id="")]),
     "devices without ids": ("AgentService.Connect", [_hello(devices=[device_pb2.Device(), device_pb2.Device()])]),
     "results of unknown attempts": (
         "AgentService.Connect", [_hello(devices=[_OTHER], unacknowledged_attempts=["a", "a", ""]), _RESULT, _RESULT]

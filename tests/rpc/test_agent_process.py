@@ -125,7 +125,7 @@ async def test_a_refusal_is_a_single_line_and_exit_code_1(server: Server, launch
 
 async def test_a_known_agent_retries_while_the_server_holds_its_old_stream(server: Server, launch: Launch) -> None:
     await launch()
-    # It is known once it has heard so: a stream that ends before may be another agent's.
+    # It counts as known after its first heartbeat: a stream that ends before may be another agent's.
     await (await server.connected()).until(lambda message: message.HasField("heartbeat"))
     await server.stop()
     server.refusal = error_of(Fault.FARM, "AGENT_CONNECTED", "Connected already.", kind=Kind.ALREADY_EXISTS)

@@ -119,7 +119,7 @@ async def test_an_interrupted_upload_resumes_at_the_committed_bytes(served: Serv
     call.cancel()
     sent: list[int] = []
     async with asyncio.timeout(WAIT_S):
-        while True:  # until the server has heard of the cut
+        while True:  # until the server has noticed the cut
             try:
                 await chunks.upload(served.stub, ARTIFACT, DATA, on_progress=lambda done, _: sent.append(done))
                 break

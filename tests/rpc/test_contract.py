@@ -310,7 +310,7 @@ async def test_an_agents_device_stays_known_while_offline(channel: grpc.aio.Chan
             await asyncio.wait([copy], timeout=0.1)
         assert (await copy)[0].reason == "AGENT_CONNECTED"
         late = agent_pb2.RunResult(attempt_id="late")
-        for _ in range(2):  # a result that nobody waits for is acknowledged every time
+        for _ in range(2):  # a result that no run awaits is acknowledged every time
             await stream.write(agent_pb2.AgentMessage(run_result=late))
             assert (await stream.read()).ack.attempt_id == "late"
         await stream.write(agent_pb2.AgentMessage(goodbye=agent_pb2.Goodbye()))

@@ -122,7 +122,7 @@ async def test_an_invalid_call_is_refused_by_name(
     assert await refusal(caller.call("x")) == "CALL_KNOWN"
     large = session_pb2.SessionTensors(inline=b"\0" * ((1 << 20) + 1))
     assert await refusal(caller.call("y", inputs=large)) == "BAD_CALL"
-    absent = session_pb2.SessionTensors(artifact=artifact_of(b"nobody has sent this"))
+    absent = session_pb2.SessionTensors(artifact=artifact_of(b"this was never uploaded"))
     assert await refusal(caller.call("y", inputs=absent)) == "ARTIFACT_MISSING"
     caller.id = "somebody else's"
     assert await refusal(caller.call("y")) == "SESSION_NOT_FOUND"
@@ -171,7 +171,7 @@ async def test_an_impossible_session_is_refused_before_its_first_event(
         request.MergeFrom(session_pb2.OpenSessionRequest(**fields))  # type: ignore[arg-type]
         return request
 
-    absent = artifact_of(b"nobody has sent this")
+    absent = artifact_of(b"this was never uploaded")
     reasons = {
         "METHOD_MISSING": other(methods=["backward"]),
         "UNKNOWN_SELECTOR_KEY": other(selector="colour=red"),

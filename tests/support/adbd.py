@@ -1,4 +1,4 @@
-"""A phone without hardware: Debian's real adbd, and a real adb server that is connected to it, where nobody else reaches them.
+"""A phone without hardware: Debian's real adbd, and a real adb server that is connected to it, unreachable for other processes.
 
 adbd gives a root shell to whoever connects, on all interfaces. So both run in a network namespace of their own, and the server
 is reached through a unix domain socket. Process and mount namespaces come with it: all that the phone starts ends with its first
@@ -192,7 +192,7 @@ class AdbPhone:
         self._adbd.kill()
 
     def freeze_adbd(self) -> None:
-        """The link is dead: nothing answers, and nobody is told."""
+        """Freeze adbd: nothing answers, and no connection is closed."""
         assert self._adbd is not None
         self._adbd.signal(signal.SIGSTOP)
 
@@ -266,7 +266,7 @@ class AdbPhone:
 
 
 def _reserved_port() -> tuple[socket.socket | None, int]:
-    """A free port of the virtual machine's sockets, bound so that nobody listens on it; of TCP a new namespace has all free."""
+    """A free port of the virtual machine's sockets, bound so that none listens on it; of TCP a new namespace has all free."""
     while True:
         port = random.randrange(20_000, 60_000)
         try:

@@ -359,7 +359,7 @@ def have_capabilities_or_groups_or_no_filter(context: Context) -> object:
     status = dict(line.split(":\t", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":\t" in line)
     wrong = {name: status[name] for name in ("CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb") if int(status[name], 16)}
     wrong |= {} if (status["NoNewPrivs"], status["Seccomp"]) == ("1", "2") else {"filter": status["Seccomp"]}
-    # Without root nobody can leave a group; in the user namespace they are of no use.
+    # Without root a process cannot leave a group; in the user namespace they are of no use.
     wrong |= {"groups": status["Groups"]} if status["Groups"].strip() and context["is_root"] else {}
     return wrong or _raise()
 

@@ -79,7 +79,7 @@ async def compiled(
     done: Sequence[str] = ("TORCH_EXPORT",),
     stop_after: str | None = None,
 ) -> Compiled:
-    """Quantizes if the recipe does and nobody has, and lowers."""
+    """Quantize if the recipe does and the client has not, and lower."""
     folder.mkdir(parents=True, exist_ok=True)
     created = dict(make) if isinstance(make, Mapping) else {"forward": make}
     # The store's names are digests, so no name ends in .pt2.

@@ -1,4 +1,4 @@
-"""A phone that asks its owner before it lets a machine debug it: adb's handshake in front of a real adbd that asks nobody.
+"""A phone that asks its owner before it lets a machine debug it: adb's handshake in front of a real adbd without such a question.
 
 `python locked.py PORT ADBD_PORT` listens on loopback. Each connection is asked for a signature, whatever key it has, until it
 shows its public key, as by a phone that has never seen it. After SIGUSR1, which is the owner's yes, it is handed on to adbd.

@@ -220,7 +220,7 @@ def test_a_recipe_file_is_the_recipe_that_it_names(golden: Golden, tmp_path: Pat
 def test_samples_go_along_only_where_something_reads_them() -> None:
     created = _submission([TWO], "xnnpack_fp32", "xnnpack_pt2e_int8_dynamic_per_channel", INT8, "acme.fast")
     counts = [len(candidate.model.methods["forward"].calibration) for candidate in created.spec.candidates]
-    assert counts == [0, 0, 1, 1]  # what a plug-in of the server reads, nobody here knows
+    assert counts == [0, 0, 1, 1]  # the client does not know what a plug-in of the server reads
     assert digest.of_bytes(b"sample") not in _submission([TWO], "portable").blobs
 
 

@@ -1,4 +1,4 @@
-"""The end of a data set: whatever fails or is cancelled while it closes, nobody waits for it forever."""
+"""The end of a data set: no caller waits forever, whatever fails or is cancelled while it closes."""
 
 from __future__ import annotations
 

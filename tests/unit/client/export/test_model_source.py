@@ -1,4 +1,4 @@
-"""MODEL arguments: what each form is taken for, and what a wrong file or a wrong factory is told."""
+"""MODEL arguments: the meaning of each form, and the errors for a wrong file or factory."""
 
 from __future__ import annotations
 

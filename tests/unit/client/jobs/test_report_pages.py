@@ -111,7 +111,7 @@ async def test_a_history_is_slim_and_its_pages_have_what_fits(finished: Finished
 
 async def test_a_cell_s_report_comes_alone(finished: Finished) -> None:
     assert await finished.page(cell="c3") == (["r3"], "")
-    assert await finished.page(cell="nobody") == ([], "")
+    assert await finished.page(cell="unknown") == ([], "")
 
 
 async def test_the_client_has_all_reports_of_all_pages(finished: Finished) -> None:

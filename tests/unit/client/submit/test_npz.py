@@ -1,4 +1,4 @@
-"""`--inputs` and `-o`: what an .npz may hold, and that a bad one is told in a sentence."""
+"""`--inputs` and `-o`: what an .npz may hold, and the sentence for an invalid one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The clock governor: set for a measurement where that is allowed, put back whatever happens, told where it is not."""
+"""The clock governor: set for a measurement where that is allowed, restored whatever happens, reported where it is not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Telemetry of this machine: true where it is told, absent where there is nothing to tell."""
+"""Telemetry of this machine: true where the kernel reports it, absent where it does not."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ async def test_measure_reports_its_progress(runner: RemoteRunner) -> None:
         assert len(timed) <= measured.duration_ns / 250_000_000  # at most four a second
         if timed:
             break
-    assert timed, "a pass is told of, unless the machine stands still for most of it"
+    assert timed, "a pass reports progress, unless the machine stands still for most of it"
 
 
 async def test_a_measurement_is_never_traced(runner: RemoteRunner) -> None:
@@ -180,7 +180,7 @@ async def test_a_crash_reports_signal_and_stage(runner: RemoteRunner) -> None:
         await on_timed(runner, lambda: os.kill(runner.pid, signal.SIGSEGV))
     assert (caught.value.signal, caught.value.exit_code, caught.value.stage) == ("SIGSEGV", None, "TIMED")
     with pytest.raises(errors.ProgramCrashed):
-        await runner.run()  # what became of it is still told
+        await runner.run()  # its outcome is still reported
 
 
 async def cancelled(start: Start) -> float:

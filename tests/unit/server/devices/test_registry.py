@@ -357,7 +357,7 @@ async def test_a_restriction_outlives_the_server_and_the_agents_word(world: Worl
     await world.registry.restrict("pi", ["vision", "audio"])
     await world.registry.update(session, Device(id="pi", name="board-pi", projects=["audio"]))
     assert list(world.registry.get("pi").projects) == ["audio", "vision"]
-    # A caller is told of its own projects only.
+    # A caller sees its own projects only.
     assert list(world.registry.get("pi", VISION).projects) == ["vision"]
     world.registry = world.new_registry()
     await world.registry.load()

@@ -17,7 +17,7 @@ WAIT_S = 60.0
 
 
 def ignore(progress: RunProgress) -> None:
-    """Nobody looks at it."""
+    """Ignore progress."""
 
 
 def begun(patience_s: float = FOREVER_S) -> Runs:

@@ -1,4 +1,4 @@
-"""Nodes of XNNPACK's graph that lost their debug handle: each gets its operator's, or none where it cannot be told."""
+"""Nodes of XNNPACK's graph that lost their debug handle: each gets its operator's, or none where it is ambiguous."""
 
 from __future__ import annotations
 

@@ -352,7 +352,7 @@ async def test_a_new_server_waits_for_what_runs_before_any_agent_can_come_back(w
     run = await agent.started()
     again = await world.restarted()
     await again.conductor.resume()
-    assert again.runs.knows(run.attempt_id), "else the agent would be told to stop what it runs"
+    assert again.runs.knows(run.attempt_id), "else the server would stop the agent's run"
     back = await Agent(again, "pi").connect(run.attempt_id)
     assert again.registry.get("pi").attempt_id == run.attempt_id
     back.answer(run, threads=3)

@@ -99,7 +99,7 @@ def runs(process: psutil.Process) -> bool:
 
 
 def quiet(_: str) -> None:
-    """Nobody reads the log."""
+    """Ignore the log."""
 
 
 async def test_the_same_files_are_analyzed_once(workers: Workers, store: Store, database: Database, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is odd about inputs is told in the report, and the program runs on them all the same."""
+"""Oddities of inputs are in the report, and the program runs on them all the same."""
 
 from __future__ import annotations
 

@@ -191,7 +191,7 @@ def test_samples_that_resemble_each_other_may_be_too_few() -> None:
     (SECOND * 12 // 10, 2, False), (SECOND * 14 // 10, 2, True), (SECOND * 2, 64, False), (SECOND * 5, 64, True),
 ])  # fmt: skip
 def test_work_of_others_is_interference_though_the_runner_had_its_cpu(busy_ns: int, cores: int, received: bool) -> None:
-    # A process on the second cpu: nobody waits for a cpu, and no other check sees it.
+    # A process on the second cpu: no process waits for a cpu, and no other check sees it.
     result = _measured(before=_reading(0, cpu_busy_ns=7 * SECOND), after=_reading(1000, cpu_busy_ns=7 * SECOND + busy_ns))
     actual = _codes(result, cores=cores)
     assert list(actual) == (["BACKGROUND_LOAD"] if received else [])

@@ -72,7 +72,7 @@ def test_turning_the_sides_round_turns_the_ratio_round(one: dict[str, Any], othe
         whole = [sum(operator["change_ns"] or 0 for operator in one["operators"]["rows"]) for one in (pair, turned)]
         assert whole[0] == pytest.approx(-whole[1], abs=1e-3)
         indexes = sorted(at for operator in pair["operators"]["rows"] if operator["base"] for at in operator["base"]["indexes"])
-        assert indexes == [operator["index"] for operator in one["operators"]], "each row is told once"
+        assert indexes == [operator["index"] for operator in one["operators"]], "each row is listed once"
 
 
 @given(reports("c1"), reports("c2"))

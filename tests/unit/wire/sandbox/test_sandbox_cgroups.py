@@ -1,4 +1,4 @@
-"""Where control groups can be made, on hosts as they are described by /proc, and what a group is told to do."""
+"""Where control groups can be made, on hosts as they are described by /proc, and the settings of a group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`etfarm recipes show`: what a file says is told in full, and what is wrong with it before anything is started."""
+"""`etfarm recipes show`: the whole content of a file, and its errors before anything is started."""
 
 from __future__ import annotations
 

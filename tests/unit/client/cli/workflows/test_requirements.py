@@ -1,4 +1,4 @@
-"""What `bench` requires: worse is 3, what cannot be told is 5, and each sentence names the report and the numbers."""
+"""What `bench` requires: worse is 3, inconclusive is 5, and each sentence names the report and the numbers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is told of programs and graphs: a ready .pte's values and sizes, and where operators come from in the source."""
+"""Facts about programs and graphs: a compiled .pte's values and sizes, and where operators come from in the source."""
 
 from __future__ import annotations
 

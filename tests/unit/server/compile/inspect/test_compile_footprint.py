@@ -25,7 +25,7 @@ NO_HANDLE = 65535
 """What a node of XNNPACK's graph has for a debug handle where it has none."""
 
 ALIGNMENT = 16
-"""Constants outside of delegates begin at a multiple of it, so that up to 15 bytes behind each belong to nobody."""
+"""Constants outside of delegates begin at a multiple of it, so that up to 15 bytes behind each are padding."""
 
 
 class Block(nn.Module):

@@ -1,4 +1,4 @@
-"""Recipes and stages of installed distributions: used by name, told with what is wrong with them."""
+"""Recipes and stages of installed distributions: used by name, and reported with their errors."""
 
 from __future__ import annotations
 

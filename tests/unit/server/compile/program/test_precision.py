@@ -1,4 +1,4 @@
-"""Which operators of a quantized program are told to compute in fp32, of programs that the real quantizers made."""
+"""Which operators of a quantized program are reported to compute in fp32, of programs that the real quantizers made."""
 
 from __future__ import annotations
 

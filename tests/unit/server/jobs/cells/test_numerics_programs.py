@@ -105,7 +105,7 @@ async def test_the_device_gets_both_programs_and_the_report_names_both(world: Wo
     assert report.compile.compilation.program.digest == "program of timed"
     assert (report.numerics.program.digest, report.numerics.is_timed_program) == ("program of separate", False)
     assert (report.numerics_etdump, report.numerics_debug) == (artifact_of(b"etdump"), artifact_of(b"debug"))
-    assert not report.numerics.HasField("threshold_db"), "nobody has analyzed it"
+    assert not report.numerics.HasField("threshold_db"), "it was not analyzed"
     assert codes(report) == []
     cell = (await world.journal.get(job.id, EVERYTHING)).cells[0]
     assert (cell.compilation_key, cell.numerics_compilation_key) == (TIMED, SEPARATE)

@@ -231,7 +231,7 @@ def test_nodes_that_cannot_be_told_are_not_called_inserted(monkeypatch: pytest.M
 def test_a_delegate_of_nothing_else_is_not_aligned_at_all(monkeypatch: pytest.MonkeyPatch) -> None:
     trace, program, record = read("gated_dynamic")
     dropping_handles(monkeypatch, "FullyConnected", "Tanh", "Convert")
-    # A change of type that nobody names is one that lowering inserted.
+    # An unnamed change of type is one that lowering inserted.
     result = attribute(trace, program, replace(record, operators=()))
     assert (result.kernels, result.partial, len(result.unaligned)) == ({}, {}, 1)
 
