@@ -117,7 +117,7 @@ class World:
     """Texts that no caller outside of the project may read anywhere."""
 
     def call(self, caller: str, rpc: str, request: Message) -> tuple[str, list[Message], str]:
-        """The status of an rpc, its answers (a stream's first) and its message."""
+        """Return the status of an rpc, its answers (a stream's first) and its message."""
         method = RPCS[rpc]
         streams = ("stream" if method.client_streaming else "unary", "stream" if method.server_streaming else "unary")
         with grpc.insecure_channel(self.address) as channel:
@@ -363,7 +363,7 @@ def run_a_job(world: World, folder: Path) -> None:
 
 
 def hold_session(world: World) -> Any:
-    """A session of the owner, ready on the agent's device; the stream to cancel in the end."""
+    """Return a session of the owner, ready on the agent's device; the stream to cancel in the end."""
     channel = grpc.insecure_channel(world.address)
     open_ = channel.unary_stream(
         "/etfarm.v1.SessionService/Open",

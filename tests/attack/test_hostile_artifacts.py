@@ -56,7 +56,7 @@ class Caller:
         return answer.committed_bytes, answer.complete
 
     async def begin(self, artifact: Artifact, data: bytes = b"") -> grpc.aio.StreamUnaryCall:
-        """An upload whose stream stays open; what it sends is committed when this returns."""
+        """Return an upload whose stream stays open; what it sends is committed when this returns."""
         call = self.stub.Upload()
         await call.write(UploadArtifactRequest(header=UploadHeader(artifact=artifact)))
         if data:

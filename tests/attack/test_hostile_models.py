@@ -58,7 +58,7 @@ def refusal(farm: FarmProcess, path: Path, recipe: str = "xnnpack_fp32") -> Etfa
 
 
 def stored_secrets(farm: FarmProcess) -> list[Path]:
-    """The files of the server's store with the tokens file's content, as bytes or as the floats that a constant has."""
+    """Return the files of the server's store with the tokens file's content, as bytes or as the floats that a constant has."""
     as_floats = struct.pack("<16f", *f"root admin {SECRET}".encode()[:16])
     needles = (SECRET.encode(), f"root admin {SECRET}".encode()[:16], as_floats)
     result = []

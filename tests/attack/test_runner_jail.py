@@ -181,7 +181,7 @@ needs_setpriv = pytest.mark.skipif(shutil.which("setpriv") is None, reason="need
 
 
 def add_agent(farm: FarmProcess, folder: Path, *within: str) -> Path:
-    """A connected agent behind a command that takes rights from it; its data folder."""
+    """Return a connected agent behind a command that takes rights from it; its data folder."""
     data = folder / "agent-0"
     agent = Daemon(
         ["agent", "--server", farm.address, "--data", str(data), "--exit-with-stdin", "--idle-wait", "0", "--cool-down", "0"],

@@ -91,7 +91,7 @@ async def measured(
 def verdicts(
     result: agent_pb2.CandidateResult, summary: summaries.Summary, folder: Path
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The codes of what is wrong with a timed pass and with the traced pass after it."""
+    """Return the codes of what is wrong with a timed pass and with the traced pass after it."""
     latency = report_pb2.Latency(
         p50_ns=summary.p50, p50_ci95_ns=summary.p50_ci95 or (), drift=summary.drift,
         effective_samples=summary.effective_samples,
@@ -124,7 +124,7 @@ def cost(bundle: Bundle, rounds: int, folder: Path) -> dict[str, object]:
 
 
 def disturbed(bundle: Bundle, trials: int, folder: Path, *, hog: bool) -> dict[str, object]:
-    """The verdicts of measurements beside which a process starts to keep a cpu busy, or none does."""
+    """Return the verdicts of measurements beside which a process starts to keep a cpu busy, or none does."""
     cpus = [list(range(os.cpu_count() or 1))]
     result: list[tuple[str, ...]] = []
     traced: list[tuple[str, ...]] = []

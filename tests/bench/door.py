@@ -74,7 +74,7 @@ def tokens_in(folder: Path) -> Path:
 
 
 async def call_ms(channel: grpc.aio.Channel, calls: int = CALLS) -> list[float]:
-    """The times of calls one after the other."""
+    """Return the times of calls one after the other."""
     stub, times = farm_pb2_grpc.FarmServiceStub(channel), []
     for _ in range(calls):
         started = time.perf_counter()

@@ -55,7 +55,7 @@ def first_run(farm: Farm, address: str, folder: Path) -> dict[str, float]:
 
 
 def bare_python_s(folder: Path) -> float:
-    """What qemu takes for the interpreter and the agent's modules alone, which no agent can be faster than."""
+    """Return what qemu takes for the interpreter and the agent's modules alone, which no agent can be faster than."""
     root, site = board_root(), install_agent(folder / "site")  # which makes the folder
     command = on_board(root, folder, str(root / PYTHON), "-c", "import etfarm.device_agents.main")
     environment = {"PYTHONPATH": str(site), "PATH": "/usr/sbin:/usr/bin:/sbin:/bin"}

@@ -60,7 +60,7 @@ def farms(farm: Farm, program: Path, threads: int) -> float:
 
 
 def measure(farm: Farm, bundle: Bundle, program: Path, rounds: int, threads: int, folder: Path) -> dict[str, object]:
-    """The ratios of all rounds, and their medians."""
+    """Return the ratios of all rounds, and their medians."""
     ways = {
         "farm": lambda: farms(farm, program, threads),
         "bare": lambda: asyncio.run(bare(bundle, program, threads, folder)),

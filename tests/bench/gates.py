@@ -71,7 +71,7 @@ class Trial:
 
 @contextmanager
 def load(seed: int) -> Iterator[None]:
-    """Runs a process of changing load beside the farm, in episodes of half a second to four seconds."""
+    """Run a process of changing load beside the farm, in episodes of half a second to four seconds."""
     done, chance = threading.Event(), random.Random(seed)
 
     def schedule() -> None:
@@ -97,7 +97,7 @@ def load(seed: int) -> Iterator[None]:
 
 
 def truth(farm: Farm, folder: Path) -> dict[str, Any]:
-    """The ratios to the base, measured in turns."""
+    """Return the ratios to the base, measured in turns."""
     paths = [folder / f"{name}.pte" for name in ("base", "twin", "slower")]
     _, twin, slower = farm.bench(paths, interleave=True, **OPTIONS).result().reports
     return {name: [each.interleaved.ratio, each.interleaved.ratio_ci95] for name, each in (("twin", twin), ("slower", slower))}
@@ -115,7 +115,7 @@ def measure(farm: Farm, folder: Path, trials: list[Trial], chance: random.Random
 
 
 def judged(farm: Farm, trial: Trial) -> dict[str, Any]:
-    """What the comparison says of a pair, and what gates of 0 % and 3 % do."""
+    """Return what the comparison says of a pair, and what gates of 0 % and 3 % do."""
     document = farm.compare(trial.jobs["base"], trial.jobs["candidate"]).json()
     (pair,) = document["pairs"]
     latency = pair["latency"]
@@ -135,7 +135,7 @@ def judged(farm: Farm, trial: Trial) -> dict[str, Any]:
 
 
 def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """The numbers of pairs by their outcomes."""
+    """Return the numbers of pairs by their outcomes."""
     outcomes = [result["outcome"] if result["valid"] else "invalid" for result in results]
     ratios = [result["ratio"] for result in results]
     return {

@@ -55,7 +55,7 @@ def make(folder: Path, operators: int) -> None:
 
 
 async def trace(folder: Path, iterations: int) -> None:
-    """Runs it by the native runner: its .etdp, and how long each iteration took by the runner's clock."""
+    """Run it by the native runner; return its .etdp, and how long each iteration took by the runner's clock."""
     from etfarm.device_agents.runners.bundle import unpack
     from etfarm.device_agents.runners.native import NativeRunner
     from tests.support.runner import runner_archive
@@ -137,7 +137,7 @@ def _peak_bytes() -> int:
 
 
 def _part(*arguments: object) -> Any:
-    """What this file says when it runs itself."""
+    """Return what this file says when it runs itself."""
     command = [sys.executable, "-m", "tests.bench.join", *map(str, arguments)]
     run = subprocess.run(command, stdout=subprocess.PIPE, check=True)
     return json.loads(run.stdout.splitlines()[-1])
@@ -179,7 +179,7 @@ def compare(folder: Path, rounds: int) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Prints the comparison as JSON; 1 where a limit is missed or the rows differ."""
+    """Print the comparison as JSON; 1 where a limit is missed or the rows differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--operators", type=int, default=1000)
     parser.add_argument("--iterations", type=int, default=100)

@@ -42,7 +42,7 @@ PARTS: Final = ("warm", "memory", "hit", "recipes")
 
 
 def resnet8(seed: int) -> tuple[Any, tuple[Any, ...]]:
-    """The demo's module, untrained, and its example inputs. All six recipes take it: its linear has 64 inputs."""
+    """Return the demo's module, untrained, and its example inputs. All six recipes take it: its linear has 64 inputs."""
     import torch
 
     from etfarm.client.export.demo_models.resnet8 import INPUT_SHAPE, ResNet8
@@ -52,7 +52,7 @@ def resnet8(seed: int) -> tuple[Any, tuple[Any, ...]]:
 
 
 def transformer(seed: int) -> tuple[Any, tuple[Any, ...]]:
-    """An encoder of 12 layers, 64 wide with 4 heads, for 32 positions, and its example inputs."""
+    """Return an encoder of 12 layers, 64 wide with 4 heads, for 32 positions, and its example inputs."""
     import torch
 
     class Layer(torch.nn.Module):

@@ -167,7 +167,7 @@ def _seeing(model: torch.nn.Module) -> Network:
 
 
 def operators(program: Any) -> set[str]:
-    """An exported program's operators, as the server's list names them, those of its branches included."""
+    """Return an exported program's operators, as the server's list names them, those of its branches included."""
     result = set()
     for module in program.graph_module.modules():
         for node in module.graph.nodes if isinstance(module, torch.fx.GraphModule) else ():

@@ -44,7 +44,7 @@ class Chain(torch.nn.Module):
 
 
 def trial(farm: Farm, folder: Path, convolutions: int) -> dict[str, Any]:
-    """The ratio of a chain to that of CONVOLUTIONS, and how long it took to know."""
+    """Return the ratio of a chain to that of CONVOLUTIONS, and how long it took to know."""
     began_s = time.perf_counter()
     pair = [folder / f"{count}.pte" for count in (CONVOLUTIONS, convolutions)]
     base, other = farm.bench(pair, threads=[1], interleave=True, profile=False).result().reports

@@ -19,7 +19,7 @@ TRACED = 100
 
 
 def measure(samples: int) -> dict[str, int]:
-    """The sizes of a report with so many samples of about 2 ms, and a traced pass."""
+    """Return the sizes of a report with so many samples of about 2 ms, and a traced pass."""
     old = message_class("Report")(id="r", cell="c", recipe="xnnpack_fp32", method="forward", threads=4, state="SUCCEEDED")
     old.latency.p50_ns = 2_000_000.0
     old.latency.samples_ns.extend(2_000_000 + place % 977 for place in range(samples))

@@ -100,7 +100,7 @@ def calibrated(folder: Path) -> job_pb2.JobSpec:
 
 
 def strangers(folder: Path) -> job_pb2.JobSpec:
-    """The same of samples that are not stored: refused."""
+    """Refuse samples that are not stored."""
     spec = calibrated(folder)
     for candidate in spec.candidates:
         for index, artifact in enumerate(candidate.model.methods["forward"].calibration):
@@ -319,7 +319,7 @@ LIMITS = {f"{name}_p99_ms": LIMIT_MS for name in ATTACKS}
 
 
 async def waits_ms(address: str, seconds: float) -> list[float]:
-    """The time of each call from when it was due."""
+    """Return the time of each call from when it was due."""
     times: list[float] = []
     async with channel(address, "ann") as opened:
         stub = farm_pb2_grpc.FarmServiceStub(opened)
@@ -416,7 +416,7 @@ def server(folder: Path, data: Path) -> Iterator[Daemon]:
 
 
 async def measure(folder: Path, names: Iterable[str]) -> dict[str, float]:
-    """The figures of each attack, each on a server of its own with the same data."""
+    """Return the figures of each attack, each on a server of its own with the same data."""
     (folder / "tokens").touch(mode=0o600)
     (folder / "tokens").write_text("".join(f"{name} {role} {TOKENS[name]}\n" for name, role in PEOPLE.items()))
     result: dict[str, float] = {}

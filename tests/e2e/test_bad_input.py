@@ -77,7 +77,7 @@ def _truncated(folder: Path) -> Path:
 
 
 def _newer_pt2(folder: Path) -> Path:
-    """A whole .pt2 whose schema's major version is the next one, as torch 3.1 may write it."""
+    """Return a whole .pt2 whose schema's major version is the next one, as torch 3.1 may write it."""
     saved, newer = folder / "saved.pt2", folder / "newer.pt2"
     torch.export.save(models.conv(), saved)
     with zipfile.ZipFile(saved) as old, zipfile.ZipFile(newer, "w") as new:
@@ -103,7 +103,7 @@ def _recipe_with_an_unknown_field(folder: Path) -> Path:
 
 
 def _samples_of_another_dtype(folder: Path) -> Path:
-    """The third of three samples is float64."""
+    """Return three samples, of which the third is float64."""
     samples = folder / "samples"
     samples.mkdir()
     for index, dtype in enumerate((np.float32, np.float32, np.float64)):

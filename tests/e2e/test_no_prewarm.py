@@ -16,7 +16,7 @@ FORKSERVER = "etfarm.server.workers.child.forkserver"
 
 
 def forkservers(farm: FarmProcess) -> list[int]:
-    """The process ids of the server's forkservers that load the toolchain: the jail's examination has one without."""
+    """Return the process ids of the server's forkservers that load the toolchain: the jail's examination has one without."""
     assert farm.server is not None
     result = []
     for pid in descendants(farm.server.pid):

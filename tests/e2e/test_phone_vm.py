@@ -21,7 +21,7 @@ FOLDER = "/data/local/tmp/etfarm"
 
 
 def shell(plugged: PluggedPhone, command: str) -> tuple[int, str, str]:
-    """The exit code, stdout and stderr of a command line in the phone's shell."""
+    """Return the exit code, stdout and stderr of a command line in the phone's shell."""
     done = plugged.adb("shell", command, serial=plugged.phone.serial)
     return done.returncode, done.stdout, done.stderr
 

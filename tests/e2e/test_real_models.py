@@ -23,7 +23,7 @@ EXACT_DB = 60.0
 
 
 def vision(name: str) -> ModelSource:
-    """A model of torchvision, with batch norms that have seen a batch: its outputs then have a trained model's scale."""
+    """Return a model of torchvision, with batch norms that have seen a batch: its outputs then have a trained model's scale."""
     torch.manual_seed(0)
     module = getattr(torchvision_models(), name)(weights=None)
     for part in module.modules():
@@ -53,7 +53,7 @@ def recurrent() -> ModelSource:
 
 
 def examples_lstm() -> ModelSource:
-    """The quantizable LSTM of ExecuTorch's examples."""
+    """Return the quantizable LSTM of ExecuTorch's examples."""
     from executorch.examples.models import MODEL_NAME_TO_MODEL
     from executorch.examples.models.model_factory import EagerModelFactory
 

@@ -61,7 +61,7 @@ def local_data(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def arrays(created: Program) -> list[np.ndarray]:
-    """The program's own inputs."""
+    """Return the program's own inputs."""
     return [tensors.to_array(value) for value in created.inputs if isinstance(value, tensors.Tensor)]
 
 

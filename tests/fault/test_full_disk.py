@@ -37,7 +37,7 @@ def small_disk(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess
 
 
 def filler(farm: FarmProcess) -> Path:
-    """A file on the server's disk."""
+    """Return a file on the server's disk."""
     assert farm.server is not None
     return Path(f"/proc/{farm.server.pid}/root{farm.folder}/server/filler")
 

@@ -25,7 +25,7 @@ QUICK: Final = job_pb2.Measurement(min_time_s=0.3, iterations=10)
 
 
 def board(script: str, *arguments: str | Path) -> list[str]:
-    """What stands before a command that sees the machine as the script makes it; `$1` and on are the arguments."""
+    """Return what stands before a command that sees the machine as the script makes it; `$1` and on are the arguments."""
     enter = ["unshare", "--user", "--map-root-user", "--mount", "sh", "-ec"]
     done = subprocess.run([*enter, "mount -t tmpfs none /mnt"], capture_output=True, text=True, check=False)
     if done.returncode != 0:

@@ -55,7 +55,7 @@ class World:
         return Farm(self.farm.address, token=TOKENS[role])
 
     def refused(self, *arguments: str, role: str = "user", command: str = "bench") -> tuple[int, str]:
-        """The exit code and reason of a command with the model."""
+        """Return the exit code and reason of a command with the model."""
         environment = {"ETFARM_SERVER": self.farm.address, "ETFARM_TOKEN": TOKENS[role]}
         done = etfarm(command, self.model, *arguments, "--json", "-", cwd=self.folder, environment=environment)
         return done.returncode, str(json.loads(done.stdout)["error"]["reason"])

@@ -77,7 +77,7 @@ def _processes(place: Place) -> list[int]:
 
 
 def _command(pid: int) -> list[bytes]:
-    """The arguments of a process; empty if it has ended."""
+    """Return the arguments of a process; empty if it has ended."""
     try:
         return Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -85,7 +85,7 @@ def _command(pid: int) -> list[bytes]:
 
 
 def _servers(place: Place) -> list[list[bytes]]:
-    """The commands of the farm's servers."""
+    """Return the commands of the farm's servers."""
     return [command for command in map(_command, _processes(place)) if b"serve" in command]
 
 

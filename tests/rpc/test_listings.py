@@ -67,7 +67,7 @@ def farm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
 
 
 def names(farm: FarmProcess, **filters: object) -> list[str]:
-    """The first words of the names of the jobs that are listed."""
+    """Return the first words of the names of the jobs that are listed."""
     with farm.client() as client:
         return [job.name.partition(" a-")[0] for job in client.jobs(**filters)]  # type: ignore[arg-type]
 
@@ -163,7 +163,7 @@ def test_each_list_and_show_writes_a_strict_json_document(
 
 
 def documented() -> dict[str, set[str]]:
-    """The keys of each document by its name, as docs/report-format.md says."""
+    """Return the keys of each document by its name, as docs/report-format.md says."""
     text = (Path(__file__).parents[2] / "docs" / "report-format.md").read_text()
     rows = re.findall(r"^\| `etfarm\.(\w+)/1` \|[^|]*\| (.*) \|$", text, re.MULTILINE)
     return {name: set(re.findall(r"`(\w+)`", keys)) for name, keys in rows}

@@ -30,7 +30,7 @@ SHORT = job_pb2.Measurement(warmup=1, iterations=5, min_time_s=0)
 
 
 async def attached(server: Server, launch: Launch, phone: AdbPhone, *arguments: str) -> tuple[Connection, agent_pb2.AgentMessage]:
-    """An agent that serves the phone, and its announcement of it."""
+    """Return an agent that serves the phone, and its announcement of it."""
     await launch("--adb", *arguments, ADB_SERVER_SOCKET=phone.server.address)
     connection = await server.connected()
     if connection.hello.devices:
@@ -39,7 +39,7 @@ async def attached(server: Server, launch: Launch, phone: AdbPhone, *arguments: 
 
 
 async def ready(server: Server, launch: Launch, phone: AdbPhone, *arguments: str) -> tuple[Connection, str]:
-    """A connection, and the id of the device that the phone is on it."""
+    """Return a connection, and the id of the device that the phone is on it."""
     connection, reported = await attached(server, launch, phone, *arguments)
     assert not reported.device_update.device.HasField("problem"), reported
     return connection, reported.device_update.device.id

@@ -92,7 +92,7 @@ class _Inside:
         return self._entering.poll() is None
 
     def signal(self, number: signal.Signals) -> None:
-        """Sends it one."""
+        """Send it one."""
         self._program.send_signal(number)
 
     def go_on(self) -> None:
@@ -112,7 +112,7 @@ class AdbPhone:
     """A running phone and its adb server; `running_phone` makes one."""
 
     def __init__(self, folder: Path, storage_bytes: int = STORAGE_BYTES, beside: AdbPhone | None = None) -> None:
-        """Starts everything; `connect` then makes the server know the phone.
+        """Start everything; `connect` then makes the server know the phone.
 
         Args:
             folder: for the server's keys, socket and log; of a path so short that a socket's name can be in it.
@@ -151,16 +151,16 @@ class AdbPhone:
             self.start_server()
 
     def inside(self, *command: str, userland: bool = True) -> list[str]:
-        """The command line that runs a command in the phone's namespaces; in its userland, or in this machine's."""
+        """Return the command line that runs a command in the phone's namespaces; in its userland, or in this machine's."""
         enter = ["nsenter", "--target", str(self._first), "--net", "--mount", "--pid"]
         return [*enter, *(["chroot", str(self._mount / "root")] if userland else []), *command]
 
     def call(self, *command: str) -> str:
-        """Runs a command on the phone, without adb, and gives what it writes."""
+        """Run a command on the phone, without adb, and return what it writes."""
         return run(*self.inside(*command))
 
     def start_adbd(self) -> None:
-        """Starts adbd; adb servers of before connect to it again by themselves, after a while."""
+        """Start adbd; adb servers of before connect to it again by themselves, after a while."""
         libraries = str(self._libraries)
         program = "/apex/adbd/usr/lib/android-sdk/platform-tools/adbd"
         # Under nohup the tests ignore hang-ups, which would not end this phone's commands then.
@@ -202,7 +202,7 @@ class AdbPhone:
         self._adbd.go_on()
 
     def start_server(self) -> None:
-        """Starts the adb server, which knows no phone until `connect`; it answers when this returns."""
+        """Start the adb server, which knows no phone until `connect`; it answers when this returns."""
         (self._folder / "adb.sock").unlink(missing_ok=True)
         ready, reply = os.pipe()
         try:
@@ -253,7 +253,7 @@ class AdbPhone:
         run(*self.inside("tc", "qdisc", "replace", "dev", "lo", "root", "tbf", *shape, userland=False))
 
     def close(self) -> None:
-        """Ends every process of the phone, and waits for it."""
+        """End every process of the phone, and wait for it."""
         assert self._keeper.stdin is not None and self._keeper.stdout is not None
         self._keeper.stdin.close()
         self._keeper.wait(_READY_S)

@@ -43,7 +43,7 @@ class Connection:
             self.changed.notify_all()
 
     async def until(self, which: Callable[[agent_pb2.AgentMessage], bool], after: int = 0) -> agent_pb2.AgentMessage:
-        """The first message after `after` others that `which` holds of."""
+        """Return the first message after `after` others that `which` holds of."""
         async with asyncio.timeout(WAIT_S), self.changed:
             await self.changed.wait_for(lambda: any(which(message) for message in self.received[after:]))
             return next(message for message in self.received[after:] if which(message))
@@ -153,7 +153,7 @@ class Server(agent_pb2_grpc.AgentServiceServicer, artifact_pb2_grpc.ArtifactServ
             yield artifact_pb2.Chunk(offset=start, data=data[start : start + (1 << 18)])
 
     def candidate(self, name: str, cell: str = "cell", **more: Any) -> agent_pb2.RunCandidate:
-        """A candidate of one of the tests' programs, its artifacts stored."""
+        """Return a candidate of one of the tests' programs, its artifacts stored."""
         created = program(name)
         pte = self.put(created.bytes)
         values = compile_pb2.Program(pte=pte, digest=digest.of_program(pte.digest, {}))
@@ -231,7 +231,7 @@ async def launch(server: Server, tmp_path: Path) -> AsyncIterator[Launch]:
 
 
 async def gone(process: psutil.Process, within_s: float) -> None:
-    """Waits until a process has ended."""
+    """Wait until a process has ended."""
     until = time.monotonic() + within_s
     while process.is_running() and process.status() != psutil.STATUS_ZOMBIE:
         assert time.monotonic() < until, f"{process} is still there"

@@ -55,7 +55,7 @@ class TextDecoder(nn.Module):
 
 
 def assistant() -> ModelSource:
-    """The factory. Seeded: what tests say about its numbers does not depend on chance."""
+    """Return the factory. Seeded: what tests say about its numbers does not depend on chance."""
     torch.manual_seed(0)
     length = Dim("length", min=2, max=LENGTH)
     vectors = [(torch.randn(1, n, WIDTH),) for n in (8, 4, 12, 20, 6, 8, 10, 24)]

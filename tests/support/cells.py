@@ -133,7 +133,7 @@ class Agent:
         assert getattr(message, kind).attempt_id == attempt
 
     def uploaded(self, data: bytes) -> common_pb2.Artifact:
-        """The artifact of bytes that the agent has uploaded."""
+        """Return the artifact of bytes that the agent has uploaded."""
         artifact = artifact_of(data)
         place = self.world.store.place(artifact.digest)
         place.parent.mkdir(exist_ok=True)
@@ -169,7 +169,7 @@ class World:
         self.conductor = self.conduct(self.compiler)
 
     def conduct(self, compiler: Any) -> Conductor:
-        """A conductor of the world's jobs, with a compiler."""
+        """Return a conductor of the world's jobs, with a compiler."""
         registry, runs, readers = self.registry, self.runs, Readers()
         self.requirements = Requirements(registry, self.bundles, self.store, readers)
         attempts = DeviceAttempts(registry, runs, Placement(registry, runs), self.bundles, self.ids)
@@ -221,7 +221,7 @@ class World:
         return written
 
     async def until(self, job: job_pb2.Job, state: int) -> None:
-        """Waits until a cell of the job is in the state."""
+        """Wait until a cell of the job is in the state."""
         async with asyncio.timeout(WAIT_S):
             async for event in self.journal.watch(job.id, 0):
                 if event.cell.state == state:
@@ -229,7 +229,7 @@ class World:
         raise AssertionError("the job ended before")
 
     async def end(self, job: job_pb2.Job) -> tuple[list[str], list[report_pb2.Report]]:
-        """The names of the states that the job's only cell went through, and its reports."""
+        """Return the names of the states that the job's only cell went through, and its reports."""
         async with asyncio.timeout(WAIT_S):
             events = [event async for event in self.journal.watch(job.id, 0)]
         states = [common_pb2.CellState.Name(e.cell.state).removeprefix("CELL_STATE_") for e in events if e.HasField("cell")]

@@ -69,7 +69,7 @@ def check(request: CheckRequest, folder: Path, emit: Callable[[bytes], None]) ->
 
 
 def lower(program: Any, request: CheckRequest, pte: Path) -> dict[str, Path]:
-    """Writes the .pte; gives its data files."""
+    """Write the .pte; return its data files."""
     from executorch.backends.xnnpack.recipes import XNNPackRecipeType
     from executorch.exir import EdgeCompileConfig, ExecutorchBackendConfig
     from executorch.export import ExportRecipe, ExportSession, LoweringRecipe
@@ -90,7 +90,7 @@ def lower(program: Any, request: CheckRequest, pte: Path) -> dict[str, Path]:
 
 
 def make(name: str) -> Any:
-    """A model by its name."""
+    """Return a model by its name."""
     result = globals().get(name) or getattr(models, name)
     return result()
 

@@ -15,7 +15,7 @@ from tests.support.documents import completed
 
 
 def report(cell: str = "c1", **changes: Any) -> dict[str, Any]:
-    """A REPORT with what a measured fp32 model has; `changes` are the contract's fields."""
+    """Return a report with what a measured fp32 model has; `changes` are the contract's fields."""
     message: dict[str, Any] = {
         "id": f"r-{cell}", "cell": cell, "attempt": f"a-{cell}", "recipe": "xnnpack_fp32", "recipe_digest": "r" * 64,
         "method": "forward", "threads": 2, "state": "SUCCEEDED",
@@ -46,7 +46,7 @@ def observed(cell: str, p50_ns: float, ci95: Sequence[float] = (), **changes: An
 
 
 def repeated(cell: str, medians_ns: Sequence[float], **changes: Any) -> dict[str, Any]:
-    """A measurement of a program of its own by several runs with these medians."""
+    """Return a measurement of a program of its own by several runs with these medians."""
     logs = [math.log(median_ns) for median_ns in medians_ns]
     mean_ns, stddev = math.exp(statistics.fmean(logs)), statistics.stdev(logs)
     runs = [{"p50_ns": each, "verdict": {"status": "VALID"}} for each in medians_ns]
@@ -81,7 +81,7 @@ def row(draw: st.DrawFn, index: int) -> dict[str, Any]:
 
 @st.composite
 def reports(draw: st.DrawFn, cell: str = "c1") -> dict[str, Any]:
-    """A REPORT of which any part may be missing, with numbers down to 0."""
+    """Return a report of which any part may be missing, with numbers down to 0."""
     p50 = draw(POSITIVE)
     ends = [p50 * draw(st.floats(0.5, 1)), p50 * draw(st.floats(1, 2))]
     parts: dict[str, Any] = {

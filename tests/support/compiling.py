@@ -117,7 +117,7 @@ async def _ran(workers: Workers, task: str, request: object, answer: Compiled) -
 
 
 def plain(answer: bytes) -> Any:
-    """The result that a compiling child answered with: a LowerResult with the keys of a QuantizeResult."""
+    """Return the result that a compiling child answered with: a LowerResult with the keys of a QuantizeResult."""
     message = child_pb2.CompileResult.FromString(answer)
     compilation = project(message.compilation)
     facts, sizes = compilation["facts"], compilation["sizes"]
@@ -135,7 +135,7 @@ def plain(answer: bytes) -> Any:
 
 
 def listed(answer: bytes) -> list[dict[str, Any]]:
-    """The recipes that a child listed; texts that are absent are empty."""
+    """Return the recipes that a child listed; texts that are absent are empty."""
     rows = project(compile_pb2.ListRecipesResponse.FromString(answer))["recipes"]
     return [{key: "" if value is None else value for key, value in row.items()} for row in rows]
 
@@ -150,7 +150,7 @@ def _plain_value(spec: compile_pb2.ValueSpec) -> dict[str, Any]:
 
 
 def run(pte: bytes, leaves: Sequence[Any], method: str = "forward", times: int = 1, data: Path | None = None) -> list[Any]:
-    """What the program gives on this host, after `times` calls."""
+    """Return what the program gives on this host, after `times` calls."""
     from executorch.runtime import Runtime
 
     loaded = Runtime.get().load_program(pte, data_path=data).load_method(method)
@@ -161,7 +161,7 @@ def run(pte: bytes, leaves: Sequence[Any], method: str = "forward", times: int =
 
 
 def sample(path: Path, *leaves: Any) -> Path:
-    """A tensor file."""
+    """Return a tensor file."""
     path.write_bytes(tensors.encode([values.to_value("", leaf) for leaf in leaves]))
     return path
 

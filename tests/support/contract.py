@@ -50,7 +50,7 @@ def address_of(server: Daemon) -> str:
 
 
 async def call(channel: grpc.aio.Channel, rpc: str, *requests: Message, wait_s: float = WAIT_S) -> list[Any]:
-    """The answers of an rpc by its name; an empty request where none is given."""
+    """Return the answers of an rpc by its name; an empty request where none is given."""
     while True:
         try:
             return await _call_once(channel, rpc, requests, wait_s)

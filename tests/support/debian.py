@@ -71,7 +71,7 @@ def unpack_packages(
 
 
 def debian_tree(packages: Sequence[str], arch: str, release: str) -> Path:
-    """A folder with what the packages alone hold, fetched once. It is shared: copy it to change it."""
+    """Return a folder with what the packages alone hold, fetched once. It is shared: copy it to change it."""
     tree = cache_folder() / f"debian-{release}-{arch}-{digest.of_value(sorted(packages))[:16]}"
     with (cache_folder() / "debian.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -84,7 +84,7 @@ def debian_tree(packages: Sequence[str], arch: str, release: str) -> Path:
 
 
 def run(*command: str, folder: Path | None = None) -> str:
-    """What a command prints, which has to succeed.
+    """Return what a command prints, which has to succeed.
 
     Args:
         folder: where it works.

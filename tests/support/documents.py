@@ -37,7 +37,7 @@ def _item(key: Key, value: Any) -> Any:
 
 
 def row(index: int, kind: str, name: str, share: float, p50_ns: float | None, **more: Any) -> dict[str, Any]:
-    """An operator's row, as the contract's JSON has it."""
+    """Return an operator's row, as the contract's JSON has it."""
     return {"index": index, "kind": kind, "name": name, "share": share, "p50_ns": p50_ns, **more}
 
 
@@ -85,7 +85,7 @@ def report(**changes: Any) -> dict[str, Any]:
 
 
 def document(*reports: dict[str, Any], error: dict[str, Any] | None = None) -> dict[str, Any]:
-    """A document of a job with those reports."""
+    """Return a document of a job with those reports."""
     job = {
         "id": "0123456789abcdef", "name": None, "labels": {}, "state": "SUCCEEDED", "submitted_at": "2026-01-02T03:04:05Z",
         "finished_at": "2026-01-02T03:04:09Z", "server_version": "0.1.0", "tags": [],
@@ -94,7 +94,7 @@ def document(*reports: dict[str, Any], error: dict[str, Any] | None = None) -> d
 
 
 def numerics() -> dict[str, Any]:
-    """The fields of a report with a numerics pass, whose second operator is bad."""
+    """Return the fields of a report with a numerics pass, whose second operator is bad."""
     values = {"dtype": "float32", "shape": [1, 8], "min": -1.0, "max": 2.0, "mean": 0.1, "stddev": 0.5}
     histogram = {"low": -1.0, "high": 2.0, "expected": [1, 4, 3], "actual": [2, 4, 2]}
     where = {"file": "models/resnet.py", "line": 31, "code": "y = self.conv2(y)"}

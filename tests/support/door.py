@@ -39,7 +39,7 @@ class Door:
         self.daemon.files = files
 
     def write(self, *lines: str) -> None:
-        """Replaces what the token file says."""
+        """Replace what the token file says."""
         self.tokens.write_text("".join(f"{line}\n" for line in lines))
 
     @property
@@ -50,12 +50,12 @@ class Door:
         return open_channel(Access(self.address, token))
 
     def forget_peak(self) -> int:
-        """Starts the measurement of the server's memory; what it has now, in bytes."""
+        """Start the measurement of the server's memory; what it has now, in bytes."""
         Path(f"/proc/{self.daemon.pid}/clear_refs").write_text("5")
         return self.memory("VmRSS")
 
     def memory(self, name: str = "VmHWM") -> int:
-        """The most memory since `forget_peak`."""
+        """Return the most memory since `forget_peak`."""
         result = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{self.daemon.pid}/status").read_text())
         assert result is not None
         return int(result[1]) << 10
@@ -91,7 +91,7 @@ async def ended(stream: Any) -> EtfarmError:
 
 
 def watch(channel: grpc.aio.Channel) -> Any:
-    """A stream that stays open as long as it may."""
+    """Return a stream that stays open as long as it may."""
     return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
 
 

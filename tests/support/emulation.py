@@ -39,7 +39,7 @@ def aarch64_wheel() -> Path:
 
 
 def aarch64_archive() -> Path:
-    """The bundle for aarch64; several test runs at once build it one time."""
+    """Return the bundle for aarch64; several test runs at once build it one time."""
     need_emulator()
     need_compiler()
     archive = cache_folder() / f"runner-{ARCH}-{source_digest()[:16]}.tar.gz"

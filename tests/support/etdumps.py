@@ -8,7 +8,7 @@ from typing import Any
 
 
 def written(*runs: Sequence[dict[str, Any]]) -> bytes:
-    """An .etdp file with a run for each list of profile events."""
+    """Return an .etdp file with a run for each list of profile events."""
     from executorch.devtools.etdump import serialize
 
     data = [{"name": "Execute", "events": [{"profile_event": event} for event in run]} for run in runs]
@@ -22,7 +22,7 @@ def event(name: str, start: int, end: int, instruction: int = -1, **more: Any) -
 
 
 def decoded(data: bytes) -> list[list[dict[str, Any]]]:
-    """The profile events of each run that has some."""
+    """Return the profile events of each run that has some."""
     from executorch.devtools.etdump import serialize
 
     runs = json.loads(serialize._convert_from_flatcc(data))["run_data"]

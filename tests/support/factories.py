@@ -161,7 +161,7 @@ def several() -> Any:
 
 
 def without_bias() -> Any:
-    """A user's own source transform."""
+    """Return a user's own source transform."""
     from etfarm.client.export import ModelSource
 
     def transform(method: str, module: nn.Module) -> nn.Module:

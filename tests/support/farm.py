@@ -50,7 +50,7 @@ class Daemon:
         self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
-        """Starts it; what it printed before is forgotten."""
+        """Start it; what it printed before is forgotten."""
         self.lines, self._queue = [], Queue()
         with self.log.open("a") as errors:
             self.process = subprocess.Popen(
@@ -65,7 +65,7 @@ class Daemon:
         queue.put(None)
 
     def expect(self, text: str, timeout_s: float = START_S) -> str:
-        """Waits for a line of stdout that contains `text`; fails with the log when the process ends first."""
+        """Wait for a line of stdout that contains `text`; fail with the log when the process ends first."""
         while True:
             try:
                 line = self._queue.get(timeout=timeout_s)
@@ -83,7 +83,7 @@ class Daemon:
         return self.process.pid
 
     def signal(self, number: int) -> None:
-        """Sends a signal to the process."""
+        """Send a signal to the process."""
         os.kill(self.pid, number)
 
     def kill9(self) -> None:
@@ -93,7 +93,7 @@ class Daemon:
         self.process.wait()
 
     def stop(self) -> int:
-        """Ends it in order; its exit code."""
+        """End it in order, and return its exit code."""
         if self.process is None:
             return 0
         if self.process.poll() is None:
@@ -131,7 +131,7 @@ class FarmProcess:
         self.agents: list[Daemon] = []
 
     def start(self, *, agents: int = 1) -> FarmProcess:
-        """Starts the server, offers it the runner, and starts agents that have connected when this returns."""
+        """Start the server, offer it the runner, and start agents that have connected when this returns."""
         self.restart()
         if self._bundle:
             with self.client() as farm:
@@ -141,7 +141,7 @@ class FarmProcess:
         return self
 
     def restart(self) -> None:
-        """Starts the server, on the port that it had before."""
+        """Start the server, on the port that it had before."""
         listen = self.address or "127.0.0.1:0"
         arguments = ["serve", "--listen", listen, "--data", str(self.folder / "server"), "--exit-with-stdin", "--no-bundle"]
         arguments += [] if self._prewarm else ["--no-prewarm"]
@@ -175,7 +175,7 @@ class FarmProcess:
         return agent
 
     def client(self) -> Farm:
-        """A client of this farm; use it in a with statement."""
+        """Return a client of this farm; use it in a with statement."""
         return Farm(self.address)
 
     def kill9(self) -> None:
@@ -184,7 +184,7 @@ class FarmProcess:
         self.server.kill9()
 
     def stop(self) -> None:
-        """Ends all of it."""
+        """End all of it."""
         for agent in self.agents:
             if agent.process is not None and agent.process.poll() is None:
                 agent.signal(signal.SIGCONT)
@@ -196,7 +196,7 @@ class FarmProcess:
 def etfarm(
     *arguments: str, cwd: Path, environment: dict[str, str] | None = None, timeout_s: float = 240.0
 ) -> subprocess.CompletedProcess[str]:
-    """Runs one command of the CLI to its end.
+    """Run one command of the CLI to its end.
 
     Without an environment of its own, a command that may export a model is forked from a process that has loaded torch.
     """
@@ -210,7 +210,7 @@ def etfarm(
 
 
 def descendants(pid: int) -> set[int]:
-    """The processes below `pid`, by /proc."""
+    """Return the processes below `pid`, by /proc."""
     parents: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
@@ -227,7 +227,7 @@ def descendants(pid: int) -> set[int]:
 
 
 def runners(agent_pid: int) -> set[int]:
-    """The runners of an agent: what is below it but for the launcher that waits to become the next one."""
+    """Return the runners of an agent: what is below it but for the launcher that waits to become the next one."""
     return {pid for pid in descendants(agent_pid) if not _is_launcher(pid)}
 
 

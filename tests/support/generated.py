@@ -16,7 +16,7 @@ VOCABULARY = 96
 
 
 def tensor(dtype: str, *dims: int | tuple[int, int]) -> compile_pb2.ValueSpec:
-    """A tensor with dims that are static, or dynamic from a minimum to a maximum."""
+    """Return a tensor with dims that are static, or dynamic from a minimum to a maximum."""
     ranges = [dim if isinstance(dim, tuple) else (dim, dim) for dim in dims]
     return compile_pb2.ValueSpec(
         kind=common_pb2.VALUE_KIND_TENSOR, dtype=dtype, dims=[compile_pb2.DimRange(min=low, max=high) for low, high in ranges]
@@ -24,14 +24,14 @@ def tensor(dtype: str, *dims: int | tuple[int, int]) -> compile_pb2.ValueSpec:
 
 
 def method(*inputs: compile_pb2.ValueSpec, logits: str = "float32", state_bytes: int = 1024) -> compile_pb2.MethodFacts:
-    """A method that returns logits."""
+    """Return a method that returns logits."""
     return compile_pb2.MethodFacts(
         inputs=inputs, outputs=[tensor(logits, 1, VOCABULARY)], operators=["aten::add.out"], state_bytes=state_bytes
     )
 
 
 def constant(value: int | bool) -> compile_pb2.MethodFacts:
-    """A metadata method."""
+    """Return a metadata method."""
     scalar = compile_pb2.Scalar(truth=value) if isinstance(value, bool) else compile_pb2.Scalar(integer=value)
     return compile_pb2.MethodFacts(outputs=[compile_pb2.ValueSpec(kind=common_pb2.VALUE_KIND_INT, value=scalar)])
 
@@ -44,7 +44,7 @@ def facts(methods: dict[str, compile_pb2.MethodFacts] | None = None, **metadata:
 
 
 def plan(*points: tuple[int, int], tokens: int = 4, repetitions: int = 3) -> generation_pb2.GenerationPlan:
-    """A plan for `facts()`."""
+    """Return a plan for `facts()`."""
     return generation_pb2.GenerationPlan(
         model=generation_pb2.LanguageModel(
             prefill_method="forward", decode_method="forward", max_prompt_tokens=CONTEXT - 1, vocab_size=VOCABULARY
@@ -58,7 +58,7 @@ def plan(*points: tuple[int, int], tokens: int = 4, repetitions: int = 3) -> gen
 def process(
     folder: Path, asked: generation_pb2.GenerationPlan, times: Sequence[Sequence[int]], *, tokens: Sequence[int] = ()
 ) -> agent_pb2.GenerationResult:
-    """What a process sends: the times of each repetition of all points in order. Its files are in the folder, by digest.
+    """Return what a process sends: the times of each repetition of all points in order. Its files are in the folder, by digest.
 
     Args:
         tokens: those of every repetition; 0, 1, 2, ... if empty.
@@ -78,7 +78,7 @@ def process(
 
 
 def point(decode: float, *runs: float, depth: int = 0, status: str = "VALID", reach: float = 0.01) -> dict[str, Any]:
-    """A point of REPORT.generation whose prefill is ten times as fast as its decode."""
+    """Return a point of REPORT.generation whose prefill is ten times as fast as its decode."""
 
     def numbers(rate: float) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -99,7 +99,7 @@ def point(decode: float, *runs: float, depth: int = 0, status: str = "VALID", re
 
 
 def generated_report(cell: str, *points: dict[str, Any], **changes: Any) -> dict[str, Any]:
-    """A REPORT of a language model of its own."""
+    """Return a REPORT of a language model of its own."""
     own = {"program": {"digest": cell.ljust(64, "0"), "size_bytes": 1000}, "toolchain": {"torch": "2.13.0"}}
     model = {
         "prefill_method": "forward", "decode_method": "forward", "max_prompt_tokens": 63, "max_context_tokens": CONTEXT,

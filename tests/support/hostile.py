@@ -48,7 +48,7 @@ def branches() -> Any:
 
 
 def members(program: Any, folder: Path) -> Members:
-    """The members of the program's .pt2, by name without the root."""
+    """Return the members of the program's .pt2, by name without the root."""
     path = folder / "good.pt2"
     torch.export.save(program, path)
     with zipfile.ZipFile(path) as archive:
@@ -56,7 +56,7 @@ def members(program: Any, folder: Path) -> Members:
 
 
 def write(path: Path, contents: Members, root: str = "archive/") -> Path:
-    """Writes members as torch does: stored, in one root folder."""
+    """Write members as torch does: stored, in one root folder."""
     with zipfile.ZipFile(path, "w", zipfile.ZIP_STORED) as archive:
         for name, data in contents.items():
             archive.writestr(root + name, data)
@@ -64,19 +64,19 @@ def write(path: Path, contents: Members, root: str = "archive/") -> Path:
 
 
 def changed(contents: Members, change: Callable[[Any], None], name: str = MODEL) -> Members:
-    """The members with one JSON document changed."""
+    """Return the members with one JSON document changed."""
     document = json.loads(contents[name])
     change(document)
     return contents | {name: json.dumps(document).encode()}
 
 
 def node(graph: Any, target: str) -> Any:
-    """The first node of a serialized graph with the target."""
+    """Return the first node of a serialized graph with the target."""
     return next(one for one in graph["nodes"] if one["target"] == target)
 
 
 def replaces_ones(target: str, inputs: list[Any]) -> Callable[[Any], None]:
-    """Puts an operator in the place of the program's first `aten.ones`."""
+    """Put an operator in the place of the program's first `aten.ones`."""
 
     def change(program: Any) -> None:
         result = node(program["graph_module"]["graph"], "torch.ops.aten.ones.default")
@@ -91,7 +91,7 @@ def argument(name: str, kind: str, value: Any, *, keyword: bool = False) -> Any:
 
 
 def reads(file: Path) -> Callable[[Any], None]:
-    """Makes the program read a file's first bytes."""
+    """Make the program read a file's first bytes."""
     return replaces_ones(
         "torch.ops.aten.from_file.default",
         [

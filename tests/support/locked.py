@@ -21,7 +21,7 @@ _TOKEN, _PUBLIC_KEY = 1, 3
 
 
 async def _message(reader: asyncio.StreamReader) -> tuple[bytes, bytes, int]:
-    """A message as it came, its command, its first argument."""
+    """Return a message as it came, its command, its first argument."""
     head = await reader.readexactly(_HEADER.size)
     command, argument, _, size, _, _ = _HEADER.unpack(head)
     return head + await reader.readexactly(size), command, argument
@@ -42,7 +42,7 @@ async def _pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
 
 
 async def main(port: int, adbd_port: int) -> None:
-    """Listens for ever."""
+    """Listen for ever."""
     allowed = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGUSR1, allowed.set)
 

@@ -178,7 +178,7 @@ def quantized() -> Any:
 
 
 def four_bit() -> Any:
-    """A linear whose weights torchao made 4-bit before the export, as a client does it."""
+    """Return a linear whose weights torchao made 4-bit before the export, as a client does it."""
     from torchao.quantization import quantize_
     from torchao.quantization.granularity import PerAxis
     from torchao.quantization.quant_api import Int8DynamicActivationIntxWeightConfig
@@ -201,7 +201,7 @@ def resnet8() -> Any:
 
 
 def save(make: Callable[[], Any], path: Path) -> Path:
-    """Writes what `make` exports, seeded, as a .pt2 whose bytes do not depend on the path."""
+    """Write what `make` exports, seeded, as a .pt2 whose bytes do not depend on the path."""
     torch.manual_seed(0)
     buffer = io.BytesIO()
     torch.export.save(make(), buffer)

@@ -47,7 +47,7 @@ def mutated(document: dict[str, Any], seed: int, number: int) -> Iterator[tuple[
 
 
 def read_everywhere(text: str, good: dict[str, Any]) -> str | None:
-    """Gives the document of `text` to every format, the command line and a comparison; the sentence where it is refused.
+    """Give the document of `text` to every format, the command line and a comparison; the sentence where it is refused.
 
     Raises:
         Exception: whatever a reader raises that is no EtfarmError.

@@ -53,7 +53,7 @@ class Link:
         self._loop.call_soon_threadsafe(self._cut)
 
     def limit(self, bytes_per_s: int | None) -> None:
-        """Makes each connection so slow each way; None: as fast as it gets."""
+        """Limit each connection to this rate each way; None removes the limit."""
         self._bytes_per_s = bytes_per_s
 
     def heal(self) -> None:

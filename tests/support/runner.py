@@ -31,7 +31,7 @@ ENDLESS = MeasurePlan(warmup=0, iterations=1_000_000_000, min_time_ns=10**12, ma
 
 
 def runner_archive() -> Path:
-    """The bundle of this machine's architecture; several test runs at once build it one time."""
+    """Return the bundle of this machine's architecture; several test runs at once build it one time."""
     if shutil.which("g++") is None:
         pytest.skip("needs a compiler: apt-get install g++")
     archive = cache_folder() / f"runner-{source_digest()[:16]}.tar.gz"

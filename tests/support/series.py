@@ -10,7 +10,7 @@ from etfarm.wire.series import decode_trace_times, trace_times_bytes
 
 
 def traced_times(report: report_pb2.Report, folder: Path) -> list[list[int]]:
-    """The times that an analysis wrote to its folder: of the method, then of each operator."""
+    """Return the times that an analysis wrote to its folder: of the method, then of each operator."""
     data = (folder / TRACE_TIMES).read_bytes()
     assert len(data) == report.trace_times.size_bytes == trace_times_bytes(report)
     rows = decode_trace_times(data, 1 + len(report.operators))

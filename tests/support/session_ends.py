@@ -60,7 +60,7 @@ class Agent:
         self.stream = self.stub.Connect(_beating(self.outgoing))
 
     async def started(self) -> agent_pb2.StartRun:
-        """The next run that it is asked for."""
+        """Return the next run that it is asked for."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 message = await self.stream.read()
@@ -69,13 +69,13 @@ class Agent:
                     return start
 
     def ended(self, start: agent_pb2.StartRun, reason: str, fault: common_pb2.Fault.ValueType) -> None:
-        """Tells how a run ended."""
+        """Report how a run ended."""
         error = common_pb2.Error(fault=fault, reason=reason, message=f"{reason}.")
         result = agent_pb2.RunResult(attempt_id=start.attempt_id, device_id=start.device_id, error=error)
         self.outgoing.put_nowait(agent_pb2.AgentMessage(run_result=result))
 
     def serve(self, start: agent_pb2.StartRun) -> Serving:
-        """A session's stream, ready."""
+        """Return a session's stream, ready."""
         return Serving(self.stub, start.attempt_id)
 
 
@@ -94,26 +94,26 @@ class Serving:
         self._outgoing.put_nowait(reply)
 
     async def call(self) -> agent_pb2.SessionCall:
-        """The next call."""
+        """Return the next call."""
         async with asyncio.timeout(WAIT_S):
             return await self.stream.read()
 
     def answer(self, call_id: str, run_ns: int, outputs: session_pb2.SessionTensors | None = None) -> None:
-        """Answers a call."""
+        """Answer a call."""
         answer = session_pb2.SessionAnswer(run_ns=run_ns, outputs=outputs)
         self._send(agent_pb2.SessionReply(answered=agent_pb2.SessionAnswered(call_id=call_id, answer=answer)))
 
     def line(self, text: str) -> None:
-        """Says what the runner printed."""
+        """Report what the runner printed."""
         self._send(agent_pb2.SessionReply(log_line=text))
 
     def end(self) -> None:
-        """Closes its side."""
+        """Close its side."""
         self._outgoing.put_nowait(None)
 
 
 async def _beating(queue: asyncio.Queue[agent_pb2.AgentMessage | None]) -> AsyncIterator[agent_pb2.AgentMessage]:
-    """The queue's messages, and heartbeats where none comes."""
+    """Yield the queue's messages, and heartbeats where none comes."""
     while True:
         try:
             message = await asyncio.wait_for(queue.get(), BEAT_S)
@@ -138,7 +138,7 @@ class Caller:
         self.id = ""
 
     async def event(self, kind: str) -> session_pb2.SessionEvent:
-        """The next event of this kind."""
+        """Return the next event of this kind."""
         async with asyncio.timeout(WAIT_S):
             while True:
                 event = await self.events.read()
@@ -148,7 +148,7 @@ class Caller:
                     return event
 
     def call(self, call_id: str, **task: object) -> asyncio.Task[session_pb2.CallSessionResponse]:
-        """A call under way."""
+        """Return a call under way."""
         asked = session_pb2.SessionTask(method="forward", **task)  # type: ignore[arg-type]
         request = session_pb2.CallSessionRequest(session_id=self.id, call_id=call_id, task=asked)
 

@@ -113,7 +113,7 @@ class Machine:
             self._process = None
 
     def expect(self, text: str, timeout_s: float = START_S) -> str:
-        """Waits for a line of the console with `text`, behind the one that was waited for before.
+        """Wait for a line of the console with `text`, behind the one that was waited for before.
 
         Raises:
             AssertionError: it does not come in time, or the machine has ended; with the console's last lines.
@@ -135,7 +135,7 @@ class Machine:
             time.sleep(0.02)
 
     def run(self, command: str, timeout_s: float = START_S) -> str:
-        """Runs a command in the machine's shell, as root; what it printed.
+        """Run a command in the machine's shell, as root, and return what it printed.
 
         Raises:
             AssertionError: it failed, or did not end in time.
@@ -153,7 +153,7 @@ class Machine:
         return "\n".join(lines)
 
     def port(self) -> int:
-        """The port on 127.0.0.1 that leads into the machine; the system chose it."""
+        """Return the port on 127.0.0.1 that leads into the machine; the system chose it."""
         (address,) = {
             connection.laddr
             for connection in psutil.Process(self.pid).net_connections("tcp4")
@@ -214,7 +214,7 @@ class Board(Machine):
         super().__init__(folder, image, disks)
 
     def limit(self, bytes_per_s: int | None) -> None:
-        """Makes the link to the server slow, from now on, or with None as fast as it gets."""
+        """Limit the link to the server from now on; None removes the limit."""
         (self._link / "rate").write_text(str(bytes_per_s or ""))
 
     def power_cut(self, *, close_connection: bool = False) -> None:
@@ -239,11 +239,11 @@ class Board(Machine):
         assert not alive, alive
 
     def agent(self) -> int:
-        """The agent's process id in the board; what it starts has greater ones."""
+        """Return the agent's process id in the board; what it starts has greater ones."""
         return min(int(pid) for pid in self.run("busybox pidof python3.11").split())
 
     def agent_rss_bytes(self) -> int:
-        """What the agent has in memory."""
+        """Return what the agent has in memory."""
         return int(self.run(f"busybox grep VmRSS: /proc/{self.agent()}/status").split()[1]) * 1024
 
     def _network(self) -> list[str]:
@@ -291,7 +291,7 @@ class PhoneVm(Machine):
         return f"127.0.0.1:{self.port()}"
 
     def say(self, command: str, text: str | None) -> None:
-        """Makes `getprop`, or `dumpsys SERVICE` by the service's name, print a text; with None what the image has."""
+        """Make `getprop`, or `dumpsys SERVICE` by the service's name, print a text; with None what the image has."""
         shim = f"/data/shims/{command}"
         self.run(f"rm -f {shim}" if text is None else f"echo {base64.b64encode(text.encode()).decode()} | base64 -d > {shim}")
 
@@ -326,7 +326,7 @@ class Adb:
             raise AssertionError(f"the adb server does not come up: {self._log.read_text()}")
 
     def __call__(self, *arguments: str, serial: str = "", timeout_s: float = START_S) -> subprocess.CompletedProcess[str]:
-        """Runs one adb command to its end."""
+        """Run one adb command to its end."""
         which = ["-s", serial] if serial else []
         return subprocess.run(
             ["adb", *which, *arguments], env=self.environment, stdin=subprocess.DEVNULL, capture_output=True, text=True,
@@ -348,7 +348,7 @@ class Adb:
         self("disconnect", phone.serial)
 
     def close(self) -> None:
-        """Ends the server."""
+        """End the server."""
         self._server.kill()
         self._server.wait()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def look(request: object, folder: Path, emit: Callable[[bytes], None]) -> bytes:
-    """The threads that torch has here, and the modules that XNNPACK's passes have their patterns from."""
+    """Return the threads that torch has here, and the modules that XNNPACK's passes have their patterns from."""
     import torch
     from executorch.backends.xnnpack.partition.graphs import bilinear_2d, sdpa
 

@@ -73,7 +73,7 @@ def talk(request: object, folder: Path, emit: Emit) -> bytes:
 
 
 def look_around(request: object, folder: Path, emit: Emit) -> bytes:
-    """Reports what the jail left: tries the listener that the test opened on loopback, and an abstract unix socket."""
+    """Report what the jail left: try the listener that the test opened on loopback, and an abstract unix socket."""
     port, name, token_owner = json.loads(str(request))
     outcome = {}
     for what, family, address in (("tcp", socket.AF_INET, ("127.0.0.1", port)), ("abstract", socket.AF_UNIX, name)):
@@ -96,7 +96,7 @@ def look_around(request: object, folder: Path, emit: Emit) -> bytes:
 
 
 def linger(request: object, folder: Path, emit: Emit) -> bytes:
-    """Starts a grandchild in a session of its own, emits an event, and waits for ever."""
+    """Start a grandchild in a session of its own, emit an event, and wait forever."""
     subprocess.Popen(["sleep", "600"], start_new_session=True)
     emit(b'{"event": "lingers"}')
     signal.pause()
@@ -104,7 +104,7 @@ def linger(request: object, folder: Path, emit: Emit) -> bytes:
 
 
 def leave_behind(request: object, folder: Path, emit: Emit) -> bytes:
-    """Ends well, but leaves a process in a session of its own: a sleep of `request` seconds."""
+    """End well, but leave a process in a session of its own: a sleep of `request` seconds."""
     left = subprocess.Popen(["sleep", str(request)], start_new_session=True)
     return b"running" if left.poll() is None else b"ended"
 
@@ -115,7 +115,7 @@ def spin(request: object, folder: Path, emit: Emit) -> bytes:
 
 
 def flood(request: object, folder: Path, emit: Emit) -> bytes:
-    """Says more than a megabyte on one line, and bytes that are no UTF-8."""
+    """Report more than a megabyte on one line, and bytes that are no UTF-8."""
     os.write(1, b"x" * 1_000_000 + b"\n")
     os.write(2, b"\xff\xfe\n")
     return b"done"

@@ -16,12 +16,12 @@ _RANGE: Final = re.compile(r"\{(\d+)-(\d+)\}")
 
 
 def names() -> list[str]:
-    """The devices that there are facts of."""
+    """Return the devices that there are facts of."""
     return sorted(path.stem for path in FOLDER.glob("*.txt"))
 
 
 def load(name: str) -> dict[str, str]:
-    """A device's facts, as `inventory.parse` takes them."""
+    """Return a device's facts, as `inventory.parse` takes them."""
     facts: dict[str, str] = {}
     # What stands before the first fact says where they are from.
     for section in re.split(r"^@ ", (FOLDER / f"{name}.txt").read_text(), flags=re.MULTILINE)[1:]:

@@ -33,7 +33,7 @@ REPORT: dict[str, Any] = {
 
 
 def with_(path: str, value: Any) -> dict[str, Any]:
-    """The report with one value another."""
+    """Return the report with one value another."""
     created = copy.deepcopy(REPORT)
     *route, key = path.split(".")
     target: Any = created

@@ -19,7 +19,7 @@ PROTO = ROOT / "proto"
 
 
 def exits(error: EtfarmError | type[BaseException] | int | None) -> EntryPoint:
-    """An entry point whose command ends so."""
+    """Return an entry point whose command ends so."""
     _endings["now"] = error
     return EntryPoint("bench", f"{__name__}:end", command.GROUP)
 

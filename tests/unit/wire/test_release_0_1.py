@@ -42,7 +42,7 @@ def pairs() -> dict[tuple[str, str], tuple[Descriptor, Descriptor]]:
 
 
 def copied(message: Descriptor) -> Iterator[FieldDescriptor]:
-    """The fields of an old message that are copied by themselves."""
+    """Yield the fields of an old message that are copied by themselves."""
     moved = {name for (holder, names) in tables.MOVED if holder == message.name for name in names}
     for field in message.fields:
         if field.name not in moved and label(field) not in tables.LEFT_OUT:
@@ -85,7 +85,7 @@ def test_a_full_message_converts_and_an_empty_one_stays_empty(kind: Any) -> None
 
 
 def filled(message: Any) -> Any:
-    """The message with every field set, maps under METHOD, lists of two."""
+    """Return the message with every field set, maps under METHOD, lists of two."""
     for field in message.DESCRIPTOR.fields:
         target = getattr(message, field.name)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:

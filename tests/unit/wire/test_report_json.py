@@ -19,7 +19,7 @@ from tests.support.report_keys import KEYS
 
 
 def filled(message: Message, number: float = 3.0) -> Message:
-    """The message with every field set, maps under METHOD, lists of one."""
+    """Return the message with every field set, maps under METHOD, lists of one."""
     for field in message.DESCRIPTOR.fields:
         target = getattr(message, field.name)
         if field.message_type is not None and field.message_type.GetOptions().map_entry:

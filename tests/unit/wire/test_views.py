@@ -16,7 +16,7 @@ TYPES = [["aten.convolution.default"], ["aten.convolution.default", "aten.relu.d
 
 
 def row(index: int, kind: str = "OPERATOR", **more: Any) -> dict[str, Any]:
-    """A row of the JSON with what views look at."""
+    """Return a row of the JSON with what views look at."""
     base = {
         "index": index, "kind": kind, "parent": None, "name": "aten.add.out", "op_types": [], "backend": None, "delegated": False,
         "mean_ns": 10.0, "p50_ns": 10.0, "resolution_ns": None, "share": 0.1, "module": None, "source": None, "aligned": None,

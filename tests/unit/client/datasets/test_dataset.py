@@ -15,7 +15,7 @@ WAIT_S = 60.0
 
 
 def dataset(choose: Callable[[], Awaitable[Sequence[tuple[str, str]]]], close: Callable[[], Awaitable[None]]) -> Dataset:
-    """A data set that opens no session."""
+    """Return a data set that opens no session."""
 
     def open_session(selector: str, on_wait: TextCallback) -> AsyncSession:
         raise AssertionError("no device was chosen")

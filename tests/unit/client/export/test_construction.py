@@ -52,7 +52,7 @@ def recurrent():
 
 
 def lines(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, set[Source | None]]:
-    """The lines of each operator of a factory's model, as its archive has them."""
+    """Return the lines of each operator of a factory's model, as its archive has them."""
     monkeypatch.chdir(folder)
     path = folder / "net.py"
     path.write_text(FILE)

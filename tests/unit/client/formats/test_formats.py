@@ -75,7 +75,7 @@ def _drawn(draw: st.DrawFn, index: int, kind: str, parent: int | None) -> dict[s
 
 
 def _begin(draw: st.DrawFn, rows: list[dict[str, Any]]) -> None:
-    """Gives rows beginnings as a device records them; kernels may end beyond their delegate by a tick."""
+    """Return rows' beginnings as a device records them; kernels may end beyond their delegate by a tick."""
     at = 0.0
     for top in [one for one in rows if one.get("parent") is None and not one["kind"].endswith("REST")]:
         top["start_ns"], top["duration_ns"] = at, draw(st.floats(0, 1e6))
@@ -320,7 +320,7 @@ def test_the_page_has_the_pairs_of_the_numeric_gap_as_every_other_format() -> No
 
 
 def _embedded(created: dict[str, Any]) -> dict[str, Any]:
-    """What the scripts of a page draw its first report from."""
+    """Return what the scripts of a page draw its first report from."""
     page = html.write(created).decode()
     data: dict[str, Any] = json.loads(page.partition('id="data">')[2].partition("</script>")[0])[0]
     return data

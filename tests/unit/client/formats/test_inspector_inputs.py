@@ -18,7 +18,7 @@ FILES = ["program.etrecord", "traced.etdp", "numerics.etrecord", "numerics.etdp"
 
 
 def inputs_of_script(folder: Path) -> list[Any]:
-    """What the script's own `inputs` gives in a folder that has nothing but inputs."""
+    """Return what the script's own `inputs` gives in a folder that has nothing but inputs."""
     text = executorch.script(report(**numerics()), FILES)
     compile(text, executorch.SCRIPT, "exec")
     function = text[text.index("def inputs():") : text.index("numerics_record =")]

@@ -18,7 +18,7 @@ START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 def report(p50_ns: float | None = 1000.0, verdict: str = "VALID", **changed: Any) -> dict[str, Any]:
-    """A REPORT of a network on a board, as the contract's projection has it."""
+    """Return a REPORT of a network on a board, as the contract's projection has it."""
     created = report_pb2.Report(
         id="r", cell="c", recipe="xnnpack_fp32", method="forward", threads=4, state=common_pb2.CELL_STATE_SUCCEEDED
     )
@@ -100,13 +100,13 @@ def test_changes_of_a_point_are_against_the_base_of_its_ratio() -> None:
 
 
 def without_a_program() -> dict[str, Any]:
-    """What a cell that failed to compile leaves: no device, no program, no numbers."""
+    """Return what a cell that failed to compile leaves: no device, no program, no numbers."""
     failed = report(None, state="FAILED", latency=None, compile=None, accuracy=None, device=None, runner=None)
     return failed | {"verdict": None, "error": {"reason": "EXPORT_FAILED"}}
 
 
 def compiled(program: str) -> dict[str, Any]:
-    """What is only compiled."""
+    """Return what is only compiled."""
     created = report(None, latency=None, device=None, runner=None, compile__program__digest=program * 64)
     return created | {"verdict": None}
 

@@ -15,12 +15,12 @@ from etfarm.wire.tensors import Scalar, Tensor, from_array, to_array
 
 
 def method(*inputs: session_pb2.SessionValue) -> session_pb2.SessionMethod:
-    """A method of these inputs."""
+    """Return a method of these inputs."""
     return session_pb2.SessionMethod(name="forward", inputs=inputs)
 
 
 def tensor(name: str = "", dtype: str = "float32", shape: tuple[int, ...] = (2, 3), order: tuple[int, ...] = (0, 1)) -> object:
-    """An input that is a tensor."""
+    """Return an input that is a tensor."""
     return session_pb2.SessionValue(name=name, kind=common_pb2.VALUE_KIND_TENSOR, dtype=dtype, shape=shape, dim_order=order)
 
 

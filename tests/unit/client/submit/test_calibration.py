@@ -32,7 +32,7 @@ def source(**more: Any) -> ModelSource:
 
 
 def first_numbers(model: PreparedModel, method: str = "forward") -> list[float]:
-    """The first element of each sample."""
+    """Return the first element of each sample."""
     numbers = []
     for sample in model.methods[method].calibration:
         (value,) = tensors.decode(sample.read_bytes() if isinstance(sample, Path) else sample)

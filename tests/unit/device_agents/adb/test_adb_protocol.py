@@ -75,7 +75,7 @@ def test_nothing_else_is_a_length(digits: bytes) -> None:
 
 
 async def dealt(parts: Sequence[bytes]) -> tuple[int | None, bytes, bytes]:
-    """What `split` makes of bytes that come in these parts."""
+    """Return what `split` makes of bytes that come in these parts."""
     source = asyncio.StreamReader()
     outputs = {1: Output(1 << 20), 2: Output(1 << 20)}
     splitting = asyncio.create_task(split(source, outputs))
@@ -90,7 +90,7 @@ async def dealt(parts: Sequence[bytes]) -> tuple[int | None, bytes, bytes]:
 
 
 def cut(data: bytes, places: Sequence[int]) -> list[bytes]:
-    """The bytes in parts."""
+    """Return the bytes in parts."""
     ends = sorted({place % (len(data) + 1) for place in places} | {len(data)})
     return [data[start:end] for start, end in zip([0, *ends], ends, strict=False)]
 

@@ -177,7 +177,7 @@ async def test_a_cut_upload_goes_on_where_it_was(store: Store, transfers: Transf
 
 
 def bundle_archive(entry: bytes = b"runner") -> bytes:
-    """A bundle that nothing is started from; its manifest is right about b"runner" only."""
+    """Return a bundle that nothing is started from; its manifest is right about b"runner" only."""
     member = BundledFile(digests.of_bytes(b"runner"), 6)
     manifest = BundleManifest("x86_64", "1.5.1", "s", (), (), {"runner": member}, loader="runner", entry="runner")
     buffer = io.BytesIO()

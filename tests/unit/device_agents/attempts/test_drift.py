@@ -57,7 +57,7 @@ class Paced:
 
 
 async def paced(pace: Callable[[int], int], plan: MeasurePlan = PLAN, left_s: float = 1e9) -> tuple[Measured, list[MeasurePlan]]:
-    """What is measured at a pace, and the passes that it took."""
+    """Return what is measured at a pace, and the passes that it took."""
     runner = Paced(pace)
     return await drift.measure(runner, plan, lambda progress: None, lambda: left_s), runner.plans  # type: ignore[arg-type]
 

@@ -60,7 +60,7 @@ async def result_of(
     repeat: int = 1,
     target: type[Machine] = Machine,
 ) -> tuple[agent_pb2.CandidateResult, list[agent_pb2.RunProgress]]:
-    """The result of an attempt with one candidate, and its progress."""
+    """Return the result of an attempt with one candidate, and its progress."""
     pte = blobs.put(model.bytes)
     candidate = agent_pb2.RunCandidate(
         cell_id="cell",

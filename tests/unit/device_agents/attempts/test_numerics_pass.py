@@ -54,7 +54,7 @@ def candidate_of(
 async def attempt(
     address: str, folder: Path, *candidates: agent_pb2.RunCandidate, interleave: bool = False, deadline_s: float = 120
 ) -> list[agent_pb2.CandidateResult]:  # fmt: skip
-    """What an attempt of these gives; nothing of it is left on the disk."""
+    """Return what an attempt of these gives; nothing of it is left on the disk."""
     config = AgentConfig(Access(address), "board", folder, gates=GateLimits(idle_wait_s=0, cool_wait_s=0))
     start = agent_pb2.StartRun(
         attempt_id="a", device_id="d", candidates=candidates, deadline_s=deadline_s,

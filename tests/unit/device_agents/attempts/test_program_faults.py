@@ -83,7 +83,7 @@ class Struck:
             self.on_loading()
 
     async def result(self) -> agent_pb2.CandidateResult:
-        """What came of it, and that nothing is left."""
+        """Return what came of it, and that nothing is left."""
         before = descendants(psutil.Process().pid)
         running = asyncio.create_task(self._attempt.run())
         async with asyncio.timeout(WAIT_S):
@@ -98,7 +98,7 @@ class Struck:
 
 
 async def freed(strike: Callable[[], Struck], within_s: float = FREE_S) -> agent_pb2.CandidateResult:
-    """What came of it, and that the device was free so soon after the timed pass began."""
+    """Return what came of it, and that the device was free so soon after the timed pass began."""
     took_s: list[float] = []
     while not took_s or (took_s[-1] >= within_s and len(took_s) < TRIES):
         struck = strike()

@@ -25,7 +25,7 @@ ODD = [
 
 
 def systemd_on(text: str, folder: Path) -> str:
-    """What systemd reads in a unit, in its own words; fails with what it complains of."""
+    """Return what systemd reads in a unit, in its own words; fail with its complaints."""
     if shutil.which("systemd-analyze") is None:
         pytest.skip("needs systemd-analyze: apt-get install systemd")
     path = folder / "etfarm-agent.service"
@@ -46,7 +46,7 @@ def settings_of(dump: str, name: str) -> list[str]:
 
 
 def words(line: str) -> list[str]:
-    """A command line as systemd writes it: words, quoted where it takes that, with C's escapes."""
+    """Return a command line as systemd writes it: words, quoted where it takes that, with C's escapes."""
     result = []
     for quoted, plain in re.findall(r'"((?:[^"\\]|\\.)*)"|(\S+)', line):
         result.append(re.sub(r"\\([0-7]{3}|.)", lambda escape: _unescaped(escape.group(1)), plain or quoted))

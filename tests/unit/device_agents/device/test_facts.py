@@ -27,7 +27,7 @@ def _run(argv: list[str], line: str, path: str) -> bytes:
 
 
 def _tools(folder: Path, provider: str, applets: tuple[str, ...]) -> str:
-    """A folder for PATH in which one program is all that there is."""
+    """Return a folder for PATH in which one program is all that there is."""
     folder.mkdir()
     for applet in applets:
         (folder / applet).symlink_to(provider)

@@ -100,7 +100,7 @@ def test_what_is_no_cpu_list_is_refused(text: str) -> None:
 
 
 def device(*clusters: tuple[list[int], int]) -> device_pb2.Device:
-    """A device of (cpus, physical cores), fastest first."""
+    """Return a device of (cpus, physical cores), fastest first."""
     created = [device_pb2.Cluster(cpus=cpus, physical_cores=cores) for cpus, cores in clusters]
     return device_pb2.Device(name="board", clusters=created)
 

@@ -30,7 +30,7 @@ from tests.support.runner import runner_archive, runner_bundle  # noqa: F401 - a
 
 
 def said_by(*arguments: str, **environment: str) -> tuple[int, str]:
-    """The exit code of `etfarm bundle build`, and what it wrote to stderr."""
+    """Return the exit code of `etfarm bundle build`, and what it wrote to stderr."""
     done = subprocess.run(
         [sys.executable, "-m", "etfarm.wire.command", "bundle", "build", *arguments],
         env=os.environ | environment, capture_output=True, text=True, check=False,

@@ -45,7 +45,7 @@ def expected(model: Program) -> list[int]:
 
 
 async def generated(runner: RemoteRunner, model: Program, **changes: Any) -> Generated:
-    """The model loaded, and the result of a request."""
+    """Return the model loaded, and the result of a request."""
     wanted = request_of(model, **changes)
     await runner.threads(1)
     await runner.load(model.path)

@@ -27,7 +27,7 @@ OLDER, NEWER = "Nehalem", "Haswell"
 
 
 async def outputs(bundle: Bundle, folder: Path, name: str, emulator: tuple[str, ...]) -> list[np.ndarray]:
-    """What the program gives after the self-test and a measurement."""
+    """Return what the program gives after the self-test and a measurement."""
     folder.mkdir()
     async with NativeRunner.start(bundle.command(emulator), folder) as runner:
         assert "XnnpackBackend" in await runner.self_test()

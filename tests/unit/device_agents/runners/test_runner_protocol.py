@@ -28,7 +28,7 @@ COMMANDS = (
 
 
 def talk(runner: Bundle | list[str], data: bytes, *options: str) -> tuple[list[dict[str, Any]], int]:
-    """The events that `data` gets, and the exit code; `runner` is a bundle or a command line."""
+    """Return the events that `data` gets, and the exit code; `runner` is a bundle or a command line."""
     command = runner.command() if isinstance(runner, Bundle) else runner
     done = subprocess.run(
         [*command, *options], input=data, capture_output=True, timeout=60, env={"LC_ALL": "C.UTF-8"}, check=False

@@ -43,7 +43,7 @@ async def projects(database: Database) -> Projects:
 
 
 def seen(projects: Projects, name: str, role: int = ROLE_USER, requested: str = "") -> tuple[list[str], str]:
-    """The projects that a principal sees, and the one of what it makes."""
+    """Return the projects that a principal sees, and the one of what it makes."""
     resolved = projects.resolve(Principal(name=name, role=role), requested)  # type: ignore[arg-type]
     assert (resolved.name, resolved.role) == (name, role)
     return list(resolved.projects), resolved.project

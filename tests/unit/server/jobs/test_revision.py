@@ -18,7 +18,7 @@ EAGER, QUANTIZED = report_pb2.REFERENCE_EAGER, report_pb2.REFERENCE_QUANTIZED
 
 
 def worked_out(*references: report_pb2.Reference.ValueType, places: bool = True, gap: bool = True) -> Report:
-    """A report of two outputs and two operators."""
+    """Return a report of two outputs and two operators."""
     report = Report(id="r", cell="c")
     for reference in references:
         for output in ("a", "b"):

@@ -15,7 +15,7 @@ from tests.support.cells import STATES_TO_SUCCESS, WAIT_S, World
 
 
 async def compiles(world: World, job: job_pb2.Job) -> None:
-    """Waits until the compiler has the job."""
+    """Wait until the compiler has the job."""
     async with asyncio.timeout(WAIT_S):
         async for event in world.journal.watch(job.id, 0):
             if event.progress.phase == "QUANTIZE":

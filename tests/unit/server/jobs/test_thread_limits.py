@@ -14,12 +14,12 @@ __all__ = ["world"]
 
 
 def board(name: str, *cpus: int) -> Device:
-    """A device with a cluster of cpus."""
+    """Return a device with a cluster of cpus."""
     return Device(id=name, name=name, state=DeviceState.DEVICE_STATE_IDLE, cores=len(cpus), clusters=[Cluster(cpus=cpus)])
 
 
 async def with_threads(world: World, threads: int, selector: str, cores: str = "", *, all_: bool = False) -> JobSpec:
-    """A job with a number of threads on some devices."""
+    """Return a job with a number of threads on some devices."""
     choice = DeviceChoice(selector=selector, all=all_)
     return JobSpec(candidates=[await world.model()], devices=[choice], threads=[1, threads], measurement=Measurement(cores=cores))
 

@@ -69,14 +69,14 @@ class Clock:
 
 
 def stored(folder: Path, data: bytes) -> Path:
-    """A file as the store has it, named by its digest."""
+    """Return a file as the store has it, named by its digest."""
     path = folder / digest.of_bytes(data)
     path.write_bytes(data)
     return path
 
 
 def hanging(folder: Path, name: str) -> Path:
-    """A file that whoever reads it waits for, for ever."""
+    """Return a file whose readers wait forever."""
     path = folder / digest.of_bytes(name.encode())
     os.mkfifo(path)
     return path

@@ -25,7 +25,7 @@ ASKED = plan((8, 0), (8, 16))
 
 
 def times(*steps: int, first: int = 8_000) -> list[list[int]]:
-    """The times of three repetitions of two points; each step is that of a process's repetition in turn."""
+    """Return the times of three repetitions of two points; each step is that of a process's repetition in turn."""
     return [[first, step, step, step] for step in (*steps, *steps)]
 
 
@@ -44,7 +44,7 @@ def request(asked: generation_pb2.GenerationPlan, folder: Path, result: agent_pb
 
 
 def analyzed(folder: Path, result: agent_pb2.CandidateResult, asked: generation_pb2.GenerationPlan = ASKED) -> report_pb2.Report:
-    """What the child computes of the results' files, as the server accepts it."""
+    """Return what the child computes of the results' files, as the server accepts it."""
     wanted = pickle.loads(pickle.dumps(request(asked, folder, result)))
     report = report_pb2.Report.FromString(analyze(wanted, folder, lambda event: None))
     assert not report.compile.warnings

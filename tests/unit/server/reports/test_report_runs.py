@@ -20,7 +20,7 @@ REPEATS, HISTORY, PRIOR = (
 
 
 def judge(result: agent_pb2.CandidateResult, latency: report_pb2.Latency) -> report_pb2.Verdict:
-    """Runs with a warm-up of 7 are invalid."""
+    """Run with a warm-up of 7 are invalid."""
     if result.warmup != 7:
         return report_pb2.Verdict(status=VALID)
     reason = report_pb2.VerdictReason(code="DRIFT", message=f"It drifted by {latency.drift:g}.", measured=latency.drift)

@@ -243,7 +243,7 @@ asyncio.run(Database(path).open())
 
 
 def database_of_0006(folder: Path, reports: int) -> Path:
-    """A database of etfarm 0.1.0 with reports that have samples."""
+    """Return a database of etfarm 0.1.0 with reports that have samples."""
     path = folder / "farm.sqlite"
     engine = create_engine(f"sqlite:///{path}")
     config = Config()
@@ -397,7 +397,7 @@ async def test_all_that_an_older_etfarm_has_belongs_to_the_project_default(tmp_p
 
 
 def _field(number: int, value: bytes) -> bytes:
-    """A length-delimited field of an encoded message, with fewer than 128 bytes."""
+    """Return a length-delimited field of an encoded message, with fewer than 128 bytes."""
     return bytes([number << 3 | 2, len(value)]) + value
 
 

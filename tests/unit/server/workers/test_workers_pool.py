@@ -50,7 +50,7 @@ def folders(tmp_path: Path) -> list[str]:
 
 
 async def gone(pids: Sequence[int], within_s: float) -> bool:
-    """Waits until none of `pids` runs any more, by their pidfds; fails where one does."""
+    """Wait until none of `pids` runs any more, by their pidfds; fail where one does."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(within_s):
         for pid in pids:
@@ -69,7 +69,7 @@ async def gone(pids: Sequence[int], within_s: float) -> bool:
 
 
 def read(file: Path) -> bytes:
-    """The file's bytes; none of a process that has ended."""
+    """Return the file's bytes; none of a process that has ended."""
     try:
         return file.read_bytes()
     except OSError:
@@ -77,7 +77,7 @@ def read(file: Path) -> bytes:
 
 
 def daemon_like(folder: Path, preload: str) -> subprocess.Popen[bytes]:
-    """A process with workers of its own, which prints its forkserver's pid, then `lingers` once a child lingers."""
+    """Return a process with workers of its own, which prints its forkserver's pid, then `lingers` once a child lingers."""
     command = [sys.executable, "-m", "tests.support.daemon", str(folder), preload]
     return subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT)
 
@@ -353,7 +353,7 @@ async def test_kill_9_of_the_daemon_takes_forkserver_children_and_grandchildren(
 
 
 async def look(workers: Workers, connect_from_parent: Callable[[int], None] | None = None) -> dict[str, str]:
-    """What a child sees while a listener of the test is open on loopback and on an abstract unix socket."""
+    """Return what a child sees while a listener of the test is open on loopback and on an abstract unix socket."""
     name = f"\0etfarm-test-{os.getpid()}"
     with socket.create_server(("127.0.0.1", 0)) as tcp, socket.socket(socket.AF_UNIX) as unix:
         unix.bind(name)

@@ -226,7 +226,7 @@ OPTIONS = "--threads 1 --cores 2,3 --warmup 7 --device id=c0ffee"
 
 
 def remedies(base: dict[str, Any], candidate: dict[str, Any]) -> list[str]:
-    """The messages that name what decides: of the gate, and of the document without one."""
+    """Return the messages that name what decides: of the gate, and of the document without one."""
     document = against(base, candidate, "3%")
     return [reason["message"] for reason in document["gate"]["reasons"]] + document["notes"]
 

@@ -33,7 +33,7 @@ JOB = {
 
 
 def sent(document: dict[str, Any]) -> dict[str, Any]:
-    """The document that a client writes after the comparison went over the wire."""
+    """Return the document that a client writes after the comparison went over the wire."""
     data = comparison.to_message(document).SerializeToString()
     return comparison.from_message(comparison_pb2.Comparison.FromString(data))
 

@@ -14,7 +14,7 @@ SPREAD = {"source": "REPEATS", "runs": 5, "relative_stddev": 0.01, "p50_ci95_ns"
 
 
 def traced(cell: str, *times_ns: float, half: float = 0.02, **changes: Any) -> dict[str, Any]:
-    """A REPORT of operators with times and intervals of `half` on either side."""
+    """Return a REPORT of operators with times and intervals of `half` on either side."""
     whole = sum(times_ns)
     rows = [
         operator(

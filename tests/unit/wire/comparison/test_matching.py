@@ -14,7 +14,7 @@ GEMM, CONV = "Fully Connected (NC, F32) GEMM", "Convolution (NHWC, F32) IGEMM"
 
 
 def traced(cell: str, digit: str, *kernels: tuple[str, float], **changes: Any) -> dict[str, Any]:
-    """A REPORT of a ready program with a delegate of these kernels and its rest."""
+    """Return a REPORT of a ready program with a delegate of these kernels and its rest."""
     whole_ns = sum(time_ns for _, time_ns in kernels)
     rows = [operator(0, 1.0, kind="DELEGATE", backend="XnnpackBackend", mean_ns=whole_ns, aligned=False) | {"name": "delegate 0"}]
     for at, (name, time_ns) in enumerate(kernels, 1):
@@ -33,7 +33,7 @@ def compared(base: dict[str, Any], candidate: dict[str, Any]) -> dict[str, Any]:
 
 
 def matched(operators: dict[str, Any]) -> dict[tuple[str | None, ...], tuple[list[int], list[int]]]:
-    """The indexes of both sides by the names of both sides."""
+    """Return the indexes of both sides by the names of both sides."""
     sides = [{"name": None, "indexes": []} | (row[side] or {}) for row in operators["rows"] for side in ("base", "candidate")]
     return {
         (old["name"], new["name"]): (old["indexes"], new["indexes"]) for old, new in zip(sides[::2], sides[1::2], strict=True)

@@ -24,12 +24,12 @@ def normal(stddev: float) -> Draw:
 
 
 def with_outliers(chance: random.Random) -> float:
-    """A run in ten is disturbed and slower by up to a quarter."""
+    """Return times of runs, of which one in ten is disturbed and slower by up to a quarter."""
     return chance.gauss(0, 0.01) + (chance.random() < 0.1) * chance.uniform(0.05, 0.25)
 
 
 def by_layout(chance: random.Random) -> float:
-    """A process has one of two layouts in memory for its lifetime."""
+    """Return times of processes: each has one of two layouts in memory for its lifetime."""
     return chance.gauss(0, 0.005) + chance.choice((0.0, 0.1))
 
 
@@ -39,7 +39,7 @@ def heavy_tailed(chance: random.Random) -> float:
 
 
 def of_runs(chance: random.Random, draw: Draw, runs: int, truth: float = 1.0) -> dict[str, Any]:
-    """The part of a report that is read, of several runs; complete ones take too long to build in thousands."""
+    """Return the part of a report that is read, of several runs; complete ones take too long to build in thousands."""
     logs = [math.log(1e6 * truth) + draw(chance) for _ in range(runs)]
     return {
         "latency": {"p50_ns": math.exp(statistics.fmean(logs))},
@@ -48,13 +48,13 @@ def of_runs(chance: random.Random, draw: Draw, runs: int, truth: float = 1.0) ->
 
 
 def stddev_of(logs: Sequence[float]) -> float:
-    """The sample standard deviation; that of `statistics` computes with fractions, which takes too long."""
+    """Return the sample standard deviation; that of `statistics` computes with fractions, which takes too long."""
     mean = statistics.fmean(logs)
     return math.sqrt(sum((each - mean) ** 2 for each in logs) / (len(logs) - 1))
 
 
 def of_history(chance: random.Random, draw: Draw, runs: int, truth: float = 1.0) -> dict[str, Any]:
-    """A single run, and the spread of others before it."""
+    """Return a single run, and the spread of others before it."""
     stddev = stddev_of([draw(chance) for _ in range(runs)])
     p50_ns = 1e6 * truth * math.exp(draw(chance))
     return {

@@ -73,7 +73,7 @@ TO_BACKEND = "acme.stage"
 
 
 def value(argument: Argument) -> st.SearchStrategy[Any]:
-    """A value of a field as TOML and JSON have it."""
+    """Return a value of a field as TOML and JSON have it."""
     if argument.or_bool:
         return st.booleans() | st.text("abz019_", min_size=1, max_size=8)
     if argument.kind is list:

@@ -19,7 +19,7 @@ V2 = "30 23 0:26 {above} {root} rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 
 
 def host(tmp_path: Path, groups: str, mounts: str) -> Path:
-    """A /proc/self of a host whose hierarchies are mounted below `tmp_path`/cgroup."""
+    """Return a /proc/self of a host whose hierarchies are mounted below `tmp_path`/cgroup."""
     proc = tmp_path / "proc"
     proc.mkdir()
     (proc / "cgroup").write_text(groups)
@@ -28,7 +28,7 @@ def host(tmp_path: Path, groups: str, mounts: str) -> Path:
 
 
 def group(tmp_path: Path, path: str, **files: str) -> Path:
-    """An existing group, with files by name; a dot in a name is written as two underscores."""
+    """Return an existing group, with files by name; a dot in a name is written as two underscores."""
     folder = tmp_path / "cgroup" / path
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in ({"cgroup__procs": ""} | files).items():

@@ -21,7 +21,7 @@ UNREACHABLE = "127.0.0.1:1"
 
 
 def write(path: Path, *reports: dict[str, Any], **changes: Any) -> str:
-    """The path of a report file."""
+    """Return the path of a report file."""
     job = {"id": "j" * 16, "state": "SUCCEEDED", "submitted_at": "2025-01-02T03:04:05Z"}
     path.write_text(json.dumps({"schema": "etfarm.report/1", "job": job, "reports": reports, "error": None, **changes}))
     return str(path)

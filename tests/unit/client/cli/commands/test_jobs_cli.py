@@ -47,7 +47,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Jobs]:
 
 
 def job(id_: str, *medians_ns: float | None) -> job_pb2.Job:
-    """A finished job with a cell for each median; None is a cell that was not measured."""
+    """Return a finished job with a cell for each median; None is a cell that was not measured."""
     created = job_pb2.Job(id=id_, name=f"name of {id_}", owner="ann", state=job_pb2.JOB_STATE_SUCCEEDED)
     for index, p50_ns in enumerate(medians_ns):
         cell = created.cells.add(

@@ -71,7 +71,7 @@ def test_a_file_with_a_typo_is_refused_before_a_farm_is_started(
 
 
 def device(name: str, *backends: str, state: DeviceState = DeviceState.IDLE, runner: str = "native") -> Device:
-    """A device whose runner has some backends."""
+    """Return a device whose runner has some backends."""
     return Device(
         name, "agent", name, "aarch64", "", "linux", 4, 1 << 30, False, (), (), {}, backends, state, None, "", None, runner
     )  # fmt: skip

@@ -74,7 +74,7 @@ def test_a_columns_times_have_one_unit_and_are_never_0_where_something_took_time
 
 
 def _of_a_program(**changes: Any) -> dict[str, Any]:
-    """A report of a .pte, which has no ETRecord."""
+    """Return a report of a .pte, which has no ETRecord."""
     rows = [report_row(0, "OPERATOR", "aten.mean.dim", 0.9, 330_000), report_row(1, "REST", "REST", 0.1, 46_000)]
     return report_document(recipe=None, operators=rows, **changes)
 

@@ -56,7 +56,7 @@ class Net(nn.Module):
 
 
 def as_sent(program: Any) -> Any:
-    """A program after the way of a .pt2."""
+    """Return a program after the way of a .pt2."""
     file = io.BytesIO()
     torch.export.save(program, file)
     file.seek(0)

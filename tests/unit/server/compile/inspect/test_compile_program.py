@@ -52,7 +52,7 @@ def test_each_dtype_of_executorch_has_torchs_name() -> None:
 
 
 def union(kind: int) -> bytes:
-    """A flatbuffer whose root is a union of the kind with an empty table."""
+    """Return a flatbuffer whose root is a union of the kind with an empty table."""
     layout = struct.pack("<HHHH", 8, 12, 4, 8)
     table = struct.pack("<iBxxxI", 8, kind, 8)
     empty = struct.pack("<HHi", 4, 4, 4)

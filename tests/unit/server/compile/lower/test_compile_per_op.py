@@ -27,7 +27,7 @@ partitioners = [{name = "xnnpack", precision = ["fp32"]}]
 
 
 def delegates(one: Compiled, folder: Path) -> list[list[str]]:
-    """The operations of each of the program's delegates, in order of execution, without changes of layout."""
+    """Return the operations of each of the program's delegates, in order of execution, without changes of layout."""
     pte = folder / "program.pte"
     pte.write_bytes(one.pte)
     data = [instruction.data for instruction in graph.read_program(pte, "forward").values() if instruction.delegate]

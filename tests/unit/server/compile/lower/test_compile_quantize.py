@@ -116,7 +116,7 @@ async def test_source_lines_and_debug_handles_are_those_without_the_file_between
 
 
 def in_one_process(calibration: list[Path], folder: Path) -> Path:
-    """The same without files between quantization, export and lowering."""
+    """Return the same without files between quantization, export and lowering."""
     from etfarm.server.compile.lower import build, etrecord, lowering, quantize
     from etfarm.server.compile.program import places
 

@@ -72,21 +72,21 @@ def portable(*, checked: bool) -> Any:
 
 
 def failure(make: Callable[[], Any]) -> BaseException:
-    """What torch raises while exporting."""
+    """Return what torch raises while exporting."""
     with pytest.raises(Exception) as caught:
         make()
     return caught.value
 
 
 def lowered(program: Any, recipe: Any) -> EtfarmError:
-    """The sentence for what ExecuTorch raises while lowering."""
+    """Return the sentence for what ExecuTorch raises while lowering."""
     session = ExportSession({"forward": program}, export_recipe=recipe)
     error = failure(session.export)
     return stage_failed("TO_EXECUTORCH", error, {"forward": program})
 
 
 def promised(error: EtfarmError, reason: str, *words: str) -> bool:
-    """What holds of every sentence; fails with what does not."""
+    """Check every sentence; fail with the rule that one breaks."""
     assert error.reason == reason
     assert error.fault is Fault.USER
     assert error.remedy

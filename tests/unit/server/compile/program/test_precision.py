@@ -88,7 +88,7 @@ class InBranch(nn.Module):
 
 
 def quantized(module: nn.Module, *inputs: torch.Tensor, dynamic: bool = False, per_channel: bool = True) -> Any:
-    """The program that XNNPACK's quantizer makes of a module."""
+    """Return the program that XNNPACK's quantizer makes of a module."""
     quantizer = XNNPACKQuantizer()
     quantizer.set_global(get_symmetric_quantization_config(is_per_channel=per_channel, is_dynamic=dynamic))
     prepared = prepare_pt2e(torch.export.export(module.eval(), inputs).module(check_guards=False), quantizer)

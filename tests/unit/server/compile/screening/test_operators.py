@@ -95,7 +95,7 @@ def test_a_file_that_is_no_list_is_refused(tmp_path: Path, data: bytes | None) -
 
 
 def plugin(folder: Path, name: str) -> Distribution:
-    """An installed distribution that allows an operator, and the module that registers it."""
+    """Return an installed distribution that allows an operator, and the module that registers it."""
     info = folder / "acme_ops-1.2.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: acme-ops\nVersion: 1.2\n")

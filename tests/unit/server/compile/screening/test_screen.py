@@ -50,7 +50,7 @@ def write(path: Path, members: Members, root: str = "archive/") -> Path:
 
 
 def refused(path: Path, members: Members) -> str:
-    """The vector that `members` are refused for."""
+    """Return the vector that `members` are refused for."""
     with pytest.raises(UnsafeModel) as caught:
         screen.screen_pt2(write(path, members))
     assert caught.value.reason == "UNSAFE_MODEL"

@@ -31,7 +31,7 @@ def outcomes_of(
 
 
 def crash(number: signal.Signals) -> None:
-    """Ends this process by a signal, without the traceback that pytest's own fault handler would print into the test run."""
+    """End this process by a signal, without the traceback that pytest's own fault handler would print into the test run."""
     faulthandler.disable()
     os.kill(os.getpid(), number)
 

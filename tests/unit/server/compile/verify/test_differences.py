@@ -11,7 +11,7 @@ from etfarm.wire.tensors import Tensor
 
 
 def of_integers(differing: int, count: int = 100) -> Difference:
-    """The difference of integers of which some differ."""
+    """Return the difference of integers of which some differ."""
     expected = np.arange(count, dtype=np.int64)
     actual = expected + (expected < differing)
     first, second = (Tensor("y", "int64", (count,), values.tobytes()) for values in (expected, actual))

@@ -73,7 +73,7 @@ async def submit(farm: World, candidates: str = "ab") -> job_pb2.Job:
 
 
 def samples_of(name: str) -> bytes:
-    """The samples file of one iteration, another one for each candidate."""
+    """Return the samples file of one iteration, another one for each candidate."""
     return array("q", [ord(name)]).tobytes()
 
 
@@ -92,7 +92,7 @@ def answer(agent: Agent, run: agent_pb2.StartRun, **errors: common_pb2.Error) ->
 
 
 async def states(farm: World, job: job_pb2.Job) -> dict[str, list[str]]:
-    """The states of each candidate's cell, once the job is over."""
+    """Return the states of each candidate's cell, once the job is over."""
     result: dict[str, list[str]] = {}
     async with asyncio.timeout(WAIT_S):
         async for event in farm.journal.watch(job.id, 0):

@@ -84,7 +84,7 @@ async def submit(world: World, recipe: recipes.Recipe = FP32, method: str = "for
 
 
 async def recorded(world: World) -> agent_pb2.NumericsResult:
-    """What a numerics pass gave, its files uploaded."""
+    """Return what a numerics pass gave, its files uploaded."""
     files = {name: await world.store.put(name.encode(), "agent") for name in ("etdump", "debug", "outputs")}
     return agent_pb2.NumericsResult(**files)
 

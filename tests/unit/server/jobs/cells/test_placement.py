@@ -54,7 +54,7 @@ class World:
         self.reasons: list[str] = []
 
     async def ask(self, cell: str, text: str = "", priority: int = 0) -> asyncio.Task[Device]:
-        """A task that waits for a device and has begun to."""
+        """Return a task that waits for a device and has begun to."""
         waiting = Waiting(cell, selectors.parse(text), priority, (0, int(cell[1:])))
         asking = self.placement.device(waiting, f"a-{cell}", lambda _: None, lambda why: self.reasons.append(f"{cell}: {why}"))
         task = asyncio.create_task(asking)

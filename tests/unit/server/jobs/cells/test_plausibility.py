@@ -25,7 +25,7 @@ LASTED = [common_pb2.STOP_REASON_MAX_TIME, common_pb2.STOP_REASON_MAX_SAMPLES, c
 
 
 def honest(samples: Sequence[int] = SAMPLES) -> agent_pb2.CandidateResult:
-    """What a real agent sends of a run whose samples these are."""
+    """Return what a real agent sends of a run whose samples these are."""
     result = agent_pb2.CandidateResult(
         cell_id="c", threads=1, iterations=len(samples), duration_ns=sum(samples) + 2_000,
         stop_reason=common_pb2.STOP_REASON_ENOUGH,
@@ -117,7 +117,7 @@ def test_what_cannot_be_is_refused(golden: Golden, tmp_path: Path, change: Calla
 
 
 def repeated() -> agent_pb2.CandidateResult:
-    """What a real agent sends of two runs of four iterations."""
+    """Return what a real agent sends of two runs of four iterations."""
     result = honest(SAMPLES * 2)
     for _ in range(2):
         result.runs.add(

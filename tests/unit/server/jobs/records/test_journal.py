@@ -319,7 +319,7 @@ async def test_jobs_are_listed_newest_first_in_pages_without_specs(world: World)
 
 
 async def all_pages(world: World, filter_: JobFilter, size: int = 2) -> list[str]:
-    """The ids of all jobs that match, read page by page."""
+    """Return the ids of all jobs that match, read page by page."""
     ids, before = [], None
     while True:
         page, before = await world.journal.list(size, before, EVERYTHING, filter_)

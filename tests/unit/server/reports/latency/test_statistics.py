@@ -22,7 +22,7 @@ def _array(samples: list[int]) -> np.ndarray:
 
 
 def _series(count: int, memory: float, random: np.random.Generator) -> np.ndarray:
-    """An AR(1) process around MEDIAN: each sample keeps `memory` of its predecessor's distance."""
+    """Return an AR(1) process around MEDIAN: each sample keeps `memory` of its predecessor's distance."""
     noise = random.standard_normal(count + 100)
     values = np.empty(count + 100)
     last = 0.0

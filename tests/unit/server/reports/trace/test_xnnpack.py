@@ -31,7 +31,7 @@ def _schema() -> str:
 
 
 def _decoded(payload: bytes, folder: Path) -> dict[str, Any]:
-    """The same graph by ExecuTorch's flatc and schema."""
+    """Return the same graph by ExecuTorch's flatc and schema."""
     from executorch.exir._serialize._flatbuffer import _get_flatc_path
 
     offset, size = int.from_bytes(payload[10:14], "little"), int.from_bytes(payload[14:18], "little")

@@ -237,7 +237,7 @@ def test_a_delegate_of_nothing_else_is_not_aligned_at_all(monkeypatch: pytest.Mo
 
 
 def dropping_handles(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> list[str]:
-    """Takes them from all nodes of these kinds that are read from now on; gives the kinds of those as they are read."""
+    """Take them from all nodes of these kinds that are read from now on; return the kinds of those as they are read."""
     real, dropped = xnnpack.read, []
 
     def read_without(data: bytes | memoryview) -> xnnpack.XGraph:

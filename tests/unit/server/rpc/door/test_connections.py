@@ -33,7 +33,7 @@ class Server:
         self.port: int = self._listener.getsockname()[1]
 
     def connect(self) -> tuple[socket.socket, str]:
-        """A client's socket, and its peer as gRPC names it."""
+        """Return a client's socket, and its peer as gRPC names it."""
         client = self._stack.enter_context(socket.create_connection(("127.0.0.1", self.port)))
         client.settimeout(30)
         self._stack.enter_context(self._listener.accept()[0])

@@ -9,7 +9,7 @@ from etfarm.server.workers.jail.file_view import Action, code_paths, plan
 
 
 def planned(shared: list[Path], hidden: list[Path], below: Path) -> dict[str, str]:
-    """What is done for the paths below a folder, by relative path."""
+    """Return what is done for the paths below a folder, by relative path."""
     return {
         str(step.path.relative_to(below)): step.action.value for step in plan(shared, hidden) if step.path.is_relative_to(below)
     }
