@@ -3,8 +3,9 @@
 python -m tests.bench.networks [--only REGEX] [--write]
 
 Exports networks of torchvision, timm and transformers with random weights, screens each .pt2 as the server does, and prints a
-line for each. timm and transformers are not among etfarm's dependencies: `pip install timm transformers`. `--write` keeps the
-operators in tests/support/operators_seen.txt, which a test compares with the server's list. Takes about an hour on two cores.
+line for each. timm and transformers are not among etfarm's dependencies: `pip install timm transformers`. `--write`, which needs
+them, keeps the operators in tests/support/operators_seen.txt, which a test compares with the server's list. Takes about an hour
+on two cores.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Final
 
@@ -124,9 +126,9 @@ def _timm(name: str) -> Network:
 
 
 def _transformers() -> Iterator[tuple[str, Callable[[], Network]]]:
-    import transformers
-
     def of(name: str, *names: str, **config: Any) -> torch.nn.Module:
+        import transformers
+
         created = getattr(transformers, f"{name}Config")(**config)
         return First(getattr(transformers, f"{name}Model")(created), *names)
 
@@ -189,6 +191,8 @@ def main() -> int:
     parser.add_argument("--only", default="", metavar="REGEX", help="networks whose names it is found in")
     parser.add_argument("--write", action="store_true", help="write the operators' file")
     arguments = parser.parse_args()
+    if arguments.write and (missing := [name for name in ("timm", "transformers") if find_spec(name) is None]):
+        parser.error(f"--write needs all networks: pip install {' '.join(missing)}")
     os.environ["HF_HUB_OFFLINE"] = "1"
     seen: set[str] = set()
     passed = refused = 0
