@@ -76,13 +76,16 @@ def chi_square_quantile(part: float, freedom: int) -> float:
 
 
 def estimate(groups: Sequence[Sequence[float]]) -> dict[str, Any] | None:
-    """Return the standard deviation of logarithms within groups of medians, with its 95 % interval; None below two medians."""
+    """Return the standard deviation of logarithms within groups of medians; None below two medians.
+
+    Its 95 % interval, from two degrees of freedom on: the approximation of the quantile is negative with one.
+    """
     known = [[math.log(median) for median in group] for group in groups if len(group) > 1]
     freedom = sum(len(group) - 1 for group in known)
     if not freedom:
         return None
     squares = sum((len(group) - 1) * statistics.variance(group) for group in known)
-    ends = [math.sqrt(squares / chi_square_quantile(part, freedom)) for part in (0.975, 0.025)]
+    ends = [math.sqrt(squares / chi_square_quantile(part, freedom)) for part in (0.975, 0.025)] if freedom > 1 else None
     return {"stddev": math.sqrt(squares / freedom), "ci95": ends, "processes": freedom + len(known)}
 
 
@@ -110,7 +113,7 @@ def pool(programs: dict[str, dict[str, Any]]) -> dict[str, Any]:
     for assumed in sorted({program["assumed"] for program in programs.values()}):
         alike = [program for program in programs.values() if program["assumed"] == assumed]
         pooled = estimate([program["valid_ns"] for program in alike])
-        holds = None if pooled is None else pooled["ci95"][0] <= assumed <= pooled["ci95"][1]
+        holds = None if pooled is None or pooled["ci95"] is None else pooled["ci95"][0] <= assumed <= pooled["ci95"][1]
         result[f"{assumed:g}"] = {"programs": len(alike), "valid": pooled, "assumed": assumed, "holds": holds}
     return result
 

@@ -16,3 +16,10 @@ def test_a_bench_imports_and_names_its_command(name: str) -> None:
     module = importlib.import_module(f"tests.bench.{name}")
     assert callable(module.main)
     assert f"python -m tests.bench.{name}" in str(module.__doc__)
+
+
+def test_the_spread_of_two_processes_has_no_interval() -> None:
+    module = importlib.import_module("tests.bench.run_spread")
+    assert module.estimate([[1.0, 1.1]])["ci95"] is None and module.estimate([[1.0]]) is None
+    low, high = module.estimate([[1.0, 1.1, 1.2]])["ci95"]
+    assert 0 < low < high
