@@ -19,6 +19,7 @@ def test_a_bench_imports_and_names_its_command(name: str) -> None:
 
 
 def test_the_spread_of_two_processes_has_no_interval() -> None:
+    pytest.importorskip("torch")
     module = importlib.import_module("tests.bench.run_spread")
     assert module.estimate([[1.0, 1.1]])["ci95"] is None and module.estimate([[1.0]]) is None
     low, high = module.estimate([[1.0, 1.1, 1.2]])["ci95"]
