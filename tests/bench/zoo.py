@@ -68,7 +68,8 @@ def main() -> int:
             if arguments.json is not None:
                 with arguments.json.open("a") as file:
                     file.write(json.dumps(row) + "\n")
-    print(table(known))
+    places = {name: place for place, name in enumerate(catalog.networks())}
+    print(table(sorted(known, key=lambda row: places.get(row["network"], len(places)))))
     return 0
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from tests.support.farm import FarmProcess
 from tests.zoo.catalog import networks
-from tests.zoo.comparison import Plain, run_both
+from tests.zoo.comparison import Plain, is_close, run_both
 
 pytestmark = pytest.mark.slow(reason="compiles each network twice, once in a process of its own")
 
@@ -28,7 +28,7 @@ def test_a_network_gives_what_plain_executorch_gives(farm: FarmProcess, tmp_path
     with farm.client() as client, Plain(tmp_path) as plain:
         row = run_both(client, plain, name, recipe)
     assert row["etfarm"]["ok"] and row["plain"]["ok"], row
-    assert row["compared"]["equal"] or row["compared"]["max_abs_error"] <= 1e-5 * row["compared"]["scale"], row
+    assert is_close(row["compared"]), row
 
 
 def test_every_network_has_a_name_of_its_own_and_there_are_many() -> None:

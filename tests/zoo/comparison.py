@@ -21,6 +21,9 @@ from tests.zoo import catalog
 PLAIN_S: Final = 900
 """Longest time that plain ExecuTorch may take for one network."""
 
+TOLERANCES: Final = {"float32": 1e-5, "float64": 1e-12, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""How far outputs may be apart that different kernels computed, relative to the largest value; integers must be equal."""
+
 TRACED: Final = 30
 """Traced executions, whose times are those that the lines of the source are counted by."""
 
@@ -154,10 +157,12 @@ def compare(ours: list[np.ndarray], theirs: list[np.ndarray]) -> Row:
     if [array.shape for array in ours] != [array.shape for array in theirs]:
         shapes = ([list(array.shape) for array in side] for side in (ours, theirs))
         return {"equal": False, "max_abs_error": None, "shapes": list(shapes)}
+    tolerance = max((TOLERANCES.get(str(array.dtype), 0.0) for array in ours), default=0.0)
     pairs = [(a.astype(np.float64), b.astype(np.float64)) for a, b in zip(ours, theirs, strict=True)]
     worst = max((float(np.abs(a - b).max()) for a, b in pairs if a.size), default=0.0)
     scale = max((float(np.abs(b).max()) for _, b in pairs if b.size), default=0.0)
-    return {"equal": all(np.array_equal(a, b, equal_nan=True) for a, b in pairs), "max_abs_error": worst, "scale": scale}
+    equal = all(np.array_equal(a, b, equal_nan=True) for a, b in pairs)
+    return {"equal": equal, "max_abs_error": worst, "scale": scale, "tolerance": tolerance}
 
 
 def table(rows: Sequence[Row]) -> str:
@@ -167,7 +172,7 @@ def table(rows: Sequence[Row]) -> str:
     for library in dict.fromkeys(row["network"].partition("/")[0] for row in rows):
         own = [row for row in rows if row["network"].startswith(f"{library}/")]
         cells = {(row["network"], row["recipe"]): _cell(row) for row in own}
-        lines = [f"| {library} | " + " | ".join(f"`{recipe}`" for recipe in recipes) + " | time with a line |"]
+        lines = [f"| {library} | " + " | ".join(_short(recipe) for recipe in recipes) + " | time with a line |"]
         lines.append("|" + "---|" * (len(recipes) + 2))
         for network in dict.fromkeys(row["network"] for row in own):
             shares = [row["etfarm"]["lines"] for row in own if row["network"] == network and row["etfarm"].get("lines")]
@@ -175,7 +180,7 @@ def table(rows: Sequence[Row]) -> str:
             lines.append(f"| `{network.partition('/')[2]}` | {named} | {_with_line(shares)} |")
         parts.append("\n".join(lines))
     failed = [_failed(row) for row in rows if not row["etfarm"]["ok"] or (row["plain"] is not None and not row["plain"]["ok"])]
-    return "\n\n".join([*parts, "\n".join(failed), counts(rows)])
+    return "\n\n".join([counts(rows), *parts, "\n".join(failed)])
 
 
 def counts(rows: Sequence[Row]) -> str:
@@ -191,10 +196,15 @@ def counts(rows: Sequence[Row]) -> str:
 
 
 def is_close(compared: Row) -> bool:
-    """Return whether outputs are equal, or apart by no more than float32's rounding of the largest value over many operators."""
-    return bool(
-        compared["equal"] or (compared["max_abs_error"] is not None and compared["max_abs_error"] <= 1e-5 * compared["scale"])
-    )
+    """Return whether outputs are equal, or apart by no more than the tolerance of their dtype, relative to the largest value."""
+    if compared["equal"] or compared["max_abs_error"] is None:
+        return bool(compared["equal"])
+    return bool(compared["max_abs_error"] <= compared["tolerance"] * compared["scale"])
+
+
+def _short(recipe: str) -> str:
+    """Return a recipe's name without what all of the zoo's share."""
+    return recipe.removeprefix("xnnpack_").removeprefix("pt2e_").replace("_", " ")
 
 
 def _place_of_recipe(recipe: str) -> tuple[bool, bool, str]:
