@@ -1,21 +1,15 @@
 // Text generation: the loop over a language model's executions, greedy and timed token by token.
 #pragma once
 
-#include <cstddef>
 #include <cstdint>
-#include <string>
 #include <vector>
 
 #include "session.h"
+#include "token_methods.h"
 
 namespace etfarm {
 
-struct Generation {
-  std::string prefill;  // the method that takes several tokens
-  std::string decode;   // the method that takes one token; may be the same
-  std::size_t token_input;
-  std::size_t position_input;
-  std::int64_t max_chunk;             // maximum number of tokens of one execution
+struct Generation : ModelMethods {
   std::vector<std::int64_t> context;  // the tokens of the context, then those of the prompt
   std::int64_t depth;                 // number of tokens in the context before the prompt
   std::int64_t tokens;                // number of tokens to generate

@@ -177,13 +177,34 @@ void measure_command(Session& session, Command& command) {
   measure(session, plan, result_of(command));
 }
 
+// Reads the arguments that name a language model's methods and inputs.
+void take_methods(Command& command, ModelMethods& methods) {
+  methods.prefill = command.require("prefill");
+  methods.decode = command.take("decode").value_or(methods.prefill);
+  methods.token_input = static_cast<std::size_t>(command.integer("token_input", 0, 1 << 20, 0));
+  methods.position_input = static_cast<std::size_t>(command.integer("position_input", 0, 1 << 20, 1));
+  methods.max_chunk = command.integer("max_chunk", 1, kMaxContextTokens, kMaxContextTokens);
+}
+
+// Reads the payload: token ids as int32.
+std::vector<std::int64_t> take_tokens(const Bytes& payload) {
+  const std::size_t count = payload.size() / sizeof(std::int32_t);
+  if (payload.size() % sizeof(std::int32_t) != 0 || count > static_cast<std::size_t>(kMaxContextTokens)) {
+    throw Failure{"BAD_COMMAND", "the payload must be at most " + std::to_string(kMaxContextTokens) + " int32 tokens", "", {}};
+  }
+  std::vector<std::int64_t> tokens(count);
+  for (std::size_t i = 0; i < count; ++i) {
+    std::int32_t token = 0;
+    std::memcpy(&token, payload.data() + i * sizeof(token), sizeof(token));
+    if (token < 0) throw Failure{"BAD_COMMAND", "token " + std::to_string(i) + " is negative", "", {}};
+    tokens[i] = token;
+  }
+  return tokens;
+}
+
 void generate_command(Session& session, Command& command) {
   Generation plan{};
-  plan.prefill = command.require("prefill");
-  plan.decode = command.take("decode").value_or(plan.prefill);
-  plan.token_input = static_cast<std::size_t>(command.integer("token_input", 0, 1 << 20, 0));
-  plan.position_input = static_cast<std::size_t>(command.integer("position_input", 0, 1 << 20, 1));
-  plan.max_chunk = command.integer("max_chunk", 1, kMaxContextTokens, kMaxContextTokens);
+  take_methods(command, plan);
   plan.depth = command.integer("depth", 0, kMaxContextTokens, 0);
   plan.tokens = command.integer("tokens", 1, kMaxGeneratedTokens);
   plan.warmup = command.integer("warmup", 0, kMaxRepetitions, 1);
@@ -191,16 +212,9 @@ void generate_command(Session& session, Command& command) {
   plan.max_time_ns = command.integer("max_time_ns", 1, kMaxTimeNs, 60'000'000'000);
   plan.reload = command.flag("reload", false);
   command.finish();
-  const std::size_t count = command.payload.size() / sizeof(std::int32_t);
-  if (command.payload.size() % sizeof(std::int32_t) != 0 || count > static_cast<std::size_t>(kMaxContextTokens)) {
-    throw Failure{"BAD_COMMAND", "the payload must be at most " + std::to_string(kMaxContextTokens) + " int32 tokens", "", {}};
-  }
-  if (count <= static_cast<std::size_t>(plan.depth)) throw Failure{"BAD_COMMAND", "the payload must have more tokens than depth", "", {}};
-  for (std::size_t i = 0; i < count; ++i) {
-    std::int32_t token = 0;
-    std::memcpy(&token, command.payload.data() + i * sizeof(token), sizeof(token));
-    if (token < 0) throw Failure{"BAD_COMMAND", "token " + std::to_string(i) + " is negative", "", {}};
-    plan.context.push_back(token);
+  plan.context = take_tokens(command.payload);
+  if (plan.context.size() <= static_cast<std::size_t>(plan.depth)) {
+    throw Failure{"BAD_COMMAND", "the payload must have more tokens than depth", "", {}};
   }
   generate(session, plan, result_of(command));
 }

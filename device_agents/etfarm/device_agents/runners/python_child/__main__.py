@@ -28,6 +28,7 @@ from etfarm.device_agents.runners.python_child.generation import (
 )
 from etfarm.device_agents.runners.python_child.refusals import Refusal
 from etfarm.device_agents.runners.python_child.session import Session, import_runtime
+from etfarm.device_agents.runners.python_child.token_methods import ModelMethods
 
 _PROTOCOL: Final = 1
 _MAX_PAYLOAD_BYTES: Final = 1 << 33
@@ -203,13 +204,8 @@ class Child:
         return self._session.trace(iterations, warmup, Path(path), self._report)
 
     def _generate(self, command: Command) -> tuple[dict[str, Any], bytes]:
-        prefill = command.require("prefill")
         plan = Generation(
-            prefill,
-            command.take("decode") or prefill,
-            command.integer("token_input", 0, 1 << 20, 0),
-            command.integer("position_input", 0, 1 << 20, 1),
-            command.integer("max_chunk", 1, MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS),
+            _model_methods(command),
             command.integer("depth", 0, MAX_CONTEXT_TOKENS, 0),
             command.integer("tokens", 1, MAX_GENERATED_TOKENS),
             command.integer("warmup", 0, MAX_REPETITIONS, 1),
@@ -240,6 +236,17 @@ class Child:
     def _quit(self, command: Command) -> dict[str, Any]:
         command.finish()
         return {}
+
+
+def _model_methods(command: Command) -> ModelMethods:
+    prefill = command.require("prefill")
+    return ModelMethods(
+        prefill,
+        command.take("decode") or prefill,
+        command.integer("token_input", 0, 1 << 20, 0),
+        command.integer("position_input", 0, 1 << 20, 1),
+        command.integer("max_chunk", 1, MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS),
+    )
 
 
 def _real(text: str) -> float:

@@ -5,16 +5,13 @@ from __future__ import annotations
 import gc
 import time
 from array import array
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from math import prod
-from typing import Any, Final, NoReturn, Protocol
+from typing import Any, Final
 
 from etfarm.device_agents.runners.python_child import counters
-from etfarm.device_agents.runners.python_child.passes import PROGRESS_NS, UNSET, LoadedMethod, Report, execute
-from etfarm.device_agents.runners.python_child.pte import FileValue
-from etfarm.device_agents.runners.python_child.refusals import Refusal, called
-from etfarm.device_agents.runners.python_child.values import INTEGERS, Mismatch, integer_tensor, most_likely
+from etfarm.device_agents.runners.python_child.passes import PROGRESS_NS, Report
+from etfarm.device_agents.runners.python_child.refusals import Refusal
+from etfarm.device_agents.runners.python_child.token_methods import LanguageModel, Methods, ModelMethods
 
 MAX_CONTEXT_TOKENS: Final = 1 << 22
 MAX_GENERATED_TOKENS: Final = 1 << 16
@@ -22,28 +19,11 @@ MAX_REPETITIONS: Final = 1000
 _TOKEN_BYTES: Final = 4
 
 
-class Methods(Protocol):
-    """The loaded methods, and their inputs."""
-
-    def loaded(self, name: str) -> LoadedMethod:
-        """Return a loaded method."""
-
-    def inputs(self, name: str) -> list[Any]:
-        """Return the inputs of a loaded method; those that are not set are UNSET."""
-
-    def load_method(self, name: str, trace: bool, debug: bool, keep: bool) -> dict[str, Any]:
-        """Load a method; others stay loaded with `keep`."""
-
-
 @dataclass(frozen=True)
 class Generation:
     """The arguments of `generate`; PROTOCOL.md describes them."""
 
-    prefill: str
-    decode: str
-    token_input: int
-    position_input: int
-    max_chunk: int
+    model: ModelMethods
     depth: int
     tokens: int
     warmup: int
@@ -67,7 +47,7 @@ class Generation:
 
 def generate(methods: Methods, plan: Generation, report: Report) -> tuple[dict[str, Any], bytes]:
     """Fill the context, then process the prompt and generate tokens, again and again."""
-    for name in (plan.prefill, plan.decode):
+    for name in (plan.model.prefill, plan.model.decode):
         if methods.loaded(name).trace:
             raise Refusal("BAD_STATE", f"method '{name}' is loaded with a tracer, which costs time")
     loop = _Loop(methods, plan, report)
@@ -124,8 +104,7 @@ class _Loop:
         self.first_run_ns: int | None = None
         """Duration of the first execution of the prefill method."""
         self.vocabulary = 0
-        self._bind()
-        self._latest = self._prefill
+        self._model = LanguageModel(methods, plan.model)
 
     def enter(self, stage: str) -> None:
         """Begin a stage."""
@@ -137,28 +116,27 @@ class _Loop:
         plan, methods = self._plan, self._methods
         if self._is_prepared and not plan.reload:
             return
-        if plan.reload and self._prefill.has_run:
-            methods.load_method(plan.prefill, trace=False, debug=False, keep=False)
-            if plan.decode != plan.prefill:
-                methods.load_method(plan.decode, trace=False, debug=False, keep=True)
-            self._bind()
+        if plan.reload and self._model.prefill.has_run:
+            methods.load_method(plan.model.prefill, trace=False, debug=False, keep=False)
+            if plan.model.decode != plan.model.prefill:
+                methods.load_method(plan.model.decode, trace=False, debug=False, keep=True)
+            self._model = LanguageModel(methods, plan.model)
         self._is_prepared = True
-        self._process(0, plan.depth)
+        self._model.process(plan.context, 0, plan.depth)
 
     def repeat(self, begun_ns: int) -> array[int]:
         """Run one repetition and return its row: the prompt's time, the tokens' times, and the tokens."""
-        plan, end = self._plan, len(self._plan.context)
+        plan, model, end = self._plan, self._model, len(self._plan.context)
         times, tokens = array("q"), array("q")
         start_ns = time.monotonic_ns()
-        self._process(plan.depth, end)
+        model.process(plan.context, plan.depth, end)
         prefill_ns = time.monotonic_ns() - start_ns
-        tokens.append(self._latest.next_token())
+        tokens.append(model.latest.next_token())
         times.append(time.monotonic_ns() - start_ns)
         for index in range(1, plan.tokens):
             from_ns = time.monotonic_ns()
-            self._latest = self._decode
-            self._decode.execute(tokens[-1:], end + index - 1)
-            tokens.append(self._decode.next_token())
+            model.step(tokens[-1], end + index - 1)
+            tokens.append(model.latest.next_token())
             to_ns = time.monotonic_ns()
             times.append(to_ns - from_ns)
             if to_ns - self._reported_ns >= PROGRESS_NS:
@@ -166,97 +144,6 @@ class _Loop:
                 self._reported_ns = to_ns
         self._generated += plan.tokens
         if self.first_run_ns is None:
-            self.first_run_ns = self._prefill.first_run_ns
-        self.vocabulary = self._latest.vocabulary
+            self.first_run_ns = model.prefill.first_run_ns
+        self.vocabulary = model.latest.vocabulary
         return array("q", [prefill_ns]) + times + tokens
-
-    def _bind(self) -> None:
-        plan = self._plan
-        self._prefill = _TokenMethod(self._methods, plan.prefill, plan)
-        self._decode = self._prefill if plan.decode == plan.prefill else _TokenMethod(self._methods, plan.decode, plan)
-
-    def _process(self, begin: int, end: int) -> None:
-        """Execute the tokens from `begin` to `end` in chunks; where a chunk is too short for prefill, one by one."""
-        context, largest = self._plan.context, min(self._plan.max_chunk, self._prefill.most)
-        while begin < end:
-            chunk = min(largest, end - begin)
-            together = chunk >= self._prefill.least
-            self._latest = self._prefill if together else self._decode
-            count = chunk if together else 1
-            self._latest.execute(context[begin : begin + count], begin)
-            begin += count
-
-
-class _TokenMethod:
-    """A loaded method of a language model, which takes tokens and their position and returns logits."""
-
-    def __init__(self, methods: Methods, name: str, plan: Generation) -> None:
-        self._loaded = methods.loaded(name)
-        self._inputs = list(methods.inputs(name))
-        self._token_input, self._position_input = plan.token_input, plan.position_input
-        if self._token_input == self._position_input:
-            self._refuse("the tokens and their positions must be different inputs")
-        self._tokens = self._integers(self._token_input, "tokens")
-        self._positions = self._integers(self._position_input, "positions")
-        for index, value in enumerate(self._inputs):
-            if value is UNSET and index not in (self._token_input, self._position_input):
-                self._refuse(f"input {index} is not set")
-        self.most = self._tokens.shape[-1]
-        """Maximum number of tokens of one execution."""
-        self.least = 1 if self._tokens.dynamic else self.most
-        self.vocabulary = 0
-        """Number of logits for each token."""
-
-    @property
-    def has_run(self) -> bool:
-        """Whether the method was executed since it was loaded."""
-        return self._loaded.first_run_ns is not None
-
-    @property
-    def first_run_ns(self) -> int | None:
-        """Duration of the first execution after loading."""
-        return self._loaded.first_run_ns
-
-    def execute(self, tokens: Sequence[int], position: int) -> None:
-        """Execute once."""
-        count = 1 if self._positions.shape[-1] == 1 else len(tokens)
-        self._inputs[self._token_input] = self._tensor(self._token_input, self._tokens, tokens)
-        self._inputs[self._position_input] = self._tensor(
-            self._position_input, self._positions, range(position, position + count)
-        )
-        execute(self._loaded, self._inputs)
-
-    def next_token(self) -> int:
-        """Return the most likely token after the last one of the latest execution."""
-        outputs = called("outputs", lambda: self._loaded.method.get_outputs(clone_outputs=False))
-        try:
-            best, self.vocabulary = most_likely(outputs)
-        except Mismatch as error:
-            self._refuse(str(error))
-        if best is None:
-            name = self._loaded.facts.name
-            raise Refusal("RUNTIME", f"method '{name}' returned logits without a largest one: all are NaN or -inf")
-        return best
-
-    def _integers(self, index: int, what: str) -> FileValue:
-        inputs = self._loaded.facts.inputs
-        if index >= len(inputs):
-            self._refuse(f"input {index} ({what}) does not exist: it takes {len(inputs)}")
-        value = inputs[index]
-        if value.kind != "tensor":
-            self._refuse(f"input {index} ({what}) is not a tensor")
-        if value.dtype not in INTEGERS:
-            self._refuse(f"input {index} ({what}) must be int64 or int32, not {value.dtype}")
-        if not value.shape or prod(value.shape) != value.shape[-1] or not value.shape[-1]:
-            self._refuse(f"input {index} ({what}) must have the shape [1, tokens] or [tokens], not {list(value.shape)}")
-        return value
-
-    def _tensor(self, index: int, expected: FileValue, values: Sequence[int]) -> Any:
-        most, count = expected.shape[-1], len(values)
-        if count > most or (count < most and not expected.dynamic):
-            takes = f"{most} tokens" + (" at most" if expected.dynamic else "")
-            self._refuse(f"input {index} takes {takes}, not {count}")
-        return integer_tensor(values, expected.dtype, (*expected.shape[:-1], count))
-
-    def _refuse(self, why: str) -> NoReturn:
-        raise Refusal("INPUT_MISMATCH", f"method '{self._loaded.facts.name}' cannot generate text: {why}")
