@@ -209,3 +209,12 @@ def export_llama(folder: Path, shape: dict[str, int], context: int) -> nn.Module
 def _write_texts(folder: Path, prompt: array[int], continuation: list[int]) -> None:
     for name, text in (("inputs", prompt), ("expected", array("i", continuation))):
         (folder / f"{name}.ett").write_bytes(tensors.encode([Tensor(name, "int32", (len(text),), text.tobytes(), (0,))]))
+
+
+def forced_logits(kind: str, tokens: list[int]) -> Any:
+    """The logits of eager PyTorch after each token of a text: float32 [tokens, VOCABULARY]."""
+    model = _model(kind)
+    with torch.no_grad():
+        texts = [tokens[: end + 1] for end in range(len(tokens))]
+        rows = [model(*_example(model, text, 0, _integer(kind))).reshape(-1, VOCABULARY)[-1].float() for text in texts]
+    return torch.stack(rows).numpy()

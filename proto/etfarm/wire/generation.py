@@ -18,6 +18,18 @@ TIME_BYTES: Final = 8
 """Size of a value of GenerationResult.token_ns."""
 TOKEN_BYTES: Final = 4
 """Size of a value of GenerationResult.tokens."""
+SCORE_BYTES: Final = 8
+"""Size of a token in ScoreResult.values without logits: a probability and the most likely token."""
+MAX_TEXT: Final = 16_384
+"""Maximum number of tokens of a text that is scored."""
+MAX_LOGITS_BYTES: Final = 64 << 20
+"""Maximum size of the logits that are compared, if that is more than one row."""
+MAX_LOGITS_ROWS: Final = 32
+"""Maximum number of tokens after which all logits are compared."""
+DEFAULT_ACCURACY_TOKENS: Final = 64
+"""Number of drawn tokens to measure the accuracy on."""
+MAX_SCORE_S: Final = 120.0
+"""Time limit for the tokens that a device scores."""
 MAX_CONTEXT_TOKENS: Final = 1 << 20
 """Maximum number of tokens in a context."""
 
@@ -33,6 +45,23 @@ DEFAULT_WARMUP: Final = 1
 DEFAULT_PROMPT_TOKENS: Final = (128, 512)
 DEFAULT_DEPTH_SHARES: Final = (0.0, 0.75)
 """As llama-bench's `-d`, but as shares of the largest depth, since contexts differ by orders of magnitude."""
+
+
+def logits_bytes(rows: int, vocabulary: int) -> int:
+    """Return the size of rows of logits: float32."""
+    return 4 * rows * vocabulary
+
+
+def logits_after(tokens: int, vocabulary: int) -> list[int]:
+    """Return the indices of the tokens after which all logits are compared, spread evenly, with the last.
+
+    Args:
+        tokens: number of tokens, at least 1.
+        vocabulary: number of logits.
+    """
+    rows = max(1, min(tokens, MAX_LOGITS_ROWS, MAX_LOGITS_BYTES // logits_bytes(1, vocabulary)))
+    return [tokens * (row + 1) // rows - 1 for row in range(rows)]
+
 
 _MASK: Final = (1 << 64) - 1
 

@@ -17,6 +17,7 @@
 #include "generation.h"
 #include "log.h"
 #include "passes.h"
+#include "score.h"
 #include "self_test.h"
 #include "session.h"
 #include "system.h"
@@ -44,6 +45,7 @@ constexpr std::int64_t kMaxTimeNs = std::int64_t{1} << 60;
 constexpr std::int64_t kMaxContextTokens = std::int64_t{1} << 22;
 constexpr std::int64_t kMaxGeneratedTokens = 1 << 16;
 constexpr std::int64_t kMaxRepetitions = 1000;
+constexpr std::size_t kMaxRows = 1024;
 
 // The restrictions that this process applied to itself at its start.
 std::vector<std::string> confined;
@@ -219,6 +221,24 @@ void generate_command(Session& session, Command& command) {
   generate(session, plan, result_of(command));
 }
 
+void score_command(Session& session, Command& command) {
+  Score plan{};
+  take_methods(command, plan);
+  plan.window = command.integer("window", 1, kMaxContextTokens, kMaxContextTokens);
+  plan.rows = command.integers("rows", 0, kMaxContextTokens);
+  plan.max_time_ns = command.integer("max_time_ns", 1, kMaxTimeNs, 60'000'000'000);
+  plan.reload = command.flag("reload", false);
+  command.finish();
+  plan.tokens = take_tokens(command.payload);
+  if (plan.tokens.empty()) throw Failure{"BAD_COMMAND", "the payload must have at least one token", "", {}};
+  const bool ascends = std::adjacent_find(plan.rows.begin(), plan.rows.end(), std::greater_equal<>()) == plan.rows.end();
+  if (plan.rows.size() > kMaxRows) throw Failure{"BAD_COMMAND", "rows must be at most " + std::to_string(kMaxRows), "", {}};
+  if (!ascends || (!plan.rows.empty() && plan.rows.back() >= static_cast<std::int64_t>(plan.tokens.size()))) {
+    throw Failure{"BAD_COMMAND", "rows must be ascending indices of tokens", "", {}};
+  }
+  score(session, plan, result_of(command));
+}
+
 void trace_command(Session& session, Command& command) {
   const auto iterations = command.integer("iterations", 1, 1'000'000);
   const auto warmup = command.integer("warmup", 0, 1'000'000, 1);
@@ -258,6 +278,7 @@ const std::map<std::string, std::function<void(Session&, Command&)>>& commands()
       {"outputs", outputs},   {"memory", memory},   {"trace", trace_command}, {"default_inputs", default_inputs},
       {"measure", measure_command}, {"debug", debug_command},
       {"self_test", self_test_command}, {"select", select},     {"generate", generate_command},
+      {"score", score_command},
   };
   return table;
 }
@@ -285,7 +306,7 @@ bool serve(Session& session, const std::string& line) {
     if (const auto bytes = command.take("bytes")) {
       const auto size = static_cast<std::size_t>(parse_integer(*bytes, "bytes", 0, kMaxPayloadBytes));
       try {
-        const bool is_taken = command.name() == "input" || command.name() == "generate";
+        const bool is_taken = command.name() == "input" || command.name() == "generate" || command.name() == "score";
         if (is_taken ? !Channel::get().read_payload(command.payload, size) : !Channel::get().skip(size)) return false;
       } catch (const std::bad_alloc&) {
         Channel::get().skip(size);

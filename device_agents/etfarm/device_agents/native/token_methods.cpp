@@ -82,6 +82,26 @@ std::int64_t TokenMethod::next_token() {
   return best;
 }
 
+void TokenMethod::last_logits(std::vector<float>& values) {
+  const Tensor tensor = logits();
+  const std::int64_t count = tensor.sizes().back();
+  const std::int64_t first = static_cast<std::int64_t>(tensor.numel()) - count;  // the last row
+  values.resize(static_cast<std::size_t>(count));
+  switch (tensor.scalar_type()) {
+    case ScalarType::Float:
+      std::copy_n(tensor.const_data_ptr<float>() + first, count, values.begin());
+      break;
+    case ScalarType::Half:
+      std::copy_n(tensor.const_data_ptr<executorch::aten::Half>() + first, count, values.begin());
+      break;
+    case ScalarType::BFloat16:
+      std::copy_n(tensor.const_data_ptr<executorch::aten::BFloat16>() + first, count, values.begin());
+      break;
+    default:
+      refuse(std::string("logits must be float32, float16 or bfloat16, not ") + dtype_name(tensor.scalar_type()));
+  }
+}
+
 void TokenMethod::refuse(const std::string& why) const {
   throw Failure{"INPUT_MISMATCH", "method '" + method_.name() + "' cannot generate text: " + why, "", {}};
 }

@@ -38,6 +38,9 @@ class TokenMethod {
   // Returns the most likely token after the last one of the latest execution.
   std::int64_t next_token();
 
+  // Sets `values` to the logits after the last token of the latest execution.
+  void last_logits(std::vector<float>& values);
+
  private:
   // Whether the method takes the position of the first token only.
   bool takes_start() const { return positions_.shape.back() == 1; }
@@ -76,6 +79,7 @@ class LanguageModel {
   // Of the latest execution, by either method.
   std::int64_t next_token() { return latest_->next_token(); }
   std::int64_t vocabulary() { return latest_->vocabulary(); }
+  void last_logits(std::vector<float>& values) { latest_->last_logits(values); }
 
  private:
   const ModelMethods& methods_;

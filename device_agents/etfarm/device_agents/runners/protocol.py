@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Final, Protocol
 
 from etfarm.device_agents.runners.generation import Generated, GenerateRequest
+from etfarm.device_agents.runners.score import Scored, ScoreRequest
 from etfarm.wire.tensors import Value
 
 DEFAULT_INPUTS_SEED: Final = 0
@@ -275,6 +276,11 @@ class Runner(Protocol):
 
     async def generate(self, request: GenerateRequest, limit_s: float, on_progress: OnProgress | None = None) -> Generated:
         """Generate text repeatedly with methods that are loaded without a tracer, within `limit_s` seconds."""
+
+    async def score(
+        self, request: ScoreRequest, vocabulary: int, limit_s: float, on_progress: OnProgress | None = None
+    ) -> Scored:
+        """Execute given tokens one by one with methods that are loaded without a tracer, within `limit_s` seconds."""
 
     async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
         """Run one iteration with intermediate outputs: events go to `etdump`, tensors to `dump`, at most `max_bytes` in all."""

@@ -29,6 +29,7 @@ from etfarm.device_agents.runners.protocol import (
     TensorInfo,
     Traced,
 )
+from etfarm.device_agents.runners.score import Scored, ScoreRequest, read_scored
 from etfarm.wire.chunks import Progressed
 from etfarm.wire.tensors import BadTensorFile, Scalar, Tensor, Value
 
@@ -260,6 +261,31 @@ class RemoteRunner:
         )
         with self._reading("generate"):
             return read_generated(event, payload, request)
+
+    async def score(
+        self, request: ScoreRequest, vocabulary: int, limit_s: float, on_progress: OnProgress | None = None
+    ) -> Scored:
+        """Execute given tokens one by one and return their scores; the steps of progress are tokens.
+
+        Args:
+            vocabulary: the maximum number of logits.
+
+        Raises:
+            InputMismatch: the methods do not take tokens and positions, or a token has no logit.
+            ProgramFailed: the logits have NaN.
+            ProgramHung: it takes more than `limit_s` seconds, which is the only limit on a single token.
+        """
+        event, payload = await self._process.request(
+            "score",
+            request.arguments(),
+            request.payload(),
+            stage="SCORE",
+            deadline_s=limit_s,
+            on_progress=_progress(on_progress),
+            max_payload_bytes=request.max_answer_bytes(vocabulary),
+        )
+        with self._reading("score"):
+            return read_scored(event, payload, request)
 
     async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
         """Run one iteration with intermediate outputs; the method must be loaded with `trace` and `debug`.

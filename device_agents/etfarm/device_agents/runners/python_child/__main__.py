@@ -25,8 +25,10 @@ from etfarm.device_agents.runners.python_child.generation import (
     MAX_GENERATED_TOKENS,
     MAX_REPETITIONS,
     Generation,
+    read_tokens,
 )
 from etfarm.device_agents.runners.python_child.refusals import Refusal
+from etfarm.device_agents.runners.python_child.score import Score
 from etfarm.device_agents.runners.python_child.session import Session, import_runtime
 from etfarm.device_agents.runners.python_child.token_methods import ModelMethods
 
@@ -49,6 +51,7 @@ class Child:
             "select": self._select, "input": self._input,
             "default_inputs": self._default_inputs, "run": self._run, "measure": self._measure, "trace": self._trace,
             "debug": self._debug, "outputs": self._outputs, "memory": self._memory, "generate": self._generate,
+            "score": self._score,
             "quit": self._quit,
         }  # fmt: skip
 
@@ -61,7 +64,7 @@ class Child:
             if (size := command.take("bytes")) is not None:
                 # Read the payload whatever the command is, so that it is not parsed as commands.
                 count = parse_integer(size, "bytes", 0, _MAX_PAYLOAD_BYTES)
-                if command.name in ("input", "generate"):
+                if command.name in ("input", "generate", "score"):
                     command.payload = self._channel.read(count)
                 else:
                     self._channel.skip(count)
@@ -215,6 +218,16 @@ class Child:
         )
         command.finish()
         return self._session.generate(plan.with_context(command.payload), self._report)
+
+    def _score(self, command: Command) -> tuple[dict[str, Any], bytes]:
+        model = _model_methods(command)
+        window = command.integer("window", 1, MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS)
+        rows = tuple(command.integers("rows", 0, MAX_CONTEXT_TOKENS))
+        max_time_ns = command.integer("max_time_ns", 1, _MAX_TIME_NS, 60 * 10**9)
+        is_reloaded = bool(command.integer("reload", 0, 1, 0))
+        command.finish()
+        plan = Score(model, window, rows, max_time_ns, is_reloaded, read_tokens(command.payload))
+        return self._session.score(plan, self._report)
 
     def _debug(self, command: Command) -> dict[str, Any]:
         path, dump = command.require("path"), command.require("dump")

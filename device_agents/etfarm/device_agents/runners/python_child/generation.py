@@ -19,6 +19,21 @@ MAX_REPETITIONS: Final = 1000
 _TOKEN_BYTES: Final = 4
 
 
+def read_tokens(payload: bytes) -> tuple[int, ...]:
+    """Return the tokens of a command's payload.
+
+    Raises:
+        Refusal: it is not int32, is too long, or has a negative token.
+    """
+    if len(payload) % _TOKEN_BYTES or len(payload) > MAX_CONTEXT_TOKENS * _TOKEN_BYTES:
+        raise Refusal("BAD_COMMAND", f"the payload must be at most {MAX_CONTEXT_TOKENS} int32 tokens")
+    tokens = tuple(array("i", payload))
+    for index, token in enumerate(tokens):
+        if token < 0:
+            raise Refusal("BAD_COMMAND", f"token {index} is negative")
+    return tokens
+
+
 @dataclass(frozen=True)
 class Generation:
     """The arguments of `generate`; PROTOCOL.md describes them."""
@@ -34,14 +49,9 @@ class Generation:
 
     def with_context(self, payload: bytes) -> Generation:
         """Return the arguments with the tokens of the payload."""
-        if len(payload) % _TOKEN_BYTES or len(payload) > MAX_CONTEXT_TOKENS * _TOKEN_BYTES:
-            raise Refusal("BAD_COMMAND", f"the payload must be at most {MAX_CONTEXT_TOKENS} int32 tokens")
-        context = tuple(array("i", payload))
+        context = read_tokens(payload)
         if len(context) <= self.depth:
             raise Refusal("BAD_COMMAND", "the payload must have more tokens than depth")
-        for index, token in enumerate(context):
-            if token < 0:
-                raise Refusal("BAD_COMMAND", f"token {index} is negative")
         return replace(self, context=context)
 
 

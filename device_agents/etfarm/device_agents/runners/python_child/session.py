@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from etfarm.device_agents.runners.python_child import counters, generation, passes
+from etfarm.device_agents.runners.python_child import counters, generation, passes, score
 from etfarm.device_agents.runners.python_child.generation import Generation
 from etfarm.device_agents.runners.python_child.passes import UNSET, LoadedMethod, Report
 from etfarm.device_agents.runners.python_child.pte import FileMethod, FileValue, ProgramFile, check_identifier, data_keys
 from etfarm.device_agents.runners.python_child.refusals import Refusal, called, described
+from etfarm.device_agents.runners.python_child.score import Score
 from etfarm.device_agents.runners.python_child.values import Mismatch, checked_tensor, default_tensor, described_value, heads_of
 
 _CUSTOM_OPERATORS: Final = "extension/llm/custom_ops/libcustom_ops_aot_lib.so"
@@ -273,6 +274,10 @@ class Session:
     def generate(self, plan: Generation, report: Report) -> tuple[dict[str, Any], bytes]:
         """Generate text with loaded methods."""
         return generation.generate(self, plan, report)
+
+    def score(self, plan: Score, report: Report) -> tuple[dict[str, Any], bytes]:
+        """Return the logits after given tokens, with loaded methods."""
+        return score.score(self, plan, report)
 
     def loaded(self, name: str) -> LoadedMethod:
         """Return a loaded method."""

@@ -10,7 +10,7 @@ from typing import Any, NoReturn, Protocol
 from etfarm.device_agents.runners.python_child.passes import UNSET, LoadedMethod, execute
 from etfarm.device_agents.runners.python_child.pte import FileValue
 from etfarm.device_agents.runners.python_child.refusals import Refusal, called
-from etfarm.device_agents.runners.python_child.values import INTEGERS, Mismatch, integer_tensor, most_likely
+from etfarm.device_agents.runners.python_child.values import INTEGERS, Mismatch, integer_tensor, last_logits, most_likely
 
 
 class Methods(Protocol):
@@ -121,6 +121,14 @@ class TokenMethod:
             name = self._loaded.facts.name
             raise Refusal("RUNTIME", f"method '{name}' returned logits without a largest one: all are NaN or -inf")
         return best
+
+    def last_logits(self) -> Any:
+        """Return the logits after the last token of the latest execution: a tensor of one dim, valid until the next execution."""
+        outputs = called("outputs", lambda: self._loaded.method.get_outputs(clone_outputs=False))
+        try:
+            return last_logits(outputs)
+        except Mismatch as error:
+            self._refuse(str(error))
 
     def _integers(self, index: int, what: str) -> FileValue:
         inputs = self._loaded.facts.inputs

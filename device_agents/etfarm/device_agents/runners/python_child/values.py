@@ -71,18 +71,27 @@ def most_likely(outputs: Sequence[Any]) -> tuple[int | None, int]:
     Raises:
         Mismatch: the first output does not hold logits.
     """
+    row = last_logits(outputs)
+    best = int(row.argmax())
+    if float(row[best]) != float(row[best]):
+        row = row.masked_fill(row.isnan(), float("-inf"))  # argmax regards NaN as the largest
+        best = int(row.argmax())
+    return None if float(row[best]) == float("-inf") else best, int(row.shape[0])
+
+
+def last_logits(outputs: Sequence[Any]) -> torch.Tensor:
+    """Return the last row of the first output: [vocabulary], a floating-point dtype.
+
+    Raises:
+        Mismatch: the first output does not hold logits.
+    """
     logits = outputs[0] if outputs else None
     if not isinstance(logits, torch.Tensor) or not logits.dim() or not logits.numel():
         raise Mismatch("its first output must be logits")
     if logits.dtype not in _LOGITS:
         dtype = str(logits.dtype).removeprefix("torch.")
         raise Mismatch(f"logits must be float32, float16 or bfloat16, not {dtype}")
-    row = logits.reshape(-1, logits.shape[-1])[-1]
-    best = int(row.argmax())
-    if float(row[best]) != float(row[best]):
-        row = row.masked_fill(row.isnan(), float("-inf"))  # argmax regards NaN as the largest
-        best = int(row.argmax())
-    return None if float(row[best]) == float("-inf") else best, int(row.shape[0])
+    return logits.reshape(-1, logits.shape[-1])[-1]
 
 
 def tensor_of(data: bytes | np.ndarray[Any, Any], dtype: str, shape: Sequence[int], dim_order: Sequence[int]) -> torch.Tensor:
