@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from etfarm.client import Farm, Generate, UserError
+from etfarm.client import Farm, Generate, ModelSource, UserError
+from etfarm.wire.generation import draw_tokens
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.programs import program
 
@@ -39,6 +41,58 @@ def test_a_language_model_has_rates_for_each_length_and_depth(farm: FarmProcess,
     assert report["operators"] and generated["prefill_operators"] and generated["prefill_profile"]["iterations"] >= 6
     assert report["memory"]["peak_rss_bytes"] and report["load"]["load_method_ns"] and report["telemetry"]["wall_time_ns"]
     assert "decode" in done.stdout and "tokens/s" in done.stdout and "<polyline" in (tmp_path / "r.html").read_text()
+
+
+def test_logits_are_compared_with_the_server_and_a_text_has_a_perplexity(farm: FarmProcess, tmp_path: Path) -> None:
+    from torch.export import Dim
+
+    from tests.support import language_models
+
+    text = draw_tokens(3, language_models.VOCABULARY, 150).tolist()
+    (tmp_path / "text.txt").write_text(" ".join(map(str, text)))
+    losses = []
+    for begin in range(0, len(text), language_models.CONTEXT):
+        window = text[begin : begin + language_models.CONTEXT]
+        logits = language_models.forced_logits("start", window).astype(float)
+        logs = logits - np.log(np.exp(logits).sum(axis=1, keepdims=True))
+        losses += [-logs[index, token] for index, token in enumerate(window[1:])]
+    module, example = language_models.example("start")
+    model = ModelSource(
+        methods={"forward": module},
+        example_inputs={"forward": example},
+        dynamic_shapes={"forward": {"tokens": {1: Dim("length", max=language_models.CONTEXT - 1)}, "positions": None}},
+        constant_methods={"get_max_seq_len": 64, "get_vocab_size": 96, "use_kv_cache": True},
+    )
+    recipes = ["portable", "xnnpack_pt2e_int8_dynamic_per_channel"]
+    with Farm(farm.address) as client:
+        generate = Generate(8, prompt_tokens=12, depths=0, repetitions=2, text=tmp_path / "text.txt")
+        result = client.bench(model, recipes=recipes, generate=generate, threads=1).result()
+        assert not [report.error for report in result.reports if report.error is not None]
+        ready = str(program("decoder_start").path)
+        alone = client.bench(ready, generate=Generate(8, prompt_tokens=12, depths=0), threads=1).result().report
+        with pytest.raises(UserError) as refused:
+            _ = client.bench(ready, generate=Generate(8, text=[1, 96])).result().report
+        assert refused.value.reason == "TOKEN_OUTSIDE_VOCABULARY"
+    for report in (*result.reports, alone):
+        assert report.compile is not None
+        assert not [warning for warning in report.compile.warnings if warning.code.startswith("ANALYSIS_")]
+    exact, quantized = (report.generation.accuracy for report in result.reports if report.generation is not None)
+    assert exact is not None and quantized is not None
+    assert exact.tokens == 150 and exact.is_text and exact.vocabulary == 96
+    assert exact.perplexity == pytest.approx(np.exp(np.mean(losses)), rel=1e-4) and exact.perplexity_tokens == 147
+    (eager,) = exact.references
+    assert eager.reference == "program before quantization" and eager.tokens == 150 and eager.logits_tokens == 32
+    assert eager.sqnr_db is not None and eager.sqnr_db > 80 and eager.top1_agreement == 1.0
+    assert eager.perplexity_ratio == pytest.approx(1, abs=1e-5)
+    assert eager.generated_tokens == 8 and eager.first_difference is None
+    before, after = quantized.references
+    assert (before.reference, after.reference) == ("program before quantization", "quantized program")
+    assert before.sqnr_db is not None and 5 < before.sqnr_db < 60 and before.kl_divergence and before.kl_divergence > 1e-7
+    assert after.sqnr_db is not None and after.sqnr_db > before.sqnr_db
+    assert alone.generation is not None and alone.generation.accuracy is not None
+    (host,) = alone.generation.accuracy.references
+    assert host.reference == "same program on the server" and host.sqnr_db is not None and host.sqnr_db > 80
+    assert alone.generation.accuracy.perplexity is None and alone.generation.accuracy.tokens == 64
 
 
 def test_a_language_model_is_not_measured_on_made_up_tokens(farm: FarmProcess) -> None:

@@ -98,6 +98,12 @@ def exported(kind: str) -> dict[str, Any]:
     return _export(_model(kind), kind)
 
 
+def example(kind: str) -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    """The eager model of a kind, and inputs to export it with."""
+    model = _model(kind)
+    return model, _example(model, [1, 2, 3], 0, _integer(kind))
+
+
 def make(folder: Path, kind: str) -> None:
     """Write the program of a kind, a prompt, and the tokens that eager PyTorch generates after it."""
     model = _model(kind)

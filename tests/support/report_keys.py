@@ -198,4 +198,16 @@ KEYS["generation"] = {
     "decode_execution": dict.fromkeys(["tokens", "position"]),
     "prefill_profile": KEYS["profile"],
     "prefill_operators": KEYS["operators"],
+    "accuracy": {
+        **dict.fromkeys(["tokens", "is_text", "perplexity", "perplexity_tokens"]),
+        "references": [
+            {
+                **dict.fromkeys(["reference", "tokens", "top1_agreement", "logits_tokens", "sqnr_db", "max_abs_error"]),
+                **dict.fromkeys(["kl_divergence", "perplexity", "perplexity_ratio", "generated_tokens"]),
+                "first_difference": dict.fromkeys(["index", "position", "token", "reference_token", "gap"]),
+            }
+        ],
+        "vocabulary": None,
+        "error": dict.fromkeys(ERROR),
+    },
 }

@@ -172,3 +172,17 @@ class GenerationUnsupported(FarmError):
             "Build the runner's bundle again with `etfarm bundle build`, and add it with `bundle add`.",
             runner=kind,
         )
+
+
+class ScoringUnsupported(FarmError):
+    """A runner that cannot score tokens, because it was built before that was added."""
+
+    reason = "SCORING_UNSUPPORTED"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, kind: str) -> None:
+        super().__init__(
+            f"The {kind} runner cannot score tokens, which the accuracy of generation needs.",
+            "Build the runner's bundle again with `etfarm bundle build`, and add it with `bundle add`.",
+            runner=kind,
+        )

@@ -537,6 +537,7 @@ class GenerationResult(_message.Message):
     DECODE_FIELD_NUMBER: _builtins.int
     LOAD_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPointResult]:
         """In the order of GenerationPlan.points."""
@@ -564,6 +565,10 @@ class GenerationResult(_message.Message):
 
     @_builtins.property
     def telemetry(self) -> _report_pb2.RunTelemetry: ...
+    @_builtins.property
+    def score(self) -> Global___ScoreResult:
+        """Absent if the plan has no ScorePlan, from other processes than the last one, and from agents that do not know it."""
+
     def __init__(
         self,
         *,
@@ -574,14 +579,59 @@ class GenerationResult(_message.Message):
         decode: Global___GenerationTrace | None = ...,
         load: _report_pb2.Load | None = ...,
         telemetry: _report_pb2.RunTelemetry | None = ...,
+        score: Global___ScoreResult | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "load", b"load", "prefill", b"prefill", "telemetry", b"telemetry", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "load", b"load", "prefill", b"prefill", "score", b"score", "telemetry", b"telemetry", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "load", b"load", "points", b"points", "prefill", b"prefill", "telemetry", b"telemetry", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "load", b"load", "points", b"points", "prefill", b"prefill", "score", b"score", "telemetry", b"telemetry", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerationResult: _TypeAlias = GenerationResult  # noqa: Y015
+
+@_typing.final
+class ScoreResult(_message.Message):
+    """The result of a ScorePlan."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    VOCABULARY_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    DURATION_NS_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """Number of executed tokens: fewer than the plan has if its time limit was reached."""
+    vocabulary: _builtins.int
+    """Number of logits for each token."""
+    duration_ns: _builtins.int
+    @_builtins.property
+    def values(self) -> _common_pb2.Artifact:
+        """Little-endian and without gaps: for each executed token, the natural logarithm of the next given token's probability (float32; 0
+        where none follows in its window); for each, the token with the largest logit, the lowest of equal ones (int32); and for each
+        executed index of ScorePlan.logits_after, `vocabulary` logits (float32). Minus infinity is possible, NaN is not.
+        """
+
+    @_builtins.property
+    def error(self) -> _common_pb2.Error:
+        """Why there are no values; absent if there are."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        vocabulary: _builtins.int = ...,
+        values: _common_pb2.Artifact | None = ...,
+        duration_ns: _builtins.int = ...,
+        error: _common_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "values", b"values"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_ns", b"duration_ns", "error", b"error", "tokens", b"tokens", "values", b"values", "vocabulary", b"vocabulary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScoreResult: _TypeAlias = ScoreResult  # noqa: Y015
 
 @_typing.final
 class GenerationPointResult(_message.Message):

@@ -66,6 +66,8 @@ class GenerationOptions(_message.Message):
     WARMUP_FIELD_NUMBER: _builtins.int
     PREFILL_METHOD_FIELD_NUMBER: _builtins.int
     DECODE_METHOD_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    ACCURACY_TOKENS_FIELD_NUMBER: _builtins.int
     tokens: _builtins.int
     """Number of tokens that each repetition generates, 2 to 4,096."""
     repetitions: _builtins.int
@@ -75,6 +77,8 @@ class GenerationOptions(_message.Message):
     prefill_method: _builtins.str
     """The methods that process the prompt and generate tokens. When empty, they are recognized by their names and inputs."""
     decode_method: _builtins.str
+    accuracy_tokens: _builtins.int
+    """Number of drawn tokens, 2 to 4,096, or 0 to measure no accuracy; when absent, 64 or the context if it has fewer."""
     @_builtins.property
     def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """Lengths of the prompt, each at least 1. When empty, those of 128 and 512 that fit into the context, or the longest prompt that
@@ -84,6 +88,12 @@ class GenerationOptions(_message.Message):
     @_builtins.property
     def depths(self) -> _containers.RepeatedCompositeFieldContainer[Global___ContextDepth]:
         """Numbers of tokens that are in the context before the prompt. When empty, 0 and a share of 0.75."""
+
+    @_builtins.property
+    def text(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """The tokens of a text, to measure the accuracy and the perplexity on, at most 16,384. When empty, the accuracy is measured on
+        drawn tokens, whose perplexity means nothing.
+        """
 
     def __init__(
         self,
@@ -95,15 +105,21 @@ class GenerationOptions(_message.Message):
         warmup: _builtins.int | None = ...,
         prefill_method: _builtins.str = ...,
         decode_method: _builtins.str = ...,
+        text: _abc.Iterable[_builtins.int] | None = ...,
+        accuracy_tokens: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_repetitions", b"_repetitions", "_warmup", b"_warmup", "repetitions", b"repetitions", "warmup", b"warmup"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_accuracy_tokens", b"_accuracy_tokens", "_repetitions", b"_repetitions", "_warmup", b"_warmup", "accuracy_tokens", b"accuracy_tokens", "repetitions", b"repetitions", "warmup", b"warmup"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_repetitions", b"_repetitions", "_warmup", b"_warmup", "decode_method", b"decode_method", "depths", b"depths", "prefill_method", b"prefill_method", "prompt_tokens", b"prompt_tokens", "repetitions", b"repetitions", "tokens", b"tokens", "warmup", b"warmup"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_accuracy_tokens", b"_accuracy_tokens", "_repetitions", b"_repetitions", "_warmup", b"_warmup", "accuracy_tokens", b"accuracy_tokens", "decode_method", b"decode_method", "depths", b"depths", "prefill_method", b"prefill_method", "prompt_tokens", b"prompt_tokens", "repetitions", b"repetitions", "text", b"text", "tokens", b"tokens", "warmup", b"warmup"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__accuracy_tokens: _TypeAlias = _typing.Literal["accuracy_tokens"]  # noqa: Y015
+    _WhichOneofArgType__accuracy_tokens: _TypeAlias = _typing.Literal["_accuracy_tokens", b"_accuracy_tokens"]  # noqa: Y015
     _WhichOneofReturnType__repetitions: _TypeAlias = _typing.Literal["repetitions"]  # noqa: Y015
     _WhichOneofArgType__repetitions: _TypeAlias = _typing.Literal["_repetitions", b"_repetitions"]  # noqa: Y015
     _WhichOneofReturnType__warmup: _TypeAlias = _typing.Literal["warmup"]  # noqa: Y015
     _WhichOneofArgType__warmup: _TypeAlias = _typing.Literal["_warmup", b"_warmup"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__accuracy_tokens) -> _WhichOneofReturnType__accuracy_tokens | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__repetitions) -> _WhichOneofReturnType__repetitions | None: ...
     @_typing.overload
@@ -240,6 +256,7 @@ class GenerationPlan(_message.Message):
     RELOAD_FIELD_NUMBER: _builtins.int
     TRACE_ITERATIONS_FIELD_NUMBER: _builtins.int
     TRACED_POINT_FIELD_NUMBER: _builtins.int
+    SCORE_FIELD_NUMBER: _builtins.int
     generated_tokens: _builtins.int
     """Number of tokens that each repetition generates, at least 2."""
     repetitions: _builtins.int
@@ -266,6 +283,10 @@ class GenerationPlan(_message.Message):
     def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPoint]:
         """In the order of execution; at most 32."""
 
+    @_builtins.property
+    def score(self) -> Global___ScorePlan:
+        """What the last process scores between the points and the traced passes; absent for nothing."""
+
     def __init__(
         self,
         *,
@@ -279,14 +300,61 @@ class GenerationPlan(_message.Message):
         reload: _builtins.bool = ...,
         trace_iterations: _builtins.int = ...,
         traced_point: _builtins.int = ...,
+        score: Global___ScorePlan | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["model", b"model", "score", b"score"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_tokens", b"generated_tokens", "max_time_s", b"max_time_s", "model", b"model", "points", b"points", "reload", b"reload", "repetitions", b"repetitions", "seed", b"seed", "trace_iterations", b"trace_iterations", "traced_point", b"traced_point", "warmup", b"warmup"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["generated_tokens", b"generated_tokens", "max_time_s", b"max_time_s", "model", b"model", "points", b"points", "reload", b"reload", "repetitions", b"repetitions", "score", b"score", "seed", b"seed", "trace_iterations", b"trace_iterations", "traced_point", b"traced_point", "warmup", b"warmup"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerationPlan: _TypeAlias = GenerationPlan  # noqa: Y015
+
+@_typing.final
+class ScorePlan(_message.Message):
+    """Teacher forcing: given tokens are executed one after the other by `decode_method`, whatever their logits say. Token i is at position
+    i modulo `window`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    WINDOW_FIELD_NUMBER: _builtins.int
+    LOGITS_AFTER_FIELD_NUMBER: _builtins.int
+    MAX_TIME_S_FIELD_NUMBER: _builtins.int
+    IS_TEXT_FIELD_NUMBER: _builtins.int
+    window: _builtins.int
+    """Number of tokens that are in one context together, at most `max_context_tokens`. With GenerationPlan.reload, the methods are
+    loaded again before each window.
+    """
+    max_time_s: _builtins.float
+    """No token is executed after this time."""
+    is_text: _builtins.bool
+    """Whether the tokens are a text that the job gave, whose perplexity means something."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """At least 2."""
+
+    @_builtins.property
+    def logits_after(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Indices in `tokens`, ascending: after these, all logits are returned."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        window: _builtins.int = ...,
+        logits_after: _abc.Iterable[_builtins.int] | None = ...,
+        max_time_s: _builtins.float = ...,
+        is_text: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["is_text", b"is_text", "logits_after", b"logits_after", "max_time_s", b"max_time_s", "tokens", b"tokens", "window", b"window"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ScorePlan: _TypeAlias = ScorePlan  # noqa: Y015
 
 @_typing.final
 class GenerationPoint(_message.Message):

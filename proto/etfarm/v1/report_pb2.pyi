@@ -134,6 +134,8 @@ class _ReferenceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Reference.V
     """The exported program before quantization, run by torch."""
     REFERENCE_QUANTIZED: _Reference.ValueType  # 2
     """The quantized graph, run by torch."""
+    REFERENCE_HOST: _Reference.ValueType  # 3
+    """The same program (.pte), run by ExecuTorch on the server. For language models without an exported program."""
 
 class Reference(_Reference, metaclass=_ReferenceEnumTypeWrapper):
     """The program that the device's outputs and values are compared with. The host runs it with the same inputs."""
@@ -143,6 +145,8 @@ REFERENCE_EAGER: Reference.ValueType  # 1
 """The exported program before quantization, run by torch."""
 REFERENCE_QUANTIZED: Reference.ValueType  # 2
 """The quantized graph, run by torch."""
+REFERENCE_HOST: Reference.ValueType  # 3
+"""The same program (.pte), run by ExecuTorch on the server. For language models without an exported program."""
 Global___Reference: _TypeAlias = Reference  # noqa: Y015
 
 class _OperatorKind:
@@ -577,6 +581,7 @@ class Generation(_message.Message):
     PREFILL_OPERATORS_FIELD_NUMBER: _builtins.int
     PREFILL_ETDUMP_FIELD_NUMBER: _builtins.int
     PREFILL_TRACE_TIMES_FIELD_NUMBER: _builtins.int
+    ACCURACY_FIELD_NUMBER: _builtins.int
     generated_tokens: _builtins.int
     """Number of tokens that each repetition generated."""
     @_builtins.property
@@ -611,6 +616,10 @@ class Generation(_message.Message):
     def prefill_etdump(self) -> _common_pb2.Artifact: ...
     @_builtins.property
     def prefill_trace_times(self) -> _common_pb2.Artifact: ...
+    @_builtins.property
+    def accuracy(self) -> Global___GenerationAccuracy:
+        """Absent if it was not requested, or neither measured nor refused."""
+
     def __init__(
         self,
         *,
@@ -625,14 +634,200 @@ class Generation(_message.Message):
         prefill_operators: _abc.Iterable[Global___OperatorRow] | None = ...,
         prefill_etdump: _common_pb2.Artifact | None = ...,
         prefill_trace_times: _common_pb2.Artifact | None = ...,
+        accuracy: Global___GenerationAccuracy | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_execution", b"decode_execution", "model", b"model", "prefill_etdump", b"prefill_etdump", "prefill_execution", b"prefill_execution", "prefill_profile", b"prefill_profile", "prefill_trace_times", b"prefill_trace_times"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "decode_execution", b"decode_execution", "model", b"model", "prefill_etdump", b"prefill_etdump", "prefill_execution", b"prefill_execution", "prefill_profile", b"prefill_profile", "prefill_trace_times", b"prefill_trace_times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_execution", b"decode_execution", "generated_tokens", b"generated_tokens", "model", b"model", "points", b"points", "prefill_etdump", b"prefill_etdump", "prefill_execution", b"prefill_execution", "prefill_operators", b"prefill_operators", "prefill_profile", b"prefill_profile", "prefill_trace_times", b"prefill_trace_times", "token_times", b"token_times", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "decode_execution", b"decode_execution", "generated_tokens", b"generated_tokens", "model", b"model", "points", b"points", "prefill_etdump", b"prefill_etdump", "prefill_execution", b"prefill_execution", "prefill_operators", b"prefill_operators", "prefill_profile", b"prefill_profile", "prefill_trace_times", b"prefill_trace_times", "token_times", b"token_times", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Generation: _TypeAlias = Generation  # noqa: Y015
+
+@_typing.final
+class GenerationAccuracy(_message.Message):
+    """How exactly a language model computes its logits. Given tokens are executed one after the other (teacher forcing), so that every
+    program sees the same text, whatever it would generate itself; and the program's own text is compared with a reference's up to the
+    first token that differs.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    IS_TEXT_FIELD_NUMBER: _builtins.int
+    PERPLEXITY_FIELD_NUMBER: _builtins.int
+    PERPLEXITY_TOKENS_FIELD_NUMBER: _builtins.int
+    REFERENCES_FIELD_NUMBER: _builtins.int
+    VALUES_FIELD_NUMBER: _builtins.int
+    VOCABULARY_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """Number of tokens that the device executed."""
+    is_text: _builtins.bool
+    """Whether the job gave the tokens; else they are drawn and mean nothing."""
+    perplexity: _builtins.float
+    """The device's perplexity of the text: the exponential of the mean of -log(probability of the next token). Absent for drawn tokens,
+    and if a token of the text has the probability 0.
+    """
+    perplexity_tokens: _builtins.int
+    """Number of tokens that `perplexity` is of: all but the first in each window of the context."""
+    vocabulary: _builtins.int
+    """Number of logits for each token."""
+    @_builtins.property
+    def references(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationReference]:
+        """The same tokens computed on the server."""
+
+    @_builtins.property
+    def values(self) -> _common_pb2.Artifact:
+        """The device's values, as ScoreResult.values."""
+
+    @_builtins.property
+    def error(self) -> _common_pb2.Error:
+        """Why the device scored no tokens; absent if it did."""
+
+    def __init__(
+        self,
+        *,
+        tokens: _builtins.int = ...,
+        is_text: _builtins.bool = ...,
+        perplexity: _builtins.float | None = ...,
+        perplexity_tokens: _builtins.int = ...,
+        references: _abc.Iterable[Global___GenerationReference] | None = ...,
+        values: _common_pb2.Artifact | None = ...,
+        vocabulary: _builtins.int = ...,
+        error: _common_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_perplexity", b"_perplexity", "error", b"error", "perplexity", b"perplexity", "values", b"values"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_perplexity", b"_perplexity", "error", b"error", "is_text", b"is_text", "perplexity", b"perplexity", "perplexity_tokens", b"perplexity_tokens", "references", b"references", "tokens", b"tokens", "values", b"values", "vocabulary", b"vocabulary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__perplexity: _TypeAlias = _typing.Literal["perplexity"]  # noqa: Y015
+    _WhichOneofArgType__perplexity: _TypeAlias = _typing.Literal["_perplexity", b"_perplexity"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__perplexity) -> _WhichOneofReturnType__perplexity | None: ...
+
+Global___GenerationAccuracy: _TypeAlias = GenerationAccuracy  # noqa: Y015
+
+@_typing.final
+class GenerationReference(_message.Message):
+    """The deviation of a language model on a device from one on the server."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFERENCE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TOP1_AGREEMENT_FIELD_NUMBER: _builtins.int
+    LOGITS_TOKENS_FIELD_NUMBER: _builtins.int
+    SQNR_DB_FIELD_NUMBER: _builtins.int
+    MAX_ABS_ERROR_FIELD_NUMBER: _builtins.int
+    KL_DIVERGENCE_FIELD_NUMBER: _builtins.int
+    PERPLEXITY_FIELD_NUMBER: _builtins.int
+    PERPLEXITY_RATIO_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_DIFFERENCE_FIELD_NUMBER: _builtins.int
+    reference: Global___Reference.ValueType
+    tokens: _builtins.int
+    """Number of tokens that the server executed: fewer than the device's if its time limit was reached."""
+    top1_agreement: _builtins.float
+    """The fraction (0 to 1) of these tokens after which both find the same token most likely."""
+    logits_tokens: _builtins.int
+    """Number of tokens after which all logits were compared, and their signal to quantization noise ratio together, as in
+    OutputAccuracy.
+    """
+    sqnr_db: _builtins.float
+    max_abs_error: _builtins.float
+    kl_divergence: _builtins.float
+    """The mean Kullback-Leibler divergence of the device's distribution of the next token from the reference's, in nats."""
+    perplexity: _builtins.float
+    """The reference's perplexity of the text, and the device's divided by it; both of the tokens that both executed."""
+    perplexity_ratio: _builtins.float
+    generated_tokens: _builtins.int
+    """Number of tokens of the first point's first repetition that were compared with those that the reference would generate."""
+    @_builtins.property
+    def first_difference(self) -> Global___FirstDifference:
+        """The first of them that differs; absent if none does."""
+
+    def __init__(
+        self,
+        *,
+        reference: Global___Reference.ValueType = ...,
+        tokens: _builtins.int = ...,
+        top1_agreement: _builtins.float | None = ...,
+        logits_tokens: _builtins.int = ...,
+        sqnr_db: _builtins.float | None = ...,
+        max_abs_error: _builtins.float | None = ...,
+        kl_divergence: _builtins.float | None = ...,
+        perplexity: _builtins.float | None = ...,
+        perplexity_ratio: _builtins.float | None = ...,
+        generated_tokens: _builtins.int = ...,
+        first_difference: Global___FirstDifference | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kl_divergence", b"_kl_divergence", "_max_abs_error", b"_max_abs_error", "_perplexity", b"_perplexity", "_perplexity_ratio", b"_perplexity_ratio", "_sqnr_db", b"_sqnr_db", "_top1_agreement", b"_top1_agreement", "first_difference", b"first_difference", "kl_divergence", b"kl_divergence", "max_abs_error", b"max_abs_error", "perplexity", b"perplexity", "perplexity_ratio", b"perplexity_ratio", "sqnr_db", b"sqnr_db", "top1_agreement", b"top1_agreement"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kl_divergence", b"_kl_divergence", "_max_abs_error", b"_max_abs_error", "_perplexity", b"_perplexity", "_perplexity_ratio", b"_perplexity_ratio", "_sqnr_db", b"_sqnr_db", "_top1_agreement", b"_top1_agreement", "first_difference", b"first_difference", "generated_tokens", b"generated_tokens", "kl_divergence", b"kl_divergence", "logits_tokens", b"logits_tokens", "max_abs_error", b"max_abs_error", "perplexity", b"perplexity", "perplexity_ratio", b"perplexity_ratio", "reference", b"reference", "sqnr_db", b"sqnr_db", "tokens", b"tokens", "top1_agreement", b"top1_agreement"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__kl_divergence: _TypeAlias = _typing.Literal["kl_divergence"]  # noqa: Y015
+    _WhichOneofArgType__kl_divergence: _TypeAlias = _typing.Literal["_kl_divergence", b"_kl_divergence"]  # noqa: Y015
+    _WhichOneofReturnType__max_abs_error: _TypeAlias = _typing.Literal["max_abs_error"]  # noqa: Y015
+    _WhichOneofArgType__max_abs_error: _TypeAlias = _typing.Literal["_max_abs_error", b"_max_abs_error"]  # noqa: Y015
+    _WhichOneofReturnType__perplexity: _TypeAlias = _typing.Literal["perplexity"]  # noqa: Y015
+    _WhichOneofArgType__perplexity: _TypeAlias = _typing.Literal["_perplexity", b"_perplexity"]  # noqa: Y015
+    _WhichOneofReturnType__perplexity_ratio: _TypeAlias = _typing.Literal["perplexity_ratio"]  # noqa: Y015
+    _WhichOneofArgType__perplexity_ratio: _TypeAlias = _typing.Literal["_perplexity_ratio", b"_perplexity_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__sqnr_db: _TypeAlias = _typing.Literal["sqnr_db"]  # noqa: Y015
+    _WhichOneofArgType__sqnr_db: _TypeAlias = _typing.Literal["_sqnr_db", b"_sqnr_db"]  # noqa: Y015
+    _WhichOneofReturnType__top1_agreement: _TypeAlias = _typing.Literal["top1_agreement"]  # noqa: Y015
+    _WhichOneofArgType__top1_agreement: _TypeAlias = _typing.Literal["_top1_agreement", b"_top1_agreement"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_divergence) -> _WhichOneofReturnType__kl_divergence | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_abs_error) -> _WhichOneofReturnType__max_abs_error | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__perplexity) -> _WhichOneofReturnType__perplexity | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__perplexity_ratio) -> _WhichOneofReturnType__perplexity_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sqnr_db) -> _WhichOneofReturnType__sqnr_db | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top1_agreement) -> _WhichOneofReturnType__top1_agreement | None: ...
+
+Global___GenerationReference: _TypeAlias = GenerationReference  # noqa: Y015
+
+@_typing.final
+class FirstDifference(_message.Message):
+    """Where two greedy texts part. What follows is no measure of accuracy, since both continue from other texts."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    TOKEN_FIELD_NUMBER: _builtins.int
+    REFERENCE_TOKEN_FIELD_NUMBER: _builtins.int
+    GAP_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """Index in the generated tokens."""
+    position: _builtins.int
+    """The position in the context that the token has."""
+    token: _builtins.int
+    """The device's token and the reference's."""
+    reference_token: _builtins.int
+    gap: _builtins.float
+    """The reference's largest logit minus its second largest. Where it is small, rounding decides."""
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        position: _builtins.int = ...,
+        token: _builtins.int = ...,
+        reference_token: _builtins.int = ...,
+        gap: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gap", b"gap", "index", b"index", "position", b"position", "reference_token", b"reference_token", "token", b"token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FirstDifference: _TypeAlias = FirstDifference  # noqa: Y015
 
 @_typing.final
 class TracedExecution(_message.Message):

@@ -59,6 +59,7 @@ class Key:
 _LEFT_OUT: Final = {
     "etfarm.v1.Report": {"outputs", "samples", "etdump", "trace_times", "numerics_etdump", "numerics_debug", "create_time"},
     "etfarm.v1.Generation": {"token_times", "tokens", "prefill_etdump", "prefill_trace_times"},
+    "etfarm.v1.GenerationAccuracy": {"values"},
 }
 """Fields that the JSON omits: references to files in a server's store."""
 

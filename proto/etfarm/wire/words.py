@@ -34,6 +34,9 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "TENSOR": "tensor", "INT": "int", "DOUBLE": "double", "BOOL": "bool", "STRING": "str", "NONE": "none",
         "UNSUPPORTED": "unsupported",
     },
+    "etfarm.v1.GenerationReference.reference": {
+        "EAGER": "program before quantization", "QUANTIZED": "quantized program", "HOST": "same program on the server",
+    },
     "etfarm.v1.OutputAccuracy.reference": {"EAGER": "program before quantization", "QUANTIZED": "quantized program"},
     "etfarm.v1.OperatorGrouping": {
         "OP": "op", "TYPE": "type", "MODULE": "module", "LINE": "line", "BACKEND": "backend",

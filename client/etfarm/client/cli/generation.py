@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from etfarm.client.cli.usage import Usage
@@ -21,16 +22,19 @@ def options_of(
     repetitions: int | None,
     prefill_method: str,
     decode_method: str,
+    tokens_file: Path | None = None,
+    accuracy_tokens: int | None = None,
 ) -> Generate | None:
     """Return what `--generate` and the options that belong to it request; None without it.
 
     Raises:
         Usage: an option requires `--generate`, or a prompt length is no number.
         BadOption: a depth is neither a number of tokens nor a share.
+        BadTextFile: the file of `--tokens` is not one of tokens.
     """
     belonging = {
         "--prompt-tokens": prompt_tokens, "--depth": depth, "--repetitions": repetitions, "--prefill-method": prefill_method,
-        "--decode-method": decode_method,
+        "--decode-method": decode_method, "--tokens": tokens_file, "--accuracy-tokens": accuracy_tokens,
     }  # fmt: skip
     if tokens is None:
         if chosen := next((name for name, value in belonging.items() if _is_set(value)), None):
@@ -45,6 +49,8 @@ def options_of(
         repetitions=repetitions,
         prefill_method=prefill_method,
         decode_method=decode_method,
+        text=tokens_file or (),
+        accuracy_tokens=accuracy_tokens,
     )
 
 

@@ -102,9 +102,24 @@ def accuracy(report: Json) -> Answer:
         by_reference.setdefault(str(output["reference"] or "its reference"), []).append(output)
     results = [_accuracy(reference, outputs) for reference, outputs in by_reference.items()]
     if not results:
-        return Answer("")
+        return _generation_accuracy(report)
     others = [f"{result.text} to the {reference}" for result, reference in zip(results[1:], list(by_reference)[1:], strict=True)]
     return Answer(results[0].text, "; ".join([results[0].detail, *others]), results[0].mood)
+
+
+def _generation_accuracy(report: Json) -> Answer:
+    """Return the accuracy of a language model's logits; empty if it was not measured."""
+    measured = (report["generation"] or {}).get("accuracy") or {}
+    references = measured.get("references") or ()
+    if not references:
+        return Answer("")
+    first, decibels, agreement = references[0], references[0]["sqnr_db"], references[0]["top1_agreement"]
+    mood = "fair" if decibels is None else "good" if decibels >= FINE_DB else "bad" if decibels < POOR_DB else "fair"
+    top1 = f", top-1 agrees {units.percent(agreement).replace('.0 %', ' %')}" if agreement is not None else ""
+    others = [f"{generation.logits(each)} to the {each['reference']}" for each in references[1:]]
+    perplexity = [f"perplexity {measured['perplexity']:,.4g}"] if measured["perplexity"] is not None else []
+    detail = "; ".join([f"logits to the {first['reference']}{top1}", *others, *perplexity])
+    return Answer(generation.logits(first), detail, mood)
 
 
 def _accuracy(reference: str, outputs: Sequence[Json]) -> Answer:

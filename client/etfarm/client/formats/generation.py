@@ -9,6 +9,8 @@ from etfarm.client.formats import units
 
 Json = Mapping[str, Any]
 
+EXACT_DB: Final = 300.0
+"""The signal-to-noise ratio of an exact match."""
 COLUMNS: Final = ("prompt", "depth", "first token", "prefill", "decode", "token", "verdict")
 """Headings of the columns of `rows`."""
 
@@ -82,9 +84,59 @@ def facts(generation: Json) -> Iterator[tuple[str, str]]:
     for name, key in (("prefill", "prefill_execution"), ("decode", "decode_execution")):
         if traced := generation[key]:
             yield f"traced {name}", f"{units.count(traced['tokens'], 'token')} at position {traced['position']:,}"
+    yield from accuracy_facts(generation["accuracy"])
     if known := [point["tokens_equal"] for point in generation["points"] if point["tokens_equal"] is not None]:
         equal = all(known)
         yield "tokens", "equal in all repetitions" if equal else "different between repetitions"
+
+
+def accuracy_facts(accuracy: Json | None) -> Iterator[tuple[str, str]]:
+    """Yield facts of the logits after given tokens, the perplexity, and where the generated text parts from the reference's."""
+    if not accuracy:
+        return
+    if error := accuracy["error"]:
+        yield "accuracy", f"not measured: {error['message']}"
+        return
+    for each in accuracy["references"]:
+        yield "accuracy", f"{logits(each)}, {_agreement(each)}, to the {each['reference']}"
+        if each["generated_tokens"]:
+            yield "text", f"{parting(each)} {each['reference']} generates"
+    if accuracy["perplexity"] is not None:
+        yield "perplexity", _perplexity(accuracy)
+
+
+def logits(reference: Json) -> str:
+    """Return the signal-to-noise ratio of logits: `117.3 dB`, or `equal`."""
+    decibels = reference["sqnr_db"]
+    return "no dB" if decibels is None else "equal" if decibels >= EXACT_DB else f"{decibels:.1f} dB"
+
+
+def _agreement(reference: Json) -> str:
+    share = reference["top1_agreement"]
+    agrees = (
+        "" if share is None else f"top-1 agrees {units.percent(share).replace('.0 %', ' %')} of {reference['tokens']:,} tokens"
+    )
+    divergence = reference["kl_divergence"]
+    return agrees if divergence is None else f"{agrees}, KL {divergence:.2g} nats"
+
+
+def parting(reference: Json) -> str:
+    """Return how far generated text is the reference's: `differs at token 57 (12 instead of 90, gap 0.015) from what the`."""
+    first = reference["first_difference"]
+    if not first:
+        return f"its {units.count(reference['generated_tokens'], 'token')} are those that the"
+    instead = f"{first['token']:,} instead of {first['reference_token']:,}, whose logit leads by {first['gap']:.3g}"
+    return f"its token {first['index']:,} is the first to differ ({instead}) from what the"
+
+
+def _perplexity(accuracy: Json) -> str:
+    others = [
+        f"{each['perplexity']:,.4g} of the {each['reference']} ({each['perplexity_ratio']:.4f}x)"
+        for each in accuracy["references"]
+        if each["perplexity"] is not None and each["perplexity_ratio"] is not None
+    ]
+    of = f"{accuracy['perplexity']:,.4g} over {units.count(accuracy['perplexity_tokens'], 'token')}"
+    return "; ".join([of, *others])
 
 
 def _generated(generation: Json) -> str:

@@ -75,8 +75,11 @@ if TYPE_CHECKING:
     )
     from etfarm.client.reports.error_facts import ErrorFacts
     from etfarm.client.reports.generation import (
+        FirstDifference,
         Generation,
+        GenerationAccuracy,
         GenerationPoint,
+        GenerationReference,
         GenerationRun,
         LanguageModel,
         TracedExecution,
@@ -143,6 +146,7 @@ __all__ = [
     "ErrorFacts",
     "Execution",
     "Finding",
+    "FirstDifference",
     "Fp32Operator",
     "Fp32Operators",
     "Gate",
@@ -151,9 +155,11 @@ __all__ = [
     "GateResult",
     "GateWait",
     "Generation",
+    "GenerationAccuracy",
     "GenerationComparison",
     "GenerationPoint",
     "GenerationPointComparison",
+    "GenerationReference",
     "GenerationRun",
     "HostCheck",
     "InputTensor",

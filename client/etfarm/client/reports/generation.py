@@ -114,6 +114,68 @@ class TracedExecution(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class FirstDifference(JsonObject):
+    """Where the text that a device generated parts from the reference's."""
+
+    index: int = 0
+    """Index in the generated tokens."""
+    position: int = 0
+    """Position of the token in the context."""
+    token: int = 0
+    """The device's token."""
+    reference_token: int = 0
+    gap: float = 0.0
+    """The reference's largest logit minus its second largest; where it is small, rounding decides."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class GenerationReference(JsonObject):
+    """The deviation of a language model on a device from one on the server, after given tokens."""
+
+    reference: str = ""
+    """What the device is compared with: `program before quantization`, `quantized program` or `same program on the server`."""
+    tokens: int = 0
+    """Number of tokens that both executed."""
+    top1_agreement: float | None = None
+    """Part of these tokens after which both find the same token most likely, 0 to 1."""
+    logits_tokens: int = 0
+    """Number of tokens after which all logits were compared."""
+    sqnr_db: float | None = None
+    """Signal-to-noise ratio of these logits together in dB, capped at 300 for an exact match."""
+    max_abs_error: float | None = None
+    """The largest absolute difference of these logits."""
+    kl_divergence: float | None = None
+    """Mean Kullback-Leibler divergence of the device's next-token distribution from the reference's, in nats."""
+    perplexity: float | None = None
+    """The reference's perplexity of the text; None for drawn tokens."""
+    perplexity_ratio: float | None = None
+    """The device's perplexity of the same tokens, divided by that."""
+    generated_tokens: int = 0
+    """Number of generated tokens that were compared with those that the reference would generate."""
+    first_difference: FirstDifference | None = None
+    """The first of them that differs; None if none does."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class GenerationAccuracy(JsonObject):
+    """How exactly a language model computes its logits after given tokens."""
+
+    tokens: int = 0
+    """Number of tokens that the device executed."""
+    is_text: bool = False
+    """Whether the job gave the tokens; else they are drawn and mean nothing."""
+    perplexity: float | None = None
+    """The device's perplexity of the text; None for drawn tokens."""
+    perplexity_tokens: int = 0
+    """Number of tokens that the perplexity is of: all but the first of each context."""
+    references: tuple[GenerationReference, ...] = ()
+    vocabulary: int = 0
+    """Number of logits for each token."""
+    error: ErrorFacts | None = None
+    """Why the device scored no tokens; None if it did."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Generation(JsonObject):
     """How a language model generates text."""
 
@@ -129,3 +191,5 @@ class Generation(JsonObject):
     prefill_profile: Profile | None = None
     prefill_operators: Operators | None = None
     """The rows of the traced pass of prefill, in the order of execution."""
+    accuracy: GenerationAccuracy | None = None
+    """The accuracy of the logits and the perplexity; None if it was not requested or not measured."""

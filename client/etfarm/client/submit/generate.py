@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final, SupportsIndex
 
 from etfarm.client.submit.options import BadOption, to_list
+from etfarm.client.submit.token_files import read_tokens
 from etfarm.v1 import generation_pb2
 
 DEFAULT_TOKENS: Final = 128
@@ -34,12 +36,18 @@ class Generate:
     """The method that processes the prompt; recognized by its name and inputs when empty."""
     decode_method: str = ""
     """The method that generates single tokens; recognized by its name and inputs when empty."""
+    text: Sequence[int] | str | Path = ()
+    """The tokens of a text, or a file with them (see `read_tokens`), to measure the accuracy of the logits and the perplexity on;
+    at most 16,384. When empty, the accuracy is measured on drawn tokens."""
+    accuracy_tokens: int | None = None
+    """Number of drawn tokens, 2 to 4,096; 0 to measure no accuracy, 64 when None."""
 
     def __post_init__(self) -> None:
         """Check the values that the server cannot check.
 
         Raises:
             BadOption: a depth is neither a number of tokens nor a share, or a number needs more than 32 bits.
+            BadTextFile: the file of a text cannot be read.
         """
         self.message()
 
@@ -48,7 +56,7 @@ class Generate:
         depths = [self.depths] if isinstance(self.depths, int | float | str) else list(self.depths)
         counts: dict[str, list[int | None]] = {
             "tokens": [self.tokens], "prompt_tokens": [*to_list(self.prompt_tokens)], "repetitions": [self.repetitions],
-            "warmup": [self.warmup],
+            "warmup": [self.warmup], "accuracy_tokens": [self.accuracy_tokens],
         }  # fmt: skip
         for name, values in counts.items():
             for value in values:
@@ -62,7 +70,15 @@ class Generate:
             warmup=self.warmup,
             prefill_method=self.prefill_method,
             decode_method=self.decode_method,
+            text=read_tokens(Path(self.text)) if isinstance(self.text, str | Path) else _tokens_of(self.text),
+            accuracy_tokens=self.accuracy_tokens,
         )
+
+
+def _tokens_of(tokens: Sequence[int]) -> list[int]:
+    for token in tokens:
+        _require_count("text", token)
+    return [int(token) for token in tokens]
 
 
 def _depth(depth: int | float | str) -> generation_pb2.ContextDepth:

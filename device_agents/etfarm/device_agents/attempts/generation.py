@@ -65,6 +65,7 @@ class GenerationExecution(Execution):
             self._processes.append(measured)
             target.gates.measured()
             if run.left == 1:
+                await passes.score(self._attempt.remaining_s, runner.kind)
                 await passes.trace(self.folder)
                 await self._collect()
             return Files([])
@@ -78,6 +79,8 @@ class GenerationExecution(Execution):
                 result = measured.result
                 result.token_ns.CopyFrom(await self._transfers.upload(measured.token_ns.tobytes()))
                 result.tokens.CopyFrom(await self._transfers.upload(measured.tokens.tobytes()))
+                if measured.scored is not None:
+                    result.score.values.CopyFrom(await self._transfers.upload(measured.scored.values))
                 for message, phase in ((result.prefill, measured.prefill), (result.decode, measured.decode)):
                     if phase is not None:
                         message.CopyFrom(trace_of(phase))

@@ -15,9 +15,11 @@ from etfarm.device_agents.attempts import repeats
 from etfarm.device_agents.attempts.passes import PhaseListener, traced_iterations
 from etfarm.device_agents.conditions.sampler import Watch
 from etfarm.device_agents.conditions.telemetry import add_samples, run_telemetry
+from etfarm.device_agents.errors import ScoringUnsupported
 from etfarm.device_agents.runners.errors import InputMismatch, ProgramFailed
 from etfarm.device_agents.runners.generation import Generated, GenerateRequest
 from etfarm.device_agents.runners.protocol import MethodInfo, Progress, Runner, Traced
+from etfarm.device_agents.runners.score import Scored, ScoreRequest
 from etfarm.v1 import agent_pb2, generation_pb2
 from etfarm.wire import generation
 from etfarm.wire.errors import EtfarmError
@@ -26,6 +28,7 @@ from etfarm.wire.tensors import ITEM_BYTES, Tensor
 
 MAX_TRACED: Final = 1000
 """Maximum number of traced executions of a method."""
+SCORE_COMMAND: Final = "score"
 _INTEGERS: Final = {"int64": "q", "int32": "i"}
 """Type codes of the dtypes of tokens and positions."""
 
@@ -51,6 +54,28 @@ class Measured:
     tokens: array[int] = field(default_factory=lambda: array("i"))
     prefill: Phase | None = None
     decode: Phase | None = None
+    scored: Scored | None = None
+
+
+def validate_score(plan: generation_pb2.GenerationPlan) -> None:
+    """Refuse to score beyond the limits; the tokens themselves are the runner's to check.
+
+    Raises:
+        InputMismatch: the message names the limit.
+    """
+    score = plan.score
+    rows = list(score.logits_after)
+    most = max(1, generation.MAX_LOGITS_BYTES // generation.logits_bytes(1, plan.model.vocab_size))
+    limits = [
+        ("tokens to score", len(score.tokens), 1, generation.MAX_TEXT),
+        ("a window", score.window, 1, plan.model.max_context_tokens),
+        ("rows of logits", len(rows), 0, min(most, generation.MAX_LOGITS_ROWS)),
+    ]
+    for name, count, least, largest in limits:
+        if not least <= count <= largest:
+            raise InputMismatch("SCORE", f"{name} must be {least} to {largest}, got {count}")
+    if rows != sorted(set(rows)) or any(not 0 <= row < len(score.tokens) for row in rows):
+        raise InputMismatch("SCORE", "rows of logits must be those of tokens, ascending")
 
 
 def validate_plan(plan: generation_pb2.GenerationPlan) -> None:
@@ -172,6 +197,47 @@ class GenerationPasses:
         measured.result.telemetry.CopyFrom(telemetry)
         measured.result.telemetry.ClearField("series")
         return measured
+
+    async def score(self, left_s: Callable[[], float], kind: str) -> None:
+        """Run SCORE, if the plan requests it. What the program or the runner cannot do is an error of this part only.
+
+        Args:
+            left_s: returns the attempt's remaining time in seconds.
+            kind: the runner's kind, for errors.
+        """
+        plan, score, listener = self._plan, self._plan.score, self._listener
+        if not plan.HasField("score"):
+            return
+        part = self._measured.result.score
+        request = ScoreRequest(
+            self._model.prefill_method,
+            self._model.decode_method,
+            list(score.tokens),
+            score.window,
+            list(score.logits_after),
+            max(1, round(score.max_time_s * 1e9)),
+            self._model.token_input,
+            self._model.position_input,
+            plan.reload,
+        )
+        total = len(score.tokens)
+        with listener.phase("SCORE"):
+            try:
+                validate_score(plan)
+                if SCORE_COMMAND not in (await self._runner.hello()).commands:
+                    raise ScoringUnsupported(kind)
+                scored = await self._runner.score(
+                    request,
+                    # A program may have more logits than its metadata says.
+                    2 * self._model.vocab_size,
+                    max(1.0, left_s()),
+                    lambda progress: listener.report_steps(progress.done, total),
+                )
+            except (InputMismatch, ProgramFailed, ScoringUnsupported) as error:
+                part.error.CopyFrom(to_proto(error))
+                return
+        part.tokens, part.vocabulary, part.duration_ns = scored.tokens, scored.vocabulary, scored.duration_ns
+        self._measured.scored = scored
 
     async def trace(self, folder: Path) -> None:
         """Run TRACED, if the plan requests it: executions of the prefill method, then of the decode method."""

@@ -24,6 +24,12 @@ class ContextTooShort(UserError):
     reason = "CONTEXT_TOO_SHORT"
 
 
+class TokenOutsideVocabulary(UserError):
+    """A token of a text that a model does not have."""
+
+    reason = "TOKEN_OUTSIDE_VOCABULARY"
+
+
 class GenerationNotRequested(UserError):
     """A measurement of a language model without inputs, which would be made up."""
 
@@ -52,6 +58,12 @@ def check_request(spec: job_pb2.JobSpec) -> None:
             _require("depths", depth.share, 0.0, 1.0)
         else:
             _require("depths", depth.tokens, 0, generation.MAX_CONTEXT_TOKENS)
+    if requested.text:
+        _require("text", len(requested.text), 2, generation.MAX_TEXT)
+        if min(requested.text) < 0:
+            raise BadJob("A token of `text` is negative.", "Give the ids of tokens, which are 0 or more.", field="text")
+    if requested.accuracy_tokens:
+        _require("accuracy_tokens", requested.accuracy_tokens, 2, generation.MAX_TOKENS)
     points = points_requested(measurement)
     if points > generation.MAX_POINTS:
         raise BadJob(
@@ -88,6 +100,7 @@ def plan(measurement: job_pb2.Measurement, facts: compile_pb2.ProgramFacts, name
     Raises:
         NotALanguageModel: the program cannot generate text.
         ContextTooShort: a point does not fit into the program's context.
+        TokenOutsideVocabulary: the text has a token that the program does not.
     """
     requested = measurement.generation
     model = language_models.describe(facts, name, prefill=requested.prefill_method, decode=requested.decode_method)
@@ -104,6 +117,7 @@ def plan(measurement: job_pb2.Measurement, facts: compile_pb2.ProgramFacts, name
         seed=SEED,
         max_time_s=measurement.max_time_s if measurement.HasField("max_time_s") else DEFAULT_MAX_TIME_S,
         trace_iterations=0 if measurement.no_profile else measurement.trace_iterations or DEFAULT_TRACED,
+        score=_score(requested, model, name),
     )
 
 
@@ -134,6 +148,31 @@ def require_request(name: str, method: str, facts: compile_pb2.ProgramFacts) -> 
         "the most that it takes.",
         "Measure how it generates with `--generate 128` (generate=), or give the method's inputs with --inputs FILE.npz.",
         method=method,
+    )
+
+
+def _score(
+    requested: generation_pb2.GenerationOptions, model: generation_pb2.LanguageModel, name: str
+) -> generation_pb2.ScorePlan | None:
+    """Return which tokens to score: those of the text, or drawn ones; None if the job requests no accuracy."""
+    tokens: Sequence[int] = requested.text
+    if not tokens:
+        count = requested.accuracy_tokens if requested.HasField("accuracy_tokens") else generation.DEFAULT_ACCURACY_TOKENS
+        if not count:
+            return None
+        tokens = generation.draw_tokens(SEED, model.vocab_size, min(count, model.max_context_tokens))
+    elif (largest := max(tokens)) >= model.vocab_size:
+        index = list(tokens).index(largest)
+        raise TokenOutsideVocabulary(
+            f"Token {index:,} of the text is {largest:,}, but the vocabulary of {name} has {model.vocab_size:,}.",
+            "Tokenize the text with the model's own tokenizer.", token=largest, index=index,
+        )  # fmt: skip
+    return generation_pb2.ScorePlan(
+        tokens=tokens,
+        window=model.max_context_tokens,
+        logits_after=generation.logits_after(len(tokens), model.vocab_size),
+        max_time_s=generation.MAX_SCORE_S,
+        is_text=bool(requested.text),
     )
 
 

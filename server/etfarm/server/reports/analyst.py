@@ -10,7 +10,7 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.reports.findings import Findings
 from etfarm.server.reports.latency.generation import GeneratingProcess, Generation
 from etfarm.server.reports.latency.interleaved import Block
-from etfarm.server.reports.request import AnalyzeRequest, Numerics, Trace
+from etfarm.server.reports.request import AnalyzeRequest, Numerics, Scores, TokenInputs, Trace
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb2, report_pb2
 
 
@@ -81,6 +81,8 @@ class Analyst:
         )
         if generation is not None:
             request = self._with_generation(request, generation, result)
+            if result.generations[-1].score.HasField("values"):
+                request = replace(request, scores=self._scores(candidate, compilation, generation, result.generations[-1]))
         # Look up missing files: the analysis leaves out parts whose files are no longer stored.
         await self._store.absent(path.name for path in _paths(request))
         report = await self._findings.of(request, on_log, fresh=fresh, project=project, owner=owner)
@@ -116,6 +118,44 @@ class Analyst:
                     for each in result.generations
                 ),
             ),
+        )
+
+    def _scores(
+        self,
+        candidate: job_pb2.Candidate,
+        compilation: compile_pb2.Compilation,
+        plan: generation_pb2.GenerationPlan,
+        last: agent_pb2.GenerationResult,
+    ) -> Scores:
+        """Return the files of the tokens that the last process scored, and of the text that it generated."""
+        path, model, score = self._store.place, plan.model, last.score
+        completed = [place for place, point in enumerate(last.points) if point.repetitions]
+        shortest = min(completed, key=lambda place: last.points[place].depth + last.points[place].prompt_tokens)
+        before = sum(point.repetitions for point in last.points[:shortest])
+        is_one_method = model.prefill_method == model.decode_method
+        return Scores(
+            values=path(score.values.digest),
+            tokens=tuple(plan.score.tokens),
+            executed=score.tokens,
+            vocabulary=score.vocabulary,
+            window=plan.score.window,
+            logits_after=tuple(plan.score.logits_after),
+            is_text=plan.score.is_text,
+            inputs=TokenInputs(
+                model.token_input,
+                model.position_input,
+                tuple(spec.dtype for spec in compilation.facts.methods[model.decode_method].inputs),
+                model.positions == generation_pb2.POSITION_INPUT_VECTOR,
+                model.max_prompt_tokens if is_one_method and model.dynamic_prompt else 1,
+            ),
+            generated=path(last.tokens.digest),
+            generated_skipped=before * plan.generated_tokens,
+            generated_tokens=plan.generated_tokens,
+            seed=plan.seed,
+            vocab_size=model.vocab_size,
+            context=last.points[shortest].depth + last.points[shortest].prompt_tokens,
+            # ExecuTorch's Python binding would need the data files, too.
+            on_host=candidate.WhichOneof("source") == "program" and not compilation.program.data,
         )
 
     def _numerics(

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from etfarm.server.reports.latency import generation, interleaved, slow_group, statistics
-from etfarm.server.reports.numerics import accuracy, numeric_gap, reference
-from etfarm.server.reports.request import PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest, Trace
+from etfarm.server.reports.numerics import accuracy, forced_text, numeric_gap, reference, reference_models
+from etfarm.server.reports.request import PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest, Scores, Trace
 from etfarm.server.reports.trace import profile
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import series, tensors
@@ -27,6 +27,9 @@ _LOG = logging.getLogger(__name__)
 
 _PART_OF_LIMIT = 0.8
 """Fraction of the time limit for running graphs on the host, which leaves time to report the comparisons."""
+
+_TEXT_S = 120.0
+"""Time limit for the tokens that one reference executes."""
 
 Emit = Callable[[bytes], None]
 
@@ -43,7 +46,8 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
         folder: folder of the child. TRACE_TIMES is written there if the run was traced, and `trace_times.size_bytes` is set;
             PREFILL_TRACE_TIMES likewise for the trace of prefill; temporary files belong in the jail's TMPDIR.
         emit: called with JSON objects {"stage": "INPUTS" | "STATISTICS" | "COMPARISON" | "ACCURACY" | "QUANTIZED_ACCURACY" |
-            "JOIN" | "GENERATION" | "PREFILL_JOIN" | "NUMERICS", "phase": "START" | "END", "duration_ms": X}; X is null at START.
+            "JOIN" | "GENERATION" | "PREFILL_JOIN" | "PERPLEXITY" | "EAGER_TEXT" | "QUANTIZED_TEXT" | "HOST_TEXT" | "NUMERICS",
+            "phase": "START" | "END", "duration_ms": X}; X is null at START.
     """
     deadline_s = time.monotonic() + _PART_OF_LIMIT * request.limit_s
     report = report_pb2.Report()
@@ -76,6 +80,8 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
     if request.prefill is not None:
         with _part("PREFILL_JOIN", report, emit):
             _fill_prefill(report, request, request.prefill, folder)
+    if request.scores is not None:
+        _fill_text_accuracy(report, request, request.scores, emit, deadline_s)
     if request.numerics is not None and request.inputs is not None:
         with _part("NUMERICS", report, emit):
             numeric_gap.fill(
@@ -211,6 +217,37 @@ def _fill_interleaved(report: report_pb2.Report, request: AnalyzeRequest, sample
             process_pairs=len(set(rounds.pairs.tolist())),
         )
     )  # fmt: skip
+
+
+def _fill_text_accuracy(
+    report: report_pb2.Report, request: AnalyzeRequest, scores: Scores, emit: Emit, deadline_s: float
+) -> None:
+    """Fill the accuracy of generation against each model that the server has."""
+    target = report.generation.accuracy
+    with _part("PERPLEXITY", report, emit):
+        forced_text.fill_perplexity(target, scores)
+    pte = request.pte if scores.on_host else None
+    references = [
+        ("EAGER_TEXT", report_pb2.REFERENCE_EAGER, request.model),
+        ("QUANTIZED_TEXT", report_pb2.REFERENCE_QUANTIZED, request.quantized),
+        ("HOST_TEXT", report_pb2.REFERENCE_HOST, pte),
+    ]
+    left = sum(path is not None for _, _, path in references)
+    for stage, against, path in references:
+        if path is None:
+            continue
+        with _part(stage, report, emit):
+            # Late parts of the analysis need time, too.
+            limit_s = min(_TEXT_S, max(1.0, (deadline_s - time.monotonic()) / (left + 1)))
+            model: forced_text.ReferenceModel
+            if against == report_pb2.REFERENCE_HOST:
+                model = reference_models.HostModel(path, request.method, scores.inputs)
+            else:
+                model = reference_models.EagerModel(path, scores.inputs, request.screen)
+            compared = report_pb2.GenerationReference(reference=against)
+            forced_text.compare(compared, scores, model, limit_s)
+            target.references.append(compared)
+        left -= 1
 
 
 def _fill_accuracy(

@@ -7,6 +7,7 @@ without the file that the first one failed on.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import datetime
@@ -68,6 +69,12 @@ _PARTS: Final = (
     _Part("profile by operator", "JOIN", ("etdump", "etrecord", "pte"), ("etrecord", "etdump")),
     _Part("generation", "GENERATION", ("generation",), ()),
     _Part("profile of prefill by operator", "PREFILL_JOIN", ("prefill", "etrecord", "pte"), ("prefill",)),
+    _Part("perplexity", "PERPLEXITY", ("scores",), ("scores",)),
+    _Part("accuracy of generation", "EAGER_TEXT", ("scores", "model"), ("model", "scores")),
+    _Part(
+        "accuracy of generation against the quantized program", "QUANTIZED_TEXT", ("scores", "quantized"), ("quantized", "scores")
+    ),
+    _Part("accuracy of generation against the server", "HOST_TEXT", ("scores", "pte"), ("scores",)),
     _Part("numeric gap", "NUMERICS", ("numerics", "inputs"), ("numerics",)),
 )
 
@@ -79,6 +86,7 @@ _LOSES: Final = {
     "etrecord": "modules and source lines of the operators",
     "etdump": "the profile by operator",
     "prefill": "the profile of prefill by operator",
+    "scores": "the accuracy of generation",
     "numerics": "the numeric gap",
 }
 """The missing part of the report, by the field of the request that is left out."""
@@ -89,6 +97,7 @@ _MEASURED: Final = (
     "inputs.tensors", "latency", "runs", "interleaved", "accuracy", "profile", "operators", "numeric_gap", "compile.warnings",
     "numerics.threshold_db", "numerics.first_bad", "numerics.judged", "trace_times", "generation.points",
     "generation.prefill_profile", "generation.prefill_operators", "generation.prefill_trace_times",
+    "generation.accuracy.perplexity", "generation.accuracy.perplexity_tokens", "generation.accuracy.references",
 )  # fmt: skip
 """The fields of a Report that a child computes."""
 
@@ -245,6 +254,7 @@ class Findings:
             )
             require_runs(report, request)
             require_generation(report, request)
+            require_text_accuracy(report, request)
             for series_of in _series_of(report):
                 await self._adopt_times(series_of, finished.folder, caller)
             return report
@@ -340,6 +350,46 @@ def require_generation(report: report_pb2.Report, request: AnalyzeRequest) -> No
                     raise BadWorkerAnswer(f"The analysis child must return numbers above 0 for `{name}`.")
                 if len(ends) not in (0, 2) or list(ends) != sorted(ends):
                     raise BadWorkerAnswer(f"The analysis child must return intervals of `{name}` in ascending order.")
+
+
+_TEXT_NUMBERS: Final = {
+    "top1_agreement": (0.0, 1.0), "sqnr_db": (-1e4, 300.0), "max_abs_error": (0.0, _MOST_RATE),
+    "kl_divergence": (0.0, _MOST_RATE), "perplexity": (1.0, _MOST_RATE), "perplexity_ratio": (_LEAST_RATE, _MOST_RATE),
+}  # fmt: skip
+"""Ranges of the numbers of a GenerationReference."""
+
+
+def require_text_accuracy(report: report_pb2.Report, request: AnalyzeRequest) -> None:
+    """Require possible numbers of the accuracy of generation, if the child computed it.
+
+    Raises:
+        BadWorkerAnswer: a number is impossible, or there are other references than those of the request.
+    """
+    if not report.generation.HasField("accuracy"):
+        return
+    accuracy, scores = report.generation.accuracy, request.scores
+    known = [reference.reference for reference in accuracy.references]
+    if scores is None or known != sorted(set(known)) or any(not 0 < each <= report_pb2.REFERENCE_HOST for each in known):
+        raise BadWorkerAnswer("The analysis child must return the accuracy of generation against each reference once.")
+    if not 0 <= accuracy.perplexity_tokens <= scores.executed or (
+        accuracy.HasField("perplexity") and not 1.0 <= accuracy.perplexity <= _MOST_RATE
+    ):
+        raise BadWorkerAnswer("The analysis child must return a perplexity of 1 or more, of the tokens that were executed.")
+    for reference in accuracy.references:
+        counts = (
+            (reference.tokens, scores.executed), (reference.logits_tokens, len(scores.logits_after)),
+            (reference.generated_tokens, scores.generated_tokens),
+        )  # fmt: skip
+        if any(not 0 <= count <= most for count, most in counts):
+            raise BadWorkerAnswer("The analysis child must not compare more tokens than there are.")
+        for name, (least, most) in _TEXT_NUMBERS.items():
+            if reference.HasField(name) and not least <= getattr(reference, name) <= most:  # type: ignore[arg-type]
+                raise BadWorkerAnswer(f"The analysis child must return a `{name}` of {least:g} to {most:g}.")
+        difference = reference.first_difference
+        if reference.HasField("first_difference") and not (
+            0 <= difference.index < scores.generated_tokens and difference.gap >= 0 and math.isfinite(difference.gap)
+        ):
+            raise BadWorkerAnswer("The analysis child must return a generated token as the first that differs.")
 
 
 def _plain(value: Any) -> Any:

@@ -20,6 +20,16 @@ Judge = Callable[[agent_pb2.CandidateResult], report_pb2.Verdict]
 _VALID: Final = report_pb2.VERDICT_STATUS_VALID
 _INVALID: Final = report_pb2.VERDICT_STATUS_INVALID
 _NOT_BENCHMARKABLE: Final = report_pb2.VERDICT_STATUS_NOT_BENCHMARKABLE
+NOT_SCORED: Final = "GENERATION_NOT_SCORED"
+"""Code of the warning that an agent did not measure the accuracy of generation."""
+FLOAT_DB: Final = 40.0
+QUANTIZED_DB: Final = 10.0
+"""Minimum SQNR of logits in dB, without and with quantization, as for the outputs of other models."""
+_REFERENCES: Final = {
+    report_pb2.REFERENCE_EAGER: "the exported program in PyTorch",
+    report_pb2.REFERENCE_QUANTIZED: "the quantized program in PyTorch",
+    report_pb2.REFERENCE_HOST: "the same program on the server",
+}
 _NAMES: Final = {"prefill_tokens_per_s": "prefill", "decode_tokens_per_s": "decode"}
 
 
@@ -52,6 +62,7 @@ def fill_generation(
         generated.token_times.add().CopyFrom(process.token_ns)
         generated.tokens.add().CopyFrom(process.tokens)
     _fill_traces(report, result.generations[-1], analysis)
+    _fill_accuracy(report, plan, result.generations[-1].score, analysis.accuracy)
     if requested > len(result.generations):
         message = f"{requested} runs were requested, and the device's agent made {len(result.generations)}. Update the agent."
         report.compile.warnings.add(code=NOT_REPEATED, message=message)
@@ -97,6 +108,46 @@ def _fill_traces(report: report_pb2.Report, last: agent_pb2.GenerationResult, an
         if analysis.HasField(name):
             getattr(generated, name).CopyFrom(getattr(analysis, name))
     generated.prefill_operators.extend(analysis.prefill_operators)
+
+
+def _fill_accuracy(
+    report: report_pb2.Report,
+    plan: generation_pb2.GenerationPlan,
+    score: agent_pb2.ScoreResult,
+    analysis: report_pb2.GenerationAccuracy,
+) -> None:
+    """Fill the accuracy of generation: the device's counts, what the analysis computed of them, and a warning if it is low."""
+    if not plan.HasField("score"):
+        return
+    accuracy = report.generation.accuracy
+    accuracy.is_text = plan.score.is_text
+    if not score.HasField("values"):
+        if score.HasField("error"):
+            accuracy.error.CopyFrom(score.error)
+            return
+        report.generation.ClearField("accuracy")
+        report.compile.warnings.add(
+            code=NOT_SCORED,
+            message="The device's agent did not report the accuracy of generation. Update the agent.",
+        )
+        return
+    accuracy.tokens, accuracy.vocabulary = score.tokens, score.vocabulary
+    accuracy.values.CopyFrom(score.values)
+    if analysis.HasField("perplexity"):
+        accuracy.perplexity = analysis.perplexity
+    accuracy.perplexity_tokens = analysis.perplexity_tokens
+    accuracy.references.extend(analysis.references)
+    is_quantized = any(each.reference == report_pb2.REFERENCE_QUANTIZED for each in accuracy.references)
+    for each in accuracy.references:
+        # A device may round sums of integers differently, also against the same quantized program.
+        is_float = each.reference == report_pb2.REFERENCE_EAGER and not is_quantized
+        least_db = FLOAT_DB if is_float else QUANTIZED_DB
+        if each.HasField("sqnr_db") and each.sqnr_db < least_db:
+            message = (
+                f"The logits of given tokens have {each.sqnr_db:.1f} dB against {_REFERENCES[each.reference]}; at least "
+                f"{least_db:g} dB are expected. They agree on the most likely token after {each.top1_agreement:.0%} of them."
+            )
+            report.compile.warnings.add(code="LOW_ACCURACY", message=message)
 
 
 def traced_result(result: agent_pb2.CandidateResult, trace: agent_pb2.GenerationTrace) -> agent_pb2.CandidateResult:

@@ -6,10 +6,19 @@ from typing import Any
 
 import pytest
 
-from etfarm.server.jobs.generation import ContextTooShort, GenerationNotRequested, check_request, facts_of, plan, require_request
+from etfarm.server.jobs.generation import (
+    ContextTooShort,
+    GenerationNotRequested,
+    TokenOutsideVocabulary,
+    check_request,
+    facts_of,
+    plan,
+    require_request,
+)
 from etfarm.server.jobs.model import BadJob
 from etfarm.v1 import compile_pb2, generation_pb2, job_pb2
 from etfarm.v1.generation_pb2 import ContextDepth, GenerationOptions
+from etfarm.wire.generation import logits_after
 from tests.support.generated import facts, method, tensor
 
 
@@ -29,6 +38,45 @@ def test_defaults_are_those_of_llama_bench_where_the_context_allows_it() -> None
     assert points(asked) == [(128, 0), (128, 1344), (512, 0), (512, 1056)], "75 % of what the prompt and the tokens leave"
     assert (asked.repetitions, asked.warmup, asked.generated_tokens, asked.trace_iterations) == (5, 1, 128, 30)
     assert points(plan(measurement(16), facts(), "m")) == [(48, 0)], "the longest prompt that fits"
+
+
+def test_drawn_tokens_are_scored_unless_there_is_a_text() -> None:
+    drawn = plan(measurement(), facts(), "m").score
+    assert len(drawn.tokens) == drawn.window == 64 and not drawn.is_text and max(drawn.tokens) < 96
+    assert (
+        len(drawn.logits_after) == 32 and drawn.logits_after[-1] == 63 and sorted(set(drawn.logits_after)) == drawn.logits_after
+    )
+    request = measurement()
+    request.generation.text.extend([1, 95, 3] * 100)
+    asked = plan(request, facts(), "m").score
+    assert list(asked.tokens) == [1, 95, 3] * 100 and asked.is_text and asked.window == 64
+    none = measurement()
+    none.generation.accuracy_tokens = 0
+    assert not plan(none, facts(), "m").HasField("score")
+    large = measurement()
+    large.generation.accuracy_tokens = 4096
+    assert len(plan(large, facts(), "m").score.tokens) == 64, "no more than the context has"
+
+
+def test_a_token_outside_the_vocabulary_is_refused() -> None:
+    request = measurement()
+    request.generation.text.extend([1, 96])
+    with pytest.raises(TokenOutsideVocabulary, match="Token 1 of the text is 96, but the vocabulary of m has 96"):
+        plan(request, facts(), "m")
+
+
+def test_the_logits_of_a_large_vocabulary_are_fewer() -> None:
+    assert logits_after(64, 1 << 24) == [63] and len(logits_after(64, 128_256)) == 32 and logits_after(3, 96) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(("text", "count"), [([1], None), ([1, -1], None), ([1] * 16_385, None), ([], 1), ([], 4097)])
+def test_impossible_texts_are_refused(text: list[int], count: int | None) -> None:
+    asked = measurement()
+    asked.generation.text.extend(text)
+    if count is not None:
+        asked.generation.accuracy_tokens = count
+    with pytest.raises(BadJob):
+        check_request(job_pb2.JobSpec(measurement=asked))
 
 
 def test_depths_are_tokens_or_shares_of_the_room() -> None:

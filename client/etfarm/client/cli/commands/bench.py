@@ -99,6 +99,16 @@ def bench(
         int | None,
         typer.Option("--repetitions", metavar="N", min=1, max=100, help="Repetitions for each length and depth. [5]"),
     ] = None,
+    tokens: Annotated[
+        Path | None,
+        typer.Option("--tokens", metavar="FILE", help="A text's tokens, for accuracy and perplexity. [random]"),
+    ] = None,
+    accuracy_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--accuracy-tokens", metavar="N", min=0, max=4096, help="Number of random tokens for accuracy; 0 for none. [64]"
+        ),
+    ] = None,
     prefill_method: Annotated[
         str, typer.Option("--prefill-method", metavar="M", help="The method for prompts. [recognized]")
     ] = "",
@@ -164,13 +174,13 @@ def bench(
         raise Usage("--retry-invalid cannot be combined with --interleave, whose cells belong together.", "Leave one out.")
     generated = generation.options_of(
         generate, prompt_tokens=prompt_tokens, depth=depth, repetitions=repetitions, prefill_method=prefill_method,
-        decode_method=decode_method,
+        decode_method=decode_method, tokens_file=tokens, accuracy_tokens=accuracy_tokens,
     )  # fmt: skip
     if generated is not None:
         generation.refuse_others(
             {
                 "--method": method, "--inputs": inputs, "--iterations": iterations, "--warmup": warmup, "--min-time": min_time,
-                "--interleave": interleave, "--numerics": numerics, "--min-sqnr": min_sqnr, "--max-p50": max_p50,
+                "--interleave": interleave, "--numerics": numerics, "--max-p50": max_p50,
             }
         )  # fmt: skip
     if detach and (require_valid or retry_invalid or min_sqnr is not None or max_p50 is not None):

@@ -108,7 +108,17 @@ class Requirements:
 
     def _accuracy(self, report: Json, limit_db: float) -> Iterator[Shortfall]:
         limit = f"--min-sqnr {limit_db:g} dB"
-        if not report["accuracy"]:
+        references = ((report["generation"] or {}).get("accuracy") or {}).get("references") or ()
+        for each in references:
+            known = each["sqnr_db"]
+            of = f"{render.label(report)}: its logits"
+            if known is None:
+                message = f"{of} cannot be compared with the {each['reference']}, so {limit} cannot be decided."
+                yield Shortfall(report["id"], "--min-sqnr", INCONCLUSIVE, message)
+            elif known < limit_db:
+                message = f"{of} have {known:.1f} dB against the {each['reference']}, below {limit}."
+                yield Shortfall(report["id"], "--min-sqnr", WORSE, message)
+        if not report["accuracy"] and not references:
             message = f"{render.label(report)}: there is no reference to compare its outputs with, so {limit} cannot be decided."
             yield Shortfall(report["id"], "--min-sqnr", INCONCLUSIVE, message)
         for output in report["accuracy"] or ():

@@ -29,6 +29,7 @@ def shown(generated: Json) -> dict[str, Any]:
     return {
         "columns": generation.COLUMNS,
         "rows": generation.rows(generated),
+        "accuracy": [f"{name}: {text}" for name, text in generation.accuracy_facts(generated["accuracy"])],
         "plot": plot(generated["points"]),
         "prefill": [
             (

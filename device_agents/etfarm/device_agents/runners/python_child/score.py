@@ -7,8 +7,6 @@ from array import array
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
-
 from etfarm.device_agents.runners.python_child.passes import PROGRESS_NS, Report
 from etfarm.device_agents.runners.python_child.refusals import Refusal
 from etfarm.device_agents.runners.python_child.token_methods import LanguageModel, Methods, ModelMethods
@@ -81,7 +79,7 @@ def score(methods: Methods, plan: Score, report: Report) -> tuple[dict[str, Any]
     return result, probabilities.tobytes() + best.tobytes() + bytes(rows)
 
 
-def _check(logits: torch.Tensor, method: str, index: int) -> int:
+def _check(logits: Any, method: str, index: int) -> int:
     """Return the index of the largest logit, the lowest of equal ones."""
     if bool((logits.isnan() | (logits == float("inf"))).any()):
         raise Refusal("RUNTIME", f"method '{method}' returned logits with NaN or infinity after token {index}")
@@ -91,7 +89,7 @@ def _check(logits: torch.Tensor, method: str, index: int) -> int:
     return best
 
 
-def _log_probability(logits: torch.Tensor, largest: int, index: int, plan: Score) -> float:
+def _log_probability(logits: Any, largest: int, index: int, plan: Score) -> float:
     """Return the natural logarithm of the probability of the token after `index`; 0 if none follows in its window."""
     if index + 1 == len(plan.tokens) or (index + 1) % plan.window == 0:
         return 0.0

@@ -17,6 +17,7 @@ from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Attempt, Cell, Job, Progress
 from etfarm.wire import selectors
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.generation import MAX_SCORE_S
 
 DEADLINE_S = 600.0
 """Default time limit of an attempt for each of its candidates."""
@@ -218,7 +219,8 @@ def deadline_s(job: Job, candidates: int) -> float:
     measurement = job.spec.measurement
     if measurement.HasField("generation"):
         process_s = generation.points_requested(measurement) * (_BEFORE_POINT_S + _point_s(measurement))
-        return DEADLINE_S * max(1, candidates) + min(max(1, measurement.repeat) * process_s, MAX_FURTHER_RUNS_S)
+        runs_s = min(max(1, measurement.repeat) * process_s, MAX_FURTHER_RUNS_S)
+        return (DEADLINE_S + 2 * MAX_SCORE_S) * max(1, candidates) + runs_s
     max_time_s = measurement.max_time_s if measurement.HasField("max_time_s") else _DEFAULT_MAX_TIME_S
     run_s = max(FURTHER_RUN_S, _BEFORE_TIMED_S + min(measurement.min_time_s, max_time_s))
     further_s = run_s * max(0, measurement.repeat - 1)

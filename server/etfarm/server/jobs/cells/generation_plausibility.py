@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from array import array
 from collections.abc import Callable, Iterator
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.v1 import agent_pb2, common_pb2, generation_pb2
-from etfarm.wire.generation import TIME_BYTES, TOKEN_BYTES
+from etfarm.wire.generation import SCORE_BYTES, TIME_BYTES, TOKEN_BYTES, logits_bytes
 from etfarm.wire.language_models import MAX_VOCAB
 
 MAX_TRACED: Final = 1_000
@@ -63,6 +64,7 @@ def artifacts_of(result: agent_pb2.CandidateResult) -> Iterator[common_pb2.Artif
             (generated, ("token_ns", "tokens")),
             (generated.prefill, ("etdump",)),
             (generated.decode, ("etdump",)),
+            (generated.score, ("values",)),
         ):
             for name in names:
                 if holder.HasField(name):  # type: ignore[arg-type]
@@ -92,6 +94,7 @@ def _check_process(
     if any(len(telemetry.series) > _MAX_POINTS_OF_SERIES for telemetry in telemetries):
         raise BadGenerationResult("it has too many points of telemetry")
     _check_traces(generated, plan)
+    _check_score(generated, plan, path)
     rows = [repetition for point in generated.points for repetition in point.prefill_ns]
     columns = plan.generated_tokens
     times = _read(generated.token_ns, "q", TIME_BYTES * len(rows) * columns, "times", path)
@@ -126,12 +129,44 @@ def _check_traces(generated: agent_pb2.GenerationResult, plan: generation_pb2.Ge
             )
 
 
+def _check_score(generated: agent_pb2.GenerationResult, plan: generation_pb2.GenerationPlan, path: Callable[[str], Path]) -> None:
+    """Check the scores of tokens, which are absent, failed, or have values of the requested shape without NaN."""
+    score, requested = generated.score, plan.score
+    if not generated.HasField("score"):
+        return
+    if score.HasField("error"):
+        if score.HasField("values") or score.tokens:
+            raise BadGenerationResult("it has scores of tokens, and an error instead of them")
+        return
+    if not 1 <= score.tokens <= len(requested.tokens) or not 1 <= score.vocabulary <= MAX_VOCAB:
+        raise BadGenerationResult(
+            f"it has {score.vocabulary:,} logits for {score.tokens:,} scored tokens, of {len(requested.tokens):,}"
+        )
+    rows = sum(index < score.tokens for index in requested.logits_after)
+    size_bytes = SCORE_BYTES * score.tokens + logits_bytes(rows, score.vocabulary)
+    values = array("f", _read_bytes(score.values, size_bytes, "scores of tokens", path))
+    if sys.byteorder == "big":
+        values.byteswap()
+    best = array("i", values[score.tokens : 2 * score.tokens].tobytes())
+    # A sum is NaN or infinite only if a value is: float32 cannot overflow its 64 bits. Minus infinity alone is possible.
+    if math.isnan(total := sum(values[: score.tokens])) or total > 0 or max(values[: score.tokens]) > 0:
+        raise BadGenerationResult("the probability of a token is above 1 or NaN")
+    if min(best) < 0 or max(best) >= score.vocabulary:
+        raise BadGenerationResult("its most likely token is not one that it has logits of")
+    if math.isnan(total := sum(values[2 * score.tokens :])) or total == math.inf:
+        raise BadGenerationResult("its logits have NaN or infinity")
+
+
 def _read(artifact: common_pb2.Artifact, kind: str, size_bytes: int, what: str, path: Callable[[str], Path]) -> array[int]:
     """Return the values of an artifact, whose size is checked before it is read."""
-    file = path(artifact.digest)
-    if file.stat().st_size != size_bytes:
-        raise BadGenerationResult(f"its {what} have {file.stat().st_size:,} bytes instead of {size_bytes:,}")
-    values = array(kind, file.read_bytes())
+    values = array(kind, _read_bytes(artifact, size_bytes, what, path))
     if sys.byteorder == "big":
         values.byteswap()
     return values
+
+
+def _read_bytes(artifact: common_pb2.Artifact, size_bytes: int, what: str, path: Callable[[str], Path]) -> bytes:
+    file = path(artifact.digest)
+    if file.stat().st_size != size_bytes:
+        raise BadGenerationResult(f"its {what} have {file.stat().st_size:,} bytes instead of {size_bytes:,}")
+    return file.read_bytes()

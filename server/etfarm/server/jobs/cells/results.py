@@ -28,6 +28,7 @@ from etfarm.v1.common_pb2 import Actor
 from etfarm.v1.job_pb2 import Progress
 from etfarm.wire import digest
 from etfarm.wire.errors import DeviceError, EtfarmError
+from etfarm.wire.generation import logits_bytes
 from etfarm.wire.status import from_proto
 
 GRACE_S = 300.0
@@ -149,6 +150,8 @@ class Results:
 def _estimate_bytes(run: CellRun) -> int:
     """Return the estimated size of a cell's result: outputs, samples, trace and, with numerics, every value."""
     outputs = sum(_most_bytes(spec) for spec in run.facts.outputs)
+    if (plan := run.generation) is not None:
+        outputs += logits_bytes(len(plan.score.logits_after), plan.model.vocab_size)
     return _RESULT_BYTES + 2 * outputs + (_NUMERICS_BYTES if run.job.spec.measurement.numerics else 0)
 
 

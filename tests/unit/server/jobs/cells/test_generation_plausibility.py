@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.jobs.cells.plausibility import ImplausibleResult, Plan, artifacts_of, check_candidate
-from etfarm.v1 import agent_pb2, job_pb2, report_pb2
+from etfarm.v1 import agent_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.v1.generation_pb2 import GenerationOptions
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.language_models import MAX_VOCAB
@@ -38,6 +39,53 @@ def test_an_honest_result_is_plausible(tmp_path: Path) -> None:
     check(honest(tmp_path), tmp_path)
     check(honest(tmp_path, 3), tmp_path, repeat=3)
     assert len(list(artifacts_of(honest(tmp_path)))) == 2
+
+
+SCORED = plan((8, 0), (8, 16))
+SCORED.score.MergeFrom(generation_pb2.ScorePlan(tokens=[5, 6, 7, 8], window=64, logits_after=[1, 3], max_time_s=60))
+
+
+def scores(probabilities: list[float], best: list[int], logits: list[float]) -> bytes:
+    return array("f", probabilities).tobytes() + array("i", best).tobytes() + array("f", logits).tobytes()
+
+
+def check_scores(folder: Path, data: bytes, **changes: int) -> None:
+    result = honest(folder)
+    score = result.generations[0].score
+    score.tokens, score.vocabulary = changes.get("tokens", 4), changes.get("vocabulary", 2)
+    score.values.CopyFrom(artifact_of(data))
+    (folder / score.values.digest).write_bytes(data)
+    measurement = job_pb2.Measurement(generation=GenerationOptions(tokens=4))
+    check_candidate(result, Plan(frozenset({"c"}), 3.0, measurement, generation={"c": SCORED}), lambda digest: folder / digest)
+
+
+PROBABILITIES, BEST, LOGITS = [-1.0, -0.5, -math.inf, 0.0], [0, 1, 0, 1], [1.0, -math.inf, 3.0, 4.0]
+
+
+def test_honest_scores_are_plausible(tmp_path: Path) -> None:
+    check_scores(tmp_path, scores(PROBABILITIES, BEST, LOGITS))
+    check_scores(tmp_path, scores(PROBABILITIES[:2], BEST[:2], LOGITS[:2]), tokens=2)
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "why"),
+    [
+        (scores(PROBABILITIES, BEST, LOGITS[:3]), {}, "bytes instead of"),
+        (scores(PROBABILITIES, BEST, LOGITS), {"vocabulary": 3}, "bytes instead of"),
+        (scores(PROBABILITIES, BEST, LOGITS), {"vocabulary": MAX_VOCAB + 1}, "logits for"),
+        (scores(PROBABILITIES, BEST, LOGITS), {"tokens": 5}, "scored tokens, of 4"),
+        (scores([], [], []), {"tokens": 0}, "scored tokens, of 4"),
+        (scores([math.nan, -1.0, -1.0, 0.0], BEST, LOGITS), {}, "above 1 or NaN"),
+        (scores([0.5, -9.0, -1.0, 0.0], BEST, LOGITS), {}, "above 1 or NaN"),
+        (scores(PROBABILITIES, [0, 1, 2, 1], LOGITS), {}, "not one that it has logits of"),
+        (scores(PROBABILITIES, [0, 1, -1, 1], LOGITS), {}, "not one that it has logits of"),
+        (scores(PROBABILITIES, BEST, [1.0, math.nan, 3.0, 4.0]), {}, "NaN or infinity"),
+        (scores(PROBABILITIES, BEST, [math.inf, -math.inf, 3.0, 4.0]), {}, "NaN or infinity"),
+    ],
+)
+def test_impossible_scores_are_refused(tmp_path: Path, data: bytes, changes: dict[str, int], why: str) -> None:
+    with pytest.raises(ImplausibleResult, match=why):
+        check_scores(tmp_path, data, **changes)
 
 
 def _replace(result: agent_pb2.CandidateResult, folder: Path, name: str, data: bytes) -> None:
