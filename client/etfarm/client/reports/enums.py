@@ -138,6 +138,8 @@ class NumericReference(OpenEnum):
     """The program before quantization."""
     QUANTIZED = "QUANTIZED"
     """The quantized graph, run by PyTorch."""
+    HOST = "HOST"
+    """The same program, run by ExecuTorch on the server; never of operators."""
 
 
 class Gate(OpenEnum):
