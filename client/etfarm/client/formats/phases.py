@@ -24,6 +24,7 @@ _WORDS: Final = {
     "OUTPUTS": "reading outputs",
     "TRACED": "tracing operators",
     "GENERATE": "generating text",
+    "SCORE": "scoring tokens",
     "NUMERICS": "recording the outputs of operators",
     "DEBUG": "recording the outputs of operators",
     "SERVE": "serving calls",
