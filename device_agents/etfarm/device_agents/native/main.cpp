@@ -20,6 +20,7 @@
 #include "score.h"
 #include "self_test.h"
 #include "session.h"
+#include "streaming.h"
 #include "system.h"
 #include "threadpool.h"
 #include "wire.h"
@@ -239,6 +240,27 @@ void score_command(Session& session, Command& command) {
   score(session, plan, result_of(command));
 }
 
+void stream_command(Session& session, Command& command) {
+  Stream plan{};
+  take_methods(command, plan);
+  plan.depth = command.integer("depth", 0, kMaxContextTokens, 0);
+  plan.tokens = command.integer("tokens", 1, kMaxGeneratedTokens);
+  plan.max_time_ns = command.integer("max_time_ns", 1, kMaxTimeNs, 600'000'000'000);
+  plan.stop_tokens = command.integers("stop_tokens", 0, INT32_MAX);
+  command.finish();
+  plan.context = take_tokens(command.payload);
+  if (plan.context.size() <= static_cast<std::size_t>(plan.depth)) {
+    throw Failure{"BAD_COMMAND", "the payload must have more tokens than depth", "", {}};
+  }
+  stream(session, plan, result_of(command));
+}
+
+// Nothing is left to stop: what was in progress has ended because this command was waiting.
+void stop(Session&, Command& command) {
+  command.finish();
+  Channel::get().send(result_of(command));
+}
+
 void trace_command(Session& session, Command& command) {
   const auto iterations = command.integer("iterations", 1, 1'000'000);
   const auto warmup = command.integer("warmup", 0, 1'000'000, 1);
@@ -279,6 +301,7 @@ const std::map<std::string, std::function<void(Session&, Command&)>>& commands()
       {"measure", measure_command}, {"debug", debug_command},
       {"self_test", self_test_command}, {"select", select},     {"generate", generate_command},
       {"score", score_command},
+      {"stream", stream_command}, {"stop", stop},
   };
   return table;
 }
@@ -306,7 +329,8 @@ bool serve(Session& session, const std::string& line) {
     if (const auto bytes = command.take("bytes")) {
       const auto size = static_cast<std::size_t>(parse_integer(*bytes, "bytes", 0, kMaxPayloadBytes));
       try {
-        const bool is_taken = command.name() == "input" || command.name() == "generate" || command.name() == "score";
+        const auto& name = command.name();
+        const bool is_taken = name == "input" || name == "generate" || name == "score" || name == "stream";
         if (is_taken ? !Channel::get().read_payload(command.payload, size) : !Channel::get().skip(size)) return false;
       } catch (const std::bad_alloc&) {
         Channel::get().skip(size);

@@ -8,6 +8,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <fcntl.h>
+#include <poll.h>
 #include <unistd.h>
 
 namespace etfarm {
@@ -305,6 +306,11 @@ bool Channel::skip(std::size_t size) {
     size -= part;
   }
   return true;
+}
+
+bool Channel::has_input() const {
+  pollfd input{in_, POLLIN, 0};
+  return begin_ != end_ || ::poll(&input, 1, 0) > 0;
 }
 
 void Channel::send(const Json& event, const void* payload, std::size_t size) {

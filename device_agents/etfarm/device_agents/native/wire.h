@@ -77,6 +77,8 @@ class Channel {
   // Returns false if the stream ended first.
   bool read_payload(Bytes& into, std::size_t size);
   bool skip(std::size_t size);
+  // Whether a further command has begun to arrive, or the stream has ended. Does not wait.
+  bool has_input() const;
 
   void send(const Json& event) { send(event, nullptr, 0); }
   // `payload_bytes` in the event must equal `size`.

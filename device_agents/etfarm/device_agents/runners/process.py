@@ -12,7 +12,7 @@ import json
 import re
 import signal
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, NoReturn
@@ -132,6 +132,8 @@ class RunnerProcess:
         stage: str,
         deadline_s: float | None = None,
         on_progress: OnEvent | None = None,
+        on_tokens: OnEvent | None = None,
+        stop: asyncio.Event | None = None,
         max_payload_bytes: int = 0,
     ) -> tuple[Event, bytes]:
         """Send one command and return its result and payload.
@@ -143,6 +145,8 @@ class RunnerProcess:
             stage: the stage that errors name, until a progress event names another.
             deadline_s: limit for the whole request; `Limits.command_s` by default.
             on_progress: takes progress events.
+            on_tokens: takes events with tokens, which violate the protocol without it.
+            stop: ends a `stream` early when it is set.
             max_payload_bytes: maximum size of the answer's payload; a larger one violates the protocol. For tensors, pass
                 `room_for_payload()`.
 
@@ -161,8 +165,9 @@ class RunnerProcess:
             seconds = self.limits.command_s if deadline_s is None else deadline_s
             try:
                 async with asyncio.timeout(seconds):
-                    await self._send(command, arguments, payload)
-                    event, data = await self._receive(command, on_progress, max_payload_bytes)
+                    async with self._stopped_by(stop):
+                        await self._send(command, arguments, payload)
+                        event, data = await self._receive(command, on_progress, on_tokens, max_payload_bytes)
             except TimeoutError:
                 await self._over(errors.ProgramHung(self.stage, seconds, self._lines()))
             except asyncio.IncompleteReadError:
@@ -178,6 +183,30 @@ class RunnerProcess:
         if event["event"] == "error":
             raise self._refusal(event)
         return event, data
+
+    @contextlib.asynccontextmanager
+    async def _stopped_by(self, stop: asyncio.Event | None) -> AsyncIterator[None]:
+        """Send `stop` when the event is set meanwhile, and receive its answer at the end."""
+        if stop is None:
+            yield
+            return
+        is_sent = False
+
+        async def send_stop() -> None:
+            nonlocal is_sent
+            await stop.wait()
+            is_sent = True
+            await self._send("stop", (), None)
+
+        sending = asyncio.create_task(send_stop(), name=f"runner {self.pid} stop")
+        try:
+            yield
+            if is_sent:
+                await sending
+                await self._receive("stop", None, None, 0)
+        finally:
+            sending.cancel()
+            await asyncio.wait([sending])
 
     async def _explain(self, event: Event) -> None:
         """Add the runtime's messages on stderr to the event, if the runner could not capture them."""
@@ -229,7 +258,9 @@ class RunnerProcess:
                 stdin.write(payload)
             await stdin.drain()
 
-    async def _receive(self, command: str, on_progress: OnEvent | None, max_payload_bytes: int) -> tuple[Event, bytes]:
+    async def _receive(
+        self, command: str, on_progress: OnEvent | None, on_tokens: OnEvent | None, max_payload_bytes: int
+    ) -> tuple[Event, bytes]:
         stdout = self._child.stdout
         while True:
             try:
@@ -244,6 +275,8 @@ class RunnerProcess:
                     answers.whole(event, "elapsed_ns")
                     if on_progress is not None:
                         on_progress(event)
+                elif kind == "tokens" and on_tokens is not None:
+                    on_tokens(event)
                 elif kind in ("result", "error") and event["command"] == command:
                     if kind == "error":
                         _check_error(event)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -10,6 +11,7 @@ from typing import Final, Protocol
 
 from etfarm.device_agents.runners.generation import Generated, GenerateRequest
 from etfarm.device_agents.runners.score import Scored, ScoreRequest
+from etfarm.device_agents.runners.streaming import OnTokens, Streamed, StreamRequest
 from etfarm.wire.tensors import Value
 
 DEFAULT_INPUTS_SEED: Final = 0
@@ -281,6 +283,9 @@ class Runner(Protocol):
         self, request: ScoreRequest, vocabulary: int, limit_s: float, on_progress: OnProgress | None = None
     ) -> Scored:
         """Execute given tokens one by one with methods that are loaded without a tracer, within `limit_s` seconds."""
+
+    async def stream(self, request: StreamRequest, limit_s: float, on_tokens: OnTokens, stop: asyncio.Event) -> Streamed:
+        """Generate one text with methods that are loaded without a tracer; `stop` ends it after the current token."""
 
     async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
         """Run one iteration with intermediate outputs: events go to `etdump`, tensors to `dump`, at most `max_bytes` in all."""

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, ClassVar, Final, Self
 
-from etfarm.device_agents.runners import answers, errors
+from etfarm.device_agents.runners import answers, errors, streaming
 from etfarm.device_agents.runners.child import Spawn, spawn_here
 from etfarm.device_agents.runners.generation import COUNTERS, Generated, GenerateRequest, read_generated
 from etfarm.device_agents.runners.process import Argument, Event, Limits, OnLog, RunnerProcess, room_for_payload
@@ -30,6 +30,7 @@ from etfarm.device_agents.runners.protocol import (
     Traced,
 )
 from etfarm.device_agents.runners.score import Scored, ScoreRequest, read_scored
+from etfarm.device_agents.runners.streaming import OnTokens, Streamed, StreamRequest, TokenReader
 from etfarm.wire.chunks import Progressed
 from etfarm.wire.tensors import BadTensorFile, Scalar, Tensor, Value
 
@@ -286,6 +287,26 @@ class RemoteRunner:
         )
         with self._reading("score"):
             return read_scored(event, payload, request)
+
+    async def stream(self, request: StreamRequest, limit_s: float, on_tokens: OnTokens, stop: asyncio.Event) -> Streamed:
+        """Generate one text; its tokens are passed on as they come, and `stop` ends it after the current one.
+
+        Raises:
+            InputMismatch: the methods do not take tokens and positions, or do not return logits.
+            ProgramHung: it takes more than `limit_s` seconds.
+        """
+        reader = TokenReader(request.tokens, on_tokens)
+        event, _ = await self._process.request(
+            streaming.COMMAND,
+            request.arguments(),
+            request.payload(),
+            stage="GENERATE",
+            deadline_s=limit_s,
+            on_tokens=reader.read,
+            stop=stop,
+        )
+        with self._reading(streaming.COMMAND):
+            return reader.end(event)
 
     async def debug(self, etdump: Path, dump: Path, *, max_bytes: int | None = None) -> Debugged:
         """Run one iteration with intermediate outputs; the method must be loaded with `trace` and `debug`.

@@ -25,11 +25,13 @@ from etfarm.device_agents.runners.python_child.generation import (
     MAX_GENERATED_TOKENS,
     MAX_REPETITIONS,
     Generation,
+    read_context,
     read_tokens,
 )
 from etfarm.device_agents.runners.python_child.refusals import Refusal
 from etfarm.device_agents.runners.python_child.score import Score
 from etfarm.device_agents.runners.python_child.session import Session, import_runtime
+from etfarm.device_agents.runners.python_child.streaming import Stream, stream
 from etfarm.device_agents.runners.python_child.token_methods import ModelMethods
 
 _PROTOCOL: Final = 1
@@ -52,7 +54,7 @@ class Child:
             "default_inputs": self._default_inputs, "run": self._run, "measure": self._measure, "trace": self._trace,
             "debug": self._debug, "outputs": self._outputs, "memory": self._memory, "generate": self._generate,
             "score": self._score,
-            "quit": self._quit,
+            "stream": self._stream, "stop": self._stop, "quit": self._quit,
         }  # fmt: skip
 
     def serve(self, line: bytes) -> bool:
@@ -64,7 +66,7 @@ class Child:
             if (size := command.take("bytes")) is not None:
                 # Read the payload whatever the command is, so that it is not parsed as commands.
                 count = parse_integer(size, "bytes", 0, _MAX_PAYLOAD_BYTES)
-                if command.name in ("input", "generate", "score"):
+                if command.name in ("input", "generate", "score", "stream"):
                     command.payload = self._channel.read(count)
                 else:
                     self._channel.skip(count)
@@ -228,6 +230,20 @@ class Child:
         command.finish()
         plan = Score(model, window, rows, max_time_ns, is_reloaded, read_tokens(command.payload))
         return self._session.score(plan, self._report)
+
+    def _stream(self, command: Command) -> dict[str, Any]:
+        names, depth = _model_methods(command), command.integer("depth", 0, MAX_CONTEXT_TOKENS, 0)
+        tokens = command.integer("tokens", 1, MAX_GENERATED_TOKENS)
+        max_time_ns = command.integer("max_time_ns", 1, _MAX_TIME_NS, 600 * 10**9)
+        stop_tokens = tuple(command.integers("stop_tokens", 0, (1 << 31) - 1))
+        command.finish()
+        plan = Stream(names, depth, tokens, max_time_ns, stop_tokens, read_context(command.payload, depth))
+        return stream(self._session, plan, self._channel.send, self._channel.has_input)
+
+    def _stop(self, command: Command) -> dict[str, Any]:
+        # Nothing is left to stop: what was in progress has ended because this command was waiting.
+        command.finish()
+        return {}
 
     def _debug(self, command: Command) -> dict[str, Any]:
         path, dump = command.require("path"), command.require("dump")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import re
+import select
 from typing import IO, Any, Final
 
 from etfarm.device_agents.runners.python_child.refusals import Refusal
 
 _MAX_LINE_BYTES: Final = 1 << 20
+_READ_BYTES: Final = 1 << 16
 _ESCAPE: Final = re.compile(rb"%(.{0,2})", re.DOTALL)
 
 
@@ -17,7 +19,9 @@ class Channel:
     """The two pipes, on private descriptors, so that what a library prints lands on stderr and cannot corrupt the protocol."""
 
     def __init__(self) -> None:
-        self._input: IO[bytes] = os.fdopen(os.dup(0), "rb")
+        self._input = os.dup(0)
+        self._buffer = b""
+        """What was read and not taken yet."""
         self._output: IO[bytes] = os.fdopen(os.dup(1), "wb")
         nothing = os.open(os.devnull, os.O_RDONLY)
         os.dup2(nothing, 0)
@@ -26,12 +30,21 @@ class Channel:
 
     def read_line(self) -> bytes | None:
         """Return the next line without its newline; None at the end of the stream."""
-        line = self._input.readline(_MAX_LINE_BYTES + 1)
-        if len(line) > _MAX_LINE_BYTES and not line.endswith(b"\n"):
-            while line and not line.endswith(b"\n"):
-                line = self._input.readline(_MAX_LINE_BYTES)
+        parts: list[bytes] = []
+        size = 0
+        while True:
+            part, newline, rest = self._buffer.partition(b"\n")
+            size += len(part)
+            if size <= _MAX_LINE_BYTES:
+                parts.append(part)
+            self._buffer = rest
+            if newline:
+                break
+            if not self._fill():
+                return None
+        if size > _MAX_LINE_BYTES:
             raise Refusal("BAD_COMMAND", f"the line is longer than {_MAX_LINE_BYTES} bytes")
-        return line[:-1] if line.endswith(b"\n") else None
+        return b"".join(parts)
 
     def read(self, size: int) -> bytes:
         """Return a payload of `size` bytes.
@@ -39,15 +52,28 @@ class Channel:
         Raises:
             EOFError: the payload is truncated.
         """
-        data = self._input.read(size)
-        if len(data) < size:
-            raise EOFError
-        return data
+        parts: list[bytes] = []
+        while size > 0:
+            if not self._buffer and not self._fill():
+                raise EOFError
+            part, self._buffer = self._buffer[:size], self._buffer[size:]
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
 
     def skip(self, size: int) -> None:
         """Discard a payload."""
         while size > 0:
             size -= len(self.read(min(size, 1 << 20)))
+
+    def has_input(self) -> bool:
+        """Return whether a further command has begun to arrive, or the stream has ended, without waiting."""
+        return bool(self._buffer or select.select([self._input], [], [], 0)[0])
+
+    def _fill(self) -> bool:
+        """Wait for more input; return False at the end of the stream."""
+        self._buffer = os.read(self._input, _READ_BYTES)
+        return bool(self._buffer)
 
     def send(self, event: dict[str, Any], payload: bytes = b"") -> None:
         """Send one event; end the process if the other end is closed."""

@@ -49,10 +49,15 @@ class Generation:
 
     def with_context(self, payload: bytes) -> Generation:
         """Return the arguments with the tokens of the payload."""
-        context = read_tokens(payload)
-        if len(context) <= self.depth:
-            raise Refusal("BAD_COMMAND", "the payload must have more tokens than depth")
-        return replace(self, context=context)
+        return replace(self, context=read_context(payload, self.depth))
+
+
+def read_context(payload: bytes, depth: int) -> tuple[int, ...]:
+    """Return the tokens of a payload, of which there must be more than `depth`."""
+    context = read_tokens(payload)
+    if len(context) <= depth:
+        raise Refusal("BAD_COMMAND", "the payload must have more tokens than depth")
+    return context
 
 
 def generate(methods: Methods, plan: Generation, report: Report) -> tuple[dict[str, Any], bytes]:
