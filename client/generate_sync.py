@@ -33,6 +33,7 @@ class Source(NamedTuple):
 SOURCES: Final = (
     Source("etfarm.client.admin.projects", "projects", ("AsyncProjects",)),
     Source("etfarm.client.jobs.job", "jobs", ("AsyncJob",)),
+    Source("etfarm.client.sessions.text", "text", ("AsyncTokenStream",)),
     Source("etfarm.client.sessions.session", "sessions", ("AsyncSession",)),
     Source("etfarm.client.sessions.local", "local_sessions", ("AsyncLocalSession",)),
     Source("etfarm.client.aio.submissions", "submissions", ("AsyncSubmissions",)),
@@ -43,6 +44,8 @@ SOURCES: Final = (
 HOMES: Final = {name: source for source in SOURCES for name in source.classes}
 OWN_LOOP: Final = ("AsyncFarm", "AsyncLocalSession")
 """The classes that users construct; the others come from their methods."""
+PROTOCOLS: Final = ("__call__", "__aiter__")
+"""Special methods that are public."""
 NOTES: Final = {"AsyncFarm": "One Farm may be used by several threads. Callbacks are called in the client's own thread."}
 """What the docstring of a synchronous class says besides."""
 
@@ -129,7 +132,11 @@ def _body(node: Method, class_name: str) -> str:
 
 def _method(node: Method, class_name: str) -> str:
     signature = ast.FunctionDef(
-        node.name, _Annotations().visit(node.args), [ast.Pass()], [], node.returns and _Annotations().visit(node.returns)
+        "__iter__" if node.name == "__aiter__" else node.name,
+        _Annotations().visit(node.args),
+        [ast.Pass()],
+        [],
+        node.returns and _Annotations().visit(node.returns),
     )
     decorators = "".join(f"@{ast.unparse(each)}\n" for each in node.decorator_list)
     body = _body(node, class_name)
@@ -159,7 +166,7 @@ def _class(node: ast.ClassDef) -> str:
         parts.append(translate(ast.unparse(methods["__repr__"])) + "\n")
     if "__aenter__" in methods or owns_loop:
         parts += _context(methods if "__aenter__" in methods else _INHERITED, owns_loop)
-    public = (each for name, each in methods.items() if name != "close" and (not name.startswith("_") or name == "__call__"))
+    public = (each for name, each in methods.items() if name != "close" and (not name.startswith("_") or name in PROTOCOLS))
     parts += [_method(each, node.name) for each in public]
     _INHERITED.update({name: methods[name] for name in ("__aenter__", "close") if name in methods})
     return f"class {sync_name(node.name)}({', '.join(bases or ['Blocking'])}):\n{textwrap.indent(chr(10).join(parts), '    ')}\n"

@@ -208,6 +208,10 @@ TABLE: Final[dict[str, tuple[Request, Row]]] = {
         lambda w, c: session_pb2.CallSessionRequest(session_id=w.session, call_id="c"),
         people(INVALID, INVALID, DENIED, GONE, DENIED, DENIED),
     ),
+    "SessionService.Generate": (
+        lambda w, c: session_pb2.GenerateSessionRequest(session_id=w.session, call_id="c"),
+        people(INVALID, INVALID, DENIED, GONE, DENIED, DENIED),
+    ),
     "AgentService.Connect": (
         fixed(agent_pb2.AgentMessage(hello=agent_pb2.Hello(agent_id="nobody", protocol_version=9))),
         people(PRECONDITION, *[DENIED] * 5) | {"agent": PRECONDITION, "other_agent": PRECONDITION},
@@ -421,6 +425,7 @@ def test_each_rpc_answers_each_caller_as_in_the_table(world: World, rpc: str) ->
         ("CompileService.GetCompilation", lambda key: compile_pb2.GetCompilationRequest(key=key)),
         ("ArtifactService.Download", lambda key: artifact_pb2.DownloadArtifactRequest(digest=key)),
         ("SessionService.Call", lambda key: session_pb2.CallSessionRequest(session_id=key, call_id="c")),
+        ("SessionService.Generate", lambda key: session_pb2.GenerateSessionRequest(session_id=key, call_id="c")),
     ],
 )  # fmt: skip
 def test_a_foreign_resource_gets_the_same_error_as_a_missing_resource(
@@ -429,6 +434,7 @@ def test_a_foreign_resource_gets_the_same_error_as_a_missing_resource(
     named = {
         "ReportService.ListOperators": [world.report], "CompileService.GetCompilation": [world.compilation],
         "ReportService.ListHistory": [world.model, "secret"], "SessionService.Call": [world.session],
+        "SessionService.Generate": [world.session],
         "ArtifactService.Download": [world.outputs, world.pte.digest],
     }  # fmt: skip
     for key in named.get(rpc, [world.job, world.job[:6], "secret-tag"]):

@@ -15,6 +15,7 @@ def seeds() -> list[bytes]:
         b"load path=/x/program.pte data=/x/a.ptd data=/x/b%20c.ptd",
         b"input index=0 dtype=float32 shape=1,3 dim_order=0,1 bytes=12",
         b"measure warmup=10 iterations=100 min_time_ns=1000000000 max_time_ns=1 max_samples=9 steady=1",
+        b"stream prefill=forward depth=0 tokens=9 stop_tokens= bytes=4",
         b"affinity cores=0,1,2",
     ]
 

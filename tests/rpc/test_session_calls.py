@@ -274,6 +274,58 @@ async def test_a_loop_waits_until_the_servers_machine_is_idle(
     caller.events.cancel()
 
 
+async def test_a_generation_streams_in_its_turn_and_its_caller_s_leaving_stops_it(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+) -> None:
+    caller = Caller(channel, wanted)
+    serving = agent.serve(await agent.started())
+    await caller.event("ready")
+    text = caller.generate("text", 3)
+    sent = await serving.call()
+    assert (list(sent.task.generation.prompt_tokens), sent.task.timeout_s, sent.cancel) == ([1], 7.0, False)
+    serving.tokens("text", 5)
+    first = await text.read()
+    assert (first.call_id, list(first.tokens.tokens), list(first.tokens.token_ns)) == ("text", [5], [1])
+    behind = caller.call("behind")
+    text.cancel()
+    stop = await serving.call()
+    assert (stop.call_id, stop.cancel, stop.HasField("task")) == ("text", True, False)
+    serving.tokens("text", 6)
+    serving.answer("text", 0)
+    assert (await serving.call()).call_id == "behind", "the next one begins when the device has stopped"
+    withdrawn = caller.generate("withdrawn", 3)
+    await withdrawn.initial_metadata()
+    withdrawn.cancel()
+    serving.answer("behind", 1)
+    assert (await behind).answer.run_ns == 1
+    whole = caller.generate("whole", 2)
+    assert (await serving.call()).call_id == "whole", "the withdrawn one was not sent"
+    serving.tokens("whole", 7)
+    serving.tokens("whole", 8)
+    serving.answer("whole", 0)
+    parts = [part async for part in whole]
+    assert [token for part in parts for token in part.tokens.tokens] == [7, 8]
+    assert [part.HasField("answer") for part in parts][-1] and sum(part.HasField("answer") for part in parts) == 1
+    assert await refusal(caller.call("x", generation=session_pb2.SessionGeneration(tokens=1))) == "BAD_CALL"
+    caller.events.cancel()
+
+
+async def test_tokens_that_were_not_requested_end_the_session(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+) -> None:
+    caller = Caller(channel, wanted)
+    serving = agent.serve(await agent.started())
+    await caller.event("ready")
+    text = caller.generate("text", 2)
+    await serving.call()
+    serving.tokens("nobody's", 1, 2, 3)
+    serving.tokens("text", 5, 6)
+    assert list((await text.read()).tokens.tokens) == [5, 6]
+    serving.tokens("text", 7)
+    assert (await text.read()).answer.error.reason == "BAD_ANSWER"
+    assert (await caller.event("ended")).ended.reason == "BAD_ANSWER"
+
+
 async def test_an_agent_that_leaves_ends_the_session(
     channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
 ) -> None:

@@ -22,6 +22,8 @@ from etfarm.wire.tensors import Tensor
 
 VOCABULARY: Final = 96
 CONTEXT: Final = 64
+LONG_CONTEXT: Final = 1 << 14
+"""Of the kind `long`, whose text takes a minute, so that a test can end it in the middle."""
 SEED: Final = 7
 PROMPT: Final = 12
 """Number of tokens of `inputs`."""
@@ -35,13 +37,13 @@ _DIM: Final = _HEADS * _WIDTH
 class Attention(nn.Module):
     """Attention over a cache of keys and values."""
 
-    def __init__(self, *, custom: bool) -> None:
+    def __init__(self, *, custom: bool, context: int) -> None:
         super().__init__()
-        self.custom = custom
+        self.custom, self.context = custom, context
         self.project = nn.Linear(_DIM, 3 * _DIM, bias=False)
         self.out = nn.Linear(_DIM, _DIM, bias=False)
-        self.register_buffer("keys", torch.zeros(1, CONTEXT, _HEADS, _WIDTH))
-        self.register_buffer("values", torch.zeros(1, CONTEXT, _HEADS, _WIDTH))
+        self.register_buffer("keys", torch.zeros(1, context, _HEADS, _WIDTH))
+        self.register_buffer("values", torch.zeros(1, context, _HEADS, _WIDTH))
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         length = x.shape[1]
@@ -49,14 +51,14 @@ class Attention(nn.Module):
         if self.custom:
             start = positions[0].item()
             torch._check_is_size(start)
-            torch._check(start < CONTEXT)
+            torch._check(start < self.context)
             torch.ops.llama.update_cache(key, self.keys, start)
             torch.ops.llama.update_cache(value, self.values, start)
             attended = torch.ops.llama.custom_sdpa(query, self.keys, self.values, start, None, 0.0, True)
             return self.out(attended.reshape(1, length, _DIM))
         self.keys.index_copy_(1, positions, key)
         self.values.index_copy_(1, positions, value)
-        seen = torch.arange(CONTEXT) <= positions[:, None]
+        seen = torch.arange(self.context) <= positions[:, None]
         scores = query.transpose(1, 2) @ self.keys.transpose(1, 2).transpose(2, 3) / _WIDTH**0.5
         weights = torch.softmax(scores.masked_fill(torch.logical_not(seen), float("-inf")), dim=-1)
         return self.out((weights @ self.values.transpose(1, 2)).transpose(1, 2).reshape(1, length, _DIM))
@@ -68,13 +70,15 @@ class Decoder(nn.Module):
     The logits are those of the last token, or with `vector` of each.
     """
 
-    def __init__(self, *, custom: bool = False, vector: bool = False, dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, *, custom: bool = False, vector: bool = False, dtype: torch.dtype = torch.float32, context: int = CONTEXT
+    ) -> None:
         super().__init__()
         torch.manual_seed(11)
-        self.vector, self.dtype = vector, dtype
+        self.vector, self.dtype, self.context = vector, dtype, context
         self.tokens = nn.Embedding(VOCABULARY, _DIM)
-        self.places = nn.Embedding(CONTEXT, _DIM)
-        self.layers = nn.ModuleList(Attention(custom=custom) for _ in range(2))
+        self.places = nn.Embedding(context, _DIM)
+        self.layers = nn.ModuleList(Attention(custom=custom, context=context) for _ in range(2))
         self.norms = nn.ModuleList(nn.LayerNorm(_DIM) for _ in range(3))
         self.head = nn.Linear(_DIM, VOCABULARY, bias=False)
 
@@ -112,7 +116,7 @@ def make(folder: Path, kind: str) -> None:
         expected = _continued(model, list(prompt), _integer(kind))
     programs = _export(model, kind)
     partitioner = {name: [XnnpackPartitioner()] for name in programs} if kind == "xnnpack" else None
-    metadata = {"get_max_seq_len": CONTEXT, "get_vocab_size": VOCABULARY, "use_kv_cache": True}
+    metadata = {"get_max_seq_len": model.context, "get_vocab_size": VOCABULARY, "use_kv_cache": True}
     edge = to_edge_transform_and_lower(programs, partitioner=partitioner, constant_methods=metadata)
     planning = MemoryPlanningPass(share_mutable_buffers=kind in ("shared", "chunked"))
     (folder / "program.pte").write_bytes(edge.to_executorch(ExecutorchBackendConfig(memory_planning_pass=planning)).buffer)
@@ -123,7 +127,9 @@ def _model(kind: str) -> Decoder:
     if kind == "custom":
         importlib.import_module("executorch.extension.llm.custom_ops.custom_ops")  # registers the operators
     dtype = {"half": torch.float16, "bfloat16": torch.bfloat16}.get(kind, torch.float32)
-    return Decoder(custom=kind == "custom", vector=kind == "vector", dtype=dtype).eval()
+    return Decoder(
+        custom=kind == "custom", vector=kind == "vector", dtype=dtype, context=LONG_CONTEXT if kind == "long" else CONTEXT
+    ).eval()
 
 
 def _integer(kind: str) -> torch.dtype:
@@ -131,7 +137,7 @@ def _integer(kind: str) -> torch.dtype:
 
 
 def _export(model: Decoder, kind: str) -> dict[str, Any]:
-    length = torch.export.Dim("length", max=CONTEXT - 1)
+    length = torch.export.Dim("length", max=model.context - 1)
     dynamic: dict[str, Any] = {"tokens": {1: length}, "positions": {0: length} if kind == "vector" else None}
     several = _example(model, [1, 2, 3], 0, _integer(kind))
     single = _example(model, [1], 0, _integer(kind))

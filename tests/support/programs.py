@@ -482,6 +482,6 @@ _MAKERS: dict[str, Callable[[Path], None]] = {
     "llama": _llama,
     **{
         f"decoder_{kind}": partial(_language_model, kind=kind)
-        for kind in ("start", "vector", "static", "int32", "half", "bfloat16", "custom", "shared", "chunked", "xnnpack")
+        for kind in ("start", "vector", "static", "int32", "half", "bfloat16", "custom", "shared", "chunked", "xnnpack", "long")
     },
 }

@@ -103,6 +103,11 @@ class Serving:
         answer = session_pb2.SessionAnswer(run_ns=run_ns, outputs=outputs)
         self._send(agent_pb2.SessionReply(answered=agent_pb2.SessionAnswered(call_id=call_id, answer=answer)))
 
+    def tokens(self, call_id: str, *tokens: int) -> None:
+        """Sends tokens of a generation."""
+        sent = session_pb2.SessionTokens(tokens=tokens, token_ns=[1] * len(tokens))
+        self._send(agent_pb2.SessionReply(tokens=agent_pb2.SessionTokenReply(call_id=call_id, tokens=sent)))
+
     def line(self, text: str) -> None:
         """Report what the runner printed."""
         self._send(agent_pb2.SessionReply(log_line=text))
@@ -156,3 +161,10 @@ class Caller:
             return await self.stub.Call(request)
 
         return asyncio.create_task(calling())
+
+    def generate(self, call_id: str, tokens: int) -> Any:
+        """A generation under way."""
+        wanted = session_pb2.SessionGeneration(prompt_tokens=[1], tokens=tokens)
+        return self.stub.Generate(
+            session_pb2.GenerateSessionRequest(session_id=self.id, call_id=call_id, generation=wanted, timeout_s=7.0)
+        )

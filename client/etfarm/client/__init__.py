@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from etfarm.client.aio import AsyncFarm
-    from etfarm.client.client import Farm, Job, LocalSession, Session
+    from etfarm.client.client import Farm, Job, LocalSession, Session, TokenStream
     from etfarm.client.export import ModelSource
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.models import CellChanged, JobChanged, LogLine, Progress
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from etfarm.client.sessions.calls import Loop, Outputs
     from etfarm.client.sessions.local import AsyncLocalSession
     from etfarm.client.sessions.session import AsyncSession
+    from etfarm.client.sessions.text import AsyncTokenStream, GeneratedTokens
     from etfarm.client.submit.generate import Generate
     from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, UserError
 
@@ -30,6 +31,7 @@ __all__ = [
     "AsyncJob",
     "AsyncLocalSession",
     "AsyncSession",
+    "AsyncTokenStream",
     "CellChanged",
     "Comparison",
     "DeviceError",
@@ -37,6 +39,7 @@ __all__ = [
     "Farm",
     "FarmError",
     "Generate",
+    "GeneratedTokens",
     "Job",
     "JobChanged",
     "JobResult",
@@ -48,6 +51,7 @@ __all__ = [
     "Progress",
     "Report",
     "Session",
+    "TokenStream",
     "UserError",
 ]
 
@@ -58,6 +62,9 @@ _HOMES = {
     "AsyncSession": "etfarm.client.sessions.session",
     "Comparison": "etfarm.client.reports",
     "Farm": "etfarm.client.client",
+    "AsyncTokenStream": "etfarm.client.sessions.text",
+    "GeneratedTokens": "etfarm.client.sessions.text",
+    "TokenStream": "etfarm.client.client",
     "Generate": "etfarm.client.submit.generate",
     "Job": "etfarm.client.client",
     "JobResult": "etfarm.client.reports",

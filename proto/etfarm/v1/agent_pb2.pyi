@@ -1138,6 +1138,7 @@ class SessionReply(_message.Message):
     READY_FIELD_NUMBER: _builtins.int
     ANSWERED_FIELD_NUMBER: _builtins.int
     LOG_LINE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     log_line: _builtins.str
     """A line that the runner printed."""
@@ -1147,6 +1148,10 @@ class SessionReply(_message.Message):
 
     @_builtins.property
     def answered(self) -> Global___SessionAnswered: ...
+    @_builtins.property
+    def tokens(self) -> Global___SessionTokenReply:
+        """Tokens of a generation, before it is answered."""
+
     def __init__(
         self,
         *,
@@ -1154,16 +1159,42 @@ class SessionReply(_message.Message):
         ready: _session_pb2.SessionReady | None = ...,
         answered: Global___SessionAnswered | None = ...,
         log_line: _builtins.str = ...,
+        tokens: Global___SessionTokenReply | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "log_line", b"log_line", "ready", b"ready", "reply", b"reply"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "log_line", b"log_line", "ready", b"ready", "reply", b"reply", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "attempt_id", b"attempt_id", "log_line", b"log_line", "ready", b"ready", "reply", b"reply"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answered", b"answered", "attempt_id", b"attempt_id", "log_line", b"log_line", "ready", b"ready", "reply", b"reply", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["ready", "answered", "log_line"]  # noqa: Y015
+    _WhichOneofReturnType_reply: _TypeAlias = _typing.Literal["ready", "answered", "log_line", "tokens"]  # noqa: Y015
     _WhichOneofArgType_reply: _TypeAlias = _typing.Literal["reply", b"reply"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_reply) -> _WhichOneofReturnType_reply | None: ...
 
 Global___SessionReply: _TypeAlias = SessionReply  # noqa: Y015
+
+@_typing.final
+class SessionTokenReply(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.str
+    @_builtins.property
+    def tokens(self) -> _session_pb2.SessionTokens:
+        """At most 256."""
+
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.str = ...,
+        tokens: _session_pb2.SessionTokens | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["call_id", b"call_id", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionTokenReply: _TypeAlias = SessionTokenReply  # noqa: Y015
 
 @_typing.final
 class SessionAnswered(_message.Message):
@@ -1195,8 +1226,13 @@ class SessionCall(_message.Message):
     ATTEMPT_ID_FIELD_NUMBER: _builtins.int
     CALL_ID_FIELD_NUMBER: _builtins.int
     TASK_FIELD_NUMBER: _builtins.int
+    CANCEL_FIELD_NUMBER: _builtins.int
     attempt_id: _builtins.str
     call_id: _builtins.str
+    cancel: _builtins.bool
+    """Instead of a task: the generation with this id ends after its current token, and is answered as usual. Without effect if it
+    has ended.
+    """
     @_builtins.property
     def task(self) -> _session_pb2.SessionTask: ...
     def __init__(
@@ -1205,10 +1241,11 @@ class SessionCall(_message.Message):
         attempt_id: _builtins.str = ...,
         call_id: _builtins.str = ...,
         task: _session_pb2.SessionTask | None = ...,
+        cancel: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["task", b"task"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "call_id", b"call_id", "task", b"task"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["attempt_id", b"attempt_id", "call_id", b"call_id", "cancel", b"cancel", "task", b"task"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

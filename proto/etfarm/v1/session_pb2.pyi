@@ -11,6 +11,7 @@ from etfarm.v1 import report_pb2 as _report_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -21,6 +22,32 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _FinishReason:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _FinishReasonEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_FinishReason.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    FINISH_REASON_UNSPECIFIED: _FinishReason.ValueType  # 0
+    FINISH_REASON_LENGTH: _FinishReason.ValueType  # 1
+    """It has the requested number of tokens."""
+    FINISH_REASON_STOP_TOKEN: _FinishReason.ValueType  # 2
+    FINISH_REASON_MAX_TIME: _FinishReason.ValueType  # 3
+    FINISH_REASON_CANCELLED: _FinishReason.ValueType  # 4
+    """The caller left."""
+
+class FinishReason(_FinishReason, metaclass=_FinishReasonEnumTypeWrapper):
+    """Why a generation ended."""
+
+FINISH_REASON_UNSPECIFIED: FinishReason.ValueType  # 0
+FINISH_REASON_LENGTH: FinishReason.ValueType  # 1
+"""It has the requested number of tokens."""
+FINISH_REASON_STOP_TOKEN: FinishReason.ValueType  # 2
+FINISH_REASON_MAX_TIME: FinishReason.ValueType  # 3
+FINISH_REASON_CANCELLED: FinishReason.ValueType  # 4
+"""The caller left."""
+Global___FinishReason: _TypeAlias = FinishReason  # noqa: Y015
 
 @_typing.final
 class OpenSessionRequest(_message.Message):
@@ -277,11 +304,15 @@ class SessionTask(_message.Message):
     INPUTS_FIELD_NUMBER: _builtins.int
     LOOP_FIELD_NUMBER: _builtins.int
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    RESET_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     timeout_s: _builtins.float
     """The time limit on the device; if absent, 600 s plus twice the loop's `max_time_s`. A program that exceeds it is killed, and
     the session ends.
     """
+    reset: _builtins.bool
+    """Gives all methods their initial state and forgets the context of generations, instead of an execution; `method` is then empty."""
     @_builtins.property
     def inputs(self) -> Global___SessionTensors:
         """All inputs of the method. If absent, those of the last call of this method, or else deterministic inputs that the runner
@@ -292,6 +323,10 @@ class SessionTask(_message.Message):
     def loop(self) -> Global___SessionLoop:
         """If absent, the method is executed once."""
 
+    @_builtins.property
+    def generation(self) -> Global___SessionGeneration:
+        """Present only in the calls that an agent gets: generates text instead of an execution of `method`, which is then empty."""
+
     def __init__(
         self,
         *,
@@ -299,16 +334,145 @@ class SessionTask(_message.Message):
         inputs: Global___SessionTensors | None = ...,
         loop: Global___SessionLoop | None = ...,
         timeout_s: _builtins.float | None = ...,
+        generation: Global___SessionGeneration | None = ...,
+        reset: _builtins.bool = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "inputs", b"inputs", "loop", b"loop", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "generation", b"generation", "inputs", b"inputs", "loop", b"loop", "timeout_s", b"timeout_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "inputs", b"inputs", "loop", b"loop", "method", b"method", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "generation", b"generation", "inputs", b"inputs", "loop", b"loop", "method", b"method", "reset", b"reset", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
     _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
 
 Global___SessionTask: _TypeAlias = SessionTask  # noqa: Y015
+
+@_typing.final
+class SessionGeneration(_message.Message):
+    """Greedy generation of text: each token is the one with the largest logit, the lowest of equal ones. The tokens of the prompts
+    and the generated ones form the session's context, which the next generation continues. A generation that is refused, or that
+    ends before its first token, leaves the context unchanged; one that fails or is cancelled later leaves in it the tokens that
+    it sent. Executions by Call of the same methods write into the same memory.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    POSITION_FIELD_NUMBER: _builtins.int
+    STOP_TOKENS_FIELD_NUMBER: _builtins.int
+    STOP_AT_EOS_FIELD_NUMBER: _builtins.int
+    MAX_TIME_S_FIELD_NUMBER: _builtins.int
+    PREFILL_METHOD_FIELD_NUMBER: _builtins.int
+    DECODE_METHOD_FIELD_NUMBER: _builtins.int
+    tokens: _builtins.int
+    """Maximum number of tokens to generate, 1 to 65,536. They must fit into the context together with the prompt."""
+    position: _builtins.int
+    """Number of tokens of the context to continue after; the others are forgotten. 0 starts a new context. If absent, all of them."""
+    stop_at_eos: _builtins.bool
+    """Whether the tokens of the program's metadata method `get_eos_ids` end the generation, too."""
+    max_time_s: _builtins.float
+    """The generation ends after this time, with the current token; 600 s if absent."""
+    prefill_method: _builtins.str
+    """The methods that process the prompt and generate tokens. When empty, they are recognized by their names and inputs."""
+    decode_method: _builtins.str
+    @_builtins.property
+    def prompt_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens to process first, each within the vocabulary; at most 262,144. May be empty if the context is not."""
+
+    @_builtins.property
+    def stop_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens after which the generation ends, at most 1,024. They are part of the text."""
+
+    def __init__(
+        self,
+        *,
+        prompt_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        tokens: _builtins.int = ...,
+        position: _builtins.int | None = ...,
+        stop_tokens: _abc.Iterable[_builtins.int] | None = ...,
+        stop_at_eos: _builtins.bool = ...,
+        max_time_s: _builtins.float | None = ...,
+        prefill_method: _builtins.str = ...,
+        decode_method: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_time_s", b"_max_time_s", "_position", b"_position", "max_time_s", b"max_time_s", "position", b"position"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_time_s", b"_max_time_s", "_position", b"_position", "decode_method", b"decode_method", "max_time_s", b"max_time_s", "position", b"position", "prefill_method", b"prefill_method", "prompt_tokens", b"prompt_tokens", "stop_at_eos", b"stop_at_eos", "stop_tokens", b"stop_tokens", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_time_s: _TypeAlias = _typing.Literal["max_time_s"]  # noqa: Y015
+    _WhichOneofArgType__max_time_s: _TypeAlias = _typing.Literal["_max_time_s", b"_max_time_s"]  # noqa: Y015
+    _WhichOneofReturnType__position: _TypeAlias = _typing.Literal["position"]  # noqa: Y015
+    _WhichOneofArgType__position: _TypeAlias = _typing.Literal["_position", b"_position"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_time_s) -> _WhichOneofReturnType__max_time_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__position) -> _WhichOneofReturnType__position | None: ...
+
+Global___SessionGeneration: _TypeAlias = SessionGeneration  # noqa: Y015
+
+@_typing.final
+class SessionTokens(_message.Message):
+    """Consecutive tokens of a generation."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKENS_FIELD_NUMBER: _builtins.int
+    TOKEN_NS_FIELD_NUMBER: _builtins.int
+    PREFILL_NS_FIELD_NUMBER: _builtins.int
+    prefill_ns: _builtins.int
+    """With the first token of a generation: the time from the start of the prompt's first execution to the end of its last one."""
+    @_builtins.property
+    def tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    @_builtins.property
+    def token_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Parallel to `tokens`: of the first token of a generation, the time from the start of the prompt's first execution until the
+        token was selected; of the others, the time of the execution and the selection. By the runner's clock.
+        """
+
+    def __init__(
+        self,
+        *,
+        tokens: _abc.Iterable[_builtins.int] | None = ...,
+        token_ns: _abc.Iterable[_builtins.int] | None = ...,
+        prefill_ns: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_prefill_ns", b"_prefill_ns", "prefill_ns", b"prefill_ns"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_prefill_ns", b"_prefill_ns", "prefill_ns", b"prefill_ns", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__prefill_ns: _TypeAlias = _typing.Literal["prefill_ns"]  # noqa: Y015
+    _WhichOneofArgType__prefill_ns: _TypeAlias = _typing.Literal["_prefill_ns", b"_prefill_ns"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_ns) -> _WhichOneofReturnType__prefill_ns | None: ...
+
+Global___SessionTokens: _TypeAlias = SessionTokens  # noqa: Y015
+
+@_typing.final
+class SessionGenerated(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FINISH_REASON_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    CONTEXT_TOKENS_FIELD_NUMBER: _builtins.int
+    finish_reason: Global___FinishReason.ValueType
+    tokens: _builtins.int
+    """Number of generated tokens."""
+    context_tokens: _builtins.int
+    """Number of tokens in the context, with those that were generated."""
+    def __init__(
+        self,
+        *,
+        finish_reason: Global___FinishReason.ValueType = ...,
+        tokens: _builtins.int = ...,
+        context_tokens: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["context_tokens", b"context_tokens", "finish_reason", b"finish_reason", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___SessionGenerated: _TypeAlias = SessionGenerated  # noqa: Y015
 
 @_typing.final
 class SessionLoop(_message.Message):
@@ -365,6 +529,7 @@ class SessionAnswer(_message.Message):
     RUN_NS_FIELD_NUMBER: _builtins.int
     MEASURED_FIELD_NUMBER: _builtins.int
     LOAD_METHOD_NS_FIELD_NUMBER: _builtins.int
+    GENERATED_FIELD_NUMBER: _builtins.int
     run_ns: _builtins.int
     """The time of a single execution; absent for a loop."""
     load_method_ns: _builtins.int
@@ -381,6 +546,10 @@ class SessionAnswer(_message.Message):
     def measured(self) -> Global___SessionMeasured:
         """The result of a loop; absent for a single execution."""
 
+    @_builtins.property
+    def generated(self) -> Global___SessionGenerated:
+        """The result of a generation; its tokens came before. `outputs` and `run_ns` are then absent."""
+
     def __init__(
         self,
         *,
@@ -389,10 +558,11 @@ class SessionAnswer(_message.Message):
         run_ns: _builtins.int | None = ...,
         measured: Global___SessionMeasured | None = ...,
         load_method_ns: _builtins.int | None = ...,
+        generated: Global___SessionGenerated | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_load_method_ns", b"_load_method_ns", "_run_ns", b"_run_ns", "error", b"error", "load_method_ns", b"load_method_ns", "measured", b"measured", "outputs", b"outputs", "run_ns", b"run_ns"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_load_method_ns", b"_load_method_ns", "_run_ns", b"_run_ns", "error", b"error", "generated", b"generated", "load_method_ns", b"load_method_ns", "measured", b"measured", "outputs", b"outputs", "run_ns", b"run_ns"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_method_ns", b"_load_method_ns", "_run_ns", b"_run_ns", "error", b"error", "load_method_ns", b"load_method_ns", "measured", b"measured", "outputs", b"outputs", "run_ns", b"run_ns"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_load_method_ns", b"_load_method_ns", "_run_ns", b"_run_ns", "error", b"error", "generated", b"generated", "load_method_ns", b"load_method_ns", "measured", b"measured", "outputs", b"outputs", "run_ns", b"run_ns"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__load_method_ns: _TypeAlias = _typing.Literal["load_method_ns"]  # noqa: Y015
     _WhichOneofArgType__load_method_ns: _TypeAlias = _typing.Literal["_load_method_ns", b"_load_method_ns"]  # noqa: Y015
@@ -496,3 +666,67 @@ class CallSessionResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___CallSessionResponse: _TypeAlias = CallSessionResponse  # noqa: Y015
+
+@_typing.final
+class GenerateSessionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    GENERATION_FIELD_NUMBER: _builtins.int
+    TIMEOUT_S_FIELD_NUMBER: _builtins.int
+    session_id: _builtins.str
+    call_id: _builtins.str
+    """Created by the caller, unique within the session."""
+    timeout_s: _builtins.float
+    """As SessionTask.timeout_s, with `generation.max_time_s`."""
+    @_builtins.property
+    def generation(self) -> Global___SessionGeneration: ...
+    def __init__(
+        self,
+        *,
+        session_id: _builtins.str = ...,
+        call_id: _builtins.str = ...,
+        generation: Global___SessionGeneration | None = ...,
+        timeout_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "generation", b"generation", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "call_id", b"call_id", "generation", b"generation", "session_id", b"session_id", "timeout_s", b"timeout_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
+    _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
+
+Global___GenerateSessionRequest: _TypeAlias = GenerateSessionRequest  # noqa: Y015
+
+@_typing.final
+class GenerateSessionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    CALL_ID_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    ANSWER_FIELD_NUMBER: _builtins.int
+    call_id: _builtins.str
+    @_builtins.property
+    def tokens(self) -> Global___SessionTokens: ...
+    @_builtins.property
+    def answer(self) -> Global___SessionAnswer:
+        """The last message."""
+
+    def __init__(
+        self,
+        *,
+        call_id: _builtins.str = ...,
+        tokens: Global___SessionTokens | None = ...,
+        answer: Global___SessionAnswer | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "part", b"part", "tokens", b"tokens"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["answer", b"answer", "call_id", b"call_id", "part", b"part", "tokens", b"tokens"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType_part: _TypeAlias = _typing.Literal["tokens", "answer"]  # noqa: Y015
+    _WhichOneofArgType_part: _TypeAlias = _typing.Literal["part", b"part"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType_part) -> _WhichOneofReturnType_part | None: ...
+
+Global___GenerateSessionResponse: _TypeAlias = GenerateSessionResponse  # noqa: Y015

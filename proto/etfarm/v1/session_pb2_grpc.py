@@ -56,6 +56,11 @@ class SessionServiceStub(object):
                 request_serializer=etfarm_dot_v1_dot_session__pb2.CallSessionRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_session__pb2.CallSessionResponse.FromString,
                 _registered_method=True)
+        self.Generate = channel.unary_stream(
+                '/etfarm.v1.SessionService/Generate',
+                request_serializer=etfarm_dot_v1_dot_session__pb2.GenerateSessionRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_session__pb2.GenerateSessionResponse.FromString,
+                _registered_method=True)
 
 
 class SessionServiceServicer(object):
@@ -121,6 +126,24 @@ class SessionServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Generate(self, request, context):
+        """Generates text with a language model. The device runs the loop over the tokens by itself and sends them as they come, the
+        first at once and then at most 20 messages a second; a message for a caller that reads slowly has more of them. The last
+        message is the answer. The device never waits for the caller: what is not read yet is kept, at most SessionGeneration.tokens.
+
+        A generation takes its turn as a call does, with the same initial metadata. If the caller disconnects or cancels before the
+        turn, it is withdrawn; later, the device stops after the current token and the session stays usable.
+
+        Errors: as Call; also in SessionAnswer.error:
+        INVALID_ARGUMENT     BAD_CALL: a token is not in the vocabulary, or `position` is behind the context.
+        NOT_A_LANGUAGE_MODEL: the program has no methods that generate text.
+        CONTEXT_TOO_SHORT: prompt and tokens do not fit into the context.
+        FAILED_PRECONDITION  GENERATION_UNSUPPORTED: the device's runner is too old.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_SessionServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -133,6 +156,11 @@ def add_SessionServiceServicer_to_server(servicer, server):
                     servicer.Call,
                     request_deserializer=etfarm_dot_v1_dot_session__pb2.CallSessionRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_session__pb2.CallSessionResponse.SerializeToString,
+            ),
+            'Generate': grpc.unary_stream_rpc_method_handler(
+                    servicer.Generate,
+                    request_deserializer=etfarm_dot_v1_dot_session__pb2.GenerateSessionRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_session__pb2.GenerateSessionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -201,6 +229,33 @@ class SessionService(object):
             '/etfarm.v1.SessionService/Call',
             etfarm_dot_v1_dot_session__pb2.CallSessionRequest.SerializeToString,
             etfarm_dot_v1_dot_session__pb2.CallSessionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Generate(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/etfarm.v1.SessionService/Generate',
+            etfarm_dot_v1_dot_session__pb2.GenerateSessionRequest.SerializeToString,
+            etfarm_dot_v1_dot_session__pb2.GenerateSessionResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -85,6 +85,20 @@ class SessionServiceStub:
       RESOURCE_EXHAUSTED   TOO_MANY_CALLS: the session has too many calls, or too many bytes of tensors, in progress; metadata
                            `limit` is the limit. Wait for an answer.
     """
+    Generate: _grpc.UnaryStreamMultiCallable[_session_pb2.GenerateSessionRequest, _session_pb2.GenerateSessionResponse]
+    """Generates text with a language model. The device runs the loop over the tokens by itself and sends them as they come, the
+    first at once and then at most 20 messages a second; a message for a caller that reads slowly has more of them. The last
+    message is the answer. The device never waits for the caller: what is not read yet is kept, at most SessionGeneration.tokens.
+
+    A generation takes its turn as a call does, with the same initial metadata. If the caller disconnects or cancels before the
+    turn, it is withdrawn; later, the device stops after the current token and the session stays usable.
+
+    Errors: as Call; also in SessionAnswer.error:
+      INVALID_ARGUMENT     BAD_CALL: a token is not in the vocabulary, or `position` is behind the context.
+                           NOT_A_LANGUAGE_MODEL: the program has no methods that generate text.
+                           CONTEXT_TOO_SHORT: prompt and tokens do not fit into the context.
+      FAILED_PRECONDITION  GENERATION_UNSUPPORTED: the device's runner is too old.
+    """
 
 @_typing.type_check_only
 class SessionServiceAsyncStub(SessionServiceStub):
@@ -142,6 +156,20 @@ class SessionServiceAsyncStub(SessionServiceStub):
       ALREADY_EXISTS       CALL_KNOWN: a call with this id is in progress.
       RESOURCE_EXHAUSTED   TOO_MANY_CALLS: the session has too many calls, or too many bytes of tensors, in progress; metadata
                            `limit` is the limit. Wait for an answer.
+    """
+    Generate: _aio.UnaryStreamMultiCallable[_session_pb2.GenerateSessionRequest, _session_pb2.GenerateSessionResponse]  # type: ignore[assignment]
+    """Generates text with a language model. The device runs the loop over the tokens by itself and sends them as they come, the
+    first at once and then at most 20 messages a second; a message for a caller that reads slowly has more of them. The last
+    message is the answer. The device never waits for the caller: what is not read yet is kept, at most SessionGeneration.tokens.
+
+    A generation takes its turn as a call does, with the same initial metadata. If the caller disconnects or cancels before the
+    turn, it is withdrawn; later, the device stops after the current token and the session stays usable.
+
+    Errors: as Call; also in SessionAnswer.error:
+      INVALID_ARGUMENT     BAD_CALL: a token is not in the vocabulary, or `position` is behind the context.
+                           NOT_A_LANGUAGE_MODEL: the program has no methods that generate text.
+                           CONTEXT_TOO_SHORT: prompt and tokens do not fit into the context.
+      FAILED_PRECONDITION  GENERATION_UNSUPPORTED: the device's runner is too old.
     """
 
 class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -209,6 +237,26 @@ class SessionServiceServicer(metaclass=_abc_1.ABCMeta):
           ALREADY_EXISTS       CALL_KNOWN: a call with this id is in progress.
           RESOURCE_EXHAUSTED   TOO_MANY_CALLS: the session has too many calls, or too many bytes of tensors, in progress; metadata
                                `limit` is the limit. Wait for an answer.
+        """
+
+    @_abc_1.abstractmethod
+    def Generate(
+        self,
+        request: _session_pb2.GenerateSessionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_session_pb2.GenerateSessionResponse], _abc.AsyncIterator[_session_pb2.GenerateSessionResponse]]:
+        """Generates text with a language model. The device runs the loop over the tokens by itself and sends them as they come, the
+        first at once and then at most 20 messages a second; a message for a caller that reads slowly has more of them. The last
+        message is the answer. The device never waits for the caller: what is not read yet is kept, at most SessionGeneration.tokens.
+
+        A generation takes its turn as a call does, with the same initial metadata. If the caller disconnects or cancels before the
+        turn, it is withdrawn; later, the device stops after the current token and the session stays usable.
+
+        Errors: as Call; also in SessionAnswer.error:
+          INVALID_ARGUMENT     BAD_CALL: a token is not in the vocabulary, or `position` is behind the context.
+                               NOT_A_LANGUAGE_MODEL: the program has no methods that generate text.
+                               CONTEXT_TOO_SHORT: prompt and tokens do not fit into the context.
+          FAILED_PRECONDITION  GENERATION_UNSUPPORTED: the device's runner is too old.
         """
 
 def add_SessionServiceServicer_to_server(servicer: SessionServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

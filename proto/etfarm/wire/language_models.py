@@ -20,6 +20,11 @@ _MAX_CONTEXT: Final = "get_max_context_len"
 _VOCAB_SIZE: Final = "get_vocab_size"
 _USE_KV_CACHE: Final = "use_kv_cache"
 
+METADATA: Final = (MAX_SEQ_LEN, _MAX_CONTEXT, _VOCAB_SIZE, _USE_KV_CACHE)
+"""The metadata methods that `describe` needs, as far as a program has them."""
+END_TOKENS: Final = ("get_eos_ids", "get_eos_id")
+"""Metadata methods that return the tokens that end a text."""
+
 _METHODS: Final = (
     ("prefill", "decode"), ("prefill_forward", "kv_forward"), ("prefill", "forward"), ("forward", "forward"),
 )  # fmt: skip

@@ -6,12 +6,20 @@ from collections.abc import Awaitable, Callable
 
 from etfarm.v1 import common_pb2, session_pb2
 from etfarm.wire.errors import Kind, UserError
+from etfarm.wire.generation import MAX_CONTEXT_TOKENS
 
 INLINE_BYTES = 1 << 20
 """Maximum size of inline data; more would delay other calls on the same connection."""
 
 CALL_TIMEOUT_S = 600.0
 """Default of SessionTask.timeout_s, the time limit of a call on the device."""
+
+MAX_PROMPT_TOKENS = 1 << 18
+MAX_GENERATED_TOKENS = 1 << 16
+"""Maximum number of tokens that one generation makes; as many may wait for its caller."""
+MAX_STOP_TOKENS = 1024
+GENERATION_TIME_S = 600.0
+"""Default of SessionGeneration.max_time_s."""
 
 
 class SessionNotFound(UserError):
@@ -45,15 +53,20 @@ def check_task(task: session_pb2.SessionTask) -> None:
     Raises:
         BadCall: a field is missing or out of range; the message names it.
     """
+    if task.HasField("timeout_s") and not 0 < task.timeout_s <= 7 * 86_400:
+        raise BadCall(
+            f"`timeout_s` must be above 0 and at most 604,800, got {task.timeout_s:g}.", "Give seconds above 0, a week at most."
+        )
+    if task.reset:
+        return
+    if task.HasField("generation"):
+        _check_generation(task.generation)
+        return
     if not task.method:
         raise BadCall("The call does not name a method.", "Name one of the program's.")
     if len(task.inputs.inline) > INLINE_BYTES:
         raise BadCall(
             f"The inputs have {len(task.inputs.inline)} bytes inline; at most 1 MiB is allowed.", "Upload them as an artifact."
-        )
-    if task.HasField("timeout_s") and not 0 < task.timeout_s <= 7 * 86_400:
-        raise BadCall(
-            f"`timeout_s` must be above 0 and at most 604,800, got {task.timeout_s:g}.", "Give seconds above 0, a week at most."
         )
     if not task.HasField("loop"):
         return
@@ -67,4 +80,24 @@ def check_task(task: session_pb2.SessionTask) -> None:
     if loop.HasField("max_time_s") and not 0 < loop.max_time_s <= 86_400:
         raise BadCall(
             f"`max_time_s` must be above 0 and at most 86,400, got {loop.max_time_s:g}.", "Give seconds above 0, a day at most."
+        )
+
+
+def _check_generation(generation: session_pb2.SessionGeneration) -> None:
+    limits = (
+        ("prompt_tokens", len(generation.prompt_tokens), 0, MAX_PROMPT_TOKENS, " tokens"),
+        ("tokens", generation.tokens, 1, MAX_GENERATED_TOKENS, ""),
+        ("position", generation.position, 0, MAX_CONTEXT_TOKENS, ""),
+        ("stop_tokens", len(generation.stop_tokens), 0, MAX_STOP_TOKENS, " tokens"),
+    )
+    for name, count, least, most, unit in limits:
+        if not least <= count <= most:
+            raise BadCall(f"`{name}` must be {least:,} to {most:,}{unit}, got {count:,}.", f"Give {least:,} to {most:,}.")
+    for name, tokens in (("prompt_tokens", generation.prompt_tokens), ("stop_tokens", generation.stop_tokens)):
+        if tokens and min(tokens) < 0:
+            raise BadCall(f"`{name}` has a negative token: {min(tokens)}.", "Token ids are 0 or more.")
+    if generation.HasField("max_time_s") and not 0 < generation.max_time_s <= 86_400:
+        raise BadCall(
+            f"`max_time_s` must be above 0 and at most 86,400, got {generation.max_time_s:g}.",
+            "Give seconds above 0, a day at most.",
         )

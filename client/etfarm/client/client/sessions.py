@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Self
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, Self
 
+from etfarm.client.client.text import TokenStream
 from etfarm.client.transport.blocking import Blocking
 
 if TYPE_CHECKING:
@@ -126,3 +127,59 @@ class Session(Blocking):
                 iterations, method, inputs, warmup=warmup, min_time_s=min_time_s, max_time_s=max_time_s, timeout_s=timeout_s
             )
         )
+
+    def generate(
+        self,
+        prompt_tokens: Any,
+        tokens: int,
+        *,
+        position: int | None = None,
+        stop_tokens: Iterable[int] | Literal["eos"] = (),
+        max_time_s: float | None = None,
+        timeout_s: float | None = None,
+        prefill_method: str = "",
+        decode_method: str = "",
+    ) -> TokenStream:
+        """Generate text with a language model; the loop over the tokens runs on the device.
+
+        `for token in s.generate(prompt, 128)` yields tokens as they come, `s.generate(prompt, 128).result()` returns
+        all of them with their times. Each token is the most likely one. The prompt and the tokens stay in the session's context,
+        which the next generation continues, until `reset` or `position=0`. Calls of `run` with the same methods overwrite it.
+
+        Args:
+            prompt_tokens: token ids: a sequence, or an array or tensor of shape (n,) or (1, n). May be empty to go on.
+            tokens: maximum number of tokens to generate, at most 65,536.
+            position: number of tokens of the context to continue after, which forgets the others; 0 starts a new context. All of
+                them when None.
+            stop_tokens: token ids that end the text, or "eos" for those that the program's metadata names. The text ends for no
+                token by default.
+            max_time_s: time in seconds after which the text ends, 600 when None.
+            timeout_s: limit on the device in seconds, 600 plus twice `max_time_s` when None; a program that takes longer is
+                killed, and the session ends.
+            prefill_method, decode_method: the methods that process the prompt and generate tokens; recognized when empty.
+
+        Raises:
+            BadCall: a value is out of range. The iteration raises the other errors; see TokenStream.result.
+            EtfarmError: the session is not open.
+        """
+        return TokenStream(
+            self._async.generate(
+                prompt_tokens,
+                tokens,
+                position=position,
+                stop_tokens=stop_tokens,
+                max_time_s=max_time_s,
+                timeout_s=timeout_s,
+                prefill_method=prefill_method,
+                decode_method=decode_method,
+            ),
+            self._running,
+        )
+
+    def reset(self) -> None:
+        """Give all methods their initial state, and start a new context for `generate`.
+
+        Raises:
+            EtfarmError: as `run`.
+        """
+        self._run(self._async.reset())

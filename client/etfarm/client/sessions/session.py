@@ -8,16 +8,17 @@ with Farm() as farm, farm.session(device="arch=aarch64", program="x.pte") as s:
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
 
 import grpc
 
 from etfarm.client.errors import EtfarmError, FarmError, Kind, UserError, from_rpc_error
 from etfarm.client.models import Device
 from etfarm.client.sessions.calls import Loop, Outputs, flattened, loop_of
+from etfarm.client.sessions.text import AsyncTokenStream, Parts, TextContext, request_of
 from etfarm.client.submit.early_checks import NoSuchMethod
 from etfarm.client.transport import decode, transfers
 from etfarm.v1 import common_pb2, session_pb2
@@ -32,6 +33,7 @@ LAST_WORD_S = 1.0
 """Seconds to wait for the reason of a session's end after a call failed because of it."""
 
 Answer = TypeVar("Answer")
+Generating = grpc.aio.UnaryStreamCall[session_pb2.GenerateSessionRequest, session_pb2.GenerateSessionResponse]
 
 TextCallback = Callable[[str], None]
 """Callback that takes one line or sentence."""
@@ -99,6 +101,8 @@ class AsyncSession:
         """Lock held until the server has received a call, so that calls keep their order: large inputs are sent before a call,
         and every call is a separate stream."""
         self._under_way: set[asyncio.Future[session_pb2.CallSessionResponse]] = set()
+        self._streams: set[Generating] = set()
+        self._context = TextContext()
 
     async def __aenter__(self) -> Self:
         """Wait for a device and load the program on it.
@@ -107,6 +111,7 @@ class AsyncSession:
             EtfarmError: as SessionService.Open.
         """
         self._ended = None
+        self._context.tokens = 0
         try:
             line = await self._connect(self._stack)
             events = line.sessions.Open(line.request)
@@ -128,6 +133,8 @@ class AsyncSession:
         self._line = None
         for call in self._under_way:
             call.cancel()
+        for stream in self._streams:
+            stream.cancel()
         following, self._following = self._following, None
         if following is not None:
             following.cancel()
@@ -249,6 +256,92 @@ class AsyncSession:
         samples = await sessions.unpack(answer.measured.samples, self._fetch)
         return loop_of(method, answer.measured, samples, await self._outputs(answer))
 
+    def generate(
+        self,
+        prompt_tokens: Any,
+        tokens: int,
+        *,
+        position: int | None = None,
+        stop_tokens: Iterable[int] | Literal["eos"] = (),
+        max_time_s: float | None = None,
+        timeout_s: float | None = None,
+        prefill_method: str = "",
+        decode_method: str = "",
+    ) -> AsyncTokenStream:
+        """Generate text with a language model; the loop over the tokens runs on the device.
+
+        `async for token in s.generate(prompt, 128)` yields tokens as they come, `await s.generate(prompt, 128).result()` returns
+        all of them with their times. Each token is the most likely one. The prompt and the tokens stay in the session's context,
+        which the next generation continues, until `reset` or `position=0`. Calls of `run` with the same methods overwrite it.
+
+        Args:
+            prompt_tokens: token ids: a sequence, or an array or tensor of shape (n,) or (1, n). May be empty to go on.
+            tokens: maximum number of tokens to generate, at most 65,536.
+            position: number of tokens of the context to continue after, which forgets the others; 0 starts a new context. All of
+                them when None.
+            stop_tokens: token ids that end the text, or "eos" for those that the program's metadata names. The text ends for no
+                token by default.
+            max_time_s: time in seconds after which the text ends, 600 when None.
+            timeout_s: limit on the device in seconds, 600 plus twice `max_time_s` when None; a program that takes longer is
+                killed, and the session ends.
+            prefill_method, decode_method: the methods that process the prompt and generate tokens; recognized when empty.
+
+        Raises:
+            BadCall: a value is out of range. The iteration raises the other errors; see TokenStream.result.
+            EtfarmError: the session is not open.
+        """
+        self._must_be_open()
+        request = request_of(
+            prompt_tokens,
+            tokens,
+            stop_tokens,
+            position=position,
+            max_time_s=max_time_s,
+            prefill_method=prefill_method,
+            decode_method=decode_method,
+        )
+        return AsyncTokenStream(lambda message: self._generate(message, timeout_s), request, self._context)
+
+    async def reset(self) -> None:
+        """Give all methods their initial state, and start a new context for `generate`.
+
+        Raises:
+            EtfarmError: as `run`.
+        """
+        await self._call(session_pb2.SessionTask(reset=True), None)
+        self._context.tokens = 0
+
+    async def _generate(self, generation: session_pb2.SessionGeneration, timeout_s: float | None) -> Parts:
+        line = self._must_be_open()
+        if self._ended is not None:
+            raise self._ended
+        async with self._turn:
+            self._calls += 1
+            request = session_pb2.GenerateSessionRequest(
+                session_id=self._id, call_id=str(self._calls), generation=generation, timeout_s=timeout_s
+            )
+            call = line.sessions.Generate(request)
+            self._streams.add(call)
+            try:
+                await call.initial_metadata()
+            except BaseException:
+                self._streams.discard(call)
+                call.cancel()
+                raise
+        try:
+            async for part in call:
+                yield part
+        except asyncio.CancelledError:
+            if self._line is None:
+                raise self._not_open() from None
+            raise
+        except grpc.aio.AioRpcError as error:
+            raise await self._reason(error, line) from None
+        finally:
+            self._streams.discard(call)
+            # Stops the device if the caller has left.
+            call.cancel()
+
     async def _call(self, task: session_pb2.SessionTask, values: Sequence[tensors.Value] | None) -> session_pb2.SessionAnswer:
         line = self._must_be_open()
         if self._ended is not None:
@@ -275,16 +368,18 @@ class AsyncSession:
                 raise self._not_open() from None
             raise
         except grpc.aio.AioRpcError as error:
-            refusal = from_rpc_error(error, server=line.server)
-            if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.NOT_FOUND) and self._following is not None:
-                # The reason of the session's end says more than the failed call.
-                await asyncio.wait([self._following], timeout=LAST_WORD_S)
-            raise (self._ended or refusal) from None
+            raise await self._reason(error, line) from None
         finally:
             self._under_way.discard(calling)
         if answer.HasField("error"):
             raise from_proto(answer.error)
         return answer
+
+    async def _reason(self, error: grpc.aio.AioRpcError, line: Line) -> EtfarmError:
+        """Return why a call failed: the reason of the session's end says more than the failed call."""
+        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.NOT_FOUND) and self._following is not None:
+            await asyncio.wait([self._following], timeout=LAST_WORD_S)
+        return self._ended or from_rpc_error(error, server=line.server)
 
     async def _outputs(self, answer: session_pb2.SessionAnswer) -> Outputs:
         run_ns = answer.run_ns if answer.HasField("run_ns") else None

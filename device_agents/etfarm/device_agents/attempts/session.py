@@ -77,6 +77,8 @@ class ServedSession:
         self._replies: asyncio.Queue[agent_pb2.SessionReply | None] = asyncio.Queue()
         self._provisions: Provisions | None = None
         self._lines: deque[str] = deque(maxlen=KEPT_LOG_LINES)
+        self._stops: dict[str, asyncio.Event] = {}
+        """What ends the generations that were not answered yet, by call id."""
 
     @property
     def timing(self) -> bool:
@@ -145,7 +147,12 @@ class ServedSession:
 
         async def read() -> None:
             async for call in stream:
-                calls.put_nowait(call)
+                if not call.cancel:
+                    if call.task.HasField("generation"):
+                        self._stops[call.call_id] = asyncio.Event()
+                    calls.put_nowait(call)
+                elif (stop := self._stops.get(call.call_id)) is not None:
+                    stop.set()
 
         async def write() -> None:
             while (reply := await self._replies.get()) is not None:
@@ -174,7 +181,12 @@ class ServedSession:
         while True:
             call = await calls.get()
             self.phase = "TIMED" if call.task.HasField("loop") else "RUN"
-            answer, end = await served.answer(call.task)
+
+            def on_tokens(tokens: session_pb2.SessionTokens, call_id: str = call.call_id) -> None:
+                self._reply(agent_pb2.SessionReply(tokens=agent_pb2.SessionTokenReply(call_id=call_id, tokens=tokens)))
+
+            answer, end = await served.answer(call.task, on_tokens, self._stops.get(call.call_id))
+            self._stops.pop(call.call_id, None)
             self.phase = "SERVE"
             if end is not None:
                 end = await self._judged(end)

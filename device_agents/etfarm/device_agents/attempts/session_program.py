@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+from etfarm.device_agents.attempts.session_text import OnTokens, SessionText, max_time_s
 from etfarm.device_agents.device.inventory import format_cpu_list
 from etfarm.device_agents.runners import errors
 from etfarm.device_agents.runners.protocol import DEFAULT_INPUTS_SEED, MeasurePlan, MethodInfo, Runner, TensorInfo
@@ -51,6 +52,7 @@ class ServedProgram:
         self._loaded: set[str] = set()
         self._with_inputs: set[str] = set()
         """Methods whose inputs are set."""
+        self._text = SessionText(runner, self)
         self.stage = ""
         """The current stage."""
 
@@ -75,18 +77,32 @@ class ServedProgram:
         ready.load.load_ns = loaded.load_ns
         self._methods = loaded.methods
         for name in methods:
-            if (load_method_ns := await self._use(name)) is not None and not ready.load.load_method_ns:
+            if (load_method_ns := await self.use(name)) is not None and not ready.load.load_method_ns:
                 ready.load.load_method_ns = load_method_ns
         for name in loaded.methods:
             ready.methods.append(_described(await self._runner.method(name)))
         return ready
 
-    async def answer(self, task: session_pb2.SessionTask) -> tuple[session_pb2.SessionAnswer, EtfarmError | None]:
-        """Return a task's answer, errors of the program included, and the error that ended the program, if it ended."""
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All methods of the program, in its order."""
+        return self._methods
+
+    async def answer(
+        self, task: session_pb2.SessionTask, on_tokens: OnTokens | None = None, stop: asyncio.Event | None = None
+    ) -> tuple[session_pb2.SessionAnswer, EtfarmError | None]:
+        """Return a task's answer, errors of the program included, and the error that ended the program, if it ended.
+
+        Args:
+            on_tokens: takes the tokens of a generation as they come.
+            stop: ends a generation after its current token.
+        """
         timeout_s = task.timeout_s if task.HasField("timeout_s") else sessions.CALL_TIMEOUT_S + _own_time_s(task)
         deadline = asyncio.timeout(timeout_s)
         try:
             async with deadline:
+                if task.HasField("generation"):
+                    return await self._generate(task, timeout_s, on_tokens or _ignore, stop or asyncio.Event()), None
                 return await self._answer(task), None
         except TimeoutError:
             if not deadline.expired():
@@ -101,8 +117,14 @@ class ServedProgram:
     async def _answer(self, task: session_pb2.SessionTask) -> session_pb2.SessionAnswer:
         sessions.check_task(task)
         answer = session_pb2.SessionAnswer()
+        if task.reset:
+            # The next call of a method loads it anew, which gives it its initial state.
+            self._current = None
+            self._loaded.clear()
+            self._text.forget()
+            return answer
         self.stage = "LOAD_METHOD"
-        if (load_method_ns := await self._use(task.method)) is not None:
+        if (load_method_ns := await self.use(task.method)) is not None:
             answer.load_method_ns = load_method_ns
         self.stage = "INPUTS"
         if task.HasField("inputs"):
@@ -137,7 +159,15 @@ class ServedProgram:
         into.duration_ns, into.stop_reason = measured.duration_ns, value_of(common_pb2.StopReason, measured.stop_reason)
         into.first_run_ns = measured.first_run_ns
 
-    async def _use(self, method: str) -> int | None:
+    async def _generate(
+        self, task: session_pb2.SessionTask, limit_s: float, on_tokens: OnTokens, stop: asyncio.Event
+    ) -> session_pb2.SessionAnswer:
+        sessions.check_task(task)
+        self.stage = "GENERATE"
+        generated = await self._text.generate(task.generation, limit_s, on_tokens, stop)
+        return session_pb2.SessionAnswer(generated=generated)
+
+    async def use(self, method: str) -> int | None:
         """Make `method` the current one; return its load time in ns, or None if it was loaded already."""
         if method == self._current:
             return None
@@ -152,7 +182,7 @@ class ServedProgram:
             await self._runner.select(method)
             self._current = method
             return None
-        loaded = await self._runner.load_method(method, keep=True)
+        loaded = await self._runner.load_method(method, keep=bool(self._loaded))
         self._loaded.add(method)
         self._current = method
         return loaded.load_method_ns
@@ -171,8 +201,14 @@ def _max_time_s(loop: session_pb2.SessionLoop) -> float:
 
 
 def _own_time_s(task: session_pb2.SessionTask) -> float:
-    """Return the time that a loop may take in addition: its warm-up and its timed pass."""
+    """Return the time that a task may take in addition: a loop for its warm-up and its timed pass, a generation as much."""
+    if task.HasField("generation"):
+        return 2 * max_time_s(task.generation)
     return 2 * _max_time_s(task.loop) if task.HasField("loop") else 0.0
+
+
+def _ignore(_tokens: session_pb2.SessionTokens) -> None:
+    """Drop tokens that nobody reads."""
 
 
 async def _aside(data: bytes, work: Callable[[], list[tensors.Value]]) -> list[tensors.Value]:

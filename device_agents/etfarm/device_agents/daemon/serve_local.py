@@ -22,6 +22,7 @@ from typing import Any, Final, NoReturn
 import grpc
 
 from etfarm.device_agents.attempts.session_program import Exchange, ServedProgram
+from etfarm.device_agents.attempts.session_text import OnTokens
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.daemon.own_runners import WORKING_BACKENDS
 from etfarm.device_agents.device import inventory
@@ -48,6 +49,7 @@ from etfarm.wire.names import data_folder
 from etfarm.wire.owner import at_end_of_stdin
 from etfarm.wire.sessions import SessionNotFound
 from etfarm.wire.status import to_proto, to_status
+from etfarm.wire.token_buffer import TokenBuffer
 from etfarm.wire.words import value_of
 
 BUILDING: Final = "building the runner for this machine, once; it takes about a minute"
@@ -197,6 +199,26 @@ class LocalSessions(session_pb2_grpc.SessionServiceServicer):
         # A caller that disconnects must not stop the runner in the middle of a command.
         return session_pb2.CallSessionResponse(call_id=request.call_id, answer=await asyncio.shield(working))
 
+    async def Generate(
+        self, request: session_pb2.GenerateSessionRequest, context: Any
+    ) -> AsyncIterator[session_pb2.GenerateSessionResponse]:
+        session = self._live.get(request.session_id)
+        if session is None or session.program is None:
+            await _refuse(context, SessionNotFound(f"There is no session {request.session_id!r}.", "Open another."))
+        task = session_pb2.SessionTask(generation=request.generation)
+        if request.HasField("timeout_s"):
+            task.timeout_s = request.timeout_s
+        buffer, stop = TokenBuffer(request.generation.tokens), asyncio.Event()
+        working = asyncio.ensure_future(session.answer(task, buffer.put, stop))
+        working.add_done_callback(lambda _: buffer.close())
+        try:
+            await context.send_initial_metadata(())
+            while (tokens := await buffer.take()) is not None:
+                yield session_pb2.GenerateSessionResponse(call_id=request.call_id, tokens=tokens)
+            yield session_pb2.GenerateSessionResponse(call_id=request.call_id, answer=await asyncio.shield(working))
+        finally:
+            stop.set()
+
     async def _lead(self, session: _LocalSession, request: session_pb2.OpenSessionRequest, folder: Path) -> None:
         """Run a session to its end; the last event states why it ended, unless the caller left."""
         try:
@@ -253,11 +275,13 @@ class _LocalSession:
         event.session_id = self.id
         self.events.put_nowait(event)
 
-    async def answer(self, task: session_pb2.SessionTask) -> session_pb2.SessionAnswer:
-        """Return the answer to one call, in its turn."""
+    async def answer(
+        self, task: session_pb2.SessionTask, on_tokens: OnTokens | None = None, stop: asyncio.Event | None = None
+    ) -> session_pb2.SessionAnswer:
+        """Return the answer to one call, in its turn; see `ServedProgram.answer`."""
         assert self.program is not None
         async with self._turn:
-            answer, end = await self.program.answer(task)
+            answer, end = await self.program.answer(task, on_tokens, stop)
         if end is not None and not self.over.done():
             self.over.set_result(end)
         return answer

@@ -21,6 +21,7 @@ from etfarm.v1.session_pb2 import SessionAnswer, SessionEvent
 from etfarm.wire import digest, sessions
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import to_proto
+from etfarm.wire.token_buffer import TokenBuffer
 
 _MAX_IDLE_S: Final = 86_400.0
 
@@ -56,6 +57,8 @@ class Lease:
         """The reason why the session ended on this device."""
         self.outgoing: asyncio.Queue[agent_pb2.SessionCall | None] = asyncio.Queue()
         self.answers: dict[str, asyncio.Future[SessionAnswer]] = {}
+        self.texts: dict[str, TokenBuffer] = {}
+        """The tokens of generations that were not answered yet, by call id."""
         self.served = False
 
     def lose(self) -> None:

@@ -29,9 +29,10 @@ from etfarm.server.sessions.session import Lease, Session, limit_answer, lost_er
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1 import agent_pb2, compile_pb2, job_pb2, session_pb2
 from etfarm.v1.session_pb2 import SessionAnswer, SessionEvent
-from etfarm.wire import selectors, sessions
-from etfarm.wire.sessions import SessionNotFound
+from etfarm.wire import selectors, sessions, token_buffer
+from etfarm.wire.sessions import BadCall, SessionNotFound
 from etfarm.wire.status import to_proto
+from etfarm.wire.token_buffer import BadTokens, TokenBuffer
 
 log = structlog.get_logger()
 
@@ -134,6 +135,8 @@ class Sessions:
             EtfarmError: see SessionService.Call.
         """
         session = self.find(request.session_id)
+        if request.task.HasField("generation"):
+            raise BadCall("Call does not generate text.", "Use Generate.")
         sessions.check_task(request.task)
         input_digests = stored_digests(request.task.inputs)
         missing = [each for each in input_digests if not await self._store.is_held(each, [session.project])]
@@ -148,9 +151,9 @@ class Sessions:
         self._runs.permit(lease.attempt_id, input_digests)
         begun = asyncio.Event()
         session.calls[request.call_id] = size
-        exchange = asyncio.create_task(self._exchange(session, lease, request, begun), name=f"call-{request.call_id}")
-        session.exchanges.add(exchange)
-        exchange.add_done_callback(session.exchanges.discard)
+        call = agent_pb2.SessionCall(attempt_id=lease.attempt_id, call_id=request.call_id, task=request.task)
+        exchange = self._start_exchange(session, lease, call, begun)
+        exchange.add_done_callback(lambda _: session.calls.pop(request.call_id, None))
         try:
             await on_queued()
             return await asyncio.shield(exchange)
@@ -159,28 +162,75 @@ class Sessions:
                 exchange.cancel()
             raise
 
-    async def _exchange(
-        self, session: Session, lease: Lease, request: session_pb2.CallSessionRequest, begun: asyncio.Event
-    ) -> SessionAnswer:
+    async def generate(
+        self, request: session_pb2.GenerateSessionRequest, on_queued: Callable[[], Awaitable[None]]
+    ) -> AsyncGenerator[session_pb2.GenerateSessionResponse]:
+        """Yield the tokens of a generation and its answer. Closing before its turn withdraws it, and later stops it.
+
+        Args:
+            on_queued: called once the generation is queued behind earlier calls.
+
+        Raises:
+            EtfarmError: see SessionService.Generate.
+        """
+        session, call_id = self.find(request.session_id), request.call_id
+        task = session_pb2.SessionTask(generation=request.generation)
+        if request.HasField("timeout_s"):
+            task.timeout_s = request.timeout_s
+        sessions.check_task(task)
+        if session.over is not None:
+            yield session_pb2.GenerateSessionResponse(call_id=call_id, answer=SessionAnswer(error=to_proto(session.over)))
+            return
+        # The tokens count until their reader has taken them.
+        size = task.ByteSize() + token_buffer.BYTES_OF_TOKEN * task.generation.tokens
+        lease = session.admit(call_id, size)
+        begun, buffer = asyncio.Event(), TokenBuffer(task.generation.tokens)
+        session.calls[call_id] = size
+        lease.texts[call_id] = buffer
+        call = agent_pb2.SessionCall(attempt_id=lease.attempt_id, call_id=call_id, task=task)
+        exchange = self._start_exchange(session, lease, call, begun)
+        exchange.add_done_callback(lambda _: buffer.close())
         try:
-            async with session.turn, AsyncExitStack() as stack:
-                session.wake()
-                stack.callback(session.rest)
-                if request.task.HasField("loop") and self._registry.is_on_this_machine(lease.device.id):
-                    await stack.enter_async_context(self._quiet.measure())
-                begun.set()
-                if lease.over.done():
-                    return SessionAnswer(error=to_proto(lease.over.result()))
-                answer: asyncio.Future[SessionAnswer] = asyncio.get_running_loop().create_future()
-                lease.answers[request.call_id] = answer
-                call = agent_pb2.SessionCall(attempt_id=lease.attempt_id, call_id=request.call_id, task=request.task)
-                lease.outgoing.put_nowait(call)
-                try:
-                    return await answer
-                finally:
-                    lease.answers.pop(request.call_id, None)
+            await on_queued()
+            while (tokens := await buffer.take()) is not None:
+                yield session_pb2.GenerateSessionResponse(call_id=call_id, tokens=tokens)
+            yield session_pb2.GenerateSessionResponse(call_id=call_id, answer=await asyncio.shield(exchange))
         finally:
-            session.calls.pop(request.call_id, None)
+            lease.texts.pop(call_id, None)
+            if not begun.is_set():
+                exchange.cancel()
+            elif not exchange.done():
+                lease.outgoing.put_nowait(agent_pb2.SessionCall(attempt_id=lease.attempt_id, call_id=call_id, cancel=True))
+            if exchange.done():
+                session.calls.pop(call_id, None)
+            else:
+                exchange.add_done_callback(lambda _: session.calls.pop(call_id, None))
+
+    def _start_exchange(
+        self, session: Session, lease: Lease, call: agent_pb2.SessionCall, begun: asyncio.Event
+    ) -> asyncio.Task[SessionAnswer]:
+        """Send a call to the device in its turn; the task returns the answer, and sets `begun` when it is sent."""
+        exchange = asyncio.create_task(self._exchange(session, lease, call, begun), name=f"call-{call.call_id}")
+        session.exchanges.add(exchange)
+        exchange.add_done_callback(session.exchanges.discard)
+        return exchange
+
+    async def _exchange(self, session: Session, lease: Lease, call: agent_pb2.SessionCall, begun: asyncio.Event) -> SessionAnswer:
+        async with session.turn, AsyncExitStack() as stack:
+            session.wake()
+            stack.callback(session.rest)
+            if call.task.HasField("loop") and self._registry.is_on_this_machine(lease.device.id):
+                await stack.enter_async_context(self._quiet.measure())
+            begun.set()
+            if lease.over.done():
+                return SessionAnswer(error=to_proto(lease.over.result()))
+            answer: asyncio.Future[SessionAnswer] = asyncio.get_running_loop().create_future()
+            lease.answers[call.call_id] = answer
+            lease.outgoing.put_nowait(call)
+            try:
+                return await answer
+            finally:
+                lease.answers.pop(call.call_id, None)
 
     async def serve(
         self, replies: AsyncIterator[agent_pb2.SessionReply], principal: str, holder: str
@@ -262,6 +312,12 @@ class Sessions:
                     awaited = lease.answers.get(reply.answered.call_id)
                     if awaited is not None and not awaited.done():
                         awaited.set_result(answer)
+                elif kind == "tokens":
+                    if (buffer := lease.texts.get(reply.tokens.call_id)) is not None:
+                        try:
+                            buffer.put(reply.tokens.tokens)
+                        except BadTokens as error:
+                            lease.end(error)
                 elif kind == "log_line":
                     session.publish(SessionEvent(log_line=reply.log_line))
         except Exception as error:  # noqa: BLE001 - the session is over, whatever broke the stream

@@ -48,6 +48,7 @@ ROLES: Final[dict[str, frozenset[Role.ValueType]]] = {
     "/etfarm.v1.DeviceService/Restrict": _ADMINS,
     "/etfarm.v1.SessionService/Open": _USERS,
     "/etfarm.v1.SessionService/Call": _USERS,
+    "/etfarm.v1.SessionService/Generate": _USERS,
     "/etfarm.v1.AgentService/Connect": _AGENTS,
     "/etfarm.v1.AgentService/ServeSession": _AGENTS,
     "/etfarm.v1.AgentService/Enroll": _AGENTS,

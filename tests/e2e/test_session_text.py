@@ -1,0 +1,150 @@
+"""Text generated in sessions, on a real farm and on this machine's own runner."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+
+import numpy as np
+import pytest
+import torch
+
+from etfarm.client import AsyncFarm, LocalSession, Session
+from etfarm.wire import tensors
+from etfarm.wire.errors import EtfarmError
+from tests.support.farm import FarmProcess
+from tests.support.programs import cache_folder, program
+
+pytestmark = pytest.mark.slow(reason="sessions generate text on a farm and on a runner of this machine")
+
+Open = Callable[..., AbstractContextManager[Session]]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def local_data() -> Iterator[None]:
+    """Local runners are built once, outside of the user's own folder."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("ETFARM_DATA", str(cache_folder() / "data"))
+        yield
+
+
+@pytest.fixture(params=["farm", "local"])
+def open_session(request: pytest.FixtureRequest) -> Iterator[Open]:
+    if request.param == "local":
+        yield LocalSession
+        return
+    farm: FarmProcess = request.getfixturevalue("farm")
+    with farm.client() as client:
+        yield client.session
+
+
+def texts(name: str) -> tuple[list[int], list[int]]:
+    """A prompt, and the tokens of eager PyTorch after it."""
+    created = program(name)
+    prompt, after = (
+        tensors.to_array(value).tolist()
+        for values in (created.inputs, created.expected)
+        for value in values
+        if isinstance(value, tensors.Tensor)
+    )
+    return prompt, after
+
+
+def test_tokens_come_from_the_device_and_a_conversation_goes_on(open_session: Open) -> None:
+    prompt, after = texts("decoder_start")
+    with open_session(program("decoder_start").path, threads=1) as session:
+        stream = session.generate(prompt, 10)
+        assert list(stream) == after[:10]
+        result = stream.result()
+        assert (list(result.tokens), result.finish_reason, result.context_tokens) == (after[:10], "LENGTH", 22)
+        assert result.token_ns.shape == (10,) and result.token_ns.min() > 0 and result.token_ns.dtype == np.int64
+        assert result.prefill_ns and result.ttft_ns and result.prefill_ns <= result.ttft_ns
+        assert result.tokens_per_s and list(stream) == []
+        # What was generated is the context of what follows; no prompt is needed.
+        assert list(session.generate([], 5)) == after[10:15]
+        assert session.generate(torch.tensor([after[15:17]]), 3).result().context_tokens == 32
+        assert list(session.generate([], 6, position=18)) == after[6:12], "a part of the context"
+        # A new one, with the prompt in two parts.
+        session.reset()
+        session.generate(np.array(prompt[:5]), 1).result()
+        assert list(session.generate(prompt[5:], 8, position=5)) == after[:8]
+        assert list(session.generate(prompt, 24, position=0, stop_tokens=[after[3]])) == after[: after.index(after[3]) + 1]
+        ended = session.generate(prompt, 24, position=0, max_time_s=1e-9).result()
+        assert (list(ended.tokens), ended.finish_reason, ended.context_tokens) == (after[:1], "MAX_TIME", 13)
+
+
+@pytest.mark.parametrize("name", ["decoder_shared", "decoder_vector", "decoder_custom"])
+def test_programs_of_every_signature_generate(open_session: Open, name: str) -> None:
+    prompt, after = texts(name)
+    with open_session(program(name).path, threads=1) as session:
+        assert list(session.generate(prompt, 12)) == after[:12]
+        assert list(session.generate([], 12)) == after[12:]
+
+
+def test_what_does_not_fit_is_refused_and_changes_nothing(open_session: Open) -> None:
+    prompt, after = texts("decoder_start")
+    with open_session(program("decoder_start").path, threads=1) as session:
+        assert list(session.generate(prompt, 4)) == after[:4]
+        refused = [
+            (([], 49), {}, "CONTEXT_TOO_SHORT", r"Text so far \(16\) \+ prompt \(0\) \+ tokens \(49\) exceed the context of 64"),
+            ((prompt, 60), {"position": 0}, "CONTEXT_TOO_SHORT", r"Prompt \(12\) \+ tokens \(60\) exceed the context of 64"),
+            (([96], 1), {}, "BAD_CALL", "the token 96, and the vocabulary has 96"),
+            (([1], 1), {"position": 17}, "BAD_CALL", "`position` is 17, and the context has 16"),
+            (([], 1), {"position": 0}, "BAD_CALL", "The prompt has no tokens"),
+            (([1], 1), {"stop_tokens": "eos"}, "BAD_CALL", "get_eos_ids"),
+            (([1], 1), {"decode_method": "other"}, "NOT_A_LANGUAGE_MODEL", "no method 'other'"),
+            (([1], 0), {}, "BAD_CALL", "`tokens` must be 1 to 65,536, got 0"),
+            (([-1], 1), {}, "BAD_CALL", "must be 0 to"),
+            (([1.5], 1), {}, "BAD_CALL", "whole numbers in one row, got float64"),
+            (([1], 1), {"max_time_s": -1}, "BAD_CALL", "max_time_s"),
+        ]
+        for arguments, options, reason, message in refused:
+            with pytest.raises(EtfarmError, match=message) as error:
+                session.generate(*arguments, **options).result()  # type: ignore[arg-type]
+            assert error.value.reason == reason
+        assert list(session.generate([], 5)) == after[4:9]
+
+
+def test_other_programs_are_no_language_models(open_session: Open) -> None:
+    with open_session(program("counter").path) as session:
+        session.run("forward", np.zeros(1, np.float32))
+        with pytest.raises(EtfarmError) as refused:
+            session.generate([1], 1).result()
+        assert refused.value.reason == "NOT_A_LANGUAGE_MODEL"
+        (value,) = session.run("forward", np.zeros(1, np.float32))
+        assert value.item() == 2.0, "the state has stayed"
+        session.reset()
+        (value,) = session.run("forward", np.zeros(1, np.float32))
+        assert value.item() == 1.0, "the state starts anew"
+
+
+def test_a_loop_that_is_left_early_stops_the_device(open_session: Open) -> None:
+    prompt, after = texts("decoder_long")
+    with open_session(program("decoder_long").path, threads=1) as session:
+        stream = session.generate(prompt, 16_000)
+        seen = []
+        for token in stream:
+            seen.append(token)
+            if len(seen) == 5:
+                break
+        # The next call takes its turn when the device has stopped, which would take a minute otherwise.
+        assert list(session.generate([], 5, max_time_s=3600)) == after[5:10], "what the loop has not seen is not in the context"
+        result = stream.result()
+        assert (list(result.tokens), result.finish_reason, result.context_tokens) == (after[:5], "CANCELLED", 17)
+        assert seen == after[:5]
+
+
+async def test_generations_take_turns_and_a_cancelled_one_leaves(farm: FarmProcess) -> None:
+    prompt, after = texts("decoder_long")
+    async with AsyncFarm(farm.address) as client, client.session(program("decoder_long").path, threads=1) as session:
+        first = session.generate(prompt, 16_000)
+        tokens = aiter(first)
+        assert await anext(tokens) == after[0]
+        waiting = session.generate(prompt, 3, position=0)
+        import asyncio
+
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await waiting.result()
+        await tokens.aclose()  # type: ignore[attr-defined]
+        assert [token async for token in session.generate(prompt, 3, position=0)] == after[:3]
