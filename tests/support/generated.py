@@ -43,6 +43,25 @@ def facts(methods: dict[str, compile_pb2.MethodFacts] | None = None, **metadata:
     return compile_pb2.ProgramFacts(methods={**known, **{name: constant(value) for name, value in values.items()}})
 
 
+def flow_facts(
+    *,
+    width: int = 32,
+    dtype: str = "float32",
+    encoders: tuple[str, ...] = ("vision_encoder",),
+    **methods: compile_pb2.MethodFacts,
+) -> compile_pb2.ProgramFacts:
+    """An encoder of 16 positions, a token embedding and a decoder, as ExecuTorch names them; `methods` are added to these."""
+    image = compile_pb2.MethodFacts(
+        inputs=[tensor("float32", 1, 3, 16, 16)], outputs=[tensor(dtype, 1, 16, width)], operators=["aten::convolution.out"]
+    )
+    length = (0, CONTEXT - 1)
+    embedding = compile_pb2.MethodFacts(
+        inputs=[tensor("int64", 1, length)], outputs=[tensor("float32", 1, length, 32)], operators=["aten::embedding.out"]
+    )
+    decoder = method(tensor("float32", 1, length, 32), tensor("int64", 1))
+    return facts({**dict.fromkeys(encoders, image), "token_embedding": embedding, "text_decoder": decoder, **methods})
+
+
 def plan(*points: tuple[int, int], tokens: int = 4, repetitions: int = 3) -> generation_pb2.GenerationPlan:
     """Return a plan for `facts()`."""
     return generation_pb2.GenerationPlan(
@@ -53,6 +72,15 @@ def plan(*points: tuple[int, int], tokens: int = 4, repetitions: int = 3) -> gen
         generated_tokens=tokens,
         repetitions=repetitions,
     )
+
+
+def flow_plan(*points: tuple[int, int], tokens: int = 4, repetitions: int = 3) -> generation_pb2.GenerationPlan:
+    """A plan for `flow_facts()`."""
+    asked = plan(*points, tokens=tokens, repetitions=repetitions)
+    asked.model.prefill_method = asked.model.decode_method = "text_decoder"
+    asked.model.flow.embedding_method = "token_embedding"
+    asked.model.flow.encoders.add(method="vision_encoder", positions=16)
+    return asked
 
 
 def process(
@@ -69,12 +97,29 @@ def process(
         result.points.add(
             prompt_tokens=point.prompt_tokens, depth=point.depth, repetitions=len(own), prefill_ns=[row[0] - 20 for row in own]
         )
+    if asked.model.HasField("flow"):
+        _add_parts(result, asked, times)
     flat = [value for row in times for value in row]
     generated = list(tokens or range(asked.generated_tokens)) * len(times)
     for holder, data in ((result.token_ns, array("q", flat).tobytes()), (result.tokens, array("i", generated).tobytes())):
         holder.CopyFrom(artifact_of(data))
         (folder / holder.digest).write_bytes(data)
     return result
+
+
+def _add_parts(result: agent_pb2.GenerationResult, asked: generation_pb2.GenerationPlan, times: Sequence[Sequence[int]]) -> None:
+    """Add parts: of a prompt the encoder takes a half, of a token the decoder."""
+    for number, point in enumerate(result.points):
+        own = times[number * asked.repetitions : (number + 1) * asked.repetitions]
+        for name, executions, before, after in (
+            ("vision_encoder", 1, 2, 0),
+            ("token_embedding", 1, 8, 10),
+            ("text_decoder", 2, 4, 2),
+        ):
+            point.parts.add(
+                method=name, prefill_executions=executions, decode_executions=asked.generated_tokens - 1 if after else 0,
+                prefill_ns=[row[0] // before for row in own], decode_ns=[sum(row[1:]) // after if after else 0 for row in own],
+            )  # fmt: skip
 
 
 def point(decode: float, *runs: float, depth: int = 0, status: str = "VALID", reach: float = 0.01) -> dict[str, Any]:
@@ -98,13 +143,26 @@ def point(decode: float, *runs: float, depth: int = 0, status: str = "VALID", re
     }  # fmt: skip
 
 
+def flow_point(decode: float, **changes: Any) -> dict[str, Any]:
+    """A point of a vision-language model."""
+    encoder = {"method": "vision_encoder", "prefill_executions": 1, "prefill_ns": 5e6, "prefill_ci95_ns": [4.9e6, 5.1e6]}
+    decoder = {
+        "method": "text_decoder", "prefill_executions": 2, "prefill_ns": 2e6, "prefill_share": 0.2, "decode_executions": 15,
+        "decode_ns": 9e6, "decode_share": 0.9,
+    }  # fmt: skip
+    return {**point(decode, **changes), "parts": [{**encoder, "prefill_share": 0.5}, decoder]}
+
+
 def generated_report(cell: str, *points: dict[str, Any], **changes: Any) -> dict[str, Any]:
     """Return a REPORT of a language model of its own."""
     own = {"program": {"digest": cell.ljust(64, "0"), "size_bytes": 1000}, "toolchain": {"torch": "2.13.0"}}
-    model = {
+    model: dict[str, Any] = {
         "prefill_method": "forward", "decode_method": "forward", "max_prompt_tokens": 63, "max_context_tokens": CONTEXT,
         "vocab_size": VOCABULARY, "kv_cache_bytes": 32768,
     }  # fmt: skip
+    if any("parts" in each for each in points):
+        encoders = [{"method": "vision_encoder", "positions": 16}]
+        model["flow"] = {"embedding_method": "token_embedding", "encoders": encoders}
     generation = {
         "model": model, "generated_tokens": 16, "points": list(points), "decode_execution": {"tokens": 1, "position": 8},
     }  # fmt: skip

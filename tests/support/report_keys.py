@@ -183,6 +183,7 @@ KEYS["generation"] = {
         **dict.fromkeys(["prefill_method", "decode_method", "token_input", "position_input", "positions", "max_prompt_tokens"]),
         **dict.fromkeys(["dynamic_prompt", "max_context_tokens", "vocab_size", "kv_cache_bytes"]),
         "metadata": {"METHOD": None},
+        "flow": {"embedding_method": None, "encoders": [dict.fromkeys(["method", "positions"])]},
     },
     "generated_tokens": None,
     "points": [
@@ -192,6 +193,21 @@ KEYS["generation"] = {
             **dict.fromkeys([*RATES, "token_ns", "tokens_equal"]),
             "verdict": VERDICT,
             "runs": [{"repetitions": None, **dict.fromkeys(RATES), "verdict": VERDICT, "telemetry": TELEMETRY}],
+            "parts": [
+                dict.fromkeys(
+                    [
+                        "method",
+                        "prefill_executions",
+                        "prefill_ns",
+                        "prefill_ci95_ns",
+                        "prefill_share",
+                        "decode_executions",
+                        "decode_ns",
+                        "decode_ci95_ns",
+                        "decode_share",
+                    ]
+                )
+            ],
         }
     ],
     "prefill_execution": dict.fromkeys(["tokens", "position"]),

@@ -643,6 +643,7 @@ class GenerationPointResult(_message.Message):
     ERROR_FIELD_NUMBER: _builtins.int
     PREFILL_NS_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     depth: _builtins.int
     repetitions: _builtins.int
@@ -659,6 +660,12 @@ class GenerationPointResult(_message.Message):
     def telemetry(self) -> _report_pb2.RunTelemetry:
         """Counters over the timed repetitions, with the executions that fill the context; without `series`."""
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPartResult]:
+        """What each method of LanguageModel.flow took: the encoders, the method of the embeddings, the prefill method, and the decode
+        method if it is another one. Empty without a flow.
+        """
+
     def __init__(
         self,
         *,
@@ -668,14 +675,53 @@ class GenerationPointResult(_message.Message):
         error: _common_pb2.Error | None = ...,
         prefill_ns: _abc.Iterable[_builtins.int] | None = ...,
         telemetry: _report_pb2.RunTelemetry | None = ...,
+        parts: _abc.Iterable[Global___GenerationPartResult] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "error", b"error", "prefill_ns", b"prefill_ns", "prompt_tokens", b"prompt_tokens", "repetitions", b"repetitions", "telemetry", b"telemetry"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["depth", b"depth", "error", b"error", "parts", b"parts", "prefill_ns", b"prefill_ns", "prompt_tokens", b"prompt_tokens", "repetitions", b"repetitions", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerationPointResult: _TypeAlias = GenerationPointResult  # noqa: Y015
+
+@_typing.final
+class GenerationPartResult(_message.Message):
+    """A method's part in the repetitions of a point."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    PREFILL_EXECUTIONS_FIELD_NUMBER: _builtins.int
+    DECODE_EXECUTIONS_FIELD_NUMBER: _builtins.int
+    PREFILL_NS_FIELD_NUMBER: _builtins.int
+    DECODE_NS_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    prefill_executions: _builtins.int
+    """Number of executions in each repetition: until the last logits of the prompt, and after."""
+    decode_executions: _builtins.int
+    @_builtins.property
+    def prefill_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """For each repetition, the time of these executions together, with setting their inputs."""
+
+    @_builtins.property
+    def decode_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        prefill_executions: _builtins.int = ...,
+        decode_executions: _builtins.int = ...,
+        prefill_ns: _abc.Iterable[_builtins.int] | None = ...,
+        decode_ns: _abc.Iterable[_builtins.int] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_executions", b"decode_executions", "decode_ns", b"decode_ns", "method", b"method", "prefill_executions", b"prefill_executions", "prefill_ns", b"prefill_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationPartResult: _TypeAlias = GenerationPartResult  # noqa: Y015
 
 @_typing.final
 class GenerationTrace(_message.Message):

@@ -189,6 +189,7 @@ class LanguageModel(_message.Message):
     VOCAB_SIZE_FIELD_NUMBER: _builtins.int
     KV_CACHE_BYTES_FIELD_NUMBER: _builtins.int
     METADATA_FIELD_NUMBER: _builtins.int
+    FLOW_FIELD_NUMBER: _builtins.int
     prefill_method: _builtins.str
     """The method that processes several tokens, and the one that processes one token: equal if one method does both."""
     decode_method: _builtins.str
@@ -210,6 +211,12 @@ class LanguageModel(_message.Message):
     def metadata(self) -> _containers.ScalarMap[_builtins.str, _builtins.int]:
         """The metadata methods that return one integer or boolean, by name."""
 
+    @_builtins.property
+    def flow(self) -> Global___ModelFlow:
+        """Present if both methods take embeddings, float[1, number of tokens, width], instead of tokens: `token_input` is their index,
+        and other methods compute them.
+        """
+
     def __init__(
         self,
         *,
@@ -224,10 +231,11 @@ class LanguageModel(_message.Message):
         vocab_size: _builtins.int = ...,
         kv_cache_bytes: _builtins.int | None = ...,
         metadata: _abc.Mapping[_builtins.str, _builtins.int] | None = ...,
+        flow: Global___ModelFlow | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_cache_bytes", b"_kv_cache_bytes", "_position_input", b"_position_input", "kv_cache_bytes", b"kv_cache_bytes", "position_input", b"position_input"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kv_cache_bytes", b"_kv_cache_bytes", "_position_input", b"_position_input", "flow", b"flow", "kv_cache_bytes", b"kv_cache_bytes", "position_input", b"position_input"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_cache_bytes", b"_kv_cache_bytes", "_position_input", b"_position_input", "decode_method", b"decode_method", "dynamic_prompt", b"dynamic_prompt", "kv_cache_bytes", b"kv_cache_bytes", "max_context_tokens", b"max_context_tokens", "max_prompt_tokens", b"max_prompt_tokens", "metadata", b"metadata", "position_input", b"position_input", "positions", b"positions", "prefill_method", b"prefill_method", "token_input", b"token_input", "vocab_size", b"vocab_size"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kv_cache_bytes", b"_kv_cache_bytes", "_position_input", b"_position_input", "decode_method", b"decode_method", "dynamic_prompt", b"dynamic_prompt", "flow", b"flow", "kv_cache_bytes", b"kv_cache_bytes", "max_context_tokens", b"max_context_tokens", "max_prompt_tokens", b"max_prompt_tokens", "metadata", b"metadata", "position_input", b"position_input", "positions", b"positions", "prefill_method", b"prefill_method", "token_input", b"token_input", "vocab_size", b"vocab_size"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__kv_cache_bytes: _TypeAlias = _typing.Literal["kv_cache_bytes"]  # noqa: Y015
     _WhichOneofArgType__kv_cache_bytes: _TypeAlias = _typing.Literal["_kv_cache_bytes", b"_kv_cache_bytes"]  # noqa: Y015
@@ -239,6 +247,61 @@ class LanguageModel(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__position_input) -> _WhichOneofReturnType__position_input | None: ...
 
 Global___LanguageModel: _TypeAlias = LanguageModel  # noqa: Y015
+
+@_typing.final
+class ModelFlow(_message.Message):
+    """The methods whose outputs are the embeddings that a decoder takes, as in vision-language models. Each prompt begins with the
+    output of each encoder, in order, and continues with its tokens. Depths and further tokens are tokens only.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EMBEDDING_METHOD_FIELD_NUMBER: _builtins.int
+    ENCODERS_FIELD_NUMBER: _builtins.int
+    embedding_method: _builtins.str
+    """The method that takes tokens, an integer tensor of shape [1, number of tokens], and returns their embeddings. It may take fewer
+    tokens at once than the decoder.
+    """
+    @_builtins.property
+    def encoders(self) -> _containers.RepeatedCompositeFieldContainer[Global___FlowEncoder]: ...
+    def __init__(
+        self,
+        *,
+        embedding_method: _builtins.str = ...,
+        encoders: _abc.Iterable[Global___FlowEncoder] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["embedding_method", b"embedding_method", "encoders", b"encoders"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ModelFlow: _TypeAlias = ModelFlow  # noqa: Y015
+
+@_typing.final
+class FlowEncoder(_message.Message):
+    """A method that turns an image or sound into embeddings. Its inputs are the same in every execution."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    POSITIONS_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    positions: _builtins.int
+    """Number of positions in the context that its output has: rows of embeddings."""
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        positions: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["method", b"method", "positions", b"positions"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FlowEncoder: _TypeAlias = FlowEncoder  # noqa: Y015
 
 @_typing.final
 class GenerationPlan(_message.Message):

@@ -879,6 +879,7 @@ class GenerationPointReport(_message.Message):
     TOKENS_EQUAL_FIELD_NUMBER: _builtins.int
     VERDICT_FIELD_NUMBER: _builtins.int
     RUNS_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     depth: _builtins.int
     """Number of tokens in the context before the prompt."""
@@ -887,7 +888,7 @@ class GenerationPointReport(_message.Message):
     ttft_ns: _builtins.float
     """The time from the start of the prompt to the first token."""
     prefill_tokens_per_s: _builtins.float
-    """Prompt length divided by the time until the prompt's last logits."""
+    """Prompt length, with the positions of LanguageModel.flow.encoders, divided by the time until the prompt's last logits."""
     decode_tokens_per_s: _builtins.float
     """Number of tokens after the first divided by their time."""
     tokens_equal: _builtins.bool
@@ -916,6 +917,12 @@ class GenerationPointReport(_message.Message):
     def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationRun]:
         """The processes that measured the point, in order: one, or as many as Measurement.repeat."""
 
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPart]:
+        """What each method of a flow takes, in the order of execution. Empty without LanguageModel.flow, and if no process completed the
+        point.
+        """
+
     def __init__(
         self,
         *,
@@ -933,10 +940,11 @@ class GenerationPointReport(_message.Message):
         tokens_equal: _builtins.bool | None = ...,
         verdict: Global___Verdict | None = ...,
         runs: _abc.Iterable[Global___GenerationRun] | None = ...,
+        parts: _abc.Iterable[Global___GenerationPart] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s", "_prefill_tokens_per_s", b"_prefill_tokens_per_s", "_tokens_equal", b"_tokens_equal", "_ttft_ns", b"_ttft_ns", "decode_tokens_per_s", b"decode_tokens_per_s", "error", b"error", "prefill_tokens_per_s", b"prefill_tokens_per_s", "tokens_equal", b"tokens_equal", "ttft_ns", b"ttft_ns", "verdict", b"verdict"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s", "_prefill_tokens_per_s", b"_prefill_tokens_per_s", "_tokens_equal", b"_tokens_equal", "_ttft_ns", b"_ttft_ns", "decode_tokens_per_s", b"decode_tokens_per_s", "decode_tokens_per_s_ci95", b"decode_tokens_per_s_ci95", "depth", b"depth", "error", b"error", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prefill_tokens_per_s_ci95", b"prefill_tokens_per_s_ci95", "prompt_tokens", b"prompt_tokens", "repetitions", b"repetitions", "runs", b"runs", "token_ns", b"token_ns", "tokens_equal", b"tokens_equal", "ttft_ci95_ns", b"ttft_ci95_ns", "ttft_ns", b"ttft_ns", "verdict", b"verdict"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s", "_prefill_tokens_per_s", b"_prefill_tokens_per_s", "_tokens_equal", b"_tokens_equal", "_ttft_ns", b"_ttft_ns", "decode_tokens_per_s", b"decode_tokens_per_s", "decode_tokens_per_s_ci95", b"decode_tokens_per_s_ci95", "depth", b"depth", "error", b"error", "parts", b"parts", "prefill_tokens_per_s", b"prefill_tokens_per_s", "prefill_tokens_per_s_ci95", b"prefill_tokens_per_s_ci95", "prompt_tokens", b"prompt_tokens", "repetitions", b"repetitions", "runs", b"runs", "token_ns", b"token_ns", "tokens_equal", b"tokens_equal", "ttft_ci95_ns", b"ttft_ci95_ns", "ttft_ns", b"ttft_ns", "verdict", b"verdict"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__decode_tokens_per_s: _TypeAlias = _typing.Literal["decode_tokens_per_s"]  # noqa: Y015
     _WhichOneofArgType__decode_tokens_per_s: _TypeAlias = _typing.Literal["_decode_tokens_per_s", b"_decode_tokens_per_s"]  # noqa: Y015
@@ -956,6 +964,72 @@ class GenerationPointReport(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__ttft_ns) -> _WhichOneofReturnType__ttft_ns | None: ...
 
 Global___GenerationPointReport: _TypeAlias = GenerationPointReport  # noqa: Y015
+
+@_typing.final
+class GenerationPart(_message.Message):
+    """A method's part in a point. Its times include setting its inputs, and are means as those of the point, with their intervals. The
+    shares of all methods add up to less than 1: the rest is the selection of tokens.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    PREFILL_EXECUTIONS_FIELD_NUMBER: _builtins.int
+    PREFILL_NS_FIELD_NUMBER: _builtins.int
+    PREFILL_CI95_NS_FIELD_NUMBER: _builtins.int
+    PREFILL_SHARE_FIELD_NUMBER: _builtins.int
+    DECODE_EXECUTIONS_FIELD_NUMBER: _builtins.int
+    DECODE_NS_FIELD_NUMBER: _builtins.int
+    DECODE_CI95_NS_FIELD_NUMBER: _builtins.int
+    DECODE_SHARE_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    prefill_executions: _builtins.int
+    """Number of executions for each prompt, their time together, and its share of the time to the first token."""
+    prefill_ns: _builtins.float
+    prefill_share: _builtins.float
+    decode_executions: _builtins.int
+    """Number of executions for the tokens after the first, their time for each token, and its share of a token's time."""
+    decode_ns: _builtins.float
+    decode_share: _builtins.float
+    @_builtins.property
+    def prefill_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    @_builtins.property
+    def decode_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]: ...
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        prefill_executions: _builtins.int = ...,
+        prefill_ns: _builtins.float | None = ...,
+        prefill_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
+        prefill_share: _builtins.float | None = ...,
+        decode_executions: _builtins.int = ...,
+        decode_ns: _builtins.float | None = ...,
+        decode_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
+        decode_share: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_decode_ns", b"_decode_ns", "_decode_share", b"_decode_share", "_prefill_ns", b"_prefill_ns", "_prefill_share", b"_prefill_share", "decode_ns", b"decode_ns", "decode_share", b"decode_share", "prefill_ns", b"prefill_ns", "prefill_share", b"prefill_share"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_decode_ns", b"_decode_ns", "_decode_share", b"_decode_share", "_prefill_ns", b"_prefill_ns", "_prefill_share", b"_prefill_share", "decode_ci95_ns", b"decode_ci95_ns", "decode_executions", b"decode_executions", "decode_ns", b"decode_ns", "decode_share", b"decode_share", "method", b"method", "prefill_ci95_ns", b"prefill_ci95_ns", "prefill_executions", b"prefill_executions", "prefill_ns", b"prefill_ns", "prefill_share", b"prefill_share"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__decode_ns: _TypeAlias = _typing.Literal["decode_ns"]  # noqa: Y015
+    _WhichOneofArgType__decode_ns: _TypeAlias = _typing.Literal["_decode_ns", b"_decode_ns"]  # noqa: Y015
+    _WhichOneofReturnType__decode_share: _TypeAlias = _typing.Literal["decode_share"]  # noqa: Y015
+    _WhichOneofArgType__decode_share: _TypeAlias = _typing.Literal["_decode_share", b"_decode_share"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_ns: _TypeAlias = _typing.Literal["prefill_ns"]  # noqa: Y015
+    _WhichOneofArgType__prefill_ns: _TypeAlias = _typing.Literal["_prefill_ns", b"_prefill_ns"]  # noqa: Y015
+    _WhichOneofReturnType__prefill_share: _TypeAlias = _typing.Literal["prefill_share"]  # noqa: Y015
+    _WhichOneofArgType__prefill_share: _TypeAlias = _typing.Literal["_prefill_share", b"_prefill_share"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_ns) -> _WhichOneofReturnType__decode_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__decode_share) -> _WhichOneofReturnType__decode_share | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_ns) -> _WhichOneofReturnType__prefill_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__prefill_share) -> _WhichOneofReturnType__prefill_share | None: ...
+
+Global___GenerationPart: _TypeAlias = GenerationPart  # noqa: Y015
 
 @_typing.final
 class GenerationRun(_message.Message):

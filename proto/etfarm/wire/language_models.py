@@ -11,7 +11,8 @@ from typing import Final
 
 from etfarm.v1 import common_pb2, compile_pb2, generation_pb2
 from etfarm.v1.compile_pb2 import MethodFacts, ValueSpec
-from etfarm.wire.errors import UserError
+from etfarm.wire import flows
+from etfarm.wire.flows import NotALanguageModel as NotALanguageModel
 from etfarm.wire.generation import MAX_CONTEXT_TOKENS
 
 MAX_SEQ_LEN: Final = "get_max_seq_len"
@@ -26,20 +27,15 @@ END_TOKENS: Final = ("get_eos_ids", "get_eos_id")
 """Metadata methods that return the tokens that end a text."""
 
 _METHODS: Final = (
-    ("prefill", "decode"), ("prefill_forward", "kv_forward"), ("prefill", "forward"), ("forward", "forward"),
+    ("prefill", "decode"), ("prefill_forward", "kv_forward"), ("prefill", "forward"), (flows.DECODER, flows.DECODER),
+    ("forward", "forward"),
 )  # fmt: skip
 """Names of the methods for the prompt and for single tokens, in order of preference: of ExecuTorch's multimethod exports, its
-Qualcomm and Core ML exports, and of programs with one method."""
+Qualcomm and Core ML exports, of programs whose decoder takes embeddings, and of programs with one method."""
 
 _INTEGERS: Final = ("int64", "int32")
 MAX_VOCAB: Final = 1 << 24
 """Maximum number of different tokens, and of logits for a token."""
-
-
-class NotALanguageModel(UserError):
-    """A program that does not generate text, or not in a way that etfarm can measure."""
-
-    reason = "NOT_A_LANGUAGE_MODEL"
 
 
 def has_metadata(facts: compile_pb2.ProgramFacts) -> bool:
@@ -82,6 +78,12 @@ def describe(facts: compile_pb2.ProgramFacts, name: str, *, prefill: str = "", d
             f"The methods {prefill!r} and {decode!r} of {name} take tokens and positions in different places.",
             "Export both with the same order of inputs.",
         )
+    embeddings = {method: facts.methods[method].inputs[model.token_input] for method in (prefill, decode)}
+    if len({flows.takes_embeddings(spec) for spec in embeddings.values()}) > 1:
+        raise NotALanguageModel(
+            f"Of the methods {prefill!r} and {decode!r} of {name}, one takes tokens and the other embeddings.",
+            "Export both with the same inputs.",
+        )
     model.positions = max(model.positions, other.positions)  # one position of a single token is a vector, too
     if (single := facts.methods[decode].inputs[model.token_input].dims[1]).min > 1:
         raise NotALanguageModel(
@@ -122,6 +124,9 @@ def describe(facts: compile_pb2.ProgramFacts, name: str, *, prefill: str = "", d
         model.kv_cache_bytes = facts.methods[decode].state_bytes
     for key in sorted(metadata):
         model.metadata[key] = metadata[key]
+    for method, spec in embeddings.items():
+        if flows.takes_embeddings(spec):
+            model.flow.CopyFrom(flows.describe_flow(facts.methods, name, method, spec))
     return model
 
 
@@ -152,13 +157,13 @@ def _signature(method: MethodFacts, name: str, called: str) -> generation_pb2.La
     Raises:
         NotALanguageModel: the method has other inputs, or does not return logits.
     """
-    tokens = [index for index, spec in enumerate(method.inputs) if _is_integers(spec) and _is_row(spec)]
+    tokens = [index for index, spec in enumerate(method.inputs) if _is_tokens(spec) or flows.takes_embeddings(spec)]
     positions = [index for index, spec in enumerate(method.inputs) if _is_integers(spec) and len(spec.dims) == 1]
     if len(tokens) != 1 or len(positions) > 1 or len(method.inputs) != len(tokens) + len(positions):
         got = ", ".join(f"{spec.dtype or 'scalar'}{[dim.max for dim in spec.dims]}" for spec in method.inputs) or "none"
         raise NotALanguageModel(
-            f"The method {called!r} of {name} must take tokens (int64[1, n]) and their position (int64[1] or int64[n]), and "
-            f"takes: {got}.",
+            f"The method {called!r} of {name} must take tokens (int64[1, n]) or embeddings (float[1, n, width]) and their "
+            f"position (int64[1] or int64[n]), and takes: {got}.",
             "Measure it with --inputs FILE.npz instead of --generate.", method=called,
         )  # fmt: skip
     if not method.outputs or not _is_logits(method.outputs[0]):
@@ -178,8 +183,8 @@ def _is_integers(spec: ValueSpec) -> bool:
     return spec.kind == common_pb2.VALUE_KIND_TENSOR and spec.dtype in _INTEGERS
 
 
-def _is_row(spec: ValueSpec) -> bool:
-    return len(spec.dims) == 2 and spec.dims[0].min <= 1 <= spec.dims[0].max == 1
+def _is_tokens(spec: ValueSpec) -> bool:
+    return _is_integers(spec) and len(spec.dims) == 2 and spec.dims[0].min <= 1 <= spec.dims[0].max == 1
 
 
 def _is_logits(spec: ValueSpec) -> bool:

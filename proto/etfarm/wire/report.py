@@ -41,6 +41,7 @@ _ALWAYS: Final = {
 
 _INTERVALS: Final = {
     "p50_ci95_ns", "ratio_ci95", "mean_ci95_ns", "ttft_ci95_ns", "prefill_tokens_per_s_ci95", "decode_tokens_per_s_ci95",
+    "prefill_ci95_ns", "decode_ci95_ns",
 }  # fmt: skip
 """Lists that hold a lower and an upper bound, or are empty."""
 

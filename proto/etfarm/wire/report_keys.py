@@ -90,6 +90,7 @@ _NULL_WHEN_EMPTY: Final = {
         "decode_tokens_per_s_ci95",
         "token_ns",
     },
+    "etfarm.v1.GenerationPart": {"prefill_ci95_ns", "decode_ci95_ns"},
     "etfarm.v1.GenerationRun": {"ttft_ci95_ns", "prefill_tokens_per_s_ci95", "decode_tokens_per_s_ci95"},
 }
 """Lists and maps of measurements, which are null if not measured. Every other empty list is [], every other map {}."""

@@ -76,12 +76,15 @@ if TYPE_CHECKING:
     from etfarm.client.reports.error_facts import ErrorFacts
     from etfarm.client.reports.generation import (
         FirstDifference,
+        FlowEncoder,
         Generation,
         GenerationAccuracy,
+        GenerationPart,
         GenerationPoint,
         GenerationReference,
         GenerationRun,
         LanguageModel,
+        ModelFlow,
         TracedExecution,
     )
     from etfarm.client.reports.json_object import JsonObject
@@ -147,6 +150,7 @@ __all__ = [
     "Execution",
     "Finding",
     "FirstDifference",
+    "FlowEncoder",
     "Fp32Operator",
     "Fp32Operators",
     "Gate",
@@ -157,6 +161,7 @@ __all__ = [
     "Generation",
     "GenerationAccuracy",
     "GenerationComparison",
+    "GenerationPart",
     "GenerationPoint",
     "GenerationPointComparison",
     "GenerationReference",
@@ -178,6 +183,7 @@ __all__ = [
     "Method",
     "MethodSizes",
     "ModelFacts",
+    "ModelFlow",
     "ModuleFootprint",
     "NodeCounts",
     "NumberChange",

@@ -14,6 +14,25 @@ from etfarm.client.reports.verdict import Verdict
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class FlowEncoder(JsonObject):
+    """A method that turns an image or sound into embeddings."""
+
+    method: str = ""
+    positions: int = 0
+    """Number of positions in the context that its output has."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class ModelFlow(JsonObject):
+    """The methods that compute the embeddings of a decoder, as in vision-language models."""
+
+    embedding_method: str = ""
+    """The method that takes tokens."""
+    encoders: tuple[FlowEncoder, ...] = ()
+    """The methods whose outputs begin each prompt, in order."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class LanguageModel(JsonObject):
     """A program that generates text, as its metadata methods and its inputs describe it."""
 
@@ -38,6 +57,8 @@ class LanguageModel(JsonObject):
     """Size of the tensors that keep the context, part of the planned memory; None if unknown."""
     metadata: Mapping[str, int] = field(default_factory=dict)
     """The values of metadata methods such as `get_max_seq_len`, by name."""
+    flow: ModelFlow | None = None
+    """The methods that compute embeddings, which the other methods take instead of tokens; None if they take tokens."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -65,6 +86,29 @@ class GenerationRun(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class GenerationPart(JsonObject):
+    """A method's part in a point, if several methods generate text together. Its times include setting its inputs."""
+
+    method: str = ""
+    prefill_executions: int = 0
+    """Number of executions for each prompt."""
+    prefill_ns: float | None = None
+    """Their time together, in nanoseconds; None without any."""
+    prefill_ci95_ns: tuple[float, float] | None = None
+    """The lower and the upper bound of its 95 % confidence interval; None with too few repetitions."""
+    prefill_share: float | None = None
+    """Its share of the time to the first token."""
+    decode_executions: int = 0
+    """Number of executions for the tokens after the first."""
+    decode_ns: float | None = None
+    """Their time for each token, in nanoseconds; None without any."""
+    decode_ci95_ns: tuple[float, float] | None = None
+    """The lower and the upper bound of its 95 % confidence interval."""
+    decode_share: float | None = None
+    """Its share of the time of a token after the first."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class GenerationPoint(JsonObject):
     """Generation after one prompt length at one depth of the context.
 
@@ -85,7 +129,7 @@ class GenerationPoint(JsonObject):
     ttft_ci95_ns: tuple[float, float] | None = None
     """The lower and the upper bound of its 95 % confidence interval; None with too few repetitions."""
     prefill_tokens_per_s: float | None = None
-    """Prompt length divided by the time until the prompt's last logits, in tokens per second."""
+    """Prompt length, with the positions of encoders, divided by the time until the prompt's last logits, in tokens per second."""
     prefill_tokens_per_s_ci95: tuple[float, float] | None = None
     """The lower and the upper bound of its 95 % confidence interval."""
     decode_tokens_per_s: float | None = None
@@ -101,6 +145,8 @@ class GenerationPoint(JsonObject):
     """Whether the numbers of this point can be trusted."""
     runs: tuple[GenerationRun, ...] = ()
     """The processes that measured the point, in order: one, or as many as `repeat`."""
+    parts: tuple[GenerationPart, ...] = ()
+    """What each method takes, in the order of execution, if several generate text together."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -7,7 +7,7 @@ from typing import Final
 
 from etfarm.server.jobs.model import BadJob
 from etfarm.v1 import compile_pb2, generation_pb2, job_pb2
-from etfarm.wire import generation, language_models
+from etfarm.wire import flows, generation, language_models
 from etfarm.wire.errors import UserError
 
 SEED: Final = 1
@@ -122,13 +122,13 @@ def plan(measurement: job_pb2.Measurement, facts: compile_pb2.ProgramFacts, name
 
 
 def facts_of(plan: generation_pb2.GenerationPlan, facts: compile_pb2.ProgramFacts) -> compile_pb2.MethodFacts:
-    """Return what both methods of a plan require of a device together, with the inputs and outputs of decode."""
-    decode, prefill = facts.methods[plan.model.decode_method], facts.methods[plan.model.prefill_method]
-    both = compile_pb2.MethodFacts()
-    both.CopyFrom(decode)
-    both.operators[:] = sorted({*decode.operators, *prefill.operators})
-    both.backends[:] = sorted({*decode.backends, *prefill.backends})
-    return both
+    """Return what the methods of a plan require of a device together, with the inputs and outputs of decode."""
+    methods = [facts.methods[name] for name in flows.methods_of(plan.model)]
+    together = compile_pb2.MethodFacts()
+    together.CopyFrom(facts.methods[plan.model.decode_method])
+    together.operators[:] = sorted({operator for method in methods for operator in method.operators})
+    together.backends[:] = sorted({backend for method in methods for backend in method.backends})
+    return together
 
 
 def require_request(name: str, method: str, facts: compile_pb2.ProgramFacts) -> None:
@@ -177,13 +177,14 @@ def _score(
 
 
 def _prompts(requested: generation_pb2.GenerationOptions, model: generation_pb2.LanguageModel, name: str) -> Sequence[int]:
-    longest = model.max_context_tokens - requested.tokens
+    longest = model.max_context_tokens - flows.encoded_positions(model) - requested.tokens
+    beside = _beside(model)
     if requested.prompt_tokens:
         for tokens in requested.prompt_tokens:
             if tokens > longest:
                 raise ContextTooShort(
-                    f"A prompt of {tokens:,} tokens and {requested.tokens:,} generated ones do not fit into the context of "
-                    f"{name}, which has {model.max_context_tokens:,}.",
+                    f"A prompt of {tokens:,} tokens{beside} and {requested.tokens:,} generated ones do not fit into the context "
+                    f"of {name}, which has {model.max_context_tokens:,}.",
                     f"Generate fewer tokens, or give prompts of at most {max(longest, 0):,}.", context=model.max_context_tokens,
                 )  # fmt: skip
             _require_chunks(tokens, model, name)
@@ -191,7 +192,7 @@ def _prompts(requested: generation_pb2.GenerationOptions, model: generation_pb2.
     longest -= longest % _chunk(model)
     if longest < 1:
         raise ContextTooShort(
-            f"{requested.tokens:,} generated tokens and a prompt do not fit into the context of {name}, which has "
+            f"{requested.tokens:,} generated tokens and a prompt{beside} do not fit into the context of {name}, which has "
             f"{model.max_context_tokens:,}.",
             "Generate fewer tokens.", context=model.max_context_tokens,
         )  # fmt: skip
@@ -202,7 +203,8 @@ def _prompts(requested: generation_pb2.GenerationOptions, model: generation_pb2.
 def _depths(
     requested: generation_pb2.GenerationOptions, model: generation_pb2.LanguageModel, prompt_tokens: int, name: str
 ) -> Iterator[int]:
-    room, chunk = model.max_context_tokens - requested.tokens - prompt_tokens, _chunk(model)
+    room = model.max_context_tokens - flows.encoded_positions(model) - requested.tokens - prompt_tokens
+    chunk = _chunk(model)
     shares = [generation_pb2.ContextDepth(share=share) for share in generation.DEFAULT_DEPTH_SHARES]
     for depth in requested.depths or shares:
         if depth.WhichOneof("depth") == "share":
@@ -210,13 +212,20 @@ def _depths(
             yield tokens - tokens % chunk
         elif depth.tokens > room:
             raise ContextTooShort(
-                f"A depth of {depth.tokens:,} tokens, a prompt of {prompt_tokens:,} and {requested.tokens:,} generated tokens do "
-                f"not fit into the context of {name}, which has {model.max_context_tokens:,}.",
+                f"A depth of {depth.tokens:,} tokens, a prompt of {prompt_tokens:,}{_beside(model)} and {requested.tokens:,} "
+                f"generated tokens do not fit into the context of {name}, which has {model.max_context_tokens:,}.",
                 f"Give a depth of at most {room:,}, or a share such as 75%.", context=model.max_context_tokens,
             )  # fmt: skip
         else:
             _require_chunks(depth.tokens, model, name)
             yield depth.tokens
+
+
+def _beside(model: generation_pb2.LanguageModel) -> str:
+    """Return what a prompt has besides its tokens, for sentences: ` with the 16 positions of 'vision_encoder'`."""
+    encoders = model.flow.encoders
+    names = " and ".join(repr(encoder.method) for encoder in encoders)
+    return f" with the {flows.encoded_positions(model):,} positions of {names}" if encoders else ""
 
 
 def _chunk(model: generation_pb2.LanguageModel) -> int:

@@ -12,6 +12,7 @@ from etfarm.server.reports.latency.generation import GeneratingProcess, Generati
 from etfarm.server.reports.latency.interleaved import Block
 from etfarm.server.reports.request import AnalyzeRequest, Numerics, Scores, TokenInputs, Trace
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb2, report_pb2
+from etfarm.wire.flows import encoded_positions
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,7 @@ class Analyst:
             traced_ns=decode.traced_ns if decode is not None else (),
             prefill=trace(last.prefill, plan.model.prefill_method),
             generation=Generation(
-                prompt_tokens=tuple(point.prompt_tokens for point in plan.points),
+                prompt_tokens=tuple(encoded_positions(plan.model) + point.prompt_tokens for point in plan.points),
                 generated_tokens=plan.generated_tokens,
                 processes=tuple(
                     GeneratingProcess(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from etfarm.server.reports.latency import between_runs
+from etfarm.server.reports.generation_parts import combine, fill_parts
 from etfarm.server.reports.latency.between_runs import Median
 from etfarm.server.reports.latency.generation import MIN_FOR_INTERVAL
 from etfarm.server.reports.latency.thresholds import Thresholds
@@ -89,6 +89,7 @@ def fill_generation(
             own = agent_pb2.CandidateResult(threads=result.threads, runner=result.runner, telemetry=run.telemetry)
             run.verdict.CopyFrom(_judge_run(run, [of_processes[number], judge(own)], thresholds))
         _fill_numbers(point)
+        fill_parts(point, [process.points[place] for process in result.generations], plan.generated_tokens)
         point.verdict.CopyFrom(_judge_point(point, result))
     report.verdict.CopyFrom(_judge_all(generated.points))
 
@@ -176,12 +177,9 @@ def _fill_numbers(point: report_pb2.GenerationPointReport) -> None:
         values = [_median(getattr(run, name), getattr(run, interval)) for run in runs if run.HasField(name)]  # type: ignore[arg-type]
         if not values:
             continue
-        middle = between_runs.middle(values)
-        spread = between_runs.spread_of([value.p50_ns for value in values], between_runs.mean_error(values))
-        within = between_runs.within(middle, values)
+        middle, ends = combine(values)
         setattr(point, name, middle)
-        ends = between_runs.interval(middle, spread, len(values)) if spread is not None else within
-        getattr(point, interval).extend(ends or ())
+        getattr(point, interval).extend(ends)
 
 
 def _median(value: float, ends: Sequence[float]) -> Median:

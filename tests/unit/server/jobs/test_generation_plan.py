@@ -19,7 +19,7 @@ from etfarm.server.jobs.model import BadJob
 from etfarm.v1 import compile_pb2, generation_pb2, job_pb2
 from etfarm.v1.generation_pb2 import ContextDepth, GenerationOptions
 from etfarm.wire.generation import logits_after
-from tests.support.generated import facts, method, tensor
+from tests.support.generated import facts, flow_facts, method, tensor
 
 
 def measurement(tokens: int = 16, depths: tuple[int | float, ...] = (), **changes: Any) -> job_pb2.Measurement:
@@ -151,3 +151,18 @@ def test_a_language_model_is_not_measured_on_made_up_tokens() -> None:
     assert "63 made-up tokens" in refused.value.message and "--generate" in refused.value.remedy
     require_request("m", "get_vocab_size", facts())
     require_request("m", "forward", compile_pb2.ProgramFacts(methods={"forward": method(tensor("float32", 1, 3))}))
+
+
+def test_the_positions_of_an_encoder_are_part_of_each_prompt() -> None:
+    asked = plan(measurement(16, (0, 1.0), prompt_tokens=[8]), flow_facts(), "m")
+    assert points(asked) == [(8, 0), (8, 24)], "64 - 16 generated - 8 of the prompt - 16 of the image"
+    assert points(plan(measurement(16), flow_facts(), "m")) == [(32, 0)], "the longest prompt that fits"
+    assert sorted(facts_of(asked, flow_facts()).operators) == ["aten::add.out", "aten::convolution.out", "aten::embedding.out"]
+    with pytest.raises(ContextTooShort) as refused:
+        plan(measurement(16, prompt_tokens=[40]), flow_facts(), "m")
+    assert "A prompt of 40 tokens with the 16 positions of 'vision_encoder'" in refused.value.message
+    assert "prompts of at most 32" in refused.value.remedy
+    with pytest.raises(GenerationNotRequested, match="language model"):
+        require_request("m", "text_decoder", flow_facts())
+    require_request("m", "vision_encoder", flow_facts())
+    require_request("m", "token_embedding", flow_facts())

@@ -17,7 +17,7 @@ from etfarm.server.reports.request import AnalyzeRequest
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.server.workers.errors import BadWorkerAnswer
 from etfarm.v1 import agent_pb2, generation_pb2, report_pb2
-from tests.support.generated import plan, process
+from tests.support.generated import flow_plan, plan, process
 
 VALID = report_pb2.VERDICT_STATUS_VALID
 INVALID = report_pb2.VERDICT_STATUS_INVALID
@@ -174,3 +174,24 @@ def test_a_file_of_another_size_is_refused(tmp_path: Path) -> None:
     (tmp_path / result.generations[0].token_ns.digest).write_bytes(bytes(8))
     report = report_pb2.Report.FromString(analyze(request(ASKED, tmp_path, result), tmp_path, lambda event: None))
     assert [warning.code for warning in report.compile.warnings] == ["ANALYSIS_GENERATION_FAILED"]
+
+
+def test_each_method_of_a_flow_has_its_part(tmp_path: Path) -> None:
+    asked = flow_plan((8, 0))
+    result = agent_pb2.CandidateResult(cell_id="c", threads=1)
+    rows = [[8_000, step, step, step] for step in (1_000, 1_010, 990)]
+    result.generations.extend(process(tmp_path, asked, rows) for _ in range(2))
+    report = report_pb2.Report()
+    analysis = analyzed(tmp_path, result, asked).generation
+    fill_generation(report, asked, result, analysis, requested=2, emulated=False, thresholds=Thresholds())
+    (point,) = report.generation.points
+    encoder, embedding, decoder = point.parts
+    assert [part.method for part in point.parts] == ["vision_encoder", "token_embedding", "text_decoder"]
+    assert (encoder.prefill_executions, encoder.decode_executions) == (1, 0)
+    assert encoder.prefill_ns == pytest.approx(4_000) and encoder.prefill_share == pytest.approx(0.5)
+    assert not encoder.HasField("decode_ns") and not encoder.HasField("decode_share")
+    assert embedding.prefill_share == pytest.approx(0.125)
+    assert (decoder.prefill_executions, decoder.decode_executions) == (2, 3)
+    assert decoder.decode_ns == pytest.approx(500, rel=1e-2) and decoder.decode_share == pytest.approx(0.5, rel=1e-2)
+    low, high = decoder.decode_ci95_ns
+    assert low < decoder.decode_ns < high, "over the repetitions, since there are two processes"

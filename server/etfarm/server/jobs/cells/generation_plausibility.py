@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.v1 import agent_pb2, common_pb2, generation_pb2
+from etfarm.wire import flows
 from etfarm.wire.generation import SCORE_BYTES, TIME_BYTES, TOKEN_BYTES, logits_bytes
 from etfarm.wire.language_models import MAX_VOCAB
 
@@ -103,6 +104,7 @@ def _check_process(
     for place, prefill_ns in enumerate(rows):
         if prefill_ns > times[place * columns] + _SLACK_NS:
             raise BadGenerationResult("a prompt took longer than the time to its first token")
+    _check_parts(generated, plan, times)
     if 2 * sum(value < _LEAST_NS for value in times) > len(times):
         raise BadGenerationResult(f"more than half of its tokens take less than {_LEAST_NS} ns")
     tokens = _read(generated.tokens, "i", TOKEN_BYTES * len(rows) * columns, "tokens", path)
@@ -116,9 +118,10 @@ def _check_traces(generated: agent_pb2.GenerationResult, plan: generation_pb2.Ge
     """Check the traced passes of a process, of which those that are absent have no iterations."""
     point = plan.points[plan.traced_point]
     chunk = min(point.prompt_tokens, plan.model.max_prompt_tokens)
+    begin = point.depth + flows.encoded_positions(plan.model)
     for name, is_traced, trace, requested in (
-        ("prefill", generated.HasField("prefill"), generated.prefill, (chunk, point.depth)),
-        ("decode", generated.HasField("decode"), generated.decode, (1, point.depth + point.prompt_tokens)),
+        ("prefill", generated.HasField("prefill"), generated.prefill, (chunk, begin)),
+        ("decode", generated.HasField("decode"), generated.decode, (1, begin + point.prompt_tokens)),
     ):
         if len(trace.traced_ns) > MAX_TRACED or any(value < 0 for value in trace.traced_ns):
             raise BadGenerationResult(f"it has more than {MAX_TRACED:,} traced iterations, or negative times of them")
@@ -155,6 +158,31 @@ def _check_score(generated: agent_pb2.GenerationResult, plan: generation_pb2.Gen
         raise BadGenerationResult("its most likely token is not one that it has logits of")
     if math.isnan(total := sum(values[2 * score.tokens :])) or total == math.inf:
         raise BadGenerationResult("its logits have NaN or infinity")
+
+
+def _check_parts(generated: agent_pb2.GenerationResult, plan: generation_pb2.GenerationPlan, times: array[int]) -> None:
+    """Check the parts of a flow's methods: those of each repetition must fit into its own times.
+
+    Args:
+        times: for each repetition of all points, the times of its tokens in ns.
+    """
+    methods = flows.methods_of(plan.model) if plan.model.HasField("flow") else []
+    columns, place = plan.generated_tokens, 0
+    for point in generated.points:
+        if [part.method for part in point.parts] != (methods if point.repetitions else []):
+            raise BadGenerationResult("its parts are not those of the methods of the model's flow")
+        for part in point.parts:
+            if {len(part.prefill_ns), len(part.decode_ns)} != {point.repetitions} or min(*part.prefill_ns, *part.decode_ns) < 0:
+                raise BadGenerationResult(f"the times of {part.method!r} are not those of its repetitions")
+            if min(part.prefill_executions, part.decode_executions) < 0:
+                raise BadGenerationResult(f"{part.method!r} has a negative number of executions")
+        for repetition in range(point.repetitions):
+            own = times[place * columns : (place + 1) * columns]
+            prefill_ns = sum(part.prefill_ns[repetition] for part in point.parts)
+            decode_ns = sum(part.decode_ns[repetition] for part in point.parts)
+            if prefill_ns > own[0] + _SLACK_NS or decode_ns > sum(own[1:]) + _SLACK_NS:
+                raise BadGenerationResult("the methods of its flow took longer than the tokens")
+            place += 1
 
 
 def _read(artifact: common_pb2.Artifact, kind: str, size_bytes: int, what: str, path: Callable[[str], Path]) -> array[int]:

@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ from etfarm.v1 import agent_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.v1.generation_pb2 import GenerationOptions
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.language_models import MAX_VOCAB
-from tests.support.generated import plan, process
+from tests.support.generated import flow_plan, plan, process
 
 ASKED = plan((8, 0), (8, 16))
 TIMES = [[9_000, 1_000, 1_100, 900]] * 6
@@ -154,4 +155,50 @@ def test_a_point_with_an_error_needs_no_repetition(tmp_path: Path) -> None:
     check(result, tmp_path)
     failed.ClearField("error")
     with pytest.raises(ImplausibleResult, match="0 repetitions"):
+        check(result, tmp_path)
+
+
+FLOW = flow_plan((8, 0), (8, 16))
+
+
+def honest_flow(folder: Path) -> agent_pb2.CandidateResult:
+    result = agent_pb2.CandidateResult(cell_id="c", threads=1, warmup_ns=1_000)
+    result.generations.append(process(folder, FLOW, TIMES))
+    result.generations[0].prefill.MergeFrom(agent_pb2.GenerationTrace(traced_ns=[8_000], tokens=8, position=16))
+    result.generations[0].decode.MergeFrom(agent_pb2.GenerationTrace(traced_ns=[1_000], tokens=1, position=24))
+    return result
+
+
+def check_flow(result: agent_pb2.CandidateResult, folder: Path) -> None:
+    measurement = job_pb2.Measurement(generation=GenerationOptions(tokens=4))
+    check_candidate(result, Plan(frozenset({"c"}), 3.0, measurement, generation={"c": FLOW}), lambda digest: folder / digest)
+
+
+def test_the_parts_of_a_flow_are_plausible(tmp_path: Path) -> None:
+    check_flow(honest_flow(tmp_path), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        (lambda parts: parts.pop(), "not those of the methods"),
+        (lambda parts: setattr(parts[0], "method", "other"), "not those of the methods"),
+        (lambda parts: parts[1].decode_ns.pop(), "'token_embedding' are not those of its repetitions"),
+        (lambda parts: parts[1].prefill_ns.__setitem__(0, -1), "'token_embedding' are not those"),
+        (lambda parts: setattr(parts[2], "decode_executions", -1), "negative number of executions"),
+        (lambda parts: parts[0].prefill_ns.__setitem__(1, 90_000), "took longer than the tokens"),
+        (lambda parts: parts[2].decode_ns.__setitem__(2, 90_000), "took longer than the tokens"),
+    ],
+)
+def test_impossible_parts_are_a_device_fault(tmp_path: Path, change: Callable[[Any], object], why: str) -> None:
+    result = honest_flow(tmp_path)
+    change(result.generations[0].points[1].parts)
+    with pytest.raises(ImplausibleResult, match=why):
+        check_flow(result, tmp_path)
+
+
+def test_parts_without_a_flow_are_a_device_fault(tmp_path: Path) -> None:
+    result = honest(tmp_path)
+    result.generations[0].points[0].parts.add(method="forward", prefill_ns=[1] * 3, decode_ns=[1] * 3)
+    with pytest.raises(ImplausibleResult, match="not those of the methods"):
         check(result, tmp_path)
