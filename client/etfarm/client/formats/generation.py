@@ -14,6 +14,9 @@ EXACT_DB: Final = 300.0
 COLUMNS: Final = ("prompt", "depth", "first token", "prefill", "decode", "token", "verdict")
 """Headings of the columns of `rows`."""
 
+PART_COLUMNS: Final = ("prompt", "depth", "method", "executions", "of the first token", "share", "of each token", "share")
+"""Headings of the columns of `parts`."""
+
 
 def headline(generation: Json) -> tuple[str, str, str] | None:
     """Return the rate of decode, its interval and what it is of, at the first point that has one; None without any."""
@@ -33,6 +36,28 @@ def where(point: Json) -> str:
 def rows(generation: Json) -> list[list[str]]:
     """Return a row of texts for each point, with COLUMNS; an error takes the place of the numbers that are missing."""
     return [_row(point) for point in generation["points"]]
+
+
+def parts(generation: Json) -> list[list[str]]:
+    """Return a row of texts for each method of each point, with PART_COLUMNS; empty unless several methods generate together."""
+    return [_part_row(point, part) for point in generation["points"] for part in point["parts"]]
+
+
+def _part_row(point: Json, part: Json) -> list[str]:
+    return [
+        f"{point['prompt_tokens']:,}",
+        f"{point['depth']:,}",
+        part["method"],
+        f"{part['prefill_executions']:,} + {part['decode_executions']:,}",
+        _joined(*_time(part["prefill_ns"], part["prefill_ci95_ns"])),
+        _share(part["prefill_share"]),
+        _joined(*_time(part["decode_ns"], part["decode_ci95_ns"])),
+        _share(part["decode_share"]),
+    ]
+
+
+def _share(share: float | None) -> str:
+    return "-" if share is None else units.percent(share)
 
 
 def _row(point: Json) -> list[str]:
@@ -80,6 +105,8 @@ def facts(generation: Json) -> Iterator[tuple[str, str]]:
         yield "model", f"{context}, at most {units.count(chunk, 'token')} an execution"
         if model["kv_cache_bytes"]:
             yield "KV cache", f"{units.size(model['kv_cache_bytes'])}, part of the planned memory"
+        if model["flow"]:
+            yield "flow", flow(model)
     yield "generated", _generated(generation)
     for name, key in (("prefill", "prefill_execution"), ("decode", "decode_execution")):
         if traced := generation[key]:
@@ -137,6 +164,13 @@ def _perplexity(accuracy: Json) -> str:
     ]
     of = f"{accuracy['perplexity']:,.4g} over {units.count(accuracy['perplexity_tokens'], 'token')}"
     return "; ".join([of, *others])
+
+
+def flow(model: Json) -> str:
+    """Return what feeds the decoder: `vision_encoder (256 positions), token_embedding > text_decoder`."""
+    encoders = [f"{each['method']} ({units.count(each['positions'], 'position')})" for each in model["flow"]["encoders"]]
+    decoders = dict.fromkeys((model["prefill_method"], model["decode_method"]))
+    return f"{', '.join([*encoders, model['flow']['embedding_method']])} > {', '.join(decoders)}"
 
 
 def _generated(generation: Json) -> str:

@@ -99,6 +99,12 @@ def _generation(generated: Json) -> Iterator[str]:
     for row in generation.rows(generated):
         yield _row([escapes.text(cell) for cell in row])
     yield ""
+    if parts := generation.parts(generated):
+        yield _row(list(generation.PART_COLUMNS))
+        yield _row(["---:", "---:", "---", "---:", "---:", "---:", "---:", "---:"])
+        for row in parts:
+            yield _row([escapes.text(cell) for cell in row])
+        yield ""
     yield f"<sub>{escapes.html(' · '.join(f'{name}: {text}' for name, text in generation.facts(generated)))}</sub>"
     yield ""
 

@@ -14,7 +14,7 @@ from etfarm.client.formats import csv, generation, html, markdown, tables, units
 from etfarm.client.formats.html import generated as page
 from etfarm.client.reports import JobResult
 from etfarm.wire import report as reports
-from tests.support.generated import generated_report, point
+from tests.support.generated import flow_point, generated_report, point
 
 
 def document(*points: dict[str, Any], **changes: Any) -> dict[str, Any]:
@@ -103,3 +103,20 @@ def test_the_library_has_the_numbers_typed() -> None:
     assert measured.points[0].decode_tokens_per_s_ci95 == (99.0, 101.0) and len(measured.points[0].runs) == 3
     assert measured.model is not None and measured.model.kv_cache_bytes == 32768
     assert result.to_dict()["reports"] == document()["reports"]
+
+
+def test_every_format_has_the_part_of_each_method() -> None:
+    written = document(flow_point(100.0))
+    shown = terminal(written)
+    assert "vision_encoder (16 positions), token_embedding > forward" in shown
+    row = next(line for line in shown.splitlines() if "vision_encoder" in line and "5.00 ms" in line)
+    assert "1 + 0" in row and "50" in row and row.rstrip().endswith("-")
+    assert "vision_encoder" in markdown.write(written).decode().replace("\\", "")
+    page_text = html.write(written).decode()
+    assert "Which method takes how long?" in page_text and "text_decoder" in page_text
+    assert "Which method" not in html.write(document()).decode()
+    measured = JobResult.from_dict(written).reports[0].generation
+    assert measured is not None and measured.model is not None and measured.model.flow is not None
+    assert measured.model.flow.encoders[0].positions == 16
+    part = measured.points[0].parts[0]
+    assert part.prefill_ci95_ns == (4.9e6, 5.1e6) and part.decode_ns is None

@@ -28,6 +28,20 @@ def points(document: Json) -> RenderableType:
     return table
 
 
+def parts(document: Json) -> RenderableType | None:
+    """Return a row for each method of each point; None unless several methods generate together."""
+    rows = generation.parts(document)
+    if not rows:
+        return None
+    table = Table.grid(padding=(0, 2, 0, 0))
+    for name in generation.PART_COLUMNS:
+        table.add_column(justify="left" if name == "method" else "right", no_wrap=True)
+    table.add_row(*(Text(name, style="dim") for name in generation.PART_COLUMNS))
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
 def title(name: str, execution: Json | None, profile: Json | None) -> Text:
     """Return the heading of the operators of prefill or decode."""
     what = f"{name}: {units.count(execution['tokens'], 'token')} at position {execution['position']:,}" if execution else name

@@ -93,6 +93,8 @@ def report(
         parts.append(_indented(_grid(reasons)))
     if document["generation"]:
         parts.append(_indented(generated.points(document["generation"])))
+        if (of_methods := generated.parts(document["generation"])) is not None:
+            parts.append(_indented(of_methods))
         parts += [_indented(part) for part in _prefill(document["generation"], width - 2, top)]
     if document["operators"]:
         rows = _resolved(document["operators"])

@@ -30,6 +30,8 @@ def shown(generated: Json) -> dict[str, Any]:
         "columns": generation.COLUMNS,
         "rows": generation.rows(generated),
         "accuracy": [f"{name}: {text}" for name, text in generation.accuracy_facts(generated["accuracy"])],
+        "part_columns": generation.PART_COLUMNS,
+        "parts": generation.parts(generated),
         "plot": plot(generated["points"]),
         "prefill": [
             (
