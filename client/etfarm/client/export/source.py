@@ -176,17 +176,8 @@ class ModelSource:
             BadModelSource: `forward` does not take two arguments, or a size is impossible.
         """
         longest = max_context_tokens - 1 if max_prompt_tokens is None else max_prompt_tokens
-        if not (max_context_tokens >= 2 and vocab_size >= 1 and 1 <= longest <= max_context_tokens):
-            raise BadModelSource(
-                f"A language model needs 2 or more tokens of context, a vocabulary, and prompts of 1 to {max_context_tokens} "
-                f"tokens, got {max_context_tokens}, {vocab_size} and {longest}.",
-                "Give max_context_tokens=, vocab_size= and max_prompt_tokens= of the model.", part="max_prompt_tokens",
-            )  # fmt: skip
+        metadata = _language_metadata(max_context_tokens, vocab_size, longest)
         example_inputs, dynamic_shapes = _causal_lm_parts(module, longest)
-        metadata = {
-            "get_max_seq_len": max_context_tokens, "get_max_context_len": max_context_tokens, "get_vocab_size": vocab_size,
-            "use_kv_cache": True, "enable_dynamic_shape": longest > 1,
-        }  # fmt: skip
         return cls.of(
             module,
             example_inputs,
@@ -195,6 +186,76 @@ class ModelSource:
             constant_methods={**metadata, **(constant_methods or {})},
             source_transforms=source_transforms,
         )
+
+    @classmethod
+    def flow(
+        cls,
+        text_decoder: nn.Module,
+        *,
+        token_embedding: nn.Module,
+        encoders: Mapping[str, tuple[nn.Module, tuple[Any, ...]]] | None = None,
+        max_context_tokens: int,
+        vocab_size: int,
+        max_prompt_tokens: int | None = None,
+        constant_methods: Mapping[str, Any] | None = None,
+        calibration_inputs: Mapping[str, Samples] | None = None,
+        source_transforms: Sequence[SourceTransform] = (),
+    ) -> ModelSource:
+        """Return a vision-language model whose generation of text can be measured (`etfarm bench --generate`).
+
+        Its methods have the names of ExecuTorch's multimodal runner, and feed each other: a prompt begins with the outputs of the
+        encoders and continues with the embeddings of its tokens; the decoder takes both and returns logits.
+
+        Args:
+            text_decoder: a decoder with a KV cache in its buffers. `forward(embeddings, position)` takes float[1, n, width] and
+                the position of the first of them, int64[1], and returns logits: those of the last position, or of each.
+            token_embedding: `forward(tokens)` takes token ids, int64[1, n], and returns float[1, n, width].
+            encoders: `vision_encoder` and `audio_encoder`, each with its example inputs, whose shapes are static. Their output is
+                float[..., width], with a row for each position of the context.
+            max_context_tokens: number of positions that the cache has room for.
+            vocab_size: number of different tokens.
+            max_prompt_tokens: maximum number of tokens of one execution, `max_context_tokens - 1` when None.
+            constant_methods: further metadata.
+            calibration_inputs: samples by method.
+            source_transforms: as in `of`.
+
+        Raises:
+            BadModelSource: an encoder's name is unknown, a size is impossible, or the output of a module does not fit the next.
+        """
+        from etfarm.client.export.flow import flow_parts
+
+        longest = max_context_tokens - 1 if max_prompt_tokens is None else max_prompt_tokens
+        metadata = _language_metadata(max_context_tokens, vocab_size, longest)
+        parts = flow_parts(
+            text_decoder, token_embedding, encoders or {}, max_context_tokens=max_context_tokens, vocab_size=vocab_size,
+            max_prompt_tokens=longest,
+        )  # fmt: skip
+        return cls(
+            methods=parts.methods,
+            example_inputs=parts.example_inputs,
+            calibration_inputs=calibration_inputs or {},
+            dynamic_shapes=parts.dynamic_shapes,
+            constant_methods={**metadata, **(constant_methods or {})},
+            source_transforms=source_transforms,
+        )
+
+
+def _language_metadata(max_context_tokens: int, vocab_size: int, max_prompt_tokens: int) -> dict[str, Any]:
+    """Return the metadata methods of a language model.
+
+    Raises:
+        BadModelSource: a size is impossible.
+    """
+    if not (max_context_tokens >= 2 and vocab_size >= 1 and 1 <= max_prompt_tokens <= max_context_tokens):
+        raise BadModelSource(
+            f"A language model needs 2 or more tokens of context, a vocabulary, and prompts of 1 to {max_context_tokens} "
+            f"tokens, got {max_context_tokens}, {vocab_size} and {max_prompt_tokens}.",
+            "Give max_context_tokens=, vocab_size= and max_prompt_tokens= of the model.", part="max_prompt_tokens",
+        )  # fmt: skip
+    return {
+        "get_max_seq_len": max_context_tokens, "get_max_context_len": max_context_tokens, "get_vocab_size": vocab_size,
+        "use_kv_cache": True, "enable_dynamic_shape": max_prompt_tokens > 1,
+    }  # fmt: skip
 
 
 def _causal_lm_parts(module: nn.Module, max_prompt_tokens: int) -> tuple[tuple[Any, ...], Any]:
