@@ -45,7 +45,7 @@ def cache_folder() -> Path:
 
 @cache
 def _toolchain() -> str:
-    makers = [Path(__file__), Path(__file__).with_name("language_models.py")]
+    makers = [Path(__file__), *(Path(__file__).with_name(f"{name}_models.py") for name in ("language", "flow"))]
     return digest.of_value([*map(digest.of_file, makers), version("torch"), version("executorch")])[:16]
 
 
@@ -450,6 +450,13 @@ def _language_model(folder: Path, *, kind: str) -> None:
     make(folder, kind)
 
 
+def _flow_model(folder: Path, *, kind: str) -> None:
+    """A vision-language model; see `flow_models`. `inputs` is an image and a prompt, `expected` the tokens after them."""
+    from tests.support.flow_models import make
+
+    make(folder, kind)
+
+
 def _llama(folder: Path) -> None:
     """A Llama as ExecuTorch's `export_llm` makes it, which takes most of a minute; see `language_models`."""
     from tests.support.language_models import make_llama
@@ -483,5 +490,9 @@ _MAKERS: dict[str, Callable[[Path], None]] = {
     **{
         f"decoder_{kind}": partial(_language_model, kind=kind)
         for kind in ("start", "vector", "static", "int32", "half", "bfloat16", "custom", "shared", "chunked", "xnnpack", "long")
+    },
+    **{
+        f"flow_{kind}": partial(_flow_model, kind=kind)
+        for kind in ("start", "vector", "static", "short", "shared", "xnnpack", "misfit")
     },
 }

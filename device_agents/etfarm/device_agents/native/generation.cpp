@@ -12,7 +12,9 @@ struct Row {
   std::int64_t* prefill_ns;
   std::int64_t* token_ns;
   std::int64_t* tokens;
+  std::int64_t* parts;  // for each method of a flow: executions and ns until the prompt's last logits, and after
 };
+constexpr std::size_t kPartColumns = 4;
 
 class Loop {
  public:
@@ -23,8 +25,11 @@ class Loop {
     if (is_prepared_ && !plan_.reload) return;
     if (plan_.reload && model_->has_run()) {
       model_.reset();
-      session_.load_method(plan_.prefill, false, false, false);
-      if (plan_.decode != plan_.prefill) session_.load_method(plan_.decode, false, false, true);
+      bool keep = false;
+      for (const auto& name : plan_.names()) {
+        session_.load_method(name, false, false, keep);
+        keep = true;
+      }
       model_.emplace(session_, plan_);
     }
     is_prepared_ = true;
@@ -32,12 +37,16 @@ class Loop {
   }
 
   void repeat(const Row& row, const char* stage, std::int64_t begun) {
-    const auto end = static_cast<std::int64_t>(plan_.context.size());
+    auto end = static_cast<std::int64_t>(plan_.context.size());
+    model_->take_parts();
     const std::int64_t start = now_ns();
-    model_->process(plan_.context, plan_.depth, end);
+    const std::int64_t encoded = model_->encode(plan_.depth);
+    model_->process(plan_.context, plan_.depth, end, encoded);
     *row.prefill_ns = now_ns() - start;
     row.tokens[0] = model_->next_token();
     row.token_ns[0] = now_ns() - start;
+    end += encoded;
+    write_parts(row.parts);
     for (std::int64_t i = 1; i < plan_.tokens; ++i) {
       const std::int64_t from = now_ns();
       model_->step(row.tokens[i - 1], end + i - 1);
@@ -49,6 +58,7 @@ class Loop {
         reported_ = to;
       }
     }
+    write_parts(row.parts + 2);
     generated_ += plan_.tokens;
     if (!first_run_ns_) first_run_ns_ = model_->prefill().method().first_run_ns;
   }
@@ -63,6 +73,14 @@ class Loop {
   std::optional<std::int64_t> first_run_ns() const { return first_run_ns_; }
 
  private:
+  void write_parts(std::int64_t* columns) {
+    for (const Part& part : model_->take_parts()) {
+      columns[0] = part.executions;
+      columns[1] = part.ns;
+      columns += kPartColumns;
+    }
+  }
+
   Session& session_;
   const Generation& plan_;
   std::optional<LanguageModel> model_;
@@ -75,15 +93,17 @@ class Loop {
 }  // namespace
 
 void generate(Session& session, const Generation& plan, Json result) {
-  for (const auto* name : {&plan.prefill, &plan.decode}) {
-    if (session.loaded(*name).tracer()) throw Failure{"BAD_STATE", "method '" + *name + "' is loaded with a tracer, which costs time", "", {}};
+  const std::vector<std::string> names = plan.names();
+  for (const auto& name : names) {
+    if (session.loaded(name).tracer()) throw Failure{"BAD_STATE", "method '" + name + "' is loaded with a tracer, which costs time", "", {}};
   }
   // The rows of the warm-up are overwritten by those of the first repetition.
-  const auto width = static_cast<std::size_t>(1 + 2 * plan.tokens);
+  const std::size_t parts = plan.embedding.empty() ? 0 : names.size() * kPartColumns;
+  const auto width = static_cast<std::size_t>(1 + 2 * plan.tokens) + parts;
   const Pages buffer(static_cast<std::size_t>(plan.repetitions) * width * sizeof(std::int64_t), Pages::For::Us);
   const auto row = [&](std::int64_t index) {
     std::int64_t* begin = reinterpret_cast<std::int64_t*>(buffer.data()) + static_cast<std::size_t>(index) * width;
-    return Row{begin, begin + 1, begin + 1 + plan.tokens};
+    return Row{begin, begin + 1, begin + 1 + plan.tokens, begin + 1 + 2 * plan.tokens};
   };
 
   Loop loop(session, plan);

@@ -187,6 +187,13 @@ void take_methods(Command& command, ModelMethods& methods) {
   methods.token_input = static_cast<std::size_t>(command.integer("token_input", 0, 1 << 20, 0));
   methods.position_input = static_cast<std::size_t>(command.integer("position_input", 0, 1 << 20, 1));
   methods.max_chunk = command.integer("max_chunk", 1, kMaxContextTokens, kMaxContextTokens);
+  methods.embedding = command.take("embedding").value_or("");
+  methods.encoders = command.take_all("encoder");
+  if (!methods.encoders.empty() && methods.embedding.empty()) throw Failure{"BAD_COMMAND", "encoder needs embedding", "", {}};
+  const std::vector<std::string> names = methods.names();
+  if (std::set<std::string>(names.begin(), names.end()).size() != names.size()) {
+    throw Failure{"BAD_COMMAND", "a method can be only one of encoder, embedding and prefill or decode", "", {}};
+  }
 }
 
 // Reads the payload: token ids as int32.

@@ -11,6 +11,8 @@ from typing import Any, Final
 from etfarm.device_agents.runners import answers
 
 _VALUE_BYTES: Final = 8
+_PART_COLUMNS: Final = 4
+"""Values of a method of a flow: executions and nanoseconds until the last logits of the prompt, and after."""
 _MOST: Final = 1 << 50
 """Maximum of a counter, 13 days in nanoseconds: sums over all points and processes stay within 64 bits."""
 COUNTERS: Final = (
@@ -45,6 +47,17 @@ class GenerateRequest:
     """Maximum number of tokens of one execution, if less than the program's."""
     reload: bool = False
     """Whether to load the methods again before each repetition."""
+    embedding_method: str = ""
+    """The method that computes the embeddings that the others take; empty if they take tokens."""
+    encoders: Sequence[str] = ()
+    """The methods whose embeddings begin each prompt; their inputs are set before."""
+
+    @property
+    def parts(self) -> list[str]:
+        """The methods of a flow, each once, in the order of execution; empty if the methods take tokens."""
+        if not self.embedding_method:
+            return []
+        return list(dict.fromkeys([*self.encoders, self.embedding_method, self.prefill_method, self.decode_method]))
 
     def arguments(self) -> list[tuple[str, str | int]]:
         """Return the command's arguments."""
@@ -54,7 +67,11 @@ class GenerateRequest:
             ("repetitions", self.repetitions), ("warmup", self.warmup), ("max_time_ns", self.max_time_ns),
             ("reload", int(self.reload)),
         ]  # fmt: skip
-        return values if self.max_chunk is None else [*values, ("max_chunk", self.max_chunk)]
+        if self.max_chunk is not None:
+            values.append(("max_chunk", self.max_chunk))
+        if self.embedding_method:
+            values += [("embedding", self.embedding_method), *(("encoder", name) for name in self.encoders)]
+        return values
 
     def payload(self) -> bytes:
         """Return the command's payload."""
@@ -66,7 +83,26 @@ class GenerateRequest:
     @property
     def max_answer_bytes(self) -> int:
         """Maximum size of the answer's payload in bytes."""
-        return self.repetitions * _columns(self.tokens) * _VALUE_BYTES
+        return self.repetitions * self.columns * _VALUE_BYTES
+
+    @property
+    def columns(self) -> int:
+        """Number of values of a repetition: the prompt's time, each token's time and id, and the parts of a flow."""
+        return 1 + 2 * self.tokens + _PART_COLUMNS * len(self.parts)
+
+
+@dataclass(frozen=True)
+class GeneratedPart:
+    """A method's part in the repetitions."""
+
+    method: str
+    prefill_executions: int
+    """Number of executions in each repetition, until the last logits of the prompt."""
+    decode_executions: int
+    """Number of executions after that."""
+    prefill_ns: tuple[int, ...]
+    """For each repetition, the time of these executions together."""
+    decode_ns: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -100,6 +136,8 @@ class Generated:
     cpu_pressure_us: int | None
     peak_rss_bytes: int | None
     """As in `Measured`."""
+    parts: tuple[GeneratedPart, ...] = ()
+    """The methods of a flow, in the order of `GenerateRequest.parts`."""
 
 
 def read_generated(event: Mapping[str, Any], payload: bytes, request: GenerateRequest) -> Generated:
@@ -113,7 +151,7 @@ def read_generated(event: Mapping[str, Any], payload: bytes, request: GenerateRe
     values.frombytes(payload)
     if sys.byteorder == "big":
         values.byteswap()
-    columns, tokens = _columns(request.tokens), request.tokens
+    columns, tokens = request.columns, request.tokens
     if not repetitions or len(values) != repetitions * columns:
         raise answers.BadAnswer(f"{len(values)} values for {repetitions} repetitions of {tokens} tokens")
     if min(values) < 0:
@@ -128,16 +166,25 @@ def read_generated(event: Mapping[str, Any], payload: bytes, request: GenerateRe
         answers.text(event, "stop_reason"),
         array("q", [row[0] for row in rows]),
         tuple(row[1 : 1 + tokens] for row in rows),
-        tuple(array("i", row[1 + tokens :]) for row in rows),
+        tuple(array("i", row[1 + tokens : 1 + 2 * tokens]) for row in rows),
         answers.optional_whole(event, "first_run_ns"),
         warmup_ns,
         duration_ns,
         wall_ns,
         **counters,
         peak_rss_bytes=answers.optional_whole(event, "peak_rss_bytes"),
+        parts=tuple(_part(name, rows, 1 + 2 * tokens + _PART_COLUMNS * place) for place, name in enumerate(request.parts)),
     )
 
 
-def _columns(tokens: int) -> int:
-    """Return the number of values of a repetition: the prompt's time, and each token's time and id."""
-    return 1 + 2 * tokens
+def _part(method: str, rows: Sequence[array[int]], column: int) -> GeneratedPart:
+    """Return a method's part, which begins at a column of each row.
+
+    Raises:
+        BadAnswer: the number of executions is impossible, or not that of every repetition.
+    """
+    columns = [tuple(row[column + offset] for row in rows) for offset in range(_PART_COLUMNS)]
+    before, prefill_ns, after, decode_ns = columns
+    if len({*before}) > 1 or len({*after}) > 1 or max(before[0], after[0]) >= 1 << 31:
+        raise answers.BadAnswer(f"{method!r} was executed {before[0]} and {after[0]} times, or not equally often")
+    return GeneratedPart(method, before[0], after[0], prefill_ns, decode_ns)

@@ -125,6 +125,25 @@ async def test_language_models_generate_the_tokens_of_eager_pytorch(arm_bundle: 
 
 
 @boards
+async def test_a_vision_language_model_generates_the_tokens_of_eager_pytorch(arm_bundle: Bundle, tmp_path: Path) -> None:
+    model = program("flow_start")
+    prompt, expected = (tensors.to_array(value).tolist() for value in (model.inputs[1], model.expected[0]))
+    wanted = GenerateRequest(
+        "text_decoder", "text_decoder", prompt, 0, len(expected), 1, 0, 10**12, embedding_method="token_embedding",
+        encoders=["vision_encoder"],
+    )  # fmt: skip
+    async with machine(tmp_path).start_runner(arm_bundle, tmp_path, None) as runner:
+        await runner.threads(1)
+        await runner.load(model.path)
+        for name in wanted.parts:
+            await runner.load_method(name, keep=True)
+        await runner.select("vision_encoder")
+        await runner.set_inputs(model.inputs[:1])
+        (tokens,) = (await runner.generate(wanted, 120)).tokens
+    assert tokens.tolist() == expected
+
+
+@boards
 def test_an_unknown_processor_is_refused_with_those_there_are(tmp_path: Path) -> None:
     need_emulator()
     arguments = ["--emulate", ARCH, "--server", "127.0.0.1:1", "--data", str(tmp_path / "data")]

@@ -269,13 +269,21 @@ class Child:
 
 def _model_methods(command: Command) -> ModelMethods:
     prefill = command.require("prefill")
-    return ModelMethods(
+    methods = ModelMethods(
         prefill,
         command.take("decode") or prefill,
         command.integer("token_input", 0, 1 << 20, 0),
         command.integer("position_input", 0, 1 << 20, 1),
         command.integer("max_chunk", 1, MAX_CONTEXT_TOKENS, MAX_CONTEXT_TOKENS),
+        command.take("embedding") or "",
+        tuple(command.take_all("encoder")),
     )
+    if methods.encoders and not methods.embedding:
+        raise Refusal("BAD_COMMAND", "encoder needs embedding")
+    others = [*methods.encoders, methods.embedding] if methods.embedding else []
+    if len({*others, methods.prefill, methods.decode}) != len(others) + len({methods.prefill, methods.decode}):
+        raise Refusal("BAD_COMMAND", "a method can be only one of encoder, embedding and prefill or decode")
+    return methods
 
 
 def _real(text: str) -> float:

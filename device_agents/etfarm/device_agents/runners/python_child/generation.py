@@ -62,7 +62,7 @@ def read_context(payload: bytes, depth: int) -> tuple[int, ...]:
 
 def generate(methods: Methods, plan: Generation, report: Report) -> tuple[dict[str, Any], bytes]:
     """Fill the context, then process the prompt and generate tokens, again and again."""
-    for name in (plan.model.prefill, plan.model.decode):
+    for name in plan.model.names:
         if methods.loaded(name).trace:
             raise Refusal("BAD_STATE", f"method '{name}' is loaded with a tracer, which costs time")
     loop = _Loop(methods, plan, report)
@@ -132,22 +132,25 @@ class _Loop:
         if self._is_prepared and not plan.reload:
             return
         if plan.reload and self._model.prefill.has_run:
-            methods.load_method(plan.model.prefill, trace=False, debug=False, keep=False)
-            if plan.model.decode != plan.model.prefill:
-                methods.load_method(plan.model.decode, trace=False, debug=False, keep=True)
+            for index, name in enumerate(plan.model.names):
+                methods.load_method(name, trace=False, debug=False, keep=index > 0)
             self._model = LanguageModel(methods, plan.model)
         self._is_prepared = True
         self._model.process(plan.context, 0, plan.depth)
 
     def repeat(self, begun_ns: int) -> array[int]:
-        """Run one repetition and return its row: the prompt's time, the tokens' times, and the tokens."""
+        """Run one repetition and return its row: the prompt's time, the tokens' times, the tokens, and the parts of a flow."""
         plan, model, end = self._plan, self._model, len(self._plan.context)
         times, tokens = array("q"), array("q")
+        model.take_parts()
         start_ns = time.monotonic_ns()
-        model.process(plan.context, plan.depth, end)
+        encoded = model.encode(plan.depth)
+        model.process(plan.context, plan.depth, end, encoded)
         prefill_ns = time.monotonic_ns() - start_ns
         tokens.append(model.latest.next_token())
         times.append(time.monotonic_ns() - start_ns)
+        end += encoded
+        of_prefill = model.take_parts()
         for index in range(1, plan.tokens):
             from_ns = time.monotonic_ns()
             model.step(tokens[-1], end + index - 1)
@@ -157,8 +160,10 @@ class _Loop:
             if to_ns - self._reported_ns >= PROGRESS_NS:
                 self._report(self._stage, self._generated + index + 1, to_ns - begun_ns)
                 self._reported_ns = to_ns
+        of_decode = model.take_parts()
         self._generated += plan.tokens
         if self.first_run_ns is None:
             self.first_run_ns = model.prefill.first_run_ns
         self.vocabulary = model.latest.vocabulary
-        return array("q", [prefill_ns]) + times + tokens
+        parts = [value for pair in zip(of_prefill, of_decode, strict=True) for part in pair for value in part]
+        return array("q", [prefill_ns]) + times + tokens + array("q", parts)

@@ -1,16 +1,17 @@
-"""A language model's methods: they take tokens and their positions, and return logits."""
+"""A language model's methods: they take tokens, or their embeddings, and positions, and return logits."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any, NoReturn, Protocol
 
+from etfarm.device_agents.runners.python_child import flow
+from etfarm.device_agents.runners.python_child.flow import Encoder, Part, RowType, TokenEmbedding
 from etfarm.device_agents.runners.python_child.passes import UNSET, LoadedMethod, execute
-from etfarm.device_agents.runners.python_child.pte import FileValue
 from etfarm.device_agents.runners.python_child.refusals import Refusal, called
-from etfarm.device_agents.runners.python_child.values import INTEGERS, Mismatch, integer_tensor, last_logits, most_likely
+from etfarm.device_agents.runners.python_child.values import Mismatch, last_logits, most_likely
 
 
 class Methods(Protocol):
@@ -38,10 +39,19 @@ class ModelMethods:
     position_input: int
     max_chunk: int
     """Maximum number of tokens of one execution."""
+    embedding: str = ""
+    """The method that computes the embeddings, which the others then take; empty if they take tokens."""
+    encoders: tuple[str, ...] = ()
+    """The methods whose embeddings begin each prompt."""
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """All methods, each once, in the order of execution."""
+        return tuple(dict.fromkeys(name for name in (*self.encoders, self.embedding, self.prefill, self.decode) if name))
 
 
 class LanguageModel:
-    """Both loaded methods of a language model.
+    """The loaded methods of a language model.
 
     Raises:
         Refusal: a method is not loaded, or does not take tokens and their positions.
@@ -49,21 +59,52 @@ class LanguageModel:
 
     def __init__(self, methods: Methods, names: ModelMethods) -> None:
         self._names = names
-        self.prefill = TokenMethod(methods, names.prefill, names)
-        self.decode = self.prefill if names.decode == names.prefill else TokenMethod(methods, names.decode, names)
+        self._encoders = [Encoder(methods.loaded(name), methods.inputs(name)) for name in names.encoders]
+        own = names.embedding
+        self._embedding = TokenEmbedding(methods.loaded(own), methods.inputs(own)) if own else None
+        self.prefill = TokenMethod(methods, names.prefill, names, self._embedding)
+        is_one = names.decode == names.prefill
+        self.decode = self.prefill if is_one else TokenMethod(methods, names.decode, names, self._embedding)
         self.latest = self.prefill
         """The method of the latest execution."""
 
-    def process(self, context: Sequence[int], begin: int, end: int) -> None:
-        """Execute the tokens from `begin` to `end` in chunks; where a chunk is too short for prefill, one by one."""
-        largest = min(self._names.max_chunk, self.prefill.most)
+    def process(self, context: Sequence[int], begin: int, end: int, shift: int = 0) -> None:
+        """Execute the tokens from `begin` to `end` in chunks; where a chunk is too short for prefill, one by one.
+
+        The position of a token is its place in `context` and `shift`.
+        """
         while begin < end:
-            chunk = min(largest, end - begin)
-            together = chunk >= self.prefill.least
-            self.latest = self.prefill if together else self.decode
-            count = chunk if together else 1
-            self.latest.execute(context[begin : begin + count], begin)
+            count = self._next_chunk(end - begin)
+            self.latest.execute(context[begin : begin + count], begin + shift)
             begin += count
+
+    def encode(self, position: int) -> int:
+        """Execute the encoders, process their embeddings as `process` does, and return the number of their positions."""
+        first = position
+        for encoder in self._encoders:
+            rows = encoder.encode(self.prefill.row)
+            begin = 0
+            while begin < rows.shape[1]:
+                count = self._next_chunk(rows.shape[1] - begin)
+                self.latest.execute_rows(rows[:, begin : begin + count].contiguous(), position)
+                begin, position = begin + count, position + count
+        return position - first
+
+    def take_parts(self) -> list[tuple[int, int]]:
+        """Return executions and nanoseconds of each of `ModelMethods.names` since the last call; nothing without a flow."""
+        if self._embedding is None:
+            return []
+        parts = [encoder.part for encoder in self._encoders] + [self._embedding.part, self.prefill.part]
+        if self.decode is not self.prefill:
+            parts.append(self.decode.part)
+        return [part.take() for part in parts]
+
+    def _next_chunk(self, left: int) -> int:
+        """Return how many of `left` tokens or rows the next execution processes, and make its method the latest."""
+        chunk = min(self._names.max_chunk, self.prefill.most, left)
+        together = chunk >= self.prefill.least
+        self.latest = self.prefill if together else self.decode
+        return chunk if together else 1
 
     def step(self, token: int, position: int) -> None:
         """Execute one token."""
@@ -72,22 +113,35 @@ class LanguageModel:
 
 
 class TokenMethod:
-    """A loaded method of a language model, which takes tokens and their position and returns logits."""
+    """A loaded method of a language model, which takes tokens and their position and returns logits.
 
-    def __init__(self, methods: Methods, name: str, names: ModelMethods) -> None:
-        self._loaded = methods.loaded(name)
+    With `embedding` it takes the embeddings that this method computes of the tokens.
+    """
+
+    def __init__(self, methods: Methods, name: str, names: ModelMethods, embedding: TokenEmbedding | None = None) -> None:
+        self._loaded = loaded = methods.loaded(name)
         self._inputs = list(methods.inputs(name))
+        self._embedding = embedding
         self._token_input, self._position_input = names.token_input, names.position_input
         if self._token_input == self._position_input:
-            self._refuse("the tokens and their positions must be different inputs")
-        self._tokens = self._integers(self._token_input, "tokens")
-        self._positions = self._integers(self._position_input, "positions")
+            flow.refuse(loaded, "the tokens and their positions must be different inputs")
+        is_flow = embedding is not None
+        self._tokens = (
+            flow.expected_embeddings(loaded, names.token_input)
+            if is_flow
+            else flow.expected_row(loaded, names.token_input, "tokens")
+        )
+        self._positions = flow.expected_row(loaded, self._position_input, "positions")
         for index, value in enumerate(self._inputs):
             if value is UNSET and index not in (self._token_input, self._position_input):
-                self._refuse(f"input {index} is not set")
-        self.most = self._tokens.shape[-1]
+                flow.refuse(loaded, f"input {index} is not set")
+        self.most = self._tokens.shape[1] if is_flow else self._tokens.shape[-1]
         """Maximum number of tokens of one execution."""
         self.least = 1 if self._tokens.dynamic else self.most
+        self.row = RowType(self._tokens.dtype, self._tokens.shape[-1], name)
+        """The embeddings that the method takes."""
+        self.part = Part()
+        """The executions of a method that takes embeddings."""
         self.vocabulary = 0
         """Number of logits for each token."""
 
@@ -103,11 +157,25 @@ class TokenMethod:
 
     def execute(self, tokens: Sequence[int], position: int) -> None:
         """Execute once."""
-        count = 1 if self._positions.shape[-1] == 1 else len(tokens)
-        self._inputs[self._token_input] = self._tensor(self._token_input, self._tokens, tokens)
-        self._inputs[self._position_input] = self._tensor(
-            self._position_input, self._positions, range(position, position + count)
-        )
+        if self._embedding is not None:
+            flow.require_count(self._loaded, self._token_input, self._tokens, self.most, len(tokens))
+            self.execute_rows(self._embedding.embed(tokens, self.row), position)
+        else:
+            self._inputs[self._token_input] = flow.row_tensor(self._loaded, self._token_input, self._tokens, tokens)
+            self._execute_at(position, len(tokens))
+
+    def execute_rows(self, rows: Any, position: int) -> None:
+        """Execute embeddings, [1, number of positions, width], once."""
+        start_ns = time.monotonic_ns()
+        count = rows.shape[1]
+        flow.require_count(self._loaded, self._token_input, self._tokens, self.most, count)
+        self._inputs[self._token_input] = rows
+        self._execute_at(position, count)
+        self.part.add(start_ns)
+
+    def _execute_at(self, position: int, count: int) -> None:
+        places = range(position, position + (1 if self._positions.shape[-1] == 1 else count))
+        self._inputs[self._position_input] = flow.row_tensor(self._loaded, self._position_input, self._positions, places)
         execute(self._loaded, self._inputs)
 
     def next_token(self) -> int:
@@ -130,25 +198,5 @@ class TokenMethod:
         except Mismatch as error:
             self._refuse(str(error))
 
-    def _integers(self, index: int, what: str) -> FileValue:
-        inputs = self._loaded.facts.inputs
-        if index >= len(inputs):
-            self._refuse(f"input {index} ({what}) does not exist: it takes {len(inputs)}")
-        value = inputs[index]
-        if value.kind != "tensor":
-            self._refuse(f"input {index} ({what}) is not a tensor")
-        if value.dtype not in INTEGERS:
-            self._refuse(f"input {index} ({what}) must be int64 or int32, not {value.dtype}")
-        if not value.shape or prod(value.shape) != value.shape[-1] or not value.shape[-1]:
-            self._refuse(f"input {index} ({what}) must have the shape [1, tokens] or [tokens], not {list(value.shape)}")
-        return value
-
-    def _tensor(self, index: int, expected: FileValue, values: Sequence[int]) -> Any:
-        most, count = expected.shape[-1], len(values)
-        if count > most or (count < most and not expected.dynamic):
-            takes = f"{most} tokens" + (" at most" if expected.dynamic else "")
-            self._refuse(f"input {index} takes {takes}, not {count}")
-        return integer_tensor(values, expected.dtype, (*expected.shape[:-1], count))
-
     def _refuse(self, why: str) -> NoReturn:
-        raise Refusal("INPUT_MISMATCH", f"method '{self._loaded.facts.name}' cannot generate text: {why}")
+        flow.refuse(self._loaded, why)

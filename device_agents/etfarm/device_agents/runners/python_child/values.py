@@ -94,6 +94,31 @@ def last_logits(outputs: Sequence[Any]) -> torch.Tensor:
     return logits.reshape(-1, logits.shape[-1])[-1]
 
 
+def embedding_rows(outputs: Sequence[Any], dtype: str, width: int, decoder: str) -> torch.Tensor:
+    """Return a copy of the first output as rows of embeddings, [1, number of rows, width].
+
+    Args:
+        outputs: outputs of a method, which another one may overwrite where both share memory.
+        dtype, width: what the decoder takes.
+        decoder: its name, for errors.
+
+    Raises:
+        Mismatch: the first output does not hold such rows.
+    """
+    output = outputs[0] if outputs else None
+    if not isinstance(output, torch.Tensor) or not output.dim() or not output.numel():
+        raise Mismatch("its first output must be embeddings")
+    own = str(output.dtype).removeprefix("torch.")
+    if own != dtype or output.shape[-1] != width:
+        raise Mismatch(f"it returns {own} {list(output.shape)}, but '{decoder}' takes rows of {width} {dtype} values")
+    return output.reshape(1, -1, width).clone()
+
+
+def join_rows(parts: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Return all rows of tensors [1, number of rows, width]."""
+    return parts[0] if len(parts) == 1 else torch.cat(list(parts), dim=1)
+
+
 def tensor_of(data: bytes | np.ndarray[Any, Any], dtype: str, shape: Sequence[int], dim_order: Sequence[int]) -> torch.Tensor:
     """Return the tensor whose elements lie in `data` in the order of `dim_order`, outermost first. It owns its memory."""
     torch_dtype: torch.dtype = getattr(torch, dtype)
