@@ -13,6 +13,7 @@ from typing import Final
 
 from etfarm.device_agents.attempts import repeats
 from etfarm.device_agents.attempts.passes import PhaseListener, traced_iterations
+from etfarm.device_agents.attempts.token_feed import TokenFeed
 from etfarm.device_agents.conditions.sampler import Watch
 from etfarm.device_agents.conditions.telemetry import add_samples, run_telemetry
 from etfarm.device_agents.errors import ScoringUnsupported
@@ -21,16 +22,13 @@ from etfarm.device_agents.runners.generation import Generated, GenerateRequest
 from etfarm.device_agents.runners.protocol import MethodInfo, Progress, Runner, Traced
 from etfarm.device_agents.runners.score import Scored, ScoreRequest
 from etfarm.v1 import agent_pb2, generation_pb2
-from etfarm.wire import generation
+from etfarm.wire import flows, generation
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import to_proto
-from etfarm.wire.tensors import ITEM_BYTES, Tensor
 
 MAX_TRACED: Final = 1000
 """Maximum number of traced executions of a method."""
 SCORE_COMMAND: Final = "score"
-_INTEGERS: Final = {"int64": "q", "int32": "i"}
-"""Type codes of the dtypes of tokens and positions."""
 
 
 @dataclass
@@ -96,8 +94,11 @@ def validate_plan(plan: generation_pb2.GenerationPlan) -> None:
     for name, count, least, most in limits:
         if not least <= count <= most:
             raise InputMismatch("GENERATE", f"{name} must be {least} to {most}, got {count}")
+    encoded = flows.encoded_positions(plan.model)
+    if encoded < 0 or encoded > plan.model.max_context_tokens:
+        raise InputMismatch("GENERATE", f"encoders have {encoded} positions in a context of {plan.model.max_context_tokens}")
     for point in plan.points:
-        length = point.depth + point.prompt_tokens + plan.generated_tokens
+        length = point.depth + encoded + point.prompt_tokens + plan.generated_tokens
         if point.depth < 0 or point.prompt_tokens < 1 or length > plan.model.max_context_tokens:
             what = f"{point.prompt_tokens} tokens at depth {point.depth} with {plan.generated_tokens} generated ones"
             raise InputMismatch("GENERATE", f"{what} do not fit into the context of {plan.model.max_context_tokens}")
@@ -128,14 +129,17 @@ class GenerationPasses:
 
     @property
     def _names(self) -> list[str]:
-        return list(dict.fromkeys([self._model.prefill_method, self._model.decode_method]))
+        return flows.methods_of(self._model)
 
     async def load(self, *, trace: bool = False) -> int:
-        """Load both methods and return the time that it took in ns."""
+        """Load the methods and return the time that it took in ns."""
         total_ns = 0
         for index, name in enumerate(self._names):
             total_ns += (await self._runner.load_method(name, trace=trace, keep=index > 0)).load_method_ns
             self._methods[name] = await self._runner.method(name)
+        for encoder in self._model.flow.encoders:
+            await self._runner.select(encoder.method)
+            await self._runner.default_inputs(self._plan.seed)
         return total_ns
 
     @property
@@ -245,20 +249,24 @@ class GenerationPasses:
         if not plan.trace_iterations or generated is None:
             return
         point = plan.points[plan.traced_point]
-        depth, end = point.depth, point.depth + point.prompt_tokens
+        depth, shift = point.depth, flows.encoded_positions(self._model)
+        end = depth + point.prompt_tokens
         context = await self._context(point)
         chunk = min(point.prompt_tokens, self._model.max_prompt_tokens)
         with self._listener.phase("TRACED"):
             await self.load(trace=True)
-            await self._feed(context, 0, depth)
+            feed = TokenFeed(self._runner, self._model, self._methods)
+            await feed.process(context, 0, depth)
+            await feed.encode(depth)
             if chunk > 1:
                 chunk_ns = [each * chunk // point.prompt_tokens for each in generated.prefill_ns]
-                await self._set(self._model.prefill_method, context[depth : depth + chunk], depth)
-                self._measured.prefill = Phase(await self._trace(chunk_ns, folder / "prefill.etdp"), chunk, depth)
-            await self._feed(context, depth + chunk if chunk > 1 else depth, end)
+                await feed.set(self._model.prefill_method, context[depth : depth + chunk], depth + shift)
+                self._measured.prefill = Phase(await self._trace(chunk_ns, folder / "prefill.etdp"), chunk, depth + shift)
+            await feed.process(context, depth + chunk if chunk > 1 else depth, end, shift)
             token_ns = [each for row in generated.token_ns for each in row[1:]]
-            await self._set(self._model.decode_method, generated.tokens[0][:1], end)
-            self._measured.decode = Phase(await self._trace(token_ns or generated.prefill_ns, folder / "decode.etdp"), 1, end)
+            await feed.set(self._model.decode_method, generated.tokens[0][:1], end + shift)
+            traced = await self._trace(token_ns or generated.prefill_ns, folder / "decode.etdp")
+            self._measured.decode = Phase(traced, 1, end + shift)
 
     async def _request(self, point: generation_pb2.GenerationPoint) -> GenerateRequest:
         plan, model = self._plan, self._model
@@ -275,6 +283,8 @@ class GenerationPasses:
             model.position_input,
             model.max_prompt_tokens,
             plan.reload,
+            model.flow.embedding_method,
+            [encoder.method for encoder in model.flow.encoders],
         )
 
     async def _context(self, point: generation_pb2.GenerationPoint) -> array[int]:
@@ -287,6 +297,11 @@ class GenerationPasses:
         part.repetitions = generated.repetitions
         part.prefill_ns.extend(generated.prefill_ns)
         part.telemetry.CopyFrom(run_telemetry(generated))
+        for each in generated.parts:
+            part.parts.add(
+                method=each.method, prefill_executions=each.prefill_executions, decode_executions=each.decode_executions,
+                prefill_ns=each.prefill_ns, decode_ns=each.decode_ns,
+            )  # fmt: skip
         for row, tokens in zip(generated.token_ns, generated.tokens, strict=True):
             measured.token_ns += row
             measured.tokens += tokens
@@ -297,29 +312,6 @@ class GenerationPasses:
             result.load.first_run_ns = generated.first_run_ns
         if generated.peak_rss_bytes is not None:
             result.memory.peak_rss_bytes = max(result.memory.peak_rss_bytes, generated.peak_rss_bytes)
-
-    async def _feed(self, context: array[int], begin: int, end: int) -> None:
-        """Execute the tokens from `begin` to `end` in chunks, as the runner does."""
-        model = self._model
-        while begin < end:
-            chunk = min(end - begin, model.max_prompt_tokens)
-            together = chunk == model.max_prompt_tokens or model.dynamic_prompt
-            count = chunk if together else 1
-            await self._set(model.prefill_method if together else model.decode_method, context[begin : begin + count], begin)
-            await self._runner.run()
-            begin += count
-
-    async def _set(self, method: str, tokens: array[int], position: int) -> None:
-        """Make a method the current one, and set its inputs."""
-        inputs, model = self._methods[method].inputs, self._model
-        positions = array("q", range(position, position + len(tokens)))
-        if inputs[model.position_input].shape[-1] == 1:
-            positions = positions[:1]
-        values = {model.token_input: tokens, model.position_input: positions}
-        await self._runner.select(method)
-        await self._runner.set_inputs(
-            [_integers(inputs[index].name, inputs[index].dtype, inputs[index].shape, values[index]) for index in sorted(values)]
-        )
 
     async def _trace(self, samples_ns: Sequence[int], etdump: Path) -> Traced:
         iterations = min(MAX_TRACED, traced_iterations(samples_ns, self._plan.trace_iterations))
@@ -335,16 +327,3 @@ def trace_of(phase: Phase) -> agent_pb2.GenerationTrace:
     if phase.traced.wall_ns is not None:
         message.telemetry.CopyFrom(run_telemetry(phase.traced))
     return message
-
-
-def _integers(name: str, dtype: str, shape: Sequence[int], values: Sequence[int]) -> Tensor:
-    """Return a tensor of one row.
-
-    Raises:
-        InputMismatch: the dtype is not an integer's.
-    """
-    if dtype not in _INTEGERS:
-        raise InputMismatch("TRACED", f"tokens and positions must be int64 or int32, not {dtype}")
-    data = array(_INTEGERS[dtype], values)
-    assert data.itemsize == ITEM_BYTES[dtype]
-    return Tensor(name, dtype, (*shape[:-1], len(values)), data.tobytes(), tuple(range(len(shape))))

@@ -143,6 +143,28 @@ async def test_methods_that_share_state_are_measured_and_traced(blobs: Blobs, ad
 
 
 @MORE
+@pytest.mark.parametrize("kind", ["start", "short"])
+async def test_an_encoder_and_an_embedding_are_measured_and_traced(kind: str, blobs: Blobs, address: str, tmp_path: Path) -> None:
+    plan = plan_of()
+    plan.model.prefill_method = plan.model.decode_method = "text_decoder"
+    plan.model.flow.embedding_method = "token_embedding"
+    plan.model.flow.encoders.add(method="vision_encoder", positions=16)
+    result, _ = await result_of(program(f"flow_{kind}"), plan, blobs, address, tmp_path)
+    assert not result.HasField("error"), result.error
+    (generation,) = result.generations
+    tokens = rows(blobs, generation.tokens.digest, "i")
+    assert tokens[:3] == 3 * tokens[:1] and tokens[3:] == 3 * tokens[3:4], "equal in all repetitions"
+    for point in generation.points:
+        assert [part.method for part in point.parts] == ["vision_encoder", "token_embedding", "text_decoder"]
+        assert [part.decode_executions for part in point.parts] == [0, GENERATED - 1, GENERATED - 1]
+        for repetition, prefill_ns in enumerate(point.prefill_ns):
+            assert 0 < sum(part.prefill_ns[repetition] for part in point.parts) <= prefill_ns
+    assert (generation.prefill.tokens, generation.prefill.position) == (PROMPT, 16)
+    assert (generation.decode.tokens, generation.decode.position) == (1, 16 + PROMPT)
+    assert len(result.memory.planned_bytes) == 3
+
+
+@MORE
 async def test_a_program_of_single_tokens_has_no_traced_prefill(blobs: Blobs, address: str, tmp_path: Path) -> None:
     plan = plan_of()
     plan.model.max_prompt_tokens, plan.model.dynamic_prompt = 1, False
@@ -214,6 +236,8 @@ async def test_a_runner_of_an_earlier_release_is_refused(blobs: Blobs, address: 
         ({"points": [{"prompt_tokens": 1, "depth": -1}]}, "1 tokens at depth -1"),
         ({"points": [{"prompt_tokens": 1}] * 40}, "points must be 1 to 32, got 42"),
         ({"model": {"vocab_size": -1}}, "a vocabulary must be 1 to"),
+        ({"model": {"flow": {"encoders": [{"positions": 50}]}}}, "12 tokens at depth 0 with 8 generated ones do not fit"),
+        ({"model": {"flow": {"encoders": [{"positions": -1}]}}}, "encoders have -1 positions in a context of 64"),
     ],
 )
 def test_a_plan_beyond_the_limits_is_refused(changes: dict[str, Any], message: str) -> None:
