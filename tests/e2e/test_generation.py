@@ -118,3 +118,44 @@ def test_two_methods_are_one_model(farm: FarmProcess) -> None:
             assert report.generation is not None and report.generation.points[0].tokens_equal
             tokens.append(report.generation.model)
     assert tokens[1] is not None and (tokens[1].prefill_method, tokens[1].decode_method) == ("prefill", "decode")
+
+
+def test_an_encoder_an_embedding_and_a_decoder_are_measured_as_one(farm: FarmProcess, tmp_path: Path) -> None:
+    options = ("--generate", "8", "--prompt-tokens", "12", "--depth", "0", "--repetitions", "3", "--threads", "1")
+    files = ("--json", "r.json", "--html", "r.html")
+    done = etfarm("bench", str(program("flow_start").path), *options, *files, "--server", farm.address, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (report,) = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)["reports"]
+    generated = report["generation"]
+    assert generated["model"]["flow"] == {
+        "embedding_method": "token_embedding",
+        "encoders": [{"method": "vision_encoder", "positions": 16}],
+    }
+    (point,) = generated["points"]
+    assert point["tokens_equal"] is True and point["prefill_tokens_per_s"] * point["ttft_ns"] >= (12 + 16) * 1e9 * 0.999
+    encoder, embedding, decoder = point["parts"]
+    assert (encoder["method"], encoder["prefill_executions"], encoder["decode_ns"]) == ("vision_encoder", 1, None)
+    assert (embedding["prefill_executions"], embedding["decode_executions"]) == (1, 7)
+    assert (decoder["method"], decoder["prefill_executions"], decoder["decode_executions"]) == ("text_decoder", 2, 7)
+    low, high = decoder["decode_ci95_ns"]
+    assert low <= decoder["decode_ns"] <= high
+    assert 0 < sum(part["prefill_share"] for part in point["parts"]) <= 1
+    assert 0 < embedding["decode_share"] + decoder["decode_share"] <= 1
+    assert generated["decode_execution"] == {"tokens": 1, "position": 28} and report["operators"]
+    assert "vision_encoder (16 positions), token_embedding > text_decoder" in done.stdout
+    assert "Which method takes how long?" in (tmp_path / "r.html").read_text()
+
+
+def test_modules_of_a_flow_become_such_a_program(farm: FarmProcess) -> None:
+    from tests.support.flow_source import model
+
+    with Farm(farm.address) as client:
+        generate = Generate(8, prompt_tokens=12, depths=0, repetitions=2)
+        generated = client.bench(model(), recipe="portable", generate=generate, threads=1).result().report.generation
+        assert generated is not None and generated.model is not None and generated.model.flow is not None
+        assert [each.positions for each in generated.model.flow.encoders] == [16] and generated.points[0].tokens_equal
+        assert [part.method for part in generated.points[0].parts] == ["vision_encoder", "token_embedding", "text_decoder"]
+        # Its encoder is of another width.
+        (report,) = client.bench(str(program("flow_misfit").path), generate=8).result().reports
+        assert report.attempt is None and report.error is not None and report.error.reason == "NOT_A_LANGUAGE_MODEL"
+        assert "float32[1, 16, 24], but 'text_decoder' takes float32[<=1, <=63, <=32]" in report.error.message

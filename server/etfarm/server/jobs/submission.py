@@ -396,8 +396,9 @@ def _cells(
         methods = list(spec.methods) or _own_methods(candidate.model)
         for device_index, selector in choices:
             compiles_only = device_index is None
-            # A compilation includes all methods, and has no threads.
-            for method in methods[:1] if compiles_only else methods:
+            # A compilation includes all methods, and has no threads; generation measures its methods as one.
+            is_one = compiles_only or spec.measurement.HasField("generation")
+            for method in methods[:1] if is_one else methods:
                 for threads in [None] if compiles_only else spec.threads or [None]:
                     yield job_pb2.Cell(
                         candidate_index=index, device_index=device_index, selector=selector, method=method, threads=threads,
