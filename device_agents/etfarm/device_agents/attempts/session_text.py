@@ -138,6 +138,11 @@ class SessionText:
                     if len(values) == 1 and len(info.outputs) == 1:
                         facts.methods[name].outputs[0].value.integer = values[0]
             recognized = language_models.describe(facts, "The program", prefill=prefill, decode=decode)
+            if recognized.HasField("flow"):
+                raise language_models.NotALanguageModel(
+                    f"The method {recognized.decode_method!r} of the program takes embeddings, and sessions generate text from tokens.",
+                    "Call the methods one by one, or measure it with `etfarm bench --generate`.",
+                )
             for name in (recognized.prefill_method, recognized.decode_method):
                 # Which lengths are dynamic is known once a method is loaded.
                 await self._methods.use(name)

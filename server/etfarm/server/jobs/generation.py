@@ -156,6 +156,13 @@ def _score(
 ) -> generation_pb2.ScorePlan | None:
     """Return which tokens to score: those of the text, or drawn ones; None if the job requests no accuracy."""
     tokens: Sequence[int] = requested.text
+    if model.HasField("flow"):
+        if tokens or requested.accuracy_tokens:
+            raise BadJob(
+                f"The tokens of {name} cannot be scored: its methods take embeddings instead of tokens.",
+                "Leave --tokens and --accuracy-tokens out.",
+            )
+        return None
     if not tokens:
         count = requested.accuracy_tokens if requested.HasField("accuracy_tokens") else generation.DEFAULT_ACCURACY_TOKENS
         if not count:

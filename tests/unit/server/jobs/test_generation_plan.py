@@ -153,6 +153,15 @@ def test_a_language_model_is_not_measured_on_made_up_tokens() -> None:
     require_request("m", "forward", compile_pb2.ProgramFacts(methods={"forward": method(tensor("float32", 1, 3))}))
 
 
+def test_tokens_of_a_model_that_takes_embeddings_are_not_scored() -> None:
+    assert not plan(measurement(16), flow_facts(), "m").HasField("score")
+    for field, value in (("text", [1, 2, 3]), ("accuracy_tokens", 8)):
+        asked = measurement(16)
+        asked.generation.MergeFrom(GenerationOptions(**{field: value}))  # type: ignore[arg-type]
+        with pytest.raises(BadJob, match="take embeddings"):
+            plan(asked, flow_facts(), "m")
+
+
 def test_the_positions_of_an_encoder_are_part_of_each_prompt() -> None:
     asked = plan(measurement(16, (0, 1.0), prompt_tokens=[8]), flow_facts(), "m")
     assert points(asked) == [(8, 0), (8, 24)], "64 - 16 generated - 8 of the prompt - 16 of the image"
