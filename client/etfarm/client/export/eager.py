@@ -27,6 +27,7 @@ from etfarm.client.export.errors import (
     UnsupportedInput,
     UnsupportedOutput,
 )
+from etfarm.client.export.mutation import changes_constants, find_shared_buffers
 from etfarm.client.export.noise import quiet
 from etfarm.client.export.samples import flat_values, input_leaves, leaf_names, must_match, unshared, wire_value
 from etfarm.client.export.shapes import must_be_bounded, normal_shapes, specialized
@@ -170,9 +171,14 @@ class _Export:
         started = time.monotonic()
         with _refusals(method, self.base), quiet():
             program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=self.strict)
+        why = ""
         if not self.strict and (shared := find_shared_buffers(program)):
-            self.say(f"Exporting {method} again with strict = true, since it changes {shared}, which are one buffer.")
-            with _refusals(method, self.base), quiet():
+            why = f"it changes {shared}, which are one buffer"
+        elif not self.strict and changes_constants(program):
+            why = "it changes tensors that it does not reach as buffers of its own"
+        if why:
+            self.say(f"Exporting {method} again with strict = true, since {why}.")
+            with _refusals(method, self.base, f"the strict export that it needs, since {why},"), quiet():
                 program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=True)
         must_be_bounded(method, program)
         add_lines(program, module, self.base)
@@ -317,38 +323,12 @@ def _must_be_constant(method: str, leaf: Any) -> None:
         raise UnsupportedInput(method, "", f"{leaf}", "")
 
 
-def find_shared_buffers(program: ExportedProgram) -> str:
-    """Return the names of a buffer that an exported program has under several names, if it changes it; else empty.
-
-    The program cannot be lowered: run_decompositions fails on two inputs that are one tensor. A strict export has one input for
-    them. It has two for different views of one memory, so a strict export is of no use for these.
-    """
-    buffers = program.graph_signature.inputs_to_buffers
-    names: dict[int, list[str]] = {}
-    for name in sorted(set(buffers.values())):
-        tensor = program.state_dict.get(name, program.constants.get(name))
-        if tensor is not None:
-            names.setdefault(id(tensor), []).append(name)
-    shared = [group for group in names.values() if len(group) > 1]
-    changed = {buffers.get(placeholder) for placeholder in _written(program)} if shared else set()
-    return next((" and ".join(group) for group in shared if not changed.isdisjoint(group)), "")
-
-
-def _written(program: ExportedProgram) -> Iterator[str]:
-    """Yield the placeholders that operators write to, themselves or a view of them."""
-    for node in program.graph.nodes:
-        schema = getattr(node.target, "_schema", None)
-        for place, argument in enumerate(schema.arguments if schema is not None and schema.is_mutable else ()):
-            written = node.args[place] if place < len(node.args) else node.kwargs.get(argument.name)
-            while argument.is_write and getattr(written, "op", "") == "call_function" and written.all_input_nodes:
-                written = written.all_input_nodes[0]
-            if argument.is_write and getattr(written, "op", "") == "placeholder":
-                yield written.name
-
-
 @contextmanager
-def _refusals(method: str, base: Path) -> Iterator[None]:
-    """Convert exceptions of torch.export to etfarm's errors, with the user's own line."""
+def _refusals(method: str, base: Path, what: str = "torch.export") -> Iterator[None]:
+    """Convert exceptions of torch.export to etfarm's errors, with the user's own line.
+
+    `what` is the subject of the sentence that says that it failed.
+    """
     try:
         yield
     except EtfarmError:
@@ -364,7 +344,7 @@ def _refusals(method: str, base: Path) -> Iterator[None]:
         dim = specialized(method, text, str(place or ""))
         if dim is not None:
             raise dim from error
-        raise ExportFailed(method, type(error).__name__, _first_line(text), str(place or "")) from error
+        raise ExportFailed(method, type(error).__name__, _first_line(text), str(place or ""), what) from error
 
 
 def _first_line(text: str) -> str:

@@ -331,13 +331,16 @@ class ExportFailed(UserError):
     """torch.export refused the module.
 
     torch's exception is the `__cause__`.
+
+    Args:
+        what: what failed, with the reason for it if it was not the usual export.
     """
 
     reason = "EXPORT_FAILED"
 
-    def __init__(self, method: str, exception: str, line: str, place: str) -> None:
+    def __init__(self, method: str, exception: str, line: str, place: str, what: str = "torch.export") -> None:
         super().__init__(
-            f"{method}: torch.export failed{f' at {place}' if place else ''} with {exception}: {line}",
+            f"{method}: {what} failed{f' at {place}' if place else ''} with {exception}: {line}",
             "Try torch.export.export on the module by itself; etfarm exports with strict=False.",
             stage=STAGE,
             method=method,

@@ -1,4 +1,4 @@
-"""Models that change a buffer under two names, which only a strict export can lower."""
+"""Models that change a buffer under two names, or by another way, which only a strict export can lower."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from etfarm.client.export import ModelSource, export_source
-from etfarm.client.export.eager import find_shared_buffers
+from etfarm.client.export.mutation import find_shared_buffers
 
 
 class Tied(nn.Module):
@@ -81,4 +81,48 @@ def test_views_of_one_memory_are_not_exported_again_since_a_strict_export_has_bo
     cache = torch.zeros(4)
     lines: list[str] = []
     export_source(ModelSource.of(Parts(cache[:3], cache[1:]).eval(), (torch.ones(3),)), name="m", say=lines.append)
+    assert not lines
+
+
+class Cache:
+    """An object that is no module."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+class Hidden(nn.Module):
+    """A buffer that is changed by way of an object, as caches of transformers are."""
+
+    total: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(3))
+        self.cache = Cache(self.total)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = torch.tensor([1.0, 2.0, 3.0])  # becomes a constant, of which a copy is changed
+        scale.mul_(2.0)
+        self.cache.values.add_(x)
+        return self.cache.values * scale
+
+
+def test_a_buffer_that_is_changed_by_way_of_an_object_is_exported_strictly() -> None:
+    lines: list[str] = []
+    exported = export_source(ModelSource.of(Hidden().eval(), (torch.ones(3),)), name="m", say=lines.append)
+    (line,) = lines
+    assert "strict = true" in line and "does not reach as buffers" in line
+    program = torch.export.load(io.BytesIO(exported.methods["forward"].pt2))  # type: ignore[arg-type]
+    assert list(program.run_decompositions().graph_signature.buffers_to_mutate.values()) == ["total"]
+
+
+class Scratch(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tensor([1.0, 2.0, 3.0]).add_(x)
+
+
+def test_a_changed_copy_of_a_constant_is_no_state() -> None:
+    lines: list[str] = []
+    export_source(ModelSource.of(Scratch().eval(), (torch.ones(3),)), name="m", say=lines.append)
     assert not lines
