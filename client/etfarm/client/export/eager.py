@@ -127,7 +127,8 @@ def export_source(
         ExportFailed: any other refusal of torch.export.
     """
     base = folder_base if folder_base is not None else Path.cwd()
-    export = _Export(source, base, strict, Transform(source, recipe, base), calibrate, folder, say or (lambda _: None))
+    tell = say or (lambda _: None)
+    export = _Export(source, base, strict, Transform(source, recipe, base, tell), calibrate, folder, tell)
     export.transform.must_find_something(name)
     return ExportedModel(name, {method: export.method(method) for method in source.methods}, _constants(source))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import importlib
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +32,7 @@ _PROVIDERS = {"xnnpack": "executorch.backends.xnnpack.recipes", "coreml": "execu
 
 
 _XNNPACK_GROUP = 32
+_NAMED_LAYERS = 4
 
 
 class ToolsMissing(UserError):
@@ -57,6 +58,8 @@ class Transform:
     """Recipe with the torchao configuration that is applied after the source's own transforms; None for no recipe."""
     base: Path
     """Folder that names of source files in errors are relative to."""
+    say: Callable[[str], None] = lambda _: None
+    """Called with a sentence that names layers which stay in fp32."""
     _configs: list[Any] = field(default_factory=list, repr=False)
 
     @property
@@ -129,12 +132,12 @@ class Transform:
         at: list[str] = []
 
         def wanted(part: Any, path: str) -> bool:
-            if not _is_selected(config, part, path):
+            if path in kept or not _is_selected(config, part, path):
                 return False
             at[:] = [path]
             return True
 
-        self._must_fit_xnnpack(method, module, config)
+        kept = self._leave_in_fp32(method, module, config)
         try:
             with quiet():
                 quantize_(module, config.ao_base_config, wanted)
@@ -145,27 +148,41 @@ class Transform:
             if parametrize.is_parametrized(part):
                 part.parametrizations.eval()  # new modules start in train mode
 
-    def _must_fit_xnnpack(self, method: str, module: nn.Module, config: Any) -> None:
-        """Refuse 4-bit weights that XNNPACK refuses: rows whose length is not a multiple of 32.
+    def _leave_in_fp32(self, method: str, module: nn.Module, config: Any) -> set[str]:
+        """Return the paths of layers that keep their weights because XNNPACK refuses them in 4 bits, and name them.
 
-        Groups of other sizes are not among a recipe's values.
+        Those are layers with rows whose length is not a multiple of 32. Groups of other sizes are not among a recipe's values.
 
         Source: `get_quant_params` of executorch/backends/xnnpack/operators/node_visitor.py 1.5.1.
+
+        Raises:
+            SourceTransformFailed: no layer would be left to quantize.
         """
         assert self.recipe is not None
         (part,) = torchao_parts(self.recipe)
         if part.specification.backend != "xnnpack" or self.recipe.options.partitioners is not None:
-            return
-        for path, layer in module.named_modules():
-            width = int(layer.weight.shape[-1]) if _is_selected(config, layer, path) else 0
-            if width % _XNNPACK_GROUP:
-                raise SourceTransformFailed(
-                    method,
-                    f"{repr(path) if path else 'the module'} has {width} inputs, but XNNPACK takes 4-bit weights of a multiple "
-                    f"of {_XNNPACK_GROUP} inputs only.",
-                    "Change its in_features, or use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
-                    layer=path,
-                )
+            return set()
+        widths = {
+            path: int(layer.weight.shape[-1]) for path, layer in module.named_modules() if _is_selected(config, layer, path)
+        }
+        unfit = {path: width for path, width in widths.items() if width % _XNNPACK_GROUP}
+        if unfit and len(unfit) == len(widths):
+            path, width = next(iter(unfit.items()))
+            raise SourceTransformFailed(
+                method,
+                f"{repr(path) if path else 'the module'} has {width} inputs, but XNNPACK takes 4-bit weights of a multiple "
+                f"of {_XNNPACK_GROUP} inputs only.",
+                "Change its in_features, or use a pt2e recipe, such as xnnpack_pt2e_int8_static_per_channel.",
+                layer=path,
+            )
+        if unfit:
+            shown = ", ".join(f"{path} ({width} inputs)" for path, width in list(unfit.items())[:_NAMED_LAYERS])
+            more = f" and {len(unfit) - _NAMED_LAYERS} more" if len(unfit) > _NAMED_LAYERS else ""
+            self.say(
+                f"{method}: {len(unfit)} of {len(widths)} layers stay in fp32, since 4-bit weights of XNNPACK need a multiple of "
+                f"{_XNNPACK_GROUP} inputs: {shown}{more}."
+            )
+        return set(unfit)
 
     def _does_not_fit(self, method: str, module: nn.Module, path: str, error: Exception) -> SourceTransformFailed:
         """Return the error for torchao's refusal of a weight, with the layer's name and, for a group size, the sizes that fit."""

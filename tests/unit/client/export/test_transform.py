@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from etfarm.client.export import ModelSource
 from etfarm.client.export.archive import ArchiveFacts, read_archive
+from etfarm.client.export.transform import Transform
 from etfarm.client.submit.preparation import BadModel, prepare
 from etfarm.client.submit.prepared import NotPrepared, PreparedExport
 from etfarm.v1.common_pb2 import ACTOR_CLIENT
@@ -109,11 +110,23 @@ def test_a_group_size_that_does_not_divide_is_reported_with_the_layer_and_valid_
 
 
 @pytest.mark.parametrize("recipe", [FOUR_BIT, GROUPS])
-def test_a_layer_that_xnnpack_would_refuse_is_named_before_it_is_exported(recipe: str) -> None:
-    module = nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 8)).eval()
-    error = refusal(module, recipe, example_inputs=X)
-    assert "'1' has 48 inputs, but XNNPACK takes" in str(error) and "use a pt2e recipe" in str(error)
-    assert (error.reason, error.metadata["layer"]) == ("SOURCE_TRANSFORM_FAILED", "1")
+def test_a_model_whose_layers_xnnpack_would_refuse_is_refused_before_it_is_exported(recipe: str) -> None:
+    module = nn.Sequential(nn.Linear(48, 8), nn.Linear(8, 8)).eval()
+    error = refusal(module, recipe, example_inputs=(torch.zeros(1, 48),))
+    assert "'0' has 48 inputs, but XNNPACK takes" in str(error) and "use a pt2e recipe" in str(error)
+    assert (error.reason, error.metadata["layer"]) == ("SOURCE_TRANSFORM_FAILED", "0")
+
+
+@pytest.mark.parametrize("recipe", [FOUR_BIT, GROUPS])
+def test_layers_that_xnnpack_would_refuse_stay_in_fp32_and_are_named(recipe: str) -> None:
+    source = ModelSource.of(nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 8)).eval(), X)
+    lines: list[str] = []
+    transform = Transform(source, recipes.parse(recipe), Path.cwd(), lines.append)
+    module, _ = transform.apply("forward")
+    assert [type(layer.weight) is nn.Parameter for layer in module] == [False, True]
+    assert lines == [
+        "forward: 1 of 2 layers stay in fp32, since 4-bit weights of XNNPACK need a multiple of 32 inputs: 1 (48 inputs)."
+    ]
 
 
 def test_users_own_transforms_work_on_a_copy_and_are_reported() -> None:
