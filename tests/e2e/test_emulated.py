@@ -15,6 +15,7 @@ pytest.importorskip("executorch")
 from etfarm.wire import tensors
 from tests.support.emulation import aarch64_archive, need_emulator
 from tests.support.farm import FarmProcess, etfarm
+from tests.support.huggingface import write_config
 from tests.support.programs import program
 
 pytestmark = [pytest.mark.boards, pytest.mark.slow(reason="an emulated Arm device runs every program")]
@@ -70,6 +71,39 @@ def test_an_emulated_board_returns_the_outputs_and_lines_of_x86(mixed: FarmProce
         assert report["verdict"]["status"] == "NOT_BENCHMARKABLE" and report["device"]["emulated"]
         assert (report["device"]["soc"], report["memory"]["peak_rss_bytes"]) == ("qemu cortex-a76", None)
     assert printed.count("NOT BENCHMARKABLE") == 2
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [("llama", ""), ("qwen2", ":logits=all")],  # the second as optimum-executorch exports: logits of each token
+)
+def test_a_language_model_of_transformers_is_measured_here_and_runs_on_an_emulated_board(
+    mixed: FarmProcess, tmp_path: Path, kind: str, options: str
+) -> None:
+    write_config(tmp_path, kind)
+    done = etfarm(
+        "bench", f"hf:{kind}{options}", "--recipe", FP32, "--generate", "8", "--prompt-tokens", "4,12", "--depth", "0,50%",
+        "--repetitions", "3", "--repeat", "2", "--threads", "1", "--device", "emulated=false", "--device", "soc=qemu cortex-a76",
+        "--json", "r.json", "--server", mixed.address, cwd=tmp_path, timeout_s=540,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("has no checkpoint (*.safetensors): its weights are random") == 1
+    here, emulated = json.loads((tmp_path / "r.json").read_text(), parse_constant=pytest.fail)["reports"]
+    assert (here["device"]["arch"], emulated["device"]["arch"]) == ("x86_64", "aarch64")
+    for report in (here, emulated):
+        assert (
+            report["model"]["name"] == f"{kind}{options}:random"
+            and report["generation"]["model"]["metadata"]["get_n_layers"] == 2
+        )
+        points = report["generation"]["points"]
+        assert [(point["prompt_tokens"], point["error"]) for point in points] == [(4, None), (4, None), (12, None), (12, None)]
+        assert all(point["tokens_equal"] is True and point["repetitions"] == 6 for point in points)
+    for point in here["generation"]["points"]:
+        for rate in ("prefill_tokens_per_s", "decode_tokens_per_s"):
+            low, high = point[f"{rate}_ci95"]
+            assert 0 < low <= point[rate] <= high
+    for point in emulated["generation"]["points"]:
+        assert point["verdict"]["status"] == "NOT_BENCHMARKABLE"
 
 
 def test_the_numeric_gap_names_wrongly_computed_operators(mixed: FarmProcess, tmp_path: Path) -> None:

@@ -75,3 +75,16 @@ def report_generated_inputs(specs: Sequence[ModelSpec], inputs: Path | None) -> 
     if programs and inputs is None:
         run = "runs" if len(programs) == 1 else "run"
         tell(f"No --inputs: {', '.join(programs)} {run} on generated inputs, seed 0.", to_stderr=True)
+
+
+def report_random_weights(specs: Sequence[ModelSpec]) -> None:
+    """Print which models have random weights: those of folders without a checkpoint."""
+    from etfarm.client.export.spec import HuggingFaceFolder
+
+    for spec in specs:
+        if isinstance(spec, HuggingFaceFolder) and spec.is_random:
+            tell(
+                f"{spec.path} has no checkpoint (*.safetensors): its weights are random. Times and memory are those of the "
+                "architecture; outputs and accuracy mean nothing.",
+                to_stderr=True,
+            )

@@ -10,7 +10,17 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from etfarm.client.export.source import ModelSource
-from etfarm.client.export.spec import DEMOS, Demo, FileFactory, ModelSpec, ModuleFactory, Pt2File, PteFile, resolve
+from etfarm.client.export.spec import (
+    DEMOS,
+    Demo,
+    FileFactory,
+    HuggingFaceFolder,
+    ModelSpec,
+    ModuleFactory,
+    Pt2File,
+    PteFile,
+    resolve,
+)
 
 if TYPE_CHECKING:
     from etfarm.client.export.eager import ExportedMethod, ExportedModel, export_source
@@ -22,6 +32,7 @@ __all__ = [
     "ExportedMethod",
     "ExportedModel",
     "FileFactory",
+    "HuggingFaceFolder",
     "ModelSource",
     "ModelSpec",
     "ModuleFactory",

@@ -15,8 +15,8 @@ STAGE = "TORCH_EXPORT"
 TRANSFORM_STAGE = "SOURCE_TRANSFORM"
 """Stage in errors of source transforms."""
 
-FORMS = "x.pt2, x.pte, file.py:factory, package.module:factory or demo:NAME"
-"""The five forms of a MODEL argument, in words."""
+FORMS = "x.pt2, x.pte, file.py:factory, package.module:factory, hf:FOLDER or demo:NAME"
+"""The six forms of a MODEL argument, in words."""
 
 
 def with_article(noun: str) -> str:
@@ -31,7 +31,7 @@ class BadModel(UserError):
 
 
 class BadModelArgument(BadModel):
-    """A MODEL argument has none of the five forms."""
+    """A MODEL argument has none of the six forms."""
 
     def __init__(self, model: str, hint: str = "") -> None:
         super().__init__(f"{model!r} does not name a model.", hint or f"Give {FORMS}.", model=model)

@@ -1,4 +1,4 @@
-"""Loading of a ModelSource from `file.py:factory`, `package.module:factory` or `demo:NAME`."""
+"""Loading of a ModelSource from `file.py:factory`, `package.module:factory`, `hf:FOLDER` or `demo:NAME`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from etfarm.client.export.errors import (
     with_article,
 )
 from etfarm.client.export.source import ModelSource
-from etfarm.client.export.spec import Demo, EagerSpec, FileFactory
+from etfarm.client.export.spec import Demo, EagerSpec, FileFactory, HuggingFaceFolder
 from etfarm.client.export.traces import place_of
 from etfarm.wire.errors import EtfarmError
 
@@ -43,12 +43,16 @@ def load_source(spec: EagerSpec, *, say: Callable[[str], None] | None = None) ->
         FactoryFailed: the user's code raised.
         FactoryReturnedSomethingElse: it did not return a model.
         ExampleInputsNotATuple: it returned (module, x) with an x that is not a tuple.
+        RemoteCodeRefused, UnsupportedArchitecture, BadCheckpoint: see `ModelSource.huggingface`.
     """
     if isinstance(spec, Demo):
         _require_torch(f"demo:{spec.name}")
         from etfarm.client.export.demos import make_demo
 
         return make_demo(spec.name)
+    if isinstance(spec, HuggingFaceFolder):
+        _require_torch(f"hf:{spec.path}")
+        return ModelSource.huggingface(spec.path, say=say, **dict(spec.options))  # type: ignore[arg-type]  # checked by resolve
     where = str(spec.path) if isinstance(spec, FileFactory) else spec.module
     _require_torch(f"{where}:{spec.name}")
     folder = spec.path.resolve().parent if isinstance(spec, FileFactory) else Path.cwd()

@@ -1,4 +1,4 @@
-"""Suppression of what torch and torchao print while they work."""
+"""Suppression of what torch, torchao and ExecuTorch's operators print while they work."""
 
 from __future__ import annotations
 
@@ -35,3 +35,20 @@ def quiet() -> Iterator[None]:
     finally:
         for logger, level in zip(loggers, levels, strict=True):
             logger.setLevel(level)
+
+
+@contextmanager
+def quiet_natively() -> Iterator[None]:
+    """Suppress what C++ code writes to this process's stderr, too, such as the log of ExecuTorch's operators."""
+    if os.environ.get("TORCH_LOGS"):
+        yield
+        return
+    kept, null = os.dup(2), os.open(os.devnull, os.O_WRONLY)
+    try:
+        os.dup2(null, 2)
+        with quiet():
+            yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
+        os.close(null)

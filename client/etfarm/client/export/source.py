@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from etfarm.client.export.errors import BadModelSource, DynamicShapesForm, ExampleInputsNotATuple, with_article
@@ -153,6 +154,7 @@ class ModelSource:
         max_context_tokens: int,
         vocab_size: int,
         max_prompt_tokens: int | None = None,
+        position_vector: bool = False,
         constant_methods: Mapping[str, Any] | None = None,
         calibration_inputs: Samples = (),
         source_transforms: Sequence[SourceTransform] = (),
@@ -169,6 +171,7 @@ class ModelSource:
             vocab_size: number of different tokens.
             max_prompt_tokens: maximum number of tokens of one execution, `max_context_tokens - 1` when None; with 1, prompts are
                 processed token by token.
+            position_vector: whether `forward` takes the position of each token, int64[n], instead of that of the first one.
             constant_methods: further metadata.
             calibration_inputs, source_transforms: as in `of`.
 
@@ -177,7 +180,7 @@ class ModelSource:
         """
         longest = max_context_tokens - 1 if max_prompt_tokens is None else max_prompt_tokens
         metadata = _language_metadata(max_context_tokens, vocab_size, longest)
-        example_inputs, dynamic_shapes = _causal_lm_parts(module, longest)
+        example_inputs, dynamic_shapes = _causal_lm_parts(module, longest, position_vector)
         return cls.of(
             module,
             example_inputs,
@@ -239,6 +242,56 @@ class ModelSource:
             source_transforms=source_transforms,
         )
 
+    @classmethod
+    def huggingface(
+        cls,
+        folder: str | Path,
+        *,
+        max_context_tokens: int | None = None,
+        max_prompt_tokens: int | None = None,
+        dtype: str = "float32",
+        attention: str = "sdpa",
+        logits: str = "last",
+        seed: int = 0,
+        say: Callable[[str], None] | None = None,
+    ) -> ModelSource:
+        """Return the model of a local folder of transformers, like the MODEL argument `hf:FOLDER`.
+
+        A causal language model gets a static KV cache, any number of tokens up to `max_prompt_tokens`, and the metadata of
+        `causal_lm`; its inputs are `input_ids`, int64[1, n], and `cache_position`, int64[n]. Other models, such as encoders and
+        classifiers of texts or images, get their plain `forward` with example inputs of the sizes in their configuration. Nothing
+        is downloaded, and no code of the folder is executed.
+
+        Args:
+            folder: folder with a config.json and safetensors files; without these, the weights are random.
+            max_context_tokens: number of tokens that the cache has room for; 2048 when None, or what config.json allows.
+            max_prompt_tokens: as in `causal_lm`.
+            dtype: `float32`, `float16` or `bfloat16`.
+            attention: `sdpa`, PyTorch's over the whole cache, or `custom`, ExecuTorch's `llama::custom_sdpa`, whose work grows
+                with the text.
+            logits: `last` for those of the last token, `all` for those of each.
+            seed: selects random weights.
+            say: called with a sentence about random weights and code that is not executed.
+
+        Raises:
+            ExtraMissing: transformers is not installed.
+            ModelNotFound: there is no such folder, or it has no config.json.
+            RemoteCodeRefused: only Python code in the folder could create the model.
+            UnsupportedArchitecture: transformers does not have it, or it has inputs or a cache that etfarm cannot make up.
+            BadCheckpoint: the configuration or the weights cannot be used.
+            BadModelSource: an option has an unsupported value.
+        """
+        from etfarm.client.export.huggingface import load
+
+        loaded = load(
+            Path(folder), max_context_tokens=max_context_tokens, max_prompt_tokens=max_prompt_tokens, dtype=dtype,
+            attention=attention, logits=logits, seed=seed, say=say,
+        )  # fmt: skip
+        samples = loaded.samples
+        if loaded.decoder is None:
+            return cls.of(loaded.module, samples[0], calibration_inputs=samples)
+        return cls.causal_lm(loaded.module, position_vector=True, calibration_inputs=samples, **loaded.decoder)
+
 
 def _language_metadata(max_context_tokens: int, vocab_size: int, max_prompt_tokens: int) -> dict[str, Any]:
     """Return the metadata methods of a language model.
@@ -258,7 +311,7 @@ def _language_metadata(max_context_tokens: int, vocab_size: int, max_prompt_toke
     }  # fmt: skip
 
 
-def _causal_lm_parts(module: nn.Module, max_prompt_tokens: int) -> tuple[tuple[Any, ...], Any]:
+def _causal_lm_parts(module: nn.Module, max_prompt_tokens: int, position_vector: bool) -> tuple[tuple[Any, ...], Any]:
     """Return the example inputs of a decoder and their dynamic shapes.
 
     Args:
@@ -277,10 +330,12 @@ def _causal_lm_parts(module: nn.Module, max_prompt_tokens: int) -> tuple[tuple[A
         )
     # A length of 1 in the example would make the dim static.
     count = min(3, max_prompt_tokens)
-    example = torch.arange(1, count + 1).reshape(1, count), torch.zeros(1, dtype=torch.int64)
+    positions = torch.arange(count) if position_vector else torch.zeros(1, dtype=torch.int64)
+    example = torch.arange(1, count + 1).reshape(1, count), positions
     if max_prompt_tokens == 1:
         return example, None
-    return example, ({1: torch.export.Dim("tokens", max=max_prompt_tokens)}, None)
+    length = torch.export.Dim("tokens", max=max_prompt_tokens)
+    return example, ({1: length}, {0: length} if position_vector else None)
 
 
 def must_be_tuple(method: str, inputs: object) -> None:

@@ -23,6 +23,7 @@ from etfarm.client.export.errors import (
     TruncatedProgram,
     UnknownDemo,
 )
+from etfarm.client.export.huggingface_folder import parse_options, read_folder
 from etfarm.wire import pte
 
 DEMOS: Final = ("resnet8", "ds_cnn", "mobilenet_v1_025")
@@ -99,8 +100,25 @@ class Demo:
         return self.name
 
 
-ModelSpec = Pt2File | PteFile | FileFactory | ModuleFactory | Demo
-EagerSpec = FileFactory | ModuleFactory | Demo
+@dataclass(frozen=True)
+class HuggingFaceFolder:
+    """A local folder of transformers with a config.json, and options for the model."""
+
+    path: Path
+    options: tuple[tuple[str, str | int], ...] = ()
+    """Arguments of `ModelSource.huggingface`."""
+    is_random: bool = False
+    """Whether the folder has no checkpoint, so that the weights are random."""
+
+    @property
+    def label(self) -> str:
+        """Default name of the model: the folder's name with the options, and `random` for random weights."""
+        text = ",".join(f"{name}={value}" for name, value in self.options)
+        return ":".join(filter(None, (self.path.resolve().name, text, "random" if self.is_random else "")))
+
+
+ModelSpec = Pt2File | PteFile | FileFactory | ModuleFactory | HuggingFaceFolder | Demo
+EagerSpec = FileFactory | ModuleFactory | HuggingFaceFolder | Demo
 """The kinds that need torch on the client."""
 
 
@@ -110,13 +128,16 @@ def resolve(text: str) -> ModelSpec:
     Relative paths are relative to the working folder.
 
     Raises:
-        BadModelArgument: it has none of the five forms.
+        BadModelArgument: it has none of the six forms.
         ModelNotFound: its file does not exist.
         UnknownDemo: no demo has the name.
+        BadCheckpoint: the configuration or the weights of a folder cannot be used.
         NotAPt2, NotAPte, TruncatedProgram: the file does not have the format of its suffix.
     """
     if text.startswith("demo:"):
         return Demo(_known_demo(text.removeprefix("demo:")))
+    if text.startswith("hf:"):
+        return _folder(text)
     suffix = Path(text).suffix.lower()
     if suffix == ".pt2":
         path = _existing(text)
@@ -209,6 +230,17 @@ def check_pte(path: Path) -> None:
         expected = max(expected, header.file_bytes)
     if size < expected:
         raise TruncatedProgram(shown, size, expected)
+
+
+def _folder(text: str) -> HuggingFaceFolder:
+    path, options = text.removeprefix("hf:"), ""
+    if "=" in path.rpartition(":")[2] and not Path(path).is_dir():
+        path, _, options = path.rpartition(":")
+    if not path:
+        raise BadModelArgument(text, "Name the folder, as in hf:models/llama or hf:models/llama:max_context_tokens=512.")
+    chosen = parse_options(text, options) if options else {}
+    folder = read_folder(Path(path))
+    return HuggingFaceFolder(folder.path, tuple(chosen.items()), not folder.has_checkpoint)
 
 
 def _known_demo(name: str) -> str:

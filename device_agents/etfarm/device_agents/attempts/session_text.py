@@ -140,7 +140,8 @@ class SessionText:
             recognized = language_models.describe(facts, "The program", prefill=prefill, decode=decode)
             if recognized.HasField("flow"):
                 raise language_models.NotALanguageModel(
-                    f"The method {recognized.decode_method!r} of the program takes embeddings, and sessions generate text from tokens.",
+                    f"The method {recognized.decode_method!r} of the program takes embeddings, but sessions generate text from "
+                    "tokens.",
                     "Call the methods one by one, or measure it with `etfarm bench --generate`.",
                 )
             for name in (recognized.prefill_method, recognized.decode_method):

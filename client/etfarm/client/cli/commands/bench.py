@@ -16,6 +16,7 @@ from etfarm.client.cli.arguments import (
     needs_export,
     prepare_archives,
     report_generated_inputs,
+    report_random_weights,
     require_data_program,
     require_file,
 )
@@ -40,7 +41,7 @@ def bench(
     context: typer.Context,
     models: Annotated[
         list[str],
-        typer.Argument(metavar="MODEL", help="x.pt2, x.pte, file.py:factory, package.module:factory or demo:NAME."),
+        typer.Argument(metavar="MODEL", help="x.pt2, x.pte, file.py:factory, package.module:factory, hf:FOLDER or demo:NAME."),
     ],
     recipe: options.Recipes = None,
     device: Annotated[
@@ -210,6 +211,7 @@ def bench(
         require_graphs("--min-sqnr", specs)
     samples = options.calibration_of(calibration, batched, recipes)
     sources = prepare_archives(specs, recipes)
+    report_random_weights(specs)
     if generated is None:
         report_generated_inputs(specs, inputs)
 

@@ -11,7 +11,7 @@ import typer
 
 from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
-from etfarm.client.cli.arguments import needs_export, prepare_archives
+from etfarm.client.cli.arguments import needs_export, prepare_archives, report_random_weights
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import require_writable
 from etfarm.client.cli.outcome import STDOUT, Outcome
@@ -40,7 +40,9 @@ def main(argv: list[str]) -> int:
 
 def compile_(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="x.pt2, file.py:factory, package.module:factory or demo:NAME.")],
+    model: Annotated[
+        str, typer.Argument(metavar="MODEL", help="x.pt2, file.py:factory, package.module:factory, hf:FOLDER or demo:NAME.")
+    ],
     recipe: Annotated[
         str, typer.Option("--recipe", metavar="R", help="A recipe's name, name:key=value, several joined by +, or a TOML file.")
     ] = "xnnpack_fp32",
@@ -94,6 +96,7 @@ def compile_(
     _must_fit(stage, output, etrecord)
     samples = options.calibration_of(calibration, batched, [read])
     sources = prepare_archives([spec], [read])
+    report_random_weights([spec])
 
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal.display import Display, open_display

@@ -16,6 +16,7 @@ from etfarm.client.cli.arguments import (
     needs_export,
     prepare_archives,
     report_generated_inputs,
+    report_random_weights,
     require_data_program,
     require_file,
 )
@@ -96,6 +97,7 @@ def run(
         raise Usage("--recipe cannot be combined with a .pte, which is already compiled.", "Leave --recipe out.")
     require_data_program(data or (), [spec])
     (source,) = prepare_archives([spec], [read])
+    report_random_weights([spec])
     if is_dataset(
         inputs, batched, {"--devices": devices, "--all-devices": all_devices, "--mixed": mixed, "--metric": metric,
         "--keep-going": keep_going, "--reset": reset},
