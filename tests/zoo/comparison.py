@@ -219,7 +219,7 @@ def _cell(row: Row) -> str:
     if theirs is None:
         return f"runs{ratio}"
     if not theirs["ok"]:
-        return f"etfarm only{ratio}"
+        return f"plain fails{ratio}"
     if compared is None or compared["equal"] or compared["max_abs_error"] is None:
         return f"{'equal' if compared is not None and compared['equal'] else 'differs'}{ratio}"
     distance = compared["max_abs_error"] / (compared["scale"] or 1.0)
