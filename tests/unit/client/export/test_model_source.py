@@ -103,7 +103,7 @@ def test_each_form_is_taken_for_what_it_is(folder: Path, pt2: bytes) -> None:
 
 
 @pytest.mark.parametrize("text", ["resnet8", "x.onnx", "", ":make", "a b:make", "x.py:", "net:not-a-name", "model.pt"])
-def test_any_other_source_is_refused_with_the_five_forms(golden: Golden, text: str) -> None:
+def test_any_other_source_is_refused_with_all_forms(golden: Golden, text: str) -> None:
     with pytest.raises(e.BadModelArgument) as refused:
         resolve(text)
     golden.check(refused.value)

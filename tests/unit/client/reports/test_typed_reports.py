@@ -268,9 +268,10 @@ def test_notebooks_show_tables_in_which_names_do_no_harm() -> None:
 
 def test_public_names_are_pinned() -> None:
     assert etfarm.client.__all__ == [
-        "AsyncFarm", "AsyncJob", "AsyncLocalSession", "AsyncSession", "CellChanged", "Comparison", "DeviceError", "EtfarmError",
-        "Farm", "FarmError", "Generate", "Job", "JobChanged", "JobResult", "LocalSession", "LogLine", "Loop", "ModelSource",
-        "Outputs", "Progress", "Report", "Session", "UserError",
+        "AsyncFarm", "AsyncJob", "AsyncLocalSession", "AsyncSession", "AsyncTokenStream", "CellChanged", "Comparison",
+        "DeviceError", "EtfarmError", "Farm", "FarmError", "Generate", "GeneratedTokens", "Job", "JobChanged", "JobResult",
+        "LocalSession", "LogLine", "Loop", "ModelSource", "Outputs", "Progress", "Report", "Session", "TokenStream",
+        "UserError",
     ]  # fmt: skip
     assert [name for name in etfarm.client.__all__ if getattr(etfarm.client, name, None) is None] == []
     assert reports.__all__ == sorted(reports.__all__)

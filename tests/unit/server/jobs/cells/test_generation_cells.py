@@ -26,7 +26,9 @@ async def test_an_agent_gets_the_plan_and_time_for_its_points(world: World) -> N
     assert candidate.generation.model.decode_method == candidate.method == "forward" and not candidate.HasField("inputs")
     assert [(point.prompt_tokens, point.depth) for point in candidate.generation.points] == [(4, 0), (4, 39)]
     assert candidate.generation.generated_tokens == run.measurement.generation.tokens == 8
-    assert run.deadline_s == 600 + 2 * (60 + 120), "two points, each with its limit and what comes before it"
+    assert run.deadline_s == 600 + 2 * 120 + 2 * (60 + 120), (
+        "scores, and two points, each with its limit and what comes before it"
+    )
     await world.conductor.cancel(job)
 
 
