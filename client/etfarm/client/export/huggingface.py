@@ -109,7 +109,7 @@ def _importing(folder: Path) -> Iterator[None]:
     if "torchvision" not in sys.modules and importlib.util.find_spec("torchvision") is not None:
         try:
             importlib.import_module("torchvision")
-        except (ImportError, RuntimeError, OSError):
+        except (ImportError, RuntimeError, OSError, AttributeError):
             for name in [name for name in sys.modules if name.partition(".")[0] == "torchvision"]:
                 del sys.modules[name]
             sys.modules["torchvision"] = None  # type: ignore[assignment]  # find_spec and import both say that there is none
@@ -173,13 +173,25 @@ def _architecture(transformers: Any, folder: Folder, config: Any) -> str:
         raise UnsupportedArchitecture(
             str(folder.path), named or folder.model_type, "it has an encoder and a decoder, which are two methods of a program"
         )
-    if named in causal.values() or (not named and folder.model_type in causal and not _is_masked(mapping, folder)):
+    if folder.model_type in causal and (named in causal.values() or (not named and not _is_masked(mapping, folder))):
         return _CAUSAL
     if not named:
         named = mapping.MODEL_MAPPING_NAMES.get(folder.model_type, "")
-    if not isinstance(named, str) or not hasattr(transformers, named):
-        raise UnsupportedArchitecture(str(folder.path), str(named), f"transformers {transformers.__version__} has no such class")
+    if not isinstance(named, str) or not _is_model_of(transformers, named, config):
+        why = f"transformers {transformers.__version__} has no such class of {folder.model_type!r} models"
+        raise UnsupportedArchitecture(str(folder.path), str(named), why)
     return named
+
+
+def _is_model_of(transformers: Any, name: str, config: Any) -> bool:
+    """Return whether a name is that of a model's own class for this configuration.
+
+    AutoModel and others that choose a class are not: if transformers has none, they choose one in the folder's code.
+    """
+    cls = getattr(transformers, name, None)
+    if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
+        return False
+    return isinstance(cls.config_class, type) and isinstance(config, cls.config_class)
 
 
 def _is_masked(mapping: Any, folder: Folder) -> bool:
@@ -199,10 +211,10 @@ def _create(transformers: Any, folder: Folder, kind: str, config: Any, dtype: st
 
     def create(attention: str) -> tuple[Any, Any]:
         options = {"dtype": getattr(torch, dtype), "attn_implementation": attention}
+        if kind == _CAUSAL:
+            options["trust_remote_code"] = False  # by default the user is asked, and may confirm
         if not checkpoint:
             return (cls.from_config if kind == _CAUSAL else cls._from_config)(config, **options), None
-        if kind == _CAUSAL:
-            options["trust_remote_code"] = False
         created: tuple[Any, Any] = cls.from_pretrained(
             str(folder.path), config=config, local_files_only=True, use_safetensors=True, output_loading_info=True, **options
         )
@@ -220,6 +232,9 @@ def _create(transformers: Any, folder: Folder, kind: str, config: Any, dtype: st
         raise UnsupportedArchitecture(str(folder.path), folder.model_type, f"{what}: {_line(error)}") from error
     if loaded is not None:
         _must_be_whole(folder, loaded)
+        if unused := sorted(loaded["unexpected_keys"]):
+            more = f" and {len(unused) - 3:,} more" if len(unused) > 3 else ""
+            say(f"{type(model).__name__} does not use these weights of the checkpoint: {', '.join(unused[:3])}{more}.")
     if hasattr(model, "set_experts_implementation") and getattr(model, "_can_set_experts_implementation", lambda: False)():
         model.set_experts_implementation("batched_mm")  # grouped matrix multiplications have no kernel in ExecuTorch
     return model.eval().requires_grad_(False)
@@ -318,5 +333,9 @@ def _plain(folder: Folder, model: Any) -> Loaded:
 
 
 def _line(error: BaseException) -> str:
-    text = next((line.strip() for line in str(error).splitlines() if line.strip()), type(error).__name__)
-    return text[:300].rstrip(".")
+    """Return the beginning of an error's message, on one line."""
+    if isinstance(error, KeyError):
+        return f"transformers does not know {str(error)[:300]}"
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    text = " ".join(lines[:2]) if lines[0].endswith(":") else lines[0]
+    return text[:300].rstrip(".:")

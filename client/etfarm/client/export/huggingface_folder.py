@@ -84,7 +84,11 @@ def read_folder(path: Path) -> Folder:
     shown = str(path)
     file = path / "config.json"
     if not path.is_dir():
-        raise ModelNotFound(f"There is no folder {shown}.", f"Paths start at the working folder, {Path.cwd()}.", path=shown)
+        raise ModelNotFound(
+            f"There is no folder {shown}.",
+            f"Paths start at the working folder, {Path.cwd()}. A model of the hub must be downloaded first.",
+            path=shown,
+        )
     if not file.is_file():
         raise ModelNotFound(
             f"{shown} has no config.json, so it is not a model of transformers.",
@@ -107,6 +111,12 @@ def read_folder(path: Path) -> Folder:
         raise BadCheckpoint(
             f"The checkpoint in {shown} is already quantized ({file.name} has a quantization_config).",
             "Give the original checkpoint, and a recipe that quantizes it for ExecuTorch.",
+            path=shown,
+        )
+    if (path / "adapter_config.json").exists():
+        raise BadCheckpoint(
+            f"{shown} has an adapter of PEFT (adapter_config.json), whose model is elsewhere.",
+            "Merge it into its model with merge_and_unload, and save that with save_pretrained.",
             path=shown,
         )
     tensors = any(path.glob("*.safetensors"))

@@ -103,6 +103,7 @@ def test_an_option_is_checked_before_anything_is_loaded(tmp_path: Path, options:
         ({"config.json": '{"model_type": "llama", "architectures": "x"}'}, "BAD_CHECKPOINT", "no model_type"),
         ({"config.json": '{"model_type": "llama", "quantization_config": {"bits": 4}}'}, "BAD_CHECKPOINT", "already quantized"),
         ({"config.json": '{"model_type": "llama"}', "pytorch_model.bin": "x"}, "BAD_CHECKPOINT", "a pickle"),
+        ({"config.json": '{"model_type": "llama"}', "adapter_config.json": "{}"}, "BAD_CHECKPOINT", "an adapter of PEFT"),
     ],
 )
 def test_a_folder_that_is_no_model_is_refused(tmp_path: Path, files: dict[str, str], reason: str, words: str) -> None:
@@ -187,6 +188,10 @@ def test_a_checkpoint_gives_the_weights(tmp_path: Path) -> None:
     assert torch.equal(loaded["model.lm_head.weight"], model.lm_head.weight)
 
     config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    lines: list[str] = []
+    ModelSource.huggingface(folder, say=lines.append)
+    assert "does not use these weights of the checkpoint: model.layers.1." in lines[-1]
     (folder / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 3}))
     error = refusal(f"hf:{folder}")
     assert error.reason == "BAD_CHECKPOINT" and "lacks model.layers.2." in str(error)
@@ -211,9 +216,36 @@ def test_code_of_a_folder_is_not_executed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("kind", "named"),
+    [
+        ("vit", "LlamaForCausalLM"),
+        ("vit", "AutoModelForCausalLM"),
+        ("llama", "AutoModelForImageClassification"),
+        ("bert", "AutoModel"),
+    ],
+)
+def test_nobody_is_asked_to_confirm_code_of_a_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, named: str
+) -> None:
+    codes = dict.fromkeys(("AutoModel", "AutoModelForCausalLM", "AutoModelForImageClassification"), "code.Model")
+    folder = write_config(tmp_path, kind, architectures=[named], auto_map=codes)
+    (folder / "code.py").write_text(f"open({str(tmp_path / 'executed')!r}, 'w')\n")
+    asked: list[str] = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or "y")
+    error = refusal(f"hf:{folder}")
+    assert (error.reason, asked, (tmp_path / "executed").exists()) == ("UNSUPPORTED_ARCHITECTURE", [], False)
+    assert f"no such class of '{kind}' models" in str(error)
+
+
+@pytest.mark.parametrize(
     ("kind", "changes", "words"),
     [
         ("t5", {}, "an encoder and a decoder"),
+        ("llama", {"architectures": ["PreTrainedModel"]}, "has no such class"),
+        ("llama", {"architectures": ["pipeline"]}, "has no such class"),
+        ("llama", {"hidden_act": "no_such_function"}, "transformers does not know 'no_such_function'"),
+        ("llama", {"vocab_size": 10**13}, "it cannot be created"),
+        ("llama", {"max_position_embeddings": "x"}, "'max_position_embeddings'"),
         ("mamba", {}, "cache"),
         ("llama", {"model_type": "no_such_model"}, "cannot read its configuration"),
         ("bert", {"architectures": ["NoSuchModel"]}, "has no such class"),
