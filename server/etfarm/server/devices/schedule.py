@@ -181,7 +181,7 @@ def why_waiting(cell: Waiting, devices: Sequence[Device] | Fitting, runs: Mappin
         drained = sorted((device for device in fitting if device.state == DRAINING), key=lambda device: device.name)
         reasons += [f"{device.name} is drained{f': {device.drain.reason}' if device.drain.reason else ''}" for device in drained]
         return "; ".join(filter(None, [*reasons, small]))
-    busy = sorted(device.name for device in fitting if device.id in runs)
+    busy = sorted(device.name for device in fitting if device.id in runs and device.state != DRAINING)
     return "; ".join(filter(None, [f"{', '.join(busy)} {'is' if len(busy) == 1 else 'are'} busy", small])) if busy else ""
 
 

@@ -193,6 +193,8 @@ def test_a_drained_device_gets_no_cell_and_its_reason_is_told() -> None:
     assert schedule.why_waiting(waiting, [drained], {}) == "a is drained: new cable"
     drained.drain.reason = ""
     assert schedule.why_waiting(waiting, [drained], {}) == "a is drained"
+    both = [drained, device("b", BUSY)]
+    assert schedule.why_waiting(waiting, both, {"a": "x", "b": "y"}) == "b is busy", "the drained one takes no turn"
     assert schedule.why_waiting(waiting, [drained, device("b", BUSY)], {"b": "x"}) == "b is busy"
 
 
