@@ -168,10 +168,10 @@ class Registry:
             DeviceNotFound: as `get`.
             BadLabel: a label is not valid, or there would be too many.
         """
-        device = self.get(key)
-        await self._settings.label(device, labels, removed)
+        device_id = self.get(key).id
+        await self._settings.label(self._known[device_id], labels, removed)
         self.changed()
-        return self.get(device.id)
+        return self.get(device_id)
 
     async def drain(self, key: str, reason: str, principal: str) -> Device:
         """Place nothing new on a device until `undrain`; what it runs continues.
@@ -333,8 +333,8 @@ class Registry:
         del self._known[device.id]
         self._telemetry.pop(device.id, None)
         self._projects.pop(device.id, None)
-        self._settings.forget(device.id)
         await self._records.delete(device.id)
+        await self._settings.forget(device.id)
         self.changed()
         return device
 

@@ -47,7 +47,7 @@ class SettingsOfDevices:
             device.drain.CopyFrom(settings.drain)
 
     async def label(self, device: Device, labels: Mapping[str, str], removed: Collection[str]) -> None:
-        """Set and remove labels of a device, given with its current ones.
+        """Set and remove labels of a device, given as its agent reports it.
 
         Raises:
             BadLabel: a label is not valid, one key is set and removed, or the device would have more than MAX_LABELS.
@@ -83,9 +83,10 @@ class SettingsOfDevices:
             settings.ClearField("drain")
             await self._store(device_id, settings)
 
-    def forget(self, device_id: str) -> None:
-        """Remove a device's settings from memory; its records are deleted with the device."""
-        self._known.pop(device_id, None)
+    async def forget(self, device_id: str) -> None:
+        """Remove a device's settings, after changes of them that have begun."""
+        async with self._changing:
+            await self._store(device_id, DeviceSettings())
 
     def _copy(self, device_id: str) -> DeviceSettings:
         settings = DeviceSettings()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime
 from pathlib import Path
@@ -101,6 +102,28 @@ async def test_a_device_has_a_limited_number_of_labels(world: World) -> None:
         await world.registry.label("pi", {"another": ""}, [])
     await world.registry.label("pi", {"another": ""}, ["k0"])
     assert len(world.labels) == MAX_LABELS
+
+
+async def test_labels_of_admins_can_be_set_and_removed_again_and_again(world: World) -> None:
+    await world.connect(rack="1")
+    for index in range(MAX_LABELS + 1):
+        await world.registry.label("pi", {f"k{index}": ""}, [])
+        await world.registry.label("pi", {}, [f"k{index}"])
+    assert world.labels == {"rack": "1"}
+
+
+async def test_a_change_that_a_forgotten_device_overtakes_leaves_nothing(world: World) -> None:
+    session = await world.connect()
+    await world.registry.disconnect(session)
+    changes = [asyncio.create_task(world.registry.drain("pi", f"reason {index}", "ann")) for index in range(2)]
+    await asyncio.sleep(0)  # both have found the device
+    await world.registry.forget("pi")
+    await asyncio.gather(*changes, return_exceptions=True)
+    await world.connect()
+    assert world.registry.get("pi").state == IDLE
+    await world.restart()
+    await world.connect()
+    assert world.registry.get("pi").state == IDLE
 
 
 async def test_a_drained_device_takes_nothing_new_until_it_is_undrained(world: World) -> None:
