@@ -278,15 +278,16 @@ class Submission:
         Raises:
             DeviceLacks: no device has them, so that no program of the recipe that is delegated would run.
         """
-        chosen = [selectors.parse(choice.selector) for choice in spec.devices]
-        matching = [device for device in devices if any(selector.matches(device) for selector in chosen)]
-        known = [self._known_backends(device) for device in matching]
-        if not known or None in known:
+        # In a thread, since there may be thousands of both.
+        matching = await self._readers.run(_matching, spec, devices)
+        backends = [self._known_backends(device) for device in matching]
+        if not backends or None in backends:
             return
+        known = {frozenset(each or ()) for each in backends}
         for text in dict.fromkeys(candidate.recipe for candidate in spec.candidates if candidate.recipe):
             recipe = await self._recipe(text)
             needed = {backend for part in recipe.parts if (backend := recipes.runtime_backend(part.name))}
-            if not any(needed.issubset(backends or ()) for backends in known):
+            if not any(needed.issubset(each) for each in known):
                 shown = ", ".join(sorted(needed))
                 names = ", ".join(device.name for device in matching[:_NAMED_DEVICES])
                 raise DeviceLacks(
@@ -311,6 +312,12 @@ class Submission:
             await self._screening.screen_pt2(method.exported_program.digest)
             if method.HasField("reference"):
                 await self._screening.screen_pt2(method.reference.digest)
+
+
+def _matching(spec: job_pb2.JobSpec, devices: Sequence[Device]) -> list[Device]:
+    """Return the devices that a spec's selectors match."""
+    chosen = [selectors.parse(text) for text in dict.fromkeys(choice.selector for choice in spec.devices)]
+    return [device for device in devices if any(selector.matches(device) for selector in chosen)]
 
 
 def _require_cores(wanted: str, devices: Sequence[Device]) -> None:
