@@ -57,10 +57,16 @@ def choose(devices: Sequence[Device], count: int | None, selector: str = "", *, 
     which = f" that match {selector!r}" if selector else ""
     wanted = max(1, len(here)) if count is None else count
     if len(here) < wanted:
-        away = [device.name for device in devices if device.state not in _HERE]
-        missing = f"; {', '.join(away)} {'is' if len(away) == 1 else 'are'} known and cannot be used now" if away else ""
+        drained = [device for device in devices if device.state is DeviceState.DRAINING]
+        away = [device.name for device in devices if device.state not in _HERE and device not in drained]
+        reasons = [f"{', '.join(away)} {'is' if len(away) == 1 else 'are'} known and cannot be used now"] if away else []
+        reasons += [
+            f"{device.name} is drained{f': {device.drain.reason}' if device.drain and device.drain.reason else ''}"
+            for device in drained
+        ]
+        kind = "Connected devices that are not drained" if drained else "Connected devices"
         raise TooFewDevices(
-            f"Connected devices{which}: {len(here)}, but {wanted} are required{missing}.",
+            f"{'; '.join([f'{kind}{which}: {len(here)}, but {wanted} are required', *reasons])}.",
             "Connect more, or ask for fewer.",
             selector=selector, wanted=wanted, known=len(here),
         )  # fmt: skip

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime
 
 import pytest
 
 from etfarm.client.datasets.devices import choose
 from etfarm.client.errors import EtfarmError
-from etfarm.client.models import Device, DeviceState
+from etfarm.client.models import Device, DeviceState, Drain
 from tests.support.golden import Golden
 
 PI = Device(
@@ -54,3 +55,15 @@ def test_devices_that_are_away_do_not_count(golden: Golden) -> None:
     with pytest.raises(EtfarmError) as refused:
         choose([away], None)
     golden.check(refused.value)
+
+
+def test_a_drained_device_does_not_count_and_its_reason_is_told() -> None:
+    drain = Drain("new cable", "ann", datetime(2026, 6, 1, tzinfo=UTC))
+    drained = replace(PIS[0], state=DeviceState.DRAINING, drain=drain)
+    with pytest.raises(EtfarmError, match="pi-a is drained: new cable"):
+        choose([drained], None)
+    away = replace(PIS[2], state=DeviceState.OFFLINE)
+    with pytest.raises(
+        EtfarmError, match="1, but 2 are required; pi-c is known and cannot be used now; pi-a is drained: new cable"
+    ):
+        choose([drained, PIS[1], away], 2)
