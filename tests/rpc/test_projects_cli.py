@@ -89,9 +89,17 @@ def test_a_device_is_labelled_drained_and_undrained(farm: FarmProcess, capsys: p
         job = client.submit_run(_pte(farm), RunOptions(device="name=board-0"))
         assert wait_until(lambda: "board-0 is drained: new cable" in job.refresh().cells[0].waiting_for)
         job.cancel()
+    assert devices.main(["drain", "board-0", "board-9", *server]) == 2
+    assert "takes nothing new" in capsys.readouterr().out, "what has been done is told"
     assert devices.main(["undrain", "board-0", *server]) == 0
     assert "is idle" in capsys.readouterr().out
-    for wrong in (["label", "board-0"], ["label", "board-0", "rack"], ["label", "board-0", "a b=1"], ["drain", "board-9"]):
+    for wrong in (
+        ["label", "board-0"],
+        ["label", "board-0", "rack"],
+        ["label", "board-0", "a=1", "a=2"],
+        ["label", "board-0", "a b=1"],
+        ["drain", "board-9"],
+    ):
         assert devices.main([*wrong, *server]) == 2
         assert capsys.readouterr().err.count("\n") == 1
 

@@ -122,7 +122,11 @@ def label(
     """Set and remove a device's labels. They take precedence over its agent's, and stay when it reconnects. Admins only."""
     from etfarm.client.aio import AsyncFarm
 
-    pairs = dict(_pair(text) for text in labels or ())
+    pairs: dict[str, str] = {}
+    for key, value in map(_pair, labels or ()):
+        if key in pairs:
+            raise Usage(f"Label {key} is set twice, to {pairs[key]!r} and to {value!r}.", "Give one.")
+        pairs[key] = value
     if not pairs and not remove:
         raise Usage("Give at least one K=V or --remove.", "For example `etfarm devices label board-7 rack=3`.")
 
@@ -144,13 +148,14 @@ def drain(
     """Place nothing new on devices until `undrain`; what they run continues. Admins only."""
     from etfarm.client.aio import AsyncFarm
 
-    async def change() -> list[Device]:
+    async def change() -> None:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return [await farm.drain_device(device, reason) for device in devices]
+            for device in devices:
+                changed = await farm.drain_device(device, reason)
+                running = "; what it runs now continues" if changed.attempt_id else ""
+                tell(f"{changed.name} ({changed.id}) takes nothing new{running}.")
 
-    for changed in run_async(change):
-        running = "; what it runs now continues" if changed.attempt_id else ""
-        tell(f"{changed.name} ({changed.id}) takes nothing new{running}.")
+    run_async(change)
 
 
 def undrain(
@@ -162,12 +167,13 @@ def undrain(
     """Place runs on drained devices again. Admins only."""
     from etfarm.client.aio import AsyncFarm
 
-    async def change() -> list[Device]:
+    async def change() -> None:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return [await farm.undrain_device(device) for device in devices]
+            for device in devices:
+                changed = await farm.undrain_device(device)
+                tell(f"{changed.name} ({changed.id}) is {changed.state.value.lower()}.")
 
-    for changed in run_async(change):
-        tell(f"{changed.name} ({changed.id}) is {changed.state.value.lower()}.")
+    run_async(change)
 
 
 def forget(
