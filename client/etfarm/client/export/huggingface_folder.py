@@ -157,12 +157,19 @@ def parse_options(model: str, text: str) -> dict[str, str | int]:
 
 def _read_json(file: Path) -> dict[str, Any]:
     shown = str(file)
-    if file.stat().st_size > MAX_CONFIG_BYTES:
+    try:
+        with file.open("rb") as opened:
+            content = opened.read(MAX_CONFIG_BYTES + 1)
+    except OSError as error:
+        raise BadCheckpoint(
+            f"{shown} cannot be read: {error.strerror or error}.", "Give a folder that you may read.", path=shown
+        ) from error
+    if len(content) > MAX_CONFIG_BYTES:
         raise BadCheckpoint(
             f"{shown} has more than {MAX_CONFIG_BYTES >> 20} MiB.", "Give a config.json of transformers.", path=shown
         )
     try:
-        config = json.loads(file.read_bytes())
+        config = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise BadCheckpoint(f"{shown} is not JSON: {error}.", "Copy or download it again.", path=shown) from None
     if not isinstance(config, dict):

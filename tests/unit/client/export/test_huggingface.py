@@ -99,6 +99,8 @@ def test_an_option_is_checked_before_anything_is_loaded(tmp_path: Path, options:
         ({}, "MODEL_NOT_FOUND", "no config.json"),
         ({"config.json": "{"}, "BAD_CHECKPOINT", "not JSON"),
         ({"config.json": "[1]"}, "BAD_CHECKPOINT", "not a JSON object"),
+        ({"config.json": "[" * 100_000}, "BAD_CHECKPOINT", "not JSON"),
+        ({"config.json": " " * (4 << 20) + "{}"}, "BAD_CHECKPOINT", "more than 4 MiB"),
         ({"config.json": "{}"}, "BAD_CHECKPOINT", "no model_type"),
         ({"config.json": '{"model_type": "llama", "architectures": "x"}'}, "BAD_CHECKPOINT", "no model_type"),
         ({"config.json": '{"model_type": "llama", "quantization_config": {"bits": 4}}'}, "BAD_CHECKPOINT", "already quantized"),

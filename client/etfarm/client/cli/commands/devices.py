@@ -139,7 +139,7 @@ def label(
 
 
 def drain(
-    devices: Annotated[list[str], typer.Argument(metavar="DEVICE...", help="Ids, their first characters, or names.")],
+    devices: Annotated[list[str], typer.Argument(metavar="DEVICE", help="Ids, their first characters, or names.")],
     reason: Annotated[str, typer.Option("--reason", metavar="TEXT", help="Why, for people who wait for the device.")] = "",
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
@@ -159,7 +159,7 @@ def drain(
 
 
 def undrain(
-    devices: Annotated[list[str], typer.Argument(metavar="DEVICE...", help="Ids, their first characters, or names.")],
+    devices: Annotated[list[str], typer.Argument(metavar="DEVICE", help="Ids, their first characters, or names.")],
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,

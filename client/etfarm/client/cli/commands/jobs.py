@@ -218,7 +218,7 @@ def retry(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> int:
-    """Submit the failed cells of a job as a new job, wait for it and show its reports. It has the label retry_of."""
+    """Submit the failed cells of a job as a new job, labelled retry_of=JOB, wait for it and show its reports."""
     from etfarm.client.aio import AsyncFarm
 
     async def submit() -> str:
