@@ -140,6 +140,8 @@ class Submission:
                 await pace.pause()  # with 1,000 small candidates nothing else yields to the event loop
             devices = schedule.open_to(project, self._devices()) if spec.devices else ()
             choices = await self._readers.run(self._choices, spec, devices)
+            if cells:
+                await self._readers.run(_require_devices, cells, devices)
             if validate_only:
                 # Not of a job that has its exports: it may turn out that a recipe delegates nothing of a model.
                 await self._require_backends(spec, devices)
@@ -312,6 +314,16 @@ class Submission:
             await self._screening.screen_pt2(method.exported_program.digest)
             if method.HasField("reference"):
                 await self._screening.screen_pt2(method.reference.digest)
+
+
+def _require_devices(cells: Sequence[job_pb2.Cell], devices: Sequence[Device]) -> None:
+    """Check that the cells of an earlier job still have devices, also where its spec has chosen all that matched.
+
+    Raises:
+        NoSuchDevice: a cell's device is no longer known, or restricted to other projects.
+    """
+    for selector in sorted({cell.selector for cell in cells if cell.HasField("device_index")}):
+        schedule.matching(selectors.parse(selector), selector, devices)
 
 
 def _matching(spec: job_pb2.JobSpec, devices: Sequence[Device]) -> list[Device]:

@@ -8,13 +8,14 @@ from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.devices.schedule import NoSuchDevice
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
+from etfarm.server.jobs.records.rows import JobNotFound
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.retry import NothingToRetry, cells_to_retry, spec_of_retry
 from etfarm.server.jobs.revision import JobLive
 from etfarm.server.rpc.door import caller
 from etfarm.server.rpc.door.token_file import LOCAL
 from etfarm.server.rpc.services.jobs import JobService
-from etfarm.v1.common_pb2 import CellState
+from etfarm.v1.common_pb2 import CellState, Principal, Role
 from etfarm.v1.job_pb2 import Attempt, DeviceChoice, Job, JobSpec, JobState, Measurement, RetryJobRequest, SubmitJobRequest
 from tests.support.submissions import AT, World, world
 
@@ -103,3 +104,26 @@ async def test_a_retry_of_a_device_that_the_farm_forgot_is_refused_as_a_submissi
     world.devices.clear()
     with pytest.raises(NoSuchDevice):
         await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id="again"), None)
+
+
+async def test_a_retry_of_one_of_several_devices_that_was_forgotten_is_refused(world: World) -> None:
+    service = Service(world)
+    spec = JobSpec(candidates=[await world.model("one")], devices=[DeviceChoice(selector="", all=True)])
+    job = await service.ended(spec, *[FAILED] * len(world.devices))
+    again = await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id="first"), None)
+    assert len(again.cells) == len(world.devices)
+    world.devices.pop()
+    with pytest.raises(NoSuchDevice):
+        await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id="again"), None)
+
+
+async def test_members_of_a_jobs_project_retry_it_there_as_their_own(world: World) -> None:
+    service = Service(world)
+    job = await service.ended(await spec_of(world), FAILED, DONE, DONE, DONE)
+    bob, method = Principal(name="bob", role=Role.ROLE_USER), "/etfarm.v1.JobService/Retry"
+    caller.authorize(caller.with_projects(bob, ["vision"], "vision"), method)
+    with pytest.raises(JobNotFound):
+        await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id="b1"), None)
+    caller.authorize(caller.with_projects(bob, ["default", "vision"], "vision"), method)
+    again = await service.rpcs.Retry(RetryJobRequest(job_id=job.id, request_id="b2"), None)
+    assert (again.owner, again.project) == ("bob", job.project)
