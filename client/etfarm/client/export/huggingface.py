@@ -191,7 +191,8 @@ def _is_model_of(transformers: Any, name: str, config: Any) -> bool:
     cls = getattr(transformers, name, None)
     if not isinstance(cls, type) or not issubclass(cls, transformers.PreTrainedModel):
         return False
-    return isinstance(cls.config_class, type) and isinstance(config, cls.config_class)
+    expected = getattr(cls, "config_class", None)
+    return isinstance(expected, type) and isinstance(config, expected)
 
 
 def _is_masked(mapping: Any, folder: Folder) -> bool:
