@@ -226,7 +226,7 @@ def test_code_of_a_folder_is_not_executed(tmp_path: Path) -> None:
         ("bert", "AutoModel"),
     ],
 )
-def test_nobody_is_asked_to_confirm_code_of_a_folder(
+def test_transformers_never_asks_to_confirm_code_of_a_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, named: str
 ) -> None:
     codes = dict.fromkeys(("AutoModel", "AutoModelForCausalLM", "AutoModelForImageClassification"), "code.Model")
