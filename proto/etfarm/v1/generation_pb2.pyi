@@ -348,7 +348,7 @@ class GenerationPlan(_message.Message):
 
     @_builtins.property
     def score(self) -> Global___ScorePlan:
-        """What the last process scores between the points and the traced passes; absent for nothing."""
+        """What a further process scores after the last one, whose result has the scores or their error; absent for nothing."""
 
     def __init__(
         self,

@@ -11,10 +11,13 @@ from etfarm.device_agents.attempts.attempt import Attempt, Execution, Files, Run
 from etfarm.device_agents.attempts.cache import Lease
 from etfarm.device_agents.attempts.generation_passes import GenerationPasses, Measured, trace_of, validate_plan
 from etfarm.device_agents.attempts.transfers import Transfers
-from etfarm.device_agents.errors import GenerationUnsupported
+from etfarm.device_agents.device.inventory import choose_cpus
+from etfarm.device_agents.errors import GenerationUnsupported, ScoringUnsupported
 from etfarm.v1 import agent_pb2, job_pb2
+from etfarm.wire.status import to_proto
 
 _COMMAND: Final = "generate"
+_SCORE_COMMAND: Final = "score"
 
 
 class GenerationAttempt(Attempt):
@@ -26,13 +29,24 @@ class GenerationAttempt(Attempt):
 
 
 class GenerationExecution(Execution):
-    """One candidate: FETCH, a fresh runner process with its passes for each run, UPLOAD."""
+    """One candidate: FETCH, a fresh runner process with its passes for each run, UPLOAD; SCORE in another process, UPLOAD."""
 
     def __init__(
         self, attempt: Attempt, candidate: agent_pb2.RunCandidate, transfers: Transfers, lease: Lease, folder: Path
     ) -> None:
         super().__init__(attempt, candidate, transfers, lease, folder)
         self._processes: list[Measured] = []
+
+    async def run(self) -> agent_pb2.CandidateResult:
+        """Run the candidate and return its result, complete or partial, with its error.
+
+        Tokens are scored when all times are uploaded: an error that ends the runner is then one of the scores only.
+        """
+        if await self.guarded(self._run):
+            if self._candidate.generation.HasField("score"):
+                await self._try_score()
+            await self.numerics()
+        return self.result
 
     async def _measure(self, measurement: job_pb2.Measurement, cpus: frozenset[int] | None) -> Files:
         validate_plan(self._candidate.generation)
@@ -51,7 +65,10 @@ class GenerationExecution(Execution):
             if not is_first:
                 # As for other runs: a program that hangs in LOAD must not count as waiting for the device.
                 self.enter_phase("LOAD")
-            if _COMMAND not in (await runner.hello()).commands:
+            commands = (await runner.hello()).commands
+            # Runners that know flows are newer than those that score.
+            required = _SCORE_COMMAND if plan.model.HasField("flow") else _COMMAND
+            if required not in commands:
                 raise GenerationUnsupported(runner.kind)
             await self.load_program(runner, cpus, into=None if is_first else run.result)
             passes = GenerationPasses(runner, plan, run.result, self)
@@ -65,22 +82,50 @@ class GenerationExecution(Execution):
             self._processes.append(measured)
             target.gates.measured()
             if run.left == 1:
-                await passes.score(self._attempt.remaining_s, runner.kind)
                 await passes.trace(self.folder)
                 await self._collect()
             return Files([])
 
+    async def _try_score(self) -> None:
+        """Run SCORE. Its error is reported for the scores only."""
+        error = await self._failure_of(self._score)
+        self.measured()
+        if error is not None:
+            part = self.result.generations[-1].score
+            part.Clear()
+            part.error.CopyFrom(to_proto(error))
+            self.report(force=True)
+
+    async def _score(self) -> None:
+        """Run SCORE in a separate runner, and UPLOAD."""
+        attempt, plan, part = self._attempt, self._candidate.generation, self.result.generations[-1].score
+        cpus = choose_cpus(attempt.target.device, attempt.start.measurement.cores, attempt.target.restricted)
+        async with self.start_runner() as runner:
+            with self.phase("SCORE"):
+                if _SCORE_COMMAND not in (await runner.hello()).commands:
+                    raise ScoringUnsupported(runner.kind)
+                own = agent_pb2.CandidateResult()
+                await self.load_program(runner, cpus, into=own)
+                passes = GenerationPasses(runner, plan, own, self)
+                await passes.load()
+                scored = await passes.score(attempt.remaining_s())
+        self._runner = None
+        self.measured()
+        with self.phase("UPLOAD"):
+            values = await self._transfers.upload(scored.values)
+        part.tokens, part.vocabulary, part.duration_ns = scored.tokens, scored.vocabulary, scored.duration_ns
+        part.values.CopyFrom(values)
+
     async def upload(self, files: Files) -> None:
         """Run UPLOAD of the times, the tokens and the traces."""
         self._runner = None
-        self.measured()
+        if not self._candidate.generation.HasField("score"):
+            self.measured()
         with self.phase("UPLOAD"):
             for measured in self._processes:
                 result = measured.result
                 result.token_ns.CopyFrom(await self._transfers.upload(measured.token_ns.tobytes()))
                 result.tokens.CopyFrom(await self._transfers.upload(measured.tokens.tobytes()))
-                if measured.scored is not None:
-                    result.score.values.CopyFrom(await self._transfers.upload(measured.scored.values))
                 for message, phase in ((result.prefill, measured.prefill), (result.decode, measured.decode)):
                     if phase is not None:
                         message.CopyFrom(trace_of(phase))

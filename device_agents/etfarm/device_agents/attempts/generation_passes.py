@@ -16,7 +16,6 @@ from etfarm.device_agents.attempts.passes import PhaseListener, traced_iteration
 from etfarm.device_agents.attempts.token_feed import TokenFeed
 from etfarm.device_agents.conditions.sampler import Watch
 from etfarm.device_agents.conditions.telemetry import add_samples, run_telemetry
-from etfarm.device_agents.errors import ScoringUnsupported
 from etfarm.device_agents.runners.errors import InputMismatch, ProgramFailed
 from etfarm.device_agents.runners.generation import Generated, GenerateRequest
 from etfarm.device_agents.runners.protocol import MethodInfo, Progress, Runner, Traced
@@ -28,7 +27,6 @@ from etfarm.wire.status import to_proto
 
 MAX_TRACED: Final = 1000
 """Maximum number of traced executions of a method."""
-SCORE_COMMAND: Final = "score"
 
 
 @dataclass
@@ -52,7 +50,6 @@ class Measured:
     tokens: array[int] = field(default_factory=lambda: array("i"))
     prefill: Phase | None = None
     decode: Phase | None = None
-    scored: Scored | None = None
 
 
 def validate_score(plan: generation_pb2.GenerationPlan) -> None:
@@ -202,17 +199,18 @@ class GenerationPasses:
         measured.result.telemetry.ClearField("series")
         return measured
 
-    async def score(self, left_s: Callable[[], float], kind: str) -> None:
-        """Run SCORE, if the plan requests it. What the program or the runner cannot do is an error of this part only.
+    async def score(self, left_s: float) -> Scored:
+        """Execute the tokens of the plan's score, with the methods loaded without tracing.
 
         Args:
-            left_s: returns the attempt's remaining time in seconds.
-            kind: the runner's kind, for errors.
+            left_s: the attempt's remaining time in seconds.
+
+        Raises:
+            InputMismatch: the plan is beyond the limits, or the methods do not take its tokens.
+            EtfarmError: the program or the runner failed.
         """
         plan, score, listener = self._plan, self._plan.score, self._listener
-        if not plan.HasField("score"):
-            return
-        part = self._measured.result.score
+        validate_score(plan)
         request = ScoreRequest(
             self._model.prefill_method,
             self._model.decode_method,
@@ -225,23 +223,14 @@ class GenerationPasses:
             plan.reload,
         )
         total = len(score.tokens)
-        with listener.phase("SCORE"):
-            try:
-                validate_score(plan)
-                if SCORE_COMMAND not in (await self._runner.hello()).commands:
-                    raise ScoringUnsupported(kind)
-                scored = await self._runner.score(
-                    request,
-                    # A program may have more logits than its metadata says.
-                    2 * self._model.vocab_size,
-                    max(1.0, left_s()),
-                    lambda progress: listener.report_steps(progress.done, total),
-                )
-            except (InputMismatch, ProgramFailed, ScoringUnsupported) as error:
-                part.error.CopyFrom(to_proto(error))
-                return
-        part.tokens, part.vocabulary, part.duration_ns = scored.tokens, scored.vocabulary, scored.duration_ns
-        self._measured.scored = scored
+        return await self._runner.score(
+            request,
+            # A program may have more logits than its metadata says.
+            2 * self._model.vocab_size,
+            # The last token begins in time; if it does not end, other candidates of the attempt need theirs.
+            max(1.0, min(left_s, score.max_time_s + generation.MAX_SCORE_S)),
+            lambda progress: listener.report_steps(progress.done, total),
+        )
 
     async def trace(self, folder: Path) -> None:
         """Run TRACED, if the plan requests it: executions of the prefill method, then of the decode method."""

@@ -206,20 +206,99 @@ async def test_a_candidate_without_any_result_fails(blobs: Blobs, address: str, 
     assert result.error.reason == "INPUT_MISMATCH" and not result.generations
 
 
+def scripted(
+    machine: Machine, folder: Path, cases: dict[str, str], commands: list[str]
+) -> AbstractAsyncContextManager[RemoteRunner]:
+    """Start a runner that is a shell script: `hello` and `self_test` work, and `cases` are its further commands."""
+    hello = {
+        "protocol": 1, "executorch": "1.5.1", "arch": machine.device.arch, "backends": [], "operators": [], "confined": [],
+        **({"commands": commands} if commands else {}),
+    }  # fmt: skip
+    answers = {"hello": hello, "self_test": {"passed": []}}
+    lines = {name: f"echo '{json.dumps({'event': 'result', 'command': name} | answer)}'" for name, answer in answers.items()}
+    own = " ".join(f"{name}) {line};;" for name, line in (lines | cases).items())
+    folder.mkdir(parents=True, exist_ok=True)
+    return NativeRunner.start(["/bin/sh", "-c", f"while read command rest; do case $command in {own} esac; done"], folder)
+
+
 class EarlierMachine(Machine):
     """A machine whose runner speaks the protocol of etfarm 0.2, as far as an attempt without a program gets."""
 
     def start_runner(
         self, bundle: Bundle | None, folder: Path, on_log: OnLog | None
     ) -> AbstractAsyncContextManager[RemoteRunner]:
-        hello = {"protocol": 1, "executorch": "1.5.1", "arch": self.device.arch, "backends": [], "operators": [], "confined": []}
-        answers = {"hello": hello, "self_test": {"passed": []}}
-        cases = " ".join(
-            f"{name}) echo '{json.dumps({'event': 'result', 'command': name} | answer)}';;" for name, answer in answers.items()
-        )
-        folder.mkdir(parents=True, exist_ok=True)
-        script = f"while read command rest; do case $command in {cases} esac; done"
-        return NativeRunner.start(["/bin/sh", "-c", script], folder)
+        return scripted(self, folder, {}, [])
+
+
+class CannotScore(Machine):
+    """A machine whose runner generates text, and does not score tokens."""
+
+    starts = 0
+    commands: tuple[str, ...] = ("generate",)
+
+    def start_runner(
+        self, bundle: Bundle | None, folder: Path, on_log: OnLog | None
+    ) -> AbstractAsyncContextManager[RemoteRunner]:
+        self.starts += 1
+        if self.starts <= 2:  # the bundle is tested at its first use
+            return super().start_runner(bundle, folder, on_log)
+        threads = json.dumps({"event": "result", "command": "threads", "threads": 1})
+        cases = {"threads": f"echo '{threads}'", "load": "kill -s ABRT $$"}
+        return scripted(self, folder, cases, list(self.commands))
+
+
+class CrashesInScore(CannotScore):
+    """A machine whose runner ends abnormally when it is to score tokens."""
+
+    commands = ("generate", "score")
+
+
+@MORE
+async def test_given_tokens_are_scored_in_a_process_after_the_others(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    plan = plan_of(score={"tokens": [5, 6, 7, 8], "window": 64, "logits_after": [1, 3], "max_time_s": 60})
+    result, _ = await result_of(program("decoder_start"), plan, blobs, address, tmp_path)
+    assert not result.HasField("error"), result.error
+    (generation,) = result.generations
+    assert not generation.score.HasField("error"), generation.score.error
+    assert (generation.score.tokens, generation.score.vocabulary) == (4, 96)
+    assert len(blobs.blobs[generation.score.values.digest]) == 4 * 8 + 2 * 96 * 4
+    assert generation.HasField("decode") and len(result.memory.planned_bytes) == 1
+    names = [phase.phase for phase in result.phases if not phase.phase.startswith("WAIT_FOR_")]
+    assert names == ["FETCH", "LOAD", "LOAD_METHOD", "GENERATE", "TRACED", "UPLOAD", "SCORE", "UPLOAD"]
+
+
+@MORE
+@pytest.mark.parametrize(
+    ("target", "changes", "reason"),
+    [
+        (CannotScore, {}, "SCORING_UNSUPPORTED"),
+        (CrashesInScore, {}, "PROGRAM_CRASHED"),
+        (Machine, {"window": 65}, "INPUT_MISMATCH"),
+        (Machine, {"logits_after": [3]}, "INPUT_MISMATCH"),
+    ],
+)
+async def test_an_error_in_score_leaves_the_times(
+    target: type[Machine], changes: dict[str, Any], reason: str, blobs: Blobs, address: str, tmp_path: Path
+) -> None:
+    plan = plan_of(score={"tokens": [5, 6, 7], "window": 64, "max_time_s": 60, **changes})
+    result, _ = await result_of(program("decoder_start"), plan, blobs, address, tmp_path, target=target)
+    assert not result.HasField("error"), result.error
+    (generation,) = result.generations
+    assert generation.score.error.reason == reason and not generation.score.HasField("values")
+    assert len(rows(blobs, generation.token_ns.digest, "q")) == 6 and generation.HasField("decode")
+
+
+class KnowsNoFlow(CannotScore):
+    """A machine whose runner was built before methods could feed each other."""
+
+    starts = 2
+
+
+async def test_a_runner_that_knows_no_flow_is_refused(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    plan = plan_of()
+    plan.model.flow.embedding_method = "token_embedding"
+    result, _ = await result_of(program("decoder_start"), plan, blobs, address, tmp_path, target=KnowsNoFlow)
+    assert result.error.reason == "GENERATION_UNSUPPORTED"
 
 
 async def test_a_runner_of_an_earlier_release_is_refused(blobs: Blobs, address: str, tmp_path: Path) -> None:
