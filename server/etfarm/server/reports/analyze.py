@@ -239,15 +239,22 @@ def _fill_text_accuracy(
         with _part(stage, report, emit):
             # Late parts of the analysis need time, too.
             limit_s = min(_TEXT_S, max(1.0, (deadline_s - time.monotonic()) / (left + 1)))
-            model: forced_text.ReferenceModel
-            if against == report_pb2.REFERENCE_HOST:
-                model = reference_models.HostModel(path, request.method, scores.inputs)
-            else:
-                model = reference_models.EagerModel(path, scores.inputs, request.screen)
-            compared = report_pb2.GenerationReference(reference=against)
-            forced_text.compare(compared, scores, model, limit_s)
-            target.references.append(compared)
+            target.references.append(_compared_text(path, against, request, scores, limit_s))
         left -= 1
+
+
+def _compared_text(
+    path: Path, against: report_pb2.Reference.ValueType, request: AnalyzeRequest, scores: Scores, limit_s: float
+) -> report_pb2.GenerationReference:
+    """Return the deviation of the device from one model, which is no longer in memory when this returns."""
+    model: forced_text.ReferenceModel
+    if against == report_pb2.REFERENCE_HOST:
+        model = reference_models.HostModel(path, request.method, scores.inputs)
+    else:
+        model = reference_models.EagerModel(path, scores.inputs, request.screen)
+    compared = report_pb2.GenerationReference(reference=against)
+    forced_text.compare(compared, scores, model, limit_s)
+    return compared
 
 
 def _fill_accuracy(

@@ -21,6 +21,9 @@ from etfarm.wire.errors import UserError
 _PART_OF_TIME: Final = 0.7
 """Fraction of the time for the given tokens; the rest is for the text that the device generated."""
 
+_MAX_CHUNK: Final = 128
+"""Maximum number of tokens of one execution: a long one may exceed the time limit, and its logits the memory."""
+
 Floats = NDArray[np.float64]
 
 
@@ -108,20 +111,28 @@ def compare(target: report_pb2.GenerationReference, scores: Scores, model: Refer
 
 _MOST_LOG: Final = 100.0
 """Maximum of the logarithm of a perplexity, which no vocabulary comes near to."""
+_NEVER: Final = -1000.0
+"""Logarithm of a probability that is 0 even in double precision."""
 
 
 def _fill_logits(target: report_pb2.GenerationReference, rows: list[tuple[Floats, Floats]]) -> None:
-    """Fill what all logits of some tokens tell; minus infinity on both sides, a token that is never chosen, is equal."""
+    """Fill what all logits of some tokens tell.
+
+    Tokens that neither side ever chooses are equal, whether minus infinity or a large negative number masks them: their logits
+    would outweigh all others.
+    """
     target.logits_tokens = len(rows)
     if not rows:
         return
     signal = noise = largest = divergence = 0.0
     for reference, actual in rows:
-        both = np.isneginf(reference) & np.isneginf(actual)
         logs = _log_softmax(reference), _log_softmax(actual)
+        both = (logs[0] < _NEVER) & (logs[1] < _NEVER)
+        p = np.exp(logs[0])
         with np.errstate(invalid="ignore"):
             error = np.where(both, 0.0, reference - actual)
-            terms = np.where(np.isneginf(logs[0]), 0.0, np.exp(logs[0]) * (logs[0] - logs[1]))
+            # 0 * log(0 / 0) is 0, not NaN.
+            terms = np.where(p == 0, 0.0, p * (logs[0] - logs[1]))
         signal += float(np.square(np.where(both, 0.0, reference)).sum())
         noise += float(np.square(error).sum())
         largest = max(largest, float(np.abs(error).max()))
@@ -149,10 +160,11 @@ def _fill_generated(target: report_pb2.GenerationReference, scores: Scores, mode
     context = generation.draw_tokens(scores.seed, scores.vocab_size, scores.context).tolist()
     model.reset()
     logits = None
-    for begin in range(0, len(context), model.longest):
+    chunk = min(model.longest, _MAX_CHUNK)
+    for begin in range(0, len(context), chunk):
         if time.monotonic() > deadline_s:
             return
-        logits = model.execute(context[begin : begin + model.longest], begin)
+        logits = model.execute(context[begin : begin + chunk], begin)
     for index, token in enumerate(text):
         assert logits is not None  # a prompt has at least one token
         row = _checked(logits, scores.vocabulary)

@@ -137,6 +137,41 @@ def test_tokens_that_are_never_chosen_do_not_count(tmp_path: Path) -> None:
     assert not other.HasField("sqnr_db") and not other.HasField("max_abs_error") and not other.HasField("kl_divergence")
 
 
+@pytest.mark.parametrize("masks", [(-1e9, -1e9), (-1e9, -np.inf), (-np.inf, -1e9), (-1e9, -3e38)])
+def test_masked_logits_do_not_hide_the_error_of_the_others(tmp_path: Path, masks: tuple[float, float]) -> None:
+    own, actual = table(), table() + 0.3 * table(2)
+    kept = [index for index in range(VOCABULARY) if index != 5]
+    pairs = [(own[index, TEXT[index]][kept], actual[index, TEXT[index]][kept]) for index in ROWS]
+    own[:, :, 5], actual[:, :, 5] = masks
+    reference = compared(scores(tmp_path, actual, is_text=False), own)
+    signal, noise = (
+        sum(np.square(each).sum() for each in values) for values in ([p for p, _ in pairs], [p - q for p, q in pairs])
+    )
+    assert reference.sqnr_db == pytest.approx(10 * math.log10(signal / noise), rel=1e-4)
+    logs = [(log_softmax(p), log_softmax(q)) for p, q in pairs]
+    assert reference.kl_divergence == pytest.approx(np.mean([(np.exp(p) * (p - q)).sum() for p, q in logs]), rel=1e-4)
+
+
+class Long(Table):
+    """A table that takes prompts at once, and notes how long they are."""
+
+    longest = 1 << 20
+
+    def __init__(self, logits: Any) -> None:
+        super().__init__(logits)
+        self.counts: list[int] = []
+
+    def execute(self, tokens: list[int], position: int) -> Any:
+        self.counts.append(len(tokens))
+        return super().execute(tokens, position)
+
+
+def test_a_long_prompt_is_executed_in_parts(tmp_path: Path) -> None:
+    model = Long(table())
+    compare(report_pb2.GenerationReference(), scores(tmp_path, table(), generated=[0], context=300), model, 60.0)
+    assert [count for count in model.counts if count > 1] == [128, 128, 44]
+
+
 def test_what_there_is_no_time_for_is_not_counted(tmp_path: Path) -> None:
     reference = compared(scores(tmp_path, table(), generated=[1, 2]), table(), limit_s=0.0)
     assert (reference.tokens, reference.logits_tokens, reference.generated_tokens) == (1, 0, 0)
