@@ -147,6 +147,12 @@ def _check_score(generated: agent_pb2.GenerationResult, plan: generation_pb2.Gen
         )
     rows = sum(index < score.tokens for index in requested.logits_after)
     size_bytes = SCORE_BYTES * score.tokens + logits_bytes(rows, score.vocabulary)
+    # The limit of agents: a program may have more logits than its metadata says.
+    vocabulary = plan.model.vocab_size
+    if size_bytes > SCORE_BYTES * len(requested.tokens) + 2 * logits_bytes(len(requested.logits_after), vocabulary):
+        raise BadGenerationResult(
+            f"it has {score.vocabulary:,} logits for a token, but the model's vocabulary has {vocabulary:,}"
+        )
     values = array("f", _read_bytes(score.values, size_bytes, "scores of tokens", path))
     if sys.byteorder == "big":
         values.byteswap()

@@ -74,6 +74,7 @@ def test_honest_scores_are_plausible(tmp_path: Path) -> None:
         (scores(PROBABILITIES, BEST, LOGITS[:3]), {}, "bytes instead of"),
         (scores(PROBABILITIES, BEST, LOGITS), {"vocabulary": 3}, "bytes instead of"),
         (scores(PROBABILITIES, BEST, LOGITS), {"vocabulary": MAX_VOCAB + 1}, "logits for"),
+        (scores(PROBABILITIES, BEST, LOGITS), {"vocabulary": MAX_VOCAB}, "but the model's vocabulary has"),
         (scores(PROBABILITIES, BEST, LOGITS), {"tokens": 5}, "scored tokens, of 4"),
         (scores([], [], []), {"tokens": 0}, "scored tokens, of 4"),
         (scores([math.nan, -1.0, -1.0, 0.0], BEST, LOGITS), {}, "above 1 or NaN"),
