@@ -41,7 +41,7 @@ class TextDecoder(nn.Module):
         super().__init__()
         self.vector = vector
         self.places = nn.Embedding(CONTEXT, WIDTH)
-        self.layers = nn.ModuleList(Attention(custom=False) for _ in range(2))
+        self.layers = nn.ModuleList(Attention(custom=False, context=CONTEXT) for _ in range(2))
         self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(3))
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
 
