@@ -741,7 +741,9 @@ class GenerationReference(_message.Message):
     """The reference's perplexity of the text, and the device's divided by it; both of the tokens that both executed."""
     perplexity_ratio: _builtins.float
     generated_tokens: _builtins.int
-    """Number of tokens of the first point's first repetition that were compared with those that the reference would generate."""
+    """Number of tokens of the first repetition after the shortest context that were compared with those that the reference would
+    generate.
+    """
     @_builtins.property
     def first_difference(self) -> Global___FirstDifference:
         """The first of them that differs; absent if none does."""
