@@ -26,7 +26,8 @@ LONG = 16_000
 """Number of tokens that take the long model a minute."""
 
 READER = """
-import sys
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background process ignores it
 from etfarm.client import Farm
 with Farm(sys.argv[1]) as farm, farm.session(sys.argv[2]) as session:
     for token in session.generate([1, 2, 3], 16_000):
