@@ -105,6 +105,18 @@ def test_what_does_not_fit_is_refused_and_changes_nothing(open_session: Open) ->
         assert list(session.generate([], 5)) == after[4:9]
 
 
+def test_a_text_that_ends_before_its_first_token_changes_nothing(open_session: Open) -> None:
+    prompt = [14, 78, 75, 48]
+    with open_session(program("decoder_chunked").path, threads=1) as session:
+        (first,) = session.generate(prompt, 1)
+        after = list(session.generate([], 8))
+        assert list(session.generate(prompt, 1, position=0)) == [first]
+        # The first four tokens are executed at the positions of the prompt, and another text would follow them.
+        ended = session.generate([9, 73, 70, 28, 1], 4, position=0, max_time_s=1e-9).result()
+        assert (ended.tokens, ended.finish_reason, ended.context_tokens) == ((), "MAX_TIME", 5)
+        assert list(session.generate([], 8)) == after
+
+
 def test_other_programs_are_no_language_models(open_session: Open) -> None:
     with open_session(program("counter").path) as session:
         session.run("forward", np.zeros(1, np.float32))

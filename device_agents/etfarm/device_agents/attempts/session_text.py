@@ -93,13 +93,15 @@ class SessionText:
         context = self._context[:position] + array("i", wanted.prompt_tokens)
         # Without a prompt the last token is executed again, or for the first time, for its logits.
         executed = min(self._executed, position, len(context) - 1)
-        self._writers = writers
+        # The prompt is written over what follows. If the text ends before its first token, the context stays, but all that
+        # follows is executed again.
+        self._executed = executed
 
         def take(tokens: Tokens) -> None:
             nonlocal context
             context += array("i", tokens.tokens)
             # An error or the caller may end the text at any time: what was sent is the context.
-            self._context, self._executed = context, len(context) - 1
+            self._writers, self._context, self._executed = writers, context, len(context) - 1
             on_tokens(session_pb2.SessionTokens(tokens=tokens.tokens, token_ns=tokens.token_ns, prefill_ns=tokens.prefill_ns))
 
         request = StreamRequest(
