@@ -57,6 +57,10 @@ def check_task(task: session_pb2.SessionTask) -> None:
         raise BadCall(
             f"`timeout_s` must be above 0 and at most 604,800, got {task.timeout_s:g}.", "Give seconds above 0, a week at most."
         )
+    if len(task.inputs.inline) > INLINE_BYTES:
+        raise BadCall(
+            f"The inputs have {len(task.inputs.inline)} bytes inline; at most 1 MiB is allowed.", "Upload them as an artifact."
+        )
     if task.reset:
         return
     if task.HasField("generation"):
@@ -64,10 +68,6 @@ def check_task(task: session_pb2.SessionTask) -> None:
         return
     if not task.method:
         raise BadCall("The call does not name a method.", "Name one of the program's.")
-    if len(task.inputs.inline) > INLINE_BYTES:
-        raise BadCall(
-            f"The inputs have {len(task.inputs.inline)} bytes inline; at most 1 MiB is allowed.", "Upload them as an artifact."
-        )
     if not task.HasField("loop"):
         return
     loop = task.loop

@@ -7,7 +7,7 @@ import asyncio
 import pytest
 
 from etfarm.v1 import session_pb2
-from etfarm.wire.sessions import MAX_GENERATED_TOKENS, MAX_PROMPT_TOKENS, BadCall, check_task
+from etfarm.wire.sessions import INLINE_BYTES, MAX_GENERATED_TOKENS, MAX_PROMPT_TOKENS, BadCall, check_task
 from etfarm.wire.token_buffer import MAX_TOKENS_OF_MESSAGE, BadTokens, TokenBuffer
 
 
@@ -82,5 +82,7 @@ def test_a_generation_out_of_range_is_refused_by_name(changes: dict[str, object]
 
 def test_a_reset_needs_no_method() -> None:
     check_task(session_pb2.SessionTask(reset=True))
+    with pytest.raises(BadCall, match="inline; at most 1 MiB"):
+        check_task(session_pb2.SessionTask(reset=True, inputs=session_pb2.SessionTensors(inline=bytes(INLINE_BYTES + 1))))
     with pytest.raises(BadCall, match="does not name a method"):
         check_task(session_pb2.SessionTask())
