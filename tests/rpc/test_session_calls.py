@@ -296,6 +296,7 @@ async def test_a_generation_streams_in_its_turn_and_its_caller_s_leaving_stops_i
     withdrawn = caller.generate("withdrawn", 3)
     await withdrawn.initial_metadata()
     withdrawn.cancel()
+    await asyncio.sleep(SOON_S)  # the device's answer must not come before it
     serving.answer("behind", 1)
     assert (await behind).answer.run_ns == 1
     whole = caller.generate("whole", 2)
@@ -307,6 +308,22 @@ async def test_a_generation_streams_in_its_turn_and_its_caller_s_leaving_stops_i
     assert [token for part in parts for token in part.tokens.tokens] == [7, 8]
     assert [part.HasField("answer") for part in parts][-1] and sum(part.HasField("answer") for part in parts) == 1
     assert await refusal(caller.call("x", generation=session_pb2.SessionGeneration(tokens=1))) == "BAD_CALL"
+    caller.events.cancel()
+
+
+async def test_an_agent_that_cannot_generate_gets_neither_a_generation_nor_a_reset(
+    channel: grpc.aio.Channel, agent: Agent, wanted: session_pb2.OpenSessionRequest
+) -> None:
+    wanted.selector = f"id={agent.devices[1].id}"
+    caller = Caller(channel, wanted)
+    serving = agent.serve(await agent.started())
+    await caller.event("ready")
+    assert await refusal(caller.generate("text", 2).read()) == "GENERATION_UNSUPPORTED"
+    assert await refusal(caller.call("reset", reset=True)) == "GENERATION_UNSUPPORTED"
+    usable = caller.call("text")
+    assert (await serving.call()).call_id == "text", "it is the first one that was sent"
+    serving.answer("text", 1)
+    assert (await usable).answer.run_ns == 1
     caller.events.cancel()
 
 

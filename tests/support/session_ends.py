@@ -47,7 +47,12 @@ class Agent:
         self.devices = (
             [
                 device_pb2.Device(
-                    id=f"{name}{index}" * 8, name=f"{name}{index}", arch=platform.machine(), cores=2, own_runners=own_runners
+                    id=f"{name}{index}" * 8,
+                    name=f"{name}{index}",
+                    arch=platform.machine(),
+                    cores=2,
+                    own_runners=own_runners,
+                    can_generate_in_sessions=index == 0,
                 )
                 for index in range(2)
             ]

@@ -161,14 +161,19 @@ class ProgramMismatch(FarmError):
 
 
 class GenerationUnsupported(FarmError):
-    """A runner that cannot measure the generation of text, because it was built before that was added."""
+    """A runner that cannot generate text as requested, because it was built before that was added.
+
+    Args:
+        kind: the runner's kind.
+        what: what it cannot do.
+    """
 
     reason = "GENERATION_UNSUPPORTED"
     kind = Kind.FAILED_PRECONDITION
 
-    def __init__(self, kind: str) -> None:
+    def __init__(self, kind: str, what: str = "measure the generation of text") -> None:
         super().__init__(
-            f"The {kind} runner cannot measure the generation of text.",
+            f"The {kind} runner cannot {what}.",
             "Build the runner's bundle again with `etfarm bundle build`, and add it with `bundle add`.",
             runner=kind,
         )

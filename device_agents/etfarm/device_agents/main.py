@@ -186,7 +186,7 @@ def _device(config: AgentConfig) -> device_pb2.Device:
     if emulator is not None and "sme" in device.features:
         log.warning("--cpu %s: %s", emulator.cpu, SME_WARNING)
     device.name = config.name
-    device.can_generate = True
+    device.can_generate = device.can_generate_in_sessions = True
     device.labels.update(config.labels)
     return device
 

@@ -81,7 +81,7 @@ class SessionText:
             EtfarmError: as Runner.stream.
         """
         if streaming.COMMAND not in (await self._runner.hello()).commands:
-            raise GenerationUnsupported("device's")
+            raise GenerationUnsupported(self._runner.kind, "generate text in a session")
         model = await self._describe(wanted.prefill_method, wanted.decode_method)
         stop_tokens = {*wanted.stop_tokens, *(await self._ends() if wanted.stop_at_eos else ())}
         for name in dict.fromkeys((model.prefill_method, model.decode_method)):

@@ -7,7 +7,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Final, Protocol
+from typing import ClassVar, Final, Protocol
 
 from etfarm.device_agents.runners.generation import Generated, GenerateRequest
 from etfarm.device_agents.runners.score import Scored, ScoreRequest
@@ -229,6 +229,9 @@ class Runner(Protocol):
     Every method may raise the errors of `etfarm.device_agents.runners.errors`: a runner that crashed, hung or was cancelled has
     ended, and every later call raises the same error. After a refused command it is still usable.
     """
+
+    kind: ClassVar[str]
+    """The kind of runner that reports state, such as `native`."""
 
     async def hello(self) -> Hello:
         """Return the runner's identity and what it can run."""

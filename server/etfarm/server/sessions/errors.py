@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from etfarm.server.access.ownership import NotYours
+from etfarm.v1.device_pb2 import Device
 from etfarm.wire.errors import DeviceError, FarmError, Kind, UserError
 
 
@@ -38,6 +39,20 @@ class TooManyCalls(UserError):
 
     reason = "TOO_MANY_CALLS"
     kind = Kind.RESOURCE_EXHAUSTED
+
+
+class AgentCannotGenerateInSessions(UserError):
+    """A generation or a reset in a session on a device whose agent is of a version that knows neither."""
+
+    reason = "GENERATION_UNSUPPORTED"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(
+            f"The agent of {device.name} can neither generate text in a session nor reset it.",
+            "Install the server's version of etfarm on the device.",
+            device=device.name,
+        )
 
 
 class NoReady(UserError):

@@ -23,7 +23,7 @@ from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.jobs.cells.requirements import MethodMissing, Requirements
 from etfarm.server.jobs.records.quotas import Counted, Quotas
-from etfarm.server.sessions.errors import ForeignStream, NoReady, ServerStopped, SessionServed
+from etfarm.server.sessions.errors import AgentCannotGenerateInSessions, ForeignStream, NoReady, ServerStopped, SessionServed
 from etfarm.server.sessions.leasing import Leasing
 from etfarm.server.sessions.session import Lease, Session, limit_answer, lost_error, stored_digests, validate_request
 from etfarm.server.workers.measurement_lock import MeasurementLock
@@ -145,6 +145,8 @@ class Sessions:
             return SessionAnswer(error=to_proto(session.over))
         size = len(request.task.inputs.inline)
         lease = session.admit(request.call_id, size)
+        if request.task.reset and not lease.device.can_generate_in_sessions:
+            raise AgentCannotGenerateInSessions(lease.device)
         if missing:
             raise ArtifactMissing(missing[0])
         session.remember(input_digests)
@@ -184,6 +186,8 @@ class Sessions:
         # The tokens count until their reader has taken them.
         size = task.ByteSize() + token_buffer.BYTES_OF_TOKEN * task.generation.tokens
         lease = session.admit(call_id, size)
+        if not lease.device.can_generate_in_sessions:
+            raise AgentCannotGenerateInSessions(lease.device)
         begun, buffer = asyncio.Event(), TokenBuffer(task.generation.tokens)
         session.calls[call_id] = size
         lease.texts[call_id] = buffer
