@@ -60,7 +60,9 @@ void stream(Session& session, const Stream& plan, Json result) {
   // `start` at first: what takes one execution gets at least one token.
   std::int64_t now = start;
   for (std::int64_t begin = plan.depth; begin < end && !is_over(now); now = now_ns()) {
-    const std::int64_t next = std::min(begin + largest, end);
+    const std::int64_t count = std::min(largest, end - begin);
+    // Tokens that are too few for prefill are executed one by one; the text may end between them.
+    const std::int64_t next = begin + (count >= model.prefill().least() ? count : 1);
     model.process(plan.context, begin, next);
     begin = next;
   }

@@ -112,6 +112,16 @@ async def test_the_time_limit_ends_the_text_between_two_executions(runner: Remot
     assert (await streamed(runner, request_of(model)))[0] == expected(model)
 
 
+async def test_the_time_limit_ends_a_prompt_that_is_too_short_for_prefill(runner: RemoteRunner) -> None:
+    model = program("decoder_chunked")
+    await load(runner, model, "prefill", "decode")
+    # Prefill takes 4 tokens, so that these are executed one by one.
+    short = request_of(model, prefill_method="prefill", decode_method="decode", context=array("i", [1, 2, 3]), tokens=2)
+    generated, end, _ = await streamed(runner, replace(short, max_time_ns=1))
+    assert (generated, end.finish_reason) == ([], "MAX_TIME")
+    assert len((await streamed(runner, short))[0]) == 2
+
+
 async def test_a_text_that_is_stopped_leaves_the_runner_usable(runner: RemoteRunner) -> None:
     model = program("decoder_start")
     await load(runner, model)

@@ -48,7 +48,9 @@ def stream(methods: Methods, plan: Stream, send: Send, has_input: Callable[[], b
     # `start_ns` at first: what takes one execution gets at least one token.
     now_ns = start_ns
     while begin < end and not (reason := interruption(now_ns)):
-        following = min(begin + largest, end)
+        count = min(largest, end - begin)
+        # Tokens that are too few for prefill are executed one by one; the text may end between them.
+        following = begin + (count if count >= model.prefill.least else 1)
         model.process(plan.context, begin, following)
         begin, now_ns = following, time.monotonic_ns()
     if not reason:
