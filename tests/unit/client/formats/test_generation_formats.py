@@ -94,6 +94,9 @@ def test_the_page_has_a_line_for_each_depth_over_the_context() -> None:
     xs = [float(each.split(",")[0]) for line in (first, second) for each in line["points"].split()]
     assert page.LEFT < min(xs) < max(xs) <= page.WIDTH
     assert page.plot([{**point(1.0), "token_ns": None}]) is None
+    after_image = page.plot([{**point(1.0), "depth": 0, "prompt_tokens": 6, "token_ns": [1e6] * 8}], 16)
+    assert after_image is not None
+    assert [text for _, text in after_image["x_ticks"]] == ["0", "10", "20"], "six tokens after sixteen positions of an image"
 
 
 def test_the_library_has_the_numbers_typed() -> None:

@@ -32,7 +32,7 @@ def shown(generated: Json) -> dict[str, Any]:
         "accuracy": [f"{name}: {text}" for name, text in generation.accuracy_facts(generated["accuracy"])],
         "part_columns": generation.PART_COLUMNS,
         "parts": generation.parts(generated),
-        "plot": plot(generated["points"]),
+        "plot": plot(generated["points"], _encoded(generated)),
         "prefill": [
             (
                 units.percent(row["share"]),
@@ -46,17 +46,24 @@ def shown(generated: Json) -> dict[str, Any]:
     }
 
 
-def plot(points: Sequence[Json]) -> dict[str, Any] | None:
+def _encoded(generated: Json) -> int:
+    """Return the number of positions that the outputs of encoders take at the beginning of a prompt."""
+    return sum(encoder["positions"] for encoder in ((generated["model"] or {}).get("flow") or {"encoders": ()})["encoders"])
+
+
+def plot(points: Sequence[Json], encoded: int = 0) -> dict[str, Any] | None:
     """Return the lines of tokens per second by position in the context, in a box of WIDTH x HEIGHT; None without tokens.
 
-    A value is the median of neighbouring tokens, so that a line has at most _POINTS. The scale begins at 0.
+    `encoded` is the number of positions between a point's depth and its prompt. A value is the median of neighbouring tokens, so
+    that a line has at most _POINTS. The scale begins at 0.
     """
-    lines = [(generation.where(point), _rates(point)) for point in points]
+    lines = [(generation.where(point), _rates(point, encoded)) for point in points]
     known = [(name, rates) for name, rates in lines if rates]
     if not known:
         return None
     top = _round_up(max(rate for _, rates in known for _, rate in rates))
     last = max(position for _, rates in known for position, _ in rates)
+    step = math.ceil(_round_up(last / _TICKS))
 
     def x(position: float) -> float:
         return round(LEFT + (WIDTH - LEFT - 4) * position / max(1, last), 1)
@@ -69,16 +76,16 @@ def plot(points: Sequence[Json]) -> dict[str, Any] | None:
         "height": HEIGHT,
         "left": LEFT,
         "y_ticks": [(y(top * part / _TICKS), f"{top * part / _TICKS:,.4g}") for part in range(_TICKS + 1)],
-        "x_ticks": [(x(last * part / _TICKS), f"{round(last * part / _TICKS):,}") for part in range(_TICKS)],
+        "x_ticks": [(x(position), f"{position:,}") for position in range(0, last + 1, step)],
         "lines": [
             {"name": name, "points": " ".join(f"{x(position)},{y(rate)}" for position, rate in rates)} for name, rates in known
         ],
     }
 
 
-def _rates(point: Json) -> list[tuple[int, float]]:
+def _rates(point: Json, encoded: int) -> list[tuple[int, float]]:
     """Return pairs of a position in the context and tokens per second there, without the first token."""
-    decode = list(enumerate((point["token_ns"] or ())[1:], point["depth"] + point["prompt_tokens"]))
+    decode = list(enumerate((point["token_ns"] or ())[1:], point["depth"] + encoded + point["prompt_tokens"]))
     size = math.ceil(len(decode) / _POINTS) or 1
     parts = [decode[start : start + size] for start in range(0, len(decode), size)]
     middles = [(part[len(part) // 2][0], sorted(time_ns for _, time_ns in part)[len(part) // 2]) for part in parts]
