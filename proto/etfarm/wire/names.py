@@ -16,6 +16,9 @@ TLS_CA_VARIABLE = "ETFARM_TLS_CA"
 DATA_VARIABLE = "ETFARM_DATA"
 PROJECT_VARIABLE = "ETFARM_PROJECT"
 
+RETRY_LABEL: Final = "retry_of"
+"""The label of a job that repeats cells of another one, whose id is its value."""
+
 PROJECT_METADATA: Final = "etfarm-project"
 """The request metadata that selects the project that owns what a call creates."""
 

@@ -20,6 +20,7 @@ from etfarm.client.transport.retry import Backoff
 from etfarm.v1 import common_pb2, job_pb2, report_pb2
 from etfarm.wire import report, tensors
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.names import RETRY_LABEL
 
 if TYPE_CHECKING:
     from etfarm.client.reports import JobResult
@@ -100,7 +101,7 @@ class AsyncJob:
         # The name stays with this job alone, so that it keeps resolving to it.
         for name in ("name", "candidates", "devices", "methods", "threads", "no_cache"):
             spec.ClearField(name)
-        spec.labels["retry_of"] = self.id
+        spec.labels[RETRY_LABEL] = self.id
         spec.candidates.append(candidate)
         spec.devices.add(selector=f"id={known.attempts[-1].device_id}")
         if not spec.measurement.HasField("generation"):  # which chooses its methods itself

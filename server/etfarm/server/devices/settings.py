@@ -30,11 +30,6 @@ class SettingsOfDevices:
         """Load the settings from the database."""
         self._known.update(await self._records.load_settings())
 
-    def is_drained(self, device_id: str) -> bool:
-        """Return whether nothing new may be placed on a device."""
-        settings = self._known.get(device_id)
-        return settings is not None and settings.HasField("drain")
-
     def apply(self, device: Device) -> None:
         """Set a device's labels and drain, which never come from its agent."""
         device.ClearField("drain")

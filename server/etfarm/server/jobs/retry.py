@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Final
-
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells import groups
 from etfarm.server.jobs.revision import JobLive
 from etfarm.v1.job_pb2 import Cell, Job, JobSpec
 from etfarm.wire.errors import Kind, UserError
-
-LABEL: Final = "retry_of"
-"""Label of the new job; its value is the id of the former one."""
+from etfarm.wire.names import RETRY_LABEL
 
 
 class NothingToRetry(UserError):
@@ -26,7 +22,7 @@ def spec_of_retry(job: Job) -> JobSpec:
     spec = JobSpec()
     spec.CopyFrom(job.spec)
     spec.ClearField("name")
-    spec.labels[LABEL] = job.id
+    spec.labels[RETRY_LABEL] = job.id
     return spec
 
 
