@@ -30,7 +30,7 @@ import psutil
 import pytest
 import pytest_asyncio
 
-from etfarm.device_agents.adb import AdbRefused, AdbServer
+from etfarm.device_agents.adb import AdbRefused, AdbServer, PhoneGone
 from tests.support.debian import debian_tree, need_debian, run
 
 RELEASE: Final = "trixie"
@@ -235,7 +235,8 @@ class AdbPhone:
                     await self.server.connect(self.serial)
                     await self.server.run(self.serial, "true", deadline_s=_READY_S)
                     return
-                except AdbRefused:  # adbd does not listen yet, or has not shaken hands
+                except (AdbRefused, PhoneGone):
+                    # adbd does not listen yet, or has not shaken hands, or adb still ends the connection of before.
                     await asyncio.sleep(0.02)
 
     async def disconnect(self) -> None:
