@@ -32,6 +32,9 @@ class Source(NamedTuple):
 
 SOURCES: Final = (
     Source("etfarm.client.admin.projects", "projects", ("AsyncProjects",)),
+    Source("etfarm.client.fleet.reservation", "reservations", ("AsyncReservation",)),
+    Source("etfarm.client.admin.stored_artifacts", "stored_artifacts", ("AsyncArtifacts",)),
+    Source("etfarm.client.admin.webhooks", "webhooks", ("AsyncWebhooks",)),
     Source("etfarm.client.jobs.job", "jobs", ("AsyncJob",)),
     Source("etfarm.client.sessions.text", "text", ("AsyncTokenStream",)),
     Source("etfarm.client.sessions.session", "sessions", ("AsyncSession",)),
@@ -39,6 +42,7 @@ SOURCES: Final = (
     Source("etfarm.client.aio.submissions", "submissions", ("AsyncSubmissions",)),
     Source("etfarm.client.aio.job_records", "job_records", ("AsyncJobRecords",)),
     Source("etfarm.client.aio.inventory", "inventory", ("AsyncInventory",)),
+    Source("etfarm.client.aio.retention", "retention", ("AsyncRetention",)),
     Source("etfarm.client.aio.farm", "farm", ("AsyncFarm",)),
 )
 HOMES: Final = {name: source for source in SOURCES for name in source.classes}

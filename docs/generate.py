@@ -169,6 +169,28 @@ def _help_of(arguments: list[str]) -> str:
     return "\n".join(line.rstrip() for line in output.getvalue().replace(_HOME, "~").splitlines())
 
 
+# --- settings of a server --------------------------------------------------------------------------------------------
+
+
+def make_settings() -> str:
+    """Make a table of the settings of `etfarm serve`, as a file has them."""
+    from etfarm.server.main import parser
+    from etfarm.server.operation.settings import settable
+
+    parts = ["| setting | value | meaning |", "|---|---|---|"]
+    for name, action in settable(parser()).items():
+        if action.nargs == 0:
+            value = "true, false"
+        elif action.choices is not None:
+            value = ", ".join(map(str, action.choices))
+        else:
+            value = f"list of {action.metavar}" if isinstance(action.default, list) else str(action.metavar)
+        text = (action.help or "") % {"default": action.default, "prog": "etfarm serve"}
+        meaning = text.replace("|", "\\|").replace(_HOME, "~")
+        parts.append(f"| `{name}` | {value} | {meaning} |")
+    return "\n".join(parts) + "\n"
+
+
 # --- thresholds of the verdict ---------------------------------------------------------------------------------------
 
 
@@ -340,6 +362,7 @@ MAKERS: Final = {
     "commands": make_commands,
     "reasons": make_reasons,
     "report-keys": make_report_keys,
+    "settings": make_settings,
     "thresholds": make_thresholds,
 }
 

@@ -30,6 +30,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+import web_pictures
+
 DOCS: Final = Path(__file__).resolve().parent
 ROOT: Final = DOCS.parent
 RECORDED: Final = DOCS / "recorded"
@@ -51,7 +53,7 @@ class Recording:
     """One text to show: the commands whose output it is."""
 
     commands: tuple[str, ...]
-    """Without `.venv/bin/`. They run in the temporary folder, in order."""
+    """Without `.venv/bin/`. They run in the temporary folder, in order. None of pictures of the web page alone."""
     needs: tuple[str, ...] = ()
     """Recordings whose files or jobs the commands use."""
     shows_command: bool = True
@@ -61,6 +63,8 @@ class Recording:
     """Whether the commands run twice and the second output is kept, so that the compile cache answers."""
     pictures: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     """By name: an HTML report of the temporary folder, and the CSS selector of the part to show."""
+    web_pictures: Mapping[str, str] = field(default_factory=dict)
+    """By name: an address of the farm's web page, from the slash on."""
     columns: int | None = None
     """Width of the terminal; None for a pipe's, in which nothing is shortened."""
     slow: bool = False
@@ -105,6 +109,25 @@ RECORDINGS: Final[dict[str, Recording]] = {
     "history": Recording(("etfarm history resnet8",), needs=("bench",)),
     "jobs": Recording(("etfarm jobs list",), needs=("bench",)),
     "devices": Recording(("etfarm devices list", "etfarm devices show vm")),
+    "queue": Recording(
+        (
+            "etfarm devices drain vm --reason 'new cable'",
+            "etfarm bench resnet8.pte --detach",
+            "etfarm bench resnet8.pte --priority 10 --detach",
+            "etfarm run resnet8.pte --max-wait 1s",
+            "etfarm bench resnet8.pte --deadline 2h --detach",
+            "etfarm queue",
+        ),
+        needs=("dataset",),
+        exit_codes=(0, 1),
+    ),
+    "web": Recording(
+        (),
+        needs=("bench",),
+        web_pictures={
+            "web-job": "/jobs/latest", "web-report": "/jobs/latest/report", "web-submit": "/submit",
+        },
+    ),
     "recipes": Recording(("etfarm recipes list",)),
     "compile": Recording(("etfarm compile assistant.py:assistant --recipe mixed.toml -o assistant.pte",)),
     "numerics": Recording(
@@ -165,7 +188,7 @@ def main() -> int:
     order = list(dict.fromkeys(each for name in chosen for each in (*RECORDINGS[name].needs, name)))
     with tempfile.TemporaryDirectory(prefix="etfarm-docs-") as temporary:
         folder = Path(temporary)
-        for source in (*(DOCS / "examples").iterdir(), ROOT / "tests" / "support" / "assistant.py"):
+        for source in (*(DOCS / "examples").glob("*.*"), ROOT / "tests" / "support" / "assistant.py"):
             shutil.copy(source, folder)
         with _run_farm(folder) as environment:
             failed = [name for name in order if not _record(name, RECORDINGS[name], folder, environment)]
@@ -244,11 +267,15 @@ def _record(name: str, recording: Recording, folder: Path, environment: dict[str
     if code not in recording.exit_codes:
         print(f"exit code {code}:\n{text}", file=sys.stderr)
         return False
-    RECORDED.mkdir(exist_ok=True)
-    (RECORDED / f"{name}.txt").write_text(text)
-    _update_readme(name, text)
+    if recording.commands:
+        RECORDED.mkdir(exist_ok=True)
+        (RECORDED / f"{name}.txt").write_text(text)
+        _update_readme(name, text)
     for picture, (page, selector) in recording.pictures.items():
         _take_picture(folder / page, selector, PICTURES / f"{picture}.png")
+    if recording.web_pictures:
+        for taken in web_pictures.take(recording.web_pictures, PICTURES, environment):
+            _shrink(taken)
     return True
 
 

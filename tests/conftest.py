@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import AsyncIterator, Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -28,6 +29,10 @@ LONG_FILES = ("test_numeric_gap.py", "test_real_models.py", "test_board_vm.py", 
 
 # Pytest's processes inherit the width of a terminal that they do not write to.
 os.environ.pop("COLUMNS", None)
+
+# Hundreds of processes of tests would compile etfarm's modules anew, a third of a server's start.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 # No clock decides over a property, and the same commit is tried with the same examples each time.
 settings.register_profile("etfarm", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -395,7 +395,8 @@ async def test_changes_and_refusals_are_in_the_audit_log(door: Door, admin: grpc
     assert [entry.number for entry in everything] == list(range(len(everything), 0, -1))
     assert not any(created.secret in str(entry) or ADMIN in str(entry) for entry in everything)
     page = await entries(admin, page_size=2)
-    assert [entry.number for entry in page] == [entry.number for entry in everything[:2]]
+    # The entry of a stream that was cancelled may come in between.
+    assert page[0].number >= everything[0].number and page[1].number == page[0].number - 1
     with sqlite3.connect(door.data / "farm.sqlite", timeout=WAIT_S) as database:
         for statement in ("DELETE FROM audit", "UPDATE audit SET principal = 'x'"):
             with pytest.raises(sqlite3.IntegrityError, match="append-only"):

@@ -3,13 +3,14 @@
     python -m tests.bench.gates [--quick] [--seed 0]
 
 Programs are chains of convolutions: two that differ in their weights only, and a third with 5 % more of them. The truth is their
-ratio measured in turns without load. Then each pair is measured in separate jobs, in an order that the seed decides, while the
-seed's schedule starts and stops processes that copy memory:
+ratio measured in turns without load. Then each pair is measured in separate jobs, in an order that the seed decides; first those
+without load, then those while the seed's schedule starts and stops processes that copy memory:
 
 - equal pairs, half of them of one program: at most one of 40 may be called different. Half of them have 5 runs on each side, the
   others a single one, whose spread the farm knows from earlier runs once it has three.
 - slower pairs with 5 runs on each side, half of them without load: 9 of 10 must be called slower if both sides are VALID and vary
-  by at most 2 %, and all others must be inconclusive, or slower as well.
+  by at most 2 %. Of all, at most one may pass a gate of 3 %, and none a strict one of 0 %. Where no runs vary so little,
+  `five_percent_are_noticed` is null.
 """
 
 from __future__ import annotations
@@ -146,7 +147,7 @@ def summary(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def plan(quick: bool) -> list[Trial]:
-    """All pairs. The loaded ones are measured first."""
+    """Return all pairs."""
     equal, slower = (8, 4) if quick else (40, 20)
     pairs = [
         Trial("equal", "base", ("base", "twin")[number % 2], REPEATS if number % 4 < 2 else 1, loaded=True)
@@ -175,9 +176,10 @@ def main() -> int:
                     job.result()
                     job.save_program(folder / f"{stem}.pte")
                 known = truth(farm, folder)
+                # First, since the spread that history shows covers loaded runs too.
+                measure(farm, folder, [trial for trial in trials if not trial.loaded], chance)
                 with load(arguments.seed):
                     measure(farm, folder, [trial for trial in trials if trial.loaded], chance)
-                measure(farm, folder, [trial for trial in trials if not trial.loaded], chance)
                 results = [judged(farm, trial) for trial in trials]
         finally:
             running.stop()
@@ -188,8 +190,9 @@ def main() -> int:
     limits = {
         "equal_programs_are_rarely_called_different": len(different) <= 1,
         "no_gate_of_3_percent_fails_on_equal_programs": not any(result["gates"]["3%"][0] == "failed" for result in equal),
-        "five_percent_are_noticed": bool(precise) and len(noticed) >= 0.9 * len(precise),
-        "what_is_slower_never_passes": not any(result["gates"]["0%"][0] == "passed" for result in slower),
+        "five_percent_are_noticed": len(noticed) >= 0.9 * len(precise) if precise else None,
+        "what_is_slower_rarely_passes_3_percent": [result["gates"]["3%"][0] for result in slower].count("passed") <= 1,
+        "what_is_slower_never_passes_strictly": not any(result["gates"]["0%"][0] == "passed" for result in slower),
     }
     print(
         json.dumps(
@@ -202,7 +205,7 @@ def main() -> int:
             indent=1,
         )
     )  # fmt: skip
-    return 0 if all(limits.values()) else 1
+    return 0 if False not in limits.values() else 1
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from etfarm.client import Farm, Generate, ModelSource, UserError
+from etfarm.wire import tensors
 from etfarm.wire.generation import draw_tokens
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.programs import program
@@ -129,7 +130,7 @@ def test_an_encoder_an_embedding_and_a_decoder_are_measured_as_one(farm: FarmPro
     generated = report["generation"]
     assert generated["model"]["flow"] == {
         "embedding_method": "token_embedding",
-        "encoders": [{"method": "vision_encoder", "positions": 16}],
+        "encoders": [{"method": "vision_encoder", "positions": 16, "inputs": None}],
     }
     (point,) = generated["points"]
     assert point["tokens_equal"] is True and point["prefill_tokens_per_s"] * point["ttft_ns"] >= (12 + 16) * 1e9 * 0.999
@@ -143,7 +144,32 @@ def test_an_encoder_an_embedding_and_a_decoder_are_measured_as_one(farm: FarmPro
     assert 0 < embedding["decode_share"] + decoder["decode_share"] <= 1
     assert generated["decode_execution"] == {"tokens": 1, "position": 28} and report["operators"]
     assert "vision_encoder (16 positions), token_embedding > text_decoder" in done.stdout
+    (traced,) = generated["encoders"]
+    assert (
+        traced["method"] == "vision_encoder" and traced["profile"]["verdict"]["status"] and traced["profile"]["iterations"] >= 30
+    )
+    assert any("convolution" in row["name"] for row in traced["operators"]), "the encoder's own operators"
+    assert "vision_encoder, traced" in done.stdout
+    assert "What is slow in vision_encoder?" in (tmp_path / "r.html").read_text()
     assert "Which method takes how long?" in (tmp_path / "r.html").read_text()
+
+
+def test_an_image_of_the_user_is_encoded(farm: FarmProcess, tmp_path: Path) -> None:
+    model = program("flow_start")
+    picture = tensors.to_array(model.inputs[0])  # type: ignore[arg-type]
+    np.savez(tmp_path / "image.npz", **{"vision_encoder/0": picture})
+    np.savez(tmp_path / "large.npz", **{"vision_encoder/0": np.concatenate([picture, picture], axis=-1)})
+    np.savez(tmp_path / "other.npz", **{"text_decoder/0": picture})
+    options = ("--generate", "4", "--prompt-tokens", "12", "--depth", "0", "--repetitions", "2", "--threads", "1", "--no-profile")
+    command = ("bench", str(model.path), *options, "--server", farm.address)
+    done = etfarm(*command, "--inputs", "image.npz", "--json", "r.json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    (report,) = json.loads((tmp_path / "r.json").read_text())["reports"]
+    (encoder,) = report["generation"]["model"]["flow"]["encoders"]
+    assert encoder["inputs"]["digest"] and not report["compile"]["warnings"]
+    for name, message in (("large.npz", "[1, 3, 16, 32]"), ("other.npz", "'text_decoder' is none")):
+        refused = etfarm(*command, "--inputs", name, cwd=tmp_path)
+        assert refused.returncode == 1 and message in refused.stderr + refused.stdout, refused.stderr
 
 
 def test_modules_of_a_flow_become_such_a_program(farm: FarmProcess) -> None:

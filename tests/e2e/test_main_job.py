@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from etfarm.client.submit.names_file import read_names
+from etfarm.server.reports.latency.statistics import median_interval
 from tests.support.farm import WAIT_FOR_NOTHING, Daemon, FarmProcess, etfarm
 from tests.support.inspector import numeric_gaps_db
 from tests.support.programs import program
@@ -63,7 +64,8 @@ def _check_document(document: dict[str, object]) -> None:
         assert measurement["duration_ns"] >= 10**9
         assert latency["min_ns"] == min(samples)
         assert latency["p50_ns"] == pytest.approx(np.percentile(samples, 50))
-        assert latency["p50_ci95_ns"][0] <= latency["p50_ns"] <= latency["p50_ci95_ns"][1]
+        interval = median_interval(np.array(samples))  # None if a busy machine's samples are worth fewer than 6 independent ones
+        assert latency["p50_ci95_ns"] == (interval and list(interval))
         assert report["accuracy"][0]["sqnr_db"] > sqnr_db
         assert report["memory"]["peak_rss_bytes"] > 1 << 20
         assert len(report["memory"]["planned_bytes"]) == 1 and report["memory"]["planned_bytes"][0] > 1000

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from etfarm.client import Farm
-from etfarm.wire.names import PROTOCOL_VERSION
+from etfarm.wire.names import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from tests.support import old_release
+from tests.support.documents import known_part
 from tests.support.farm import FarmProcess, etfarm
 
 pytestmark = [
@@ -46,17 +47,6 @@ def opened(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Opened]:
             yield Opened(folder, farm, client)
     finally:
         farm.stop()
-
-
-def known_part(after: Any, before: Any) -> Any:
-    """Return `after` without the keys that 0.1.0 did not have, all of which must be empty in what 0.1.0 wrote."""
-    if isinstance(after, dict) and isinstance(before, dict):
-        added = {key: value for key, value in after.items() if key not in before}
-        assert not any(added.values()), added
-        return {key: known_part(value, before[key]) for key, value in after.items() if key in before}
-    if isinstance(after, list) and isinstance(before, list) and len(after) == len(before):
-        return [known_part(*pair) for pair in zip(after, before, strict=True)]
-    return after
 
 
 @pytest.mark.parametrize("name", list(old_release.JOBS))
@@ -110,7 +100,7 @@ def test_an_old_agent_is_refused_with_upgrade_instructions(opened: Opened, tmp_p
     assert board.process is not None
     assert board.process.wait(timeout=120) != 0
     text = board.log.read_text()
-    assert f"this server (etfarm {opened.client.info().version}) speaks protocol {PROTOCOL_VERSION}" in text
+    assert f"this server (etfarm {opened.client.info().version}) speaks {OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}" in text
     assert "pip install 'etfarm[agent]==" in text
 
 

@@ -60,7 +60,7 @@ def test_a_run_returns_torchs_outputs(client: Farm) -> None:
 def test_the_python_binding_serves_a_session(client: Farm) -> None:
     created = program("conv")
     with client.session(created.path) as session:
-        assert session._async._ready.runner.kind == common_pb2.RUNNER_KIND_PYTHON
+        assert session._async._calls.ready.runner.kind == common_pb2.RUNNER_KIND_PYTHON
         np.testing.assert_allclose(
             session.run("forward", *arrays(created.inputs))[0], arrays(created.expected)[0], rtol=1e-4, atol=1e-5
         )

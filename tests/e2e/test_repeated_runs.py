@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from etfarm.client import Farm
+from etfarm.server.reports.latency.statistics import median_interval
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.programs import program
 
@@ -26,7 +27,9 @@ def test_a_report_has_every_run_and_their_spread(farm: FarmProcess, tmp_path: Pa
     assert len(runs) == 3 and sum(run["iterations"] for run in runs) == len(samples) == report["measurement"]["iterations"]
     parts = np.split(samples, np.cumsum([run["iterations"] for run in runs])[:-1])
     for run, part in zip(runs, parts, strict=True):
-        assert run["p50_ns"] == np.median(part) and run["p50_ci95_ns"][0] <= run["p50_ns"] <= run["p50_ci95_ns"][1]
+        interval = median_interval(part)  # None if a busy machine's samples are worth fewer than 6 independent ones
+        assert run["p50_ns"] == np.median(part) and run["p50_ci95_ns"] == (interval and list(interval))
+        assert interval is None or interval[0] <= run["p50_ns"] <= interval[1]
         assert run["verdict"]["status"] in ("VALID", "INVALID") and run["load"]["first_run_ns"] > 0
         assert run["telemetry"]["wall_time_ns"] and run["telemetry"]["series"] == []
     if all(run["verdict"] == runs[0]["verdict"] for run in runs):

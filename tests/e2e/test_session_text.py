@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import json
+import re
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -160,3 +165,25 @@ async def test_generations_take_turns_and_a_cancelled_one_leaves(farm: FarmProce
                 await waiting.result()
         await tokens.aclose()  # type: ignore[attr-defined]
         assert [token async for token in session.generate(prompt, 3, position=0)] == after[:3]
+
+
+def test_the_command_prints_the_tokens_as_they_come(farm: FarmProcess, tmp_path: Path) -> None:
+    prompt, after = texts("decoder_start")
+    path, ids = program("decoder_start").path, ",".join(map(str, prompt))
+    command = [sys.executable, "-m", "etfarm.wire.command", "generate", str(path), "--server", farm.address, "--prompt-ids", ids]
+    written = tmp_path / "out.json"
+    done = subprocess.run(
+        [*command, "-n", "10", "--threads", "1", "--json", str(written)], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout == " ".join(map(str, after[:10])) + "\n"
+    assert re.search(rf"{path.stem} on \S+: 10 tokens, the first after .+, then [\d.,]+ tokens/s", done.stderr)
+    generation = json.loads(written.read_text())["generation"]
+    assert (generation["tokens"], generation["finish_reason"], generation["recipe"]) == (after[:10], "LENGTH", None)
+    assert len(generation["token_ns"]) == 10 and generation["tokens_per_s"] > 0 and generation["context_tokens"] == 22
+    refused = subprocess.run([*command[:-1], "96", "-n", "2"], capture_output=True, text=True, timeout=120, check=False)
+    assert (
+        refused.returncode == 1
+        and "\n\n" not in refused.stderr
+        and "the token 96, and the vocabulary has 96" in refused.stderr
+        and not refused.stdout
+    )

@@ -29,7 +29,20 @@ def overwrite_artifacts(path: Path) -> None:
         file.write(bytes(size))
 
 
-@pytest.mark.parametrize("damage", ["zeroed", "garbage", "directory"])
+def flip_artifacts(path: Path) -> None:
+    """Flip the bits of a few bytes of a table's root page."""
+    connection = sqlite3.connect(path)
+    root = connection.execute("SELECT rootpage FROM sqlite_master WHERE name = 'artifacts'").fetchone()[0]
+    size = connection.execute("PRAGMA page_size").fetchone()[0]
+    connection.close()
+    with path.open("r+b") as file:
+        file.seek((root - 1) * size)
+        header = bytes(byte ^ 0xFF for byte in file.read(12))
+        file.seek((root - 1) * size)
+        file.write(header)
+
+
+@pytest.mark.parametrize("damage", ["zeroed", "flipped", "garbage", "directory"])
 def test_a_server_does_not_start_over_a_damaged_database(tmp_path: Path, damage: str) -> None:
     farm = FarmProcess(tmp_path, bundle=False)
     path = tmp_path / "server" / "farm.sqlite"
@@ -41,7 +54,7 @@ def test_a_server_does_not_start_over_a_damaged_database(tmp_path: Path, damage:
     else:
         farm.restart()
         farm.stop()
-        overwrite_artifacts(path)
+        (flip_artifacts if damage == "flipped" else overwrite_artifacts)(path)
     done = etfarm(
         "serve", "--listen", "127.0.0.1:0", "--data", str(path.parent), "--no-bundle", "--exit-with-stdin", cwd=tmp_path
     )
@@ -49,6 +62,7 @@ def test_a_server_does_not_start_over_a_damaged_database(tmp_path: Path, damage:
     assert "Traceback" not in done.stderr and "listening" not in done.stdout
     (line,) = [line for line in done.stderr.splitlines() if line.startswith("etfarm")]
     assert str(path) in line and "aside" in line
+    assert damage == "directory" or f"etfarm restore BACKUP --data {path.parent}" in line
 
 
 def test_a_server_reports_a_damaged_database_and_exits(tmp_path: Path) -> None:
@@ -78,6 +92,6 @@ def test_a_server_reports_a_damaged_database_and_exits(tmp_path: Path) -> None:
         assert farm.server.process.wait(60) == 1
         log = farm.server.log.read_text()
         assert "Traceback" not in log
-        assert "is damaged" in log.splitlines()[-1] and "aside" in log.splitlines()[-1]
+        assert "is damaged" in log.splitlines()[-1] and "etfarm restore" in log.splitlines()[-1]
     finally:
         farm.stop()

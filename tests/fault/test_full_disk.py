@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from etfarm.client.models import CellChanged, CellState, Progress
+from etfarm.wire.errors import EtfarmError
 from tests.support import models
 from tests.support.farm import FarmProcess, wait_until
 
@@ -52,6 +53,16 @@ def fill(farm: FarmProcess) -> None:
             file.write(b"x")
 
 
+def leave(farm: FarmProcess, free_bytes: int) -> None:
+    """Fill the disk except for some bytes."""
+    assert farm.server is not None
+    free = subprocess.run(
+        ["nsenter", "-t", str(farm.server.pid), "-m", "df", "--output=avail", "-B1", str(farm.folder / "server")],
+        capture_output=True, text=True, check=True,
+    ).stdout.split()[-1]  # fmt: skip
+    filler(farm).write_bytes(bytes(int(free) - free_bytes))
+
+
 def until(job: Any, phase: str) -> Progress:
     for event in job.watch():
         if isinstance(event, Progress) and event.phase == phase:
@@ -75,17 +86,33 @@ def test_a_run_that_finishes_on_a_full_disk_succeeds_once_space_is_free(small_di
         assert farm.job(job.id).info.cells[0].attempts == 1
 
 
+def test_new_work_is_refused_before_the_journal_lacks_space_and_accepted_again_by_itself(
+    small_disk: FarmProcess, tmp_path: Path
+) -> None:
+    # Four seconds of a shorter program can have more samples than the disk has room for.
+    model = models.save(models.resnet8, tmp_path / "resnet8.pt2")
+    with small_disk.client() as farm:
+        farm.compile(model).wait()
+        running = farm.bench(model, **LONG)
+        until(running, "TIMED")
+        leave(small_disk, 10 << 20)  # below the 12 MiB for new work, and above the 8 MiB for the journal
+        with pytest.raises(EtfarmError) as refused:
+            farm.bench(model, **LONG)
+        assert (refused.value.reason, refused.value.kind.value) == ("DISK_FULL", "RESOURCE_EXHAUSTED")
+        info = farm.info()
+        assert info.is_disk_full and info.disk_free_bytes is not None and 8 << 20 < info.disk_free_bytes < 12 << 20
+        assert running.result().report.state == "SUCCEEDED", "results of running work fit"
+        filler(small_disk).unlink()
+        assert farm.bench(model, iterations=100, min_time_s=0.0).result().report.state == "SUCCEEDED"
+        assert not farm.info().is_disk_full
+
+
 def test_no_run_starts_without_disk_space_for_its_result(small_disk: FarmProcess, tmp_path: Path) -> None:
     model = models.save(models.conv, tmp_path / "conv.pt2")
     with small_disk.client() as farm:
         program = farm.compile(model)
         program.wait()
-        assert small_disk.server is not None
-        free = subprocess.run(
-            ["nsenter", "-t", str(small_disk.server.pid), "-m", "df", "--output=avail", "-B1", str(small_disk.folder / "server")],
-            capture_output=True, text=True, check=True,
-        ).stdout.split()[-1]  # fmt: skip
-        filler(small_disk).write_bytes(bytes(int(free) - (14 << 20)))  # enough for the journal, and not for a result
+        leave(small_disk, 14 << 20)  # enough for the journal, and not for a result
         job = farm.bench(model, iterations=100, min_time_s=0.0)
         waiting = until(job, "WAIT_FOR_ROOM")
         assert "the server's disk is full" in waiting.message

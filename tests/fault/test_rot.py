@@ -109,7 +109,12 @@ def test_commands_list_upload_and_fetch_artifacts(
         assert got.read_bytes() == file.read_bytes()
         assert artifacts.main(["get", "0" * 8, "-o", str(got)]) != 0
         assert artifacts.main(["get", "zz", "-o", str(got)]) != 0
-        assert artifacts.main(["collect"]) != 0
-        capsys.readouterr()
+        assert artifacts.main(["collect"]) == 0
+        assert "Deleted 0 artifacts" in capsys.readouterr().out
+        assert artifacts.main(["delete", name[:8]]) != 0
+        assert "was used 0 minutes ago" in capsys.readouterr().err
+        assert artifacts.main(["delete", "--force", name[:8]]) == 0
+        assert artifacts.main(["collect", "--keep", "2"]) == 2
+        assert "must be a size" in capsys.readouterr().err
     finally:
         farm.stop()

@@ -21,7 +21,7 @@ from etfarm.v1 import agent_pb2, agent_pb2_grpc, artifact_pb2, common_pb2, devic
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.names import PROTOCOL_VERSION
 from tests.fuzz import engine, messages
-from tests.support.contract import RPCS, address_of
+from tests.support.contract import ENDLESS, RPCS, address_of
 from tests.support.farm import Daemon
 
 pytestmark = pytest.mark.slow(reason="sends thousands of messages to a server")
@@ -111,7 +111,8 @@ async def send(channel: grpc.aio.Channel, rpc: str, *requests: bytes) -> tuple[s
     try:
         if method.server_streaming:
             async for _ in running:
-                continue
+                if rpc in ENDLESS:
+                    break
         else:
             await running
     except grpc.aio.AioRpcError as error:
@@ -221,4 +222,4 @@ async def test_lists_work_after_random_messages(channel: grpc.aio.Channel) -> No
     for rpc in sorted(RPCS):
         if rpc.partition(".")[2].startswith("List"):
             code, details = await send(channel, rpc, b"")
-            assert code in ("OK", "UNIMPLEMENTED", "NOT_FOUND"), f"{rpc}: {code}: {details}"
+            assert code in ("OK", "NOT_FOUND"), f"{rpc}: {code}: {details}"

@@ -197,6 +197,35 @@ async def test_a_cancelled_run_frees_the_device_within_a_second(server: Server, 
     assert min(took_s) < 1.0, took_s
 
 
+async def test_runs_that_are_not_measured_share_a_device_and_others_do_not(server: Server, launch: Launch) -> None:
+    await launch("--concurrent-runs", "2")
+    connection = await server.connected()
+    assert connection.hello.devices[0].concurrent_runs == 2
+    add = server.candidate("add")
+    server.away = True  # so that runs do not end
+    for attempt in ("a1", "a2"):
+        connection.start(attempt, add, deadline_s=60)
+    for attempt in ("a1", "a2"):
+        await connection.until(lambda m, a=attempt: (m.run_progress.attempt_id, m.run_progress.phase) == (a, "UPLOAD"))
+    connection.start("a3", add, deadline_s=60)
+    connection.start("a4", add, measurement=SHORT, deadline_s=60)
+    assert (await connection.result("a3")).error.reason == "DEVICE_BUSY", "its slots are taken"
+    connection.cancel("a1")
+    assert (await connection.result("a1")).error.reason == "CANCELLED"
+    connection.start("a5", add, measurement=SHORT, deadline_s=60)
+    for measured in ("a4", "a5"):
+        assert (await connection.result(measured)).error.reason == "DEVICE_BUSY", "a measurement is alone"
+    connection.start("a6", add, deadline_s=60)
+    server.away = False
+    for attempt in ("a2", "a6"):
+        (cell,) = (await connection.result(attempt)).candidates
+        assert not cell.HasField("error"), cell.error
+    connection.start("a7", add, measurement=SHORT, deadline_s=60)
+    connection.start("a8", add, deadline_s=60)
+    assert (await connection.result("a8")).error.reason == "DEVICE_BUSY", "nothing joins a measurement"
+    assert not (await connection.result("a7")).candidates[0].HasField("error")
+
+
 async def test_a_busy_device_refuses_and_a_known_attempt_is_not_repeated(server: Server, launch: Launch) -> None:
     agent = await launch()
     connection = await server.connected()

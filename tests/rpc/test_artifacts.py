@@ -13,10 +13,14 @@ import pytest
 
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.store import MAX_CHUNK_BYTES, Store
+from etfarm.server.retention.collection import ArtifactCollection
+from etfarm.server.retention.references import References
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.rpc.services.artifacts import ArtifactService
+from etfarm.server.state.backup_lock import BackupLock
 from etfarm.server.state.engine import Database
+from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc
 from etfarm.v1.artifact_pb2 import Chunk, UploadArtifactRequest, UploadHeader, UploadStatus
 from etfarm.v1.common_pb2 import Artifact
@@ -61,7 +65,10 @@ async def serving(folder: Path, limits: StoreLimits | None = None) -> AsyncItera
     await database.open()
     store = Store(folder / "artifacts", database, limits)
     server = grpc.aio.server(interceptors=[AuthErrorInterceptor(Tokens())], options=SERVER_OPTIONS)
-    artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(ArtifactService(store, needed_by_no_agent), server)
+    references = References(database, MeasurementLock().work)
+    collection = ArtifactCollection(store, database, references, lambda: (), BackupLock(folder))
+    service = ArtifactService(store, needed_by_no_agent, collection)
+    artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(service, server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     async with open_channel(Access(f"127.0.0.1:{port}")) as channel:

@@ -17,6 +17,7 @@ from pathlib import Path
 import grpc
 import pytest
 
+from etfarm.client.aio import AsyncFarm
 from etfarm.client.embedded import lease as embedded_lease
 from etfarm.client.embedded.lease import Place
 from etfarm.client.embedded.supervisor import last_words
@@ -166,6 +167,9 @@ async def test_concurrent_commands_share_a_farm(place: Place) -> None:
     leases = await asyncio.gather(*(join() for _ in range(4)))
     assert len({lease.address for lease in leases}) == 1
     assert len(_processes(place)) >= 3
+    async with AsyncFarm(leases[0].address) as farm:
+        (device,) = await farm.devices()
+        assert device.health.next_run_at is None, "no health run delays the job of a command"
     supervisor = _supervisor(place)
     for lease in leases[:-1]:
         await lease.leave()

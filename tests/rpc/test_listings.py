@@ -12,7 +12,19 @@ from pathlib import Path
 import pytest
 
 from etfarm.client import Farm
-from etfarm.client.cli.commands import agents, artifacts, audit, bundle, devices, jobs, projects, recipes, tokens
+from etfarm.client.cli.commands import (
+    agents,
+    artifacts,
+    audit,
+    bundle,
+    devices,
+    jobs,
+    projects,
+    recipes,
+    retention,
+    tokens,
+    webhooks,
+)
 from etfarm.client.cli.listing import to_json
 from etfarm.client.models import JobState
 from etfarm.server.jobs import model
@@ -79,6 +91,27 @@ def test_the_library_lists_jobs_by_name_label_state_and_owner(farm: FarmProcess)
     assert names(farm, states="FAILED") == names(farm, states=[JobState.FAILED]) == ["weekly"]
     assert names(farm, owner="anonymous", limit=1) == ["once"]
     assert names(farm, owner="bob") == []
+    assert len(names(farm, model="resnet8")) == 5
+    assert names(farm, model="resnet") == []
+    submitted = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert len(names(farm, since=submitted)) == 5
+    assert names(farm, since=submitted + timedelta(seconds=1)) == []
+
+
+def test_the_library_lists_jobs_by_pages(farm: FarmProcess) -> None:
+    with farm.client() as client:
+        first = client.job_page(size=2)
+        second = client.job_page(first.next_page_token, size=2)
+        last = client.job_page(second.next_page_token, size=2)
+        assert [job.id for page in (first, second, last) for job in page.jobs] == [job.id for job in client.jobs()]
+        assert [len(page.jobs) for page in (first, second, last)] == [2, 2, 1]
+        assert last.next_page_token == ""
+        filtered = client.job_page(size=3, labels={"team": "audio"})
+        assert len(filtered.jobs) == 3
+        assert all(job.labels["team"] == "audio" for job in filtered.jobs)
+        with pytest.raises(EtfarmError) as refused:
+            client.job_page("not a token")
+        assert refused.value.reason == "BAD_PAGE_TOKEN"
 
 
 @pytest.mark.parametrize(
@@ -109,6 +142,8 @@ def test_the_command_lists_what_matches(farm: FarmProcess, capsys: pytest.Captur
     assert "weekly" in listed("--state", "failed") and "once" not in listed("--state", "failed")
     assert listed("--label", "team=vision", "--name", "on").count("once") == 1
     assert listed("--owner", "bob") == "No job matches.\n"
+    assert "weekly" in listed("--model", "resnet8", "--since", "2026-01-02")
+    assert listed("--since", "2h") == listed("--model", "other") == "No job matches.\n"
     assert jobs.main(["list", "--server", farm.address, "--state", "done"]) == 2
     assert "Values of --state must be job states, got 'DONE'" in capsys.readouterr().err
 
@@ -118,14 +153,32 @@ def test_each_line_of_a_jobs_log_has_its_instant(farm: FarmProcess, capsys: pyte
     assert capsys.readouterr().out == "2026-01-02T03:04:05.250Z   0 runner   out of memory\n"
 
 
+def reserve_and_release(argv: list[str]) -> int:
+    """Run `etfarm devices reserve`, and make the device free for the next one."""
+    code = devices.main(argv)
+    with Farm(argv[argv.index("--server") + 1]) as client:
+        for reservation in client.reservations():
+            client.release_reservation(reservation.id)
+    return code
+
+
 COMMANDS = [
     ("jobs", jobs.main, ["list"]),
     ("job", jobs.main, ["show", "weekly"]),
     ("devices", devices.main, ["list"]),
+    ("reservations", devices.main, ["reservations"]),
+    ("telemetry", devices.main, ["telemetry", "board-0"]),
+    ("reservation", reserve_and_release, ["reserve", ""]),
     ("device", devices.main, ["show", "board-0"]),
+    ("health_events", devices.main, ["health", "board-0"]),
+    ("webhooks", webhooks.main, ["list"]),
+    ("deliveries", webhooks.main, ["deliveries"]),
+    pytest.param("health_event", devices.main, ["check", "board-0"], marks=pytest.mark.slow(reason="its runner imports torch")),
     ("agents", agents.main, ["list"]),
     ("projects", projects.main, ["list"]),
     ("artifacts", artifacts.main, ["list"]),
+    ("collected", artifacts.main, ["collect", "--dry-run"]),
+    ("retention", retention.main, ["--dry-run"]),
     ("bundles", bundle.list_, []),
     ("tokens", tokens.main, ["list"]),
     ("audit", audit.main, []),
@@ -153,7 +206,7 @@ def test_each_list_and_show_writes_a_strict_json_document(
     document = json.loads(text, parse_constant=refuse_constant)
     assert list(document) == ["schema", name, "error"]
     assert (document["schema"], document["error"]) == (f"etfarm.{name}/1", None)
-    assert isinstance(document[name], list if name.endswith("s") or name == "audit" else dict)
+    assert isinstance(document[name], list if name.endswith("s") or name in ("audit", "telemetry", "retention") else dict)
     for value in document[name] if isinstance(document[name], list) else [document[name]]:
         assert value.keys() == DOCUMENTED[name]
     file = tmp_path / "x.json"
@@ -174,7 +227,8 @@ DOCUMENTED = documented()
 
 def test_each_document_is_documented() -> None:
     names = {getattr(case, "values", case)[0] for case in COMMANDS}
-    assert names == DOCUMENTED.keys()
+    # These two have lists within an object, and tests of their own.
+    assert names | {"queue", "generation"} == DOCUMENTED.keys()
 
 
 def test_a_command_that_fails_writes_its_error(farm: FarmProcess, capsys: pytest.CaptureFixture[str]) -> None:

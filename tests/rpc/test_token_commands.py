@@ -97,7 +97,7 @@ def test_from_the_first_admin_to_a_revoked_user(farm: Farm, tmp_path: Path) -> N
 @pytest.mark.parametrize(
     ("arguments", "says"),
     [
-        (["create", "bob", "--expires", "soon"], "--expires must be a number with s, m, h or d, got 'soon'."),
+        (["create", "bob", "--expires", "soon"], "--expires requires a duration, got 'soon'."),
         (["create", "bob", "--role", "king"], "--role must be admin, user, viewer or agent, got 'king'."),
         (["create", "bob", "--role", "user", "--agent"], "--agent requires the role agent, got --role user."),
     ],

@@ -17,6 +17,8 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.cache import Outcome
 from etfarm.server.compile.single_flight import Listener
 from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.health.book import HealthBook
+from etfarm.server.devices.health.standing import HealthPolicy
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
@@ -155,6 +157,7 @@ class World:
 
     def __init__(self, database: Database, folder: Path, ids: Callable[[], str], *bundles_in_use: agent_pb2.RunnerBundle) -> None:
         self.database, self.folder, self.ids = database, folder, ids
+        self.at = AT
         self.store = store = Store(folder, database)
         self.announcer = Announcer()
         self.journal = Journal(database, self.announcer, self.now)
@@ -164,26 +167,28 @@ class World:
             bundles.use(bundle)
         bundles.settled.set()
         self.runs = Runs(3600)
-        self.registry = Registry(database, bundles, self.runs, self.now)
+        self.health = HealthBook(database, self.now, HealthPolicy())
+        self.registry = Registry(database, bundles, self.runs, self.now, fill_health=self.health.apply)
         self.compiler, self.analyst = Compiles(), Analyzes()
         self.conductor = self.conduct(self.compiler)
 
     def conduct(self, compiler: Any) -> Conductor:
         """Return a conductor of the world's jobs, with a compiler."""
         registry, runs, readers = self.registry, self.runs, Readers()
-        self.requirements = Requirements(registry, self.bundles, self.store, readers)
-        attempts = DeviceAttempts(registry, runs, Placement(registry, runs), self.bundles, self.ids)
+        placement = Placement(registry, runs)
+        self.requirements = Requirements(placement.devices_for, self.bundles, self.store, readers)
+        self.attempts = attempts = DeviceAttempts(registry, runs, placement, self.bundles, self.ids)
         dispatch = Dispatch(attempts, self.requirements)
         analysis = CellAnalysis(self.analyst, self.log, Thresholds())  # type: ignore[arg-type]
         self.stages = CellStages(
             self.journal, self.log, self.announcer, compiler, self.requirements, dispatch,
             Results(runs, dispatch, self.store, readers), analysis, MeasurementLock(),
-            now=self.now, clock=lambda: 0.0, new_id=self.ids,
+            now=self.now, clock=lambda: 0.0, new_id=self.ids, on_device_fault=self.health.record_fault,
         )  # fmt: skip
         return Conductor(self.journal, self.announcer, self.stages)
 
     def now(self) -> datetime:
-        return AT
+        return self.at
 
     async def restarted(self) -> World:
         await self.conductor.stop()

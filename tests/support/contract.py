@@ -21,6 +21,7 @@ from etfarm.v1 import (
     report_service_pb2,
     session_pb2,
     token_pb2,
+    webhook_pb2,
 )
 from tests.support.farm import Daemon
 
@@ -36,9 +37,12 @@ MODULES = (
     report_service_pb2,
     session_pb2,
     token_pb2,
+    webhook_pb2,
 )
 SERVICES = {service.name: service for module in MODULES for service in module.DESCRIPTOR.services_by_name.values()}
 RPCS = {f"{service.name}.{method.name}": method for service in SERVICES.values() for method in service.methods}
+ENDLESS = ("DeviceService.Watch", "JobService.WatchAll")
+"""Rpcs whose stream of responses ends only when the caller leaves."""
 WAIT_S = 200.0
 """An answer may have to wait until the compile workers are warm."""
 
@@ -75,4 +79,8 @@ async def _call_once(channel: grpc.aio.Channel, rpc: str, requests: Sequence[Mes
             yield request
 
     running = stub(stream() if method.client_streaming else values[0], timeout=wait_s)
+    if rpc in ENDLESS:
+        first = [await anext(aiter(running))]
+        running.cancel()
+        return first
     return [message async for message in running] if method.server_streaming else [await running]

@@ -110,3 +110,14 @@ def numerics() -> dict[str, Any]:
         "numeric_gap": gaps,
         "numerics": {"program": {"digest": "2" * 64, "size_bytes": 4096}, "threshold_db": 10.0, "first_bad": 2},
     }
+
+
+def known_part(after: Any, before: Any) -> Any:
+    """Return `after` without the keys that an older release did not have, all of which must be empty in what it wrote."""
+    if isinstance(after, dict) and isinstance(before, dict):
+        added = {key: value for key, value in after.items() if key not in before}
+        assert not any(added.values()), added
+        return {key: known_part(value, before[key]) for key, value in after.items() if key in before}
+    if isinstance(after, list) and isinstance(before, list) and len(after) == len(before):
+        return [known_part(*pair) for pair in zip(after, before, strict=True)]
+    return after

@@ -8,8 +8,8 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Empty, Queue
 
@@ -27,6 +27,8 @@ tests/unit/device_agents/conditions/test_gates.py and tests/rpc/test_agent.py, a
 tests/e2e/test_main_job.py."""
 EXPORTING = ("bench", "compile")
 """Commands that load torch, if their model is not compiled yet."""
+TOLERANT_HEALTH = Path(__file__).with_name("tolerant_health.toml")
+"""Rules of health by which no device is quarantined for its faults."""
 LAUNCHER = b"sandbox/launch.py"
 """In the command line of a process that confines itself before it becomes a runner."""
 PROMPTLY_S = 15.0
@@ -39,9 +41,20 @@ class Daemon:
     """One process of etfarm whose stdout is read line by line; it ends with its stdin, so never outlives the test."""
 
     def __init__(
-        self, arguments: Sequence[str], log: Path, environment: dict[str, str] | None = None, within: Sequence[str] = ()
+        self,
+        arguments: Sequence[str],
+        log: Path,
+        environment: dict[str, str] | None = None,
+        within: Sequence[str] = (),
+        python: str | Path = sys.executable,
+        *,
+        knows_health: bool = True,
     ) -> None:
-        self._arguments = [*within, sys.executable, "-m", "etfarm.wire.command", *arguments]
+        if list(arguments[:1]) == ["serve"] and "--health-interval" not in arguments and knows_health:
+            # Most tests count the runs of their devices, play their agents, or make them fail.
+            arguments = [*arguments, "--health-interval", "0"]
+            arguments += [] if "--health" in arguments else ["--health", str(TOLERANT_HEALTH)]
+        self._arguments = [*within, str(python), "-m", "etfarm.wire.command", *arguments]
         self._environment = {**os.environ, **(environment or {})}
         self._environment.pop("ETFARM_SERVER", None)
         self.log = log
@@ -229,6 +242,25 @@ def descendants(pid: int) -> set[int]:
 def runners(agent_pid: int) -> set[int]:
     """Return the runners of an agent: what is below it but for the launcher that waits to become the next one."""
     return {pid for pid in descendants(agent_pid) if not _is_launcher(pid)}
+
+
+def launchers(agent_pid: int) -> set[int]:
+    """Return the processes below an agent that wait to become runners."""
+    return {pid for pid in descendants(agent_pid) if _is_launcher(pid)}
+
+
+@contextmanager
+def frozen(pids: Iterable[int]) -> Iterator[None]:
+    """Processes that stand still until they are killed, or until the end of the context."""
+    stopped = list(pids)
+    for pid in stopped:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def _is_launcher(pid: int) -> bool:

@@ -1,8 +1,8 @@
-"""etfarm 0.1.0 from this repository's history, and a data folder that it wrote.
+"""etfarm 0.1.0 and 0.2.0 from this repository's history, and data folders that they wrote.
 
-The tree of its commit is extracted beside the other things that tests keep in the user's cache, and runs with the installed
-packages of this environment: PYTHONPATH puts its code before the current one. The data folder is made once for the commit and
-the jobs below, which takes about two minutes.
+The tree of a commit is extracted beside the other things that tests keep in the user's cache, and runs with the installed
+packages of this environment: PYTHONPATH puts its code before the current one. The data folders are made once for the commit and
+the jobs below, which takes about two minutes for 0.1.0.
 """
 
 from __future__ import annotations
@@ -22,13 +22,21 @@ import tomllib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from tests.support.farm import WAIT_FOR_NOTHING, Daemon, wait_until
 from tests.support.programs import cache_folder
 
-COMMIT: Final = "9431c99"
-VERSION: Final = "0.1.0"
+
+class Release(NamedTuple):
+    """A release, by its commit."""
+
+    version: str
+    commit: str
+
+
+RELEASE_0_1: Final = Release("0.1.0", "9431c99")
+RELEASE_0_2: Final = Release("0.2.0", "4a2fce5")
 _ROOT: Final = Path(__file__).parents[2]
 _PACKAGES: Final = ("proto", "server", "client", "device_agents")
 
@@ -63,24 +71,26 @@ asyncio.run(Results(Path(sys.argv[1])).put(result))
 """Code of 0.1.0 that leaves a result in an agent's data folder as if no server had acknowledged it."""
 
 
-def is_available() -> bool:
+def is_available(release: Release = RELEASE_0_1) -> bool:
     """Whether this checkout has the commit; a shallow clone has not."""
-    result = subprocess.run(["git", "cat-file", "-e", f"{COMMIT}^{{commit}}"], cwd=_ROOT, capture_output=True, check=False)
+    result = subprocess.run(
+        ["git", "cat-file", "-e", f"{release.commit}^{{commit}}"], cwd=_ROOT, capture_output=True, check=False
+    )
     return result.returncode == 0
 
 
-def tree() -> Path:
-    """The files of 0.1.0, extracted on first use."""
-    folder = cache_folder() / f"etfarm-{VERSION}-{COMMIT}"
+def tree(release: Release = RELEASE_0_1) -> Path:
+    """The files of a release, extracted on first use."""
+    folder = cache_folder() / f"etfarm-{release.version}-{release.commit}"
     with _alone("old-release.lock"):
         if not folder.exists():
             archive = subprocess.run(
-                ["git", "archive", COMMIT, *_PACKAGES, "pyproject.toml"], cwd=_ROOT, capture_output=True, check=True
+                ["git", "archive", release.commit, *_PACKAGES, "pyproject.toml"], cwd=_ROOT, capture_output=True, check=True
             )
             part = Path(tempfile.mkdtemp(dir=cache_folder()))
             with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
                 files.extractall(part, filter="data")
-            _describe(part)
+            _describe(part, release)
             for package in _PACKAGES:
                 _close(part / package / "etfarm")
             part.rename(folder)
@@ -94,37 +104,38 @@ def _close(folder: Path) -> None:
             (folder / inner / "__init__.py").touch()
 
 
-def _describe(folder: Path) -> None:
+def _describe(folder: Path, release: Release) -> None:
     """Write the package's metadata, which name its version and its commands as an installation would."""
     project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    about = folder / "proto" / f"etfarm-{VERSION}.dist-info"
+    about = folder / "proto" / f"etfarm-{release.version}.dist-info"
     about.mkdir()
     (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: etfarm\nVersion: {project['version']}\n")
     lines = [f"{name} = {target}" for name, target in project["entry-points"]["etfarm.commands"].items()]
     (about / "entry_points.txt").write_text("\n".join(["[etfarm.commands]", *lines, ""]))
 
 
-def environment() -> dict[str, str]:
-    """The variables with which this Python runs 0.1.0."""
-    return {"PYTHONPATH": os.pathsep.join(str(tree() / package) for package in _PACKAGES)}
+def environment(release: Release = RELEASE_0_1) -> dict[str, str]:
+    """The variables with which this Python runs a release."""
+    return {"PYTHONPATH": os.pathsep.join(str(tree(release) / package) for package in _PACKAGES)}
 
 
-def run(*arguments: str, cwd: Path, returncodes: Sequence[int] = (0,)) -> str:
-    """Run one command of 0.1.0; return its stdout."""
+def run(*arguments: str, cwd: Path, returncodes: Sequence[int] = (0,), release: Release = RELEASE_0_1) -> str:
+    """Run one command of a release; return its stdout."""
     clean = {key: value for key, value in os.environ.items() if not key.startswith("ETFARM_")}
     done = subprocess.run(
         [sys.executable, "-m", "etfarm.wire.command", *arguments],
-        cwd=cwd, env={**clean, **environment(), "COLUMNS": "140"}, capture_output=True, text=True, timeout=600, check=False,
+        cwd=cwd, env={**clean, **environment(release), "COLUMNS": "140"},
+        capture_output=True, text=True, timeout=600, check=False,
     )  # fmt: skip
     assert done.returncode in returncodes, (arguments, done.returncode, done.stdout[-3000:], done.stderr[-3000:])
     return done.stdout
 
 
-def start_server(folder: Path) -> tuple[Daemon, str]:
-    """Start a server of 0.1.0 on a data folder; return it with its address."""
+def start_server(folder: Path, release: Release = RELEASE_0_1) -> tuple[Daemon, str]:
+    """Start a server of a release on a data folder; return it with its address."""
     server = Daemon(
         ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "server"), "--exit-with-stdin", "--no-bundle"],
-        folder / "serve.log", environment(),
+        folder / "serve.log", environment(release), knows_health=False,
     )  # fmt: skip
     server.start()
     return server, server.expect("listening on").rpartition(" ")[2]
@@ -143,7 +154,7 @@ def data_folder() -> Path:
     `live` the job's id; `history.json` and `comparison.json` are those of ds_cnn. Copy the folder before you use it.
     """
     recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
-    folder = cache_folder() / f"farm-{VERSION}-{COMMIT}-{recipe}"
+    folder = cache_folder() / f"farm-{RELEASE_0_1.version}-{RELEASE_0_1.commit}-{recipe}"
     tree()
     with _alone("old-farm.lock"):
         if not folder.exists():
@@ -154,6 +165,38 @@ def data_folder() -> Path:
             finally:
                 shutil.rmtree(part, ignore_errors=True)
     return folder
+
+
+def data_folder_of_0_2() -> Path:
+    """The folder with `server`, the data folder of a farm of 0.2.0 without devices.
+
+    `document.json` is what 0.2.0 exported of its job, which has the tag `baseline`. Copy the folder before you use it.
+    """
+    recipe = hashlib.sha256(Path(__file__).read_bytes()).hexdigest()[:16]
+    folder = cache_folder() / f"farm-{RELEASE_0_2.version}-{RELEASE_0_2.commit}-{recipe}"
+    tree(RELEASE_0_2)
+    with _alone("old-farm.lock"):
+        if not folder.exists():
+            part = Path(tempfile.mkdtemp(dir=cache_folder()))
+            try:
+                _fill_0_2(part)
+                part.rename(folder)
+            finally:
+                shutil.rmtree(part, ignore_errors=True)
+    return folder
+
+
+def _fill_0_2(folder: Path) -> None:
+    server, address = start_server(folder, RELEASE_0_2)
+    farm = ("--server", address)
+    try:
+        run(*JOBS["compiled"], *farm, "--json", "job.json", cwd=folder, release=RELEASE_0_2)
+        job = json.loads((folder / "job.json").read_text())["job"]["id"]
+        run("report", "tag", job, "baseline", *farm, cwd=folder, release=RELEASE_0_2)
+        document = run("report", "export", job, "--format", "json", *farm, cwd=folder, release=RELEASE_0_2)
+        (folder / "document.json").write_text(document)
+    finally:
+        server.kill9()
 
 
 def _fill(folder: Path) -> None:

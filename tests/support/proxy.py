@@ -5,17 +5,20 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 
 class Link:
-    """Forwards a loopback port to another; `cut` drops what is open and refuses what comes, `heal` lets it through again."""
+    """Forwards a loopback port to another; `cut` drops what is open and refuses what comes, `stall` holds back all bytes without
+    closing anything, and `heal` lets everything through again."""
 
     def __init__(self, target: str) -> None:
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
         self._loop = asyncio.new_event_loop()
         self._whole = True
+        self._flowing = asyncio.Event()
+        self._flowing.set()
         self._open: set[asyncio.StreamWriter] = set()
         self._server: asyncio.Server | None = None
         self._bytes_per_s: int | None = None
@@ -29,13 +32,19 @@ class Link:
         if not self._whole:
             writer.close()
             return
-        there_reader, there_writer = await asyncio.open_connection(self._host, self._port)
+        try:
+            there_reader, there_writer = await asyncio.open_connection(self._host, self._port)
+        except OSError:  # the server is away
+            writer.close()
+            return
         self._open |= {writer, there_writer}
-        await asyncio.gather(self._pump(reader, there_writer), self._pump(there_reader, writer))
+        with suppress(asyncio.CancelledError):  # at the end of the link
+            await asyncio.gather(self._pump(reader, there_writer), self._pump(there_reader, writer))
 
     async def _pump(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(ConnectionError, asyncio.CancelledError):
             while data := await reader.read(65536):
+                await self._flowing.wait()
                 writer.write(data)
                 await writer.drain()
                 if self._bytes_per_s:
@@ -56,25 +65,43 @@ class Link:
         """Limit each connection to this rate each way; None removes the limit."""
         self._bytes_per_s = bytes_per_s
 
+    def stall(self) -> None:
+        """Hold back all bytes, also those of new connections; both ends still believe that they are connected."""
+        self._loop.call_soon_threadsafe(self._flowing.clear)
+
     def heal(self) -> None:
-        """New connections come through again."""
-        self._loop.call_soon_threadsafe(setattr, self, "_whole", True)
+        """What was held back and new connections come through again, at full rate."""
+        self._bytes_per_s = None
+        self._loop.call_soon_threadsafe(self._heal)
 
+    def _heal(self) -> None:
+        self._whole = True
+        self._flowing.set()
 
-@contextmanager
-def link_to(target: str) -> Iterator[Link]:
-    """A link to `target`, in a thread of its own."""
-    link = Link(target)
-    link._loop.run_until_complete(link._serve())
-    thread = threading.Thread(target=link._loop.run_forever)
-    thread.start()
-    try:
-        yield link
-    finally:
-        link.cut()
-        link._loop.call_soon_threadsafe(link._loop.stop)
-        thread.join()
-        for task in asyncio.all_tasks(link._loop):
+    async def _end(self) -> None:
+        assert self._server is not None
+        self._server.close()
+        self._cut()
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in tasks:
             task.cancel()
-        link._loop.run_until_complete(asyncio.sleep(0))
-        link._loop.close()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    @contextmanager
+    def running(self) -> Iterator[Link]:
+        """Forward bytes, in a thread of its own."""
+        thread = threading.Thread(target=self._loop.run_forever)
+        thread.start()
+        try:
+            asyncio.run_coroutine_threadsafe(self._serve(), self._loop).result()
+            yield self
+        finally:
+            asyncio.run_coroutine_threadsafe(self._end(), self._loop).result()
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            thread.join()
+            self._loop.close()
+
+
+def link_to(target: str) -> AbstractContextManager[Link]:
+    """A link to `target`, in a thread of its own."""
+    return Link(target).running()

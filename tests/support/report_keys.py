@@ -183,7 +183,10 @@ KEYS["generation"] = {
         **dict.fromkeys(["prefill_method", "decode_method", "token_input", "position_input", "positions", "max_prompt_tokens"]),
         **dict.fromkeys(["dynamic_prompt", "max_context_tokens", "vocab_size", "kv_cache_bytes"]),
         "metadata": {"METHOD": None},
-        "flow": {"embedding_method": None, "encoders": [dict.fromkeys(["method", "positions"])]},
+        "flow": {
+            "embedding_method": None,
+            "encoders": [{**dict.fromkeys(["method", "positions"]), "inputs": dict.fromkeys(ARTIFACT)}],
+        },
     },
     "generated_tokens": None,
     "points": [
@@ -226,4 +229,5 @@ KEYS["generation"] = {
         "vocabulary": None,
         "error": dict.fromkeys(ERROR),
     },
+    "encoders": [{"method": None, "profile": KEYS["profile"], "operators": KEYS["operators"]}],
 }

@@ -18,14 +18,13 @@ from etfarm.v1 import (
     session_pb2_grpc,
 )
 from etfarm.wire.names import PROTOCOL_VERSION, boot_id
+from tests.support.agent_stream import AgentStream
 
 WAIT_S = 120.0
 """An answer may have to wait until the compile workers are warm, on a busy machine."""
-BEAT_S = 3.0
-"""After which an agent with nothing to say tells that it lives: whoever is silent for 15 s is taken for dead."""
 
 
-class Agent:
+class Agent(AgentStream):
     """An agent that does only what the test says.
 
     Args:
@@ -43,7 +42,6 @@ class Agent:
         devices: Sequence[device_pb2.Device] | None = None,
         own_runners: Sequence[device_pb2.DeviceRunner] = (),
     ) -> None:
-        self.stub = agent_pb2_grpc.AgentServiceStub(channel)
         self.devices = (
             [
                 device_pb2.Device(
@@ -60,9 +58,7 @@ class Agent:
             else list(devices)
         )
         hello = agent_pb2.Hello(agent_id=name, protocol_version=PROTOCOL_VERSION, devices=self.devices, boot_id=boot_id())
-        self.outgoing: asyncio.Queue[agent_pb2.AgentMessage | None] = asyncio.Queue()
-        self.outgoing.put_nowait(agent_pb2.AgentMessage(hello=hello))
-        self.stream = self.stub.Connect(_beating(self.outgoing))
+        super().__init__(channel, hello)
 
     async def started(self) -> agent_pb2.StartRun:
         """Return the next run that it is asked for."""
@@ -120,18 +116,6 @@ class Serving:
     def end(self) -> None:
         """Close its side."""
         self._outgoing.put_nowait(None)
-
-
-async def _beating(queue: asyncio.Queue[agent_pb2.AgentMessage | None]) -> AsyncIterator[agent_pb2.AgentMessage]:
-    """Yield the queue's messages, and heartbeats where none comes."""
-    while True:
-        try:
-            message = await asyncio.wait_for(queue.get(), BEAT_S)
-        except TimeoutError:
-            message = agent_pb2.AgentMessage(heartbeat=agent_pb2.Heartbeat())
-        if message is None:
-            return
-        yield message
 
 
 async def _each(queue: asyncio.Queue[Any]) -> AsyncIterator[Any]:

@@ -13,6 +13,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from etfarm.server.reports.analyze import analyze
+from etfarm.server.reports.request import CUT_SHORT, AnalyzeRequest
+from etfarm.v1 import report_pb2
 from etfarm.wire.errors import UserError
 
 Emit = Callable[[bytes], None]
@@ -28,6 +31,13 @@ def echo(request: object, folder: Path, emit: Emit) -> bytes:
     emit(b'{"stage": "ONE", "phase": "START"}')
     (folder / "file.txt").write_text("kept")
     return repr(request).encode()
+
+
+def analyze_in_too_little_time(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
+    """Analyze, and say that there was no time for a part."""
+    report = report_pb2.Report.FromString(analyze(request, folder, emit))
+    report.compile.warnings.add(code=CUT_SHORT, message="It ended after 1 s.")
+    return report.SerializeToString()
 
 
 def refuse(request: object, folder: Path, emit: Emit) -> bytes:

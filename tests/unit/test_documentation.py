@@ -37,8 +37,10 @@ def generate() -> ModuleType:
 
 
 @pytest.fixture(scope="module")
-def record() -> ModuleType:
-    return _load(DOCS / "record.py")
+def record() -> Iterator[ModuleType]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(DOCS)  # as for a script
+        yield _load(DOCS / "record.py")
 
 
 def test_the_readme_is_short_and_gives_both_commands() -> None:
@@ -110,7 +112,8 @@ def test_a_reason_belongs_to_one_class_of_a_role(generate: ModuleType) -> None:
 
 
 def test_each_reason_of_a_verdict_is_explained() -> None:
-    sources = (ROOT / "server" / "etfarm" / "server" / "reports").rglob("verdict.py")
+    reports = ROOT / "server" / "etfarm" / "server" / "reports"
+    sources = [reports / name for name in ("verdict.py", "disturbances.py")]
     codes = {code for source in sources for code in re.findall(r'(?:_reason\(|code=)"([A-Z_]+)"', source.read_text())}
     assert len(codes) > 10
     rows = set(re.findall(r"^\| `([A-Z_]+)` \|", (DOCS / "measurement.md").read_text(), re.MULTILINE))
@@ -144,7 +147,7 @@ def test_recordings_and_pages_fit_each_other(record: ModuleType) -> None:
     kept = {file.stem for file in (DOCS / "recorded").glob("*.txt")}
     assert shown == kept
     assert kept <= record.RECORDINGS.keys()
-    pictures = {name for recording in record.RECORDINGS.values() for name in recording.pictures}
+    pictures = {name for recording in record.RECORDINGS.values() for name in (*recording.pictures, *recording.web_pictures)}
     assert pictures == {file.stem for file in (DOCS / "pictures").glob("*.png")}
     assert {name for name in pictures if f"pictures/{name}.png" not in texts} == set()
 

@@ -16,7 +16,8 @@ from tests.support.golden import Golden
 phones = importlib.import_module("etfarm.device_agents.adb.phones")
 
 MODULES: Final = (
-    "client.errors", "client.export.errors", "client.export.huggingface_folder", "client.formats",
+    "client.errors", "client.export.errors", "client.export.huggingface_folder", "client.formats", "client.web.uploads",
+    "client.web.visitors",
     "device_agents.adb.errors", "device_agents.errors", "device_agents.native.toolchain", "device_agents.runners.bundle",
     "device_agents.runners.emulator", "device_agents.runners.errors", "device_agents.targets.phones.errors",
     "server.access.projects", "server.artifacts.errors", "server.compile.errors", "server.compile.inputs",

@@ -14,7 +14,8 @@ BANNED: Final = frozenset({"told", "untold", "heard", "said", "given", "found", 
 KEYS: Final = {
     ("device_agents/etfarm/device_agents/targets/phones/errors.py", "told"),
     ("device_agents/etfarm/device_agents/conditions/governor.py", "found"),
-    ("server/etfarm/server/reports/verdict.py", "found"),
+    ("server/etfarm/server/jobs/health/run.py", "found"),
+    ("server/etfarm/server/reports/disturbances.py", "found"),
     ("tests/unit/device_agents/conditions/test_governor.py", "found"),
     ("tests/unit/server/reports/test_verdict.py", "found"),
 }

@@ -7,7 +7,7 @@ from typing import Any, Final
 import torch
 
 from tests.support.torchvision import torchvision_models
-from tests.zoo.network import Named, Network
+from tests.zoo.network import Named, Network, settled
 
 _SMALL: Final = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 128}
 _SIZE: Final = 64
@@ -58,20 +58,16 @@ def segformer() -> Network:
 
 
 def mobilevit() -> Network:
-    return Network(_model("MobileViT", "pixel_values", image_size=_SIZE), _image())
+    return settled(_model("MobileViT", "pixel_values", image_size=_SIZE), 1, 3, _SIZE, _SIZE)
 
 
 def mobilenet_v2() -> Network:
-    return Network(_model("MobileNetV2", "pixel_values"), _image())
+    return settled(_model("MobileNetV2", "pixel_values"), 1, 3, _SIZE, _SIZE)
 
 
 def resnet() -> Network:
-    return Network(
-        _model(
-            "ResNet", "pixel_values", depths=[1, 1, 1, 1], hidden_sizes=[16, 32, 48, 64], embedding_size=16, layer_type="basic"
-        ),
-        _image(),
-    )
+    sizes = {"depths": [1, 1, 1, 1], "hidden_sizes": [16, 32, 48, 64], "embedding_size": 16, "layer_type": "basic"}
+    return settled(_model("ResNet", "pixel_values", **sizes), 1, 3, _SIZE, _SIZE)
 
 
 def convnext() -> Network:

@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from etfarm.client.aio import AsyncFarm
-    from etfarm.client.client import Farm, Job, LocalSession, Session, TokenStream
+    from etfarm.client.client import Farm, Job, LocalSession, Reservation, Session, TokenStream
     from etfarm.client.export import ModelSource
+    from etfarm.client.fleet.reservation import AsyncReservation
     from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.models import CellChanged, JobChanged, LogLine, Progress
     from etfarm.client.reports import Comparison, JobResult, Report
@@ -30,6 +31,7 @@ __all__ = [
     "AsyncFarm",
     "AsyncJob",
     "AsyncLocalSession",
+    "AsyncReservation",
     "AsyncSession",
     "AsyncTokenStream",
     "CellChanged",
@@ -50,6 +52,7 @@ __all__ = [
     "Outputs",
     "Progress",
     "Report",
+    "Reservation",
     "Session",
     "TokenStream",
     "UserError",
@@ -59,6 +62,7 @@ _HOMES = {
     "AsyncFarm": "etfarm.client.aio",
     "AsyncJob": "etfarm.client.jobs.job",
     "AsyncLocalSession": "etfarm.client.sessions.local",
+    "AsyncReservation": "etfarm.client.fleet.reservation",
     "AsyncSession": "etfarm.client.sessions.session",
     "Comparison": "etfarm.client.reports",
     "Farm": "etfarm.client.client",
@@ -73,6 +77,7 @@ _HOMES = {
     "ModelSource": "etfarm.client.export",
     "Outputs": "etfarm.client.sessions.calls",
     "Report": "etfarm.client.reports",
+    "Reservation": "etfarm.client.client",
     "Session": "etfarm.client.client",
     "DeviceError": "etfarm.wire.errors",
     "EtfarmError": "etfarm.wire.errors",

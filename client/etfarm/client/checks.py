@@ -6,42 +6,32 @@ import asyncio
 import os
 import time
 from collections.abc import Iterable, Mapping
-from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from etfarm.client.aio import AsyncFarm
 from etfarm.client.embedded.lease import Place, does_answer
-from etfarm.client.models import ServerInfo
+from etfarm.wire.channel import Access
 from etfarm.wire.doctor import Check, Finding, Status
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.names import SERVER_VARIABLE
+from etfarm.wire.server_findings import ask, describe
 
 PATIENCE_S: Final = 6.0
 """Seconds that an embedded farm may take to answer, and again to let a lock go; its last processes are killed after 5 s."""
 
 
 def check_server() -> Iterable[Finding]:
-    """Yield whether the server of ETFARM_SERVER answers, as whom it sees the caller, and whether its version is this one."""
+    """Yield whether the server of ETFARM_SERVER answers, as whom it sees the caller, and what it says of itself."""
     address = os.environ.get(SERVER_VARIABLE)
     if not address:
         yield Finding("server", Status.OK, f"{SERVER_VARIABLE} is not set: commands start a farm of their own.")
         return
     try:
-        info = asyncio.run(_fetch(address))
+        asked = asyncio.run(ask(Access.of(address)))
     except EtfarmError as error:
         yield Finding("server", Status.MISSING, error.message, "no command that uses the farm works.", error.remedy)
         return
-    caller = f"{info.principal or 'anonymous'}, {info.role.lower()}"
-    yield Finding(
-        "server", Status.OK, f"{address}, etfarm {info.version}, you are {caller}; {info.devices_online} devices online"
-    )
-    if info.version != version("etfarm"):
-        text = f"The server has etfarm {info.version}, this machine {version('etfarm')}."
-        yield Finding("server version", Status.WARNING, text, "newer features may be refused.", "Install the server's version.")
-    if info.bundle_error is not None:
-        cost = "devices of the server's architecture use ExecuTorch's Python binding, or nothing."
-        yield Finding("server's runner", Status.WARNING, info.bundle_error.message, cost, info.bundle_error.remedy)
+    yield from describe("server", address, asked)
 
 
 def check_embedded_farm(place: Place | None = None, patience_s: float = PATIENCE_S) -> Iterable[Finding]:
@@ -83,11 +73,6 @@ def _name_of(pid: int) -> str:
         return Path(f"/proc/{pid}/comm").read_text().strip()
     except OSError:
         return "ended"
-
-
-async def _fetch(address: str) -> ServerInfo:
-    async with AsyncFarm(address) as farm:
-        return await farm.info()
 
 
 CHECKS: Final[Mapping[str, Check]] = {"server": check_server, "embedded farm": check_embedded_farm}

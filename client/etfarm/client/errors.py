@@ -27,7 +27,6 @@ __all__ = [
     "Interrupted",
     "JobFailed",
     "Kind",
-    "NotAvailable",
     "OutputUnwritable",
     "SeveralReports",
     "UserError",
@@ -86,14 +85,18 @@ class EmbeddedFarmFailed(FarmError):
 
 
 class ExtraMissing(UserError):
-    """Error of a command that needs a library which is not installed here."""
+    """Error of a command that needs a library which is not installed here, or not in a form that can be used.
+
+    Args:
+        why: what is wrong with the library that is installed; empty if there is none.
+    """
 
     reason = "EXTRA_MISSING"
     kind = Kind.FAILED_PRECONDITION
 
-    def __init__(self, what: str, extra: str, missing: str, *, instead: str = "", **metadata: str) -> None:
+    def __init__(self, what: str, extra: str, missing: str, *, why: str = "", instead: str = "", **metadata: str) -> None:
         super().__init__(
-            f"{what} needs etfarm[{extra}] ({missing} is not installed).",
+            f"{what} needs etfarm[{extra}] ({why or f'{missing} is not installed'}).",
             f"Run pip install 'etfarm[{extra}]'{instead}.",
             extra=extra,
             missing=missing,
@@ -105,16 +108,6 @@ class OutputUnwritable(UserError):
     """Error of a file that a command cannot write."""
 
     reason = "OUTPUT_FILE_UNWRITABLE"
-
-
-class NotAvailable(UserError):
-    """Error of an option that this version recognizes but does not support."""
-
-    reason = "NOT_AVAILABLE"
-    kind = Kind.UNIMPLEMENTED
-
-    def __init__(self, what: str, remedy: str = "Leave it out.") -> None:
-        super().__init__(f"{what} is not available in this version.", remedy, option=what)
 
 
 class Interrupted(UserError):

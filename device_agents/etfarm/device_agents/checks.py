@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import platform
 import shutil
@@ -20,11 +21,12 @@ from etfarm.device_agents.runners.emulator import PROGRAMS
 from etfarm.wire.cores import format_cpu_list
 from etfarm.wire.doctor import Check, Finding, Status
 from etfarm.wire.errors import EtfarmError
-from etfarm.wire.names import prebuilt_runner
+from etfarm.wire.names import TLS_CA_VARIABLE, prebuilt_runner
 
 _PRESSURE: Final = Path("/proc/pressure/cpu")
 _RUNNER_S: Final = 10.0
 """Seconds that a runner's self-test may take; usual is a tenth of a second."""
+_FREE_BYTES: Final = 1 << 30
 _GOVERNORS: Final = "devices/system/cpu/cpufreq/policy*/scaling_governor"
 
 
@@ -171,8 +173,54 @@ def check_phones() -> Iterable[Finding]:
         yield Finding("phone", status, f"{phone.serial} {phone.model}: {phone.state}", cost, phone.remedy)
 
 
+def check_enrolment(folder: Path | None = None) -> Iterable[Finding]:
+    """Yield whether the server that this machine's agent enrolled with answers, and what it says of itself.
+
+    Args:
+        folder: the agent's data folder; the default one when None.
+    """
+    # The other checks do without gRPC, which these need.
+    from etfarm.device_agents.config import default_data_folder
+    from etfarm.device_agents.daemon.enrolment import kept_access
+    from etfarm.wire.server_findings import ask, describe
+
+    folder = folder or default_data_folder()
+    access = kept_access(folder)
+    if access is None:
+        return
+    ca = os.environ.get(TLS_CA_VARIABLE)
+    access = dataclasses.replace(access, tls_ca=Path(ca) if ca else None)
+    try:
+        asked = asyncio.run(ask(access))
+    except EtfarmError as error:
+        remedy = error.remedy if ca else f"{error.remedy} Set {TLS_CA_VARIABLE} if the server has a certificate.".strip()
+        yield Finding("agent's server", Status.WARNING, error.message, "the agent of this machine cannot serve.", remedy)
+        return
+    yield from describe("agent's server", access.server, asked)
+
+
+def check_agent_folder(folder: Path | None = None) -> Iterable[Finding]:
+    """Yield whether the data folder of this machine's agent has room for programs and results.
+
+    Args:
+        folder: the agent's data folder; the default one when None.
+    """
+    from etfarm.device_agents.config import default_data_folder
+
+    folder = folder or default_data_folder()
+    if not folder.is_dir():
+        return
+    free, name = shutil.disk_usage(folder).free, "agent's disk"
+    text = f"{folder}, {free / 1e9:.1f} GB free"
+    if free < _FREE_BYTES:
+        remedy = "Free disk space, or lower `etfarm agent --cache-limit`."
+        yield Finding(name, Status.WARNING, text, "runs of large programs fail.", remedy)
+    else:
+        yield Finding(name, Status.OK, text)
+
+
 CHECKS: Final[Mapping[str, Check]] = {
     "compilers": check_compilers, "runner self-test": check_prebuilt_runner, "runner jail": check_jail,
     "cpu affinity": check_affinity, "clock governor": check_clocks, "cpu pressure": check_pressure,
-    "emulators": check_emulators, "phones": check_phones,
+    "emulators": check_emulators, "phones": check_phones, "agent's server": check_enrolment, "agent's disk": check_agent_folder,
 }  # fmt: skip

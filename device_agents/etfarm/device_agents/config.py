@@ -67,6 +67,8 @@ class AgentConfig:
     labels: Mapping[str, str] = field(default_factory=dict)
     cores: frozenset[int] | None = None
     """Logical cpus that programs may use; None for all that the process may use."""
+    concurrent_runs: int = 1
+    """Maximum number of runs at the same time, if none of them is measured or a session."""
     cache_limit_bytes: int = DEFAULT_CACHE_LIMIT_BYTES
     """Size in bytes above which the least recently used artifacts are deleted; those that a run needs stay, whatever their size.
     """
@@ -87,12 +89,15 @@ class AgentConfig:
     the clock follow the load, so that short programs are timed while the clock is still rising."""
     jail: JailOptions = field(default_factory=JailOptions)
     """Settings of the confinement of runners on this machine."""
+    allow_upgrade: bool = False
+    """Whether the agent installs wheels of etfarm that the server offers: its admins can then run any code on this machine."""
     progress_interval_s: float = 0.25
     """Minimum number of seconds between two RunProgress messages of one phase."""
     retry_first_s: float = 0.2
     """The first pause in seconds before another try to reach the server; it doubles up to `retry_last_s`."""
-    retry_last_s: float = 5.0
-    """The longest pause in seconds; pauses are jittered so that a farm's agents do not all reconnect at once."""
+    retry_last_s: float = 2.0
+    """The longest pause in seconds; pauses are jittered so that a farm's agents do not all reconnect at once. A server that
+    restarts has its fleet back this long after it listens again."""
 
     def pauses(self) -> Iterator[float]:
         """Return the seconds to wait before each further try to reach the server, without end."""

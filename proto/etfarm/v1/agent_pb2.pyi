@@ -14,6 +14,7 @@ from etfarm.v1 import session_pb2 as _session_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -24,6 +25,39 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+class _UpgradePhase:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _UpgradePhaseEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_UpgradePhase.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    UPGRADE_PHASE_UNSPECIFIED: _UpgradePhase.ValueType  # 0
+    UPGRADE_PHASE_DRAINING: _UpgradePhase.ValueType  # 1
+    """The server waits for the runs of the agent's devices; nothing new is placed on them."""
+    UPGRADE_PHASE_DOWNLOADING: _UpgradePhase.ValueType  # 2
+    UPGRADE_PHASE_INSTALLING: _UpgradePhase.ValueType  # 3
+    UPGRADE_PHASE_RESTARTING: _UpgradePhase.ValueType  # 4
+    """The agent ends its connection and starts the new version."""
+    UPGRADE_PHASE_DONE: _UpgradePhase.ValueType  # 5
+    """The new version has connected."""
+    UPGRADE_PHASE_FAILED: _UpgradePhase.ValueType  # 6
+    """The agent keeps its present version."""
+
+class UpgradePhase(_UpgradePhase, metaclass=_UpgradePhaseEnumTypeWrapper): ...
+
+UPGRADE_PHASE_UNSPECIFIED: UpgradePhase.ValueType  # 0
+UPGRADE_PHASE_DRAINING: UpgradePhase.ValueType  # 1
+"""The server waits for the runs of the agent's devices; nothing new is placed on them."""
+UPGRADE_PHASE_DOWNLOADING: UpgradePhase.ValueType  # 2
+UPGRADE_PHASE_INSTALLING: UpgradePhase.ValueType  # 3
+UPGRADE_PHASE_RESTARTING: UpgradePhase.ValueType  # 4
+"""The agent ends its connection and starts the new version."""
+UPGRADE_PHASE_DONE: UpgradePhase.ValueType  # 5
+"""The new version has connected."""
+UPGRADE_PHASE_FAILED: UpgradePhase.ValueType  # 6
+"""The agent keeps its present version."""
+Global___UpgradePhase: _TypeAlias = UpgradePhase  # noqa: Y015
 
 @_typing.final
 class AgentMessage(_message.Message):
@@ -38,6 +72,7 @@ class AgentMessage(_message.Message):
     RUN_PROGRESS_FIELD_NUMBER: _builtins.int
     RUN_RESULT_FIELD_NUMBER: _builtins.int
     GOODBYE_FIELD_NUMBER: _builtins.int
+    UPGRADE_PROGRESS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def hello(self) -> Global___Hello: ...
     @_builtins.property
@@ -52,6 +87,8 @@ class AgentMessage(_message.Message):
     def run_result(self) -> Global___RunResult: ...
     @_builtins.property
     def goodbye(self) -> Global___Goodbye: ...
+    @_builtins.property
+    def upgrade_progress(self) -> Global___UpgradeProgress: ...
     def __init__(
         self,
         *,
@@ -62,12 +99,13 @@ class AgentMessage(_message.Message):
         run_progress: Global___RunProgress | None = ...,
         run_result: Global___RunResult | None = ...,
         goodbye: Global___Goodbye | None = ...,
+        upgrade_progress: Global___UpgradeProgress | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["device_gone", b"device_gone", "device_update", b"device_update", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "run_progress", b"run_progress", "run_result", b"run_result"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["device_gone", b"device_gone", "device_update", b"device_update", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "run_progress", b"run_progress", "run_result", b"run_result", "upgrade_progress", b"upgrade_progress"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_gone", b"device_gone", "device_update", b"device_update", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "run_progress", b"run_progress", "run_result", b"run_result"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_gone", b"device_gone", "device_update", b"device_update", "goodbye", b"goodbye", "heartbeat", b"heartbeat", "hello", b"hello", "message", b"message", "run_progress", b"run_progress", "run_result", b"run_result", "upgrade_progress", b"upgrade_progress"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "device_update", "device_gone", "heartbeat", "run_progress", "run_result", "goodbye"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["hello", "device_update", "device_gone", "heartbeat", "run_progress", "run_result", "goodbye", "upgrade_progress"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -84,6 +122,7 @@ class ServerMessage(_message.Message):
     CANCEL_RUN_FIELD_NUMBER: _builtins.int
     ACK_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    UPGRADE_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def welcome(self) -> Global___Welcome: ...
     @_builtins.property
@@ -94,6 +133,10 @@ class ServerMessage(_message.Message):
     def ack(self) -> Global___Ack: ...
     @_builtins.property
     def drain(self) -> Global___Drain: ...
+    @_builtins.property
+    def upgrade(self) -> Global___Upgrade:
+        """Only to agents of protocol 3 whose Hello allows it."""
+
     def __init__(
         self,
         *,
@@ -102,12 +145,13 @@ class ServerMessage(_message.Message):
         cancel_run: Global___CancelRun | None = ...,
         ack: Global___Ack | None = ...,
         drain: Global___Drain | None = ...,
+        upgrade: Global___Upgrade | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel_run", b"cancel_run", "drain", b"drain", "message", b"message", "start_run", b"start_run", "welcome", b"welcome"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel_run", b"cancel_run", "drain", b"drain", "message", b"message", "start_run", b"start_run", "upgrade", b"upgrade", "welcome", b"welcome"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel_run", b"cancel_run", "drain", b"drain", "message", b"message", "start_run", b"start_run", "welcome", b"welcome"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["ack", b"ack", "cancel_run", b"cancel_run", "drain", b"drain", "message", b"message", "start_run", b"start_run", "upgrade", b"upgrade", "welcome", b"welcome"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "start_run", "cancel_run", "ack", "drain"]  # noqa: Y015
+    _WhichOneofReturnType_message: _TypeAlias = _typing.Literal["welcome", "start_run", "cancel_run", "ack", "drain", "upgrade"]  # noqa: Y015
     _WhichOneofArgType_message: _TypeAlias = _typing.Literal["message", b"message"]  # noqa: Y015
     def WhichOneof(self, oneof_group: _WhichOneofArgType_message) -> _WhichOneofReturnType_message | None: ...
 
@@ -125,10 +169,13 @@ class Hello(_message.Message):
     ACTIVE_ATTEMPTS_FIELD_NUMBER: _builtins.int
     UNACKNOWLEDGED_ATTEMPTS_FIELD_NUMBER: _builtins.int
     BOOT_ID_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    ALLOWS_UPGRADE_FIELD_NUMBER: _builtins.int
+    UPGRADE_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     """A UUID that is stored in the agent's data folder."""
     protocol_version: _builtins.int
-    """The version of this protocol: 2. etfarm 0.1 has version 1."""
+    """The newest version of this protocol that the agent speaks: 3. etfarm 0.1 has version 1, 0.2.0 version 2."""
     agent_version: _builtins.str
     """The agent's version of etfarm."""
     host: _builtins.str
@@ -137,6 +184,12 @@ class Hello(_message.Message):
     """Identifies the running machine (Linux: /proc/sys/kernel/random/boot_id), so that a server stays idle while a device on its
     own machine measures. Empty if the system has no such id, and if the devices are not the agent's own machine.
     """
+    oldest_protocol_version: _builtins.int
+    """The oldest version of this protocol that the agent speaks; absent if it speaks `protocol_version` only. A server speaks the
+    newest version that both know, which Welcome names, and serves its own version and the one before.
+    """
+    allows_upgrade: _builtins.bool
+    """Whether the agent installs wheels that the server offers (`--allow-upgrade`)."""
     @_builtins.property
     def devices(self) -> _containers.RepeatedCompositeFieldContainer[_device_pb2.Device]: ...
     @_builtins.property
@@ -146,6 +199,10 @@ class Hello(_message.Message):
     @_builtins.property
     def unacknowledged_attempts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """The attempts whose results the agent sends after the Welcome."""
+
+    @_builtins.property
+    def upgrade(self) -> Global___UpgradeOutcome:
+        """How the last Upgrade ended; absent if none has ended since the agent was installed."""
 
     def __init__(
         self,
@@ -158,14 +215,50 @@ class Hello(_message.Message):
         active_attempts: _abc.Iterable[_builtins.str] | None = ...,
         unacknowledged_attempts: _abc.Iterable[_builtins.str] | None = ...,
         boot_id: _builtins.str = ...,
+        oldest_protocol_version: _builtins.int | None = ...,
+        allows_upgrade: _builtins.bool = ...,
+        upgrade: Global___UpgradeOutcome | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_protocol_version", b"_oldest_protocol_version", "oldest_protocol_version", b"oldest_protocol_version", "upgrade", b"upgrade"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["active_attempts", b"active_attempts", "agent_id", b"agent_id", "agent_version", b"agent_version", "boot_id", b"boot_id", "devices", b"devices", "host", b"host", "protocol_version", b"protocol_version", "unacknowledged_attempts", b"unacknowledged_attempts"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_protocol_version", b"_oldest_protocol_version", "active_attempts", b"active_attempts", "agent_id", b"agent_id", "agent_version", b"agent_version", "allows_upgrade", b"allows_upgrade", "boot_id", b"boot_id", "devices", b"devices", "host", b"host", "oldest_protocol_version", b"oldest_protocol_version", "protocol_version", b"protocol_version", "unacknowledged_attempts", b"unacknowledged_attempts", "upgrade", b"upgrade"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__oldest_protocol_version: _TypeAlias = _typing.Literal["oldest_protocol_version"]  # noqa: Y015
+    _WhichOneofArgType__oldest_protocol_version: _TypeAlias = _typing.Literal["_oldest_protocol_version", b"_oldest_protocol_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__oldest_protocol_version) -> _WhichOneofReturnType__oldest_protocol_version | None: ...
+
+Global___Hello: _TypeAlias = Hello  # noqa: Y015
+
+@_typing.final
+class UpgradeOutcome(_message.Message):
+    """The end of an Upgrade, which the agent reports with every Hello until the next one."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPGRADE_ID_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    upgrade_id: _builtins.str
+    version: _builtins.str
+    """The version of etfarm that the wheel has."""
+    @_builtins.property
+    def error(self) -> _common_pb2.Error:
+        """Why the agent runs its former version again; absent if it runs the new one."""
+
+    def __init__(
+        self,
+        *,
+        upgrade_id: _builtins.str = ...,
+        version: _builtins.str = ...,
+        error: _common_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "upgrade_id", b"upgrade_id", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Hello: _TypeAlias = Hello  # noqa: Y015
+Global___UpgradeOutcome: _TypeAlias = UpgradeOutcome  # noqa: Y015
 
 @_typing.final
 class DeviceUpdate(_message.Message):
@@ -538,6 +631,8 @@ class GenerationResult(_message.Message):
     LOAD_FIELD_NUMBER: _builtins.int
     TELEMETRY_FIELD_NUMBER: _builtins.int
     SCORE_FIELD_NUMBER: _builtins.int
+    ENCODERS_WITH_INPUTS_FIELD_NUMBER: _builtins.int
+    ENCODERS_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPointResult]:
         """In the order of GenerationPlan.points."""
@@ -569,6 +664,16 @@ class GenerationResult(_message.Message):
     def score(self) -> Global___ScoreResult:
         """Absent if the plan has no ScorePlan, from other processes than the last one, and from agents that do not know it."""
 
+    @_builtins.property
+    def encoders_with_inputs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The encoders that ran on FlowEncoder.inputs. Agents that do not know these generate inputs and leave this empty."""
+
+    @_builtins.property
+    def encoders(self) -> _containers.RepeatedCompositeFieldContainer[Global___EncoderTrace]:
+        """The traced executions of encoders, in the order of ModelFlow.encoders; `tokens` is the number of their positions. Empty if they
+        were not traced, and from agents that do not trace them.
+        """
+
     def __init__(
         self,
         *,
@@ -580,14 +685,41 @@ class GenerationResult(_message.Message):
         load: _report_pb2.Load | None = ...,
         telemetry: _report_pb2.RunTelemetry | None = ...,
         score: Global___ScoreResult | None = ...,
+        encoders_with_inputs: _abc.Iterable[_builtins.str] | None = ...,
+        encoders: _abc.Iterable[Global___EncoderTrace] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "load", b"load", "prefill", b"prefill", "score", b"score", "telemetry", b"telemetry", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "load", b"load", "points", b"points", "prefill", b"prefill", "score", b"score", "telemetry", b"telemetry", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "encoders", b"encoders", "encoders_with_inputs", b"encoders_with_inputs", "load", b"load", "points", b"points", "prefill", b"prefill", "score", b"score", "telemetry", b"telemetry", "token_ns", b"token_ns", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerationResult: _TypeAlias = GenerationResult  # noqa: Y015
+
+@_typing.final
+class EncoderTrace(_message.Message):
+    """Traced executions of one encoder."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    TRACE_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    @_builtins.property
+    def trace(self) -> Global___GenerationTrace: ...
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        trace: Global___GenerationTrace | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["trace", b"trace"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["method", b"method", "trace", b"trace"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___EncoderTrace: _TypeAlias = EncoderTrace  # noqa: Y015
 
 @_typing.final
 class ScoreResult(_message.Message):
@@ -925,19 +1057,25 @@ class Welcome(_message.Message):
 
     SERVER_VERSION_FIELD_NUMBER: _builtins.int
     HEARTBEAT_INTERVAL_S_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
     server_version: _builtins.str
     heartbeat_interval_s: _builtins.float
+    protocol_version: _builtins.int
+    """The version of the protocol of this connection; absent from servers that speak 2 only."""
     def __init__(
         self,
         *,
         server_version: _builtins.str = ...,
         heartbeat_interval_s: _builtins.float = ...,
+        protocol_version: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_protocol_version", b"_protocol_version", "protocol_version", b"protocol_version"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["heartbeat_interval_s", b"heartbeat_interval_s", "server_version", b"server_version"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_protocol_version", b"_protocol_version", "heartbeat_interval_s", b"heartbeat_interval_s", "protocol_version", b"protocol_version", "server_version", b"server_version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
+    _WhichOneofReturnType__protocol_version: _TypeAlias = _typing.Literal["protocol_version"]  # noqa: Y015
+    _WhichOneofArgType__protocol_version: _TypeAlias = _typing.Literal["_protocol_version", b"_protocol_version"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__protocol_version) -> _WhichOneofReturnType__protocol_version | None: ...
 
 Global___Welcome: _TypeAlias = Welcome  # noqa: Y015
 
@@ -1177,6 +1315,71 @@ class Drain(_message.Message):
 Global___Drain: _TypeAlias = Drain  # noqa: Y015
 
 @_typing.final
+class Upgrade(_message.Message):
+    """Install this wheel of etfarm and run it. The agent downloads it by its digest, installs it beside its present version, and restarts
+    with it. If the new version has not connected within `time_limit_s` of its start, the agent runs the former one again. The devices
+    have been drained; an agent with a running attempt refuses.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPGRADE_ID_FIELD_NUMBER: _builtins.int
+    WHEEL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    TIME_LIMIT_S_FIELD_NUMBER: _builtins.int
+    upgrade_id: _builtins.str
+    version: _builtins.str
+    """The wheel's version of etfarm."""
+    time_limit_s: _builtins.float
+    @_builtins.property
+    def wheel(self) -> _common_pb2.Artifact: ...
+    def __init__(
+        self,
+        *,
+        upgrade_id: _builtins.str = ...,
+        wheel: _common_pb2.Artifact | None = ...,
+        version: _builtins.str = ...,
+        time_limit_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["wheel", b"wheel"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["time_limit_s", b"time_limit_s", "upgrade_id", b"upgrade_id", "version", b"version", "wheel", b"wheel"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Upgrade: _TypeAlias = Upgrade  # noqa: Y015
+
+@_typing.final
+class UpgradeProgress(_message.Message):
+    """A phase of an Upgrade has begun, or the upgrade has failed."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    UPGRADE_ID_FIELD_NUMBER: _builtins.int
+    PHASE_FIELD_NUMBER: _builtins.int
+    ERROR_FIELD_NUMBER: _builtins.int
+    upgrade_id: _builtins.str
+    phase: Global___UpgradePhase.ValueType
+    @_builtins.property
+    def error(self) -> _common_pb2.Error:
+        """Present if the phase is FAILED."""
+
+    def __init__(
+        self,
+        *,
+        upgrade_id: _builtins.str = ...,
+        phase: Global___UpgradePhase.ValueType = ...,
+        error: _common_pb2.Error | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "phase", b"phase", "upgrade_id", b"upgrade_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpgradeProgress: _TypeAlias = UpgradeProgress  # noqa: Y015
+
+@_typing.final
 class SessionReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1349,12 +1552,20 @@ class Agent(_message.Message):
     CONNECTED_FIELD_NUMBER: _builtins.int
     DEVICE_IDS_FIELD_NUMBER: _builtins.int
     REFUSED_PRINCIPAL_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    HOST_FIELD_NUMBER: _builtins.int
+    ALLOWS_UPGRADE_FIELD_NUMBER: _builtins.int
     agent_id: _builtins.str
     principal: _builtins.str
     """The principal whose tokens may use the identity; empty if it is not bound."""
     connected: _builtins.bool
     refused_principal: _builtins.str
     """For an identity that is not bound: the principal that last tried to connect with it."""
+    version: _builtins.str
+    """The version of etfarm and the host name in its last Hello; empty if it has not connected to this version of the server."""
+    host: _builtins.str
+    allows_upgrade: _builtins.bool
+    """Whether it is connected and installs wheels that the server offers."""
     @_builtins.property
     def device_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]: ...
     def __init__(
@@ -1365,14 +1576,87 @@ class Agent(_message.Message):
         connected: _builtins.bool = ...,
         device_ids: _abc.Iterable[_builtins.str] | None = ...,
         refused_principal: _builtins.str = ...,
+        version: _builtins.str = ...,
+        host: _builtins.str = ...,
+        allows_upgrade: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "connected", b"connected", "device_ids", b"device_ids", "principal", b"principal", "refused_principal", b"refused_principal"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["agent_id", b"agent_id", "allows_upgrade", b"allows_upgrade", "connected", b"connected", "device_ids", b"device_ids", "host", b"host", "principal", b"principal", "refused_principal", b"refused_principal", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Agent: _TypeAlias = Agent  # noqa: Y015
+
+@_typing.final
+class UpgradeAgentRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    AGENT_ID_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    DRAIN_S_FIELD_NUMBER: _builtins.int
+    TIME_LIMIT_S_FIELD_NUMBER: _builtins.int
+    agent_id: _builtins.str
+    """The agent's identity."""
+    digest: _builtins.str
+    """Digest of the uploaded wheel of etfarm, which names its version, or of ServerInfo.agent_wheel."""
+    drain_s: _builtins.float
+    """How long the devices' runs may take until they have ended, in seconds: 3,600 when absent, at most a day."""
+    time_limit_s: _builtins.float
+    """How long the new version may take to connect, in seconds: 60 when absent, 5 to 3,600."""
+    def __init__(
+        self,
+        *,
+        agent_id: _builtins.str = ...,
+        digest: _builtins.str = ...,
+        drain_s: _builtins.float | None = ...,
+        time_limit_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "_time_limit_s", b"_time_limit_s", "drain_s", b"drain_s", "time_limit_s", b"time_limit_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s", "_time_limit_s", b"_time_limit_s", "agent_id", b"agent_id", "digest", b"digest", "drain_s", b"drain_s", "time_limit_s", b"time_limit_s"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__drain_s: _TypeAlias = _typing.Literal["drain_s"]  # noqa: Y015
+    _WhichOneofArgType__drain_s: _TypeAlias = _typing.Literal["_drain_s", b"_drain_s"]  # noqa: Y015
+    _WhichOneofReturnType__time_limit_s: _TypeAlias = _typing.Literal["time_limit_s"]  # noqa: Y015
+    _WhichOneofArgType__time_limit_s: _TypeAlias = _typing.Literal["_time_limit_s", b"_time_limit_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__drain_s) -> _WhichOneofReturnType__drain_s | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__time_limit_s) -> _WhichOneofReturnType__time_limit_s | None: ...
+
+Global___UpgradeAgentRequest: _TypeAlias = UpgradeAgentRequest  # noqa: Y015
+
+@_typing.final
+class UpgradeAgentProgress(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PHASE_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    FORMER_VERSION_FIELD_NUMBER: _builtins.int
+    phase: Global___UpgradePhase.ValueType
+    version: _builtins.str
+    """The wheel's version of etfarm."""
+    message: _builtins.str
+    """What is waited for, as "1 run on board-7"; may be empty."""
+    former_version: _builtins.str
+    """The former version of the agent."""
+    def __init__(
+        self,
+        *,
+        phase: Global___UpgradePhase.ValueType = ...,
+        version: _builtins.str = ...,
+        message: _builtins.str = ...,
+        former_version: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["former_version", b"former_version", "message", b"message", "phase", b"phase", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___UpgradeAgentProgress: _TypeAlias = UpgradeAgentProgress  # noqa: Y015
 
 @_typing.final
 class ListAgentsRequest(_message.Message):

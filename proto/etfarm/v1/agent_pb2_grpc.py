@@ -61,6 +61,11 @@ class AgentServiceStub(object):
                 request_serializer=etfarm_dot_v1_dot_agent__pb2.BindAgentRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_agent__pb2.Agent.FromString,
                 _registered_method=True)
+        self.UpgradeAgent = channel.unary_stream(
+                '/etfarm.v1.AgentService/UpgradeAgent',
+                request_serializer=etfarm_dot_v1_dot_agent__pb2.UpgradeAgentRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_agent__pb2.UpgradeAgentProgress.FromString,
+                _registered_method=True)
 
 
 class AgentServiceServicer(object):
@@ -84,8 +89,9 @@ class AgentServiceServicer(object):
 
         Errors:
         INVALID_ARGUMENT     NO_HELLO: the first message is not Hello.
-        FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: install the server's version of etfarm on the device; metadata `supported` is
-        the supported protocol, and `version` the server's version.
+        FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: agent and server have no version of the protocol in common: install the
+        server's version of etfarm on the device; metadata `supported` is the newest protocol that the server
+        speaks, `oldest` the oldest, and `version` the server's version.
         ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
         DEVICE_SERVED: another live agent serves all devices of this agent. If it serves only some of them,
         these are left out.
@@ -148,6 +154,25 @@ class AgentServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def UpgradeAgent(self, request, context):
+        """Upgrades a connected agent to the etfarm of an uploaded wheel, or of the server's own (ServerInfo.agent_wheel): drains its
+        devices, waits for their runs, sends the Upgrade, and returns once the new version has connected. The devices take runs again
+        however the call ends, except those that an admin had drained. The wheel stays stored, and the agent may read it, until then.
+
+        Errors:
+        INVALID_ARGUMENT     NOT_A_WHEEL: the artifact is not a wheel of etfarm.
+        BAD_UPGRADE: a time is out of range.
+        FAILED_PRECONDITION  ARTIFACT_MISSING: upload the wheel first.
+        AGENT_OFFLINE: no agent with this id is connected.
+        UPGRADE_NOT_ALLOWED: start the agent with `--allow-upgrade`.
+        UPGRADE_FAILED: the agent runs its former version; the message says why.
+        ALREADY_EXISTS       UPGRADE_RUNNING: the agent is being upgraded.
+        DEADLINE_EXCEEDED    DEVICES_BUSY: the devices' runs did not end in time. Nothing was sent to the agent.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_AgentServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -175,6 +200,11 @@ def add_AgentServiceServicer_to_server(servicer, server):
                     servicer.BindAgent,
                     request_deserializer=etfarm_dot_v1_dot_agent__pb2.BindAgentRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_agent__pb2.Agent.SerializeToString,
+            ),
+            'UpgradeAgent': grpc.unary_stream_rpc_method_handler(
+                    servicer.UpgradeAgent,
+                    request_deserializer=etfarm_dot_v1_dot_agent__pb2.UpgradeAgentRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_agent__pb2.UpgradeAgentProgress.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -314,6 +344,33 @@ class AgentService(object):
             '/etfarm.v1.AgentService/BindAgent',
             etfarm_dot_v1_dot_agent__pb2.BindAgentRequest.SerializeToString,
             etfarm_dot_v1_dot_agent__pb2.Agent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def UpgradeAgent(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/etfarm.v1.AgentService/UpgradeAgent',
+            etfarm_dot_v1_dot_agent__pb2.UpgradeAgentRequest.SerializeToString,
+            etfarm_dot_v1_dot_agent__pb2.UpgradeAgentProgress.FromString,
             options,
             channel_credentials,
             insecure,

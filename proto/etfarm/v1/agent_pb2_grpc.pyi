@@ -51,8 +51,9 @@ class AgentServiceStub:
 
     Errors:
       INVALID_ARGUMENT     NO_HELLO: the first message is not Hello.
-      FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: install the server's version of etfarm on the device; metadata `supported` is
-                           the supported protocol, and `version` the server's version.
+      FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: agent and server have no version of the protocol in common: install the
+                           server's version of etfarm on the device; metadata `supported` is the newest protocol that the server
+                           speaks, `oldest` the oldest, and `version` the server's version.
       ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
                            DEVICE_SERVED: another live agent serves all devices of this agent. If it serves only some of them,
                            these are left out.
@@ -95,6 +96,21 @@ class AgentServiceStub:
     Errors:
       NOT_FOUND            AGENT_NOT_FOUND: no agent with this id has ever connected or tried to connect.
     """
+    UpgradeAgent: _grpc.UnaryStreamMultiCallable[_agent_pb2.UpgradeAgentRequest, _agent_pb2.UpgradeAgentProgress]
+    """Upgrades a connected agent to the etfarm of an uploaded wheel, or of the server's own (ServerInfo.agent_wheel): drains its
+    devices, waits for their runs, sends the Upgrade, and returns once the new version has connected. The devices take runs again
+    however the call ends, except those that an admin had drained. The wheel stays stored, and the agent may read it, until then.
+
+    Errors:
+      INVALID_ARGUMENT     NOT_A_WHEEL: the artifact is not a wheel of etfarm.
+                           BAD_UPGRADE: a time is out of range.
+      FAILED_PRECONDITION  ARTIFACT_MISSING: upload the wheel first.
+                           AGENT_OFFLINE: no agent with this id is connected.
+                           UPGRADE_NOT_ALLOWED: start the agent with `--allow-upgrade`.
+                           UPGRADE_FAILED: the agent runs its former version; the message says why.
+      ALREADY_EXISTS       UPGRADE_RUNNING: the agent is being upgraded.
+      DEADLINE_EXCEEDED    DEVICES_BUSY: the devices' runs did not end in time. Nothing was sent to the agent.
+    """
 
 @_typing.type_check_only
 class AgentServiceAsyncStub(AgentServiceStub):
@@ -119,8 +135,9 @@ class AgentServiceAsyncStub(AgentServiceStub):
 
     Errors:
       INVALID_ARGUMENT     NO_HELLO: the first message is not Hello.
-      FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: install the server's version of etfarm on the device; metadata `supported` is
-                           the supported protocol, and `version` the server's version.
+      FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: agent and server have no version of the protocol in common: install the
+                           server's version of etfarm on the device; metadata `supported` is the newest protocol that the server
+                           speaks, `oldest` the oldest, and `version` the server's version.
       ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
                            DEVICE_SERVED: another live agent serves all devices of this agent. If it serves only some of them,
                            these are left out.
@@ -163,6 +180,21 @@ class AgentServiceAsyncStub(AgentServiceStub):
     Errors:
       NOT_FOUND            AGENT_NOT_FOUND: no agent with this id has ever connected or tried to connect.
     """
+    UpgradeAgent: _aio.UnaryStreamMultiCallable[_agent_pb2.UpgradeAgentRequest, _agent_pb2.UpgradeAgentProgress]  # type: ignore[assignment]
+    """Upgrades a connected agent to the etfarm of an uploaded wheel, or of the server's own (ServerInfo.agent_wheel): drains its
+    devices, waits for their runs, sends the Upgrade, and returns once the new version has connected. The devices take runs again
+    however the call ends, except those that an admin had drained. The wheel stays stored, and the agent may read it, until then.
+
+    Errors:
+      INVALID_ARGUMENT     NOT_A_WHEEL: the artifact is not a wheel of etfarm.
+                           BAD_UPGRADE: a time is out of range.
+      FAILED_PRECONDITION  ARTIFACT_MISSING: upload the wheel first.
+                           AGENT_OFFLINE: no agent with this id is connected.
+                           UPGRADE_NOT_ALLOWED: start the agent with `--allow-upgrade`.
+                           UPGRADE_FAILED: the agent runs its former version; the message says why.
+      ALREADY_EXISTS       UPGRADE_RUNNING: the agent is being upgraded.
+      DEADLINE_EXCEEDED    DEVICES_BUSY: the devices' runs did not end in time. Nothing was sent to the agent.
+    """
 
 class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
     """The protocol between a device agent and the farm. The agent opens every connection, so that it works behind NAT; the server
@@ -190,8 +222,9 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           INVALID_ARGUMENT     NO_HELLO: the first message is not Hello.
-          FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: install the server's version of etfarm on the device; metadata `supported` is
-                               the supported protocol, and `version` the server's version.
+          FAILED_PRECONDITION  PROTOCOL_UNSUPPORTED: agent and server have no version of the protocol in common: install the
+                               server's version of etfarm on the device; metadata `supported` is the newest protocol that the server
+                               speaks, `oldest` the oldest, and `version` the server's version.
           ALREADY_EXISTS       AGENT_CONNECTED: another process serves this agent's data folder or a copy of it.
                                DEVICE_SERVED: another live agent serves all devices of this agent. If it serves only some of them,
                                these are left out.
@@ -257,6 +290,27 @@ class AgentServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           NOT_FOUND            AGENT_NOT_FOUND: no agent with this id has ever connected or tried to connect.
+        """
+
+    @_abc_1.abstractmethod
+    def UpgradeAgent(
+        self,
+        request: _agent_pb2.UpgradeAgentRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_agent_pb2.UpgradeAgentProgress], _abc.AsyncIterator[_agent_pb2.UpgradeAgentProgress]]:
+        """Upgrades a connected agent to the etfarm of an uploaded wheel, or of the server's own (ServerInfo.agent_wheel): drains its
+        devices, waits for their runs, sends the Upgrade, and returns once the new version has connected. The devices take runs again
+        however the call ends, except those that an admin had drained. The wheel stays stored, and the agent may read it, until then.
+
+        Errors:
+          INVALID_ARGUMENT     NOT_A_WHEEL: the artifact is not a wheel of etfarm.
+                               BAD_UPGRADE: a time is out of range.
+          FAILED_PRECONDITION  ARTIFACT_MISSING: upload the wheel first.
+                               AGENT_OFFLINE: no agent with this id is connected.
+                               UPGRADE_NOT_ALLOWED: start the agent with `--allow-upgrade`.
+                               UPGRADE_FAILED: the agent runs its former version; the message says why.
+          ALREADY_EXISTS       UPGRADE_RUNNING: the agent is being upgraded.
+          DEADLINE_EXCEEDED    DEVICES_BUSY: the devices' runs did not end in time. Nothing was sent to the agent.
         """
 
 def add_AgentServiceServicer_to_server(servicer: AgentServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

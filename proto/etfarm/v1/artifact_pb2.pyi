@@ -281,15 +281,19 @@ class DeleteArtifactRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DIGEST_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
+    force: _builtins.bool
+    """Whether to delete the artifact even if it was used within the last hour. What something refers to is never deleted."""
     def __init__(
         self,
         *,
         digest: _builtins.str = ...,
+        force: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "force", b"force"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -315,16 +319,20 @@ class CollectArtifactsRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     KEEP_BYTES_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
     keep_bytes: _builtins.int
     """Total size of the artifacts to keep; only those that something refers to when absent."""
+    dry_run: _builtins.bool
+    """Only counts what would be deleted."""
     def __init__(
         self,
         *,
         keep_bytes: _builtins.int | None = ...,
+        dry_run: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_keep_bytes", b"_keep_bytes", "keep_bytes", b"keep_bytes"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_bytes", b"_keep_bytes", "keep_bytes", b"keep_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_keep_bytes", b"_keep_bytes", "dry_run", b"dry_run", "keep_bytes", b"keep_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__keep_bytes: _TypeAlias = _typing.Literal["keep_bytes"]  # noqa: Y015
     _WhichOneofArgType__keep_bytes: _TypeAlias = _typing.Literal["_keep_bytes", b"_keep_bytes"]  # noqa: Y015
@@ -337,15 +345,26 @@ class CollectArtifactsResponse(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     DELETED_BYTES_FIELD_NUMBER: _builtins.int
+    DELETED_COUNT_FIELD_NUMBER: _builtins.int
+    KEPT_BYTES_FIELD_NUMBER: _builtins.int
+    RELEASED_BYTES_FIELD_NUMBER: _builtins.int
     deleted_bytes: _builtins.int
+    deleted_count: _builtins.int
+    kept_bytes: _builtins.int
+    """Size of the artifacts that remain."""
+    released_bytes: _builtins.int
+    """Size of the artifacts that remain, and that projects no longer hold, counted once for each project."""
     def __init__(
         self,
         *,
         deleted_bytes: _builtins.int = ...,
+        deleted_count: _builtins.int = ...,
+        kept_bytes: _builtins.int = ...,
+        released_bytes: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted_bytes", b"deleted_bytes"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["deleted_bytes", b"deleted_bytes", "deleted_count", b"deleted_count", "kept_bytes", b"kept_bytes", "released_bytes", b"released_bytes"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

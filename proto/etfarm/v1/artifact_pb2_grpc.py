@@ -115,7 +115,8 @@ class ArtifactServiceServicer(object):
         ABORTED              UPLOAD_IN_PROGRESS: another stream of the project is writing this upload: wait for it, or try again.
         UPLOAD_IDLE: the stream was silent for a minute: call GetUploadStatus and continue there.
         DATA_LOSS            DIGEST_MISMATCH: all bytes arrived, but their sha256 differs. The upload is discarded: begin at 0.
-        RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`. No stored artifact was deleted.
+        RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes`, and `needed_bytes` or `limit_bytes`. No stored artifact was
+        deleted.
         QUOTA_EXCEEDED: the project would hold more than `limit_bytes`; `used_bytes` includes live uploads.
         LIMIT_EXCEEDED: the artifact is larger than `limit_bytes`, or the caller has `limit` live uploads:
         wait for one of them.
@@ -148,15 +149,29 @@ class ArtifactServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Delete(self, request, context):
-        """Deletes an artifact that nothing refers to. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED.
+        """Deletes an artifact that nothing refers to, for all projects. Jobs, their reports and tags, cached compilations and analyses,
+        runner bundles, sessions, attempts and uploads refer to artifacts. An artifact that was uploaded, or that FindMissing reported
+        as stored, within the last hour is kept, since a job may be about to name it.
+
+        Errors:
+        NOT_FOUND            ARTIFACT_NOT_FOUND: no project holds the artifact.
+        FAILED_PRECONDITION  ARTIFACT_IN_USE: metadata `referrers` names what refers to it, such as "job 0123456789abcdef": delete
+        that first. Or the artifact was used within the last hour: try later, or send `force`.
+        BACKUP_RUNNING: a backup reads the store: try again later.
+        INVALID_ARGUMENT     DIGEST_MALFORMED
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Collect(self, request, context):
-        """Deletes artifacts that nothing refers to, least recently used first, down to a total size. Not implemented: answers
-        UNIMPLEMENTED, UNIMPLEMENTED.
+        """Deletes artifacts that nothing refers to and that were not used within the last hour, least recently used first, until the
+        store has at most `keep_bytes`. Without `keep_bytes`, also ends the holdings of projects that no longer need an artifact that
+        others still need, so that it no longer counts against their storage limits.
+
+        Errors:
+        FAILED_PRECONDITION  BACKUP_RUNNING: a backup reads the store: try again later.
+        INVALID_ARGUMENT     BAD_RETENTION: `keep_bytes` is negative.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -59,7 +59,8 @@ class ArtifactServiceStub:
       ABORTED              UPLOAD_IN_PROGRESS: another stream of the project is writing this upload: wait for it, or try again.
                            UPLOAD_IDLE: the stream was silent for a minute: call GetUploadStatus and continue there.
       DATA_LOSS            DIGEST_MISMATCH: all bytes arrived, but their sha256 differs. The upload is discarded: begin at 0.
-      RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`. No stored artifact was deleted.
+      RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes`, and `needed_bytes` or `limit_bytes`. No stored artifact was
+                           deleted.
                            QUOTA_EXCEEDED: the project would hold more than `limit_bytes`; `used_bytes` includes live uploads.
                            LIMIT_EXCEEDED: the artifact is larger than `limit_bytes`, or the caller has `limit` live uploads:
                            wait for one of them.
@@ -80,10 +81,25 @@ class ArtifactServiceStub:
       INVALID_ARGUMENT     BAD_PAGE_TOKEN
     """
     Delete: _grpc.UnaryUnaryMultiCallable[_artifact_pb2.DeleteArtifactRequest, _artifact_pb2.DeleteArtifactResponse]
-    """Deletes an artifact that nothing refers to. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+    """Deletes an artifact that nothing refers to, for all projects. Jobs, their reports and tags, cached compilations and analyses,
+    runner bundles, sessions, attempts and uploads refer to artifacts. An artifact that was uploaded, or that FindMissing reported
+    as stored, within the last hour is kept, since a job may be about to name it.
+
+    Errors:
+      NOT_FOUND            ARTIFACT_NOT_FOUND: no project holds the artifact.
+      FAILED_PRECONDITION  ARTIFACT_IN_USE: metadata `referrers` names what refers to it, such as "job 0123456789abcdef": delete
+                           that first. Or the artifact was used within the last hour: try later, or send `force`.
+                           BACKUP_RUNNING: a backup reads the store: try again later.
+      INVALID_ARGUMENT     DIGEST_MALFORMED
+    """
     Collect: _grpc.UnaryUnaryMultiCallable[_artifact_pb2.CollectArtifactsRequest, _artifact_pb2.CollectArtifactsResponse]
-    """Deletes artifacts that nothing refers to, least recently used first, down to a total size. Not implemented: answers
-    UNIMPLEMENTED, UNIMPLEMENTED.
+    """Deletes artifacts that nothing refers to and that were not used within the last hour, least recently used first, until the
+    store has at most `keep_bytes`. Without `keep_bytes`, also ends the holdings of projects that no longer need an artifact that
+    others still need, so that it no longer counts against their storage limits.
+
+    Errors:
+      FAILED_PRECONDITION  BACKUP_RUNNING: a backup reads the store: try again later.
+      INVALID_ARGUMENT     BAD_RETENTION: `keep_bytes` is negative.
     """
     Verify: _grpc.UnaryStreamMultiCallable[_artifact_pb2.VerifyArtifactsRequest, _artifact_pb2.VerifyArtifactsProgress]
     """Reads every stored artifact and compares its sha256. A damaged artifact is moved out of the store, so that the next upload
@@ -121,7 +137,8 @@ class ArtifactServiceAsyncStub(ArtifactServiceStub):
       ABORTED              UPLOAD_IN_PROGRESS: another stream of the project is writing this upload: wait for it, or try again.
                            UPLOAD_IDLE: the stream was silent for a minute: call GetUploadStatus and continue there.
       DATA_LOSS            DIGEST_MISMATCH: all bytes arrived, but their sha256 differs. The upload is discarded: begin at 0.
-      RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`. No stored artifact was deleted.
+      RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes`, and `needed_bytes` or `limit_bytes`. No stored artifact was
+                           deleted.
                            QUOTA_EXCEEDED: the project would hold more than `limit_bytes`; `used_bytes` includes live uploads.
                            LIMIT_EXCEEDED: the artifact is larger than `limit_bytes`, or the caller has `limit` live uploads:
                            wait for one of them.
@@ -142,10 +159,25 @@ class ArtifactServiceAsyncStub(ArtifactServiceStub):
       INVALID_ARGUMENT     BAD_PAGE_TOKEN
     """
     Delete: _aio.UnaryUnaryMultiCallable[_artifact_pb2.DeleteArtifactRequest, _artifact_pb2.DeleteArtifactResponse]  # type: ignore[assignment]
-    """Deletes an artifact that nothing refers to. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+    """Deletes an artifact that nothing refers to, for all projects. Jobs, their reports and tags, cached compilations and analyses,
+    runner bundles, sessions, attempts and uploads refer to artifacts. An artifact that was uploaded, or that FindMissing reported
+    as stored, within the last hour is kept, since a job may be about to name it.
+
+    Errors:
+      NOT_FOUND            ARTIFACT_NOT_FOUND: no project holds the artifact.
+      FAILED_PRECONDITION  ARTIFACT_IN_USE: metadata `referrers` names what refers to it, such as "job 0123456789abcdef": delete
+                           that first. Or the artifact was used within the last hour: try later, or send `force`.
+                           BACKUP_RUNNING: a backup reads the store: try again later.
+      INVALID_ARGUMENT     DIGEST_MALFORMED
+    """
     Collect: _aio.UnaryUnaryMultiCallable[_artifact_pb2.CollectArtifactsRequest, _artifact_pb2.CollectArtifactsResponse]  # type: ignore[assignment]
-    """Deletes artifacts that nothing refers to, least recently used first, down to a total size. Not implemented: answers
-    UNIMPLEMENTED, UNIMPLEMENTED.
+    """Deletes artifacts that nothing refers to and that were not used within the last hour, least recently used first, until the
+    store has at most `keep_bytes`. Without `keep_bytes`, also ends the holdings of projects that no longer need an artifact that
+    others still need, so that it no longer counts against their storage limits.
+
+    Errors:
+      FAILED_PRECONDITION  BACKUP_RUNNING: a backup reads the store: try again later.
+      INVALID_ARGUMENT     BAD_RETENTION: `keep_bytes` is negative.
     """
     Verify: _aio.UnaryStreamMultiCallable[_artifact_pb2.VerifyArtifactsRequest, _artifact_pb2.VerifyArtifactsProgress]  # type: ignore[assignment]
     """Reads every stored artifact and compares its sha256. A damaged artifact is moved out of the store, so that the next upload
@@ -198,7 +230,8 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
           ABORTED              UPLOAD_IN_PROGRESS: another stream of the project is writing this upload: wait for it, or try again.
                                UPLOAD_IDLE: the stream was silent for a minute: call GetUploadStatus and continue there.
           DATA_LOSS            DIGEST_MISMATCH: all bytes arrived, but their sha256 differs. The upload is discarded: begin at 0.
-          RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes` and `needed_bytes`. No stored artifact was deleted.
+          RESOURCE_EXHAUSTED   DISK_FULL: metadata has `free_bytes`, and `needed_bytes` or `limit_bytes`. No stored artifact was
+                               deleted.
                                QUOTA_EXCEEDED: the project would hold more than `limit_bytes`; `used_bytes` includes live uploads.
                                LIMIT_EXCEEDED: the artifact is larger than `limit_bytes`, or the caller has `limit` live uploads:
                                wait for one of them.
@@ -237,7 +270,17 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _artifact_pb2.DeleteArtifactRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_artifact_pb2.DeleteArtifactResponse, _abc.Awaitable[_artifact_pb2.DeleteArtifactResponse]]:
-        """Deletes an artifact that nothing refers to. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+        """Deletes an artifact that nothing refers to, for all projects. Jobs, their reports and tags, cached compilations and analyses,
+        runner bundles, sessions, attempts and uploads refer to artifacts. An artifact that was uploaded, or that FindMissing reported
+        as stored, within the last hour is kept, since a job may be about to name it.
+
+        Errors:
+          NOT_FOUND            ARTIFACT_NOT_FOUND: no project holds the artifact.
+          FAILED_PRECONDITION  ARTIFACT_IN_USE: metadata `referrers` names what refers to it, such as "job 0123456789abcdef": delete
+                               that first. Or the artifact was used within the last hour: try later, or send `force`.
+                               BACKUP_RUNNING: a backup reads the store: try again later.
+          INVALID_ARGUMENT     DIGEST_MALFORMED
+        """
 
     @_abc_1.abstractmethod
     def Collect(
@@ -245,8 +288,13 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _artifact_pb2.CollectArtifactsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_artifact_pb2.CollectArtifactsResponse, _abc.Awaitable[_artifact_pb2.CollectArtifactsResponse]]:
-        """Deletes artifacts that nothing refers to, least recently used first, down to a total size. Not implemented: answers
-        UNIMPLEMENTED, UNIMPLEMENTED.
+        """Deletes artifacts that nothing refers to and that were not used within the last hour, least recently used first, until the
+        store has at most `keep_bytes`. Without `keep_bytes`, also ends the holdings of projects that no longer need an artifact that
+        others still need, so that it no longer counts against their storage limits.
+
+        Errors:
+          FAILED_PRECONDITION  BACKUP_RUNNING: a backup reads the store: try again later.
+          INVALID_ARGUMENT     BAD_RETENTION: `keep_bytes` is negative.
         """
 
     @_abc_1.abstractmethod

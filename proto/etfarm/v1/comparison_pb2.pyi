@@ -499,7 +499,9 @@ class ComparedReport(_message.Message):
     cores: _builtins.str
     """The cpus that the runner was bound to, as "0-3"; absent if it was not bound."""
     inputs: _builtins.str
-    """The digest of the inputs, as ReportInputs.digest, and whether the job named them."""
+    """The digest of the inputs, as ReportInputs.digest, and whether the job named them. For generated text, those of the first encoder
+    that had any (FlowEncoder.inputs).
+    """
     inputs_from_job: _builtins.bool
     warmup: _builtins.int
     """The number of warm-up iterations of a run, if the job prescribed it."""
@@ -732,7 +734,7 @@ class ComparedPair(_message.Message):
 
     @_builtins.property
     def generation(self) -> Global___GenerationChange:
-        """Absent unless both sides generated text at a common prompt length and depth."""
+        """Absent unless both sides generated text at a common prompt length and depth, or the accuracy of both is known."""
 
     def __init__(
         self,
@@ -765,25 +767,190 @@ class GenerationChange(_message.Message):
 
     POINTS_FIELD_NUMBER: _builtins.int
     SAME_PROGRAM_FIELD_NUMBER: _builtins.int
+    ACCURACY_FIELD_NUMBER: _builtins.int
     same_program: _builtins.bool
     """As in LatencyChange."""
     @_builtins.property
     def points(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPointChange]:
         """The prompt lengths and depths that both sides have, in the order of the candidate."""
 
+    @_builtins.property
+    def accuracy(self) -> Global___GenerationAccuracyChange:
+        """Absent unless a side has the accuracy of its logits."""
+
     def __init__(
         self,
         *,
         points: _abc.Iterable[Global___GenerationPointChange] | None = ...,
         same_program: _builtins.bool = ...,
+        accuracy: Global___GenerationAccuracyChange | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["points", b"points", "same_program", b"same_program"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "points", b"points", "same_program", b"same_program"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerationChange: _TypeAlias = GenerationChange  # noqa: Y015
+
+@_typing.final
+class GenerationAccuracyChange(_message.Message):
+    """The accuracy of the logits after given tokens, and of the text. Both sides are compared with the first common reference: the
+    program before quantization, or else the quantized one or the program on the server. Without a common reference each side has
+    the errors against its own first one, and no change is known.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    BASE_FIELD_NUMBER: _builtins.int
+    CANDIDATE_FIELD_NUMBER: _builtins.int
+    SQNR_CHANGE_DB_FIELD_NUMBER: _builtins.int
+    TOP1_CHANGE_FIELD_NUMBER: _builtins.int
+    TOP1_TOLERANCE_FIELD_NUMBER: _builtins.int
+    TOP1_DROPPED_FIELD_NUMBER: _builtins.int
+    PERPLEXITY_FIELD_NUMBER: _builtins.int
+    sqnr_change_db: _builtins.float
+    """The change of `sqnr_db`; absent without a common reference, and unless both sides scored the same number of tokens."""
+    top1_change: _builtins.float
+    """The change of `top1_agreement`, -1 to 1; absent as `sqnr_change_db` is."""
+    top1_tolerance: _builtins.float
+    """The largest drop of `top1_agreement` that counts as none: 0.02, or two standard errors of the difference of the two
+    fractions if that is more. Present with `top1_change`.
+    """
+    top1_dropped: _builtins.bool
+    """Whether `top1_agreement` dropped by more than that. Present with `top1_change`."""
+    @_builtins.property
+    def base(self) -> Global___LogitErrors: ...
+    @_builtins.property
+    def candidate(self) -> Global___LogitErrors: ...
+    @_builtins.property
+    def perplexity(self) -> Global___MeasureChange:
+        """The perplexity of the text; absent unless both sides scored equally many tokens of a text."""
+
+    def __init__(
+        self,
+        *,
+        base: Global___LogitErrors | None = ...,
+        candidate: Global___LogitErrors | None = ...,
+        sqnr_change_db: _builtins.float | None = ...,
+        top1_change: _builtins.float | None = ...,
+        top1_tolerance: _builtins.float | None = ...,
+        top1_dropped: _builtins.bool | None = ...,
+        perplexity: Global___MeasureChange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_sqnr_change_db", b"_sqnr_change_db", "_top1_change", b"_top1_change", "_top1_dropped", b"_top1_dropped", "_top1_tolerance", b"_top1_tolerance", "base", b"base", "candidate", b"candidate", "perplexity", b"perplexity", "sqnr_change_db", b"sqnr_change_db", "top1_change", b"top1_change", "top1_dropped", b"top1_dropped", "top1_tolerance", b"top1_tolerance"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_sqnr_change_db", b"_sqnr_change_db", "_top1_change", b"_top1_change", "_top1_dropped", b"_top1_dropped", "_top1_tolerance", b"_top1_tolerance", "base", b"base", "candidate", b"candidate", "perplexity", b"perplexity", "sqnr_change_db", b"sqnr_change_db", "top1_change", b"top1_change", "top1_dropped", b"top1_dropped", "top1_tolerance", b"top1_tolerance"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__sqnr_change_db: _TypeAlias = _typing.Literal["sqnr_change_db"]  # noqa: Y015
+    _WhichOneofArgType__sqnr_change_db: _TypeAlias = _typing.Literal["_sqnr_change_db", b"_sqnr_change_db"]  # noqa: Y015
+    _WhichOneofReturnType__top1_change: _TypeAlias = _typing.Literal["top1_change"]  # noqa: Y015
+    _WhichOneofArgType__top1_change: _TypeAlias = _typing.Literal["_top1_change", b"_top1_change"]  # noqa: Y015
+    _WhichOneofReturnType__top1_dropped: _TypeAlias = _typing.Literal["top1_dropped"]  # noqa: Y015
+    _WhichOneofArgType__top1_dropped: _TypeAlias = _typing.Literal["_top1_dropped", b"_top1_dropped"]  # noqa: Y015
+    _WhichOneofReturnType__top1_tolerance: _TypeAlias = _typing.Literal["top1_tolerance"]  # noqa: Y015
+    _WhichOneofArgType__top1_tolerance: _TypeAlias = _typing.Literal["_top1_tolerance", b"_top1_tolerance"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sqnr_change_db) -> _WhichOneofReturnType__sqnr_change_db | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top1_change) -> _WhichOneofReturnType__top1_change | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top1_dropped) -> _WhichOneofReturnType__top1_dropped | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top1_tolerance) -> _WhichOneofReturnType__top1_tolerance | None: ...
+
+Global___GenerationAccuracyChange: _TypeAlias = GenerationAccuracyChange  # noqa: Y015
+
+@_typing.final
+class LogitErrors(_message.Message):
+    """As in GenerationReference and GenerationAccuracy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REFERENCE_FIELD_NUMBER: _builtins.int
+    TOKENS_FIELD_NUMBER: _builtins.int
+    SQNR_DB_FIELD_NUMBER: _builtins.int
+    TOP1_AGREEMENT_FIELD_NUMBER: _builtins.int
+    KL_DIVERGENCE_FIELD_NUMBER: _builtins.int
+    MAX_ABS_ERROR_FIELD_NUMBER: _builtins.int
+    PERPLEXITY_FIELD_NUMBER: _builtins.int
+    PERPLEXITY_RATIO_FIELD_NUMBER: _builtins.int
+    GENERATED_TOKENS_FIELD_NUMBER: _builtins.int
+    FIRST_DIFFERENCE_FIELD_NUMBER: _builtins.int
+    reference: _builtins.str
+    tokens: _builtins.int
+    sqnr_db: _builtins.float
+    top1_agreement: _builtins.float
+    kl_divergence: _builtins.float
+    max_abs_error: _builtins.float
+    perplexity: _builtins.float
+    """Of the text on the device; absent for drawn tokens."""
+    perplexity_ratio: _builtins.float
+    generated_tokens: _builtins.int
+    """Number of generated tokens that were compared with the reference's, and the index of the first that differs; absent if none
+    does.
+    """
+    first_difference: _builtins.int
+    def __init__(
+        self,
+        *,
+        reference: _builtins.str | None = ...,
+        tokens: _builtins.int | None = ...,
+        sqnr_db: _builtins.float | None = ...,
+        top1_agreement: _builtins.float | None = ...,
+        kl_divergence: _builtins.float | None = ...,
+        max_abs_error: _builtins.float | None = ...,
+        perplexity: _builtins.float | None = ...,
+        perplexity_ratio: _builtins.float | None = ...,
+        generated_tokens: _builtins.int | None = ...,
+        first_difference: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_first_difference", b"_first_difference", "_generated_tokens", b"_generated_tokens", "_kl_divergence", b"_kl_divergence", "_max_abs_error", b"_max_abs_error", "_perplexity", b"_perplexity", "_perplexity_ratio", b"_perplexity_ratio", "_reference", b"_reference", "_sqnr_db", b"_sqnr_db", "_tokens", b"_tokens", "_top1_agreement", b"_top1_agreement", "first_difference", b"first_difference", "generated_tokens", b"generated_tokens", "kl_divergence", b"kl_divergence", "max_abs_error", b"max_abs_error", "perplexity", b"perplexity", "perplexity_ratio", b"perplexity_ratio", "reference", b"reference", "sqnr_db", b"sqnr_db", "tokens", b"tokens", "top1_agreement", b"top1_agreement"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_first_difference", b"_first_difference", "_generated_tokens", b"_generated_tokens", "_kl_divergence", b"_kl_divergence", "_max_abs_error", b"_max_abs_error", "_perplexity", b"_perplexity", "_perplexity_ratio", b"_perplexity_ratio", "_reference", b"_reference", "_sqnr_db", b"_sqnr_db", "_tokens", b"_tokens", "_top1_agreement", b"_top1_agreement", "first_difference", b"first_difference", "generated_tokens", b"generated_tokens", "kl_divergence", b"kl_divergence", "max_abs_error", b"max_abs_error", "perplexity", b"perplexity", "perplexity_ratio", b"perplexity_ratio", "reference", b"reference", "sqnr_db", b"sqnr_db", "tokens", b"tokens", "top1_agreement", b"top1_agreement"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__first_difference: _TypeAlias = _typing.Literal["first_difference"]  # noqa: Y015
+    _WhichOneofArgType__first_difference: _TypeAlias = _typing.Literal["_first_difference", b"_first_difference"]  # noqa: Y015
+    _WhichOneofReturnType__generated_tokens: _TypeAlias = _typing.Literal["generated_tokens"]  # noqa: Y015
+    _WhichOneofArgType__generated_tokens: _TypeAlias = _typing.Literal["_generated_tokens", b"_generated_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__kl_divergence: _TypeAlias = _typing.Literal["kl_divergence"]  # noqa: Y015
+    _WhichOneofArgType__kl_divergence: _TypeAlias = _typing.Literal["_kl_divergence", b"_kl_divergence"]  # noqa: Y015
+    _WhichOneofReturnType__max_abs_error: _TypeAlias = _typing.Literal["max_abs_error"]  # noqa: Y015
+    _WhichOneofArgType__max_abs_error: _TypeAlias = _typing.Literal["_max_abs_error", b"_max_abs_error"]  # noqa: Y015
+    _WhichOneofReturnType__perplexity: _TypeAlias = _typing.Literal["perplexity"]  # noqa: Y015
+    _WhichOneofArgType__perplexity: _TypeAlias = _typing.Literal["_perplexity", b"_perplexity"]  # noqa: Y015
+    _WhichOneofReturnType__perplexity_ratio: _TypeAlias = _typing.Literal["perplexity_ratio"]  # noqa: Y015
+    _WhichOneofArgType__perplexity_ratio: _TypeAlias = _typing.Literal["_perplexity_ratio", b"_perplexity_ratio"]  # noqa: Y015
+    _WhichOneofReturnType__reference: _TypeAlias = _typing.Literal["reference"]  # noqa: Y015
+    _WhichOneofArgType__reference: _TypeAlias = _typing.Literal["_reference", b"_reference"]  # noqa: Y015
+    _WhichOneofReturnType__sqnr_db: _TypeAlias = _typing.Literal["sqnr_db"]  # noqa: Y015
+    _WhichOneofArgType__sqnr_db: _TypeAlias = _typing.Literal["_sqnr_db", b"_sqnr_db"]  # noqa: Y015
+    _WhichOneofReturnType__tokens: _TypeAlias = _typing.Literal["tokens"]  # noqa: Y015
+    _WhichOneofArgType__tokens: _TypeAlias = _typing.Literal["_tokens", b"_tokens"]  # noqa: Y015
+    _WhichOneofReturnType__top1_agreement: _TypeAlias = _typing.Literal["top1_agreement"]  # noqa: Y015
+    _WhichOneofArgType__top1_agreement: _TypeAlias = _typing.Literal["_top1_agreement", b"_top1_agreement"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__first_difference) -> _WhichOneofReturnType__first_difference | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__generated_tokens) -> _WhichOneofReturnType__generated_tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kl_divergence) -> _WhichOneofReturnType__kl_divergence | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_abs_error) -> _WhichOneofReturnType__max_abs_error | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__perplexity) -> _WhichOneofReturnType__perplexity | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__perplexity_ratio) -> _WhichOneofReturnType__perplexity_ratio | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__reference) -> _WhichOneofReturnType__reference | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__sqnr_db) -> _WhichOneofReturnType__sqnr_db | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__tokens) -> _WhichOneofReturnType__tokens | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__top1_agreement) -> _WhichOneofReturnType__top1_agreement | None: ...
+
+Global___LogitErrors: _TypeAlias = LogitErrors  # noqa: Y015
 
 @_typing.final
 class GenerationPointChange(_message.Message):
@@ -796,6 +963,7 @@ class GenerationPointChange(_message.Message):
     TTFT_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     DECODE_FIELD_NUMBER: _builtins.int
+    PARTS_FIELD_NUMBER: _builtins.int
     prompt_tokens: _builtins.int
     depth: _builtins.int
     base_verdict: _report_pb2.VerdictStatus.ValueType
@@ -811,6 +979,10 @@ class GenerationPointChange(_message.Message):
 
     @_builtins.property
     def decode(self) -> Global___RateChange: ...
+    @_builtins.property
+    def parts(self) -> _containers.RepeatedCompositeFieldContainer[Global___GenerationPartChange]:
+        """What each method takes if several generate together, in the order of the candidate; those of one side only are included."""
+
     def __init__(
         self,
         *,
@@ -821,14 +993,48 @@ class GenerationPointChange(_message.Message):
         ttft: Global___RateChange | None = ...,
         prefill: Global___RateChange | None = ...,
         decode: Global___RateChange | None = ...,
+        parts: _abc.Iterable[Global___GenerationPartChange] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["decode", b"decode", "prefill", b"prefill", "ttft", b"ttft"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_verdict", b"base_verdict", "candidate_verdict", b"candidate_verdict", "decode", b"decode", "depth", b"depth", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "ttft", b"ttft"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_verdict", b"base_verdict", "candidate_verdict", b"candidate_verdict", "decode", b"decode", "depth", b"depth", "parts", b"parts", "prefill", b"prefill", "prompt_tokens", b"prompt_tokens", "ttft", b"ttft"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerationPointChange: _TypeAlias = GenerationPointChange  # noqa: Y015
+
+@_typing.final
+class GenerationPartChange(_message.Message):
+    """A method's part in a point, as in GenerationPart."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    PREFILL_NS_FIELD_NUMBER: _builtins.int
+    DECODE_NS_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    @_builtins.property
+    def prefill_ns(self) -> Global___MeasureChange:
+        """The time of its executions for a prompt, in nanoseconds; absent if no side has any."""
+
+    @_builtins.property
+    def decode_ns(self) -> Global___MeasureChange:
+        """Their time for a token after the first, in nanoseconds; absent if no side has any."""
+
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        prefill_ns: Global___MeasureChange | None = ...,
+        decode_ns: Global___MeasureChange | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["decode_ns", b"decode_ns", "prefill_ns", b"prefill_ns"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["decode_ns", b"decode_ns", "method", b"method", "prefill_ns", b"prefill_ns"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___GenerationPartChange: _TypeAlias = GenerationPartChange  # noqa: Y015
 
 @_typing.final
 class RateChange(_message.Message):

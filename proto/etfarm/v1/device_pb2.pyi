@@ -48,6 +48,97 @@ DEVICE_STATE_UNUSABLE: DeviceState.ValueType  # 5
 """Connected, but unable to run programs now. Device.problem says why, and what to do."""
 Global___DeviceState: _TypeAlias = DeviceState  # noqa: Y015
 
+class _HealthState:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HealthStateEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HealthState.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HEALTH_STATE_UNSPECIFIED: _HealthState.ValueType  # 0
+    HEALTH_STATE_UNKNOWN: _HealthState.ValueType  # 1
+    """No health run has finished yet."""
+    HEALTH_STATE_GOOD: _HealthState.ValueType  # 2
+    HEALTH_STATE_SUSPECT: _HealthState.ValueType  # 3
+    """Used only if no healthy device matches."""
+    HEALTH_STATE_QUARANTINED: _HealthState.ValueType  # 4
+    """Not used until a health run succeeds."""
+
+class HealthState(_HealthState, metaclass=_HealthStateEnumTypeWrapper): ...
+
+HEALTH_STATE_UNSPECIFIED: HealthState.ValueType  # 0
+HEALTH_STATE_UNKNOWN: HealthState.ValueType  # 1
+"""No health run has finished yet."""
+HEALTH_STATE_GOOD: HealthState.ValueType  # 2
+HEALTH_STATE_SUSPECT: HealthState.ValueType  # 3
+"""Used only if no healthy device matches."""
+HEALTH_STATE_QUARANTINED: HealthState.ValueType  # 4
+"""Not used until a health run succeeds."""
+Global___HealthState: _TypeAlias = HealthState  # noqa: Y015
+
+class _HealthEventKind:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HealthEventKindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HealthEventKind.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HEALTH_EVENT_KIND_UNSPECIFIED: _HealthEventKind.ValueType  # 0
+    HEALTH_EVENT_KIND_FAULT: _HealthEventKind.ValueType  # 1
+    """An attempt or a session ended with a fault of the device."""
+    HEALTH_EVENT_KIND_RUN: _HealthEventKind.ValueType  # 2
+    HEALTH_EVENT_KIND_CLEARED: _HealthEventKind.ValueType  # 3
+    """An admin cleared the device's health."""
+    HEALTH_EVENT_KIND_RECOVERED: _HealthEventKind.ValueType  # 4
+    """The state changed with time, since old faults count less."""
+    HEALTH_EVENT_KIND_POWER_CYCLED: _HealthEventKind.ValueType  # 5
+    """The configured command that switches the device off and on was called."""
+
+class HealthEventKind(_HealthEventKind, metaclass=_HealthEventKindEnumTypeWrapper): ...
+
+HEALTH_EVENT_KIND_UNSPECIFIED: HealthEventKind.ValueType  # 0
+HEALTH_EVENT_KIND_FAULT: HealthEventKind.ValueType  # 1
+"""An attempt or a session ended with a fault of the device."""
+HEALTH_EVENT_KIND_RUN: HealthEventKind.ValueType  # 2
+HEALTH_EVENT_KIND_CLEARED: HealthEventKind.ValueType  # 3
+"""An admin cleared the device's health."""
+HEALTH_EVENT_KIND_RECOVERED: HealthEventKind.ValueType  # 4
+"""The state changed with time, since old faults count less."""
+HEALTH_EVENT_KIND_POWER_CYCLED: HealthEventKind.ValueType  # 5
+"""The configured command that switches the device off and on was called."""
+Global___HealthEventKind: _TypeAlias = HealthEventKind  # noqa: Y015
+
+class _HealthRunTrigger:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _HealthRunTriggerEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_HealthRunTrigger.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    HEALTH_RUN_TRIGGER_UNSPECIFIED: _HealthRunTrigger.ValueType  # 0
+    HEALTH_RUN_TRIGGER_ENROLMENT: _HealthRunTrigger.ValueType  # 1
+    """The device's first."""
+    HEALTH_RUN_TRIGGER_PERIODIC: _HealthRunTrigger.ValueType  # 2
+    """The last one was long ago."""
+    HEALTH_RUN_TRIGGER_FAULT: _HealthRunTrigger.ValueType  # 3
+    """The device had a fault."""
+    HEALTH_RUN_TRIGGER_PROBE: _HealthRunTrigger.ValueType  # 4
+    """The device is quarantined, and may have recovered."""
+    HEALTH_RUN_TRIGGER_REQUEST: _HealthRunTrigger.ValueType  # 5
+    """CheckHealth."""
+
+class HealthRunTrigger(_HealthRunTrigger, metaclass=_HealthRunTriggerEnumTypeWrapper): ...
+
+HEALTH_RUN_TRIGGER_UNSPECIFIED: HealthRunTrigger.ValueType  # 0
+HEALTH_RUN_TRIGGER_ENROLMENT: HealthRunTrigger.ValueType  # 1
+"""The device's first."""
+HEALTH_RUN_TRIGGER_PERIODIC: HealthRunTrigger.ValueType  # 2
+"""The last one was long ago."""
+HEALTH_RUN_TRIGGER_FAULT: HealthRunTrigger.ValueType  # 3
+"""The device had a fault."""
+HEALTH_RUN_TRIGGER_PROBE: HealthRunTrigger.ValueType  # 4
+"""The device is quarantined, and may have recovered."""
+HEALTH_RUN_TRIGGER_REQUEST: HealthRunTrigger.ValueType  # 5
+"""CheckHealth."""
+Global___HealthRunTrigger: _TypeAlias = HealthRunTrigger  # noqa: Y015
+
 @_typing.final
 class Cluster(_message.Message):
     """The cores of one kind."""
@@ -183,6 +274,11 @@ class Device(_message.Message):
     PROJECTS_FIELD_NUMBER: _builtins.int
     CAN_GENERATE_IN_SESSIONS_FIELD_NUMBER: _builtins.int
     DRAIN_FIELD_NUMBER: _builtins.int
+    RESERVATION_FIELD_NUMBER: _builtins.int
+    HEALTH_FIELD_NUMBER: _builtins.int
+    AGENT_VERSION_FIELD_NUMBER: _builtins.int
+    CONCURRENT_RUNS_FIELD_NUMBER: _builtins.int
+    ATTEMPT_IDS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Stays the same after reboots and reinstallations of the agent."""
     agent_id: _builtins.str
@@ -220,6 +316,10 @@ class Device(_message.Message):
     """Whether its agent can generate text in sessions, and reset them (SessionGeneration, SessionTask.reset). Agents of etfarm 0.2
     and before cannot.
     """
+    agent_version: _builtins.str
+    """The version of etfarm of its agent, connected or not."""
+    concurrent_runs: _builtins.int
+    """Maximum number of runs at the same time, if none of them is measured; a measurement is always alone. 0 counts as 1."""
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Instruction set extensions that all cores have: dotprod, fp16, i8mm, bf16, sve, sve2, sme; avx2, avx512f, ..."""
@@ -260,6 +360,20 @@ class Device(_message.Message):
     def drain(self) -> Global___DeviceDrain:
         """Present while the device is drained, offline or not."""
 
+    @_builtins.property
+    def reservation(self) -> Global___Reservation:
+        """Present while the device is reserved: only the runs and sessions that name the reservation are placed on it. Callers outside of
+        the reservation's project only see its owner, reason and times.
+        """
+
+    @_builtins.property
+    def health(self) -> Global___DeviceHealth:
+        """What the farm has learned about the device from runs, faults and health runs."""
+
+    @_builtins.property
+    def attempt_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """All attempts that it runs, oldest first; those of other projects are left out. `attempt_id` is the first."""
+
     def __init__(
         self,
         *,
@@ -292,10 +406,15 @@ class Device(_message.Message):
         projects: _abc.Iterable[_builtins.str] | None = ...,
         can_generate_in_sessions: _builtins.bool = ...,
         drain: Global___DeviceDrain | None = ...,
+        reservation: Global___Reservation | None = ...,
+        health: Global___DeviceHealth | None = ...,
+        agent_version: _builtins.str = ...,
+        concurrent_runs: _builtins.int = ...,
+        attempt_ids: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "drain", b"drain", "has_battery", b"has_battery", "last_seen_time", b"last_seen_time", "operator_count", b"operator_count", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "telemetry", b"telemetry"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "drain", b"drain", "has_battery", b"has_battery", "health", b"health", "last_seen_time", b"last_seen_time", "operator_count", b"operator_count", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "reservation", b"reservation", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "agent_id", b"agent_id", "arch", b"arch", "attempt_id", b"attempt_id", "backends", b"backends", "can_generate", b"can_generate", "can_generate_in_sessions", b"can_generate_in_sessions", "clusters", b"clusters", "cores", b"cores", "drain", b"drain", "emulated", b"emulated", "features", b"features", "has_battery", b"has_battery", "id", b"id", "labels", b"labels", "last_seen_time", b"last_seen_time", "memory_bytes", b"memory_bytes", "model", b"model", "name", b"name", "operator_count", b"operator_count", "os", b"os", "own_runners", b"own_runners", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "projects", b"projects", "runner", b"runner", "soc", b"soc", "state", b"state", "telemetry", b"telemetry", "thermal_zones", b"thermal_zones"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "agent_id", b"agent_id", "agent_version", b"agent_version", "arch", b"arch", "attempt_id", b"attempt_id", "attempt_ids", b"attempt_ids", "backends", b"backends", "can_generate", b"can_generate", "can_generate_in_sessions", b"can_generate_in_sessions", "clusters", b"clusters", "concurrent_runs", b"concurrent_runs", "cores", b"cores", "drain", b"drain", "emulated", b"emulated", "features", b"features", "has_battery", b"has_battery", "health", b"health", "id", b"id", "labels", b"labels", "last_seen_time", b"last_seen_time", "memory_bytes", b"memory_bytes", "model", b"model", "name", b"name", "operator_count", b"operator_count", "os", b"os", "own_runners", b"own_runners", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "projects", b"projects", "reservation", b"reservation", "runner", b"runner", "soc", b"soc", "state", b"state", "telemetry", b"telemetry", "thermal_zones", b"thermal_zones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__has_battery: _TypeAlias = _typing.Literal["has_battery"]  # noqa: Y015
     _WhichOneofArgType__has_battery: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery"]  # noqa: Y015
@@ -311,6 +430,53 @@ class Device(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__page_size_bytes) -> _WhichOneofReturnType__page_size_bytes | None: ...
 
 Global___Device: _TypeAlias = Device  # noqa: Y015
+
+@_typing.final
+class DeviceHealth(_message.Message):
+    """What the farm knows about a device's reliability. It is independent of DeviceState: an offline device can be healthy."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    STATE_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    FAULT_SCORE_FIELD_NUMBER: _builtins.int
+    LAST_RUN_TIME_FIELD_NUMBER: _builtins.int
+    NEXT_RUN_TIME_FIELD_NUMBER: _builtins.int
+    state: Global___HealthState.ValueType
+    reason: _builtins.str
+    """Why the device is not GOOD, such as "3 of the last 4 attempts ended in DEVICE_FAULT"; empty if it is."""
+    fault_score: _builtins.float
+    """The sum of its faults, each of which counts less as it ages."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """Since when the device has this state."""
+
+    @_builtins.property
+    def last_run_time(self) -> _timestamp_pb2.Timestamp:
+        """When the last health run finished; absent if none has."""
+
+    @_builtins.property
+    def next_run_time(self) -> _timestamp_pb2.Timestamp:
+        """When the next health run is due, at the earliest; absent if none is planned."""
+
+    def __init__(
+        self,
+        *,
+        state: Global___HealthState.ValueType = ...,
+        reason: _builtins.str = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        fault_score: _builtins.float = ...,
+        last_run_time: _timestamp_pb2.Timestamp | None = ...,
+        next_run_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["last_run_time", b"last_run_time", "next_run_time", b"next_run_time", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["fault_score", b"fault_score", "last_run_time", b"last_run_time", "next_run_time", b"next_run_time", "reason", b"reason", "start_time", b"start_time", "state", b"state"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeviceHealth: _TypeAlias = DeviceHealth  # noqa: Y015
 
 @_typing.final
 class DeviceDrain(_message.Message):
@@ -558,15 +724,20 @@ class WatchDevicesRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     SELECTOR_FIELD_NUMBER: _builtins.int
+    TELEMETRY_FIELD_NUMBER: _builtins.int
     selector: _builtins.str
+    """Conditions as in DeviceChoice.selector; empty matches every device."""
+    telemetry: _builtins.bool
+    """Whether to send a device also when only its telemetry has changed, once for each heartbeat at most."""
     def __init__(
         self,
         *,
         selector: _builtins.str = ...,
+        telemetry: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["selector", b"selector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["selector", b"selector", "telemetry", b"telemetry"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -574,19 +745,31 @@ Global___WatchDevicesRequest: _TypeAlias = WatchDevicesRequest  # noqa: Y015
 
 @_typing.final
 class DeviceEvent(_message.Message):
+    """Exactly one field is set."""
+
     DESCRIPTOR: _descriptor.Descriptor
 
     DEVICE_FIELD_NUMBER: _builtins.int
+    REMOVED_DEVICE_ID_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_COMPLETE_FIELD_NUMBER: _builtins.int
+    removed_device_id: _builtins.str
+    """Id of a device that no longer matches, or that the farm has forgotten."""
+    snapshot_complete: _builtins.bool
+    """Set once, after the last device of the snapshot."""
     @_builtins.property
-    def device(self) -> Global___Device: ...
+    def device(self) -> Global___Device:
+        """A device of the snapshot, or one that was added or has changed."""
+
     def __init__(
         self,
         *,
         device: Global___Device | None = ...,
+        removed_device_id: _builtins.str = ...,
+        snapshot_complete: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device", b"device", "removed_device_id", b"removed_device_id", "snapshot_complete", b"snapshot_complete"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -598,17 +781,33 @@ class ReserveDeviceRequest(_message.Message):
 
     SELECTOR_FIELD_NUMBER: _builtins.int
     DURATION_S_FIELD_NUMBER: _builtins.int
+    COUNT_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
     selector: _builtins.str
+    """Conditions as in DeviceChoice.selector; empty matches every device. Emulated devices are chosen last."""
     duration_s: _builtins.float
+    """Time until the reservation ends unless it is renewed: 1 s to the server's maximum, which is a day by default."""
+    count: _builtins.int
+    """Number of devices, at most 1,000; 0 counts as 1."""
+    reason: _builtins.str
+    """Why, for people who wait for the devices; at most 200 characters."""
+    request_id: _builtins.str
+    """A unique id among the owner's requests, chosen by the caller, such as a UUID: the same request, sent again, returns the same
+    reservation. May be empty.
+    """
     def __init__(
         self,
         *,
         selector: _builtins.str = ...,
         duration_s: _builtins.float = ...,
+        count: _builtins.int = ...,
+        reason: _builtins.str = ...,
+        request_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["duration_s", b"duration_s", "selector", b"selector"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["count", b"count", "duration_s", b"duration_s", "reason", b"reason", "request_id", b"request_id", "selector", b"selector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -622,11 +821,31 @@ class Reservation(_message.Message):
     DEVICE_ID_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
     EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    DEVICE_IDS_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
+    CREATE_TIME_FIELD_NUMBER: _builtins.int
+    SELECTOR_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     device_id: _builtins.str
+    """The first of `device_ids`; in Device.reservation, the device itself."""
     owner: _builtins.str
+    project: _builtins.str
+    selector: _builtins.str
+    reason: _builtins.str
+    duration_s: _builtins.float
+    """The duration of Reserve or of the last Renew."""
     @_builtins.property
-    def expire_time(self) -> _timestamp_pb2.Timestamp: ...
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When the reservation ends unless it is renewed, by the server's clock."""
+
+    @_builtins.property
+    def device_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Absent from Device.reservation."""
+
+    @_builtins.property
+    def create_time(self) -> _timestamp_pb2.Timestamp: ...
     def __init__(
         self,
         *,
@@ -634,10 +853,16 @@ class Reservation(_message.Message):
         device_id: _builtins.str = ...,
         owner: _builtins.str = ...,
         expire_time: _timestamp_pb2.Timestamp | None = ...,
+        device_ids: _abc.Iterable[_builtins.str] | None = ...,
+        project: _builtins.str = ...,
+        create_time: _timestamp_pb2.Timestamp | None = ...,
+        selector: _builtins.str = ...,
+        reason: _builtins.str = ...,
+        duration_s: _builtins.float = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "expire_time", b"expire_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_id", b"device_id", "expire_time", b"expire_time", "id", b"id", "owner", b"owner"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["create_time", b"create_time", "device_id", b"device_id", "device_ids", b"device_ids", "duration_s", b"duration_s", "expire_time", b"expire_time", "id", b"id", "owner", b"owner", "project", b"project", "reason", b"reason", "selector", b"selector"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -648,19 +873,134 @@ class RenewReservationRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
     reservation_id: _builtins.str
+    duration_s: _builtins.float
+    """As in ReserveDeviceRequest; when absent, the duration that the reservation has."""
     def __init__(
         self,
         *,
         reservation_id: _builtins.str = ...,
+        duration_s: _builtins.float | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_duration_s", b"_duration_s", "duration_s", b"duration_s"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_duration_s", b"_duration_s", "duration_s", b"duration_s", "reservation_id", b"reservation_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__duration_s: _TypeAlias = _typing.Literal["duration_s"]  # noqa: Y015
+    _WhichOneofArgType__duration_s: _TypeAlias = _typing.Literal["_duration_s", b"_duration_s"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__duration_s) -> _WhichOneofReturnType__duration_s | None: ...
+
+Global___RenewReservationRequest: _TypeAlias = RenewReservationRequest  # noqa: Y015
+
+@_typing.final
+class ListReservationsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """50 by default, at most 500."""
+    page_token: _builtins.str
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reservation_id", b"reservation_id"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___RenewReservationRequest: _TypeAlias = RenewReservationRequest  # noqa: Y015
+Global___ListReservationsRequest: _TypeAlias = ListReservationsRequest  # noqa: Y015
+
+@_typing.final
+class ListReservationsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESERVATIONS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def reservations(self) -> _containers.RepeatedCompositeFieldContainer[Global___Reservation]: ...
+    def __init__(
+        self,
+        *,
+        reservations: _abc.Iterable[Global___Reservation] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "reservations", b"reservations"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListReservationsResponse: _TypeAlias = ListReservationsResponse  # noqa: Y015
+
+@_typing.final
+class ListDeviceTelemetryRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_ID_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    END_TIME_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    device_id: _builtins.str
+    page_size: _builtins.int
+    """500 by default, at most 5,000."""
+    page_token: _builtins.str
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """Readings from this time on; all stored ones when absent."""
+
+    @_builtins.property
+    def end_time(self) -> _timestamp_pb2.Timestamp:
+        """Readings before this time; up to the latest when absent."""
+
+    def __init__(
+        self,
+        *,
+        device_id: _builtins.str = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+        end_time: _timestamp_pb2.Timestamp | None = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["end_time", b"end_time", "start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_id", b"device_id", "end_time", b"end_time", "page_size", b"page_size", "page_token", b"page_token", "start_time", b"start_time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeviceTelemetryRequest: _TypeAlias = ListDeviceTelemetryRequest  # noqa: Y015
+
+@_typing.final
+class ListDeviceTelemetryResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TELEMETRY_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def telemetry(self) -> _containers.RepeatedCompositeFieldContainer[Global___DeviceTelemetry]:
+        """Each with its time."""
+
+    def __init__(
+        self,
+        *,
+        telemetry: _abc.Iterable[Global___DeviceTelemetry] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "telemetry", b"telemetry"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListDeviceTelemetryResponse: _TypeAlias = ListDeviceTelemetryResponse  # noqa: Y015
 
 @_typing.final
 class ReleaseReservationRequest(_message.Message):
@@ -828,3 +1168,217 @@ class RestrictDeviceRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RestrictDeviceRequest: _TypeAlias = RestrictDeviceRequest  # noqa: Y015
+
+@_typing.final
+class HealthEvent(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_ID_FIELD_NUMBER: _builtins.int
+    TIME_FIELD_NUMBER: _builtins.int
+    KIND_FIELD_NUMBER: _builtins.int
+    REASON_FIELD_NUMBER: _builtins.int
+    MESSAGE_FIELD_NUMBER: _builtins.int
+    ATTEMPT_ID_FIELD_NUMBER: _builtins.int
+    STATE_FIELD_NUMBER: _builtins.int
+    FAULT_SCORE_FIELD_NUMBER: _builtins.int
+    RUN_FIELD_NUMBER: _builtins.int
+    EXIT_CODE_FIELD_NUMBER: _builtins.int
+    device_id: _builtins.str
+    kind: Global___HealthEventKind.ValueType
+    reason: _builtins.str
+    """Of a FAULT and a failed RUN: the error's reason, such as DEVICE_SELF_TEST_FAILED."""
+    message: _builtins.str
+    """For people."""
+    attempt_id: _builtins.str
+    """The attempt; empty if it belongs to none of the caller's projects."""
+    state: Global___HealthState.ValueType
+    """The device's health after the event."""
+    fault_score: _builtins.float
+    exit_code: _builtins.int
+    """Of POWER_CYCLED: the command's exit code; absent while it runs, and if it was not started or did not end in time."""
+    @_builtins.property
+    def time(self) -> _timestamp_pb2.Timestamp: ...
+    @_builtins.property
+    def run(self) -> Global___HealthRun:
+        """Present for a RUN."""
+
+    def __init__(
+        self,
+        *,
+        device_id: _builtins.str = ...,
+        time: _timestamp_pb2.Timestamp | None = ...,
+        kind: Global___HealthEventKind.ValueType = ...,
+        reason: _builtins.str = ...,
+        message: _builtins.str = ...,
+        attempt_id: _builtins.str = ...,
+        state: Global___HealthState.ValueType = ...,
+        fault_score: _builtins.float = ...,
+        run: Global___HealthRun | None = ...,
+        exit_code: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "exit_code", b"exit_code", "run", b"run", "time", b"time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code", "attempt_id", b"attempt_id", "device_id", b"device_id", "exit_code", b"exit_code", "fault_score", b"fault_score", "kind", b"kind", "message", b"message", "reason", b"reason", "run", b"run", "state", b"state", "time", b"time"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__exit_code: _TypeAlias = _typing.Literal["exit_code"]  # noqa: Y015
+    _WhichOneofArgType__exit_code: _TypeAlias = _typing.Literal["_exit_code", b"_exit_code"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__exit_code) -> _WhichOneofReturnType__exit_code | None: ...
+
+Global___HealthEvent: _TypeAlias = HealthEvent  # noqa: Y015
+
+@_typing.final
+class HealthRun(_message.Message):
+    """One run of the farm's health program, whose outputs are known."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TRIGGER_FIELD_NUMBER: _builtins.int
+    PASSED_FIELD_NUMBER: _builtins.int
+    PROGRAM_FIELD_NUMBER: _builtins.int
+    RUNNER_FIELD_NUMBER: _builtins.int
+    THREADS_FIELD_NUMBER: _builtins.int
+    LOAD_NS_FIELD_NUMBER: _builtins.int
+    P50_NS_FIELD_NUMBER: _builtins.int
+    DOUBTS_FIELD_NUMBER: _builtins.int
+    BASELINE_NS_FIELD_NUMBER: _builtins.int
+    DURATION_S_FIELD_NUMBER: _builtins.int
+    trigger: Global___HealthRunTrigger.ValueType
+    passed: _builtins.bool
+    """Whether the device returned the known outputs."""
+    program: _builtins.str
+    """"xnnpack" or "portable"."""
+    runner: _builtins.str
+    """The digest of the runner bundle; for a runner of the device itself, its kind and version."""
+    threads: _builtins.int
+    load_ns: _builtins.int
+    p50_ns: _builtins.float
+    """The median. Absent for an emulated device, and for a run that only checked the outputs."""
+    baseline_ns: _builtins.float
+    """The device's usual median, once enough health runs under equal conditions are known."""
+    duration_s: _builtins.float
+    @_builtins.property
+    def doubts(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Why `p50_ns` is not compared with other runs: codes as in Report.verdict; DEVICE_NOT_IDLE if a requested run began right after
+        another or somebody waited for the device; UNSCHEDULED_RUN if a run was compared less than half of the interval before. Empty
+        if it is compared, and without `p50_ns`.
+        """
+
+    def __init__(
+        self,
+        *,
+        trigger: Global___HealthRunTrigger.ValueType = ...,
+        passed: _builtins.bool = ...,
+        program: _builtins.str = ...,
+        runner: _builtins.str = ...,
+        threads: _builtins.int = ...,
+        load_ns: _builtins.int | None = ...,
+        p50_ns: _builtins.float | None = ...,
+        doubts: _abc.Iterable[_builtins.str] | None = ...,
+        baseline_ns: _builtins.float | None = ...,
+        duration_s: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_baseline_ns", b"_baseline_ns", "_load_ns", b"_load_ns", "_p50_ns", b"_p50_ns", "baseline_ns", b"baseline_ns", "load_ns", b"load_ns", "p50_ns", b"p50_ns"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_baseline_ns", b"_baseline_ns", "_load_ns", b"_load_ns", "_p50_ns", b"_p50_ns", "baseline_ns", b"baseline_ns", "doubts", b"doubts", "duration_s", b"duration_s", "load_ns", b"load_ns", "p50_ns", b"p50_ns", "passed", b"passed", "program", b"program", "runner", b"runner", "threads", b"threads", "trigger", b"trigger"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__baseline_ns: _TypeAlias = _typing.Literal["baseline_ns"]  # noqa: Y015
+    _WhichOneofArgType__baseline_ns: _TypeAlias = _typing.Literal["_baseline_ns", b"_baseline_ns"]  # noqa: Y015
+    _WhichOneofReturnType__load_ns: _TypeAlias = _typing.Literal["load_ns"]  # noqa: Y015
+    _WhichOneofArgType__load_ns: _TypeAlias = _typing.Literal["_load_ns", b"_load_ns"]  # noqa: Y015
+    _WhichOneofReturnType__p50_ns: _TypeAlias = _typing.Literal["p50_ns"]  # noqa: Y015
+    _WhichOneofArgType__p50_ns: _TypeAlias = _typing.Literal["_p50_ns", b"_p50_ns"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__baseline_ns) -> _WhichOneofReturnType__baseline_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__load_ns) -> _WhichOneofReturnType__load_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__p50_ns) -> _WhichOneofReturnType__p50_ns | None: ...
+
+Global___HealthRun: _TypeAlias = HealthRun  # noqa: Y015
+
+@_typing.final
+class ListHealthEventsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_ID_FIELD_NUMBER: _builtins.int
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    device_id: _builtins.str
+    page_size: _builtins.int
+    """50 by default, at most 500."""
+    page_token: _builtins.str
+    def __init__(
+        self,
+        *,
+        device_id: _builtins.str = ...,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_id", b"device_id", "page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHealthEventsRequest: _TypeAlias = ListHealthEventsRequest  # noqa: Y015
+
+@_typing.final
+class ListHealthEventsResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EVENTS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    @_builtins.property
+    def events(self) -> _containers.RepeatedCompositeFieldContainer[Global___HealthEvent]: ...
+    def __init__(
+        self,
+        *,
+        events: _abc.Iterable[Global___HealthEvent] | None = ...,
+        next_page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["events", b"events", "next_page_token", b"next_page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListHealthEventsResponse: _TypeAlias = ListHealthEventsResponse  # noqa: Y015
+
+@_typing.final
+class CheckHealthRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_ID_FIELD_NUMBER: _builtins.int
+    device_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        device_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_id", b"device_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___CheckHealthRequest: _TypeAlias = CheckHealthRequest  # noqa: Y015
+
+@_typing.final
+class ClearHealthRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DEVICE_ID_FIELD_NUMBER: _builtins.int
+    device_id: _builtins.str
+    def __init__(
+        self,
+        *,
+        device_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["device_id", b"device_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ClearHealthRequest: _TypeAlias = ClearHealthRequest  # noqa: Y015

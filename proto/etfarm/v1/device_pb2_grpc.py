@@ -65,6 +65,16 @@ class DeviceServiceStub(object):
                 request_serializer=etfarm_dot_v1_dot_device__pb2.ReleaseReservationRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_device__pb2.ReleaseReservationResponse.FromString,
                 _registered_method=True)
+        self.ListReservations = channel.unary_unary(
+                '/etfarm.v1.DeviceService/ListReservations',
+                request_serializer=etfarm_dot_v1_dot_device__pb2.ListReservationsRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_device__pb2.ListReservationsResponse.FromString,
+                _registered_method=True)
+        self.ListTelemetry = channel.unary_unary(
+                '/etfarm.v1.DeviceService/ListTelemetry',
+                request_serializer=etfarm_dot_v1_dot_device__pb2.ListDeviceTelemetryRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_device__pb2.ListDeviceTelemetryResponse.FromString,
+                _registered_method=True)
         self.Label = channel.unary_unary(
                 '/etfarm.v1.DeviceService/Label',
                 request_serializer=etfarm_dot_v1_dot_device__pb2.LabelDeviceRequest.SerializeToString,
@@ -83,6 +93,21 @@ class DeviceServiceStub(object):
         self.Restrict = channel.unary_unary(
                 '/etfarm.v1.DeviceService/Restrict',
                 request_serializer=etfarm_dot_v1_dot_device__pb2.RestrictDeviceRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_device__pb2.Device.FromString,
+                _registered_method=True)
+        self.ListHealthEvents = channel.unary_unary(
+                '/etfarm.v1.DeviceService/ListHealthEvents',
+                request_serializer=etfarm_dot_v1_dot_device__pb2.ListHealthEventsRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_device__pb2.ListHealthEventsResponse.FromString,
+                _registered_method=True)
+        self.CheckHealth = channel.unary_unary(
+                '/etfarm.v1.DeviceService/CheckHealth',
+                request_serializer=etfarm_dot_v1_dot_device__pb2.CheckHealthRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_device__pb2.HealthEvent.FromString,
+                _registered_method=True)
+        self.ClearHealth = channel.unary_unary(
+                '/etfarm.v1.DeviceService/ClearHealth',
+                request_serializer=etfarm_dot_v1_dot_device__pb2.ClearHealthRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_device__pb2.Device.FromString,
                 _registered_method=True)
 
@@ -112,28 +137,74 @@ class DeviceServiceServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Watch(self, request, context):
-        """Sends the devices as they connect, leave and change. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED.
+        """Sends a snapshot, one event for each device that matches, and then the devices that have changed. A device that changes
+        several times while the caller reads slowly is sent once, in its latest state. After a broken stream, watch again: the
+        snapshot contains what was missed.
+
+        Errors:
+        INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR
+        RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the caller has too many open streams: close some.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Reserve(self, request, context):
-        """Reserves a device for one owner, for a limited time. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED.
+        """Reserves `count` devices that match, all or none: until the reservation ends, only runs and sessions that name it are placed
+        on them. Idle devices are preferred. A busy device is reserved at once, and is the holder's as soon as its current run ends.
+        The reservation ends when it is released, or when it has not been renewed for `duration_s`.
+
+        Errors:
+        INVALID_ARGUMENT     BAD_RESERVATION: `duration_s` or `count` is out of range. UNKNOWN_SELECTOR_KEY, BAD_SELECTOR
+        FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches. DEVICES_UNAVAILABLE: fewer devices than `count` can be
+        reserved now; the message says why: wait, or ask for fewer.
+        RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the owner has too many reservations: release some.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Renew(self, request, context):
-        """Extends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED.
+        """Extends a reservation: it ends `duration_s` from now, unless it is renewed again. For its owner and admins.
+
+        Errors:
+        INVALID_ARGUMENT     BAD_RESERVATION: `duration_s` is out of range.
+        NOT_FOUND            RESERVATION_NOT_FOUND: no project of the caller has this reservation.
+        FAILED_PRECONDITION  RESERVATION_ENDED: it has expired or was released: reserve again.
+        PERMISSION_DENIED    NOT_YOURS: the reservation belongs to another owner, and the caller is not an admin.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Release(self, request, context):
-        """Ends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED.
+        """Ends a reservation. What runs on its devices continues; runs that still wait for them fail. A reservation that has ended does
+        not change. For its owner and admins.
+
+        Errors:
+        NOT_FOUND            RESERVATION_NOT_FOUND
+        PERMISSION_DENIED    NOT_YOURS
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListReservations(self, request, context):
+        """Lists the current reservations of the caller's projects, the next to expire first.
+
+        Errors:
+        INVALID_ARGUMENT     BAD_PAGE_TOKEN
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListTelemetry(self, request, context):
+        """Lists the stored readings of a device, oldest first: the last of each minute for a day, and of each tenth minute for a week.
+
+        Errors:
+        NOT_FOUND            DEVICE_NOT_FOUND
+        INVALID_ARGUMENT     BAD_TIME_RANGE: `end_time` is before `start_time`. BAD_PAGE_TOKEN
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -183,6 +254,46 @@ class DeviceServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ListHealthEvents(self, request, context):
+        """Lists what changed a device's health, newest first: device faults, health runs, and what was done about them. The newest
+        1,000 are kept for each device.
+
+        Errors:
+        NOT_FOUND            DEVICE_NOT_FOUND
+        INVALID_ARGUMENT     BAD_PAGE_TOKEN
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def CheckHealth(self, request, context):
+        """Runs the farm's own health program on a device, after what it runs now and before what waits for it, and answers with the
+        result. It takes from less than a second to some minutes, in which the device may have to cool down. Cancelling the call
+        cancels the run.
+
+        Errors:
+        NOT_FOUND            DEVICE_NOT_FOUND
+        FAILED_PRECONDITION  HEALTH_RUN_IMPOSSIBLE: the device is offline or cannot run programs, its runner lacks what the program
+        needs, another requested health run is in progress, or the device is drained or reserved by another user
+        and the caller is not an admin.
+        ABORTED              HEALTH_RUN_ABORTED: it did not come to a result, since the device was busy or left the farm.
+        RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the caller has too many requested health runs that wait or run.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ClearHealth(self, request, context):
+        """Makes a device GOOD: its faults no longer count, and its next measured health runs are the new baseline of its speed. A
+        device whose health program fails is quarantined again.
+
+        Errors:
+        NOT_FOUND            DEVICE_NOT_FOUND
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_DeviceServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -216,6 +327,16 @@ def add_DeviceServiceServicer_to_server(servicer, server):
                     request_deserializer=etfarm_dot_v1_dot_device__pb2.ReleaseReservationRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_device__pb2.ReleaseReservationResponse.SerializeToString,
             ),
+            'ListReservations': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListReservations,
+                    request_deserializer=etfarm_dot_v1_dot_device__pb2.ListReservationsRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_device__pb2.ListReservationsResponse.SerializeToString,
+            ),
+            'ListTelemetry': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListTelemetry,
+                    request_deserializer=etfarm_dot_v1_dot_device__pb2.ListDeviceTelemetryRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_device__pb2.ListDeviceTelemetryResponse.SerializeToString,
+            ),
             'Label': grpc.unary_unary_rpc_method_handler(
                     servicer.Label,
                     request_deserializer=etfarm_dot_v1_dot_device__pb2.LabelDeviceRequest.FromString,
@@ -234,6 +355,21 @@ def add_DeviceServiceServicer_to_server(servicer, server):
             'Restrict': grpc.unary_unary_rpc_method_handler(
                     servicer.Restrict,
                     request_deserializer=etfarm_dot_v1_dot_device__pb2.RestrictDeviceRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_device__pb2.Device.SerializeToString,
+            ),
+            'ListHealthEvents': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListHealthEvents,
+                    request_deserializer=etfarm_dot_v1_dot_device__pb2.ListHealthEventsRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_device__pb2.ListHealthEventsResponse.SerializeToString,
+            ),
+            'CheckHealth': grpc.unary_unary_rpc_method_handler(
+                    servicer.CheckHealth,
+                    request_deserializer=etfarm_dot_v1_dot_device__pb2.CheckHealthRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_device__pb2.HealthEvent.SerializeToString,
+            ),
+            'ClearHealth': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearHealth,
+                    request_deserializer=etfarm_dot_v1_dot_device__pb2.ClearHealthRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_device__pb2.Device.SerializeToString,
             ),
     }
@@ -411,6 +547,60 @@ class DeviceService(object):
             _registered_method=True)
 
     @staticmethod
+    def ListReservations(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.DeviceService/ListReservations',
+            etfarm_dot_v1_dot_device__pb2.ListReservationsRequest.SerializeToString,
+            etfarm_dot_v1_dot_device__pb2.ListReservationsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListTelemetry(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.DeviceService/ListTelemetry',
+            etfarm_dot_v1_dot_device__pb2.ListDeviceTelemetryRequest.SerializeToString,
+            etfarm_dot_v1_dot_device__pb2.ListDeviceTelemetryResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def Label(request,
             target,
             options=(),
@@ -507,6 +697,87 @@ class DeviceService(object):
             target,
             '/etfarm.v1.DeviceService/Restrict',
             etfarm_dot_v1_dot_device__pb2.RestrictDeviceRequest.SerializeToString,
+            etfarm_dot_v1_dot_device__pb2.Device.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListHealthEvents(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.DeviceService/ListHealthEvents',
+            etfarm_dot_v1_dot_device__pb2.ListHealthEventsRequest.SerializeToString,
+            etfarm_dot_v1_dot_device__pb2.ListHealthEventsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def CheckHealth(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.DeviceService/CheckHealth',
+            etfarm_dot_v1_dot_device__pb2.CheckHealthRequest.SerializeToString,
+            etfarm_dot_v1_dot_device__pb2.HealthEvent.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ClearHealth(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.DeviceService/ClearHealth',
+            etfarm_dot_v1_dot_device__pb2.ClearHealthRequest.SerializeToString,
             etfarm_dot_v1_dot_device__pb2.Device.FromString,
             options,
             channel_credentials,

@@ -46,13 +46,55 @@ class DeviceServiceStub:
       NOT_FOUND            DEVICE_NOT_FOUND: no device has this id or name, and not exactly one has this prefix of an id.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_device_pb2.WatchDevicesRequest, _device_pb2.DeviceEvent]
-    """Sends the devices as they connect, leave and change. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+    """Sends a snapshot, one event for each device that matches, and then the devices that have changed. A device that changes
+    several times while the caller reads slowly is sent once, in its latest state. After a broken stream, watch again: the
+    snapshot contains what was missed.
+
+    Errors:
+      INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR
+      RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the caller has too many open streams: close some.
+    """
     Reserve: _grpc.UnaryUnaryMultiCallable[_device_pb2.ReserveDeviceRequest, _device_pb2.Reservation]
-    """Reserves a device for one owner, for a limited time. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+    """Reserves `count` devices that match, all or none: until the reservation ends, only runs and sessions that name it are placed
+    on them. Idle devices are preferred. A busy device is reserved at once, and is the holder's as soon as its current run ends.
+    The reservation ends when it is released, or when it has not been renewed for `duration_s`.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_RESERVATION: `duration_s` or `count` is out of range. UNKNOWN_SELECTOR_KEY, BAD_SELECTOR
+      FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches. DEVICES_UNAVAILABLE: fewer devices than `count` can be
+                           reserved now; the message says why: wait, or ask for fewer.
+      RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the owner has too many reservations: release some.
+    """
     Renew: _grpc.UnaryUnaryMultiCallable[_device_pb2.RenewReservationRequest, _device_pb2.Reservation]
-    """Extends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+    """Extends a reservation: it ends `duration_s` from now, unless it is renewed again. For its owner and admins.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_RESERVATION: `duration_s` is out of range.
+      NOT_FOUND            RESERVATION_NOT_FOUND: no project of the caller has this reservation.
+      FAILED_PRECONDITION  RESERVATION_ENDED: it has expired or was released: reserve again.
+      PERMISSION_DENIED    NOT_YOURS: the reservation belongs to another owner, and the caller is not an admin.
+    """
     Release: _grpc.UnaryUnaryMultiCallable[_device_pb2.ReleaseReservationRequest, _device_pb2.ReleaseReservationResponse]
-    """Ends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+    """Ends a reservation. What runs on its devices continues; runs that still wait for them fail. A reservation that has ended does
+    not change. For its owner and admins.
+
+    Errors:
+      NOT_FOUND            RESERVATION_NOT_FOUND
+      PERMISSION_DENIED    NOT_YOURS
+    """
+    ListReservations: _grpc.UnaryUnaryMultiCallable[_device_pb2.ListReservationsRequest, _device_pb2.ListReservationsResponse]
+    """Lists the current reservations of the caller's projects, the next to expire first.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+    """
+    ListTelemetry: _grpc.UnaryUnaryMultiCallable[_device_pb2.ListDeviceTelemetryRequest, _device_pb2.ListDeviceTelemetryResponse]
+    """Lists the stored readings of a device, oldest first: the last of each minute for a day, and of each tenth minute for a week.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND
+      INVALID_ARGUMENT     BAD_TIME_RANGE: `end_time` is before `start_time`. BAD_PAGE_TOKEN
+    """
     Label: _grpc.UnaryUnaryMultiCallable[_device_pb2.LabelDeviceRequest, _device_pb2.Device]
     """Sets and removes labels of a device. They take precedence over those that its agent reports, and stay when it reconnects.
 
@@ -81,6 +123,34 @@ class DeviceServiceStub:
     Errors:
       NOT_FOUND            DEVICE_NOT_FOUND, PROJECT_NOT_FOUND
     """
+    ListHealthEvents: _grpc.UnaryUnaryMultiCallable[_device_pb2.ListHealthEventsRequest, _device_pb2.ListHealthEventsResponse]
+    """Lists what changed a device's health, newest first: device faults, health runs, and what was done about them. The newest
+    1,000 are kept for each device.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+    """
+    CheckHealth: _grpc.UnaryUnaryMultiCallable[_device_pb2.CheckHealthRequest, _device_pb2.HealthEvent]
+    """Runs the farm's own health program on a device, after what it runs now and before what waits for it, and answers with the
+    result. It takes from less than a second to some minutes, in which the device may have to cool down. Cancelling the call
+    cancels the run.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND
+      FAILED_PRECONDITION  HEALTH_RUN_IMPOSSIBLE: the device is offline or cannot run programs, its runner lacks what the program
+                           needs, another requested health run is in progress, or the device is drained or reserved by another user
+                           and the caller is not an admin.
+      ABORTED              HEALTH_RUN_ABORTED: it did not come to a result, since the device was busy or left the farm.
+      RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the caller has too many requested health runs that wait or run.
+    """
+    ClearHealth: _grpc.UnaryUnaryMultiCallable[_device_pb2.ClearHealthRequest, _device_pb2.Device]
+    """Makes a device GOOD: its faults no longer count, and its next measured health runs are the new baseline of its speed. A
+    device whose health program fails is quarantined again.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND
+    """
 
 @_typing.type_check_only
 class DeviceServiceAsyncStub(DeviceServiceStub):
@@ -100,13 +170,55 @@ class DeviceServiceAsyncStub(DeviceServiceStub):
       NOT_FOUND            DEVICE_NOT_FOUND: no device has this id or name, and not exactly one has this prefix of an id.
     """
     Watch: _aio.UnaryStreamMultiCallable[_device_pb2.WatchDevicesRequest, _device_pb2.DeviceEvent]  # type: ignore[assignment]
-    """Sends the devices as they connect, leave and change. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+    """Sends a snapshot, one event for each device that matches, and then the devices that have changed. A device that changes
+    several times while the caller reads slowly is sent once, in its latest state. After a broken stream, watch again: the
+    snapshot contains what was missed.
+
+    Errors:
+      INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR
+      RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the caller has too many open streams: close some.
+    """
     Reserve: _aio.UnaryUnaryMultiCallable[_device_pb2.ReserveDeviceRequest, _device_pb2.Reservation]  # type: ignore[assignment]
-    """Reserves a device for one owner, for a limited time. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+    """Reserves `count` devices that match, all or none: until the reservation ends, only runs and sessions that name it are placed
+    on them. Idle devices are preferred. A busy device is reserved at once, and is the holder's as soon as its current run ends.
+    The reservation ends when it is released, or when it has not been renewed for `duration_s`.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_RESERVATION: `duration_s` or `count` is out of range. UNKNOWN_SELECTOR_KEY, BAD_SELECTOR
+      FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches. DEVICES_UNAVAILABLE: fewer devices than `count` can be
+                           reserved now; the message says why: wait, or ask for fewer.
+      RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the owner has too many reservations: release some.
+    """
     Renew: _aio.UnaryUnaryMultiCallable[_device_pb2.RenewReservationRequest, _device_pb2.Reservation]  # type: ignore[assignment]
-    """Extends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+    """Extends a reservation: it ends `duration_s` from now, unless it is renewed again. For its owner and admins.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_RESERVATION: `duration_s` is out of range.
+      NOT_FOUND            RESERVATION_NOT_FOUND: no project of the caller has this reservation.
+      FAILED_PRECONDITION  RESERVATION_ENDED: it has expired or was released: reserve again.
+      PERMISSION_DENIED    NOT_YOURS: the reservation belongs to another owner, and the caller is not an admin.
+    """
     Release: _aio.UnaryUnaryMultiCallable[_device_pb2.ReleaseReservationRequest, _device_pb2.ReleaseReservationResponse]  # type: ignore[assignment]
-    """Ends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+    """Ends a reservation. What runs on its devices continues; runs that still wait for them fail. A reservation that has ended does
+    not change. For its owner and admins.
+
+    Errors:
+      NOT_FOUND            RESERVATION_NOT_FOUND
+      PERMISSION_DENIED    NOT_YOURS
+    """
+    ListReservations: _aio.UnaryUnaryMultiCallable[_device_pb2.ListReservationsRequest, _device_pb2.ListReservationsResponse]  # type: ignore[assignment]
+    """Lists the current reservations of the caller's projects, the next to expire first.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+    """
+    ListTelemetry: _aio.UnaryUnaryMultiCallable[_device_pb2.ListDeviceTelemetryRequest, _device_pb2.ListDeviceTelemetryResponse]  # type: ignore[assignment]
+    """Lists the stored readings of a device, oldest first: the last of each minute for a day, and of each tenth minute for a week.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND
+      INVALID_ARGUMENT     BAD_TIME_RANGE: `end_time` is before `start_time`. BAD_PAGE_TOKEN
+    """
     Label: _aio.UnaryUnaryMultiCallable[_device_pb2.LabelDeviceRequest, _device_pb2.Device]  # type: ignore[assignment]
     """Sets and removes labels of a device. They take precedence over those that its agent reports, and stay when it reconnects.
 
@@ -134,6 +246,34 @@ class DeviceServiceAsyncStub(DeviceServiceStub):
 
     Errors:
       NOT_FOUND            DEVICE_NOT_FOUND, PROJECT_NOT_FOUND
+    """
+    ListHealthEvents: _aio.UnaryUnaryMultiCallable[_device_pb2.ListHealthEventsRequest, _device_pb2.ListHealthEventsResponse]  # type: ignore[assignment]
+    """Lists what changed a device's health, newest first: device faults, health runs, and what was done about them. The newest
+    1,000 are kept for each device.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+    """
+    CheckHealth: _aio.UnaryUnaryMultiCallable[_device_pb2.CheckHealthRequest, _device_pb2.HealthEvent]  # type: ignore[assignment]
+    """Runs the farm's own health program on a device, after what it runs now and before what waits for it, and answers with the
+    result. It takes from less than a second to some minutes, in which the device may have to cool down. Cancelling the call
+    cancels the run.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND
+      FAILED_PRECONDITION  HEALTH_RUN_IMPOSSIBLE: the device is offline or cannot run programs, its runner lacks what the program
+                           needs, another requested health run is in progress, or the device is drained or reserved by another user
+                           and the caller is not an admin.
+      ABORTED              HEALTH_RUN_ABORTED: it did not come to a result, since the device was busy or left the farm.
+      RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the caller has too many requested health runs that wait or run.
+    """
+    ClearHealth: _aio.UnaryUnaryMultiCallable[_device_pb2.ClearHealthRequest, _device_pb2.Device]  # type: ignore[assignment]
+    """Makes a device GOOD: its faults no longer count, and its next measured health runs are the new baseline of its speed. A
+    device whose health program fails is quarantined again.
+
+    Errors:
+      NOT_FOUND            DEVICE_NOT_FOUND
     """
 
 class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -169,7 +309,14 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.WatchDevicesRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_device_pb2.DeviceEvent], _abc.AsyncIterator[_device_pb2.DeviceEvent]]:
-        """Sends the devices as they connect, leave and change. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+        """Sends a snapshot, one event for each device that matches, and then the devices that have changed. A device that changes
+        several times while the caller reads slowly is sent once, in its latest state. After a broken stream, watch again: the
+        snapshot contains what was missed.
+
+        Errors:
+          INVALID_ARGUMENT     UNKNOWN_SELECTOR_KEY, BAD_SELECTOR
+          RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the caller has too many open streams: close some.
+        """
 
     @_abc_1.abstractmethod
     def Reserve(
@@ -177,7 +324,16 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.ReserveDeviceRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.Reservation, _abc.Awaitable[_device_pb2.Reservation]]:
-        """Reserves a device for one owner, for a limited time. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+        """Reserves `count` devices that match, all or none: until the reservation ends, only runs and sessions that name it are placed
+        on them. Idle devices are preferred. A busy device is reserved at once, and is the holder's as soon as its current run ends.
+        The reservation ends when it is released, or when it has not been renewed for `duration_s`.
+
+        Errors:
+          INVALID_ARGUMENT     BAD_RESERVATION: `duration_s` or `count` is out of range. UNKNOWN_SELECTOR_KEY, BAD_SELECTOR
+          FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches. DEVICES_UNAVAILABLE: fewer devices than `count` can be
+                               reserved now; the message says why: wait, or ask for fewer.
+          RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the owner has too many reservations: release some.
+        """
 
     @_abc_1.abstractmethod
     def Renew(
@@ -185,7 +341,14 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.RenewReservationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.Reservation, _abc.Awaitable[_device_pb2.Reservation]]:
-        """Extends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+        """Extends a reservation: it ends `duration_s` from now, unless it is renewed again. For its owner and admins.
+
+        Errors:
+          INVALID_ARGUMENT     BAD_RESERVATION: `duration_s` is out of range.
+          NOT_FOUND            RESERVATION_NOT_FOUND: no project of the caller has this reservation.
+          FAILED_PRECONDITION  RESERVATION_ENDED: it has expired or was released: reserve again.
+          PERMISSION_DENIED    NOT_YOURS: the reservation belongs to another owner, and the caller is not an admin.
+        """
 
     @_abc_1.abstractmethod
     def Release(
@@ -193,7 +356,38 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _device_pb2.ReleaseReservationRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_device_pb2.ReleaseReservationResponse, _abc.Awaitable[_device_pb2.ReleaseReservationResponse]]:
-        """Ends a reservation. Not implemented: answers UNIMPLEMENTED, UNIMPLEMENTED."""
+        """Ends a reservation. What runs on its devices continues; runs that still wait for them fail. A reservation that has ended does
+        not change. For its owner and admins.
+
+        Errors:
+          NOT_FOUND            RESERVATION_NOT_FOUND
+          PERMISSION_DENIED    NOT_YOURS
+        """
+
+    @_abc_1.abstractmethod
+    def ListReservations(
+        self,
+        request: _device_pb2.ListReservationsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_device_pb2.ListReservationsResponse, _abc.Awaitable[_device_pb2.ListReservationsResponse]]:
+        """Lists the current reservations of the caller's projects, the next to expire first.
+
+        Errors:
+          INVALID_ARGUMENT     BAD_PAGE_TOKEN
+        """
+
+    @_abc_1.abstractmethod
+    def ListTelemetry(
+        self,
+        request: _device_pb2.ListDeviceTelemetryRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_device_pb2.ListDeviceTelemetryResponse, _abc.Awaitable[_device_pb2.ListDeviceTelemetryResponse]]:
+        """Lists the stored readings of a device, oldest first: the last of each minute for a day, and of each tenth minute for a week.
+
+        Errors:
+          NOT_FOUND            DEVICE_NOT_FOUND
+          INVALID_ARGUMENT     BAD_TIME_RANGE: `end_time` is before `start_time`. BAD_PAGE_TOKEN
+        """
 
     @_abc_1.abstractmethod
     def Label(
@@ -245,6 +439,52 @@ class DeviceServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           NOT_FOUND            DEVICE_NOT_FOUND, PROJECT_NOT_FOUND
+        """
+
+    @_abc_1.abstractmethod
+    def ListHealthEvents(
+        self,
+        request: _device_pb2.ListHealthEventsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_device_pb2.ListHealthEventsResponse, _abc.Awaitable[_device_pb2.ListHealthEventsResponse]]:
+        """Lists what changed a device's health, newest first: device faults, health runs, and what was done about them. The newest
+        1,000 are kept for each device.
+
+        Errors:
+          NOT_FOUND            DEVICE_NOT_FOUND
+          INVALID_ARGUMENT     BAD_PAGE_TOKEN
+        """
+
+    @_abc_1.abstractmethod
+    def CheckHealth(
+        self,
+        request: _device_pb2.CheckHealthRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_device_pb2.HealthEvent, _abc.Awaitable[_device_pb2.HealthEvent]]:
+        """Runs the farm's own health program on a device, after what it runs now and before what waits for it, and answers with the
+        result. It takes from less than a second to some minutes, in which the device may have to cool down. Cancelling the call
+        cancels the run.
+
+        Errors:
+          NOT_FOUND            DEVICE_NOT_FOUND
+          FAILED_PRECONDITION  HEALTH_RUN_IMPOSSIBLE: the device is offline or cannot run programs, its runner lacks what the program
+                               needs, another requested health run is in progress, or the device is drained or reserved by another user
+                               and the caller is not an admin.
+          ABORTED              HEALTH_RUN_ABORTED: it did not come to a result, since the device was busy or left the farm.
+          RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the caller has too many requested health runs that wait or run.
+        """
+
+    @_abc_1.abstractmethod
+    def ClearHealth(
+        self,
+        request: _device_pb2.ClearHealthRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_device_pb2.Device, _abc.Awaitable[_device_pb2.Device]]:
+        """Makes a device GOOD: its faults no longer count, and its next measured health runs are the new baseline of its speed. A
+        device whose health program fails is quarantined again.
+
+        Errors:
+          NOT_FOUND            DEVICE_NOT_FOUND
         """
 
 def add_DeviceServiceServicer_to_server(servicer: DeviceServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -9,6 +9,7 @@ from etfarm.v1 import common_pb2 as _common_pb2
 from etfarm.v1 import compile_pb2 as _compile_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
+from google.protobuf import timestamp_pb2 as _timestamp_pb2
 from google.protobuf.internal import containers as _containers
 import builtins as _builtins
 import sys
@@ -20,6 +21,101 @@ else:
     from typing_extensions import TypeAlias as _TypeAlias, Never as _Never
 
 DESCRIPTOR: _descriptor.FileDescriptor
+
+@_typing.final
+class ApplyRetentionRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KEEP_FIELD_NUMBER: _builtins.int
+    DRY_RUN_FIELD_NUMBER: _builtins.int
+    dry_run: _builtins.bool
+    """Only counts what would be deleted."""
+    @_builtins.property
+    def keep(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Limits NAME=AGE, NAME=SIZE, NAME=AGE,SIZE or NAME=forever in place of the server's own, as `etfarm serve --keep` takes them."""
+
+    def __init__(
+        self,
+        *,
+        keep: _abc.Iterable[_builtins.str] | None = ...,
+        dry_run: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["dry_run", b"dry_run", "keep", b"keep"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyRetentionRequest: _TypeAlias = ApplyRetentionRequest  # noqa: Y015
+
+@_typing.final
+class ApplyRetentionResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RESULTS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def results(self) -> _containers.RepeatedCompositeFieldContainer[Global___RetentionResult]: ...
+    def __init__(
+        self,
+        *,
+        results: _abc.Iterable[Global___RetentionResult] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["results", b"results"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ApplyRetentionResponse: _TypeAlias = ApplyRetentionResponse  # noqa: Y015
+
+@_typing.final
+class RetentionResult(_message.Message):
+    """What a limit deleted."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    LIMIT_FIELD_NUMBER: _builtins.int
+    DELETED_COUNT_FIELD_NUMBER: _builtins.int
+    DELETED_BYTES_FIELD_NUMBER: _builtins.int
+    KEPT_COUNT_FIELD_NUMBER: _builtins.int
+    KEPT_BYTES_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """"jobs", "logs", "cache", "artifacts" or "audit"."""
+    limit: _builtins.str
+    """The limit that applies, as "90d,20GiB" or "forever"."""
+    deleted_count: _builtins.int
+    deleted_bytes: _builtins.int
+    """Approximate size of what was deleted; for cached compilations, that of their files."""
+    kept_count: _builtins.int
+    """Of a limit of the size of jobs: the number and size of live and tagged jobs, which count for the limit and are never deleted.
+    Absent for other limits.
+    """
+    kept_bytes: _builtins.int
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        limit: _builtins.str = ...,
+        deleted_count: _builtins.int = ...,
+        deleted_bytes: _builtins.int = ...,
+        kept_count: _builtins.int | None = ...,
+        kept_bytes: _builtins.int | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_kept_bytes", b"_kept_bytes", "_kept_count", b"_kept_count", "kept_bytes", b"kept_bytes", "kept_count", b"kept_count"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_kept_bytes", b"_kept_bytes", "_kept_count", b"_kept_count", "deleted_bytes", b"deleted_bytes", "deleted_count", b"deleted_count", "kept_bytes", b"kept_bytes", "kept_count", b"kept_count", "limit", b"limit", "name", b"name"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__kept_bytes: _TypeAlias = _typing.Literal["kept_bytes"]  # noqa: Y015
+    _WhichOneofArgType__kept_bytes: _TypeAlias = _typing.Literal["_kept_bytes", b"_kept_bytes"]  # noqa: Y015
+    _WhichOneofReturnType__kept_count: _TypeAlias = _typing.Literal["kept_count"]  # noqa: Y015
+    _WhichOneofArgType__kept_count: _TypeAlias = _typing.Literal["_kept_count", b"_kept_count"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kept_bytes) -> _WhichOneofReturnType__kept_bytes | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__kept_count) -> _WhichOneofReturnType__kept_count | None: ...
+
+Global___RetentionResult: _TypeAlias = RetentionResult  # noqa: Y015
 
 @_typing.final
 class GetServerInfoRequest(_message.Message):
@@ -50,6 +146,14 @@ class ServerInfo(_message.Message):
     STARTING_FIELD_NUMBER: _builtins.int
     BUNDLE_ERROR_FIELD_NUMBER: _builtins.int
     JAIL_FIELD_NUMBER: _builtins.int
+    PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    OLDEST_PROTOCOL_VERSION_FIELD_NUMBER: _builtins.int
+    SERVER_TIME_FIELD_NUMBER: _builtins.int
+    TOKEN_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    CERTIFICATE_EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    STOPPING_FIELD_NUMBER: _builtins.int
+    DISK_FIELD_NUMBER: _builtins.int
+    AGENT_WHEEL_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     workers_ready: _builtins.bool
     """Whether the compile workers are ready."""
@@ -60,6 +164,13 @@ class ServerInfo(_message.Message):
     """What the server has to finish before it can run jobs, such as "building the runner bundle for x86_64"; empty when it is
     ready.
     """
+    protocol_version: _builtins.int
+    """The newest version of the contract that the server speaks, as Hello.protocol_version, and the oldest that it serves. Absent
+    from etfarm 0.2.0, which speaks 2 only.
+    """
+    oldest_protocol_version: _builtins.int
+    stopping: _builtins.bool
+    """Whether the server is about to stop: it finishes running work, and refuses new work with UNAVAILABLE (SERVER_STOPPING)."""
     @_builtins.property
     def toolchain(self) -> _compile_pb2.Toolchain:
         """Absent until the compile workers are ready."""
@@ -74,6 +185,24 @@ class ServerInfo(_message.Message):
     def jail(self) -> _containers.RepeatedCompositeFieldContainer[Global___JailMeasure]:
         """The measures that isolate compile children from the server's host; empty for callers who are not admins."""
 
+    @_builtins.property
+    def server_time(self) -> _timestamp_pb2.Timestamp:
+        """The server's clock when it answered."""
+
+    @_builtins.property
+    def token_expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When the caller's token expires; absent if it does not."""
+
+    @_builtins.property
+    def certificate_expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When the server's certificate expires; absent without TLS."""
+
+    @_builtins.property
+    def disk(self) -> Global___DiskSpace: ...
+    @_builtins.property
+    def agent_wheel(self) -> Global___AgentWheel:
+        """The wheel to which agents are upgraded if nobody gives another one (`etfarm serve --agent-wheel`); absent without one."""
+
     def __init__(
         self,
         *,
@@ -87,14 +216,86 @@ class ServerInfo(_message.Message):
         starting: _builtins.str = ...,
         bundle_error: _common_pb2.Error | None = ...,
         jail: _abc.Iterable[Global___JailMeasure] | None = ...,
+        protocol_version: _builtins.int | None = ...,
+        oldest_protocol_version: _builtins.int | None = ...,
+        server_time: _timestamp_pb2.Timestamp | None = ...,
+        token_expire_time: _timestamp_pb2.Timestamp | None = ...,
+        certificate_expire_time: _timestamp_pb2.Timestamp | None = ...,
+        stopping: _builtins.bool = ...,
+        disk: Global___DiskSpace | None = ...,
+        agent_wheel: Global___AgentWheel | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["bundle_error", b"bundle_error", "principal", b"principal", "toolchain", b"toolchain"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_protocol_version", b"_oldest_protocol_version", "_protocol_version", b"_protocol_version", "agent_wheel", b"agent_wheel", "bundle_error", b"bundle_error", "certificate_expire_time", b"certificate_expire_time", "disk", b"disk", "oldest_protocol_version", b"oldest_protocol_version", "principal", b"principal", "protocol_version", b"protocol_version", "server_time", b"server_time", "token_expire_time", b"token_expire_time", "toolchain", b"toolchain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bundle_error", b"bundle_error", "devices_known", b"devices_known", "devices_online", b"devices_online", "jail", b"jail", "live_jobs", b"live_jobs", "principal", b"principal", "starting", b"starting", "toolchain", b"toolchain", "version", b"version", "workers_ready", b"workers_ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_protocol_version", b"_oldest_protocol_version", "_protocol_version", b"_protocol_version", "agent_wheel", b"agent_wheel", "bundle_error", b"bundle_error", "certificate_expire_time", b"certificate_expire_time", "devices_known", b"devices_known", "devices_online", b"devices_online", "disk", b"disk", "jail", b"jail", "live_jobs", b"live_jobs", "oldest_protocol_version", b"oldest_protocol_version", "principal", b"principal", "protocol_version", b"protocol_version", "server_time", b"server_time", "starting", b"starting", "stopping", b"stopping", "token_expire_time", b"token_expire_time", "toolchain", b"toolchain", "version", b"version", "workers_ready", b"workers_ready"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__oldest_protocol_version: _TypeAlias = _typing.Literal["oldest_protocol_version"]  # noqa: Y015
+    _WhichOneofArgType__oldest_protocol_version: _TypeAlias = _typing.Literal["_oldest_protocol_version", b"_oldest_protocol_version"]  # noqa: Y015
+    _WhichOneofReturnType__protocol_version: _TypeAlias = _typing.Literal["protocol_version"]  # noqa: Y015
+    _WhichOneofArgType__protocol_version: _TypeAlias = _typing.Literal["_protocol_version", b"_protocol_version"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__oldest_protocol_version) -> _WhichOneofReturnType__oldest_protocol_version | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__protocol_version) -> _WhichOneofReturnType__protocol_version | None: ...
+
+Global___ServerInfo: _TypeAlias = ServerInfo  # noqa: Y015
+
+@_typing.final
+class AgentWheel(_message.Message):
+    """A wheel of etfarm that the server has."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    VERSION_FIELD_NUMBER: _builtins.int
+    DIGEST_FIELD_NUMBER: _builtins.int
+    version: _builtins.str
+    """Its version of etfarm."""
+    digest: _builtins.str
+    """Its sha256, for UpgradeAgentRequest.digest."""
+    def __init__(
+        self,
+        *,
+        version: _builtins.str = ...,
+        digest: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "version", b"version"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___ServerInfo: _TypeAlias = ServerInfo  # noqa: Y015
+Global___AgentWheel: _TypeAlias = AgentWheel  # noqa: Y015
+
+@_typing.final
+class DiskSpace(_message.Message):
+    """The space on the disk of the server's data."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FREE_BYTES_FIELD_NUMBER: _builtins.int
+    WORK_BYTES_FIELD_NUMBER: _builtins.int
+    FULL_FIELD_NUMBER: _builtins.int
+    free_bytes: _builtins.int
+    work_bytes: _builtins.int
+    """Free space below which new jobs, users' uploads and compilations are refused with RESOURCE_EXHAUSTED (DISK_FULL). Results of
+    running attempts may use the rest but for a reserve for the journal.
+    """
+    full: _builtins.bool
+    """Whether new work is refused. It is accepted again by itself once a quarter more than `work_bytes` is free."""
+    def __init__(
+        self,
+        *,
+        free_bytes: _builtins.int = ...,
+        work_bytes: _builtins.int = ...,
+        full: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["free_bytes", b"free_bytes", "full", b"full", "work_bytes", b"work_bytes"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DiskSpace: _TypeAlias = DiskSpace  # noqa: Y015
 
 @_typing.final
 class JailMeasure(_message.Message):

@@ -53,6 +53,11 @@ class FarmServiceStub(object):
                 request_serializer=etfarm_dot_v1_dot_farm__pb2.AddBundleRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_agent__pb2.RunnerBundle.FromString,
                 _registered_method=True)
+        self.ApplyRetention = channel.unary_unary(
+                '/etfarm.v1.FarmService/ApplyRetention',
+                request_serializer=etfarm_dot_v1_dot_farm__pb2.ApplyRetentionRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_farm__pb2.ApplyRetentionResponse.FromString,
+                _registered_method=True)
 
 
 class FarmServiceServicer(object):
@@ -87,6 +92,19 @@ class FarmServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ApplyRetention(self, request, context):
+        """Deletes what the server's retention no longer keeps, which the server itself does every hour, and answers with what was
+        deleted. Nothing is deleted that a live job, a tag, a session or an upload needs.
+
+        Errors:
+        INVALID_ARGUMENT     BAD_RETENTION: `keep` has an unknown name or an invalid limit.
+        FAILED_PRECONDITION  BACKUP_RUNNING: a backup reads the store: try again later.
+        CLOCK_IMPLAUSIBLE: something is kept for an age, and the server started with a doubtful clock: set it.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FarmServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -104,6 +122,11 @@ def add_FarmServiceServicer_to_server(servicer, server):
                     servicer.AddBundle,
                     request_deserializer=etfarm_dot_v1_dot_farm__pb2.AddBundleRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_agent__pb2.RunnerBundle.SerializeToString,
+            ),
+            'ApplyRetention': grpc.unary_unary_rpc_method_handler(
+                    servicer.ApplyRetention,
+                    request_deserializer=etfarm_dot_v1_dot_farm__pb2.ApplyRetentionRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_farm__pb2.ApplyRetentionResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -190,6 +213,33 @@ class FarmService(object):
             '/etfarm.v1.FarmService/AddBundle',
             etfarm_dot_v1_dot_farm__pb2.AddBundleRequest.SerializeToString,
             etfarm_dot_v1_dot_agent__pb2.RunnerBundle.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ApplyRetention(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.FarmService/ApplyRetention',
+            etfarm_dot_v1_dot_farm__pb2.ApplyRetentionRequest.SerializeToString,
+            etfarm_dot_v1_dot_farm__pb2.ApplyRetentionResponse.FromString,
             options,
             channel_credentials,
             insecure,

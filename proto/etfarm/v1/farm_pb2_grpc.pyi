@@ -49,6 +49,15 @@ class FarmServiceStub:
       FAILED_PRECONDITION  ARTIFACT_MISSING: upload it first.
       INVALID_ARGUMENT     NOT_A_BUNDLE: the artifact has no valid bundle.json: make one with `etfarm bundle build`.
     """
+    ApplyRetention: _grpc.UnaryUnaryMultiCallable[_farm_pb2.ApplyRetentionRequest, _farm_pb2.ApplyRetentionResponse]
+    """Deletes what the server's retention no longer keeps, which the server itself does every hour, and answers with what was
+    deleted. Nothing is deleted that a live job, a tag, a session or an upload needs.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_RETENTION: `keep` has an unknown name or an invalid limit.
+      FAILED_PRECONDITION  BACKUP_RUNNING: a backup reads the store: try again later.
+                           CLOCK_IMPLAUSIBLE: something is kept for an age, and the server started with a doubtful clock: set it.
+    """
 
 @_typing.type_check_only
 class FarmServiceAsyncStub(FarmServiceStub):
@@ -69,6 +78,15 @@ class FarmServiceAsyncStub(FarmServiceStub):
     Errors:
       FAILED_PRECONDITION  ARTIFACT_MISSING: upload it first.
       INVALID_ARGUMENT     NOT_A_BUNDLE: the artifact has no valid bundle.json: make one with `etfarm bundle build`.
+    """
+    ApplyRetention: _aio.UnaryUnaryMultiCallable[_farm_pb2.ApplyRetentionRequest, _farm_pb2.ApplyRetentionResponse]  # type: ignore[assignment]
+    """Deletes what the server's retention no longer keeps, which the server itself does every hour, and answers with what was
+    deleted. Nothing is deleted that a live job, a tag, a session or an upload needs.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_RETENTION: `keep` has an unknown name or an invalid limit.
+      FAILED_PRECONDITION  BACKUP_RUNNING: a backup reads the store: try again later.
+                           CLOCK_IMPLAUSIBLE: something is kept for an age, and the server started with a doubtful clock: set it.
     """
 
 class FarmServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -105,6 +123,21 @@ class FarmServiceServicer(metaclass=_abc_1.ABCMeta):
         Errors:
           FAILED_PRECONDITION  ARTIFACT_MISSING: upload it first.
           INVALID_ARGUMENT     NOT_A_BUNDLE: the artifact has no valid bundle.json: make one with `etfarm bundle build`.
+        """
+
+    @_abc_1.abstractmethod
+    def ApplyRetention(
+        self,
+        request: _farm_pb2.ApplyRetentionRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_farm_pb2.ApplyRetentionResponse, _abc.Awaitable[_farm_pb2.ApplyRetentionResponse]]:
+        """Deletes what the server's retention no longer keeps, which the server itself does every hour, and answers with what was
+        deleted. Nothing is deleted that a live job, a tag, a session or an upload needs.
+
+        Errors:
+          INVALID_ARGUMENT     BAD_RETENTION: `keep` has an unknown name or an invalid limit.
+          FAILED_PRECONDITION  BACKUP_RUNNING: a backup reads the store: try again later.
+                               CLOCK_IMPLAUSIBLE: something is kept for an age, and the server started with a doubtful clock: set it.
         """
 
 def add_FarmServiceServicer_to_server(servicer: FarmServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -22,9 +22,10 @@ _runtime_version.ValidateProtobufRuntimeVersion(
 _sym_db = _symbol_database.Default()
 
 
+from etfarm.v1 import common_pb2 as etfarm_dot_v1_dot_common__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x65tfarm/v1/generation.proto\x12\tetfarm.v1\"\x9c\x02\n\x11GenerationOptions\x12\x0e\n\x06tokens\x18\x01 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x02 \x03(\x05\x12\'\n\x06\x64\x65pths\x18\x03 \x03(\x0b\x32\x17.etfarm.v1.ContextDepth\x12\x18\n\x0brepetitions\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x06warmup\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x16\n\x0eprefill_method\x18\x06 \x01(\t\x12\x15\n\rdecode_method\x18\x07 \x01(\t\x12\x0c\n\x04text\x18\x08 \x03(\x05\x12\x1c\n\x0f\x61\x63\x63uracy_tokens\x18\t \x01(\x05H\x02\x88\x01\x01\x42\x0e\n\x0c_repetitionsB\t\n\x07_warmupB\x12\n\x10_accuracy_tokens\":\n\x0c\x43ontextDepth\x12\x10\n\x06tokens\x18\x01 \x01(\x05H\x00\x12\x0f\n\x05share\x18\x02 \x01(\x01H\x00\x42\x07\n\x05\x64\x65pth\"\xd2\x03\n\rLanguageModel\x12\x16\n\x0eprefill_method\x18\x01 \x01(\t\x12\x15\n\rdecode_method\x18\x02 \x01(\t\x12\x13\n\x0btoken_input\x18\x03 \x01(\x05\x12\x1b\n\x0eposition_input\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12+\n\tpositions\x18\x05 \x01(\x0e\x32\x18.etfarm.v1.PositionInput\x12\x19\n\x11max_prompt_tokens\x18\x06 \x01(\x05\x12\x16\n\x0e\x64ynamic_prompt\x18\x07 \x01(\x08\x12\x1a\n\x12max_context_tokens\x18\x08 \x01(\x05\x12\x12\n\nvocab_size\x18\t \x01(\x05\x12\x1b\n\x0ekv_cache_bytes\x18\n \x01(\x03H\x01\x88\x01\x01\x12\x38\n\x08metadata\x18\x0b \x03(\x0b\x32&.etfarm.v1.LanguageModel.MetadataEntry\x12\"\n\x04\x66low\x18\x0c \x01(\x0b\x32\x14.etfarm.v1.ModelFlow\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x42\x11\n\x0f_position_inputB\x11\n\x0f_kv_cache_bytes\"O\n\tModelFlow\x12\x18\n\x10\x65mbedding_method\x18\x01 \x01(\t\x12(\n\x08\x65ncoders\x18\x02 \x03(\x0b\x32\x16.etfarm.v1.FlowEncoder\"0\n\x0b\x46lowEncoder\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x11\n\tpositions\x18\x02 \x01(\x05\"\xab\x02\n\x0eGenerationPlan\x12\'\n\x05model\x18\x01 \x01(\x0b\x32\x18.etfarm.v1.LanguageModel\x12*\n\x06points\x18\x02 \x03(\x0b\x32\x1a.etfarm.v1.GenerationPoint\x12\x18\n\x10generated_tokens\x18\x03 \x01(\x05\x12\x13\n\x0brepetitions\x18\x04 \x01(\x05\x12\x0e\n\x06warmup\x18\x05 \x01(\x05\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x12\n\nmax_time_s\x18\x07 \x01(\x01\x12\x0e\n\x06reload\x18\x08 \x01(\x08\x12\x18\n\x10trace_iterations\x18\t \x01(\x05\x12\x14\n\x0ctraced_point\x18\n \x01(\x05\x12#\n\x05score\x18\x0b \x01(\x0b\x32\x14.etfarm.v1.ScorePlan\"f\n\tScorePlan\x12\x0e\n\x06tokens\x18\x01 \x03(\x05\x12\x0e\n\x06window\x18\x02 \x01(\x05\x12\x14\n\x0clogits_after\x18\x03 \x03(\x05\x12\x12\n\nmax_time_s\x18\x04 \x01(\x01\x12\x0f\n\x07is_text\x18\x05 \x01(\x08\"7\n\x0fGenerationPoint\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\r\n\x05\x64\x65pth\x18\x02 \x01(\x05*}\n\rPositionInput\x12\x1e\n\x1aPOSITION_INPUT_UNSPECIFIED\x10\x00\x12\x18\n\x14POSITION_INPUT_START\x10\x01\x12\x19\n\x15POSITION_INPUT_VECTOR\x10\x02\x12\x17\n\x13POSITION_INPUT_NONE\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1a\x65tfarm/v1/generation.proto\x12\tetfarm.v1\x1a\x16\x65tfarm/v1/common.proto\"\x9c\x02\n\x11GenerationOptions\x12\x0e\n\x06tokens\x18\x01 \x01(\x05\x12\x15\n\rprompt_tokens\x18\x02 \x03(\x05\x12\'\n\x06\x64\x65pths\x18\x03 \x03(\x0b\x32\x17.etfarm.v1.ContextDepth\x12\x18\n\x0brepetitions\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x06warmup\x18\x05 \x01(\x05H\x01\x88\x01\x01\x12\x16\n\x0eprefill_method\x18\x06 \x01(\t\x12\x15\n\rdecode_method\x18\x07 \x01(\t\x12\x0c\n\x04text\x18\x08 \x03(\x05\x12\x1c\n\x0f\x61\x63\x63uracy_tokens\x18\t \x01(\x05H\x02\x88\x01\x01\x42\x0e\n\x0c_repetitionsB\t\n\x07_warmupB\x12\n\x10_accuracy_tokens\":\n\x0c\x43ontextDepth\x12\x10\n\x06tokens\x18\x01 \x01(\x05H\x00\x12\x0f\n\x05share\x18\x02 \x01(\x01H\x00\x42\x07\n\x05\x64\x65pth\"\xd2\x03\n\rLanguageModel\x12\x16\n\x0eprefill_method\x18\x01 \x01(\t\x12\x15\n\rdecode_method\x18\x02 \x01(\t\x12\x13\n\x0btoken_input\x18\x03 \x01(\x05\x12\x1b\n\x0eposition_input\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12+\n\tpositions\x18\x05 \x01(\x0e\x32\x18.etfarm.v1.PositionInput\x12\x19\n\x11max_prompt_tokens\x18\x06 \x01(\x05\x12\x16\n\x0e\x64ynamic_prompt\x18\x07 \x01(\x08\x12\x1a\n\x12max_context_tokens\x18\x08 \x01(\x05\x12\x12\n\nvocab_size\x18\t \x01(\x05\x12\x1b\n\x0ekv_cache_bytes\x18\n \x01(\x03H\x01\x88\x01\x01\x12\x38\n\x08metadata\x18\x0b \x03(\x0b\x32&.etfarm.v1.LanguageModel.MetadataEntry\x12\"\n\x04\x66low\x18\x0c \x01(\x0b\x32\x14.etfarm.v1.ModelFlow\x1a/\n\rMetadataEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x03:\x02\x38\x01\x42\x11\n\x0f_position_inputB\x11\n\x0f_kv_cache_bytes\"O\n\tModelFlow\x12\x18\n\x10\x65mbedding_method\x18\x01 \x01(\t\x12(\n\x08\x65ncoders\x18\x02 \x03(\x0b\x32\x16.etfarm.v1.FlowEncoder\"U\n\x0b\x46lowEncoder\x12\x0e\n\x06method\x18\x01 \x01(\t\x12\x11\n\tpositions\x18\x02 \x01(\x05\x12#\n\x06inputs\x18\x03 \x01(\x0b\x32\x13.etfarm.v1.Artifact\"\xab\x02\n\x0eGenerationPlan\x12\'\n\x05model\x18\x01 \x01(\x0b\x32\x18.etfarm.v1.LanguageModel\x12*\n\x06points\x18\x02 \x03(\x0b\x32\x1a.etfarm.v1.GenerationPoint\x12\x18\n\x10generated_tokens\x18\x03 \x01(\x05\x12\x13\n\x0brepetitions\x18\x04 \x01(\x05\x12\x0e\n\x06warmup\x18\x05 \x01(\x05\x12\x0c\n\x04seed\x18\x06 \x01(\x04\x12\x12\n\nmax_time_s\x18\x07 \x01(\x01\x12\x0e\n\x06reload\x18\x08 \x01(\x08\x12\x18\n\x10trace_iterations\x18\t \x01(\x05\x12\x14\n\x0ctraced_point\x18\n \x01(\x05\x12#\n\x05score\x18\x0b \x01(\x0b\x32\x14.etfarm.v1.ScorePlan\"f\n\tScorePlan\x12\x0e\n\x06tokens\x18\x01 \x03(\x05\x12\x0e\n\x06window\x18\x02 \x01(\x05\x12\x14\n\x0clogits_after\x18\x03 \x03(\x05\x12\x12\n\nmax_time_s\x18\x04 \x01(\x01\x12\x0f\n\x07is_text\x18\x05 \x01(\x08\"7\n\x0fGenerationPoint\x12\x15\n\rprompt_tokens\x18\x01 \x01(\x05\x12\r\n\x05\x64\x65pth\x18\x02 \x01(\x05*}\n\rPositionInput\x12\x1e\n\x1aPOSITION_INPUT_UNSPECIFIED\x10\x00\x12\x18\n\x14POSITION_INPUT_START\x10\x01\x12\x19\n\x15POSITION_INPUT_VECTOR\x10\x02\x12\x17\n\x13POSITION_INPUT_NONE\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -33,24 +34,24 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_LANGUAGEMODEL_METADATAENTRY']._loaded_options = None
   _globals['_LANGUAGEMODEL_METADATAENTRY']._serialized_options = b'8\001'
-  _globals['_POSITIONINPUT']._serialized_start=1451
-  _globals['_POSITIONINPUT']._serialized_end=1576
-  _globals['_GENERATIONOPTIONS']._serialized_start=42
-  _globals['_GENERATIONOPTIONS']._serialized_end=326
-  _globals['_CONTEXTDEPTH']._serialized_start=328
-  _globals['_CONTEXTDEPTH']._serialized_end=386
-  _globals['_LANGUAGEMODEL']._serialized_start=389
-  _globals['_LANGUAGEMODEL']._serialized_end=855
-  _globals['_LANGUAGEMODEL_METADATAENTRY']._serialized_start=770
-  _globals['_LANGUAGEMODEL_METADATAENTRY']._serialized_end=817
-  _globals['_MODELFLOW']._serialized_start=857
-  _globals['_MODELFLOW']._serialized_end=936
-  _globals['_FLOWENCODER']._serialized_start=938
-  _globals['_FLOWENCODER']._serialized_end=986
-  _globals['_GENERATIONPLAN']._serialized_start=989
-  _globals['_GENERATIONPLAN']._serialized_end=1288
-  _globals['_SCOREPLAN']._serialized_start=1290
-  _globals['_SCOREPLAN']._serialized_end=1392
-  _globals['_GENERATIONPOINT']._serialized_start=1394
-  _globals['_GENERATIONPOINT']._serialized_end=1449
+  _globals['_POSITIONINPUT']._serialized_start=1512
+  _globals['_POSITIONINPUT']._serialized_end=1637
+  _globals['_GENERATIONOPTIONS']._serialized_start=66
+  _globals['_GENERATIONOPTIONS']._serialized_end=350
+  _globals['_CONTEXTDEPTH']._serialized_start=352
+  _globals['_CONTEXTDEPTH']._serialized_end=410
+  _globals['_LANGUAGEMODEL']._serialized_start=413
+  _globals['_LANGUAGEMODEL']._serialized_end=879
+  _globals['_LANGUAGEMODEL_METADATAENTRY']._serialized_start=794
+  _globals['_LANGUAGEMODEL_METADATAENTRY']._serialized_end=841
+  _globals['_MODELFLOW']._serialized_start=881
+  _globals['_MODELFLOW']._serialized_end=960
+  _globals['_FLOWENCODER']._serialized_start=962
+  _globals['_FLOWENCODER']._serialized_end=1047
+  _globals['_GENERATIONPLAN']._serialized_start=1050
+  _globals['_GENERATIONPLAN']._serialized_end=1349
+  _globals['_SCOREPLAN']._serialized_start=1351
+  _globals['_SCOREPLAN']._serialized_end=1453
+  _globals['_GENERATIONPOINT']._serialized_start=1455
+  _globals['_GENERATIONPOINT']._serialized_end=1510
 # @@protoc_insertion_point(module_scope)

@@ -4,6 +4,7 @@ isort:skip_file
 """
 
 from collections import abc as _abc
+from etfarm.v1 import common_pb2 as _common_pb2
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
@@ -286,18 +287,24 @@ class FlowEncoder(_message.Message):
 
     METHOD_FIELD_NUMBER: _builtins.int
     POSITIONS_FIELD_NUMBER: _builtins.int
+    INPUTS_FIELD_NUMBER: _builtins.int
     method: _builtins.str
     positions: _builtins.int
     """Number of positions in the context that its output has: rows of embeddings."""
+    @_builtins.property
+    def inputs(self) -> _common_pb2.Artifact:
+        """A tensor file of the method's flattened inputs. If absent, the runner generates deterministic inputs."""
+
     def __init__(
         self,
         *,
         method: _builtins.str = ...,
         positions: _builtins.int = ...,
+        inputs: _common_pb2.Artifact | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["method", b"method", "positions", b"positions"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["inputs", b"inputs", "method", b"method", "positions", b"positions"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -404,9 +404,15 @@ class JobSpec(_message.Message):
     TIMEOUT_S_FIELD_NUMBER: _builtins.int
     NO_CACHE_FIELD_NUMBER: _builtins.int
     STOP_AFTER_FIELD_NUMBER: _builtins.int
+    MAX_WAIT_S_FIELD_NUMBER: _builtins.int
+    DEADLINE_TIME_FIELD_NUMBER: _builtins.int
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    NOTIFY_URLS_FIELD_NUMBER: _builtins.int
     name: _builtins.str
     priority: _builtins.int
-    """Cells with a higher priority run first; 0 is the default."""
+    """Cells with a higher priority run first, other things being equal; -100 to 100, 0 is the default. Every ten minutes of waiting
+    count as one level.
+    """
     timeout_s: _builtins.float
     """Time limit of an attempt on the device, in seconds. When absent, 600, and for each further run of Measurement.repeat 120
     more, or 80 and the minimum duration of the timed pass if that is longer; at most a day for all further runs.
@@ -416,6 +422,12 @@ class JobSpec(_message.Message):
     stop_after: _builtins.str
     """The last stage of the recipe's pipeline to do. The result is then the stage's files (Compilation.stage_files) instead of a
     program, so the job must have no devices. Empty or TO_EXECUTORCH produces a program.
+    """
+    max_wait_s: _builtins.float
+    """Maximum time for which a cell waits for a device, in seconds; after it, the cell fails. Without a limit when absent."""
+    reservation_id: _builtins.str
+    """A reservation of the caller's project: cells run only on its devices, and those that still wait when it ends fail with
+    RESERVATION_ENDED. Empty for devices that are not reserved.
     """
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]: ...
@@ -440,8 +452,17 @@ class JobSpec(_message.Message):
     @_builtins.property
     def inputs(self) -> _containers.MessageMap[_builtins.str, _common_pb2.Artifact]:
         """Inputs by method: tensor files of flattened leaves. A method without an entry runs on the model's example inputs; a ready
-        program, on deterministic inputs that the runner creates.
+        program, on deterministic inputs that the runner creates. With Measurement.generation, only encoders of a vision-language
+        program have inputs; one without an entry runs on deterministic inputs.
         """
+
+    @_builtins.property
+    def deadline_time(self) -> _timestamp_pb2.Timestamp:
+        """When the job's results are needed. The closer it is, the sooner its cells run, and cells that have not started by then fail."""
+
+    @_builtins.property
+    def notify_urls(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """Addresses that get a notice when the job has ended or a gate on it failed (WebhookService): http:// or https://, at most 5."""
 
     def __init__(
         self,
@@ -458,13 +479,22 @@ class JobSpec(_message.Message):
         timeout_s: _builtins.float | None = ...,
         no_cache: _builtins.bool = ...,
         stop_after: _builtins.str = ...,
+        max_wait_s: _builtins.float | None = ...,
+        deadline_time: _timestamp_pb2.Timestamp | None = ...,
+        reservation_id: _builtins.str = ...,
+        notify_urls: _abc.Iterable[_builtins.str] | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "measurement", b"measurement", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_max_wait_s", b"_max_wait_s", "_timeout_s", b"_timeout_s", "deadline_time", b"deadline_time", "max_wait_s", b"max_wait_s", "measurement", b"measurement", "timeout_s", b"timeout_s"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s", "candidates", b"candidates", "devices", b"devices", "inputs", b"inputs", "labels", b"labels", "measurement", b"measurement", "methods", b"methods", "name", b"name", "no_cache", b"no_cache", "priority", b"priority", "stop_after", b"stop_after", "threads", b"threads", "timeout_s", b"timeout_s"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_max_wait_s", b"_max_wait_s", "_timeout_s", b"_timeout_s", "candidates", b"candidates", "deadline_time", b"deadline_time", "devices", b"devices", "inputs", b"inputs", "labels", b"labels", "max_wait_s", b"max_wait_s", "measurement", b"measurement", "methods", b"methods", "name", b"name", "no_cache", b"no_cache", "notify_urls", b"notify_urls", "priority", b"priority", "reservation_id", b"reservation_id", "stop_after", b"stop_after", "threads", b"threads", "timeout_s", b"timeout_s"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__max_wait_s: _TypeAlias = _typing.Literal["max_wait_s"]  # noqa: Y015
+    _WhichOneofArgType__max_wait_s: _TypeAlias = _typing.Literal["_max_wait_s", b"_max_wait_s"]  # noqa: Y015
     _WhichOneofReturnType__timeout_s: _TypeAlias = _typing.Literal["timeout_s"]  # noqa: Y015
     _WhichOneofArgType__timeout_s: _TypeAlias = _typing.Literal["_timeout_s", b"_timeout_s"]  # noqa: Y015
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__max_wait_s) -> _WhichOneofReturnType__max_wait_s | None: ...
+    @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__timeout_s) -> _WhichOneofReturnType__timeout_s | None: ...
 
 Global___JobSpec: _TypeAlias = JobSpec  # noqa: Y015
@@ -813,6 +843,8 @@ class ListJobsRequest(_message.Message):
     LABELS_FIELD_NUMBER: _builtins.int
     STATES_FIELD_NUMBER: _builtins.int
     OWNER_FIELD_NUMBER: _builtins.int
+    MODEL_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
     page_size: _builtins.int
     """50 by default, at most 500."""
     page_token: _builtins.str
@@ -820,6 +852,8 @@ class ListJobsRequest(_message.Message):
     """A part of the job's name; any name when empty."""
     owner: _builtins.str
     """The principal that submitted the job; any when empty."""
+    model: _builtins.str
+    """The name of one of the job's candidates; any when empty."""
     @_builtins.property
     def labels(self) -> _containers.ScalarMap[_builtins.str, _builtins.str]:
         """Labels that the job has, with these values."""
@@ -827,6 +861,10 @@ class ListJobsRequest(_message.Message):
     @_builtins.property
     def states(self) -> _containers.RepeatedScalarFieldContainer[Global___JobState.ValueType]:
         """The job is in one of these states; any state when empty."""
+
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp:
+        """Jobs that were submitted at this time or later; all when absent."""
 
     def __init__(
         self,
@@ -837,10 +875,12 @@ class ListJobsRequest(_message.Message):
         labels: _abc.Mapping[_builtins.str, _builtins.str] | None = ...,
         states: _abc.Iterable[Global___JobState.ValueType] | None = ...,
         owner: _builtins.str = ...,
+        model: _builtins.str = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "name", b"name", "owner", b"owner", "page_size", b"page_size", "page_token", b"page_token", "states", b"states"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["labels", b"labels", "model", b"model", "name", b"name", "owner", b"owner", "page_size", b"page_size", "page_token", b"page_token", "start_time", b"start_time", "states", b"states"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -870,6 +910,157 @@ class ListJobsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListJobsResponse: _TypeAlias = ListJobsResponse  # noqa: Y015
+
+@_typing.final
+class ListQueueRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    PAGE_SIZE_FIELD_NUMBER: _builtins.int
+    PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    page_size: _builtins.int
+    """50 by default, at most 500."""
+    page_token: _builtins.str
+    def __init__(
+        self,
+        *,
+        page_size: _builtins.int = ...,
+        page_token: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["page_size", b"page_size", "page_token", b"page_token"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQueueRequest: _TypeAlias = ListQueueRequest  # noqa: Y015
+
+@_typing.final
+class ListQueueResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RUNS_FIELD_NUMBER: _builtins.int
+    NEXT_PAGE_TOKEN_FIELD_NUMBER: _builtins.int
+    OTHER_RUNS_FIELD_NUMBER: _builtins.int
+    next_page_token: _builtins.str
+    other_runs: _builtins.int
+    """Number of runs that wait in other projects than the caller's."""
+    @_builtins.property
+    def runs(self) -> _containers.RepeatedCompositeFieldContainer[Global___QueuedRun]: ...
+    def __init__(
+        self,
+        *,
+        runs: _abc.Iterable[Global___QueuedRun] | None = ...,
+        next_page_token: _builtins.str = ...,
+        other_runs: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["next_page_token", b"next_page_token", "other_runs", b"other_runs", "runs", b"runs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ListQueueResponse: _TypeAlias = ListQueueResponse  # noqa: Y015
+
+@_typing.final
+class QueuedRun(_message.Message):
+    """What waits for a device as one run: a cell, interleaved cells together, or a session."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    RANK_FIELD_NUMBER: _builtins.int
+    PROJECT_FIELD_NUMBER: _builtins.int
+    OWNER_FIELD_NUMBER: _builtins.int
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    JOB_NAME_FIELD_NUMBER: _builtins.int
+    CELL_IDS_FIELD_NUMBER: _builtins.int
+    CANDIDATE_NAME_FIELD_NUMBER: _builtins.int
+    RECIPE_NAME_FIELD_NUMBER: _builtins.int
+    METHOD_FIELD_NUMBER: _builtins.int
+    SESSION_ID_FIELD_NUMBER: _builtins.int
+    SELECTOR_FIELD_NUMBER: _builtins.int
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
+    PRIORITY_FIELD_NUMBER: _builtins.int
+    AGED_PRIORITY_FIELD_NUMBER: _builtins.int
+    SHARE_PENALTY_FIELD_NUMBER: _builtins.int
+    WAIT_START_TIME_FIELD_NUMBER: _builtins.int
+    WAITING_FOR_FIELD_NUMBER: _builtins.int
+    EXPIRE_TIME_FIELD_NUMBER: _builtins.int
+    START_ESTIMATE_TIME_FIELD_NUMBER: _builtins.int
+    EXCLUSIVE_FIELD_NUMBER: _builtins.int
+    rank: _builtins.int
+    """The position in the queue of the whole farm, from 1."""
+    project: _builtins.str
+    owner: _builtins.str
+    job_id: _builtins.str
+    """Empty for a session."""
+    job_name: _builtins.str
+    candidate_name: _builtins.str
+    """Names of the first cell's model and recipe, and its method."""
+    recipe_name: _builtins.str
+    method: _builtins.str
+    session_id: _builtins.str
+    """Empty for a job's cells."""
+    selector: _builtins.str
+    reservation_id: _builtins.str
+    priority: _builtins.int
+    """As submitted."""
+    aged_priority: _builtins.float
+    """The priority with what the time since the submission and a deadline add to it."""
+    share_penalty: _builtins.float
+    """What is subtracted from `aged_priority` because of the device time that the project and the owner used lately. The run with the
+    highest difference goes first.
+    """
+    waiting_for: _builtins.str
+    """What it waits for, such as "board-7 is busy"; empty if it only waits for its turn."""
+    exclusive: _builtins.bool
+    """Whether it must be alone on the device: a measurement or a session."""
+    @_builtins.property
+    def cell_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The cells that wait as one run; empty for a session."""
+
+    @_builtins.property
+    def wait_start_time(self) -> _timestamp_pb2.Timestamp:
+        """Since when it waits for a device."""
+
+    @_builtins.property
+    def expire_time(self) -> _timestamp_pb2.Timestamp:
+        """When it fails unless it has started: the job's deadline, or the end of the time that the job lets it wait. Absent without a limit."""
+
+    @_builtins.property
+    def start_estimate_time(self) -> _timestamp_pb2.Timestamp:
+        """When it starts, if every run takes as long as equal ones did and nothing else is submitted. Absent if that is unknown."""
+
+    def __init__(
+        self,
+        *,
+        rank: _builtins.int = ...,
+        project: _builtins.str = ...,
+        owner: _builtins.str = ...,
+        job_id: _builtins.str = ...,
+        job_name: _builtins.str = ...,
+        cell_ids: _abc.Iterable[_builtins.str] | None = ...,
+        candidate_name: _builtins.str = ...,
+        recipe_name: _builtins.str = ...,
+        method: _builtins.str = ...,
+        session_id: _builtins.str = ...,
+        selector: _builtins.str = ...,
+        reservation_id: _builtins.str = ...,
+        priority: _builtins.int = ...,
+        aged_priority: _builtins.float = ...,
+        share_penalty: _builtins.float = ...,
+        wait_start_time: _timestamp_pb2.Timestamp | None = ...,
+        waiting_for: _builtins.str = ...,
+        expire_time: _timestamp_pb2.Timestamp | None = ...,
+        start_estimate_time: _timestamp_pb2.Timestamp | None = ...,
+        exclusive: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["expire_time", b"expire_time", "start_estimate_time", b"start_estimate_time", "wait_start_time", b"wait_start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["aged_priority", b"aged_priority", "candidate_name", b"candidate_name", "cell_ids", b"cell_ids", "exclusive", b"exclusive", "expire_time", b"expire_time", "job_id", b"job_id", "job_name", b"job_name", "method", b"method", "owner", b"owner", "priority", b"priority", "project", b"project", "rank", b"rank", "recipe_name", b"recipe_name", "reservation_id", b"reservation_id", "selector", b"selector", "session_id", b"session_id", "share_penalty", b"share_penalty", "start_estimate_time", b"start_estimate_time", "wait_start_time", b"wait_start_time", "waiting_for", b"waiting_for"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___QueuedRun: _TypeAlias = QueuedRun  # noqa: Y015
 
 @_typing.final
 class WatchJobRequest(_message.Message):
@@ -1014,6 +1205,70 @@ class Progress(_message.Message):
 Global___Progress: _TypeAlias = Progress  # noqa: Y015
 
 @_typing.final
+class WatchAllJobsRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    OWNER_FIELD_NUMBER: _builtins.int
+    owner: _builtins.str
+    """Only jobs that this principal submitted; any when empty."""
+    def __init__(
+        self,
+        *,
+        owner: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["owner", b"owner"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchAllJobsRequest: _TypeAlias = WatchAllJobsRequest  # noqa: Y015
+
+@_typing.final
+class JobChange(_message.Message):
+    """Exactly one of `job`, `cell`, `snapshot_begins` and `snapshot_complete` is set."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    JOB_FIELD_NUMBER: _builtins.int
+    CELL_FIELD_NUMBER: _builtins.int
+    JOB_STATE_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_BEGINS_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_COMPLETE_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    job_state: Global___JobState.ValueType
+    """The job's state after the change."""
+    snapshot_begins: _builtins.bool
+    """Sent before the first job of a snapshot: live jobs that do not follow before `snapshot_complete` have ended."""
+    snapshot_complete: _builtins.bool
+    @_builtins.property
+    def job(self) -> Global___Job:
+        """A job of the snapshot or one that was submitted, with its cells; or, without its cells, one that became terminal. Without spec."""
+
+    @_builtins.property
+    def cell(self) -> Global___Cell:
+        """A cell that has changed. Ignore it if its `version` is not higher than the last received one."""
+
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        job: Global___Job | None = ...,
+        cell: Global___Cell | None = ...,
+        job_state: Global___JobState.ValueType = ...,
+        snapshot_begins: _builtins.bool = ...,
+        snapshot_complete: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["cell", b"cell", "job", b"job"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cell", b"cell", "job", b"job", "job_id", b"job_id", "job_state", b"job_state", "snapshot_begins", b"snapshot_begins", "snapshot_complete", b"snapshot_complete"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___JobChange: _TypeAlias = JobChange  # noqa: Y015
+
+@_typing.final
 class CancelJobRequest(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
@@ -1054,6 +1309,49 @@ class RetryJobRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___RetryJobRequest: _TypeAlias = RetryJobRequest  # noqa: Y015
+
+@_typing.final
+class DeleteJobRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    FORCE_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    force: _builtins.bool
+    """Whether to delete the job even if it has tags, which are deleted as well."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+        force: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["force", b"force", "job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteJobRequest: _TypeAlias = DeleteJobRequest  # noqa: Y015
+
+@_typing.final
+class DeleteJobResponse(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    JOB_ID_FIELD_NUMBER: _builtins.int
+    job_id: _builtins.str
+    """The id of the deleted job."""
+    def __init__(
+        self,
+        *,
+        job_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["job_id", b"job_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___DeleteJobResponse: _TypeAlias = DeleteJobResponse  # noqa: Y015
 
 @_typing.final
 class TailJobLogRequest(_message.Message):

@@ -70,10 +70,25 @@ class JobServiceStub(object):
                 request_serializer=etfarm_dot_v1_dot_job__pb2.RetryJobRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_job__pb2.Job.FromString,
                 _registered_method=True)
+        self.WatchAll = channel.unary_stream(
+                '/etfarm.v1.JobService/WatchAll',
+                request_serializer=etfarm_dot_v1_dot_job__pb2.WatchAllJobsRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_job__pb2.JobChange.FromString,
+                _registered_method=True)
+        self.ListQueue = channel.unary_unary(
+                '/etfarm.v1.JobService/ListQueue',
+                request_serializer=etfarm_dot_v1_dot_job__pb2.ListQueueRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_job__pb2.ListQueueResponse.FromString,
+                _registered_method=True)
         self.TailLog = channel.unary_stream(
                 '/etfarm.v1.JobService/TailLog',
                 request_serializer=etfarm_dot_v1_dot_job__pb2.TailJobLogRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_job__pb2.LogLine.FromString,
+                _registered_method=True)
+        self.Delete = channel.unary_unary(
+                '/etfarm.v1.JobService/Delete',
+                request_serializer=etfarm_dot_v1_dot_job__pb2.DeleteJobRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_job__pb2.DeleteJobResponse.FromString,
                 _registered_method=True)
 
 
@@ -97,6 +112,7 @@ class JobServiceServicer(object):
         cores of the measurement; TOO_MANY_THREADS: no device that matches has a cpu for each thread (of
         several devices, those with fewer cpus are not used); BACKEND_MISSING, with `validate_only`: no
         device of the job has the backend of a recipe; BAD_STAGES: the order of stages is invalid;
+        DEADLINE_PASSED: the deadline is not in the future;
         METHOD_MISSING: a model lacks a method that the job names; BAD_RECIPE_FIELD: a recipe names a method that its model lacks, or has an
         invalid value; UNKNOWN_STAGE: no plug-in has the stage; BAD_JOB: the spec contradicts itself. The
         message says what to change.
@@ -104,7 +120,11 @@ class JobServiceServicer(object):
         the devices. BUNDLE_MISSING: the farm has no runner for any device that a selector matches.
         RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
         ARTIFACT_MISSING: upload `digest` first. CLIENT_TOO_OLD: a stage has a field that only version 0.1
-        had: install the server's version.
+        had: install the server's version. RESERVATION_ENDED: `reservation_id` has expired or was released:
+        reserve again. DEVICE_NOT_RESERVED: no device of the reservation matches a selector.
+        NOT_FOUND            RESERVATION_NOT_FOUND: the job's project has no such reservation.
+        RESOURCE_EXHAUSTED   DISK_FULL: the server's disk is too full for new work; it accepts work again by itself.
+        UNAVAILABLE          SERVER_STOPPING: the server is about to stop. Try again, also with the same request_id.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -124,7 +144,7 @@ class JobServiceServicer(object):
         """Lists the jobs of the caller's projects, newest first.
 
         Errors:
-        INVALID_ARGUMENT     BAD_PAGE_TOKEN
+        INVALID_ARGUMENT     BAD_PAGE_TOKEN. BAD_TIME_RANGE: `start_time` is not a time.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -167,11 +187,49 @@ class JobServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def WatchAll(self, request, context):
+        """Sends a snapshot, the live jobs of the caller's projects, and then each change of a job or cell there. If the caller reads so
+        slowly that changes would pile up, only the latest state of each cell is kept; if these are too many as well, a new snapshot
+        follows. After a broken stream, watch again; Get tells how a job ended that is no longer in the snapshot.
+
+        Errors:
+        RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the caller has too many open streams: close some.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def ListQueue(self, request, context):
+        """Lists what waits for a device in the caller's projects, first ones first. What waits in other projects counts in the ranks, and
+        in `other_runs`. The order may change with every submission and with every run that ends.
+
+        Errors:
+        INVALID_ARGUMENT     BAD_PAGE_TOKEN
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def TailLog(self, request, context):
         """Sends the output of a job's compilers and runners in order of arrival; with `follow`, until the job is terminal.
 
         Errors:
         NOT_FOUND            JOB_NOT_FOUND
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Delete(self, request, context):
+        """Deletes a terminal job with its cells, events, log and reports, which leave the history as well. Artifacts that only the job
+        referred to stay until ArtifactService.Collect or the server's retention deletes them. A request_id of the job counts as
+        unused afterwards.
+
+        Errors:
+        NOT_FOUND            JOB_NOT_FOUND
+        PERMISSION_DENIED    NOT_YOURS: the job belongs to another owner, and the caller is not an admin.
+        FAILED_PRECONDITION  JOB_LIVE: cancel the job first. JOB_TAGGED: the job has the tags in metadata `tags`: remove them, or
+        send `force`.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -210,10 +268,25 @@ def add_JobServiceServicer_to_server(servicer, server):
                     request_deserializer=etfarm_dot_v1_dot_job__pb2.RetryJobRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_job__pb2.Job.SerializeToString,
             ),
+            'WatchAll': grpc.unary_stream_rpc_method_handler(
+                    servicer.WatchAll,
+                    request_deserializer=etfarm_dot_v1_dot_job__pb2.WatchAllJobsRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_job__pb2.JobChange.SerializeToString,
+            ),
+            'ListQueue': grpc.unary_unary_rpc_method_handler(
+                    servicer.ListQueue,
+                    request_deserializer=etfarm_dot_v1_dot_job__pb2.ListQueueRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_job__pb2.ListQueueResponse.SerializeToString,
+            ),
             'TailLog': grpc.unary_stream_rpc_method_handler(
                     servicer.TailLog,
                     request_deserializer=etfarm_dot_v1_dot_job__pb2.TailJobLogRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_job__pb2.LogLine.SerializeToString,
+            ),
+            'Delete': grpc.unary_unary_rpc_method_handler(
+                    servicer.Delete,
+                    request_deserializer=etfarm_dot_v1_dot_job__pb2.DeleteJobRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_job__pb2.DeleteJobResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -395,6 +468,60 @@ class JobService(object):
             _registered_method=True)
 
     @staticmethod
+    def WatchAll(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/etfarm.v1.JobService/WatchAll',
+            etfarm_dot_v1_dot_job__pb2.WatchAllJobsRequest.SerializeToString,
+            etfarm_dot_v1_dot_job__pb2.JobChange.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ListQueue(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.JobService/ListQueue',
+            etfarm_dot_v1_dot_job__pb2.ListQueueRequest.SerializeToString,
+            etfarm_dot_v1_dot_job__pb2.ListQueueResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
     def TailLog(request,
             target,
             options=(),
@@ -411,6 +538,33 @@ class JobService(object):
             '/etfarm.v1.JobService/TailLog',
             etfarm_dot_v1_dot_job__pb2.TailJobLogRequest.SerializeToString,
             etfarm_dot_v1_dot_job__pb2.LogLine.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Delete(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.JobService/Delete',
+            etfarm_dot_v1_dot_job__pb2.DeleteJobRequest.SerializeToString,
+            etfarm_dot_v1_dot_job__pb2.DeleteJobResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,6 +50,7 @@ class JobServiceStub:
                            cores of the measurement; TOO_MANY_THREADS: no device that matches has a cpu for each thread (of
                            several devices, those with fewer cpus are not used); BACKEND_MISSING, with `validate_only`: no
                            device of the job has the backend of a recipe; BAD_STAGES: the order of stages is invalid;
+                           DEADLINE_PASSED: the deadline is not in the future;
                            METHOD_MISSING: a model lacks a method that the job names; BAD_RECIPE_FIELD: a recipe names a method that its model lacks, or has an
                            invalid value; UNKNOWN_STAGE: no plug-in has the stage; BAD_JOB: the spec contradicts itself. The
                            message says what to change.
@@ -57,7 +58,11 @@ class JobServiceStub:
                            the devices. BUNDLE_MISSING: the farm has no runner for any device that a selector matches.
                            RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
                            ARTIFACT_MISSING: upload `digest` first. CLIENT_TOO_OLD: a stage has a field that only version 0.1
-                           had: install the server's version.
+                           had: install the server's version. RESERVATION_ENDED: `reservation_id` has expired or was released:
+                           reserve again. DEVICE_NOT_RESERVED: no device of the reservation matches a selector.
+      NOT_FOUND            RESERVATION_NOT_FOUND: the job's project has no such reservation.
+      RESOURCE_EXHAUSTED   DISK_FULL: the server's disk is too full for new work; it accepts work again by itself.
+      UNAVAILABLE          SERVER_STOPPING: the server is about to stop. Try again, also with the same request_id.
     """
     Get: _grpc.UnaryUnaryMultiCallable[_job_pb2.GetJobRequest, _job_pb2.Job]
     """Returns a job with its spec and cells.
@@ -69,7 +74,7 @@ class JobServiceStub:
     """Lists the jobs of the caller's projects, newest first.
 
     Errors:
-      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN. BAD_TIME_RANGE: `start_time` is not a time.
     """
     Watch: _grpc.UnaryStreamMultiCallable[_job_pb2.WatchJobRequest, _job_pb2.JobEvent]
     """Sends the journaled events after `after_sequence`, then new events as they happen. The stream ends when the job is terminal
@@ -96,11 +101,37 @@ class JobServiceStub:
       NOT_FOUND            JOB_NOT_FOUND
       FAILED_PRECONDITION  JOB_LIVE: wait until the job is terminal. NOTHING_TO_RETRY: no cell of the job failed.
     """
+    WatchAll: _grpc.UnaryStreamMultiCallable[_job_pb2.WatchAllJobsRequest, _job_pb2.JobChange]
+    """Sends a snapshot, the live jobs of the caller's projects, and then each change of a job or cell there. If the caller reads so
+    slowly that changes would pile up, only the latest state of each cell is kept; if these are too many as well, a new snapshot
+    follows. After a broken stream, watch again; Get tells how a job ended that is no longer in the snapshot.
+
+    Errors:
+      RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the caller has too many open streams: close some.
+    """
+    ListQueue: _grpc.UnaryUnaryMultiCallable[_job_pb2.ListQueueRequest, _job_pb2.ListQueueResponse]
+    """Lists what waits for a device in the caller's projects, first ones first. What waits in other projects counts in the ranks, and
+    in `other_runs`. The order may change with every submission and with every run that ends.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+    """
     TailLog: _grpc.UnaryStreamMultiCallable[_job_pb2.TailJobLogRequest, _job_pb2.LogLine]
     """Sends the output of a job's compilers and runners in order of arrival; with `follow`, until the job is terminal.
 
     Errors:
       NOT_FOUND            JOB_NOT_FOUND
+    """
+    Delete: _grpc.UnaryUnaryMultiCallable[_job_pb2.DeleteJobRequest, _job_pb2.DeleteJobResponse]
+    """Deletes a terminal job with its cells, events, log and reports, which leave the history as well. Artifacts that only the job
+    referred to stay until ArtifactService.Collect or the server's retention deletes them. A request_id of the job counts as
+    unused afterwards.
+
+    Errors:
+      NOT_FOUND            JOB_NOT_FOUND
+      PERMISSION_DENIED    NOT_YOURS: the job belongs to another owner, and the caller is not an admin.
+      FAILED_PRECONDITION  JOB_LIVE: cancel the job first. JOB_TAGGED: the job has the tags in metadata `tags`: remove them, or
+                           send `force`.
     """
 
 @_typing.type_check_only
@@ -125,6 +156,7 @@ class JobServiceAsyncStub(JobServiceStub):
                            cores of the measurement; TOO_MANY_THREADS: no device that matches has a cpu for each thread (of
                            several devices, those with fewer cpus are not used); BACKEND_MISSING, with `validate_only`: no
                            device of the job has the backend of a recipe; BAD_STAGES: the order of stages is invalid;
+                           DEADLINE_PASSED: the deadline is not in the future;
                            METHOD_MISSING: a model lacks a method that the job names; BAD_RECIPE_FIELD: a recipe names a method that its model lacks, or has an
                            invalid value; UNKNOWN_STAGE: no plug-in has the stage; BAD_JOB: the spec contradicts itself. The
                            message says what to change.
@@ -132,7 +164,11 @@ class JobServiceAsyncStub(JobServiceStub):
                            the devices. BUNDLE_MISSING: the farm has no runner for any device that a selector matches.
                            RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
                            ARTIFACT_MISSING: upload `digest` first. CLIENT_TOO_OLD: a stage has a field that only version 0.1
-                           had: install the server's version.
+                           had: install the server's version. RESERVATION_ENDED: `reservation_id` has expired or was released:
+                           reserve again. DEVICE_NOT_RESERVED: no device of the reservation matches a selector.
+      NOT_FOUND            RESERVATION_NOT_FOUND: the job's project has no such reservation.
+      RESOURCE_EXHAUSTED   DISK_FULL: the server's disk is too full for new work; it accepts work again by itself.
+      UNAVAILABLE          SERVER_STOPPING: the server is about to stop. Try again, also with the same request_id.
     """
     Get: _aio.UnaryUnaryMultiCallable[_job_pb2.GetJobRequest, _job_pb2.Job]  # type: ignore[assignment]
     """Returns a job with its spec and cells.
@@ -144,7 +180,7 @@ class JobServiceAsyncStub(JobServiceStub):
     """Lists the jobs of the caller's projects, newest first.
 
     Errors:
-      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN. BAD_TIME_RANGE: `start_time` is not a time.
     """
     Watch: _aio.UnaryStreamMultiCallable[_job_pb2.WatchJobRequest, _job_pb2.JobEvent]  # type: ignore[assignment]
     """Sends the journaled events after `after_sequence`, then new events as they happen. The stream ends when the job is terminal
@@ -171,11 +207,37 @@ class JobServiceAsyncStub(JobServiceStub):
       NOT_FOUND            JOB_NOT_FOUND
       FAILED_PRECONDITION  JOB_LIVE: wait until the job is terminal. NOTHING_TO_RETRY: no cell of the job failed.
     """
+    WatchAll: _aio.UnaryStreamMultiCallable[_job_pb2.WatchAllJobsRequest, _job_pb2.JobChange]  # type: ignore[assignment]
+    """Sends a snapshot, the live jobs of the caller's projects, and then each change of a job or cell there. If the caller reads so
+    slowly that changes would pile up, only the latest state of each cell is kept; if these are too many as well, a new snapshot
+    follows. After a broken stream, watch again; Get tells how a job ended that is no longer in the snapshot.
+
+    Errors:
+      RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the caller has too many open streams: close some.
+    """
+    ListQueue: _aio.UnaryUnaryMultiCallable[_job_pb2.ListQueueRequest, _job_pb2.ListQueueResponse]  # type: ignore[assignment]
+    """Lists what waits for a device in the caller's projects, first ones first. What waits in other projects counts in the ranks, and
+    in `other_runs`. The order may change with every submission and with every run that ends.
+
+    Errors:
+      INVALID_ARGUMENT     BAD_PAGE_TOKEN
+    """
     TailLog: _aio.UnaryStreamMultiCallable[_job_pb2.TailJobLogRequest, _job_pb2.LogLine]  # type: ignore[assignment]
     """Sends the output of a job's compilers and runners in order of arrival; with `follow`, until the job is terminal.
 
     Errors:
       NOT_FOUND            JOB_NOT_FOUND
+    """
+    Delete: _aio.UnaryUnaryMultiCallable[_job_pb2.DeleteJobRequest, _job_pb2.DeleteJobResponse]  # type: ignore[assignment]
+    """Deletes a terminal job with its cells, events, log and reports, which leave the history as well. Artifacts that only the job
+    referred to stay until ArtifactService.Collect or the server's retention deletes them. A request_id of the job counts as
+    unused afterwards.
+
+    Errors:
+      NOT_FOUND            JOB_NOT_FOUND
+      PERMISSION_DENIED    NOT_YOURS: the job belongs to another owner, and the caller is not an admin.
+      FAILED_PRECONDITION  JOB_LIVE: cancel the job first. JOB_TAGGED: the job has the tags in metadata `tags`: remove them, or
+                           send `force`.
     """
 
 class JobServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -203,6 +265,7 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
                                cores of the measurement; TOO_MANY_THREADS: no device that matches has a cpu for each thread (of
                                several devices, those with fewer cpus are not used); BACKEND_MISSING, with `validate_only`: no
                                device of the job has the backend of a recipe; BAD_STAGES: the order of stages is invalid;
+                               DEADLINE_PASSED: the deadline is not in the future;
                                METHOD_MISSING: a model lacks a method that the job names; BAD_RECIPE_FIELD: a recipe names a method that its model lacks, or has an
                                invalid value; UNKNOWN_STAGE: no plug-in has the stage; BAD_JOB: the spec contradicts itself. The
                                message says what to change.
@@ -210,7 +273,11 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
                                the devices. BUNDLE_MISSING: the farm has no runner for any device that a selector matches.
                                RECIPE_UNAVAILABLE: this server lacks what the recipe needs; the message names it.
                                ARTIFACT_MISSING: upload `digest` first. CLIENT_TOO_OLD: a stage has a field that only version 0.1
-                               had: install the server's version.
+                               had: install the server's version. RESERVATION_ENDED: `reservation_id` has expired or was released:
+                               reserve again. DEVICE_NOT_RESERVED: no device of the reservation matches a selector.
+          NOT_FOUND            RESERVATION_NOT_FOUND: the job's project has no such reservation.
+          RESOURCE_EXHAUSTED   DISK_FULL: the server's disk is too full for new work; it accepts work again by itself.
+          UNAVAILABLE          SERVER_STOPPING: the server is about to stop. Try again, also with the same request_id.
         """
 
     @_abc_1.abstractmethod
@@ -234,7 +301,7 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         """Lists the jobs of the caller's projects, newest first.
 
         Errors:
-          INVALID_ARGUMENT     BAD_PAGE_TOKEN
+          INVALID_ARGUMENT     BAD_PAGE_TOKEN. BAD_TIME_RANGE: `start_time` is not a time.
         """
 
     @_abc_1.abstractmethod
@@ -281,6 +348,33 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
         """
 
     @_abc_1.abstractmethod
+    def WatchAll(
+        self,
+        request: _job_pb2.WatchAllJobsRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_job_pb2.JobChange], _abc.AsyncIterator[_job_pb2.JobChange]]:
+        """Sends a snapshot, the live jobs of the caller's projects, and then each change of a job or cell there. If the caller reads so
+        slowly that changes would pile up, only the latest state of each cell is kept; if these are too many as well, a new snapshot
+        follows. After a broken stream, watch again; Get tells how a job ended that is no longer in the snapshot.
+
+        Errors:
+          RESOURCE_EXHAUSTED   QUOTA_EXCEEDED: the caller has too many open streams: close some.
+        """
+
+    @_abc_1.abstractmethod
+    def ListQueue(
+        self,
+        request: _job_pb2.ListQueueRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_job_pb2.ListQueueResponse, _abc.Awaitable[_job_pb2.ListQueueResponse]]:
+        """Lists what waits for a device in the caller's projects, first ones first. What waits in other projects counts in the ranks, and
+        in `other_runs`. The order may change with every submission and with every run that ends.
+
+        Errors:
+          INVALID_ARGUMENT     BAD_PAGE_TOKEN
+        """
+
+    @_abc_1.abstractmethod
     def TailLog(
         self,
         request: _job_pb2.TailJobLogRequest,
@@ -290,6 +384,23 @@ class JobServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           NOT_FOUND            JOB_NOT_FOUND
+        """
+
+    @_abc_1.abstractmethod
+    def Delete(
+        self,
+        request: _job_pb2.DeleteJobRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_job_pb2.DeleteJobResponse, _abc.Awaitable[_job_pb2.DeleteJobResponse]]:
+        """Deletes a terminal job with its cells, events, log and reports, which leave the history as well. Artifacts that only the job
+        referred to stay until ArtifactService.Collect or the server's retention deletes them. A request_id of the job counts as
+        unused afterwards.
+
+        Errors:
+          NOT_FOUND            JOB_NOT_FOUND
+          PERMISSION_DENIED    NOT_YOURS: the job belongs to another owner, and the caller is not an admin.
+          FAILED_PRECONDITION  JOB_LIVE: cancel the job first. JOB_TAGGED: the job has the tags in metadata `tags`: remove them, or
+                               send `force`.
         """
 
 def add_JobServiceServicer_to_server(servicer: JobServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -582,6 +582,7 @@ class Generation(_message.Message):
     PREFILL_ETDUMP_FIELD_NUMBER: _builtins.int
     PREFILL_TRACE_TIMES_FIELD_NUMBER: _builtins.int
     ACCURACY_FIELD_NUMBER: _builtins.int
+    ENCODERS_FIELD_NUMBER: _builtins.int
     generated_tokens: _builtins.int
     """Number of tokens that each repetition generated."""
     @_builtins.property
@@ -620,6 +621,10 @@ class Generation(_message.Message):
     def accuracy(self) -> Global___GenerationAccuracy:
         """Absent if it was not requested, or neither measured nor refused."""
 
+    @_builtins.property
+    def encoders(self) -> _containers.RepeatedCompositeFieldContainer[Global___TracedEncoder]:
+        """The traced passes of the encoders of LanguageModel.flow; only those that were traced."""
+
     def __init__(
         self,
         *,
@@ -635,14 +640,50 @@ class Generation(_message.Message):
         prefill_etdump: _common_pb2.Artifact | None = ...,
         prefill_trace_times: _common_pb2.Artifact | None = ...,
         accuracy: Global___GenerationAccuracy | None = ...,
+        encoders: _abc.Iterable[Global___TracedEncoder] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "decode_execution", b"decode_execution", "model", b"model", "prefill_etdump", b"prefill_etdump", "prefill_execution", b"prefill_execution", "prefill_profile", b"prefill_profile", "prefill_trace_times", b"prefill_trace_times"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "decode_execution", b"decode_execution", "generated_tokens", b"generated_tokens", "model", b"model", "points", b"points", "prefill_etdump", b"prefill_etdump", "prefill_execution", b"prefill_execution", "prefill_operators", b"prefill_operators", "prefill_profile", b"prefill_profile", "prefill_trace_times", b"prefill_trace_times", "token_times", b"token_times", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accuracy", b"accuracy", "decode_execution", b"decode_execution", "encoders", b"encoders", "generated_tokens", b"generated_tokens", "model", b"model", "points", b"points", "prefill_etdump", b"prefill_etdump", "prefill_execution", b"prefill_execution", "prefill_operators", b"prefill_operators", "prefill_profile", b"prefill_profile", "prefill_trace_times", b"prefill_trace_times", "token_times", b"token_times", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Generation: _TypeAlias = Generation  # noqa: Y015
+
+@_typing.final
+class TracedEncoder(_message.Message):
+    """The traced pass of an encoder of a vision-language program."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    METHOD_FIELD_NUMBER: _builtins.int
+    PROFILE_FIELD_NUMBER: _builtins.int
+    OPERATORS_FIELD_NUMBER: _builtins.int
+    ETDUMP_FIELD_NUMBER: _builtins.int
+    method: _builtins.str
+    @_builtins.property
+    def profile(self) -> Global___Profile: ...
+    @_builtins.property
+    def operators(self) -> _containers.RepeatedCompositeFieldContainer[Global___OperatorRow]:
+        """In the order of execution; empty in histories."""
+
+    @_builtins.property
+    def etdump(self) -> _common_pb2.Artifact: ...
+    def __init__(
+        self,
+        *,
+        method: _builtins.str = ...,
+        profile: Global___Profile | None = ...,
+        operators: _abc.Iterable[Global___OperatorRow] | None = ...,
+        etdump: _common_pb2.Artifact | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["etdump", b"etdump", "profile", b"profile"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["etdump", b"etdump", "method", b"method", "operators", b"operators", "profile", b"profile"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TracedEncoder: _TypeAlias = TracedEncoder  # noqa: Y015
 
 @_typing.final
 class GenerationAccuracy(_message.Message):

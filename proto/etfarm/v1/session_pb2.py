@@ -28,51 +28,51 @@ from etfarm.v1 import device_pb2 as etfarm_dot_v1_dot_device__pb2
 from etfarm.v1 import report_pb2 as etfarm_dot_v1_dot_report__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65tfarm/v1/session.proto\x12\tetfarm.v1\x1a\x16\x65tfarm/v1/common.proto\x1a\x17\x65tfarm/v1/compile.proto\x1a\x16\x65tfarm/v1/device.proto\x1a\x16\x65tfarm/v1/report.proto\"\xcf\x01\n\x12OpenSessionRequest\x12\x10\n\x08selector\x18\x01 \x01(\t\x12#\n\x07program\x18\x02 \x01(\x0b\x32\x12.etfarm.v1.Program\x12\x0f\n\x07methods\x18\x03 \x03(\t\x12\x14\n\x07threads\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\r\n\x05\x63ores\x18\x05 \x01(\t\x12\x1b\n\x0eidle_timeout_s\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x07 \x01(\x05\x42\n\n\x08_threadsB\x11\n\x0f_idle_timeout_s\"\xba\x01\n\x0cSessionEvent\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12,\n\x07waiting\x18\x02 \x01(\x0b\x32\x19.etfarm.v1.SessionWaitingH\x00\x12(\n\x05ready\x18\x03 \x01(\x0b\x32\x17.etfarm.v1.SessionReadyH\x00\x12\x12\n\x08log_line\x18\x04 \x01(\tH\x00\x12!\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x10.etfarm.v1.ErrorH\x00\x42\x07\n\x05\x65vent\"\x1d\n\x0eSessionWaiting\x12\x0b\n\x03why\x18\x01 \x01(\t\"\xaf\x01\n\x0cSessionReady\x12!\n\x06\x64\x65vice\x18\x01 \x01(\x0b\x32\x11.etfarm.v1.Device\x12!\n\x06runner\x18\x02 \x01(\x0b\x32\x11.etfarm.v1.Runner\x12\x0f\n\x07threads\x18\x03 \x01(\x05\x12\x1d\n\x04load\x18\x04 \x01(\x0b\x32\x0f.etfarm.v1.Load\x12)\n\x07methods\x18\x05 \x03(\x0b\x32\x18.etfarm.v1.SessionMethod\"p\n\rSessionMethod\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\'\n\x06inputs\x18\x02 \x03(\x0b\x32\x17.etfarm.v1.SessionValue\x12(\n\x07outputs\x18\x03 \x03(\x0b\x32\x17.etfarm.v1.SessionValue\"w\n\x0cSessionValue\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x04kind\x18\x06 \x01(\x0e\x32\x14.etfarm.v1.ValueKind\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\x12\x11\n\tdim_order\x18\x05 \x03(\x05J\x04\x08\x02\x10\x03\"U\n\x0eSessionTensors\x12\x10\n\x06inline\x18\x01 \x01(\x0cH\x00\x12\'\n\x08\x61rtifact\x18\x02 \x01(\x0b\x32\x13.etfarm.v1.ArtifactH\x00\x42\x08\n\x06source\"\xd5\x01\n\x0bSessionTask\x12\x0e\n\x06method\x18\x01 \x01(\t\x12)\n\x06inputs\x18\x02 \x01(\x0b\x32\x19.etfarm.v1.SessionTensors\x12$\n\x04loop\x18\x03 \x01(\x0b\x32\x16.etfarm.v1.SessionLoop\x12\x16\n\ttimeout_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x30\n\ngeneration\x18\x05 \x01(\x0b\x32\x1c.etfarm.v1.SessionGeneration\x12\r\n\x05reset\x18\x06 \x01(\x08\x42\x0c\n\n_timeout_s\"\xdf\x01\n\x11SessionGeneration\x12\x15\n\rprompt_tokens\x18\x01 \x03(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x05\x12\x15\n\x08position\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x0bstop_tokens\x18\x04 \x03(\x05\x12\x13\n\x0bstop_at_eos\x18\x05 \x01(\x08\x12\x17\n\nmax_time_s\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\x0eprefill_method\x18\x07 \x01(\t\x12\x15\n\rdecode_method\x18\x08 \x01(\tB\x0b\n\t_positionB\r\n\x0b_max_time_s\"Y\n\rSessionTokens\x12\x0e\n\x06tokens\x18\x01 \x03(\x05\x12\x10\n\x08token_ns\x18\x02 \x03(\x03\x12\x17\n\nprefill_ns\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\r\n\x0b_prefill_ns\"j\n\x10SessionGenerated\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.etfarm.v1.FinishReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x05\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\"\x91\x01\n\x0bSessionLoop\x12\x12\n\niterations\x18\x01 \x01(\x03\x12\x13\n\x06warmup\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nmin_time_s\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x17\n\nmax_time_s\x18\x04 \x01(\x01H\x02\x88\x01\x01\x42\t\n\x07_warmupB\r\n\x0b_min_time_sB\r\n\x0b_max_time_s\"\x8a\x02\n\rSessionAnswer\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.etfarm.v1.Error\x12*\n\x07outputs\x18\x02 \x01(\x0b\x32\x19.etfarm.v1.SessionTensors\x12\x13\n\x06run_ns\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12,\n\x08measured\x18\x04 \x01(\x0b\x32\x1a.etfarm.v1.SessionMeasured\x12\x1b\n\x0eload_method_ns\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12.\n\tgenerated\x18\x06 \x01(\x0b\x32\x1b.etfarm.v1.SessionGeneratedB\t\n\x07_run_nsB\x11\n\x0f_load_method_ns\"\xbe\x01\n\x0fSessionMeasured\x12*\n\x07samples\x18\x01 \x01(\x0b\x32\x19.etfarm.v1.SessionTensors\x12\x0e\n\x06warmup\x18\x02 \x01(\x05\x12\x12\n\niterations\x18\x03 \x01(\x03\x12\x13\n\x0b\x64uration_ns\x18\x04 \x01(\x03\x12*\n\x0bstop_reason\x18\x07 \x01(\x0e\x32\x15.etfarm.v1.StopReason\x12\x14\n\x0c\x66irst_run_ns\x18\x06 \x01(\x03J\x04\x08\x05\x10\x06\"_\n\x12\x43\x61llSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\t\x12$\n\x04task\x18\x03 \x01(\x0b\x32\x16.etfarm.v1.SessionTask\"P\n\x13\x43\x61llSessionResponse\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12(\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x18.etfarm.v1.SessionAnswer\"\x95\x01\n\x16GenerateSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\t\x12\x30\n\ngeneration\x18\x03 \x01(\x0b\x32\x1c.etfarm.v1.SessionGeneration\x12\x16\n\ttimeout_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"\x8a\x01\n\x17GenerateSessionResponse\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12*\n\x06tokens\x18\x02 \x01(\x0b\x32\x18.etfarm.v1.SessionTokensH\x00\x12*\n\x06\x61nswer\x18\x03 \x01(\x0b\x32\x18.etfarm.v1.SessionAnswerH\x00\x42\x06\n\x04part*\x9e\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1a\n\x16\x46INISH_REASON_MAX_TIME\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04\x32\xee\x01\n\x0eSessionService\x12@\n\x04Open\x12\x1d.etfarm.v1.OpenSessionRequest\x1a\x17.etfarm.v1.SessionEvent0\x01\x12\x45\n\x04\x43\x61ll\x12\x1d.etfarm.v1.CallSessionRequest\x1a\x1e.etfarm.v1.CallSessionResponse\x12S\n\x08Generate\x12!.etfarm.v1.GenerateSessionRequest\x1a\".etfarm.v1.GenerateSessionResponse0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17\x65tfarm/v1/session.proto\x12\tetfarm.v1\x1a\x16\x65tfarm/v1/common.proto\x1a\x17\x65tfarm/v1/compile.proto\x1a\x16\x65tfarm/v1/device.proto\x1a\x16\x65tfarm/v1/report.proto\"\xe7\x01\n\x12OpenSessionRequest\x12\x10\n\x08selector\x18\x01 \x01(\t\x12#\n\x07program\x18\x02 \x01(\x0b\x32\x12.etfarm.v1.Program\x12\x0f\n\x07methods\x18\x03 \x03(\t\x12\x14\n\x07threads\x18\x04 \x01(\x05H\x00\x88\x01\x01\x12\r\n\x05\x63ores\x18\x05 \x01(\t\x12\x1b\n\x0eidle_timeout_s\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x10\n\x08priority\x18\x07 \x01(\x05\x12\x16\n\x0ereservation_id\x18\x08 \x01(\tB\n\n\x08_threadsB\x11\n\x0f_idle_timeout_s\"\xba\x01\n\x0cSessionEvent\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12,\n\x07waiting\x18\x02 \x01(\x0b\x32\x19.etfarm.v1.SessionWaitingH\x00\x12(\n\x05ready\x18\x03 \x01(\x0b\x32\x17.etfarm.v1.SessionReadyH\x00\x12\x12\n\x08log_line\x18\x04 \x01(\tH\x00\x12!\n\x05\x65nded\x18\x05 \x01(\x0b\x32\x10.etfarm.v1.ErrorH\x00\x42\x07\n\x05\x65vent\"\x1d\n\x0eSessionWaiting\x12\x0b\n\x03why\x18\x01 \x01(\t\"\xaf\x01\n\x0cSessionReady\x12!\n\x06\x64\x65vice\x18\x01 \x01(\x0b\x32\x11.etfarm.v1.Device\x12!\n\x06runner\x18\x02 \x01(\x0b\x32\x11.etfarm.v1.Runner\x12\x0f\n\x07threads\x18\x03 \x01(\x05\x12\x1d\n\x04load\x18\x04 \x01(\x0b\x32\x0f.etfarm.v1.Load\x12)\n\x07methods\x18\x05 \x03(\x0b\x32\x18.etfarm.v1.SessionMethod\"p\n\rSessionMethod\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\'\n\x06inputs\x18\x02 \x03(\x0b\x32\x17.etfarm.v1.SessionValue\x12(\n\x07outputs\x18\x03 \x03(\x0b\x32\x17.etfarm.v1.SessionValue\"w\n\x0cSessionValue\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\"\n\x04kind\x18\x06 \x01(\x0e\x32\x14.etfarm.v1.ValueKind\x12\r\n\x05\x64type\x18\x03 \x01(\t\x12\r\n\x05shape\x18\x04 \x03(\x03\x12\x11\n\tdim_order\x18\x05 \x03(\x05J\x04\x08\x02\x10\x03\"U\n\x0eSessionTensors\x12\x10\n\x06inline\x18\x01 \x01(\x0cH\x00\x12\'\n\x08\x61rtifact\x18\x02 \x01(\x0b\x32\x13.etfarm.v1.ArtifactH\x00\x42\x08\n\x06source\"\xd5\x01\n\x0bSessionTask\x12\x0e\n\x06method\x18\x01 \x01(\t\x12)\n\x06inputs\x18\x02 \x01(\x0b\x32\x19.etfarm.v1.SessionTensors\x12$\n\x04loop\x18\x03 \x01(\x0b\x32\x16.etfarm.v1.SessionLoop\x12\x16\n\ttimeout_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x12\x30\n\ngeneration\x18\x05 \x01(\x0b\x32\x1c.etfarm.v1.SessionGeneration\x12\r\n\x05reset\x18\x06 \x01(\x08\x42\x0c\n\n_timeout_s\"\xdf\x01\n\x11SessionGeneration\x12\x15\n\rprompt_tokens\x18\x01 \x03(\x05\x12\x0e\n\x06tokens\x18\x02 \x01(\x05\x12\x15\n\x08position\x18\x03 \x01(\x05H\x00\x88\x01\x01\x12\x13\n\x0bstop_tokens\x18\x04 \x03(\x05\x12\x13\n\x0bstop_at_eos\x18\x05 \x01(\x08\x12\x17\n\nmax_time_s\x18\x06 \x01(\x01H\x01\x88\x01\x01\x12\x16\n\x0eprefill_method\x18\x07 \x01(\t\x12\x15\n\rdecode_method\x18\x08 \x01(\tB\x0b\n\t_positionB\r\n\x0b_max_time_s\"Y\n\rSessionTokens\x12\x0e\n\x06tokens\x18\x01 \x03(\x05\x12\x10\n\x08token_ns\x18\x02 \x03(\x03\x12\x17\n\nprefill_ns\x18\x03 \x01(\x03H\x00\x88\x01\x01\x42\r\n\x0b_prefill_ns\"j\n\x10SessionGenerated\x12.\n\rfinish_reason\x18\x01 \x01(\x0e\x32\x17.etfarm.v1.FinishReason\x12\x0e\n\x06tokens\x18\x02 \x01(\x05\x12\x16\n\x0e\x63ontext_tokens\x18\x03 \x01(\x05\"\x91\x01\n\x0bSessionLoop\x12\x12\n\niterations\x18\x01 \x01(\x03\x12\x13\n\x06warmup\x18\x02 \x01(\x05H\x00\x88\x01\x01\x12\x17\n\nmin_time_s\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\x17\n\nmax_time_s\x18\x04 \x01(\x01H\x02\x88\x01\x01\x42\t\n\x07_warmupB\r\n\x0b_min_time_sB\r\n\x0b_max_time_s\"\x8a\x02\n\rSessionAnswer\x12\x1f\n\x05\x65rror\x18\x01 \x01(\x0b\x32\x10.etfarm.v1.Error\x12*\n\x07outputs\x18\x02 \x01(\x0b\x32\x19.etfarm.v1.SessionTensors\x12\x13\n\x06run_ns\x18\x03 \x01(\x03H\x00\x88\x01\x01\x12,\n\x08measured\x18\x04 \x01(\x0b\x32\x1a.etfarm.v1.SessionMeasured\x12\x1b\n\x0eload_method_ns\x18\x05 \x01(\x03H\x01\x88\x01\x01\x12.\n\tgenerated\x18\x06 \x01(\x0b\x32\x1b.etfarm.v1.SessionGeneratedB\t\n\x07_run_nsB\x11\n\x0f_load_method_ns\"\xbe\x01\n\x0fSessionMeasured\x12*\n\x07samples\x18\x01 \x01(\x0b\x32\x19.etfarm.v1.SessionTensors\x12\x0e\n\x06warmup\x18\x02 \x01(\x05\x12\x12\n\niterations\x18\x03 \x01(\x03\x12\x13\n\x0b\x64uration_ns\x18\x04 \x01(\x03\x12*\n\x0bstop_reason\x18\x07 \x01(\x0e\x32\x15.etfarm.v1.StopReason\x12\x14\n\x0c\x66irst_run_ns\x18\x06 \x01(\x03J\x04\x08\x05\x10\x06\"_\n\x12\x43\x61llSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\t\x12$\n\x04task\x18\x03 \x01(\x0b\x32\x16.etfarm.v1.SessionTask\"P\n\x13\x43\x61llSessionResponse\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12(\n\x06\x61nswer\x18\x02 \x01(\x0b\x32\x18.etfarm.v1.SessionAnswer\"\x95\x01\n\x16GenerateSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\t\x12\x0f\n\x07\x63\x61ll_id\x18\x02 \x01(\t\x12\x30\n\ngeneration\x18\x03 \x01(\x0b\x32\x1c.etfarm.v1.SessionGeneration\x12\x16\n\ttimeout_s\x18\x04 \x01(\x01H\x00\x88\x01\x01\x42\x0c\n\n_timeout_s\"\x8a\x01\n\x17GenerateSessionResponse\x12\x0f\n\x07\x63\x61ll_id\x18\x01 \x01(\t\x12*\n\x06tokens\x18\x02 \x01(\x0b\x32\x18.etfarm.v1.SessionTokensH\x00\x12*\n\x06\x61nswer\x18\x03 \x01(\x0b\x32\x18.etfarm.v1.SessionAnswerH\x00\x42\x06\n\x04part*\x9e\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x01\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x02\x12\x1a\n\x16\x46INISH_REASON_MAX_TIME\x10\x03\x12\x1b\n\x17\x46INISH_REASON_CANCELLED\x10\x04\x32\xee\x01\n\x0eSessionService\x12@\n\x04Open\x12\x1d.etfarm.v1.OpenSessionRequest\x1a\x17.etfarm.v1.SessionEvent0\x01\x12\x45\n\x04\x43\x61ll\x12\x1d.etfarm.v1.CallSessionRequest\x1a\x1e.etfarm.v1.CallSessionResponse\x12S\n\x08Generate\x12!.etfarm.v1.GenerateSessionRequest\x1a\".etfarm.v1.GenerateSessionResponse0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'etfarm.v1.session_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_FINISHREASON']._serialized_start=2789
-  _globals['_FINISHREASON']._serialized_end=2947
+  _globals['_FINISHREASON']._serialized_start=2813
+  _globals['_FINISHREASON']._serialized_end=2971
   _globals['_OPENSESSIONREQUEST']._serialized_start=136
-  _globals['_OPENSESSIONREQUEST']._serialized_end=343
-  _globals['_SESSIONEVENT']._serialized_start=346
-  _globals['_SESSIONEVENT']._serialized_end=532
-  _globals['_SESSIONWAITING']._serialized_start=534
-  _globals['_SESSIONWAITING']._serialized_end=563
-  _globals['_SESSIONREADY']._serialized_start=566
-  _globals['_SESSIONREADY']._serialized_end=741
-  _globals['_SESSIONMETHOD']._serialized_start=743
-  _globals['_SESSIONMETHOD']._serialized_end=855
-  _globals['_SESSIONVALUE']._serialized_start=857
-  _globals['_SESSIONVALUE']._serialized_end=976
-  _globals['_SESSIONTENSORS']._serialized_start=978
-  _globals['_SESSIONTENSORS']._serialized_end=1063
-  _globals['_SESSIONTASK']._serialized_start=1066
-  _globals['_SESSIONTASK']._serialized_end=1279
-  _globals['_SESSIONGENERATION']._serialized_start=1282
-  _globals['_SESSIONGENERATION']._serialized_end=1505
-  _globals['_SESSIONTOKENS']._serialized_start=1507
-  _globals['_SESSIONTOKENS']._serialized_end=1596
-  _globals['_SESSIONGENERATED']._serialized_start=1598
-  _globals['_SESSIONGENERATED']._serialized_end=1704
-  _globals['_SESSIONLOOP']._serialized_start=1707
-  _globals['_SESSIONLOOP']._serialized_end=1852
-  _globals['_SESSIONANSWER']._serialized_start=1855
-  _globals['_SESSIONANSWER']._serialized_end=2121
-  _globals['_SESSIONMEASURED']._serialized_start=2124
-  _globals['_SESSIONMEASURED']._serialized_end=2314
-  _globals['_CALLSESSIONREQUEST']._serialized_start=2316
-  _globals['_CALLSESSIONREQUEST']._serialized_end=2411
-  _globals['_CALLSESSIONRESPONSE']._serialized_start=2413
-  _globals['_CALLSESSIONRESPONSE']._serialized_end=2493
-  _globals['_GENERATESESSIONREQUEST']._serialized_start=2496
-  _globals['_GENERATESESSIONREQUEST']._serialized_end=2645
-  _globals['_GENERATESESSIONRESPONSE']._serialized_start=2648
-  _globals['_GENERATESESSIONRESPONSE']._serialized_end=2786
-  _globals['_SESSIONSERVICE']._serialized_start=2950
-  _globals['_SESSIONSERVICE']._serialized_end=3188
+  _globals['_OPENSESSIONREQUEST']._serialized_end=367
+  _globals['_SESSIONEVENT']._serialized_start=370
+  _globals['_SESSIONEVENT']._serialized_end=556
+  _globals['_SESSIONWAITING']._serialized_start=558
+  _globals['_SESSIONWAITING']._serialized_end=587
+  _globals['_SESSIONREADY']._serialized_start=590
+  _globals['_SESSIONREADY']._serialized_end=765
+  _globals['_SESSIONMETHOD']._serialized_start=767
+  _globals['_SESSIONMETHOD']._serialized_end=879
+  _globals['_SESSIONVALUE']._serialized_start=881
+  _globals['_SESSIONVALUE']._serialized_end=1000
+  _globals['_SESSIONTENSORS']._serialized_start=1002
+  _globals['_SESSIONTENSORS']._serialized_end=1087
+  _globals['_SESSIONTASK']._serialized_start=1090
+  _globals['_SESSIONTASK']._serialized_end=1303
+  _globals['_SESSIONGENERATION']._serialized_start=1306
+  _globals['_SESSIONGENERATION']._serialized_end=1529
+  _globals['_SESSIONTOKENS']._serialized_start=1531
+  _globals['_SESSIONTOKENS']._serialized_end=1620
+  _globals['_SESSIONGENERATED']._serialized_start=1622
+  _globals['_SESSIONGENERATED']._serialized_end=1728
+  _globals['_SESSIONLOOP']._serialized_start=1731
+  _globals['_SESSIONLOOP']._serialized_end=1876
+  _globals['_SESSIONANSWER']._serialized_start=1879
+  _globals['_SESSIONANSWER']._serialized_end=2145
+  _globals['_SESSIONMEASURED']._serialized_start=2148
+  _globals['_SESSIONMEASURED']._serialized_end=2338
+  _globals['_CALLSESSIONREQUEST']._serialized_start=2340
+  _globals['_CALLSESSIONREQUEST']._serialized_end=2435
+  _globals['_CALLSESSIONRESPONSE']._serialized_start=2437
+  _globals['_CALLSESSIONRESPONSE']._serialized_end=2517
+  _globals['_GENERATESESSIONREQUEST']._serialized_start=2520
+  _globals['_GENERATESESSIONREQUEST']._serialized_end=2669
+  _globals['_GENERATESESSIONRESPONSE']._serialized_start=2672
+  _globals['_GENERATESESSIONRESPONSE']._serialized_end=2810
+  _globals['_SESSIONSERVICE']._serialized_start=2974
+  _globals['_SESSIONSERVICE']._serialized_end=3212
 # @@protoc_insertion_point(module_scope)

@@ -60,6 +60,7 @@ class OpenSessionRequest(_message.Message):
     CORES_FIELD_NUMBER: _builtins.int
     IDLE_TIMEOUT_S_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
+    RESERVATION_ID_FIELD_NUMBER: _builtins.int
     selector: _builtins.str
     """Selects the device; empty for any device. Emulated devices are chosen last."""
     threads: _builtins.int
@@ -70,6 +71,8 @@ class OpenSessionRequest(_message.Message):
     """The session ends after this time without a call; 600 s if absent."""
     priority: _builtins.int
     """The position in the queue for devices: a higher number is served first. The usual value is 0."""
+    reservation_id: _builtins.str
+    """A reservation of the caller's project: the session is placed on one of its devices. Empty for devices that are not reserved."""
     @_builtins.property
     def program(self) -> _compile_pb2.Program:
         """The artifacts of the program must already be stored."""
@@ -88,10 +91,11 @@ class OpenSessionRequest(_message.Message):
         cores: _builtins.str = ...,
         idle_timeout_s: _builtins.float | None = ...,
         priority: _builtins.int = ...,
+        reservation_id: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_idle_timeout_s", b"_idle_timeout_s", "_threads", b"_threads", "idle_timeout_s", b"idle_timeout_s", "program", b"program", "threads", b"threads"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_timeout_s", b"_idle_timeout_s", "_threads", b"_threads", "cores", b"cores", "idle_timeout_s", b"idle_timeout_s", "methods", b"methods", "priority", b"priority", "program", b"program", "selector", b"selector", "threads", b"threads"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_idle_timeout_s", b"_idle_timeout_s", "_threads", b"_threads", "cores", b"cores", "idle_timeout_s", b"idle_timeout_s", "methods", b"methods", "priority", b"priority", "program", b"program", "reservation_id", b"reservation_id", "selector", b"selector", "threads", b"threads"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__idle_timeout_s: _TypeAlias = _typing.Literal["idle_timeout_s"]  # noqa: Y015
     _WhichOneofArgType__idle_timeout_s: _TypeAlias = _typing.Literal["_idle_timeout_s", b"_idle_timeout_s"]  # noqa: Y015

@@ -92,8 +92,12 @@ class SessionServiceServicer(object):
         FAILED_PRECONDITION  NO_SUCH_DEVICE: no known device matches; metadata `known` lists the known devices.
         ARTIFACT_MISSING: upload `digest` first.
         BACKEND_MISSING, OPERATOR_MISSING: no matching device can run the program.
+        RESERVATION_ENDED: reserve again. DEVICE_NOT_RESERVED: no device of the reservation matches.
+        NOT_FOUND            RESERVATION_NOT_FOUND: the caller's project has no such reservation.
+        UNAVAILABLE          SERVER_STOPPING: the server is about to stop: open the session once it is back.
 
         Errors (in ENDED):
+        RESERVATION_ENDED: the reservation ended before a device was free.
         SESSION_IDLE: no call arrived within `idle_timeout_s`. SESSION_LOST: the device or its agent disconnected. SERVER_STOPPED.
         PROGRAM_CRASHED, PROGRAM_TIMED_OUT, PROGRAM_OUT_OF_MEMORY, PROGRAM_FAILED while loading, and the other errors of a run.
         """

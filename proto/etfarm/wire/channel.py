@@ -33,6 +33,9 @@ CLIENT_OPTIONS: list[tuple[str, int]] = [
     # Detect a broken link within seconds, even on an idle connection.
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 5_000),
+    # The timeout above is that of TCP, whose packets the kernel of a frozen process acknowledges. This one is that of the answer
+    # of the process itself, by default a minute.
+    ("grpc.http2.ping_timeout_ms", 10_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.http2.max_pings_without_data", 0),
     ("grpc.min_reconnect_backoff_ms", 200),

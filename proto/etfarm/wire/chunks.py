@@ -116,7 +116,7 @@ async def download_bytes(stub: ArtifactServiceAsyncStub, artifact: common_pb2.Ar
         _require_room(artifact, done)
     data = b"".join(parts)
     if digests.of_bytes(data) != artifact.digest:
-        raise _corrupt(artifact)
+        raise corrupt_download(artifact)
     return data
 
 
@@ -160,7 +160,7 @@ async def download(
         await asyncio.to_thread(os.fsync, file.fileno())
     if hasher.hexdigest() != artifact.digest:
         part.unlink()
-        raise _corrupt(artifact)
+        raise corrupt_download(artifact)
     part.replace(path)
 
 
@@ -171,7 +171,7 @@ def _require_room(artifact: common_pb2.Artifact, done: int) -> None:
         CorruptDownload: more bytes arrived.
     """
     if artifact.size_bytes and done > artifact.size_bytes:
-        raise _corrupt(artifact)
+        raise corrupt_download(artifact)
 
 
 def _hash_so_far(part: Path) -> hashlib._Hash:
@@ -206,7 +206,8 @@ def _write(fd: int, hasher: hashlib._Hash, data: bytes) -> None:
         view = view[os.write(fd, view) :]
 
 
-def _corrupt(artifact: common_pb2.Artifact) -> CorruptDownload:
+def corrupt_download(artifact: common_pb2.Artifact) -> CorruptDownload:
+    """Return the error of a download whose bytes have another digest than the artifact."""
     return CorruptDownload(
         f"The bytes that arrived for {artifact.digest[:12]} do not match their sha256.",
         "Try again; if it persists, the store's disk is damaged.",

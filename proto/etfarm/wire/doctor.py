@@ -20,7 +20,7 @@ from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
 from typing import Final
 
-from etfarm.wire.names import SERVER_VARIABLE, data_folder
+from etfarm.wire.names import CONFIG_VARIABLE, SERVER_VARIABLE, data_folder
 
 GROUP: Final = "etfarm.checks"
 TIME_LIMIT_S: Final = 15.0
@@ -69,7 +69,10 @@ def main(argv: list[str], checks: Mapping[str, Check] | None = None) -> int:
     """
     parser = argparse.ArgumentParser(prog="etfarm doctor", description="Show what this machine has and lacks, with remedies.")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON, etfarm.doctor/1")
+    parser.add_argument("--config", metavar="FILE", help="also check this configuration file of a server (serve --config)")
     options = parser.parse_args(argv)
+    if options.config:
+        os.environ[CONFIG_VARIABLE] = options.config
     findings = run_checks(collect_checks() if checks is None else checks)
     is_usable = all(finding.status is not Status.MISSING for finding in findings)
     if options.json:

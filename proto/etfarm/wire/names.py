@@ -7,14 +7,24 @@ import re
 from pathlib import Path
 from typing import Final
 
-PROTOCOL_VERSION = 2
-"""The Hello.protocol_version of this code."""
+PROTOCOL_VERSION = 3
+"""The newest version of the contract that this code speaks (Hello.protocol_version, ServerInfo.protocol_version)."""
+FIRST_PROTOCOL_VERSION = 2
+"""The version of peers that name none: etfarm 0.2.0."""
+OLDEST_PROTOCOL_VERSION = 2
+"""The oldest version that it speaks with older agents, clients and servers: one version back. etfarm 0.2.0 speaks 2 only."""
 
 SERVER_VARIABLE = "ETFARM_SERVER"
 TOKEN_VARIABLE = "ETFARM_TOKEN"
 TLS_CA_VARIABLE = "ETFARM_TLS_CA"
 DATA_VARIABLE = "ETFARM_DATA"
 PROJECT_VARIABLE = "ETFARM_PROJECT"
+RESERVATION_VARIABLE = "ETFARM_RESERVATION"
+
+SETTING_PREFIX: Final = "ETFARM_SERVE_"
+"""Prefix of the variables for the options of `etfarm serve`: ETFARM_SERVE_TLS_CERT stands for --tls-cert."""
+CONFIG_VARIABLE: Final = f"{SETTING_PREFIX}CONFIG"
+"""The variable for the configuration file of `etfarm serve`."""
 
 RETRY_LABEL: Final = "retry_of"
 """The label of a job that repeats cells of another one, whose id is its value."""

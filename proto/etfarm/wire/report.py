@@ -45,7 +45,11 @@ _INTERVALS: Final = {
 }  # fmt: skip
 """Lists that hold a lower and an upper bound, or are empty."""
 
-_OPERATORS: Final = {"etfarm.v1.Report": "operators", "etfarm.v1.Generation": "prefill_operators"}
+_OPERATORS: Final = {
+    "etfarm.v1.Report": "operators",
+    "etfarm.v1.Generation": "prefill_operators",
+    "etfarm.v1.TracedEncoder": "operators",
+}
 """The lists of operators by the object that has them."""
 
 _TYPES: Final[dict[Type, tuple[type, ...]]] = {
@@ -164,7 +168,8 @@ def complete(report: Json, where: str = "report") -> Json:
 def _completed(value: Any, message: Descriptor, where: str) -> Any:
     """Return `value`, the object of a message, validated and with every key."""
     _require_type(dict, value, where)
-    full = {**_empty(message), **{key: item for key, item in value.items() if item is not None}}
+    empty = _empty(message)
+    full = {**empty, **{key: item for key, item in value.items() if item is not None}}
     for key in keys_of(message):
         present, at = value.get(key.name), f"{where}.{key.name}"
         if present is None:
@@ -174,8 +179,11 @@ def _completed(value: Any, message: Descriptor, where: str) -> Any:
             full[key.name] = {name: _item(key, item, f"{at}.{name}") for name, item in present.items()}
         elif key.shape is Shape.LIST:
             _require_type(list, present, at)
+            if not present:  # the key's empty value is null where writers give null
+                full[key.name] = empty[key.name]
+                continue
             full[key.name] = [_item(key, item, f"{at}[{place}]") for place, item in enumerate(present)]
-            if key.name in _INTERVALS and len(present) not in (0, 2):
+            if key.name in _INTERVALS and len(present) != 2:
                 raise BadDocument(f"{at} is not a lower and an upper bound.", _REMEDY, where=at)
         else:
             full[key.name] = _item(key, present, at)

@@ -59,6 +59,7 @@ class Key:
 _LEFT_OUT: Final = {
     "etfarm.v1.Report": {"outputs", "samples", "etdump", "trace_times", "numerics_etdump", "numerics_debug", "create_time"},
     "etfarm.v1.Generation": {"token_times", "tokens", "prefill_etdump", "prefill_trace_times"},
+    "etfarm.v1.TracedEncoder": {"etdump"},
     "etfarm.v1.GenerationAccuracy": {"values"},
 }
 """Fields that the JSON omits: references to files in a server's store."""
@@ -84,6 +85,7 @@ _NULL_WHEN_EMPTY: Final = {
     "etfarm.v1.RateChange": {"ratio_ci95"},
     "etfarm.v1.ComparedPair": {"delegation"},
     "etfarm.v1.Generation": {"prefill_operators"},
+    "etfarm.v1.TracedEncoder": {"operators"},
     "etfarm.v1.GenerationPointReport": {
         "ttft_ci95_ns",
         "prefill_tokens_per_s_ci95",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
@@ -45,6 +45,10 @@ class BadSelector(UserError):
     """A selector with a term that is not KEY OP VALUE, or with a value of the wrong type."""
 
     reason = "BAD_SELECTOR"
+
+
+_MAX_LABELS: Final = 1_000
+"""Maximum number of labels that a mistyped one is compared with."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +92,18 @@ def parse(text: str) -> Selector:
     return Selector(tuple(_term(part) for part in parts))
 
 
+def hint_label(selector: Selector, devices: Iterable[Device]) -> str:
+    """Return a sentence that names the nearest label for one that no device has; empty if all labels exist, or none is near."""
+    wanted = [term.key.removeprefix("label.") for term in selector.terms if term.key.startswith("label.")]
+    if not wanted:
+        return ""
+    known = {key for device in devices for key in device.labels}
+    for key in wanted:
+        if key not in known and (near := difflib.get_close_matches(key, sorted(known)[:_MAX_LABELS], n=1)):
+            return f"No device has a label {key!r}; did you mean 'label.{near[0]}'? "
+    return ""
+
+
 def _term(text: str) -> Term:
     bare = text.strip()
     comparison = _COMPARISON.match(bare)
@@ -103,8 +119,8 @@ def _term(text: str) -> Term:
     key, operator = comparison.groups()
     value = bare[comparison.end() :].strip()
     if key not in KEYS and not (key.startswith("label.") and len(key) > len("label.")):
-        near = difflib.get_close_matches(key, KEYS, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        near = _nearest(key)
+        hint = f" Did you mean {near!r}?" if near else ""
         raise UnknownSelectorKey(f"Devices have no {key!r} to select by.{hint}", f"Keys: {', '.join(KEYS)}.", key=key)
     if not value:
         raise BadSelector(f"The selector {bare!r} has no value.", "Give KEY=VALUE.", term=text)
@@ -117,6 +133,15 @@ def _term(text: str) -> Term:
             raise BadSelector(f"'emulated' is true or false, not {value!r}.", "Give emulated=true or emulated=false.", term=text)
         return Term(key, operator, value.lower() == "true")
     return Term(key, operator, value)
+
+
+def _nearest(key: str) -> str:
+    """Return the key that a mistyped one resembles; empty if there is none."""
+    prefix, dot, label = key.partition(".")
+    if dot and label and difflib.get_close_matches(prefix, ["label"]):
+        return f"label.{label}"
+    near = difflib.get_close_matches(key.lower(), KEYS, n=1) or difflib.get_close_matches(key.lower(), KEYS, n=1, cutoff=0.5)
+    return near[0] if near else ""
 
 
 def _number(key: str, value: str) -> float:

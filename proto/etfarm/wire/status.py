@@ -28,6 +28,13 @@ class Unreachable(FarmError):
     kind = Kind.UNAVAILABLE
 
 
+class Unimplemented(FarmError):
+    """A call that the server does not have: it is of another version."""
+
+    reason = "UNIMPLEMENTED"
+    kind = Kind.UNIMPLEMENTED
+
+
 def to_status(error: EtfarmError) -> grpc.Status:
     """Return the gRPC status of an error, with long texts truncated."""
     metadata: dict[str, str] = {}
@@ -66,6 +73,11 @@ def from_rpc_error(error: grpc.aio.AioRpcError, *, server: str) -> EtfarmError:
         return Unreachable(f"The server at {server} does not answer: {why}.", remedy, server=server)
     if code is grpc.StatusCode.CANCELLED:
         return error_of(Fault.USER, "CANCELLED", "The call was cancelled.", kind=Kind.CANCELLED)
+    if code is grpc.StatusCode.UNIMPLEMENTED:
+        return Unimplemented(
+            f"The server at {server} does not have this call: it is of another version.",
+            "Update the server, or use a client of its version.", server=server,
+        )  # fmt: skip
     kind = Kind(code.name) if code.name in Kind.__members__ else Kind.INTERNAL
     return error_of(Fault.FARM, code.name, f"The server at {server} answered {code.name}: {details}.", kind=kind)
 

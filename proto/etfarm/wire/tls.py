@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import base64
+import re
+from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from etfarm.wire.errors import UserError
 
 if TYPE_CHECKING:
     import ssl
+
+
+_PEM: Final = re.compile(rb"-----BEGIN CERTIFICATE-----(.*?)-----END CERTIFICATE-----", re.DOTALL)
+_VERSION: Final = 0xA0
+_UTC_TIME: Final = 0x17
 
 
 class BadTlsFile(UserError):
@@ -57,6 +65,44 @@ def read_identity(cert: Path, key: Path) -> tuple[bytes, bytes]:
             raise BadTlsFile(message, "Check --tls-cert and --tls-key.", path=key) from None
         raise BadTlsFile(f"{key} holds no private key (PEM).", "Check --tls-key.", path=key) from None
     return chain, secret
+
+
+def expiry_of(chain: bytes) -> datetime | None:
+    """Return the end of the validity of the first certificate of a PEM chain; None if it cannot be read.
+
+    Python's ssl module tells this only of a peer whose certificate it has verified.
+    Source: RFC 5280, 4.1 and 4.1.2.5.
+    """
+    match = _PEM.search(chain)
+    try:
+        der = base64.b64decode(match[1]) if match is not None else b""
+        _, certificate, _ = _element(der, 0)
+        _, at, _ = _element(der, certificate)
+        kind, _, end = _element(der, at)
+        if kind == _VERSION:
+            at = end
+        for _ in range(3):  # serial number, algorithm, issuer
+            _, _, at = _element(der, at)
+        _, validity, _ = _element(der, at)
+        _, _, at = _element(der, validity)  # not before
+        kind, start, end = _element(der, at)
+        text = der[start:end].decode("ascii").removesuffix("Z")
+        if kind == _UTC_TIME:
+            text = ("19" if int(text[:2]) >= 50 else "20") + text
+        return datetime.strptime(text, "%Y%m%d%H%M%S").replace(tzinfo=UTC)
+    except (ValueError, IndexError):
+        return None
+
+
+def _element(der: bytes, at: int) -> tuple[int, int, int]:
+    """Return the tag, start and end of the contents of the DER element at an offset."""
+    kind, length, start = der[at], der[at + 1], at + 2
+    if length >= 0x80:
+        count = length & 0x7F
+        length, start = int.from_bytes(der[start : start + count]), start + count
+    if start + length > len(der):
+        raise ValueError("an element exceeds the certificate")
+    return kind, start, start + length
 
 
 def _read(path: Path, option: str) -> bytes:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from asyncio import Event
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
 from importlib.metadata import version
 
 import structlog
@@ -13,15 +15,24 @@ import structlog
 from etfarm.server import preflight
 from etfarm.server.compile.upload_screening import Screening
 from etfarm.server.config import Config
+from etfarm.server.devices.health.power import PowerCycles
+from etfarm.server.devices.watch import DeviceWatch
+from etfarm.server.jobs.cells.subjects import restore_use
 from etfarm.server.jobs.records.history import History
 from etfarm.server.jobs.records.tags import Tags
 from etfarm.server.jobs.takeups import CleanEnd, Takeups
+from etfarm.server.jobs.waiting_list import WaitingList
+from etfarm.server.notices.notices import Notices
+from etfarm.server.operation.intake import Intake
+from etfarm.server.operation.monitor import Monitor
 from etfarm.server.parts import Access, Background, Fleet, Jobs, Storage, now, start_workers
 from etfarm.server.rpc.contract import Servicers, set_serving
 from etfarm.server.rpc.door.accepting import new_server
+from etfarm.server.rpc.door.certificates import Certificates
 from etfarm.server.rpc.door.connections import Connections, raise_file_limit, server_options
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.door.listening import bind, port_of, write_address
+from etfarm.server.rpc.door.observing import ObservingInterceptor
 from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.rpc.services.agents import AgentService
 from etfarm.server.rpc.services.artifacts import ArtifactService
@@ -35,6 +46,7 @@ from etfarm.server.rpc.services.projects import ProjectService
 from etfarm.server.rpc.services.reports import ReportService
 from etfarm.server.rpc.services.sessions import SessionService
 from etfarm.server.rpc.services.tokens import TokenService
+from etfarm.server.rpc.services.webhooks import WebhookService
 from etfarm.server.workers.jail.measures import JailReport
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.server.workers.pool import Workers
@@ -47,9 +59,25 @@ _GRACE_S = 1.0
 """Time that open calls have to finish at shutdown."""
 
 
+@dataclass(frozen=True)
+class Server:
+    """A server that runs."""
+
+    address: str
+    """The address that it listens on."""
+    metrics_address: str
+    """The address of its metrics; empty without."""
+    reload: Callable[[], None]
+    """Reads the TLS files again."""
+    drain: Callable[[], Coroutine[None, None, None]]
+    """Accepts no new work, and returns once nothing runs any more."""
+    in_progress: Callable[[], str]
+    """Returns what it has in progress, such as "2 cells, 1 call of a session"."""
+
+
 @asynccontextmanager
-async def running(config: Config, on_damaged: Callable[[FarmError], None] = lambda error: None) -> AsyncIterator[str]:
-    """Run a server; yield the address that it listens on.
+async def running(config: Config, on_damaged: Callable[[FarmError], None] = lambda error: None) -> AsyncIterator[Server]:
+    """Run a server until the end of the block.
 
     Args:
         on_damaged: called if the database turns out to be damaged, with the error that the server should exit with.
@@ -78,34 +106,74 @@ async def running(config: Config, on_damaged: Callable[[FarmError], None] = lamb
         background.start(storage.store.tend(), "artifacts-expire")
         access = await Access.load(config, storage)
         fleet = await Fleet.load(config, storage)
-        jobs = Jobs.create(config, storage, fleet, workers, quiet, screening)
+        notices = Notices(storage.database, config.notices, now, version("etfarm"))
+        await notices.load()
+        jobs = Jobs.create(config, storage, fleet, workers, quiet, screening, notices)
         host = _Host(config, fleet, workers, quiet, jail)
+        intake, certificates = Intake(storage.store.room), Certificates(config)
+        monitor = Monitor(config, storage, fleet, jobs, intake, version("etfarm"))
+        closing.push_async_callback(monitor.close)
 
         connections = Connections(lambda: access.authentication.asks_for_tokens, time.monotonic)
         interceptor = AuthErrorInterceptor(
             access.authentication, access.projects.resolve, audit=access.audit, connections=connections
         )
-        server = new_server([interceptor], list((dict(SERVER_OPTIONS) | dict(server_options(open_files))).items()))
-        checks = _servicers(config, storage, access, fleet, jobs, host).add_to(server)
-        address = bind(server, config)
+        server = new_server(
+            [ObservingInterceptor(monitor.metrics), interceptor],
+            list((dict(SERVER_OPTIONS) | dict(server_options(open_files))).items()),
+        )
+        checks = _servicers(config, storage, access, fleet, jobs, host, notices, intake, certificates).add_to(server)
+        address = bind(server, config, certificates.credentials())
+        await monitor.start(background)
 
+        background.start(fleet.reservations.tend(), "reservations")
+        background.start(fleet.telemetry.tend(), "telemetry")
         background.start(access.authentication.watch(interceptor.calls.end_invalid), "tokens")
         background.start(access.audit.write_on(), "audit")
+        background.start(notices.sender.run(), "notices")
+        background.start(notices.watch_quarantines(fleet.health.on_quarantined, fleet.registry.known), "quarantines")
+        background.start(notices.watch_offline(jobs.placement.devices), "offline-devices")
+        background.start(certificates.watch(), "certificates")
+        background.start(jobs.probing.run(), "health-runs")
+        background.start(PowerCycles(fleet.registry, fleet.health, config.power, now).run(), "power-cycles")
         if (port := port_of(address)) is not None:
             background.start(connections.watch(port), "connections")
         host.start(background)
+        background.start(jobs.keeping.retention.tend(), "retention")
+        background.start(jobs.keeping.relief.tend(), "disk-relief")
 
         # Order matters: jobs that run on devices must be awaited before their agents can connect.
         was_clean = clean_end.begin()
+        await restore_use(jobs.placement, storage.database, now())
         await jobs.conductor.resume(None if was_clean else Takeups(storage.database))
         await server.start()
         await set_serving(checks)
+        monitor.is_started = True
         if config.address_file is not None:
             write_address(config.address_file, address)
-        try:
-            yield address
-        finally:
+
+        async def drain() -> None:
+            intake.is_stopping = True
             await checks.enter_graceful_shutdown()
+            await jobs.probing.drain()
+            # Sessions may be open for hours; calls that begin from now on are not waited for.
+            calls = jobs.sessions.exchanges()
+            await asyncio.gather(jobs.conductor.drain(), *([asyncio.wait(calls)] if calls else []))
+
+        def in_progress() -> str:
+            cells, calls = len(list(jobs.conductor.runs())), len(jobs.sessions.exchanges())
+            counts = [(cells, "cell", "cells"), (calls, "call of a session", "calls of sessions")]
+            return (
+                ", ".join(f"{count} {singular if count == 1 else plural}" for count, singular, plural in counts if count)
+                or "nothing"
+            )
+
+        try:
+            yield Server(address, monitor.address, certificates.reload, drain, in_progress)
+        finally:
+            intake.is_stopping = True
+            await checks.enter_graceful_shutdown()
+            await jobs.probing.drain()
             jobs.sessions.stop()
             await jobs.conductor.stop()
             await jobs.joblog.flush()
@@ -116,13 +184,23 @@ async def running(config: Config, on_damaged: Callable[[FarmError], None] = lamb
                 config.address_file.unlink(missing_ok=True)
 
 
-def _servicers(config: Config, storage: Storage, access: Access, fleet: Fleet, jobs: Jobs, host: _Host) -> Servicers:
+def _servicers(
+    config: Config,
+    storage: Storage,
+    access: Access,
+    fleet: Fleet,
+    jobs: Jobs,
+    host: _Host,
+    notices: Notices,
+    intake: Intake,
+    certificates: Certificates,
+) -> Servicers:
     """Return the servicers of the contract, connected to the parts."""
     own_version = version("etfarm")
     enrolment = Enrolment(access.tokens, fleet.registry.is_agent_known)
     history, tags = History(storage.database, fleet.registry.devices), Tags(storage.database, now)
     return Servicers(
-        artifacts=ArtifactService(storage.store, fleet.is_needed),
+        artifacts=ArtifactService(storage.store, fleet.is_needed, jobs.keeping.collection),
         compile=CompileService(jobs.compiler),
         jobs=JobService(
             jobs.journal,
@@ -132,12 +210,33 @@ def _servicers(config: Config, storage: Storage, access: Access, fleet: Fleet, j
             jobs.conductor,
             version=own_version,
             now=now,
+            deletion=jobs.keeping.deletion,
             quotas=config.quotas,
+            require_open=intake.require_open,
+            queue=WaitingList(jobs.placement, time.monotonic),
         ),
-        devices=DeviceService(fleet.registry, access.projects),
-        sessions=SessionService(jobs.sessions),
+        devices=DeviceService(
+            fleet.registry,
+            access.projects,
+            fleet.reservations,
+            fleet.telemetry,
+            DeviceWatch(fleet.registry, fleet.runs),
+            config.quotas,
+            fleet.health,
+            jobs.probing,
+        ),
+        sessions=SessionService(jobs.sessions, intake.require_running),
         agents=AgentService(
-            fleet.registry, fleet.identities, fleet.runs, jobs.sessions, enrolment, version=own_version, clock=time.monotonic
+            fleet.registry,
+            fleet.identities,
+            fleet.runs,
+            jobs.sessions,
+            enrolment,
+            fleet.upgrades,
+            storage.store,
+            fleet.agent_wheel,
+            version=own_version,
+            clock=time.monotonic,
         ),
         reports=ReportService(jobs.journal, history, tags, jobs.revision, version=own_version),
         farm=FarmService(
@@ -147,10 +246,16 @@ def _servicers(config: Config, storage: Storage, access: Access, fleet: Fleet, j
             workers_ready=host.ready.is_set,
             live=jobs.conductor.count_live,
             jail=lambda: host.jail,
+            retention=jobs.keeping.retention,
+            disk=storage.store.room.measure,
+            is_stopping=lambda: intake.is_stopping,
+            certificate_expires_at=lambda: certificates.expires_at,
+            agent_wheel=fleet.agent_wheel,
         ),
         tokens=TokenService(access.tokens, access.authentication, access.audit, access.projects.load),
         projects=ProjectService(access.projects),
         audit=AuditService(access.audit),
+        webhooks=WebhookService(notices, jobs.journal),
     )
 
 

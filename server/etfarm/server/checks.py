@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import platform
 import tempfile
 from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
@@ -17,7 +19,7 @@ from etfarm.server.workers.jail.measures import NETWORK
 from etfarm.wire.channel import Address
 from etfarm.wire.doctor import Check, Finding, Status
 from etfarm.wire.errors import EtfarmError
-from etfarm.wire.names import data_folder, prebuilt_runner
+from etfarm.wire.names import CONFIG_VARIABLE, data_folder, prebuilt_runner
 
 
 def check_jail() -> Iterable[Finding]:
@@ -52,4 +54,45 @@ def check_prebuilt() -> Iterable[Finding]:
         yield Finding(name, Status.WARNING, f"It is not used: {difference}", "the runner is built.", remedy)
 
 
-CHECKS: Final[Mapping[str, Check]] = {"compile jail": check_jail, "prebuilt runner": check_prebuilt}
+def check_configuration(environment: Mapping[str, str] = os.environ) -> Iterable[Finding]:
+    """Yield whether the file of ETFARM_SERVE_CONFIG can be used, when its certificate expires, and how full the disk is.
+
+    Yields nothing without such a file.
+    """
+    name, path = "server configuration", environment.get(CONFIG_VARIABLE)
+    if not path:
+        return
+    # The other checks do without the server's parts, which take a second to import.
+    from etfarm.server.artifacts.room import Room
+    from etfarm.server.main import config_of, parser
+    from etfarm.server.operation import settings
+    from etfarm.server.operation.check import EXPIRES_SOON
+    from etfarm.server.rpc.door.certificates import Certificates
+
+    try:
+        arguments, _ = settings.parse(parser(), (), environment)
+        config = config_of(arguments)
+        config.check()
+        expires_at = Certificates(config).expires_at
+    except EtfarmError as error:
+        yield Finding(name, Status.WARNING, error.message, "the server does not start with it.", error.remedy)
+        return
+    yield Finding(name, Status.OK, path)
+    if expires_at is not None:
+        text = f"valid until {expires_at:%Y-%m-%d %H:%M} UTC"
+        if expires_at - datetime.now(UTC) > EXPIRES_SOON:
+            yield Finding("server certificate", Status.OK, text)
+        else:
+            cost = "afterwards clients and agents refuse the server."
+            yield Finding("server certificate", Status.WARNING, text, cost, "Renew it; the server reads the new files by itself.")
+    if config.data.is_dir():
+        space = Room(config.data, config.keep_free_bytes, config.store_limits.work_bytes).measure()
+        text = f"{config.data}, {space.free_bytes / 1e9:.1f} GB free; new work is refused below {space.work_bytes / 1e9:.1f} GB"
+        status = Status.WARNING if space.is_full else Status.OK
+        cost, remedy = ("new work is refused.", "Free disk space.") if space.is_full else ("", "")
+        yield Finding("server disk", status, text, cost, remedy)
+
+
+CHECKS: Final[Mapping[str, Check]] = {
+    "compile jail": check_jail, "prebuilt runner": check_prebuilt, "server configuration": check_configuration,
+}  # fmt: skip

@@ -8,8 +8,14 @@ from pathlib import Path
 from etfarm.server.access.tokens import has_tokens
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.compile.screening.operators import Operators
+from etfarm.server.devices.health.power import PowerRule
+from etfarm.server.devices.health.standing import HealthPolicy
+from etfarm.server.devices.reservations import MAX_DURATION_S
+from etfarm.server.devices.wheels import AgentWheel
 from etfarm.server.jobs.records.quotas import Quotas
+from etfarm.server.notices.settings import NoticeSettings
 from etfarm.server.reports.verdict import Thresholds
+from etfarm.server.retention.limits import Limits
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import UserError
 from etfarm.wire.tls import read_certificates, read_identity
@@ -82,11 +88,41 @@ class Config:
     """Operators that uploaded programs may use."""
     keep_free_bytes: int = 256 << 20
     """Disk space that uploads leave free, so that the journal can always be written."""
+    work_free_bytes: int | None = None
+    """Free disk space below which new jobs, users' uploads and compilations are refused, so that the results of running work
+    still fit; None for one and a half times `keep_free_bytes`."""
+    drain_timeout_s: float = 30.0
+    """Time for which a server that stops lets running attempts and compilations go on; 0 stops at once."""
+    metrics: Address | None = None
+    """Address of the metrics and of the probes; None for none."""
+    web: Address | None = None
+    """Address of the farm's web page, a child process; None for none."""
+    web_public_url: str = ""
+    """The page's address behind a reverse proxy; empty without one."""
+    web_server: str = ""
+    """The server's address for the page, if its certificate names another host; `listen` if empty."""
+    log_format: str = "text"
+    """Format of the log: `text` or `json`."""
+    otlp: str | None = None
+    """URL of the OpenTelemetry collector that receives the traces of jobs; None for no traces."""
     thresholds: Thresholds = field(default_factory=Thresholds)
     """Thresholds beyond which a measurement is invalid."""
 
+    max_reservation_s: float = MAX_DURATION_S
+    """Maximum time until a reservation of devices ends without a renewal."""
+
+    health: HealthPolicy = field(default_factory=HealthPolicy)
+    """Rules by which devices become suspect or are quarantined, and how often their health is checked."""
+    power: tuple[PowerRule, ...] = ()
+    """Commands that switch hung devices off and on."""
+    agent_wheel: Path | None = None
+    """The wheel of etfarm to which agents are upgraded by default; None for none."""
     quotas: Quotas = field(default_factory=Quotas)
     """Limits on the live work of one user or project."""
+    retention: Limits = field(default_factory=Limits)
+    """What the server keeps."""
+    notices: NoticeSettings = field(default_factory=NoticeSettings)
+    """Webhooks of the options, and where notices may go."""
 
     @property
     def asks_for_tokens(self) -> bool:
@@ -100,13 +136,17 @@ class Config:
         if project_bytes is None:
             project_bytes = 20 << 30 if self.asks_for_tokens else 0
         return StoreLimits(
-            artifact_bytes=self.max_artifact_bytes, project_bytes=project_bytes or None, reserve_bytes=self.keep_free_bytes
+            artifact_bytes=self.max_artifact_bytes,
+            project_bytes=project_bytes or None,
+            reserve_bytes=self.keep_free_bytes,
+            work_bytes=self.keep_free_bytes * 3 // 2 if self.work_free_bytes is None else self.work_free_bytes,
         )
 
     def check(self) -> None:
-        """Refuse a configuration that would expose the farm.
+        """Refuse a configuration that would expose the farm, or whose files cannot be used.
 
         Raises:
+            NotAWheel: the agents' wheel is not a wheel of etfarm.
             Exposed: others can reach the address, and TLS or tokens are missing.
             BadTlsFile: a TLS file cannot be read, or has other content.
             UserError: a certificate has no key, or a key no certificate.
@@ -115,7 +155,11 @@ class Config:
             raise UserError("TLS needs a certificate and its key.", "Give both --tls-cert and --tls-key.")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise UserError("Client certificates require TLS.", "Give --tls-cert and --tls-key too.")
+        if self.tls_client_ca is not None and self.web is not None:
+            raise UserError("--web has no client certificate for --tls-client-ca.", "Leave one of them out.")
         self.identity(), self.client_ca()
+        if self.agent_wheel is not None:
+            AgentWheel.read(self.agent_wheel)
         if self.listen.is_local or self.insecure:
             return
         missing = [

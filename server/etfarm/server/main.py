@@ -4,38 +4,41 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import fcntl
 import gc
-import logging
 import os
 import signal
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AsyncExitStack
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 
 import structlog
 
-from etfarm.server import preflight
-from etfarm.server.app import running
+from etfarm.server.app import Server, running
 from etfarm.server.compile.screening import operators
 from etfarm.server.config import Config
+from etfarm.server.devices.health.file import read_settings
+from etfarm.server.devices.health.standing import HealthPolicy
+from etfarm.server.devices.reservations import MAX_DURATION_S
 from etfarm.server.jobs.records.quotas import Quotas
+from etfarm.server.notices.settings import NoticeSettings
+from etfarm.server.operation import logs, settings, unit, web_page
+from etfarm.server.operation.check import check
+from etfarm.server.operation.service_manager import ServiceManager
 from etfarm.server.reports.latency import thresholds
 from etfarm.server.reports.latency.thresholds import Thresholds
+from etfarm.server.retention.limits import Limits
+from etfarm.server.state.folder import locked, require_restored
 from etfarm.server.workers.pacing import shorten_thread_switches
 from etfarm.wire.channel import parse_address
-from etfarm.wire.errors import FarmError, UserError
-from etfarm.wire.escapes import in_a_line, printable
-from etfarm.wire.names import data_folder
+from etfarm.wire.errors import FarmError
+from etfarm.wire.names import SETTING_PREFIX, data_folder
 from etfarm.wire.owner import at_end_of_stdin
 
+log = structlog.get_logger()
 
-class FolderInUse(UserError):
-    """A data folder that another server uses."""
-
-    reason = "DATA_FOLDER_IN_USE"
+_GRACE_S = 10.0
+"""Time beyond the drain's limit for which the service manager should wait."""
 
 
 def default_folder() -> Path:
@@ -50,6 +53,9 @@ def parser() -> argparse.ArgumentParser:
         description="Run the compile server: it lowers models, sends programs to the devices whose agents connect to it, and "
         "keeps what they measured.",
     )
+    serve.add_argument("--config", type=Path, metavar="FILE",
+                       help="TOML of these options without their dashes, as tls-cert = \"ca.pem\". Options on the command line "
+                       f"win, then variables such as {SETTING_PREFIX}TLS_CERT, then this file")  # fmt: skip
     serve.add_argument("--listen", default="127.0.0.1:7433", metavar="ADDRESS",
                        help="HOST:PORT, [IPV6]:PORT or unix:PATH; port 0: the system chooses (default %(default)s)")  # fmt: skip
     serve.add_argument("--data", type=Path, metavar="DIR", help=f"its files (default: {default_folder()})".replace("%", "%%"))
@@ -85,6 +91,8 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="how long a run waits for its agent (default %(default)g s)",
     )
+    serve.add_argument("--max-reservation", type=_seconds, default=MAX_DURATION_S, metavar="S",
+                       help="maximum time of a reservation until it must be renewed (default %(default)g s)")  # fmt: skip
     serve.add_argument("--project-storage-gib", type=_storage, default=None, metavar="N",
                        help="storage limit of a project that has none of its own; 0: unlimited (default: 20 on a server with "
                        "tokens, else unlimited)")  # fmt: skip
@@ -92,11 +100,43 @@ def parser() -> argparse.ArgumentParser:
                        help="largest artifact that can be uploaded (default %(default)s)")  # fmt: skip
     serve.add_argument("--keep-free-mib", type=_positive, default=256, metavar="N",
                        help="disk space that uploads leave free (default %(default)s)")  # fmt: skip
+    serve.add_argument("--work-free-mib", type=_positive, default=None, metavar="N",
+                       help="free disk space below which new jobs are refused and compilations wait (default: one and a half "
+                       "times --keep-free-mib)")  # fmt: skip
+    serve.add_argument("--drain-timeout", type=_drain_seconds, default=30.0, metavar="S",
+                       help="how long running attempts and compilations may go on when the server is stopped; a second signal "
+                       "stops at once (default %(default)g s)")  # fmt: skip
+    serve.add_argument("--metrics", type=parse_address, metavar="HOST:PORT",
+                       help="serve Prometheus metrics, /healthz and /readyz there, as 127.0.0.1:9464 (default: off)")  # fmt: skip
+    serve.add_argument("--web", type=parse_address, metavar="HOST:PORT",
+                       help="serve the farm's web page there, as 127.0.0.1:8080; needs etfarm[web]; other machines "
+                       "reach it by https with --tls-cert (default: off)")  # fmt: skip
+    serve.add_argument("--web-public-url", default="", metavar="URL",
+                       help="the page's address behind a reverse proxy, as https://farm.example/etfarm")  # fmt: skip
+    serve.add_argument("--web-server", default="", metavar="ADDRESS",
+                       help="this server's address for the page, if its certificate has another host than --listen")  # fmt: skip
+    serve.add_argument("--otlp", type=_url, metavar="URL",
+                       help="send the traces of jobs to this OpenTelemetry collector, as http://127.0.0.1:4318/v1/traces "
+                       "(default: off)")  # fmt: skip
+    serve.add_argument("--log-format", choices=logs.FORMATS, default="text", help="of stderr (default %(default)s)")
     serve.add_argument("--thresholds", type=Path, metavar="FILE",
                        help="TOML of what makes a measurement INVALID, as max_drift = 0.2 (default: built in)")  # fmt: skip
+    serve.add_argument("--health-interval", type=_pause, default=None, metavar="S",
+                       help="interval of the health runs of idle devices; 0 disables them, the first one of a new device, and "
+                       f"those after faults (default {HealthPolicy.interval_s:g} s)")  # fmt: skip
+    serve.add_argument("--health", type=Path, metavar="FILE",
+                       help="TOML of when a device is suspect or quarantined, as quarantine_at = 4.0, and of commands that "
+                       "power-cycle hung devices, [[power]] (default: built in)")  # fmt: skip
+    serve.add_argument("--agent-wheel", type=Path, metavar="FILE",
+                       help="wheel of etfarm to which `etfarm agents upgrade` without --wheel upgrades agents (default: "
+                       "none)")  # fmt: skip
     serve.add_argument("--quota", action="append", default=[], metavar="NAME=N",
                        help="limit on the live work of one user or project; repeatable. Names and defaults: "
                        f"{_quotas()}")  # fmt: skip
+    serve.add_argument("--keep", action="append", default=[], metavar="NAME=LIMIT",
+                       help="how long, or up to which size, something is kept: LIMIT is an age (90d), a size (200GiB), both "
+                       f"(90d,200GiB) or forever; repeatable. Names and defaults: {_kept()}")  # fmt: skip
+    _add_notices(serve)
     serve.add_argument("--require-jail", action=argparse.BooleanOptionalAction,
                        help="do not start unless the host allows every measure of the compile processes' jail (default: required "
                        "where other machines reach the address)")  # fmt: skip
@@ -107,8 +147,11 @@ def parser() -> argparse.ArgumentParser:
                        help="first of the user ids that compile processes run as, one for each worker and one more, where the "
                        "server is root (default: chosen, from 1900000000 on)")  # fmt: skip
     serve.add_argument("--check", action="store_true",
-                       help="print the configuration, the measures of the jail and every problem, and exit: with 1 if the server "
-                       "would not start")  # fmt: skip
+                       help="print the configuration with its sources, the measures of the jail and every problem, and exit: "
+                       "with 1 if the server would not start")  # fmt: skip
+    serve.add_argument("--json", action="store_true", help="with --check: as JSON, etfarm.serve_check/1")
+    serve.add_argument("--print-unit", action="store_true", help="print a systemd unit that runs this command from the machine's "
+                       "start on, and end; its first lines say how to install it")  # fmt: skip
     serve.add_argument("--allow-operators", type=Path, action="append", default=[], metavar="FILE",
                        help="file of operators that uploaded models may use besides the built-in list: one "
                        "NAMESPACE.NAME.OVERLOAD a line, # starts a comment; repeatable. A plug-in allows its own with an entry "
@@ -123,8 +166,30 @@ def parser() -> argparse.ArgumentParser:
     return serve
 
 
+def _add_notices(serve: argparse.ArgumentParser) -> None:
+    add = serve.add_argument_group(
+        "notices", "POSTs of JSON when jobs end, gates fail, or devices are quarantined or offline for long."
+    ).add_argument  # fmt: skip
+    add("--webhook", action="append", default=[], metavar="URL",
+        help="send every notice there; repeatable. `etfarm webhooks add` does the same while the server runs")  # fmt: skip
+    add("--webhook-secret", type=Path, action="append", default=[], metavar="FILE",
+        help="file whose first line signs the notices of --webhook; once, or once for each")  # fmt: skip
+    add("--webhook-allow", action="append", default=[], metavar="HOST",
+        help="host that notices may go to though its address is not public: a name, *.NAME, an address, or a network as "
+        "10.0.0.0/8; repeatable")  # fmt: skip
+    add("--webhook-only-allowed", action="store_true", help="send notices to hosts of --webhook-allow only")
+    add("--webhook-ca", type=Path, metavar="FILE",
+        help="PEM certificates that receivers' may be signed by, besides the system's")  # fmt: skip
+    add("--offline-after", type=_seconds, default=900.0, metavar="S",
+        help="how long a device must be offline before that is reported (default %(default)g s)")  # fmt: skip
+
+
 def _quotas() -> str:
     return ", ".join(f"{field.name} ({field.default:,})" for field in fields(Quotas))
+
+
+def _kept() -> str:
+    return ", ".join(f"{field.name}={field.default}" for field in fields(Limits))
 
 
 def _positive(text: str) -> int:
@@ -138,7 +203,11 @@ def _storage(text: str) -> int:
     value = int(text)
     if value < 0:
         raise argparse.ArgumentTypeError("must be 0 or more")
-    return value << 30
+    return value
+
+
+def _pause(text: str) -> float:
+    return 0.0 if float(text) == 0 else _seconds(text)
 
 
 def _seconds(text: str) -> float:
@@ -148,16 +217,36 @@ def _seconds(text: str) -> float:
     return value
 
 
+def _drain_seconds(text: str) -> float:
+    value = float(text)
+    if not 0 <= value <= 86_400:
+        raise argparse.ArgumentTypeError("must be 0 s to a day")
+    return value
+
+
+def _url(text: str) -> str:
+    if not text.startswith(("http://", "https://")):
+        raise argparse.ArgumentTypeError("must begin with http:// or https://")
+    return text
+
+
 def main(argv: list[str]) -> int:
     """Serve until SIGTERM, SIGINT or, with --exit-with-stdin, the end of stdin."""
-    arguments = parser().parse_args(argv)
-    config = config_of(arguments)
+    serve = parser()
+    arguments, sources = settings.parse(serve, argv, os.environ)
     if arguments.check:
-        return preflight.check(config)
+        return check(sources, partial(config_of, arguments), as_json=arguments.json)
+    if arguments.print_unit:
+        is_chosen = any(each.name == "data" and each.source != settings.DEFAULT for each in sources)
+        options = vars(serve.parse_args(argv)) | {"data": arguments.data}
+        print(unit.unit_of_this(argv, options, is_data_chosen=is_chosen, drain_s=arguments.drain_timeout), end="")
+        return 0
+    config = config_of(arguments)
     config.check()
-    _configure_logging()
+    logs.configure(config.log_format)
     shorten_thread_switches()
-    with _locked(config.data):
+    with locked(config.data):
+        require_restored(config.data)
         asyncio.run(_serve(config))
     return 0
 
@@ -166,6 +255,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
     """Return the configuration that the command line specifies, not yet checked."""
     # Absolute, since child processes have other working folders.
     folder = (arguments.data or default_folder()).absolute()
+    health = read_settings(arguments.health, arguments.health_interval)
     return Config(
         listen=parse_address(arguments.listen), data=folder, tokens=arguments.tokens,
         tls_cert=arguments.tls_cert, tls_key=arguments.tls_key, tls_client_ca=arguments.tls_client_ca,
@@ -174,92 +264,90 @@ def config_of(arguments: argparse.Namespace) -> Config:
         stage_deadline_s=arguments.stage_timeout, analysis_deadline_s=arguments.analysis_timeout,
         patience_s=arguments.patience, address_file=arguments.address_file,
         exit_with_stdin=arguments.exit_with_stdin, build_bundle=not arguments.no_bundle, prewarm=not arguments.no_prewarm,
-        project_storage_bytes=arguments.project_storage_gib, max_artifact_bytes=arguments.max_artifact_gib << 30,
-        quotas=Quotas.of(arguments.quota),
+        project_storage_bytes=None if arguments.project_storage_gib is None else arguments.project_storage_gib << 30,
+        max_artifact_bytes=arguments.max_artifact_gib << 30,
+        quotas=Quotas.of(arguments.quota), max_reservation_s=arguments.max_reservation, retention=Limits.of(arguments.keep),
+        notices=NoticeSettings.of(
+            arguments.webhook, arguments.webhook_secret, arguments.webhook_allow, only_listed=arguments.webhook_only_allowed,
+            authorities=arguments.webhook_ca, offline_after_s=arguments.offline_after,
+        ),
         require_jail=arguments.require_jail, jail_readable=tuple(arguments.jail_readable), jail_user=arguments.jail_user,
         operators=operators.read(arguments.allow_operators),
         keep_free_bytes=arguments.keep_free_mib << 20,
+        work_free_bytes=None if arguments.work_free_mib is None else arguments.work_free_mib << 20,
+        drain_timeout_s=arguments.drain_timeout, metrics=arguments.metrics, otlp=arguments.otlp, log_format=arguments.log_format,
+        web=arguments.web, web_public_url=arguments.web_public_url, web_server=arguments.web_server,
+        health=health.policy, power=health.power, agent_wheel=arguments.agent_wheel,
         thresholds=thresholds.read(arguments.thresholds) if arguments.thresholds else Thresholds(),
     )  # fmt: skip
 
 
 async def _serve(config: Config) -> None:
-    stop = asyncio.Event()
+    stop, stop_now = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
+
+    def on_signal() -> None:
+        if stop.is_set():
+            stop_now.set()
+        stop.set()
+
+    def end_now() -> None:
+        stop_now.set()
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+        loop.add_signal_handler(number, on_signal)
     if config.exit_with_stdin:
-        at_end_of_stdin(stop.set)
+        at_end_of_stdin(end_now)
     damage: list[FarmError] = []
 
     def on_damaged(error: FarmError) -> None:
         damage.append(error)
-        stop.set()
+        end_now()
 
+    manager = ServiceManager()
     try:
-        async with running(config, on_damaged) as address:
+        async with running(config, on_damaged) as server, AsyncExitStack() as stack:
+            loop.add_signal_handler(signal.SIGHUP, server.reload)
             if config.insecure and not config.listen.is_local:
                 print(
                     "etfarm serve: INSECURE: anybody who reaches this address can run programs on the farm's devices", flush=True
                 )
-            print(f"etfarm serve: listening on {address}", flush=True)
+            if server.metrics_address:
+                print(f"etfarm serve: metrics on {server.metrics_address}", flush=True)
+            print(f"etfarm serve: listening on {server.address}", flush=True)
+            page = await stack.enter_async_context(web_page.running(config, server.address))
+            if page is not None:
+                print(f"etfarm serve: web page at {page}", flush=True)
             # Loaded modules live as long as the process: a full garbage collection that visits them would delay every call.
             gc.freeze()
+            alive = asyncio.create_task(manager.keep_alive(), name="watchdog")
+            manager.notify(READY=1, STATUS=f"listening on {server.address}")
             await stop.wait()
+            await _drain(server, config.drain_timeout_s, stop_now, manager)
+            alive.cancel()
     finally:
         if damage:
             # Any other error during shutdown is a consequence of the damage.
             raise damage[0] from None
 
 
-@contextmanager
-def _locked(folder: Path) -> Iterator[None]:
-    """Lock the data folder for this process.
-
-    Raises:
-        FolderInUse: another server uses it.
-    """
-    try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        lock = (folder / "server.lock").open("a+")
-    except OSError as error:
-        raise UserError(f"The data folder {folder} cannot be used: {error.strerror}.", "Choose another --data.") from None
-    with lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            lock.seek(0)
-            raise FolderInUse(
-                f"Another server (pid {lock.read().strip() or 'unknown'}) uses {folder}.", "Stop it, or choose another --data."
-            ) from None
-        lock.truncate(0)
-        lock.write(str(os.getpid()))
-        lock.flush()
-        yield
-
-
-def _without_steering(_: object, __: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
-    """Replace control characters, which would control the terminal that shows the log; a traceback keeps its line breaks."""
-    return {
-        key: value if not isinstance(value, str) else printable(value) if key == "exception" else in_a_line(value)
-        for key, value in event.items()
-    }
-
-
-def _configure_logging() -> None:
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            # Only the console renderer prints text unescaped.
-            *(
-                [_without_steering, structlog.dev.ConsoleRenderer()]
-                if sys.stderr.isatty()
-                else [structlog.processors.KeyValueRenderer(key_order=["timestamp", "level", "event"])]
-            ),
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(logging.INFO),
-        logger_factory=structlog.PrintLoggerFactory(file=sys.stderr),
-        cache_logger_on_first_use=True,
-    )
+async def _drain(server: Server, limit_s: float, stop_now: asyncio.Event, manager: ServiceManager) -> None:
+    """Let running work end, until the time limit or a second signal."""
+    usec = round((limit_s + _GRACE_S) * 1e6)
+    manager.notify(STOPPING=1, STATUS="finishing running work", EXTEND_TIMEOUT_USEC=usec)
+    if stop_now.is_set() or not limit_s:
+        return
+    draining = asyncio.create_task(server.drain(), name="drain")
+    now = asyncio.create_task(stop_now.wait(), name="stop now")
+    done, _ = await asyncio.wait({draining, now}, timeout=min(0.1, limit_s), return_when=asyncio.FIRST_COMPLETED)
+    if not done:
+        text = f"finishing {server.in_progress()}, for up to {limit_s:g} s; a second signal stops at once"
+        print(f"etfarm serve: {text}", flush=True)
+        manager.notify(STATUS=text)
+        await asyncio.wait({draining, now}, timeout=limit_s - 0.1, return_when=asyncio.FIRST_COMPLETED)
+    if not draining.done():
+        log.warning("stopping with work in progress; the next server resumes cells", work=server.in_progress())
+    for task in (draining, now):
+        task.cancel()
+    await asyncio.gather(draining, now, return_exceptions=True)

@@ -25,9 +25,14 @@ from etfarm.server.compile.prewarm import PRELOAD as COMPILE_PRELOAD
 from etfarm.server.compile.upload_screening import Screening, screen_before_loading
 from etfarm.server.config import DATABASE, Config
 from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.health.book import HealthBook
 from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.reservations import Reservations
 from etfarm.server.devices.runners import known_backends, require_runner
 from etfarm.server.devices.runs import Runs
+from etfarm.server.devices.telemetry import TelemetryLog
+from etfarm.server.devices.upgrades import Upgrades
+from etfarm.server.devices.wheels import AgentWheel
 from etfarm.server.jobs.cells.analysis import CellAnalysis
 from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
 from etfarm.server.jobs.cells.dispatch import Dispatch
@@ -36,17 +41,22 @@ from etfarm.server.jobs.cells.requirements import Requirements
 from etfarm.server.jobs.cells.results import Results
 from etfarm.server.jobs.cells.stages import CellStages
 from etfarm.server.jobs.conductor import Conductor
+from etfarm.server.jobs.health.probing import Probing
+from etfarm.server.jobs.health.run import HealthRuns
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.revision import Revision
 from etfarm.server.jobs.submission import Submission
+from etfarm.server.notices.notices import Notices
 from etfarm.server.reports.analyst import Analyst
 from etfarm.server.reports.findings import Findings
+from etfarm.server.retention.parts import RetentionParts
 from etfarm.server.rpc.door.authentication import Authentication
 from etfarm.server.sessions.leasing import Leasing
 from etfarm.server.sessions.sessions import Sessions
 from etfarm.server.state.engine import Database
+from etfarm.server.state.steady_clock import SteadyClock
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.server.workers.pool import Workers
 from etfarm.server.workers.reader_threads import Readers
@@ -93,16 +103,21 @@ class Background:
         self._tasks: list[asyncio.Task[None]] = []
 
     def start(self, work: Coroutine[Any, Any, None], name: str) -> None:
-        """Start a task."""
-        self._tasks.append(asyncio.create_task(work, name=name))
+        """Start a task. Its failure is logged at once."""
+        task = asyncio.create_task(work, name=name)
+        task.add_done_callback(_log_failure)
+        self._tasks.append(task)
 
     async def close(self) -> None:
-        """Cancel the tasks and log those that failed."""
+        """Cancel the tasks, and wait until they have ended."""
         for task in self._tasks:
             task.cancel()
-        for outcome in await asyncio.gather(*self._tasks, return_exceptions=True):
-            if isinstance(outcome, Exception):
-                log.error("a background task failed", error=str(outcome))
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+
+def _log_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        log.error("a background task failed", task=task.get_name(), error=str(error), exc_info=error)
 
 
 @dataclass(frozen=True)
@@ -150,6 +165,7 @@ class Access:
         storage.store.integrity.on_damaged = _record_damage(audit)
         projects = Projects(storage.database, now)
         await projects.load()
+        storage.store.quotas.own_limit_bytes = projects.storage_limit_bytes
         return cls(tokens, authentication, audit, projects)
 
 
@@ -161,6 +177,12 @@ class Fleet:
     runs: Runs
     identities: Identities
     registry: Registry
+    reservations: Reservations
+    telemetry: TelemetryLog
+    health: HealthBook
+    upgrades: Upgrades
+    agent_wheel: AgentWheel | None
+    """The wheel to which agents are upgraded by default; None if none is configured."""
 
     @classmethod
     async def load(cls, config: Config, storage: Storage) -> Fleet:
@@ -170,12 +192,27 @@ class Fleet:
         runs = Runs(config.patience_s)
         identities = Identities(storage.database, lambda agent_id: registry.is_agent_known(agent_id), now)
         await identities.load()
-        registry = Registry(storage.database, bundles, runs, now, identities.principal_of)
+        steady = SteadyClock()
+        reservations = Reservations(
+            storage.database, lambda: datetime.fromtimestamp(steady(), UTC), new_id, config.max_reservation_s
+        )
+        health = HealthBook(storage.database, now, config.health)
+        await health.load()
+        registry = Registry(storage.database, bundles, runs, now, identities.principal_of, reservations.of_device, health.apply)
+        await reservations.load()
         await registry.load()
-        return cls(bundles, runs, identities, registry)
+        reservations.on_change(lambda device_ids: registry.changed(*device_ids))
+        telemetry = TelemetryLog(storage.database, now)
+        registry.on_telemetry(telemetry.record)
+        upgrades = Upgrades(registry, runs, new_id)
+        await upgrades.release()
+        agent_wheel = await asyncio.to_thread(AgentWheel.read, config.agent_wheel) if config.agent_wheel else None
+        return cls(bundles, runs, identities, registry, reservations, telemetry, health, upgrades, agent_wheel)
 
     async def is_needed(self, principal: str, digest: str) -> bool:
-        """Return whether an attempt or session on a device of the principal's agents needs the artifact."""
+        """Return whether an upgrade, an attempt or a session on a device of the principal's agents needs the artifact."""
+        if self.upgrades.offers(principal, digest):
+            return True
         return await self.runs.is_permitted(digest, lambda device_id: self.registry.serves_principal(principal, device_id))
 
 
@@ -189,17 +226,27 @@ class Jobs:
     compiler: Compiler
     submission: Submission
     conductor: Conductor
+    placement: Placement
     revision: Revision
     sessions: Sessions
+    keeping: RetentionParts
+    probing: Probing
 
     @classmethod
     def create(
-        cls, config: Config, storage: Storage, fleet: Fleet, workers: Workers, quiet: MeasurementLock, screening: Screening
+        cls,
+        config: Config,
+        storage: Storage,
+        fleet: Fleet,
+        workers: Workers,
+        quiet: MeasurementLock,
+        screening: Screening,
+        notices: Notices,
     ) -> Jobs:
         """Create the parts; nothing runs until the conductor resumes jobs."""
         database, store, readers, registry, runs = storage.database, storage.store, storage.readers, fleet.registry, fleet.runs
         announcer = Announcer()
-        journal = Journal(database, announcer, now, config.quotas)
+        journal = Journal(database, announcer, now, config.quotas, notices.outbox)
         joblog = JobLog(database, announcer, now)
         compiler = Compiler(
             workers,
@@ -213,8 +260,9 @@ class Jobs:
         screen = partial(screen_before_loading, operators=config.operators)
         analyst = Analyst(Findings(workers, store, database, now, deadline_s=config.analysis_deadline_s, screen=screen), store)
         analysis = CellAnalysis(analyst, joblog, config.thresholds)
-        requirements = Requirements(registry, fleet.bundles, store, readers)
-        attempts = DeviceAttempts(registry, runs, Placement(registry, runs), fleet.bundles, new_id)
+        placement = Placement(registry, runs, now)
+        requirements = Requirements(placement.devices_for, fleet.bundles, store, readers)
+        attempts = DeviceAttempts(registry, runs, placement, fleet.bundles, new_id, fleet.reservations)
         dispatch = Dispatch(attempts, requirements)
         results = Results(runs, dispatch, store, readers)
         stages = CellStages(
@@ -230,8 +278,23 @@ class Jobs:
             now=now,
             clock=time.monotonic,
             new_id=new_id,
+            on_device_fault=fleet.health.record_fault,
         )
-        leasing = Leasing(attempts, requirements)
+        leasing = Leasing(attempts, requirements, fleet.health.record_fault)
+        sessions = Sessions(
+            registry,
+            runs,
+            compiler,
+            store,
+            requirements,
+            leasing,
+            quiet,
+            now=now,
+            new_id=new_id,
+            quotas=config.quotas,
+            reservations=fleet.reservations,
+        )
+        health_runs = HealthRuns(attempts, runs, store, readers, quiet, config.thresholds)
         return cls(
             announcer=announcer,
             journal=journal,
@@ -239,19 +302,30 @@ class Jobs:
             compiler=compiler,
             submission=Submission(
                 store,
-                registry.devices,
+                placement.devices,
                 compiler.check,
                 new_id,
                 readers,
                 screening,
                 partial(require_runner, fleet.bundles),
                 partial(known_backends, fleet.bundles),
+                fleet.reservations,
+                notices.require_urls,
             ),
             conductor=Conductor(journal, announcer, stages),
+            placement=placement,
             revision=Revision(journal, joblog, compiler, dispatch, analysis, now),
-            sessions=Sessions(
-                registry, runs, compiler, store, requirements, leasing, quiet, now=now, new_id=new_id, quotas=config.quotas
+            sessions=sessions,
+            keeping=RetentionParts(
+                config.data,
+                store,
+                database,
+                (runs.artifacts, sessions.artifacts, fleet.upgrades.wheels),
+                config.retention,
+                quiet,
+                now,
             ),
+            probing=Probing(registry, fleet.health, fleet.bundles, attempts, health_runs, quiet, now),
         )
 
 

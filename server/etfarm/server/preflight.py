@@ -1,4 +1,4 @@
-"""Checks before the server starts: the jail measures that this host allows. Also implements `etfarm serve --check`."""
+"""Checks before the server starts: the jail measures that this host allows."""
 
 from __future__ import annotations
 
@@ -6,13 +6,12 @@ import asyncio
 import tempfile
 from pathlib import Path
 
-from etfarm.server.access.tokens import has_tokens
-from etfarm.server.config import DATABASE, Config
+from etfarm.server.config import Config
 from etfarm.server.workers.jail.isolation import JailOptions, NetworkNotRemoved
 from etfarm.server.workers.jail.measures import NETWORK, JailIncomplete, JailReport
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, UserError
 
 
 def jail_options(config: Config) -> JailOptions:
@@ -64,51 +63,10 @@ async def require_jail(config: Config) -> JailReport:
     return report
 
 
-def check(config: Config) -> int:
-    """Print the effective configuration, the jail's measures and every problem. Return 0 if the server would start, else 1."""
-    problems: list[str] = []
-    print("configuration")
-    for name, value in _shown(config):
-        print(f"  {name:<22} {value}")
-    try:
-        config.check()
-    except EtfarmError as error:
-        problems.append(str(error))
-    print("jail of compile processes")
-    report = asyncio.run(find_jail(config))
-    for measure in report.measures:
-        print(f"  {measure.name:<22} {'active ' if measure.active else 'MISSING'}  {measure.detail}")
-    if report.missing:
-        missing = JailIncomplete(report.missing)
-        if config.is_jail_required or any(measure.name == NETWORK for measure in report.missing):
-            problems.append(str(missing))
-        else:
-            print(f"warning: {missing.message}")
-    for problem in problems:
-        print(f"problem: {problem}")
-    print("the server would not start" if problems else "ok")
-    return 1 if problems else 0
+class FolderUnusable(UserError):
+    """A data folder that cannot be created or written."""
 
+    reason = "DATA_FOLDER_UNUSABLE"
 
-def _tokens(config: Config) -> str:
-    """Return where the server's tokens are stored."""
-    places = [
-        *([str(config.tokens)] if config.tokens else []),
-        *(["the data folder"] if has_tokens(config.data / DATABASE) else []),
-    ]
-    return " and ".join(places) or "none"
-
-
-def _shown(config: Config) -> list[tuple[str, object]]:
-    def path(value: Path | None) -> str:
-        return "none" if value is None else str(value)
-
-    return [
-        ("listen", f"{config.listen.text} ({'this machine only' if config.listen.is_local else 'other machines reach it'})"),
-        ("data", config.data), ("tokens", _tokens(config)), ("tls certificate", path(config.tls_cert)),
-        ("client certificates", path(config.tls_client_ca)), ("insecure", "yes" if config.insecure else "no"),
-        ("jail required", "yes" if config.is_jail_required else "no"), ("workers", config.workers), ("threads", config.threads),
-        ("memory of a job", f"{config.memory_bytes >> 20} MiB"), ("cpu time of a process", f"{config.cpu_s} s"),
-        ("compile timeout", f"{config.compile_deadline_s:g} s"), ("stage timeout", f"{config.stage_deadline_s:g} s"),
-        ("analysis timeout", f"{config.analysis_deadline_s:g} s"),
-    ]  # fmt: skip
+    def __init__(self, folder: Path) -> None:
+        super().__init__(f"The data folder cannot be used: {folder} cannot be written.", "Choose another --data.", path=folder)

@@ -9,6 +9,7 @@ import pytest
 
 from etfarm.server.config import Config
 from etfarm.server.main import config_of, parser
+from etfarm.server.operation import web_page
 from etfarm.server.reports.latency.thresholds import BadThresholds, Thresholds
 
 
@@ -66,3 +67,16 @@ def test_the_help_names_the_folder_that_would_be_used(tmp_path: Path, monkeypatc
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert f"(default: {tmp_path}/etfarm/server)" in parser().format_help()
     assert config().data == tmp_path / "etfarm" / "server"
+
+
+def test_the_page_is_started_with_what_reaches_this_server(tmp_path: Path) -> None:
+    assert config().web is None
+    tls = ("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
+    local = config("--web", "127.0.0.1:80", *tls, "--web-public-url", "https://farm.example/etfarm")
+    assert web_page.arguments(local, "0.0.0.0:7433") == [
+        "web", "--server", "127.0.0.1:7433", "--listen", "127.0.0.1:80", "--exit-with-stdin",
+        "--tls-ca", str(tmp_path / "cert.pem"), "--public-url", "https://farm.example/etfarm",
+    ]  # fmt: skip
+    exposed = web_page.arguments(config("--web", "0.0.0.0:443", *tls, "--web-server", "farm.example:7433"), "0.0.0.0:7433")
+    assert exposed[2] == "farm.example:7433"
+    assert exposed[-4:] == ["--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem")]

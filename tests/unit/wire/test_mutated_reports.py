@@ -70,3 +70,11 @@ def test_missing_labels_are_absent() -> None:
     result = projection.loads(json.dumps(created))
     assert result["job"]["labels"] == {}
     assert read_everywhere(json.dumps(created), result) is None
+
+
+def test_an_empty_interval_is_read_as_unknown() -> None:
+    created = copy.deepcopy(SEEDS[0])
+    created["reports"][0]["operators"][0]["mean_ci95_ns"] = []
+    result = projection.loads(json.dumps(created))
+    assert result["reports"][0]["operators"][0]["mean_ci95_ns"] is None
+    assert read_everywhere(json.dumps(created), result) is None

@@ -83,6 +83,32 @@ def test_an_unknown_key_names_the_keys_and_the_nearest(golden: Golden) -> None:
     assert all(key in refused.value.remedy for key in selectors.KEYS)
 
 
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("lable.rack", "label.rack"),
+        ("labels.rack", "label.rack"),
+        ("mem", "memory"),
+        ("Arch", ""),
+        ("aarch", "arch"),
+        ("xyzzy", ""),
+    ],
+)
+def test_a_mistyped_key_is_corrected(key: str, nearest: str) -> None:
+    with pytest.raises(UserError) as refused:
+        selectors.parse(f"{key}=3")
+    assert (f"Did you mean {nearest!r}?" in refused.value.message) == bool(nearest)
+
+
+def test_a_mistyped_label_is_corrected() -> None:
+    devices = [PI, Device(labels={"floor": "4"})]
+    assert selectors.hint_label(selectors.parse("label.rakc=3"), devices) == (
+        "No device has a label 'rakc'; did you mean 'label.rack'? "
+    )
+    for text in ("label.rack=4", "label.xyzzy=1", "arch=x"):
+        assert selectors.hint_label(selectors.parse(text), devices) == ""
+
+
 @pytest.mark.parametrize("text", ["frequency>=2", "label.=3", "label=3", "labels.rack=3"])
 def test_keys_that_devices_do_not_have_are_refused(text: str) -> None:
     with pytest.raises(UnknownSelectorKey):

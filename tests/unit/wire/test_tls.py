@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import subprocess
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -12,7 +14,7 @@ import trustme
 from cryptography.hazmat.primitives import serialization
 
 from etfarm.wire.channel import Access, open_channel
-from etfarm.wire.tls import BadTlsFile, read_certificates, read_identity
+from etfarm.wire.tls import BadTlsFile, expiry_of, read_certificates, read_identity
 from tests.support.golden import Golden
 
 
@@ -85,3 +87,20 @@ def test_a_process_without_tls_does_not_import_ssl() -> None:
     """It takes memory, and boards have little."""
     loaded = "import sys, etfarm.wire.tls; print('ssl' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loaded], check=True, capture_output=True, text=True).stdout == "False\n"
+
+
+@pytest.mark.parametrize("year", [1999, 2026, 2049, 2050, 2120])
+def test_the_end_of_a_certificate_is_read_from_its_bytes(year: int) -> None:
+    """Years from 2050 on have another format."""
+    ends = datetime(year, 12, 31, 23, 59, 58, tzinfo=UTC)
+    issued = trustme.CA().issue_cert("localhost", not_before=datetime(1990, 1, 1, tzinfo=UTC), not_after=ends)
+    chain = b"".join(pem.bytes() for pem in issued.cert_chain_pems)
+    assert expiry_of(chain) == ends
+
+
+@pytest.mark.parametrize("length", [0, 1, 40, 80, 200])
+def test_bytes_that_are_no_certificate_have_no_end(length: int) -> None:
+    der = base64.b64decode(b"".join(trustme.CA().cert_pem.bytes().splitlines()[1:-1]))
+    pem = b"-----BEGIN CERTIFICATE-----\n" + base64.b64encode(der[:length]) + b"\n-----END CERTIFICATE-----\n"
+    assert expiry_of(pem) is None
+    assert expiry_of(der) is None

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable
 from pathlib import Path
 from types import AsyncGeneratorType
 from typing import TYPE_CHECKING, Any, Self, Unpack
 
 from etfarm.client.aio.inventory import AsyncInventory
 from etfarm.client.aio.job_records import AsyncJobRecords
+from etfarm.client.aio.retention import AsyncRetention
 from etfarm.client.aio.submissions import AsyncSubmissions
 from etfarm.client.transport.connection import Connection
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from etfarm.client.submit.preparation import Model
 
 
-class AsyncFarm(AsyncSubmissions, AsyncJobRecords, AsyncInventory):
+class AsyncFarm(AsyncSubmissions, AsyncJobRecords, AsyncInventory, AsyncRetention):
     """A farm to submit jobs to.
 
     Use it with `async with`. Its jobs continue after the block ends.
@@ -98,6 +99,17 @@ class AsyncFarm(AsyncSubmissions, AsyncJobRecords, AsyncInventory):
     def lease(self) -> Lease | None:
         """The lease on the embedded farm; None for a server with an address."""
         return self._connection.lease
+
+    async def watch_connection(self) -> AsyncIterator[bool]:
+        """Yield whether the farm's server answers, and then each change, until the farm is closed.
+
+        Calls and watches continue by themselves after a restart of the server; this is for showing that it is away.
+
+        Raises:
+            NotConnected: the farm is not open.
+        """
+        async for is_connected in self._connection.watch():
+            yield is_connected
 
     def run_dataset(
         self,

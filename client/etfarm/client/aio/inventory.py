@@ -2,17 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import uuid
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Final
+
+import grpc
 
 from etfarm.client.admin.projects import AsyncProjects
+from etfarm.client.admin.stored_artifacts import AsyncArtifacts
+from etfarm.client.admin.webhooks import AsyncWebhooks
 from etfarm.client.aio.connected import PAGE_SIZE, AsyncConnected
-from etfarm.client.models import Agent, Bundle, Device, Project, RecipeInfo, ServerInfo
-from etfarm.client.transport import decode, transfers
+from etfarm.client.errors import from_rpc_error
+from etfarm.client.models import (
+    Agent,
+    Bundle,
+    Device,
+    DeviceChange,
+    HealthEvent,
+    Project,
+    RecipeInfo,
+    ReservationInfo,
+    ServerInfo,
+    Telemetry,
+    UpgradeProgress,
+)
+from etfarm.client.transport import decode, decode_devices, transfers
 from etfarm.client.transport.paging import iterate_pages
+from etfarm.client.transport.timestamps import to_timestamp
 from etfarm.v1 import agent_pb2, compile_pb2, device_pb2, farm_pb2
 from etfarm.wire import chunks, selectors
+from etfarm.wire.errors import EtfarmError, UserError
+
+if TYPE_CHECKING:
+    from etfarm.client.fleet.reservation import AsyncReservation
+
+TELEMETRY_PAGE_SIZE: Final = 5_000
+"""Requested number of readings on a page: the most that a server returns."""
 
 
 class AsyncInventory(AsyncConnected):
@@ -28,7 +55,7 @@ class AsyncInventory(AsyncConnected):
         request = device_pb2.ListDevicesRequest(selector=selector, page_size=PAGE_SIZE)
         devices: list[Device] = []
         async for page in iterate_pages(self._open.devices.List, request, server=self._open.server):
-            devices += [decode.device(device) for device in page.devices]
+            devices += [decode_devices.device(device) for device in page.devices]
         return devices
 
     async def device(self, device_id: str) -> Device:
@@ -38,7 +65,7 @@ class AsyncInventory(AsyncConnected):
             EtfarmError: DEVICE_NOT_FOUND.
         """
         request = device_pb2.GetDeviceRequest(device_id=device_id)
-        return decode.device(await self._open.devices.Get(request))
+        return decode_devices.device(await self._open.devices.Get(request))
 
     async def forget_device(self, device_id: str) -> None:
         """Remove an offline device from the farm; its reports stay. Admins only.
@@ -66,6 +93,40 @@ class AsyncInventory(AsyncConnected):
         request = agent_pb2.BindAgentRequest(agent_id=agent_id, principal=principal)
         return decode.agent(await self._open.agents.BindAgent(request))
 
+    async def upload_wheel(self, path: str | Path) -> str:
+        """Upload a wheel of etfarm for `upgrade_agent`, and return its digest.
+
+        Raises:
+            EtfarmError: as ArtifactService.Upload says.
+        """
+        path = Path(path)
+        artifact = await chunks.artifact_of_file(path)
+        await transfers.upload_missing(self._open.artifacts, {artifact.digest: (artifact, path)}, server=self._open.server)
+        return artifact.digest
+
+    async def upgrade_agent(
+        self, agent_id: str, digest: str, *, drain_s: float | None = None, time_limit_s: float | None = None
+    ) -> AsyncIterator[UpgradeProgress]:
+        """Upgrade a connected agent to an uploaded wheel, and yield each step; leaving the iteration early ends the wait.
+
+        Its devices are drained meanwhile. An agent whose new version does not connect runs its former version again.
+
+        Args:
+            digest: the wheel, as `upload_wheel` returns it.
+            drain_s: how long the devices' runs may take; an hour when None.
+            time_limit_s: how long the new version may take to connect; a minute when None.
+
+        Raises:
+            EtfarmError: AGENT_OFFLINE, UPGRADE_NOT_ALLOWED, UPGRADE_RUNNING, DEVICES_BUSY, UPGRADE_FAILED; NOT_A_WHEEL;
+                PERMISSION_DENIED.
+        """
+        request = agent_pb2.UpgradeAgentRequest(agent_id=agent_id, digest=digest, drain_s=drain_s, time_limit_s=time_limit_s)
+        try:
+            async for message in self._open.agents.UpgradeAgent(request):
+                yield decode.upgrade_progress(message)
+        except grpc.aio.AioRpcError as error:
+            raise from_rpc_error(error, server=self._open.server) from None
+
     async def restrict_device(self, device_id: str, projects: Sequence[str]) -> Device:
         """Let a device run only the jobs and sessions of some projects, or of all projects if `projects` is empty. Admins only.
 
@@ -73,7 +134,7 @@ class AsyncInventory(AsyncConnected):
             EtfarmError: DEVICE_NOT_FOUND, PROJECT_NOT_FOUND; PERMISSION_DENIED.
         """
         request = device_pb2.RestrictDeviceRequest(device_id=device_id, projects=projects)
-        return decode.device(await self._open.devices.Restrict(request))
+        return decode_devices.device(await self._open.devices.Restrict(request))
 
     async def label_device(self, device_id: str, labels: Mapping[str, str], *, remove: Sequence[str] = ()) -> Device:
         """Set and remove labels of a device, which take precedence over those that its agent reports. Admins only.
@@ -82,7 +143,7 @@ class AsyncInventory(AsyncConnected):
             EtfarmError: DEVICE_NOT_FOUND, BAD_LABEL; PERMISSION_DENIED.
         """
         request = device_pb2.LabelDeviceRequest(device_id=device_id, set=labels, remove=remove)
-        return decode.device(await self._open.devices.Label(request))
+        return decode_devices.device(await self._open.devices.Label(request))
 
     async def drain_device(self, device_id: str, reason: str = "") -> Device:
         """Place nothing new on a device until it is undrained; what it runs continues. Admins only.
@@ -95,7 +156,7 @@ class AsyncInventory(AsyncConnected):
             EtfarmError: DEVICE_NOT_FOUND, LIMIT_EXCEEDED; PERMISSION_DENIED.
         """
         request = device_pb2.DrainDeviceRequest(device_id=device_id, reason=reason)
-        return decode.device(await self._open.devices.Drain(request))
+        return decode_devices.device(await self._open.devices.Drain(request))
 
     async def undrain_device(self, device_id: str) -> Device:
         """Let runs be placed on a drained device again. Admins only.
@@ -104,12 +165,180 @@ class AsyncInventory(AsyncConnected):
             EtfarmError: DEVICE_NOT_FOUND; PERMISSION_DENIED.
         """
         request = device_pb2.DrainDeviceRequest(device_id=device_id, undrain=True)
-        return decode.device(await self._open.devices.Drain(request))
+        return decode_devices.device(await self._open.devices.Drain(request))
+
+    def reserve(
+        self,
+        selector: str = "",
+        *,
+        count: int = 1,
+        minutes: float = 10.0,
+        reason: str = "",
+        on_end: Callable[[EtfarmError], None] | None = None,
+    ) -> AsyncReservation:
+        """Return a reservation of devices, for the jobs and sessions that name it.
+
+        The devices are reserved when it is entered with `async with`, all or none, and released at the end of the block. In
+        between, the reservation is renewed.
+
+            async with farm.reserve("arch=aarch64", count=2, minutes=30) as reservation:
+                job = await farm.bench("x.pte", reservation=reservation.id)
+
+        Args:
+            selector: selects the devices; idle ones are preferred, and emulated ones are chosen last. A busy device is the
+                holder's as soon as its current run ends.
+            count: number of devices.
+            minutes: time after which the reservation ends if this process cannot renew it.
+            reason: why, for people who wait for the devices; at most 200 characters.
+            on_end: called with the reason if the reservation ends before the block.
+
+        Raises:
+            UserError: `selector` is not a selector. Entering it raises DEVICES_UNAVAILABLE, NO_SUCH_DEVICE, BAD_RESERVATION.
+        """
+        from etfarm.client.fleet.reservation import AsyncReservation
+
+        selectors.parse(selector)
+        request = device_pb2.ReserveDeviceRequest(selector=selector, count=count, duration_s=minutes * 60, reason=reason)
+        return AsyncReservation(lambda: self._open, request, on_end)
+
+    async def reserve_devices(
+        self, selector: str = "", *, count: int = 1, minutes: float = 10.0, reason: str = ""
+    ) -> ReservationInfo:
+        """Reserve devices for the given time, without renewals: see `renew_reservation` and `release_reservation`.
+
+        Args:
+            selector, count, minutes, reason: as in `reserve`.
+
+        Raises:
+            EtfarmError: DEVICES_UNAVAILABLE, NO_SUCH_DEVICE, BAD_RESERVATION, QUOTA_EXCEEDED.
+        """
+        selectors.parse(selector)
+        request = device_pb2.ReserveDeviceRequest(
+            selector=selector, count=count, duration_s=minutes * 60, reason=reason, request_id=str(uuid.uuid4())
+        )
+        return decode_devices.reservation(await self._open.devices.Reserve(request))
+
+    async def renew_reservation(self, reservation_id: str, *, minutes: float | None = None) -> ReservationInfo:
+        """Let a reservation end `minutes` from now, or its own duration from now when None.
+
+        Raises:
+            EtfarmError: RESERVATION_NOT_FOUND, RESERVATION_ENDED, BAD_RESERVATION; NOT_YOURS.
+        """
+        duration_s = None if minutes is None else minutes * 60
+        request = device_pb2.RenewReservationRequest(reservation_id=reservation_id, duration_s=duration_s)
+        return decode_devices.reservation(await self._open.devices.Renew(request))
+
+    async def release_reservation(self, reservation_id: str) -> None:
+        """End a reservation. What runs on its devices continues; what waits for them fails.
+
+        Raises:
+            EtfarmError: RESERVATION_NOT_FOUND; NOT_YOURS.
+        """
+        await self._open.devices.Release(device_pb2.ReleaseReservationRequest(reservation_id=reservation_id))
+
+    async def reservations(self) -> list[ReservationInfo]:
+        """Return the current reservations of the caller's projects, the next to expire first."""
+        request = device_pb2.ListReservationsRequest(page_size=PAGE_SIZE)
+        reservations: list[ReservationInfo] = []
+        async for page in iterate_pages(self._open.devices.ListReservations, request, server=self._open.server):
+            reservations += [decode_devices.reservation(message) for message in page.reservations]
+        return reservations
+
+    async def watch_devices(self, selector: str = "", *, telemetry: bool = True) -> AsyncIterator[DeviceChange]:
+        """Yield the devices that match, and then each change, until the caller leaves.
+
+        A caller that reads slowly gets the latest state of a device. A broken stream is continued.
+
+        Args:
+            telemetry: whether to yield a device also when only its telemetry has changed, at each heartbeat.
+
+        Raises:
+            UserError: `selector` is not a selector.
+            EtfarmError: QUOTA_EXCEEDED; SERVER_UNREACHABLE if the server does not come back.
+        """
+        from etfarm.client.fleet import watches
+
+        selectors.parse(selector)
+        async for change in watches.watch_devices(self._open, selector, telemetry=telemetry):
+            yield change
+
+    async def device_telemetry(
+        self, device_id: str, *, since: datetime | None = None, until: datetime | None = None
+    ) -> list[Telemetry]:
+        """Return the stored readings of a device, oldest first: one a minute for a day, and one in ten minutes for a week.
+
+        Args:
+            since, until: times; without a limit when None.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND, BAD_TIME_RANGE.
+        """
+        request = device_pb2.ListDeviceTelemetryRequest(
+            device_id=device_id,
+            start_time=to_timestamp(since),
+            end_time=to_timestamp(until),
+            page_size=TELEMETRY_PAGE_SIZE,
+        )
+        readings: list[Telemetry] = []
+        async for page in iterate_pages(self._open.devices.ListTelemetry, request, server=self._open.server):
+            readings += [decode_devices.telemetry(message) for message in page.telemetry]
+        return readings
+
+    async def device_health(self, device_id: str, *, limit: int = 100) -> list[HealthEvent]:
+        """Return what happened to a device's health, newest first: faults, health runs, and what was done about them.
+
+        `Device.health` has what followed from it.
+
+        Args:
+            device_id: an id, a unique prefix of an id, or a name.
+            limit: maximum number of events, at least 1; the farm keeps at most 1,000 for each device.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND.
+            UserError: `limit` is less than 1.
+        """
+        if limit < 1:
+            raise UserError(f"`limit` must be at least 1, got {limit}.")
+        request = device_pb2.ListHealthEventsRequest(device_id=device_id, page_size=min(limit, PAGE_SIZE))
+        events: list[HealthEvent] = []
+        async for page in iterate_pages(self._open.devices.ListHealthEvents, request, server=self._open.server):
+            events += [decode_devices.health_event(event) for event in page.events]
+            if len(events) >= limit:
+                break
+        return events[:limit]
+
+    async def check_device(self, device_id: str) -> HealthEvent:
+        """Run the farm's health program on a device, after what it runs now, and return the result.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND, HEALTH_RUN_IMPOSSIBLE, HEALTH_RUN_ABORTED; PERMISSION_DENIED.
+        """
+        request = device_pb2.CheckHealthRequest(device_id=device_id)
+        return decode_devices.health_event(await self._open.devices.CheckHealth(request))
+
+    async def clear_device(self, device_id: str) -> Device:
+        """Make a device GOOD: its faults no longer count, and its speed gets a new baseline. Admins only.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND; PERMISSION_DENIED.
+        """
+        request = device_pb2.ClearHealthRequest(device_id=device_id)
+        return decode_devices.device(await self._open.devices.ClearHealth(request))
 
     @property
     def projects(self) -> AsyncProjects:
         """The farm's projects."""
         return AsyncProjects(self._open)
+
+    @property
+    def webhooks(self) -> AsyncWebhooks:
+        """The receivers of the farm's notices, and the log of deliveries."""
+        return AsyncWebhooks(self._open)
+
+    @property
+    def artifacts(self) -> AsyncArtifacts:
+        """The artifacts of the caller's projects."""
+        return AsyncArtifacts(self._open)
 
     async def create_project(self, name: str, members: Sequence[str] = (), *, storage_limit_bytes: int | None = None) -> Project:
         """Create a project; the same as `create` of `projects`."""

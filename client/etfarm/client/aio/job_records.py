@@ -5,15 +5,17 @@ Its methods import what reads and compares reports: most commands need none of i
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from etfarm.client import reports
 from etfarm.client.aio.connected import PAGE_SIZE, AsyncConnected
-from etfarm.client.models import JobInfo, JobState
+from etfarm.client.models import JobInfo, JobPage, JobState, Queue, QueuedRun
 from etfarm.client.submit.options import BadOption, require_at_least, to_list
 from etfarm.client.transport import decode
 from etfarm.client.transport.paging import iterate_pages
+from etfarm.client.transport.timestamps import to_timestamp
 from etfarm.v1 import job_pb2, report_pb2
 
 if TYPE_CHECKING:
@@ -34,6 +36,8 @@ class AsyncJobRecords(AsyncConnected):
         labels: Mapping[str, str] | None = None,
         states: str | Sequence[str] = (),
         owner: str = "",
+        model: str = "",
+        since: datetime | None = None,
     ) -> list[JobInfo]:
         """Return the farm's jobs, newest first; with conditions, those that meet all of them.
 
@@ -43,20 +47,91 @@ class AsyncJobRecords(AsyncConnected):
             labels: labels that the job has, with these values.
             states: one or several states, such as `FAILED`.
             owner: the principal that submitted the job.
+            model: the name of one of the job's models.
+            since: a time; only jobs that were submitted then or later.
 
         Raises:
             BadOption: `limit` is less than 1, or a state does not exist.
         """
         require_at_least("limit", limit, 1)
-        jobs: list[JobInfo] = []
+        page = await self._list_jobs(
+            job_pb2.ListJobsRequest(
+                name=name, labels=labels, states=_to_states(to_list(states)), owner=owner, model=model,
+                start_time=to_timestamp(since),
+            ),
+            limit,
+        )  # fmt: skip
+        return list(page.jobs)
+
+    async def job_page(
+        self,
+        page_token: str = "",
+        *,
+        size: int = 50,
+        name: str = "",
+        labels: Mapping[str, str] | None = None,
+        states: str | Sequence[str] = (),
+        owner: str = "",
+        model: str = "",
+        since: datetime | None = None,
+    ) -> JobPage:
+        """Return a page of the farm's jobs, newest first, and the token of the next page.
+
+        Args:
+            page_token: `next_page_token` of the page before, with the same conditions; the first page when empty.
+            size: maximum number of jobs.
+            name, labels, states, owner, model, since: as in `jobs`.
+
+        Raises:
+            BadOption: `size` is less than 1, or a state does not exist.
+            EtfarmError: BAD_PAGE_TOKEN.
+        """
+        require_at_least("size", size, 1)
         request = job_pb2.ListJobsRequest(
-            page_size=min(limit, PAGE_SIZE), name=name, labels=labels, states=_to_states(to_list(states)), owner=owner
-        )
+            page_token=page_token, name=name, labels=labels, states=_to_states(to_list(states)), owner=owner, model=model,
+            start_time=to_timestamp(since),
+        )  # fmt: skip
+        return await self._list_jobs(request, size)
+
+    async def _list_jobs(self, request: job_pb2.ListJobsRequest, limit: int) -> JobPage:
+        """Return at most `limit` jobs; with conditions, the server's pages may have fewer jobs than it was asked for."""
+        jobs: list[JobInfo] = []
+        token = ""
+        request.page_size = min(limit, PAGE_SIZE)
         async for page in iterate_pages(self._open.jobs.List, request, server=self._open.server):
             jobs += [decode.job(job) for job in page.jobs]
+            token = page.next_page_token
             if len(jobs) >= limit:
                 break
-        return jobs[:limit]
+            request.page_size = min(limit - len(jobs), PAGE_SIZE)
+        return JobPage(tuple(jobs[:limit]), token)
+
+    async def watch_jobs(self, owner: str = "") -> AsyncIterator[JobInfo]:
+        """Yield the live jobs of the caller's projects, and then each job that is submitted, changes or ends.
+
+        It goes on until the caller leaves. A caller that reads slowly gets the latest state of a job. A broken stream is
+        continued.
+
+        Args:
+            owner: only jobs that this principal submitted.
+
+        Raises:
+            EtfarmError: QUOTA_EXCEEDED; SERVER_UNREACHABLE if the server does not come back.
+        """
+        from etfarm.client.fleet import watches
+
+        async for job in watches.watch_jobs(self._open, owner):
+            yield job
+
+    async def queue(self) -> Queue:
+        """Return what waits for a device in the caller's projects, first ones first, and how much waits in others."""
+        runs: list[QueuedRun] = []
+        other_runs = 0
+        request = job_pb2.ListQueueRequest(page_size=PAGE_SIZE)
+        async for page in iterate_pages(self._open.jobs.ListQueue, request, server=self._open.server):
+            runs += [decode.queued_run(run) for run in page.runs]
+            other_runs = page.other_runs
+        return Queue(tuple(runs), other_runs)
 
     async def job(self, job_id: str) -> AsyncJob:
         """Return a job by its id, a unique prefix of at least 4 characters, a tag, a unique name, or `latest`.

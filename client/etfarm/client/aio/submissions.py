@@ -15,18 +15,20 @@ from typing import TYPE_CHECKING
 from etfarm.client.aio.connected import AsyncConnected
 from etfarm.client.submit.bench_options import BenchOptions
 from etfarm.client.submit.compile_options import CompileOptions
-from etfarm.client.submit.options import device_choices, one_spelling, takes_keywords_of, to_list
+from etfarm.client.submit.options import chosen_reservation, device_choices, one_spelling, takes_keywords_of, to_list
 from etfarm.client.submit.recipes import only_recipe, read_recipe
 from etfarm.client.submit.run_options import RunOptions
 from etfarm.client.transport import transfers
 from etfarm.client.transport.daemon_thread import in_thread
+from etfarm.client.transport.versions import require_protocol
 from etfarm.v1 import job_pb2, session_pb2
 from etfarm.wire import selectors
 
 if TYPE_CHECKING:
     from etfarm.client.jobs.job import AsyncJob
+    from etfarm.client.sessions.open_calls import Line, TextCallback
     from etfarm.client.sessions.program import SharedModel
-    from etfarm.client.sessions.session import AsyncSession, Line, TextCallback
+    from etfarm.client.sessions.session import AsyncSession
     from etfarm.client.submit.preparation import ExampleInputs, Model
     from etfarm.client.submit.recipes import Recipes
     from etfarm.client.submit.submission import Submission, SubmissionRequest
@@ -65,6 +67,8 @@ class AsyncSubmissions(AsyncConnected):
                 measures time to the first token and the rates of prefill and decode (`report.generation`).
             interleave: measure the candidates of each device choice, method and thread count in turns, on one device; at
                 least two. `report.interleaved` then compares each with the first, round by round.
+            notify: addresses that get a notice when the job has ended or a gate on it failed; `webhooks.secret` verifies its
+                signature.
             options: all other options of `etfarm.client.submit.bench_options.BenchOptions`.
 
         Raises:
@@ -176,6 +180,7 @@ class AsyncSubmissions(AsyncConnected):
         cores: str = "",
         idle_timeout_s: float | None = None,
         priority: int = 0,
+        reservation: str | None = None,
         on_wait: TextCallback | None = None,
         on_log: TextCallback | None = None,
         on_upload: transfers.Moved | None = None,
@@ -193,14 +198,15 @@ class AsyncSubmissions(AsyncConnected):
             idle_timeout_s: seconds without a call after which the session ends; 600 when None.
             on_wait: called with what the session waits for, whenever that changes.
             on_log: called with each line that the runner prints.
-            example_inputs, data, threads, cores, priority, on_upload, on_status: as in `bench`.
+            example_inputs, data, threads, cores, priority, reservation, on_upload, on_status: as in `bench`.
 
         Raises:
             UserError: `device` is not a selector. Entering the session raises the errors of SessionService.Open and of
                 compiling.
         """
+        from etfarm.client.sessions.open_calls import Line
         from etfarm.client.sessions.program import ServedModel, SharedModel
-        from etfarm.client.sessions.session import AsyncSession, Line
+        from etfarm.client.sessions.session import AsyncSession
 
         selectors.parse(device)
         request = session_pb2.OpenSessionRequest(
@@ -210,6 +216,7 @@ class AsyncSubmissions(AsyncConnected):
             cores=cores,
             idle_timeout_s=idle_timeout_s,
             priority=priority,
+            reservation_id=chosen_reservation(reservation),
         )
         # What the server checks of a job before its model is exported.
         spec = job_pb2.JobSpec(
@@ -218,6 +225,7 @@ class AsyncSubmissions(AsyncConnected):
             threads=[] if threads is None else [threads],
             measurement=job_pb2.Measurement(cores=cores) if cores else None,
             priority=priority,
+            reservation_id=request.reservation_id,
         )
         served: ServedModel | SharedModel
         chosen = only_recipe(recipe, recipes)
@@ -247,6 +255,8 @@ class AsyncSubmissions(AsyncConnected):
         for choice in spec.devices:
             selectors.parse(choice.selector)
         stubs = self._open
+        if spec.notify_urls:
+            require_protocol(self._connection.protocol_version, 3, "--notify (notify=)")
         await require_accepted(stubs, spec, parts.models, parsed)
         # Samples and exports may be larger than memory, so they stay in files until they are sent. A thread that Ctrl-C leaves
         # behind may still write there while the folder is removed.

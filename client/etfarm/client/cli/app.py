@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 
 import typer
 
@@ -13,7 +13,7 @@ from etfarm.client.cli.help_texts import make_readable
 from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.terminal.capabilities import printable, tell
 from etfarm.client.cli.usage import Usage
-from etfarm.client.errors import Interrupted, NotAvailable, OutputUnwritable, exit_code
+from etfarm.client.errors import Interrupted, OutputUnwritable, exit_code
 from etfarm.client.transport.daemon_thread import leave_busy_threads
 from etfarm.wire.errors import EtfarmError, FarmError
 
@@ -23,26 +23,17 @@ Command = Callable[..., int | None]
 _UsageError: type[Exception] = typer.BadParameter.__mro__[2]
 
 
-def execute(
-    command: Command | Mapping[str, Command],
-    argv: list[str],
-    name: str,
-    about: str = "",
-    later: Collection[str] = (),
-) -> int:
+def execute(command: Command | Mapping[str, Command], argv: list[str], name: str, about: str = "") -> int:
     """Run a command, or a subcommand of a group, and return its exit code; an error is one sentence on stderr.
 
     Args:
         command: a typer function, or functions by subcommand.
         name: the words after `etfarm`.
         about: the group's help; a function's is its docstring.
-        later: subcommands of a group that this version recognizes but lacks.
     """
     outcome = Outcome()
     code, error = 0, None
     try:
-        if argv and argv[0] in later:
-            raise NotAvailable(f"`etfarm {name} {argv[0]}`", "")
         code = _run(command, argv, name, about, outcome)
     except EtfarmError as raised:
         error, code = raised, exit_code(raised)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -20,8 +22,14 @@ Item = TypeVar("Item")
 
 _CPUS = re.compile(r"([0-9]{1,5})(?:-([0-9]{1,5}))?", re.ASCII)
 
+_SHARE = re.compile(r"([0-9]{1,3}(?:\.[0-9]{1,9})?)\s*(%)?", re.ASCII)
 _DURATION = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?) ?(ns|us|µs|ms|s)", re.ASCII)
+_PERIOD = re.compile(r"([0-9]{1,12}(?:\.[0-9]{1,12})?) ?([smhd])", re.ASCII)
+_UNITS_S = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
+_CENTURY_S = 100 * 366 * 86_400.0
 _UNITS_NS = {"ns": 1.0, "us": 1e3, "µs": 1e3, "ms": 1e6, "s": 1e9}
+
+_SIZE = re.compile(r"([0-9]{1,6}) ?(MiB|GiB|TiB)", re.ASCII)
 
 Server = Annotated[
     str | None,
@@ -62,9 +70,14 @@ Project = Annotated[
 JsonFile = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write etfarm.report/1 there, on failure too; - is stdout.")
 ]
+JunitFile = Annotated[
+    str | None,
+    typer.Option("--junit", metavar="FILE", help="Write JUnit XML there, a test for each cell and gate; - is stdout."),
+]
 ListJson = Annotated[
     str | None, typer.Option("--json", metavar="FILE", help="Write it as JSON there, on failure too; - is stdout.")
 ]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Delete nothing, and show what would be deleted.")]
 JobId = Annotated[str, typer.Argument(metavar="JOB", help="A job's id, its first characters, a tag, a name, or latest.")]
 Recipes = Annotated[
     list[str] | None,
@@ -74,11 +87,23 @@ Labels = Annotated[list[str] | None, typer.Option("--label", metavar="K=V", help
 Name = Annotated[str, typer.Option("--name", metavar="N", help="The job's name.")]
 NoCache = Annotated[bool, typer.Option("--no-cache", help="Compile again even if the farm has a cached result.")]
 
+Notify = Annotated[
+    list[str] | None,
+    typer.Option("--notify", metavar="URL", help="POST a notice there when the job has ended or a gate failed; repeatable."),
+]
+StrictQuantization = Annotated[
+    bool, typer.Option("--strict-quantization", help="Exit with 3 if a recipe quantizes nothing in a method.")
+]
+
 Calibration = Annotated[
     Path | None,
     typer.Option("--calibration", metavar="PATH", help="Samples for int8: an .npz, or a folder with one .npz per sample."),
 ]
 Batched = Annotated[bool, typer.Option("--batched", help="Axis 0 of every array of --calibration is the sample axis.")]
+Reservation = Annotated[
+    str | None,
+    typer.Option("--reservation", metavar="ID", help="Use the devices of a reservation; else ETFARM_RESERVATION."),
+]
 Verbose = Annotated[
     bool, typer.Option("--verbose", "-v", help="Show what compilers and runners print, and the original text of errors.")
 ]
@@ -94,6 +119,47 @@ def finite(value: float | None) -> float | None:
 Timeout = Annotated[
     float | None, typer.Option("--timeout", metavar="S", min=1, callback=finite, help="Maximum seconds on the device. [600]")
 ]
+
+
+Deadline = Annotated[
+    str | None,
+    typer.Option("--deadline", metavar="TIME", help="As 30m or 2026-11-23T18:00: what has not started by then fails. [none]"),
+]
+MaxWait = Annotated[
+    str | None, typer.Option("--max-wait", metavar="TIME", help="As 10m: a cell that waits longer for a device fails. [no limit]")
+]
+
+
+def seconds_of(option: str, text: str) -> float:
+    """Return a duration such as `90s`, `30m`, `2h` or `1d` in seconds.
+
+    Raises:
+        Usage: it is not a positive number with such a unit.
+    """
+    match = _PERIOD.fullmatch(text.strip())
+    value_s = float(match[1]) * _UNITS_S[match[2]] if match else 0.0
+    if not 0 < value_s < math.inf:
+        raise Usage(f"{option} requires a duration, got {text!r}.", f"Give for example {option} 30m (s, m, h or d).", value=text)
+    return value_s
+
+
+def deadline_of(text: str | None) -> datetime | timedelta | None:
+    """Return the time of `--deadline`: a duration from now on, or a time in ISO 8601, local if it names no time zone.
+
+    Raises:
+        Usage: it is neither.
+    """
+    if text is None:
+        return None
+    if _PERIOD.fullmatch(text.strip()):
+        return timedelta(seconds=min(seconds_of("--deadline", text), _CENTURY_S))
+    try:
+        return datetime.fromisoformat(text.strip()).astimezone()
+    except (ValueError, OverflowError):
+        raise Usage(
+            f"--deadline requires a duration or a time, got {text!r}.",
+            "Give for example --deadline 2h or --deadline 2026-11-23T18:00.", value=text,
+        ) from None  # fmt: skip
 
 
 def recipes_of(texts: Sequence[str]) -> list[Recipe]:
@@ -166,6 +232,23 @@ def once(what: str, items: Sequence[Item], key: Callable[[Item], object] = lambd
     return kept
 
 
+def instant_of(option: str, text: str) -> datetime:
+    """Return a time that is given as a duration before now such as `2d`, or as an ISO time.
+
+    Raises:
+        Usage: it is neither.
+    """
+    with suppress(ValueError, OverflowError):
+        if _PERIOD.fullmatch(text.strip()):
+            return datetime.now(UTC) - timedelta(seconds=seconds_of(option, text))
+        return datetime.fromisoformat(text).astimezone(UTC)
+    raise Usage(
+        f"{option} requires a duration or a time, got {text!r}.",
+        f"Give for example {option} 2d or {option} 2026-06-01.",
+        value=text,
+    )
+
+
 def duration_of(option: str, text: str | None) -> float | None:
     """Return a duration such as `5ms` in nanoseconds; None if the option is absent.
 
@@ -179,6 +262,32 @@ def duration_of(option: str, text: str | None) -> float | None:
     if not 0 < value_ns < math.inf:
         raise Usage(f"{option} {text!r} is not a duration.", f"Give a number and ns, us, ms or s: {option} 5ms.", value=text)
     return value_ns
+
+
+def size_of(option: str, text: str) -> int:
+    """Return a size such as `200GiB` in bytes.
+
+    Raises:
+        Usage: the text is not a size.
+    """
+    if (match := _SIZE.fullmatch(text)) is None:
+        raise Usage(f"{option} must be a size, got {text!r}.", "Write 500MiB, 200GiB or 2TiB; 0MiB keeps nothing.")
+    return int(match[1]) << {"MiB": 20, "GiB": 30, "TiB": 40}[match[2]]
+
+
+def share_of(option: str, text: str | None) -> float | None:
+    """Return a share such as `95%` or `0.95` as a fraction; None if the option is absent.
+
+    Raises:
+        Usage: it is not a number of 0 to 1, or of 0 to 100 with a percent sign.
+    """
+    if text is None:
+        return None
+    match = _SHARE.fullmatch(text.strip())
+    share = float(match[1]) / (100 if match[2] else 1) if match else -1.0
+    if not 0 <= share <= 1:
+        raise Usage(f"{option} {text[:40]!r} is not a share.", f"Give for example {option} 95%.", value=text[:40])
+    return share
 
 
 def cores_of(text: str) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
 from collections.abc import Callable
@@ -26,6 +27,10 @@ class Outcome:
     """FILE of `--json`, or `-`."""
     html_file: str | None = None
     """FILE of `--html`."""
+    junit_file: str | None = None
+    """FILE of `--junit`, or `-`."""
+    is_measured: bool = False
+    """Whether the document has measurements or a comparison, which GitHub Actions shows as annotations and a summary."""
     document: Callable[[EtfarmError | None], dict[str, Any]] | None = None
     """Callback that returns the document etfarm.report/1 as far as known, with the error that ended the command."""
     can_be_verbose: bool = False
@@ -77,13 +82,27 @@ class Outcome:
             require_writable(Path(file))
         self.html_file = file
 
+    def goes_to_junit(self, file: str | None) -> None:
+        """Set FILE of `--junit` after checking it like `goes_to`; the command's document has measurements.
+
+        Raises:
+            Usage, OutputUnwritable: as `goes_to`.
+        """
+        self.is_measured = True
+        if file is not None and file != STDOUT:
+            require_writable(Path(file))
+        if file == STDOUT == self.json_file:
+            raise Usage("--json and --junit cannot both be on stdout.", "Give one of them a file.")
+        self.junit_file = file
+
     def write(self, error: EtfarmError | None) -> None:
-        """Write `--json` and `--html`, if they are set.
+        """Write `--json`, `--html` and `--junit`, if they are set, and what GitHub Actions shows, if the command runs there.
 
         Raises:
             OutputUnwritable: a file cannot be written.
         """
-        if self.json_file is None and self.html_file is None:
+        in_actions = self.is_measured and os.environ.get("GITHUB_ACTIONS") == "true"
+        if self.json_file is None and self.html_file is None and self.junit_file is None and not in_actions:
             return
         from etfarm.wire import report
 
@@ -93,6 +112,15 @@ class Outcome:
             from etfarm.client.formats import html
 
             write_whole(Path(self.html_file), html.write(document))
+        if self.junit_file is not None:
+            from etfarm.client.formats import junit
+
+            if self.junit_file == STDOUT:
+                put(junit.write(document).decode())
+            else:
+                write_whole(Path(self.junit_file), junit.write(document))
+        if in_actions:
+            _show_in_actions(document)
 
     def _write_json(self, text: str) -> None:
         if self.json_file is None:
@@ -101,3 +129,20 @@ class Outcome:
             put(text)
         else:
             write_whole(Path(self.json_file), text.encode())
+
+
+def _show_in_actions(document: dict[str, Any]) -> None:
+    """Print annotations for GitHub Actions, and append the report to the step's summary.
+
+    The runner reads annotations from both streams; stdout may be a file's.
+    """
+    from etfarm.client.formats import github
+
+    for line in github.workflow_commands(document, os.environ.get("GITHUB_WORKSPACE", "")):
+        print(line, file=sys.stderr)
+    if file := os.environ.get("GITHUB_STEP_SUMMARY"):
+        try:
+            with Path(file).open("ab") as summary:
+                summary.write(github.summary(document) + b"\n")
+        except OSError as error:
+            tell(f"etfarm: The step's summary cannot be written: {error.strerror or error}.", to_stderr=True)

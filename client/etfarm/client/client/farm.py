@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self, Unpack
 from etfarm.client.aio.farm import AsyncFarm
 from etfarm.client.client.inventory import Inventory
 from etfarm.client.client.job_records import JobRecords
+from etfarm.client.client.retention import Retention
 from etfarm.client.client.submissions import Submissions
 from etfarm.client.transport.blocking import OwnLoop
 
@@ -19,7 +20,7 @@ if TYPE_CHECKING:
     from etfarm.client.submit.preparation import Model
 
 
-class Farm(OwnLoop, Submissions, JobRecords, Inventory):
+class Farm(OwnLoop, Submissions, JobRecords, Inventory, Retention):
     """A farm to submit jobs to.
 
     Use it with `with`. Its jobs continue after the block ends.
@@ -88,6 +89,16 @@ class Farm(OwnLoop, Submissions, JobRecords, Inventory):
     def lease(self) -> Lease | None:
         """The lease on the embedded farm; None for a server with an address."""
         return self._async.lease
+
+    def watch_connection(self) -> Iterator[bool]:
+        """Yield whether the farm's server answers, and then each change, until the farm is closed.
+
+        Calls and watches continue by themselves after a restart of the server; this is for showing that it is away.
+
+        Raises:
+            NotConnected: the farm is not open.
+        """
+        return self._each(self._async.watch_connection())
 
     def run_dataset(
         self,

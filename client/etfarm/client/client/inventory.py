@@ -2,17 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etfarm.client.client.projects import Projects
+from etfarm.client.client.reservations import Reservation
+from etfarm.client.client.stored_artifacts import Artifacts
+from etfarm.client.client.webhooks import Webhooks
 from etfarm.client.transport.blocking import Blocking
 
 if TYPE_CHECKING:
     from etfarm.client.aio.inventory import AsyncInventory
-    from etfarm.client.models import Agent, Bundle, Device, Project, RecipeInfo, ServerInfo
+    from etfarm.client.models import (
+        Agent,
+        Bundle,
+        Device,
+        DeviceChange,
+        HealthEvent,
+        Project,
+        RecipeInfo,
+        ReservationInfo,
+        ServerInfo,
+        Telemetry,
+        UpgradeProgress,
+    )
     from etfarm.client.transport import transfers
+    from etfarm.wire.errors import EtfarmError
 
 
 class Inventory(Blocking):
@@ -56,6 +73,32 @@ class Inventory(Blocking):
         """
         return self._run(self._async.bind_agent(agent_id, principal))
 
+    def upload_wheel(self, path: str | Path) -> str:
+        """Upload a wheel of etfarm for `upgrade_agent`, and return its digest.
+
+        Raises:
+            EtfarmError: as ArtifactService.Upload says.
+        """
+        return self._run(self._async.upload_wheel(path))
+
+    def upgrade_agent(
+        self, agent_id: str, digest: str, *, drain_s: float | None = None, time_limit_s: float | None = None
+    ) -> Iterator[UpgradeProgress]:
+        """Upgrade a connected agent to an uploaded wheel, and yield each step; leaving the iteration early ends the wait.
+
+        Its devices are drained meanwhile. An agent whose new version does not connect runs its former version again.
+
+        Args:
+            digest: the wheel, as `upload_wheel` returns it.
+            drain_s: how long the devices' runs may take; an hour when None.
+            time_limit_s: how long the new version may take to connect; a minute when None.
+
+        Raises:
+            EtfarmError: AGENT_OFFLINE, UPGRADE_NOT_ALLOWED, UPGRADE_RUNNING, DEVICES_BUSY, UPGRADE_FAILED; NOT_A_WHEEL;
+                PERMISSION_DENIED.
+        """
+        return self._each(self._async.upgrade_agent(agent_id, digest, drain_s=drain_s, time_limit_s=time_limit_s))
+
     def restrict_device(self, device_id: str, projects: Sequence[str]) -> Device:
         """Let a device run only the jobs and sessions of some projects, or of all projects if `projects` is empty. Admins only.
 
@@ -92,10 +135,141 @@ class Inventory(Blocking):
         """
         return self._run(self._async.undrain_device(device_id))
 
+    def reserve(
+        self,
+        selector: str = "",
+        *,
+        count: int = 1,
+        minutes: float = 10.0,
+        reason: str = "",
+        on_end: Callable[[EtfarmError], None] | None = None,
+    ) -> Reservation:
+        """Return a reservation of devices, for the jobs and sessions that name it.
+
+        The devices are reserved when it is entered with `with`, all or none, and released at the end of the block. In
+        between, the reservation is renewed.
+
+            with farm.reserve("arch=aarch64", count=2, minutes=30) as reservation:
+                job = farm.bench("x.pte", reservation=reservation.id)
+
+        Args:
+            selector: selects the devices; idle ones are preferred, and emulated ones are chosen last. A busy device is the
+                holder's as soon as its current run ends.
+            count: number of devices.
+            minutes: time after which the reservation ends if this process cannot renew it.
+            reason: why, for people who wait for the devices; at most 200 characters.
+            on_end: called with the reason if the reservation ends before the block.
+
+        Raises:
+            UserError: `selector` is not a selector. Entering it raises DEVICES_UNAVAILABLE, NO_SUCH_DEVICE, BAD_RESERVATION.
+        """
+        return Reservation(
+            self._async.reserve(selector, count=count, minutes=minutes, reason=reason, on_end=on_end), self._running
+        )
+
+    def reserve_devices(self, selector: str = "", *, count: int = 1, minutes: float = 10.0, reason: str = "") -> ReservationInfo:
+        """Reserve devices for the given time, without renewals: see `renew_reservation` and `release_reservation`.
+
+        Args:
+            selector, count, minutes, reason: as in `reserve`.
+
+        Raises:
+            EtfarmError: DEVICES_UNAVAILABLE, NO_SUCH_DEVICE, BAD_RESERVATION, QUOTA_EXCEEDED.
+        """
+        return self._run(self._async.reserve_devices(selector, count=count, minutes=minutes, reason=reason))
+
+    def renew_reservation(self, reservation_id: str, *, minutes: float | None = None) -> ReservationInfo:
+        """Let a reservation end `minutes` from now, or its own duration from now when None.
+
+        Raises:
+            EtfarmError: RESERVATION_NOT_FOUND, RESERVATION_ENDED, BAD_RESERVATION; NOT_YOURS.
+        """
+        return self._run(self._async.renew_reservation(reservation_id, minutes=minutes))
+
+    def release_reservation(self, reservation_id: str) -> None:
+        """End a reservation. What runs on its devices continues; what waits for them fails.
+
+        Raises:
+            EtfarmError: RESERVATION_NOT_FOUND; NOT_YOURS.
+        """
+        self._run(self._async.release_reservation(reservation_id))
+
+    def reservations(self) -> list[ReservationInfo]:
+        """Return the current reservations of the caller's projects, the next to expire first."""
+        return self._run(self._async.reservations())
+
+    def watch_devices(self, selector: str = "", *, telemetry: bool = True) -> Iterator[DeviceChange]:
+        """Yield the devices that match, and then each change, until the caller leaves.
+
+        A caller that reads slowly gets the latest state of a device. A broken stream is continued.
+
+        Args:
+            telemetry: whether to yield a device also when only its telemetry has changed, at each heartbeat.
+
+        Raises:
+            UserError: `selector` is not a selector.
+            EtfarmError: QUOTA_EXCEEDED; SERVER_UNREACHABLE if the server does not come back.
+        """
+        return self._each(self._async.watch_devices(selector, telemetry=telemetry))
+
+    def device_telemetry(
+        self, device_id: str, *, since: datetime | None = None, until: datetime | None = None
+    ) -> list[Telemetry]:
+        """Return the stored readings of a device, oldest first: one a minute for a day, and one in ten minutes for a week.
+
+        Args:
+            since, until: times; without a limit when None.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND, BAD_TIME_RANGE.
+        """
+        return self._run(self._async.device_telemetry(device_id, since=since, until=until))
+
+    def device_health(self, device_id: str, *, limit: int = 100) -> list[HealthEvent]:
+        """Return what happened to a device's health, newest first: faults, health runs, and what was done about them.
+
+        `Device.health` has what followed from it.
+
+        Args:
+            device_id: an id, a unique prefix of an id, or a name.
+            limit: maximum number of events, at least 1; the farm keeps at most 1,000 for each device.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND.
+            UserError: `limit` is less than 1.
+        """
+        return self._run(self._async.device_health(device_id, limit=limit))
+
+    def check_device(self, device_id: str) -> HealthEvent:
+        """Run the farm's health program on a device, after what it runs now, and return the result.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND, HEALTH_RUN_IMPOSSIBLE, HEALTH_RUN_ABORTED; PERMISSION_DENIED.
+        """
+        return self._run(self._async.check_device(device_id))
+
+    def clear_device(self, device_id: str) -> Device:
+        """Make a device GOOD: its faults no longer count, and its speed gets a new baseline. Admins only.
+
+        Raises:
+            EtfarmError: DEVICE_NOT_FOUND; PERMISSION_DENIED.
+        """
+        return self._run(self._async.clear_device(device_id))
+
     @property
     def projects(self) -> Projects:
         """The farm's projects."""
         return Projects(self._async.projects, self._running)
+
+    @property
+    def webhooks(self) -> Webhooks:
+        """The receivers of the farm's notices, and the log of deliveries."""
+        return Webhooks(self._async.webhooks, self._running)
+
+    @property
+    def artifacts(self) -> Artifacts:
+        """The artifacts of the caller's projects."""
+        return Artifacts(self._async.artifacts, self._running)
 
     def create_project(self, name: str, members: Sequence[str] = (), *, storage_limit_bytes: int | None = None) -> Project:
         """Create a project; the same as `create` of `projects`."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from datetime import datetime
 from typing import TYPE_CHECKING
 
 from etfarm.client.client.jobs import Job
@@ -12,7 +13,7 @@ if TYPE_CHECKING:
     from etfarm.client.aio.job_records import AsyncJobRecords
     from etfarm.client.jobs.comparison import Compared
     from etfarm.client.jobs.history import HistoryEntry
-    from etfarm.client.models import JobInfo
+    from etfarm.client.models import JobInfo, JobPage, Queue
     from etfarm.client.reports import Comparison, JobResult
 
 
@@ -29,6 +30,8 @@ class JobRecords(Blocking):
         labels: Mapping[str, str] | None = None,
         states: str | Sequence[str] = (),
         owner: str = "",
+        model: str = "",
+        since: datetime | None = None,
     ) -> list[JobInfo]:
         """Return the farm's jobs, newest first; with conditions, those that meet all of them.
 
@@ -38,11 +41,60 @@ class JobRecords(Blocking):
             labels: labels that the job has, with these values.
             states: one or several states, such as `FAILED`.
             owner: the principal that submitted the job.
+            model: the name of one of the job's models.
+            since: a time; only jobs that were submitted then or later.
 
         Raises:
             BadOption: `limit` is less than 1, or a state does not exist.
         """
-        return self._run(self._async.jobs(limit, name=name, labels=labels, states=states, owner=owner))
+        return self._run(self._async.jobs(limit, name=name, labels=labels, states=states, owner=owner, model=model, since=since))
+
+    def job_page(
+        self,
+        page_token: str = "",
+        *,
+        size: int = 50,
+        name: str = "",
+        labels: Mapping[str, str] | None = None,
+        states: str | Sequence[str] = (),
+        owner: str = "",
+        model: str = "",
+        since: datetime | None = None,
+    ) -> JobPage:
+        """Return a page of the farm's jobs, newest first, and the token of the next page.
+
+        Args:
+            page_token: `next_page_token` of the page before, with the same conditions; the first page when empty.
+            size: maximum number of jobs.
+            name, labels, states, owner, model, since: as in `jobs`.
+
+        Raises:
+            BadOption: `size` is less than 1, or a state does not exist.
+            EtfarmError: BAD_PAGE_TOKEN.
+        """
+        return self._run(
+            self._async.job_page(
+                page_token, size=size, name=name, labels=labels, states=states, owner=owner, model=model, since=since
+            )
+        )
+
+    def watch_jobs(self, owner: str = "") -> Iterator[JobInfo]:
+        """Yield the live jobs of the caller's projects, and then each job that is submitted, changes or ends.
+
+        It goes on until the caller leaves. A caller that reads slowly gets the latest state of a job. A broken stream is
+        continued.
+
+        Args:
+            owner: only jobs that this principal submitted.
+
+        Raises:
+            EtfarmError: QUOTA_EXCEEDED; SERVER_UNREACHABLE if the server does not come back.
+        """
+        return self._each(self._async.watch_jobs(owner))
+
+    def queue(self) -> Queue:
+        """Return what waits for a device in the caller's projects, first ones first, and how much waits in others."""
+        return self._run(self._async.queue())
 
     def job(self, job_id: str) -> Job:
         """Return a job by its id, a unique prefix of at least 4 characters, a tag, a unique name, or `latest`.

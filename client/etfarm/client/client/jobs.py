@@ -64,6 +64,18 @@ class Job(Blocking):
         """
         return Job(self._run(self._async.retry()), self._running)
 
+    def report_gate(self, gate: str, failures: Sequence[str]) -> None:
+        """Report that the job's result does not pass a gate, to its `notify` addresses and the farm's webhooks.
+
+        Args:
+            gate: what was required, such as `--gate 3%`.
+            failures: what does not meet it, one sentence each; the first 20 are sent.
+
+        Raises:
+            EtfarmError: NOT_YOURS, TOO_MANY_NOTICES; UNIMPLEMENTED by a server of etfarm 0.2.0.
+        """
+        self._run(self._async.report_gate(gate, failures))
+
     def watch(self, after: int = 0) -> Iterator[Event]:
         """Yield the events after the sequence number `after`, then new events until the job's state is final.
 

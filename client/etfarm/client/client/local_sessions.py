@@ -11,7 +11,7 @@ from etfarm.client.sessions.local import AsyncLocalSession
 from etfarm.client.transport.blocking import OwnLoop
 
 if TYPE_CHECKING:
-    from etfarm.client.sessions.session import TextCallback
+    from etfarm.client.sessions.open_calls import TextCallback
 
 
 class LocalSession(OwnLoop, Session):

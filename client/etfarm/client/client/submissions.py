@@ -16,8 +16,8 @@ from etfarm.client.transport.blocking import Blocking
 
 if TYPE_CHECKING:
     from etfarm.client.aio.submissions import AsyncSubmissions
+    from etfarm.client.sessions.open_calls import TextCallback
     from etfarm.client.sessions.program import SharedModel
-    from etfarm.client.sessions.session import TextCallback
     from etfarm.client.submit.preparation import ExampleInputs, Model
     from etfarm.client.submit.recipes import Recipes
     from etfarm.client.transport import transfers
@@ -55,6 +55,8 @@ class Submissions(Blocking):
                 measures time to the first token and the rates of prefill and decode (`report.generation`).
             interleave: measure the candidates of each device choice, method and thread count in turns, on one device; at
                 least two. `report.interleaved` then compares each with the first, round by round.
+            notify: addresses that get a notice when the job has ended or a gate on it failed; `webhooks.secret` verifies its
+                signature.
             options: all other options of `etfarm.client.submit.bench_options.BenchOptions`.
 
         Raises:
@@ -131,6 +133,7 @@ class Submissions(Blocking):
         cores: str = "",
         idle_timeout_s: float | None = None,
         priority: int = 0,
+        reservation: str | None = None,
         on_wait: TextCallback | None = None,
         on_log: TextCallback | None = None,
         on_upload: transfers.Moved | None = None,
@@ -148,7 +151,7 @@ class Submissions(Blocking):
             idle_timeout_s: seconds without a call after which the session ends; 600 when None.
             on_wait: called with what the session waits for, whenever that changes.
             on_log: called with each line that the runner prints.
-            example_inputs, data, threads, cores, priority, on_upload, on_status: as in `bench`.
+            example_inputs, data, threads, cores, priority, reservation, on_upload, on_status: as in `bench`.
 
         Raises:
             UserError: `device` is not a selector. Entering the session raises the errors of SessionService.Open and of
@@ -168,6 +171,7 @@ class Submissions(Blocking):
                 cores=cores,
                 idle_timeout_s=idle_timeout_s,
                 priority=priority,
+                reservation=reservation,
                 on_wait=on_wait,
                 on_log=on_log,
                 on_upload=on_upload,

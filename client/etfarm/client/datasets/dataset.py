@@ -21,7 +21,8 @@ from etfarm.client.datasets.tally import Tally, Work
 from etfarm.client.errors import EtfarmError, Fault
 from etfarm.client.models import Device
 from etfarm.client.sessions.calls import Outputs
-from etfarm.client.sessions.session import AsyncSession, TextCallback
+from etfarm.client.sessions.open_calls import TextCallback
+from etfarm.client.sessions.session import AsyncSession
 from etfarm.client.submit import input_names
 from etfarm.client.submit.inputs import in_order, value_of
 from etfarm.wire.errors import error_of
@@ -64,6 +65,8 @@ class Options(TypedDict, total=False):
     timeout_s: float | None
     """Limit for one sample on the device in seconds; 600 when None."""
     priority: int
+    reservation: str | None
+    """Id of a reservation, whose devices are used."""
     mixed: bool
     """Whether devices may differ in arch and soc."""
     keep_going: bool

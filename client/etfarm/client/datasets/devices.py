@@ -9,9 +9,10 @@ from etfarm.client.datasets.dataset import Dataset, Options
 from etfarm.client.datasets.samples import Sample
 from etfarm.client.errors import Kind, UserError
 from etfarm.client.models import Device, DeviceState
+from etfarm.client.sessions.open_calls import TextCallback
 from etfarm.client.sessions.program import ServedModel, SharedModel
-from etfarm.client.sessions.session import AsyncSession, TextCallback
-from etfarm.client.submit.options import one_spelling
+from etfarm.client.sessions.session import AsyncSession
+from etfarm.client.submit.options import chosen_reservation, one_spelling
 from etfarm.client.submit.recipes import only_recipe
 from etfarm.wire import selectors
 
@@ -120,6 +121,7 @@ def dataset(
     selectors.parse(device)
     if devices is not None and devices < 1:
         raise TooFewDevices(f"`devices` must be at least 1, got {devices}.", "Ask for one or more.", wanted=devices)
+    reservation = chosen_reservation(options.get("reservation"))
     method = one_spelling("method", options.get("method"), "methods", options.get("methods"), "")
     recipe = only_recipe(options.get("recipe"), options.get("recipes"))
     model = SharedModel(
@@ -132,7 +134,8 @@ def dataset(
         if devices == 1:
             # Take the device that is free first.
             return [("", device)]
-        matching = choose(await farm.devices(device), devices, device, mixed=options.get("mixed", False))
+        usable = [item for item in await farm.devices(device) if reservation == (item.reservation.id if item.reservation else "")]
+        matching = choose(usable, devices, device, mixed=options.get("mixed", False))
         return [(item.name, f"id={item.id}") for item in matching]
 
     def session(selector: str, on_wait: TextCallback) -> AsyncSession:
@@ -143,6 +146,7 @@ def dataset(
             threads=options.get("threads"),
             cores=options.get("cores", ""),
             priority=options.get("priority", 0),
+            reservation=reservation,
             on_wait=on_wait,
             on_log=options.get("on_log"),
             on_upload=options.get("on_upload"),

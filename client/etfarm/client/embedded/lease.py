@@ -331,6 +331,8 @@ def _spawn(place: Place, listener: int, prewarm: bool) -> None:
         key: value
         for key, value in os.environ.items()
         if key not in (names.SERVER_VARIABLE, names.TOKEN_VARIABLE, names.TLS_CA_VARIABLE)
+        # These are meant for a team's server, whose addresses and files the farm would take.
+        and not key.startswith(names.SETTING_PREFIX)
     }
     with (place.data / "supervisor.log").open("ab") as log:
         process = subprocess.Popen(

@@ -298,7 +298,9 @@ class Supervisor:
             _write_token(place.token_file)
             here = ("--listen", unix, "--data", str(place.data / "server"), "--address-file", str(place.address_file))
             secret = ("--tokens", str(place.token_file))
-            server = await self._launch("server", running, "serve", *here, *secret, *self._options)
+            # A command's own job is what its only device is for.
+            without = ("--health-interval", "0")
+            server = await self._launch("server", running, "serve", *here, *secret, *without, *self._options)
             await server.read_line_after("etfarm serve: listening on")
             self._start(server.drain(), "server's stdout")
             for orphan in sorted(place.held_jobs.iterdir()):

@@ -125,6 +125,8 @@ def _users_code(where: str) -> Iterator[None]:
             remedy = "The file belongs to a package: name it package.module:factory, from the folder above the package."
         elif isinstance(error, ModuleNotFoundError) and error.name:
             remedy = f"Install {error.name.partition('.')[0]!r} where etfarm runs, or start in the folder that has it."
+        elif str(error).startswith("operator torchvision::"):
+            remedy = "torchvision was built for another torch, such as one with CUDA: install the one for the torch that is here."
         raise FactoryFailed(where, error, str(place or ""), remedy) from error
 
 

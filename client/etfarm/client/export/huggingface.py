@@ -5,7 +5,9 @@ Nothing is downloaded, and no code of the folder is executed: only architectures
 
 from __future__ import annotations
 
+import copy
 import importlib
+import importlib.metadata
 import importlib.util
 import os
 import sys
@@ -19,10 +21,12 @@ from etfarm.client.errors import ExtraMissing
 from etfarm.client.export.errors import BadModelSource
 from etfarm.client.export.huggingface_folder import (
     DTYPES,
+    MAX_RANDOM_PARAMETERS,
     OPTIONS,
     BadCheckpoint,
     Folder,
     RemoteCodeRefused,
+    TooManyRandomWeights,
     UnsupportedArchitecture,
     read_folder,
 )
@@ -36,6 +40,8 @@ Say = Callable[[str], None]
 
 DEFAULT_CONTEXT_TOKENS: Final = 2048
 """Context of a decoder whose configuration allows more, if none is requested: ExecuTorch reserves memory for all of it."""
+_MIN_TRANSFORMERS: Final = 5
+"""First major version whose static caches have the interface that `huggingface_modules` extends."""
 _EXAMPLE_TOKENS: Final = 128
 """Number of tokens of an encoder's example input, unless its positions are fewer."""
 _SAMPLES: Final = 8
@@ -62,6 +68,7 @@ def load(
     attention: str = "sdpa",
     logits: str = "last",
     seed: int = 0,
+    max_parameters: int | None = None,
     say: Say | None = None,
 ) -> Loaded:
     """Load the model of a folder; see `ModelSource.huggingface`."""
@@ -72,12 +79,14 @@ def load(
             )
     checked, tell = read_folder(folder), say or (lambda _: None)
     with _importing(folder):
-        with quiet():
-            transformers = importlib.import_module("transformers")
-            importlib.import_module("transformers.modeling_utils")
+        transformers = _import_transformers(f"hf:{folder}")
         with _no_hub():
             config = _config(transformers, checked, tell)
             kind = _architecture(transformers, checked, config)
+            if not checked.has_checkpoint:
+                _require_few_parameters(
+                    transformers, checked, kind, config, DTYPES[dtype], max_parameters or MAX_RANDOM_PARAMETERS
+                )
             model = _create(transformers, checked, kind, config, DTYPES[dtype], seed, tell)
     name = type(model).__name__
     if kind == _CAUSAL:
@@ -101,10 +110,9 @@ def _importing(folder: Path) -> Iterator[None]:
     transformers imports it if it is installed, and one built for another torch raises.
 
     Raises:
-        ExtraMissing: transformers is not installed.
+        ExtraMissing: transformers is not installed, or too old.
     """
-    if importlib.util.find_spec("transformers") is None:
-        raise ExtraMissing(f"hf:{folder}", "huggingface", "transformers", model=f"hf:{folder}")
+    _require_transformers(f"hf:{folder}")
     hidden = False
     if "torchvision" not in sys.modules and importlib.util.find_spec("torchvision") is not None:
         try:
@@ -119,6 +127,31 @@ def _importing(folder: Path) -> Iterator[None]:
     finally:
         if hidden:
             del sys.modules["torchvision"]
+
+
+def _require_transformers(model: str) -> None:
+    if importlib.util.find_spec("transformers") is None:
+        raise ExtraMissing(model, "huggingface", "transformers", model=model)
+    installed = importlib.metadata.version("transformers")
+    if int(installed.partition(".")[0]) < _MIN_TRANSFORMERS:
+        why = f"transformers {_MIN_TRANSFORMERS}.0 or later; {installed} is installed"
+        raise ExtraMissing(model, "huggingface", "transformers", why=why, model=model)
+
+
+def _import_transformers(model: str) -> Any:
+    """Return the package transformers with what models are created by.
+
+    Raises:
+        ExtraMissing: the libraries that it needs are missing, or are there in other versions.
+    """
+    try:
+        with quiet():
+            transformers = importlib.import_module("transformers")
+            importlib.import_module("transformers.modeling_utils")
+    except ImportError as error:
+        why = f"transformers cannot be imported: {_line(error)}"
+        raise ExtraMissing(model, "huggingface", "transformers", why=why, model=model) from error
+    return transformers
 
 
 @contextmanager
@@ -241,6 +274,31 @@ def _create(transformers: Any, folder: Folder, kind: str, config: Any, dtype: st
     return model.eval().requires_grad_(False)
 
 
+def _require_few_parameters(transformers: Any, folder: Folder, kind: str, config: Any, dtype: str, limit: int) -> None:
+    """Refuse a model with too many parameters for random weights, without memory for any.
+
+    Raises:
+        TooManyRandomWeights: it has more than `limit`.
+    """
+    import torch
+
+    cls = transformers.AutoModelForCausalLM if kind == _CAUSAL else getattr(transformers, kind)
+    options: dict[str, Any] = {"dtype": getattr(torch, dtype)}
+    if kind == _CAUSAL:
+        options["trust_remote_code"] = False
+    try:
+        with quiet(), torch.device("meta"):
+            # The same configuration creates the model itself, and creating a model may change it.
+            model = (cls.from_config if kind == _CAUSAL else cls._from_config)(copy.deepcopy(config), **options)
+    except Exception:  # noqa: BLE001 - a class that cannot be created without values; creating it says what is wrong
+        return
+    parameters = list(model.parameters())
+    count = sum(parameter.numel() for parameter in parameters)
+    if count > limit:
+        size_bytes = sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+        raise TooManyRandomWeights(str(folder.path), count, limit, size_bytes)
+
+
 def _must_be_whole(folder: Folder, loaded: Any) -> None:
     """Refuse a checkpoint that lacks weights, which transformers would initialize at random.
 
@@ -270,6 +328,9 @@ def _decoder(
 
     config = model.config.get_text_config()
     positions = getattr(config, "max_position_embeddings", None) or DEFAULT_CONTEXT_TOKENS
+    if not isinstance(positions, int):  # transformers 5.0 takes anything
+        why = f"'max_position_embeddings' in config.json must be a number, got {positions!r:.40}"
+        raise UnsupportedArchitecture(str(folder.path), type(model).__name__, why)
     if context is not None and not 8 <= context <= positions:
         raise BadModelSource(
             f"max_context_tokens must be 8 to {positions:,}, which config.json allows, got {context:,}.",

@@ -13,11 +13,15 @@ from etfarm.wire.errors import UserError
 MAX_CONFIG_BYTES: Final = 4 << 20
 MAX_TOKENS: Final = 1 << 20
 """Maximum of options that are numbers of tokens."""
+MAX_RANDOM_PARAMETERS: Final = 2_000_000_000
+"""Maximum number of parameters with random weights, unless the option `max_parameters` is larger: 8 GB in float32."""
+MOST_PARAMETERS: Final = 10**12
+"""Maximum of the option `max_parameters`."""
 DTYPES: Final = {"float32": "float32", "float16": "float16", "bfloat16": "bfloat16", "fp32": "float32", "fp16": "float16",
                  "bf16": "bfloat16"}  # fmt: skip
 OPTIONS: Final[dict[str, tuple[str, ...] | None]] = {
     "max_context_tokens": None, "max_prompt_tokens": None, "dtype": tuple(DTYPES), "attention": ("sdpa", "custom"),
-    "logits": ("last", "all"), "seed": None,
+    "logits": ("last", "all"), "seed": None, "max_parameters": None,
 }  # fmt: skip
 """Options of `hf:FOLDER:NAME=VALUE,...` with their values; None for whole numbers."""
 
@@ -60,6 +64,27 @@ class BadCheckpoint(UserError):
     """A folder of transformers has a configuration or weights that cannot be used."""
 
     reason = "BAD_CHECKPOINT"
+
+
+class TooManyRandomWeights(UserError):
+    """A model without a checkpoint that has more parameters than are created at random.
+
+    Args:
+        parameters: their number.
+        limit: the number that is allowed.
+        size_bytes: the memory that they would take.
+    """
+
+    reason = "TOO_MANY_RANDOM_WEIGHTS"
+
+    def __init__(self, folder: str, parameters: int, limit: int, size_bytes: int) -> None:
+        super().__init__(
+            f"{folder} has no checkpoint, and its model has {parameters:,} parameters, {size_bytes / 1e9:.1f} GB: at most "
+            f"{limit:,} are created at random.",
+            f"Give hf:FOLDER:max_parameters={parameters} if this machine and the server have memory for several copies, reduce "
+            "num_hidden_layers in config.json, or add the checkpoint.",
+            folder=folder, parameters=parameters, limit=limit,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -148,10 +173,11 @@ def parse_options(model: str, text: str) -> dict[str, str | int]:
             if value not in choices:
                 raise BadModelArgument(model, f"{name} is one of {', '.join(choices)}, got {value[:40]!r}.")
             options[name] = value
-        elif value.isascii() and value.isdigit() and len(value) <= 10 and int(value) <= MAX_TOKENS:
-            options[name] = int(value)
-        else:
-            raise BadModelArgument(model, f"{name} is a whole number of at most {MAX_TOKENS:,}, got {value[:40]!r}.")
+            continue
+        most = MOST_PARAMETERS if name == "max_parameters" else MAX_TOKENS
+        if not (value.isascii() and value.isdigit() and len(value) <= len(str(MOST_PARAMETERS)) and int(value) <= most):
+            raise BadModelArgument(model, f"{name} is a whole number of at most {most:,}, got {value[:40]!r}.")
+        options[name] = int(value)
     return options
 
 

@@ -253,6 +253,7 @@ class ModelSource:
         attention: str = "sdpa",
         logits: str = "last",
         seed: int = 0,
+        max_parameters: int | None = None,
         say: Callable[[str], None] | None = None,
     ) -> ModelSource:
         """Return the model of a local folder of transformers, like the MODEL argument `hf:FOLDER`.
@@ -271,6 +272,7 @@ class ModelSource:
                 with the text.
             logits: `last` for those of the last token, `all` for those of each.
             seed: selects random weights.
+            max_parameters: maximum number of parameters that get random weights; 2,000,000,000 when None.
             say: called with a sentence about random weights and code that is not executed.
 
         Raises:
@@ -279,13 +281,14 @@ class ModelSource:
             RemoteCodeRefused: only Python code in the folder could create the model.
             UnsupportedArchitecture: transformers does not have it, or it has inputs or a cache that etfarm cannot make up.
             BadCheckpoint: the configuration or the weights cannot be used.
+            TooManyRandomWeights: without a checkpoint, the model has more parameters than `max_parameters`.
             BadModelSource: an option has an unsupported value.
         """
         from etfarm.client.export.huggingface import load
 
         loaded = load(
             Path(folder), max_context_tokens=max_context_tokens, max_prompt_tokens=max_prompt_tokens, dtype=dtype,
-            attention=attention, logits=logits, seed=seed, say=say,
+            attention=attention, logits=logits, seed=seed, max_parameters=max_parameters, say=say,
         )  # fmt: skip
         samples = loaded.samples
         if loaded.decoder is None:

@@ -113,7 +113,7 @@ class HuggingFaceFolder:
     @property
     def label(self) -> str:
         """Default name of the model: the folder's name with the options, and `random` for random weights."""
-        text = ",".join(f"{name}={value}" for name, value in self.options)
+        text = ",".join(f"{name}={value}" for name, value in self.options if name != "max_parameters")
         return ":".join(filter(None, (self.path.resolve().name, text, "random" if self.is_random else "")))
 
 

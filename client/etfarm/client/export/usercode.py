@@ -9,6 +9,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Final
+
+_sources: Final[dict[str, bytes]] = {}
+"""Contents of the files that were run, by the names of their modules."""
 
 
 @contextmanager
@@ -25,13 +29,14 @@ def on_path(folder: Path) -> Iterator[None]:
 
 
 def import_file(path: Path, prefix: str) -> ModuleType:
-    """Run a .py file and return its module.
+    """Run a .py file and return its module; one that ran before runs again only if it was edited, as it may register operators.
 
     Its name depends on the file's stem and not on its folder, since it is part of the export: `PREFIX_STEM`, with a
     number if another file has that name.
 
     Raises:
         ImportError: the file cannot be imported as Python.
+        OSError: the file cannot be read.
         Any exception of the file.
     """
     absolute = path.resolve()
@@ -39,6 +44,9 @@ def import_file(path: Path, prefix: str) -> ModuleType:
     while name in sys.modules and getattr(sys.modules[name], "__file__", None) != str(absolute):
         copies += 1
         name = f"{prefix}_{absolute.stem}_{copies}"
+    source = absolute.read_bytes()
+    if name in sys.modules and _sources.get(name) == source:
+        return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, absolute)
     if spec is None or spec.loader is None:
         raise ImportError(f"{path} cannot be imported as Python")
@@ -49,4 +57,5 @@ def import_file(path: Path, prefix: str) -> ModuleType:
     except BaseException:
         del sys.modules[name]
         raise
+    _sources[name] = source
     return module

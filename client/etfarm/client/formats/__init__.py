@@ -17,7 +17,7 @@ from etfarm.wire.errors import UserError
 
 Json = dict[str, Any]
 
-NAMES: Final = ("json", "csv", "parquet", "html", "markdown", "perfetto", "model-explorer", "executorch")
+NAMES: Final = ("json", "csv", "parquet", "html", "markdown", "junit", "perfetto", "model-explorer", "executorch")
 """The names of all formats."""
 
 

@@ -5,11 +5,13 @@ These are pure functions of etfarm.comparison/1.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from etfarm.client.formats import generation, sentences, units
+from etfarm.client.formats import compared_generation, sentences, units
+from etfarm.client.formats.compared_fact import Fact as Fact
+from etfarm.client.formats.compared_fact import number_fact, show_ratio
 from etfarm.wire import changes
 from etfarm.wire.comparison import EXACT_DB, label, traits
 from etfarm.wire.delegation import GLUE
@@ -27,17 +29,6 @@ GATE_WORDS: Final = {"passed": "passed", "failed": "not passed", "inconclusive":
 
 SPREAD: Final = "between runs"
 """Name of the fact that says how much separate runs vary."""
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One fact about both sides."""
-
-    name: str
-    base: str
-    candidate: str
-    change: str
-    """`+2.1 %`; empty if nothing changed or a side lacks the fact."""
 
 
 @dataclass(frozen=True)
@@ -64,50 +55,19 @@ def answer(pair: Json) -> str:
             f"the {side} {(pair[side]['state'] or '?').lower()} ({pair[side]['error'] or 'no error'})" for side in sides
         )
     if latency is None or latency["ratio"] is None:
-        generated = next(_rates(pair, "decode"), None)
-        return "no latency on both sides" if generated is None else f"decode {_rate_answer(*generated, pair)}"
+        generated = next(compared_generation.rates(pair, "decode"), None)
+        return "no latency on both sides" if generated is None else f"decode {compared_generation.rate_answer(*generated, pair)}"
     ends = latency["ratio_ci95"]
-    interval = f" [{_ratio(ends[0])}, {_ratio(ends[1])}]" if ends else ""
-    return f"{_ratio(latency['ratio'])}x{interval}  {describe_change(latency)}"
+    interval = f" [{show_ratio(ends[0])}, {show_ratio(ends[1])}]" if ends else ""
+    return f"{show_ratio(latency['ratio'])}x{interval}  {describe_change(latency)}"
 
 
 def main_change(pair: Json) -> tuple[str, str]:
     """Return the ratio that `answer` is about, as `0.912x` or `?` if it is unknown, and its outcome."""
     change = pair["latency"]
     if change is None or change["ratio"] is None:
-        change = next((rate for _, rate in _rates(pair, "decode")), None)
-    return ("?", "") if change is None else (f"{_ratio(change['ratio'])}x", change["outcome"] or "")
-
-
-def _rates(pair: Json, key: str) -> Iterator[tuple[Json, Json]]:
-    """Yield the points of generated text that both sides have, each with the change of a number that has a ratio."""
-    for point in (pair["generation"] or {}).get("points", ()):
-        if point[key] and point[key]["ratio"] is not None:
-            yield point, point[key]
-
-
-def _rate_answer(point: Json, change: Json, pair: Json) -> str:
-    """Return `1.052x [1.041, 1.063]  faster (prompt 128)` for a rate, of which more is better."""
-    ends = change["ratio_ci95"]
-    interval = f" [{_ratio(ends[0])}, {_ratio(ends[1])}]" if ends else ""
-    outcome = (change["outcome"] or "").replace("_", " ")
-    same = "same program, " if pair["generation"]["same_program"] else ""
-    return f"{_ratio(change['ratio'])}x{interval} of the tokens per second  {same}{outcome} ({generation.where(point)})"
-
-
-def _rate_facts(pair: Json) -> Iterator[Fact]:
-    """Yield the numbers of generated text at each prompt length and depth that both sides have."""
-    for key, name in (("ttft", "first token"), ("prefill", "prefill"), ("decode", "decode")):
-        for point, change in _rates(pair, key):
-            shown = units.time if key == "ttft" else _tokens_per_s
-            yield Fact(
-                f"{name}, {generation.where(point)}", shown(change["base"]), shown(change["candidate"]),
-                f"{(change['ratio'] - 1) * 100:+.1f} %",
-            )  # fmt: skip
-
-
-def _tokens_per_s(value: float | None) -> str:
-    return units.rate(value)[0]
+        change = next((rate for _, rate in compared_generation.rates(pair, "decode")), None)
+    return ("?", "") if change is None else (f"{show_ratio(change['ratio'])}x", change["outcome"] or "")
 
 
 def describe_change(latency: Json) -> str:
@@ -141,20 +101,22 @@ def facts(pair: Json) -> Iterator[Fact]:
     """Yield all known facts of either side, times first."""
     latency, size, memory = pair["latency"] or {}, pair["size"] or {}, pair["memory"] or {}
     for name, key in (("p50", "p50_ns"), ("p90", "p90_ns"), ("p99", "p99_ns"), ("first run", "first_run_ns")):
-        yield from _number(name, latency.get(key), units.time)
+        yield from number_fact(name, latency.get(key), units.time)
     if latency.get("method") == "separate":
         yield Fact(SPREAD, spread(latency["base_spread"]), spread(latency["candidate_spread"]), "")
-    yield from _rate_facts(pair)
-    yield from _number("load program", latency.get("load_ns"), units.time)
-    yield from _number("load method", latency.get("load_method_ns"), units.time)
-    yield from _number("program", size.get("total_bytes"), units.size)
+    yield from compared_generation.rate_facts(pair)
+    yield from compared_generation.part_facts(pair)
+    yield from number_fact("load program", latency.get("load_ns"), units.time)
+    yield from number_fact("load method", latency.get("load_method_ns"), units.time)
+    yield from number_fact("program", size.get("total_bytes"), units.size)
     for name, key in (("  operators", "program_bytes"), ("  constants", "constant_bytes"), ("  delegates", "delegate_bytes")):
         if (size.get(key) or {}).get("change"):
-            yield from _number(name, size[key], units.size)
-    yield from _number("peak memory", memory.get("peak_rss_bytes"), units.size)
-    yield from _number("planned", memory.get("planned_bytes"), units.size)
+            yield from number_fact(name, size[key], units.size)
+    yield from number_fact("peak memory", memory.get("peak_rss_bytes"), units.size)
+    yield from number_fact("planned", memory.get("planned_bytes"), units.size)
     for output in pair["accuracy"]:
         yield _accuracy(output, alone=len(pair["accuracy"]) == 1)
+    yield from compared_generation.logit_facts(pair)
     for method, delegation in (pair["delegation"] or {}).items():
         yield from _delegation(method, delegation, alone=len(pair["delegation"]) == 1)
 
@@ -253,21 +215,6 @@ def why(gate: Json) -> str:
     return f"{first['message']}{f'; and {len(more)} more' if more else ''}"
 
 
-def _ratio(value: float) -> str:
-    """Return a ratio with three decimals, or more if three would show no difference."""
-    return f"{value:.3f}" if value >= 0.1 else units.significant(value)
-
-
-def _number(name: str, values: Json | None, shown: Callable[[Any], str]) -> Iterator[Fact]:
-    if values is None:
-        return
-    change = ""
-    if values["change"] and values["ratio"] is not None:
-        change = sentences.change(values["ratio"] - 1)
-        change = "" if change == "0.0 %" else change
-    yield Fact(name, shown(values["base"]), shown(values["candidate"]), change)
-
-
 def _accuracy(output: Json, *, alone: bool) -> Fact:
     name = "SQNR" if alone or not output["output"] else f"SQNR {output['output']}"
     change_db = _change_db(output)
@@ -278,7 +225,9 @@ def _accuracy(output: Json, *, alone: bool) -> Fact:
 
 
 def worst_accuracy(pair: Json) -> Fact | None:
-    """Return the accuracy of the output with the largest loss; None if no output was compared."""
+    """Return the accuracy of the output with the largest loss, or of a language model's logits; None if nothing was compared."""
+    if (logits := next((fact for fact in compared_generation.logit_facts(pair)), None)) is not None:
+        return logits
     return next((_accuracy(output, alone=True) for output in sorted(pair["accuracy"], key=_exactness)), None)
 
 

@@ -51,7 +51,8 @@ def _overview(reports: Sequence[Json]) -> Iterator[str]:
         time, share = answers.latency(report), answers.delegated(report)
         runs = f"({sentences.runs(report)})" if len(report["runs"]) > 1 else ""
         cells.append(" ".join(filter(None, (time.text, escapes.text(time.detail), escapes.text(runs)))))
-        cells.append(_VERDICTS.get(str((report["verdict"] or {}).get("status")), ""))
+        unquantized = "⚠️ **not quantized**" if sentences.unquantized(report) else ""
+        cells.append(" ".join(filter(None, (_VERDICTS.get(str((report["verdict"] or {}).get("status")), ""), unquantized))))
         cells += [share.text, escapes.text(answers.accuracy(report).text), answers.size(report).text, answers.memory(report).text]
         if compared:
             cells.append(escapes.text(_paired(report, reports)))
@@ -71,6 +72,11 @@ def _report(report: Json) -> Iterator[str]:
     if report["error"]:
         yield f"**{escapes.text(label(report))}**: {_error(report['error'])}"
         return
+    warnings = [str(warning["message"]) for warning in (report["compile"] or {}).get("warnings") or ()]
+    for warning in warnings[:TOP]:
+        yield f"> ⚠️ {escapes.text(label(report))}: {escapes.text(warning)}"
+    if warnings:
+        yield ""
     if reasons := sentences.verdict(report):
         yield f"> {escapes.text(label(report))}: {_VERDICTS.get(report['verdict']['status'], '')}"
         yield from (f"> - {escapes.text(str(reason))}" for reason in reasons)

@@ -15,6 +15,8 @@ from etfarm.client.formats import units
 
 Json = Mapping[str, Any]
 
+QUANTIZED_NOTHING = "QUANTIZED_NOTHING"
+"""Code of the warning that a recipe which quantizes left a method in fp32."""
 _SHOWN_INPUTS = 4
 _STOP = "Stop other programs on the device."
 _MORE_REPETITIONS = "Give more --repetitions."
@@ -251,3 +253,15 @@ def ratio(value: float, interval: Sequence[float] | None) -> str:
         times = max(value, 1 / value) if value > 0 else float("inf")
         return f"{units.significant(times)} times as {'fast' if value < 1 else 'slow'}"
     return f"{units.significant(abs(1 - value) * 100, 2)} % {'faster' if value < 1 else 'slower'}"
+
+
+def unquantized(report: Json) -> str:
+    """Return that a REPORT's program is fp32 although its recipe quantizes; empty if it is not.
+
+    Warnings about other methods of the program do not count.
+    """
+    method = report["method"]
+    for warning in (report["compile"] or {}).get("warnings") or ():
+        if warning["code"] == QUANTIZED_NOTHING and (not method or f" in {method}: " in warning["message"]):
+            return str(warning["message"])
+    return ""

@@ -63,13 +63,41 @@ _POINT: Final = {
     "decode_high": Kind.NUMBER, "verdict": Kind.TEXT, "tokens_equal": Kind.TRUTH,
 }  # fmt: skip
 
-WHAT: Final = ("operators", "samples", "generation", "tokens")
+_PART: Final = {
+    "prompt_tokens": Kind.INTEGER, "depth": Kind.INTEGER, "part": Kind.TEXT, "prefill_executions": Kind.INTEGER,
+    "prefill_ns": Kind.NUMBER, "prefill_low_ns": Kind.NUMBER, "prefill_high_ns": Kind.NUMBER, "prefill_share": Kind.NUMBER,
+    "decode_executions": Kind.INTEGER, "decode_ns": Kind.NUMBER, "decode_low_ns": Kind.NUMBER, "decode_high_ns": Kind.NUMBER,
+    "decode_share": Kind.NUMBER,
+}  # fmt: skip
+_LOGITS: Final = {
+    "reference": Kind.TEXT, "tokens": Kind.INTEGER, "top1_agreement": Kind.NUMBER, "logits_tokens": Kind.INTEGER,
+    "sqnr_db": Kind.NUMBER, "max_abs_error": Kind.NUMBER, "kl_divergence": Kind.NUMBER, "perplexity": Kind.NUMBER,
+    "perplexity_ratio": Kind.NUMBER, "generated_tokens": Kind.INTEGER,
+}  # fmt: skip
+"""Columns of the table of logits that have the name of their key. `perplexity` is the reference's."""
+_FIRST: Final = {
+    "first_difference": Kind.INTEGER, "first_token": Kind.INTEGER, "first_reference_token": Kind.INTEGER,
+    "first_gap": Kind.NUMBER,
+}  # fmt: skip
+"""Columns of the first generated token that differs from the reference's."""
+_DEVICE: Final = {
+    "device_tokens": Kind.INTEGER, "is_text": Kind.TRUTH, "device_perplexity": Kind.NUMBER, "perplexity_tokens": Kind.INTEGER,
+}  # fmt: skip
+
+WHAT: Final = ("operators", "samples", "generation", "tokens", "parts", "logits")
 """The names of the tables."""
 
 
 def present(document: Json) -> tuple[str, ...]:
-    """Return the names of the tables that a document can fill: without a language model, those of generated text are left out."""
-    return WHAT if any(report["generation"] for report in document["reports"]) else WHAT[:2]
+    """Return the names of the tables that a document can fill: without a language model, those of generated text are left out.
+
+    `parts` requires a model of several methods, `logits` an accuracy that was measured.
+    """
+    generated = [report["generation"] for report in document["reports"] if report["generation"]]
+    has_parts = any(point["parts"] for each in generated for point in each["points"])
+    has_logits = any(each["accuracy"] for each in generated)
+    absent = {"parts": not has_parts, "logits": not has_logits, "generation": not generated, "tokens": not generated}
+    return tuple(what for what in WHAT if not absent.get(what))
 
 
 def operators(document: Json) -> Table:
@@ -93,9 +121,21 @@ def tokens(document: Json) -> Table:
     return Table("tokens", {**IDENTITY, **columns}, _tokens(document))
 
 
+def parts(document: Json) -> Table:
+    """Return a row for each method of each prompt length at each depth, if several methods generate text together."""
+    return Table("parts", {**IDENTITY, **_PART}, _parts(document))
+
+
+def logits(document: Json) -> Table:
+    """Return a row for each reference of a language model's logits; without one, a row with the device's perplexity."""
+    return Table("logits", {**IDENTITY, **_LOGITS, **_FIRST, **_DEVICE}, _logits(document))
+
+
 def table(document: Json, what: str) -> Table:
     """Return the table with a name in WHAT."""
-    tables = {"operators": operators, "samples": samples, "generation": generation, "tokens": tokens}
+    tables = {
+        "operators": operators, "samples": samples, "generation": generation, "tokens": tokens, "parts": parts, "logits": logits,
+    }  # fmt: skip
     return tables[what](document)
 
 
@@ -137,6 +177,28 @@ def _tokens(document: Json) -> Iterator[tuple[Any, ...]]:
     for of, _, point in _points(document):
         for number, time_ns in enumerate(point["token_ns"] or ()):
             yield (*of, point["prompt_tokens"], point["depth"], number, time_ns)
+
+
+def _parts(document: Json) -> Iterator[tuple[Any, ...]]:
+    for of, _, point in _points(document):
+        for part in point["parts"]:
+            values: list[Any] = [point["prompt_tokens"], point["depth"], part["method"]]
+            for kind in ("prefill", "decode"):
+                ends = part[f"{kind}_ci95_ns"] or (None, None)
+                values += [part[f"{kind}_executions"], part[f"{kind}_ns"], *ends, part[f"{kind}_share"]]
+            yield (*of, *values)
+
+
+def _logits(document: Json) -> Iterator[tuple[Any, ...]]:
+    for report in document["reports"]:
+        measured = (report["generation"] or {}).get("accuracy")
+        if not measured or measured["error"]:
+            continue
+        device = measured["tokens"], measured["is_text"], measured["perplexity"], measured["perplexity_tokens"]
+        for each in measured["references"] or (dict.fromkeys((*_LOGITS, "first_difference")),):
+            first = each["first_difference"] or {}
+            differs = (first.get(key) for key in ("index", "token", "reference_token", "gap"))
+            yield (*identity_of(document, report), *(each[key] for key in _LOGITS), *differs, *device)
 
 
 def identity_of(document: Json, report: Json) -> tuple[Any, ...]:

@@ -150,8 +150,11 @@ def ago(then: datetime | None, now: datetime) -> str:
 
 
 def clock(seconds: float) -> str:
-    """Return a running time: `3.2 s`, `1:07`."""
-    return f"{seconds:.1f} s" if seconds < 60 else f"{int(seconds // 60)}:{int(seconds % 60):02}"
+    """Return a running time: `3.2 s`, `1:07`, and from an hour on `2:01:07`."""
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(int(seconds), 60)
+    return f"{minutes}:{rest:02}" if minutes < 60 else f"{minutes // 60}:{minutes % 60:02}:{rest:02}"
 
 
 def count(number: int, noun: str) -> str:

@@ -11,6 +11,7 @@ from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final
 
 from etfarm.client import reports
+from etfarm.client.formats import units
 from etfarm.client.formats.answers import REFERENCES
 from etfarm.client.reports.enums import VerdictStatus
 from etfarm.client.transport.paging import iterate_pages
@@ -22,7 +23,7 @@ from etfarm.wire.errors import EtfarmError
 from etfarm.wire.report import error_json, report_json
 
 if TYPE_CHECKING:
-    from etfarm.client.reports import GenerationPoint, Report
+    from etfarm.client.reports import GenerationPoint, GenerationReference, Report
 
 SCHEMA: Final = "etfarm.history/1"
 
@@ -86,12 +87,26 @@ class Point:
 
     @property
     def sqnr_db(self) -> float | None:
-        """The signal-to-noise ratio in dB of the worst output against the program before quantization.
+        """The signal-to-noise ratio in dB of the worst output, or of logits, against the program before quantization.
 
         300 means equal. None without that reference, whatever other references the report has.
         """
-        known = (row.sqnr_db for row in self.entry.report.accuracy or () if row.reference == REFERENCES["EAGER"])
+        report = self.entry.report
+        outputs = [row.sqnr_db for row in report.accuracy or () if row.reference == REFERENCES["EAGER"]]
+        known = [*outputs, *(row.sqnr_db for row in _logits(report) if row.reference == REFERENCES["EAGER"])]
         return min((value for value in known if value is not None), default=None)
+
+    @property
+    def top1_agreement(self) -> float | None:
+        """The part of a language model's tokens after which the program before quantization finds the same one most likely."""
+        known = (row.top1_agreement for row in _logits(self.entry.report) if row.reference == REFERENCES["EAGER"])
+        return next((value for value in known if value is not None), None)
+
+    @property
+    def perplexity(self) -> float | None:
+        """The perplexity of the text on the device; None for drawn tokens."""
+        generated = self.entry.report.generation
+        return generated.accuracy.perplexity if generated is not None and generated.accuracy is not None else None
 
     @property
     def size_bytes(self) -> int | None:
@@ -113,6 +128,14 @@ class Series:
     threads: int | None
     points: tuple[Point, ...]
     """The points, oldest first."""
+
+    @property
+    def label(self) -> str:
+        """What the series compares: `resnet8 · xnnpack_fp32 · pi5-a · 4 threads`."""
+        place = self.device_name or (self.device or "")[:12] or "no device"
+        method = self.method if self.method not in (None, "forward") else ""
+        threads = units.count(self.threads, "thread") if self.threads else ""
+        return " · ".join(filter(None, (self.model, self.recipe, place, method, threads)))
 
 
 async def fetch(
@@ -152,6 +175,28 @@ def trends(entries: Sequence[HistoryEntry]) -> tuple[Series, ...]:
         key = (_model_name(report), report.recipe, device, report.method, report.threads)
         of_series.setdefault(key, []).insert(0, entry)
     return tuple(_series(listed) for listed in of_series.values())
+
+
+def describe_change(point: Point) -> tuple[str, str]:
+    """Return a point's change from the previous one, and its outcome: `12.3 % slower` and `slower`, `≈ -0.4 %` and `equal`.
+
+    Both are empty without a comparable previous point.
+    """
+    if point.ratio is None:
+        return "", ""
+    percent = (point.ratio - 1) * 100
+    if point.overlaps is not False:
+        return f"≈ {percent:+.1f} %", "equal"
+    return (f"{percent:.1f} % slower", "slower") if percent > 0 else (f"{-percent:.1f} % faster", "faster")
+
+
+def describe_doubts(point: Point) -> str:
+    """Return why a point is no evidence: `bimodal, drift`; empty if it is, or if that is unknown."""
+    report = point.entry.report
+    codes = [report["error"]["reason"]] if report["error"] else []
+    if point.verdict == "INVALID":
+        codes += [reason["code"] for reason in report["verdict"]["reasons"]]
+    return ", ".join(codes).lower().replace("_", " ")
 
 
 def document(model: str, entries: Sequence[HistoryEntry], error: EtfarmError | None) -> dict[str, Any]:
@@ -235,6 +280,12 @@ def _generated(report: Report) -> GenerationPoint | None:
     return next((point for point in points if point.decode_tokens_per_s is not None), None)
 
 
+def _logits(report: Report) -> tuple[GenerationReference, ...]:
+    """Return what the logits of a language model were compared with; empty if they were not."""
+    generated = report.generation
+    return generated.accuracy.references if generated is not None and generated.accuracy is not None else ()
+
+
 def _setting(report: Report) -> tuple[int, ...]:
     """Return what the times of two reports must have in common to be compared; empty for a latency."""
     point = _generated(report)
@@ -269,6 +320,8 @@ def _series_json(series: Series) -> dict[str, Any]:
                 "changes": [dict(change) for change in point.changes],
                 "report": point.entry.report.to_dict(),
                 "decode_tokens_per_s": point.decode_tokens_per_s,
+                "top1_agreement": point.top1_agreement,
+                "perplexity": point.perplexity,
             }
             for point in series.points
         ],

@@ -17,7 +17,7 @@ from etfarm.client.models import CellState, Event, JobInfo, JobState, LogLine
 from etfarm.client.transport import decode, transfers
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.retry import Backoff
-from etfarm.v1 import common_pb2, job_pb2, report_pb2
+from etfarm.v1 import common_pb2, job_pb2, report_pb2, webhook_pb2
 from etfarm.wire import report, tensors
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.names import RETRY_LABEL
@@ -99,7 +99,7 @@ class AsyncJob:
         spec.CopyFrom(self._job.spec)
         candidate = self._job.spec.candidates[known.candidate_index]
         # The name stays with this job alone, so that it keeps resolving to it.
-        for name in ("name", "candidates", "devices", "methods", "threads", "no_cache"):
+        for name in ("name", "candidates", "devices", "methods", "threads", "no_cache", "notify_urls", "deadline_time"):
             spec.ClearField(name)
         spec.labels[RETRY_LABEL] = self.id
         spec.candidates.append(candidate)
@@ -118,6 +118,20 @@ class AsyncJob:
         """
         request = job_pb2.RetryJobRequest(job_id=self.id, request_id=str(uuid.uuid4()))
         return AsyncJob(self._stubs, await self._stubs.jobs.Retry(request), self._input_names)
+
+    async def report_gate(self, gate: str, failures: Sequence[str]) -> None:
+        """Report that the job's result does not pass a gate, to its `notify` addresses and the farm's webhooks.
+
+        Args:
+            gate: what was required, such as `--gate 3%`.
+            failures: what does not meet it, one sentence each; the first 20 are sent.
+
+        Raises:
+            EtfarmError: NOT_YOURS, TOO_MANY_NOTICES; UNIMPLEMENTED by a server of etfarm 0.2.0.
+        """
+        cut = [failure[:500] for failure in failures[:20]]
+        request = webhook_pb2.ReportGateRequest(job_id=self.id, gate=gate[:500], failures=cut)
+        await self._stubs.webhooks.ReportGate(request)
 
     async def watch(self, after: int = 0) -> AsyncIterator[Event]:
         """Yield the events after the sequence number `after`, then new events until the job's state is final.

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
+    from etfarm.client.reports.change import Method, NumberChange, OperatorOutcome, Outcome
     from etfarm.client.reports.comparison import (
         AccuracyComparison,
         ComparedDevice,
@@ -18,25 +19,14 @@ if TYPE_CHECKING:
         DelegatedOperator,
         DelegationComparison,
         Difference,
-        Finding,
-        GateLimit,
-        GateOutcome,
-        GateResult,
-        GenerationComparison,
-        GenerationPointComparison,
         LatencyComparison,
         MemoryComparison,
-        Method,
         NodeCounts,
-        NumberChange,
         OperatorChange,
         OperatorChanges,
-        OperatorOutcome,
         OperatorTime,
-        Outcome,
         OutputErrors,
         Pair,
-        RateChange,
         ReportName,
         SizeComparison,
         Unpaired,
@@ -74,6 +64,7 @@ if TYPE_CHECKING:
         VerdictStatus,
     )
     from etfarm.client.reports.error_facts import ErrorFacts
+    from etfarm.client.reports.gate_result import Finding, GateLimit, GateOutcome, GateResult
     from etfarm.client.reports.generation import (
         FirstDifference,
         FlowEncoder,
@@ -85,7 +76,16 @@ if TYPE_CHECKING:
         GenerationRun,
         LanguageModel,
         ModelFlow,
+        TracedEncoder,
         TracedExecution,
+    )
+    from etfarm.client.reports.generation_comparison import (
+        GenerationComparison,
+        GenerationPartComparison,
+        GenerationPointComparison,
+        LogitErrors,
+        LogitsComparison,
+        RateChange,
     )
     from etfarm.client.reports.json_object import JsonObject
     from etfarm.client.reports.latency import (
@@ -162,6 +162,7 @@ __all__ = [
     "GenerationAccuracy",
     "GenerationComparison",
     "GenerationPart",
+    "GenerationPartComparison",
     "GenerationPoint",
     "GenerationPointComparison",
     "GenerationReference",
@@ -177,6 +178,8 @@ __all__ = [
     "Latency",
     "LatencyComparison",
     "Load",
+    "LogitErrors",
+    "LogitsComparison",
     "Measurement",
     "Memory",
     "MemoryComparison",
@@ -229,6 +232,7 @@ __all__ = [
     "TelemetryPoint",
     "ThermalZone",
     "Toolchain",
+    "TracedEncoder",
     "TracedExecution",
     "Unpaired",
     "ValueHistogram",
@@ -240,7 +244,7 @@ __all__ = [
 
 _MODULES: Final = (
     "enums", "samples", "source", "json_object", "latency", "operators", "compilation", "numerics", "telemetry", "verdict",
-    "runs", "error_facts", "generation", "report", "result", "comparison",
+    "runs", "error_facts", "generation", "report", "result", "change", "gate_result", "generation_comparison", "comparison",
 )  # fmt: skip
 """The modules with the classes, those that others import first."""
 

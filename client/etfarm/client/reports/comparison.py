@@ -6,72 +6,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from etfarm.client.reports.change import Method, NumberChange, OperatorOutcome, Outcome
 from etfarm.client.reports.enums import CellState, OperatorKind, VerdictStatus
 from etfarm.client.reports.error_facts import ErrorFacts
-from etfarm.client.reports.json_object import JsonObject, OpenEnum
+from etfarm.client.reports.gate_result import GateResult
+from etfarm.client.reports.generation_comparison import GenerationComparison
+from etfarm.client.reports.json_object import JsonObject
 from etfarm.client.reports.result import JobFacts
 from etfarm.client.reports.runs import RunSpread
 from etfarm.client.reports.source import SourceLine
 
 SCHEMA: Final = "etfarm.comparison/1"
-
-
-class Outcome(OpenEnum):
-    """How the candidate's latency differs from the base's."""
-
-    FASTER = "faster"
-    SLOWER = "slower"
-    NO_DIFFERENCE = "no_difference"
-    """The interval of the ratio contains 1."""
-    TOO_FEW = "too_few"
-    """There are too few samples or rounds for an interval."""
-    INCONCLUSIVE = "inconclusive"
-    """The two were measured in separate runs, and too little is known about how such runs vary to tell."""
-
-
-class OperatorOutcome(OpenEnum):
-    """How the candidate's time in corresponding operators differs from the base's."""
-
-    FASTER = "faster"
-    SLOWER = "slower"
-    NO_DIFFERENCE = "no_difference"
-    """The interval of the change contains 0."""
-    TOO_FEW = "too_few"
-    """There are too few iterations for an interval."""
-    INCONCLUSIVE = "inconclusive"
-    """The interval does not contain 0, but a traced pass is not VALID, or how separate runs vary was not observed."""
-
-
-class GateOutcome(OpenEnum):
-    """The result of a gate."""
-
-    PASSED = "passed"
-    FAILED = "failed"
-    """Something is worse than allowed, or missing."""
-    INCONCLUSIVE = "inconclusive"
-    """Nothing is shown to be worse, but the latencies do not decide: measuring again, or better, may."""
-
-
-class Method(OpenEnum):
-    """How a ratio of latencies was measured."""
-
-    PAIRED = "paired"
-    """Both took turns in one attempt, and rounds are compared."""
-    SEPARATE = "separate"
-    """Each was measured alone. The interval covers the variation within and between runs as far as the spread of both sides is
-    known."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class NumberChange(JsonObject):
-    """One number of both sides."""
-
-    base: float | None = None
-    candidate: float | None = None
-    change: float | None = None
-    """candidate - base."""
-    ratio: float | None = None
-    """candidate / base; None unless both are above 0."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -125,7 +70,8 @@ class ReportName(JsonObject):
     cores: str | None = None
     """The cpus that the runner was bound to, as `0-3`; None if it was not bound."""
     inputs: str | None = None
-    """SHA-256 of the inputs' tensor file; None if the runner generated them."""
+    """SHA-256 of the inputs' tensor file; None if the runner generated them. For generated text, that of the first encoder's
+    inputs."""
     inputs_from_job: bool | None = None
     """Whether the job named the inputs; None if that was not recorded."""
     warmup: int | None = None
@@ -297,47 +243,6 @@ class Difference(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class RateChange(JsonObject):
-    """One number of generated text on both sides."""
-
-    base: float | None = None
-    candidate: float | None = None
-    ratio: float | None = None
-    """The candidate's over the base's: above 1 is better for tokens per second, and worse for a time."""
-    ratio_ci95: tuple[float, float] | None = None
-    """The lower and the upper bound of its 95 % confidence interval."""
-    outcome: Outcome | None = None
-    spread_observed: bool = False
-    """Whether three processes or more on each side showed how much they vary."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class GenerationPointComparison(JsonObject):
-    """Generated text after one prompt length at one depth of the context."""
-
-    prompt_tokens: int = 0
-    depth: int = 0
-    base_verdict: VerdictStatus | None = None
-    candidate_verdict: VerdictStatus | None = None
-    ttft: RateChange | None = None
-    """Time to the first token, in nanoseconds."""
-    prefill: RateChange | None = None
-    """Tokens per second."""
-    decode: RateChange | None = None
-    """Tokens per second."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class GenerationComparison(JsonObject):
-    """The text that both sides generated."""
-
-    points: tuple[GenerationPointComparison, ...] = ()
-    """The prompt lengths and depths that both sides have."""
-    same_program: bool = False
-    """Whether both sides ran the same program."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Pair(JsonObject):
     """A report of the candidate and its counterpart in the base."""
 
@@ -354,7 +259,7 @@ class Pair(JsonObject):
     """By method."""
     changes: tuple[Difference, ...] = ()
     generation: GenerationComparison | None = None
-    """None unless both sides generated text at a common prompt length and depth."""
+    """None unless both sides generated text at a common prompt length and depth, or have the accuracy of their logits."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -364,44 +269,6 @@ class Unpaired(JsonObject):
     side: str = ""
     """BASE or CANDIDATE."""
     report: ReportName
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class GateLimit(JsonObject):
-    """The maximum deterioration of a metric."""
-
-    metric: str = ""
-    """latency, size, memory or accuracy; of language models ttft, prefill or decode."""
-    limit: float = 0.0
-    """The limit, in `unit`."""
-    unit: str = ""
-    """% or dB."""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class Finding(JsonObject):
-    """Why a gate did not pass, or a note."""
-
-    pair: int | None = None
-    """Index in `Comparison.pairs`; None for the whole comparison."""
-    metric: str | None = None
-    code: str = ""
-    """Word that programs may rely on."""
-    message: str = ""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
-class GateResult(JsonObject):
-    """The result of a gate."""
-
-    limits: tuple[GateLimit, ...] = ()
-    strict: bool = False
-    accept_invalid: bool = False
-    passed: bool = False
-    outcome: GateOutcome | None = None
-    reasons: tuple[Finding, ...] = ()
-    """Why it did not pass."""
-    notes: tuple[Finding, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

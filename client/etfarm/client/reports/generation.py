@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from etfarm.client.reports.compilation import ProgramFile
 from etfarm.client.reports.enums import PositionInput
 from etfarm.client.reports.error_facts import ErrorFacts
 from etfarm.client.reports.json_object import JsonObject
@@ -20,6 +21,8 @@ class FlowEncoder(JsonObject):
     method: str = ""
     positions: int = 0
     """Number of positions in the context that its output has."""
+    inputs: ProgramFile | None = None
+    """The tensor file of its inputs; None if the runner generated them."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
@@ -222,6 +225,16 @@ class GenerationAccuracy(JsonObject):
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)
+class TracedEncoder(JsonObject):
+    """The traced pass of an encoder of a vision-language program."""
+
+    method: str = ""
+    profile: Profile | None = None
+    operators: Operators | None = None
+    """The rows of the traced pass, in the order of execution."""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Generation(JsonObject):
     """How a language model generates text."""
 
@@ -239,3 +252,5 @@ class Generation(JsonObject):
     """The rows of the traced pass of prefill, in the order of execution."""
     accuracy: GenerationAccuracy | None = None
     """The accuracy of the logits and the perplexity; None if it was not requested or not measured."""
+    encoders: tuple[TracedEncoder, ...] = ()
+    """The traced passes of the encoders of a vision-language program."""

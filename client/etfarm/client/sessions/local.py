@@ -14,8 +14,9 @@ from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 
 from etfarm.client.errors import FarmError, UserError
+from etfarm.client.sessions.open_calls import Line, TextCallback
 from etfarm.client.sessions.program import ServedModel, send_program
-from etfarm.client.sessions.session import AsyncSession, Line, TextCallback
+from etfarm.client.sessions.session import AsyncSession
 from etfarm.client.submit.options import one_spelling, to_list
 from etfarm.client.transport.stubs import artifact_stub
 from etfarm.v1 import session_pb2, session_pb2_grpc

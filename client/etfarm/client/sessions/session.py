@@ -7,66 +7,21 @@ with Farm() as farm, farm.session(device="arch=aarch64", program="x.pte") as s:
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self
 
-import grpc
-
-from etfarm.client.errors import EtfarmError, FarmError, Kind, UserError, from_rpc_error
+from etfarm.client.errors import EtfarmError
 from etfarm.client.models import Device
 from etfarm.client.sessions.calls import Loop, Outputs, flattened, loop_of
-from etfarm.client.sessions.text import AsyncTokenStream, Parts, TextContext, request_of
+from etfarm.client.sessions.open_calls import Connect, SessionCalls, SessionClosed, TextCallback
+from etfarm.client.sessions.text import AsyncTokenStream, TextContext, request_of
 from etfarm.client.submit.early_checks import NoSuchMethod
-from etfarm.client.transport import decode, transfers
-from etfarm.v1 import common_pb2, session_pb2
-from etfarm.wire import chunks, sessions, tensors
-from etfarm.wire.status import from_proto
+from etfarm.client.transport import decode_devices
+from etfarm.v1 import session_pb2
+from etfarm.wire import sessions, tensors
 
 if TYPE_CHECKING:
-    from etfarm.v1.artifact_pb2_grpc import ArtifactServiceAsyncStub
-    from etfarm.v1.session_pb2_grpc import SessionServiceAsyncStub
-
-LAST_WORD_S = 1.0
-"""Seconds to wait for the reason of a session's end after a call failed because of it."""
-
-Answer = TypeVar("Answer")
-Generating = grpc.aio.UnaryStreamCall[session_pb2.GenerateSessionRequest, session_pb2.GenerateSessionResponse]
-
-TextCallback = Callable[[str], None]
-"""Callback that takes one line or sentence."""
-
-
-class SessionClosed(UserError):
-    """Error of a session that is used outside of its `with` block."""
-
-    reason = "SESSION_CLOSED"
-    kind = Kind.FAILED_PRECONDITION
-
-
-class SessionCut(FarmError):
-    """Error of a session stream that ended without a reason."""
-
-    reason = "SESSION_LOST"
-    kind = Kind.UNAVAILABLE
-
-
-@dataclass(frozen=True)
-class Line:
-    """The stubs of a session's server, and its open request."""
-
-    server: str
-    sessions: SessionServiceAsyncStub
-    artifacts: ArtifactServiceAsyncStub
-    request: session_pb2.OpenSessionRequest
-    input_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Input names by method, in flattened order; the program's own names for a method without an entry."""
-
-
-Connect = Callable[[AsyncExitStack], Awaitable[Line]]
-"""Callback that returns the line; it pushes its clean-up onto the stack, which is closed at the session's end."""
+    pass
 
 
 class AsyncSession:
@@ -87,21 +42,7 @@ class AsyncSession:
             on_wait: called with what the session waits for, whenever that changes.
             on_log: called with each line that the runner prints.
         """
-        self._connect = connect
-        self._on_wait = on_wait
-        self._on_log = on_log
-        self._stack = AsyncExitStack()
-        self._line: Line | None = None
-        self._ready = session_pb2.SessionReady()
-        self._id = ""
-        self._following: asyncio.Task[None] | None = None
-        self._ended: EtfarmError | None = None
-        self._calls = 0
-        self._turn = asyncio.Lock()
-        """Lock held until the server has received a call, so that calls keep their order: large inputs are sent before a call,
-        and every call is a separate stream."""
-        self._under_way: set[asyncio.Future[session_pb2.CallSessionResponse]] = set()
-        self._streams: set[Generating] = set()
+        self._calls = SessionCalls(connect, self._USE, on_wait, on_log)
         self._context = TextContext()
 
     async def __aenter__(self) -> Self:
@@ -110,19 +51,8 @@ class AsyncSession:
         Raises:
             EtfarmError: as SessionService.Open.
         """
-        self._ended = None
         self._context.tokens = 0
-        try:
-            line = await self._connect(self._stack)
-            events = line.sessions.Open(line.request)
-            self._stack.callback(events.cancel)
-            ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-            self._following = asyncio.create_task(self._follow(line, events, ready), name="session events")
-            await ready
-            self._line = line
-        except BaseException:
-            await self.close()
-            raise
+        await self._calls.open()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -130,34 +60,25 @@ class AsyncSession:
 
     async def close(self) -> None:
         """Release the device."""
-        self._line = None
-        for call in self._under_way:
-            call.cancel()
-        for stream in self._streams:
-            stream.cancel()
-        following, self._following = self._following, None
-        if following is not None:
-            following.cancel()
-            await asyncio.wait([following])
-        await self._stack.aclose()
+        await self._calls.close()
 
     @property
     def device(self) -> Device:
         """The device that runs the program."""
-        self._must_be_open()
-        return decode.device(self._ready.device)
+        self._calls.require_open()
+        return decode_devices.device(self._calls.ready.device)
 
     @property
     def threads(self) -> int:
         """The size of the program's thread pool."""
-        self._must_be_open()
-        return self._ready.threads
+        self._calls.require_open()
+        return self._calls.ready.threads
 
     @property
     def methods(self) -> tuple[str, ...]:
         """The names of the program's methods."""
-        self._must_be_open()
-        return tuple(method.name for method in self._ready.methods)
+        self._calls.require_open()
+        return tuple(method.name for method in self._calls.ready.methods)
 
     def input_names(self, method: str) -> tuple[str, ...]:
         """Return the names of a method's inputs in flattened order.
@@ -173,7 +94,7 @@ class AsyncSession:
             there = f"It has: {', '.join(self.methods)}."
             raise NoSuchMethod(f"The program has no method {method!r}.", there, method=method)
         own = [value.name for value in described.inputs]
-        known = self._must_be_open().input_names.get(method, ())
+        known = self._calls.require_open().input_names.get(method, ())
         return tuple(known or (own if all(own) else map(str, range(len(own)))))
 
     async def ended(self, within_s: float) -> EtfarmError | None:
@@ -181,9 +102,7 @@ class AsyncSession:
 
         The end of a session arrives after the call that caused it.
         """
-        if self._following is not None and self._ended is None:
-            await asyncio.wait([self._following], timeout=within_s)
-        return self._ended
+        return await self._calls.ended(within_s)
 
     async def run(self, /, *inputs: Any, timeout_s: float | None = None, **named: Any) -> Outputs:
         """Run one execution of a method and return its outputs.
@@ -212,10 +131,10 @@ class AsyncSession:
         else:
             method = self._only_method()
         described = self._method(method)
-        names = self._must_be_open().input_names.get(method, ())
+        names = self._calls.require_open().input_names.get(method, ())
         values = flattened(method, described, names, inputs, named)
         task = session_pb2.SessionTask(method=method, timeout_s=timeout_s)
-        answer = await self._call(task, values)
+        answer = await self._calls.call(task, values)
         return await self._outputs(answer)
 
     async def loop(
@@ -241,7 +160,7 @@ class AsyncSession:
         Raises:
             EtfarmError: as `run`.
         """
-        line = self._must_be_open()
+        line = self._calls.require_open()
         method = method or (self.methods[0] if len(self.methods) == 1 else "forward")
         described = self._method(method)
         values = None
@@ -252,8 +171,8 @@ class AsyncSession:
         task.loop.CopyFrom(
             session_pb2.SessionLoop(iterations=iterations, warmup=warmup, min_time_s=min_time_s, max_time_s=max_time_s)
         )
-        answer = await self._call(task, values)
-        samples = await sessions.unpack(answer.measured.samples, self._fetch)
+        answer = await self._calls.call(task, values)
+        samples = await sessions.unpack(answer.measured.samples, self._calls.fetch)
         return loop_of(method, answer.measured, samples, await self._outputs(answer))
 
     def generate(
@@ -290,7 +209,7 @@ class AsyncSession:
             BadCall: a value is out of range. The iteration raises the other errors; see TokenStream.result.
             EtfarmError: the session is not open.
         """
-        self._must_be_open()
+        self._calls.require_open()
         request = request_of(
             prompt_tokens,
             tokens,
@@ -300,7 +219,7 @@ class AsyncSession:
             prefill_method=prefill_method,
             decode_method=decode_method,
         )
-        return AsyncTokenStream(lambda message: self._generate(message, timeout_s), request, self._context)
+        return AsyncTokenStream(lambda message: self._calls.generate(message, timeout_s), request, self._context)
 
     async def reset(self) -> None:
         """Give all methods their initial state, and start a new context for `generate`.
@@ -308,92 +227,15 @@ class AsyncSession:
         Raises:
             EtfarmError: as `run`.
         """
-        await self._call(session_pb2.SessionTask(reset=True), None)
+        await self._calls.call(session_pb2.SessionTask(reset=True), None)
         self._context.tokens = 0
-
-    async def _generate(self, generation: session_pb2.SessionGeneration, timeout_s: float | None) -> Parts:
-        line = self._must_be_open()
-        if self._ended is not None:
-            raise self._ended
-        async with self._turn:
-            self._calls += 1
-            request = session_pb2.GenerateSessionRequest(
-                session_id=self._id, call_id=str(self._calls), generation=generation, timeout_s=timeout_s
-            )
-            call = line.sessions.Generate(request)
-            self._streams.add(call)
-            try:
-                await call.initial_metadata()
-            except BaseException:
-                self._streams.discard(call)
-                call.cancel()
-                raise
-        try:
-            async for part in call:
-                yield part
-        except asyncio.CancelledError:
-            if self._line is None:
-                raise self._not_open() from None
-            raise
-        except grpc.aio.AioRpcError as error:
-            raise await self._reason(error, line) from None
-        finally:
-            self._streams.discard(call)
-            # Stops the device if the caller has left.
-            call.cancel()
-
-    async def _call(self, task: session_pb2.SessionTask, values: Sequence[tensors.Value] | None) -> session_pb2.SessionAnswer:
-        line = self._must_be_open()
-        if self._ended is not None:
-            raise self._ended
-        async with self._turn:
-            if values is not None:
-                task.inputs.CopyFrom(await sessions.pack(tensors.encode(values), self._store))
-            self._calls += 1
-            request = session_pb2.CallSessionRequest(session_id=self._id, call_id=str(self._calls), task=task)
-            call = line.sessions.Call(request)
-            calling: asyncio.Future[session_pb2.CallSessionResponse] = asyncio.ensure_future(_awaited(call))
-            self._under_way.add(calling)
-            try:
-                await call.initial_metadata()
-            except asyncio.CancelledError:
-                calling.cancel()
-                self._under_way.discard(calling)
-                raise
-        try:
-            answer = (await calling).answer
-        except asyncio.CancelledError:
-            calling.cancel()
-            if self._line is None:
-                raise self._not_open() from None
-            raise
-        except grpc.aio.AioRpcError as error:
-            raise await self._reason(error, line) from None
-        finally:
-            self._under_way.discard(calling)
-        if answer.HasField("error"):
-            raise from_proto(answer.error)
-        return answer
-
-    async def _reason(self, error: grpc.aio.AioRpcError, line: Line) -> EtfarmError:
-        """Return why a call failed: the reason of the session's end says more than the failed call."""
-        if error.code() in (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.NOT_FOUND) and self._following is not None:
-            await asyncio.wait([self._following], timeout=LAST_WORD_S)
-        return self._ended or from_rpc_error(error, server=line.server)
 
     async def _outputs(self, answer: session_pb2.SessionAnswer) -> Outputs:
         run_ns = answer.run_ns if answer.HasField("run_ns") else None
-        return Outputs(tensors.decode(await sessions.unpack(answer.outputs, self._fetch)), run_ns)
+        return Outputs(tensors.decode(await sessions.unpack(answer.outputs, self._calls.fetch)), run_ns)
 
-    async def _store(self, data: bytes) -> common_pb2.Artifact:
-        line = self._must_be_open()
-        artifact = chunks.artifact_of(data)
-        await transfers.upload_missing(line.artifacts, {artifact.digest: (artifact, data)}, server=line.server)
-        return artifact
-
-    async def _fetch(self, artifact: common_pb2.Artifact) -> bytes:
-        line = self._must_be_open()
-        return await transfers.download_bytes(line.artifacts, artifact, server=line.server)
+    def _not_open(self) -> SessionClosed:
+        return self._calls.not_open()
 
     def _only_method(self) -> str:
         if len(self.methods) != 1:
@@ -408,54 +250,4 @@ class AsyncSession:
 
         The device reports unknown names.
         """
-        return next((method for method in self._ready.methods if method.name == name), None)
-
-    def _not_open(self) -> SessionClosed:
-        return SessionClosed("The session is not open.", f"Use it inside of `{self._USE}`.")
-
-    def _must_be_open(self) -> Line:
-        if self._line is None:
-            raise self._not_open()
-        return self._line
-
-    async def _follow(
-        self,
-        line: Line,
-        events: grpc.aio.UnaryStreamCall[session_pb2.OpenSessionRequest, session_pb2.SessionEvent],
-        ready: asyncio.Future[None],
-    ) -> None:
-        """Process the session's events until the stream ends."""
-        error: EtfarmError = SessionCut(
-            f"The server at {line.server} ended the session without a reason.", "Open another session."
-        )
-        try:
-            async for event in events:
-                kind = event.WhichOneof("event")
-                if kind == "waiting" and self._on_wait is not None:
-                    self._on_wait(event.waiting.why)
-                elif kind == "ready":
-                    self._id = event.session_id
-                    self._ready.CopyFrom(event.ready)
-                    if not ready.done():
-                        ready.set_result(None)
-                elif kind == "log_line" and self._on_log is not None:
-                    self._on_log(event.log_line)
-                elif kind == "ended":
-                    error = from_proto(event.ended)
-        except grpc.aio.AioRpcError as broken:
-            error = from_rpc_error(broken, server=line.server)
-        except asyncio.CancelledError:
-            return
-        except Exception as raised:
-            # Raised by a callback: the session cannot be opened without it.
-            if ready.done():
-                raise
-            ready.set_exception(raised)
-            return
-        self._ended = error
-        if not ready.done():
-            ready.set_exception(error)
-
-
-async def _awaited(call: Awaitable[Answer]) -> Answer:
-    return await call
+        return next((method for method in self._calls.ready.methods if method.name == name), None)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from etfarm.client.submit.generate import Generate, options_of
-from etfarm.client.submit.options import device_choices, one_spelling, to_list
+from etfarm.client.submit.options import chosen_reservation, deadline_stamp, device_choices, one_spelling, to_list
 from etfarm.client.submit.recipes import chosen_recipes
 from etfarm.v1 import job_pb2
 
@@ -79,10 +80,19 @@ class BenchOptions:
     """The job's name."""
     labels: Mapping[str, str] | None = None
     """The job's labels."""
+    reservation: str | None = None
+    """Id of a reservation, whose devices are used; ETFARM_RESERVATION when None, and none of either when empty."""
     timeout_s: float | None = None
     """Limit of one run, in seconds; the server's default when None."""
     priority: int = 0
-    """Jobs with a higher priority run first."""
+    """Jobs with a higher priority run first, other things being equal; -100 to 100."""
+    notify: str | Sequence[str] = ()
+    """Addresses that get a notice when the job has ended or a gate on it failed: http:// or https://, at most 5."""
+    deadline: datetime | timedelta | None = None
+    """When the results are needed, or the time until then: the closer it is, the sooner the job's cells run. Cells that have not
+    started by then fail."""
+    max_wait_s: float | None = None
+    """Seconds for which each cell waits for a device before it fails; without a limit when None."""
     no_cache: bool = False
     """Whether to compile again what the farm has compiled before."""
     on_upload: transfers.Moved | None = None
@@ -131,5 +141,9 @@ class BenchOptions:
             measurement=measurement,
             priority=self.priority,
             timeout_s=self.timeout_s,
+            reservation_id=chosen_reservation(self.reservation),
+            deadline_time=deadline_stamp(self.deadline),
+            max_wait_s=self.max_wait_s,
             no_cache=self.no_cache,
+            notify_urls=to_list(self.notify),
         )

@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import functools
 import inspect
+import os
 from collections.abc import Callable, Iterable, Sequence
+from datetime import UTC, datetime, timedelta
 from typing import Any, Concatenate, ParamSpec, TypeVar
+
+from google.protobuf.timestamp_pb2 import Timestamp
 
 from etfarm.client.errors import UserError
 from etfarm.v1 import job_pb2
+from etfarm.wire.names import RESERVATION_VARIABLE
 
 ItemT = TypeVar("ItemT", str, int)
 
@@ -63,6 +68,37 @@ def to_list(one_or_more: ItemT | Iterable[ItemT]) -> list[ItemT]:
 def device_choices(devices: str | Iterable[str], *, all_devices: bool) -> list[job_pb2.DeviceChoice]:
     """Return the device choices of one or several selectors; without a selector, the choice of any device."""
     return [job_pb2.DeviceChoice(selector=selector, all=all_devices) for selector in to_list(devices) or [""]]
+
+
+def chosen_reservation(reservation: str | None) -> str:
+    """Return the id of the reservation to use: the given one, else that of ETFARM_RESERVATION; empty for none."""
+    return reservation if reservation is not None else os.environ.get(RESERVATION_VARIABLE, "")
+
+
+def deadline_stamp(deadline: datetime | timedelta | None) -> Timestamp | None:
+    """Return the deadline of a job as a message.
+
+    Args:
+        deadline: an aware time, or the time from now on.
+
+    Raises:
+        BadOption: the time has no time zone, or is out of range.
+    """
+    if deadline is None:
+        return None
+    try:
+        at = datetime.now(UTC) + deadline if isinstance(deadline, timedelta) else deadline
+        if at.tzinfo is None:
+            raise BadOption(
+                f"`deadline` must have a time zone, got {at}.",
+                "Use `datetime.now().astimezone()` or a `timedelta`.",
+                option="deadline",
+            )
+        stamp = Timestamp()
+        stamp.FromDatetime(at)
+    except (OverflowError, ValueError):
+        raise BadOption(f"`deadline` is out of range: {deadline}.", "Give a time within a year.", option="deadline") from None
+    return stamp
 
 
 FarmT = TypeVar("FarmT")

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from etfarm.client.submit.options import device_choices, one_spelling, to_list
+from etfarm.client.submit.options import chosen_reservation, deadline_stamp, device_choices, one_spelling, to_list
 from etfarm.client.submit.recipes import chosen_recipes
 from etfarm.v1 import job_pb2
 
@@ -51,8 +52,17 @@ class RunOptions:
     """Number of threads; the number of cores of the fastest cluster when None."""
     name: str = ""
     """The job's name."""
+    reservation: str | None = None
+    """Id of a reservation, whose devices are used; ETFARM_RESERVATION when None, and none of either when empty."""
     timeout_s: float | None = None
     """Limit of the run, in seconds; the server's default when None."""
+    notify: str | Sequence[str] = ()
+    """Addresses that get a notice when the job has ended or a gate on it failed: http:// or https://, at most 5."""
+    deadline: datetime | timedelta | None = None
+    """When the results are needed, or the time until then: the closer it is, the sooner the job's cells run. Cells that have not
+    started by then fail."""
+    max_wait_s: float | None = None
+    """Seconds for which each cell waits for a device before it fails; without a limit when None."""
     on_upload: transfers.Moved | None = None
     """Callback with the number of bytes sent and their total."""
     on_status: Callable[[str], None] | None = None
@@ -80,4 +90,8 @@ class RunOptions:
             methods=to_list(one_spelling("method", self.method, "methods", self.methods, ())),
             threads=[] if self.threads is None else [self.threads],
             timeout_s=self.timeout_s,
+            reservation_id=chosen_reservation(self.reservation),
+            notify_urls=to_list(self.notify),
+            deadline_time=deadline_stamp(self.deadline),
+            max_wait_s=self.max_wait_s,
         )

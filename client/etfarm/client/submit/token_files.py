@@ -21,14 +21,17 @@ class BadTextFile(UserError):
     reason = "BAD_TEXT_FILE"
 
 
-def read_tokens(path: Path) -> list[int]:
+def read_tokens(path: Path, *, least: int = 2) -> list[int]:
     """Return the tokens of a file.
 
     A `.npy` holds one dim of integers, as `numpy.save` writes it. Any other file is a text of whole numbers between white space
     or commas; brackets around them, as in JSON, are ignored.
 
+    Args:
+        least: minimum number of tokens.
+
     Raises:
-        BadTextFile: it cannot be read, is too large, has fewer than 2 or more than 16,384 tokens, or something else in it.
+        BadTextFile: it cannot be read, is too large, has fewer than `least` or more than 16,384 tokens, or something else in it.
     """
     try:
         with path.open("rb") as file:
@@ -42,9 +45,9 @@ def read_tokens(path: Path) -> list[int]:
             path=str(path),
         )
     tokens = _of_array(path) if path.suffix == ".npy" else _of_text(path, data)
-    if not 2 <= len(tokens) <= MAX_TEXT:
+    if not least <= len(tokens) <= MAX_TEXT:
         raise BadTextFile(
-            f"{path} has {len(tokens):,} tokens; 2 to {MAX_TEXT:,} are possible.",
+            f"{path} has {len(tokens):,} tokens; {least} to {MAX_TEXT:,} are possible.",
             "Give a longer text, or a part of it.",
             path=str(path),
         )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
@@ -14,9 +14,11 @@ import grpc
 from etfarm.client.embedded.lease import Lease, join
 from etfarm.client.errors import Kind, UserError, from_rpc_error
 from etfarm.client.transport.stubs import Stubs
+from etfarm.client.transport.versions import protocol_version
 from etfarm.v1 import farm_pb2, farm_pb2_grpc
 from etfarm.wire import names
 from etfarm.wire.channel import Access, BadAddress, open_channel, socket_token
+from etfarm.wire.names import FIRST_PROTOCOL_VERSION
 from etfarm.wire.status import Unreachable
 
 CONNECT_TIMEOUT_S = 10.0
@@ -25,13 +27,6 @@ CONNECT_TIMEOUT_S = 10.0
 
 CHOSEN_PROJECT: Final[ContextVar[str | None]] = ContextVar("chosen_project", default=None)
 """The project of `--project`, for every farm that a command connects to."""
-
-
-class ServerTooOld(UserError):
-    """A server of a version before the contract of 0.2."""
-
-    reason = "SERVER_TOO_OLD"
-    kind = Kind.FAILED_PRECONDITION
 
 
 class NotConnected(UserError):
@@ -75,6 +70,8 @@ class Connection:
         self._lease: Lease | None = None
         self._channel: grpc.aio.Channel | None = None
         self._stubs: Stubs | None = None
+        self.protocol_version = FIRST_PROTOCOL_VERSION
+        """The version of the contract that the server and this client speak, once the connection is open."""
 
     async def open(self) -> None:
         """Connect to the farm.
@@ -96,7 +93,7 @@ class Connection:
                 access = replace(access, project=self._project)
             self._channel = open_channel(access)
             self._stubs = Stubs.of(self._channel, access.server)
-            await _probe(self._channel, access.server)
+            self.protocol_version = await _probe(self._channel, access.server)
         except BaseException:
             await self.close()
             raise
@@ -109,6 +106,27 @@ class Connection:
             await channel.close()
         if lease is not None:
             await lease.leave()
+
+    async def watch(self) -> AsyncIterator[bool]:
+        """Yield whether the server answers, and then each change, until the connection is closed.
+
+        Raises:
+            NotConnected: the connection is not open.
+        """
+        channel = self._channel
+        if channel is None:
+            raise self.not_open()
+        last: bool | None = None
+        while channel is self._channel:
+            state = channel.get_state(try_to_connect=True)
+            # Between the two, it is not known yet.
+            is_up = {grpc.ChannelConnectivity.READY: True, grpc.ChannelConnectivity.TRANSIENT_FAILURE: False}.get(state, last)
+            if is_up is not None and is_up is not last:
+                last = is_up
+                yield is_up
+            if state is grpc.ChannelConnectivity.SHUTDOWN:
+                return
+            await channel.wait_for_state_change(state)
 
     @property
     def stubs(self) -> Stubs:
@@ -133,8 +151,11 @@ class Connection:
         return self._lease
 
 
-async def _probe(channel: grpc.aio.Channel, server: str) -> None:
-    """Make one quick call, so that a wrong address fails now and not after the retries for a server restart."""
+async def _probe(channel: grpc.aio.Channel, server: str) -> int:
+    """Make one quick call, so that a wrong address fails now and not after the retries for a server restart.
+
+    Return the version of the contract that both speak.
+    """
     try:
         stub = farm_pb2_grpc.FarmServiceStub(channel)
         info = await stub.GetServerInfo(farm_pb2.GetServerInfoRequest(), timeout=CONNECT_TIMEOUT_S)
@@ -146,10 +167,4 @@ async def _probe(channel: grpc.aio.Channel, server: str) -> None:
                 server=server,
             ) from None
         raise from_rpc_error(error, server=server) from None
-    if info.version.startswith("0.1."):
-        raise ServerTooOld(
-            f"The server at {server} is etfarm {info.version}, which this version cannot talk to.",
-            "Update the server, or stop the `etfarm up` of the old version.",
-            server=server,
-            version=info.version,
-        )
+    return protocol_version(info, server=server)

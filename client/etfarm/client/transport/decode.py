@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from datetime import UTC, datetime
-
-from google.protobuf.timestamp_pb2 import Timestamp
+from datetime import UTC
 
 from etfarm.client.models import (
     Agent,
+    AgentWheel,
     Artifact,
     Bundle,
     Cell,
     CellChanged,
     CellState,
-    Cluster,
-    Device,
-    DeviceState,
-    Drain,
     Event,
     JobChanged,
     JobInfo,
@@ -24,11 +19,27 @@ from etfarm.client.models import (
     LogLine,
     Progress,
     Project,
+    QueuedRun,
     RecipeInfo,
     ServerInfo,
+    UpgradeProgress,
+    Webhook,
+    WebhookDelivery,
 )
-from etfarm.v1 import agent_pb2, artifact_pb2, common_pb2, compile_pb2, device_pb2, farm_pb2, job_pb2, project_pb2, report_pb2
+from etfarm.client.transport.timestamps import from_timestamp
+from etfarm.v1 import (
+    agent_pb2,
+    artifact_pb2,
+    common_pb2,
+    compile_pb2,
+    farm_pb2,
+    job_pb2,
+    project_pb2,
+    report_pb2,
+    webhook_pb2,
+)
 from etfarm.wire import status
+from etfarm.wire.names import FIRST_PROTOCOL_VERSION
 from etfarm.wire.words import word_of
 
 
@@ -40,10 +51,36 @@ def job(message: job_pb2.Job) -> JobInfo:
         labels=dict(message.labels),
         owner=message.owner,
         state=job_state(message.state),
-        submitted_at=_instant(message.create_time),
-        finished_at=_instant(message.end_time) if message.HasField("end_time") else None,
+        submitted_at=from_timestamp(message.create_time),
+        finished_at=from_timestamp(message.end_time) if message.HasField("end_time") else None,
         cells=tuple(cell(item) for item in message.cells),
         tags=tuple(message.tags),
+        project=message.project,
+    )
+
+
+def queued_run(message: job_pb2.QueuedRun) -> QueuedRun:
+    """Return a QueuedRun."""
+    return QueuedRun(
+        rank=message.rank,
+        job_id=message.job_id,
+        job_name=message.job_name,
+        session_id=message.session_id,
+        cell_ids=tuple(message.cell_ids),
+        model=message.candidate_name,
+        recipe=message.recipe_name or None,
+        method=message.method,
+        selector=message.selector,
+        reservation=message.reservation_id,
+        exclusive=message.exclusive,
+        priority=message.priority,
+        aged_priority=message.aged_priority,
+        share_penalty=message.share_penalty,
+        waiting_since=from_timestamp(message.wait_start_time),
+        waiting_for=message.waiting_for,
+        expires_at=from_timestamp(message.expire_time) if message.HasField("expire_time") else None,
+        starts_at=from_timestamp(message.start_estimate_time) if message.HasField("start_estimate_time") else None,
+        owner=message.owner,
         project=message.project,
     )
 
@@ -72,13 +109,14 @@ def cell(message: job_pb2.Cell) -> Cell:
         p50_ns=message.p50_ns if message.HasField("p50_ns") else None,
         p50_ci95_ns=tuple(message.p50_ci95_ns),
         verdict=word_of(report_pb2.VerdictStatus.DESCRIPTOR, message.verdict),
+        started_at=from_timestamp(message.attempts[-1].start_time) if message.attempts else None,
     )
 
 
 def event(message: job_pb2.JobEvent) -> Event | None:
     """Return a JobEvent; None for a kind that this version does not know."""
     sequence = message.sequence if message.HasField("sequence") else None
-    at = _instant(message.time)
+    at = from_timestamp(message.time)
     match message.WhichOneof("event"):
         case "job":
             return JobChanged(sequence, at, job(message.job), job_state(message.job_state))
@@ -105,60 +143,7 @@ def event(message: job_pb2.JobEvent) -> Event | None:
 def log_line(message: job_pb2.LogLine) -> LogLine:
     """Return a LogLine."""
     source = word_of(common_pb2.LogSource.DESCRIPTOR, message.source) or ""
-    return LogLine(_instant(message.time), message.number, message.cell_id, source, message.text)
-
-
-def _runner_kind(kind: common_pb2.RunnerKind.ValueType) -> str:
-    return word_of(common_pb2.RunnerKind.DESCRIPTOR, kind) or ""
-
-
-def device(message: device_pb2.Device) -> Device:
-    """Return a Device."""
-    state = device_pb2.DeviceState.Name(message.state).removeprefix("DEVICE_STATE_")
-    clusters = tuple(
-        Cluster(
-            part=item.part,
-            cpus=tuple(item.cpus),
-            physical_cores=item.physical_cores,
-            max_frequency_hz=item.max_frequency_hz if item.HasField("max_frequency_hz") else None,
-            governor=item.governor,
-            features=tuple(item.features),
-        )
-        for item in message.clusters
-    )
-    return Device(
-        id=message.id,
-        agent_id=message.agent_id,
-        name=message.name,
-        arch=message.arch,
-        soc=message.soc,
-        os=message.os,
-        cores=message.cores,
-        memory_bytes=message.memory_bytes,
-        emulated=message.emulated,
-        features=tuple(message.features),
-        clusters=clusters,
-        labels=dict(message.labels),
-        backends=tuple(message.backends),
-        state=DeviceState(state) if state in DeviceState.__members__ else DeviceState.OFFLINE,
-        last_seen_at=_instant(message.last_seen_time) if message.HasField("last_seen_time") else None,
-        attempt_id=message.attempt_id,
-        operator_count=message.operator_count if message.HasField("operator_count") else None,
-        runner=_runner_kind(message.runner),
-        own_runners=tuple(_runner_kind(runner.kind) for runner in message.own_runners),
-        telemetry={field.name: value for field, value in message.telemetry.ListFields() if field.name != "time"},
-        model=message.model,
-        page_size_bytes=message.page_size_bytes if message.HasField("page_size_bytes") else None,
-        thermal_zones=tuple(message.thermal_zones),
-        has_battery=message.has_battery if message.HasField("has_battery") else None,
-        problem=status.from_proto(message.problem) if message.HasField("problem") else None,
-        projects=tuple(message.projects),
-        drain=_drain(message.drain) if message.HasField("drain") else None,
-    )
-
-
-def _drain(message: device_pb2.DeviceDrain) -> Drain:
-    return Drain(message.reason, message.principal, _instant(message.start_time))
+    return LogLine(from_timestamp(message.time), message.number, message.cell_id, source, message.text)
 
 
 def project(message: project_pb2.Project) -> Project:
@@ -214,6 +199,50 @@ def agent(message: agent_pb2.Agent) -> Agent:
         connected=message.connected,
         device_ids=tuple(message.device_ids),
         refused_principal=message.refused_principal,
+        version=message.version,
+        host=message.host,
+        allows_upgrade=message.allows_upgrade,
+    )
+
+
+def upgrade_progress(message: agent_pb2.UpgradeAgentProgress) -> UpgradeProgress:
+    """Return an UpgradeProgress."""
+    phase = word_of(agent_pb2.UpgradePhase.DESCRIPTOR, message.phase) or ""
+    return UpgradeProgress(phase, message.version, message.former_version, message.message)
+
+
+def webhook(message: webhook_pb2.Webhook) -> Webhook:
+    """Return a Webhook."""
+    return Webhook(
+        id=message.id,
+        url=message.url,
+        events=tuple(message.events),
+        created_at=from_timestamp(message.create_time),
+        created_by=message.created_by,
+        configured=message.configured,
+        waiting=message.waiting,
+        dropped=message.dropped,
+    )
+
+
+def delivery(message: webhook_pb2.WebhookDelivery) -> WebhookDelivery:
+    """Return a WebhookDelivery."""
+    return WebhookDelivery(
+        number=message.number,
+        event_id=message.event_id,
+        event=message.event,
+        webhook_id=message.webhook_id,
+        url=message.url,
+        job_id=message.job_id,
+        project=message.project,
+        state=word_of(webhook_pb2.DeliveryState.DESCRIPTOR, message.state) or "",
+        attempts=message.attempts,
+        status=message.status if message.HasField("status") else None,
+        error=message.error,
+        answer=message.answer,
+        created_at=from_timestamp(message.create_time),
+        next_at=from_timestamp(message.next_time) if message.HasField("next_time") else None,
+        ended_at=from_timestamp(message.end_time) if message.HasField("end_time") else None,
     )
 
 
@@ -229,8 +258,16 @@ def server_info(message: farm_pb2.ServerInfo) -> ServerInfo:
         live_jobs=message.live_jobs,
         starting=message.starting,
         bundle_error=status.from_proto(message.bundle_error) if message.HasField("bundle_error") else None,
+        protocol_version=message.protocol_version if message.HasField("protocol_version") else FIRST_PROTOCOL_VERSION,
+        server_time=from_timestamp(message.server_time) if message.HasField("server_time") else None,
+        token_expires_at=from_timestamp(message.token_expire_time) if message.HasField("token_expire_time") else None,
+        certificate_expires_at=(
+            from_timestamp(message.certificate_expire_time) if message.HasField("certificate_expire_time") else None
+        ),
+        is_stopping=message.stopping,
+        disk_free_bytes=message.disk.free_bytes if message.HasField("disk") else None,
+        is_disk_full=message.disk.full,
+        agent_wheel=(
+            AgentWheel(message.agent_wheel.version, message.agent_wheel.digest) if message.HasField("agent_wheel") else None
+        ),
     )
-
-
-def _instant(stamp: Timestamp) -> datetime:
-    return stamp.ToDatetime(tzinfo=UTC)

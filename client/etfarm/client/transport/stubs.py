@@ -19,6 +19,7 @@ from etfarm.v1 import (
     report_service_pb2_grpc,
     session_pb2_grpc,
     token_pb2_grpc,
+    webhook_pb2_grpc,
 )
 
 
@@ -38,6 +39,7 @@ class Stubs:
     reports: report_service_pb2_grpc.ReportServiceAsyncStub
     sessions: session_pb2_grpc.SessionServiceAsyncStub
     tokens: token_pb2_grpc.TokenServiceAsyncStub
+    webhooks: webhook_pb2_grpc.WebhookServiceAsyncStub
 
     @classmethod
     def of(cls, channel: grpc.aio.Channel, server: str) -> Stubs:
@@ -60,6 +62,7 @@ class Stubs:
             with_repeated_calls(report_service_pb2_grpc.ReportServiceStub(channel), server),
             session_pb2_grpc.SessionServiceStub(channel),
             with_repeated_calls(tokens, server, once=("Create", "Revoke", "Rotate")),
+            with_repeated_calls(webhook_pb2_grpc.WebhookServiceStub(channel), server, once=("Create", "Delete", "Test")),
         )
 
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import statistics
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,7 +32,7 @@ again if outputs differ."""
 
 def drift(samples_ns: array[int]) -> float | None:
     """Return the drift of a pass's times, by the verdict's rule. See `etfarm.wire.timings.drift`."""
-    return timings.drift(samples_ns, statistics.median)
+    return timings.drift(samples_ns, timings.median)
 
 
 async def measure(

@@ -15,6 +15,7 @@ from etfarm.device_agents.device.inventory import choose_cpus
 from etfarm.device_agents.errors import GenerationUnsupported, ScoringUnsupported
 from etfarm.v1 import agent_pb2, job_pb2
 from etfarm.wire.status import to_proto
+from etfarm.wire.tensors import Value
 
 _COMMAND: Final = "generate"
 _SCORE_COMMAND: Final = "score"
@@ -36,6 +37,7 @@ class GenerationExecution(Execution):
     ) -> None:
         super().__init__(attempt, candidate, transfers, lease, folder)
         self._processes: list[Measured] = []
+        self._encoder_inputs: dict[str, list[Value]] = {}
 
     async def run(self) -> agent_pb2.CandidateResult:
         """Run the candidate and return its result, complete or partial, with its error.
@@ -47,6 +49,16 @@ class GenerationExecution(Execution):
                 await self._try_score()
             await self.numerics()
         return self.result
+
+    async def fetch_inputs(self) -> None:
+        """Get the inputs of encoders that have any.
+
+        Raises:
+            BadTensorFile: they are not a tensor file.
+        """
+        for encoder in self._candidate.generation.model.flow.encoders:
+            if encoder.HasField("inputs"):
+                self._encoder_inputs[encoder.method] = await self.fetch_values(encoder.inputs)
 
     async def _measure(self, measurement: job_pb2.Measurement, cpus: frozenset[int] | None) -> Files:
         validate_plan(self._candidate.generation)
@@ -71,7 +83,7 @@ class GenerationExecution(Execution):
             if required not in commands:
                 raise GenerationUnsupported(runner.kind)
             await self.load_program(runner, cpus, into=None if is_first else run.result)
-            passes = GenerationPasses(runner, plan, run.result, self)
+            passes = GenerationPasses(runner, plan, run.result, self, self._encoder_inputs)
             if is_first:
                 with self.phase("LOAD_METHOD"):
                     run.result.load.load_method_ns = await passes.load()
@@ -106,7 +118,7 @@ class GenerationExecution(Execution):
                     raise ScoringUnsupported(runner.kind)
                 own = agent_pb2.CandidateResult()
                 await self.load_program(runner, cpus, into=own)
-                passes = GenerationPasses(runner, plan, own, self)
+                passes = GenerationPasses(runner, plan, own, self, self._encoder_inputs)
                 await passes.load()
                 scored = await passes.score(attempt.remaining_s())
         self._runner = None
@@ -130,4 +142,7 @@ class GenerationExecution(Execution):
                     if phase is not None:
                         message.CopyFrom(trace_of(phase))
                         message.etdump.CopyFrom(await self._transfers.upload(phase.traced.etdump))
+                for method, phase in measured.encoders.items():
+                    encoder = result.encoders.add(method=method, trace=trace_of(phase))
+                    encoder.trace.etdump.CopyFrom(await self._transfers.upload(phase.traced.etdump))
                 self.result.generations.append(result)

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Final
 
 from etfarm.device_agents.attempts import repeats
@@ -24,6 +25,7 @@ from etfarm.v1 import agent_pb2, generation_pb2
 from etfarm.wire import flows, generation
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import to_proto
+from etfarm.wire.tensors import Value
 
 MAX_TRACED: Final = 1000
 """Maximum number of traced executions of a method."""
@@ -50,6 +52,8 @@ class Measured:
     tokens: array[int] = field(default_factory=lambda: array("i"))
     prefill: Phase | None = None
     decode: Phase | None = None
+    encoders: dict[str, Phase] = field(default_factory=dict)
+    """By method; `tokens` is the number of positions."""
 
 
 def validate_score(plan: generation_pb2.GenerationPlan) -> None:
@@ -109,11 +113,18 @@ class GenerationPasses:
         plan: a valid plan.
         result: gets load times, memory and telemetry.
         listener: receives phases and progress.
+        inputs: those of encoders, by method; the runner generates the others.
     """
 
     def __init__(
-        self, runner: Runner, plan: generation_pb2.GenerationPlan, result: agent_pb2.CandidateResult, listener: PhaseListener
+        self,
+        runner: Runner,
+        plan: generation_pb2.GenerationPlan,
+        result: agent_pb2.CandidateResult,
+        listener: PhaseListener,
+        inputs: Mapping[str, Sequence[Value]] = MappingProxyType({}),
     ) -> None:
+        self._inputs = inputs
         self._runner = runner
         self._plan = plan
         self._model = plan.model
@@ -136,7 +147,10 @@ class GenerationPasses:
             self._methods[name] = await self._runner.method(name)
         for encoder in self._model.flow.encoders:
             await self._runner.select(encoder.method)
-            await self._runner.default_inputs(self._plan.seed)
+            if (values := self._inputs.get(encoder.method)) is None:
+                await self._runner.default_inputs(self._plan.seed)
+            else:
+                await self._runner.set_inputs(values)
         return total_ns
 
     @property
@@ -188,6 +202,7 @@ class GenerationPasses:
         if len(failures) == len(plan.points):
             raise failures[0]
         telemetry = self._result.telemetry
+        measured.result.encoders_with_inputs.extend(sorted(self._inputs))
         completed = [point for point in measured.result.points if point.repetitions]
         telemetry.MergeFrom(completed[0].telemetry)
         for completed_point in completed[1:]:
@@ -245,6 +260,7 @@ class GenerationPasses:
         with self._listener.phase("TRACED"):
             await self.load(trace=True)
             feed = TokenFeed(self._runner, self._model, self._methods)
+            await self._trace_encoders(generated, depth, folder)
             await feed.process(context, 0, depth)
             await feed.encode(depth)
             if chunk > 1:
@@ -256,6 +272,15 @@ class GenerationPasses:
             await feed.set(self._model.decode_method, generated.tokens[0][:1], end + shift)
             traced = await self._trace(token_ns or generated.prefill_ns, folder / "decode.etdp")
             self._measured.decode = Phase(traced, 1, end + shift)
+
+    async def _trace_encoders(self, generated: Generated, position: int, folder: Path) -> None:
+        """Trace each encoder on its inputs, before there is a context that shared memory might lose."""
+        parts = {part.method: part for part in generated.parts}
+        for number, encoder in enumerate(self._model.flow.encoders):
+            await self._runner.select(encoder.method)
+            traced = await self._trace(parts[encoder.method].prefill_ns, folder / f"encoder-{number}.etdp")
+            self._measured.encoders[encoder.method] = Phase(traced, encoder.positions, position)
+            position += encoder.positions
 
     async def _request(self, point: generation_pb2.GenerationPoint) -> GenerateRequest:
         plan, model = self._plan, self._model

@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import math
 import random
-import statistics
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
@@ -30,6 +29,7 @@ from etfarm.device_agents.runners.errors import ProgramOutOfMemory
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan
 from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.v1 import agent_pb2, common_pb2
+from etfarm.wire import timings
 
 STARTS: Final = 8
 """Number of starts of the processes. In simulations with processes that differ by 1 %, 8 starts detect 3 % between two
@@ -112,7 +112,7 @@ class Turns:
         else:
             with self.execution.phase("WARMUP"):
                 warm = await runner.measure(plan)
-            self.median_ns = max(1.0, statistics.median(warm.samples_ns))
+            self.median_ns = max(1.0, timings.median(warm.samples_ns))
             self.execution.result.load.first_run_ns = warm.first_run_ns
         result = self.execution.result
         self._executed, self._executed_ns = warm.warmup + warm.iterations, (warm.warmup_ns or 0) + warm.duration_ns

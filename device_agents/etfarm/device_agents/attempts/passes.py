@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import math
-import statistics
 import time
 from array import array
 from collections.abc import Callable, Sequence
@@ -21,6 +20,7 @@ from etfarm.device_agents.conditions.sampler import Watch
 from etfarm.device_agents.conditions.telemetry import run_telemetry
 from etfarm.device_agents.runners.protocol import Measured, MeasurePlan, Progress, Runner
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
+from etfarm.wire import timings
 from etfarm.wire.tensors import Value
 from etfarm.wire.words import value_of
 
@@ -44,6 +44,11 @@ SHORT_TRACED_ITERATIONS: Final = 100
 SHORT_TRACED_NS: Final = 100_000_000
 """Time to fill with traced iterations. Kernels of a small network are about as short as the resolution of the delegates' clocks,
 a microsecond, so that only means over many iterations resolve them."""
+SETTLED_TRACED_NS: Final = 20_000_000
+"""Minimum duration of the traced pass. Its first milliseconds are slower: caches are cold, and threads have gone to sleep. A pass
+of 100 iterations of 5 us consists of little else."""
+MOST_TRACED_ITERATIONS: Final = 1000
+"""Maximum number of traced iterations for SETTLED_TRACED_NS: reports contain the time of each."""
 MAX_TRACED_NS: Final = 20_000_000_000
 """Limit of the traced pass, by the median of the timed one."""
 MIN_TRACED_ITERATIONS: Final = 6
@@ -93,13 +98,15 @@ def traced_iterations(samples_ns: Sequence[int], minimum: int = TRACED_ITERATION
         minimum: the requested minimum, which is reduced only to end within MAX_TRACED_NS.
     """
     median_ns = max(1, sorted(samples_ns)[len(samples_ns) // 2])
-    wanted = max(minimum, min(SHORT_TRACED_ITERATIONS, SHORT_TRACED_NS // median_ns))
+    resolved = min(SHORT_TRACED_ITERATIONS, SHORT_TRACED_NS // median_ns)
+    settled = min(MOST_TRACED_ITERATIONS, SETTLED_TRACED_NS // median_ns)
+    wanted = max(minimum, resolved, settled)
     return min(wanted, max(MIN_TRACED_ITERATIONS, MAX_TRACED_NS // median_ns))
 
 
 def median_ns(samples_ns: Sequence[int]) -> float | None:
     """Return the median of samples; None without samples."""
-    return float(statistics.median(samples_ns)) if samples_ns else None
+    return timings.median(samples_ns) if samples_ns else None
 
 
 class PhaseListener(Protocol):

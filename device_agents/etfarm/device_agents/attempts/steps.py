@@ -131,10 +131,26 @@ class CandidateSteps(CandidateProgress):
         with self.phase("FETCH"):
             attempt = self._attempt
             self._provisions = await fetch_program(self._candidate, attempt.target, attempt.config.data, self._lease, self.report)
-            if self._candidate.HasField("inputs"):
-                path = await self._lease.fetch(self._candidate.inputs, self.report)
-                self._inputs = await asyncio.to_thread(lambda: tensors.decode(path.read_bytes()))
+            await self.fetch_inputs()
         self.folder.mkdir(parents=True)
+
+    async def fetch_inputs(self) -> None:
+        """Get the inputs, if there are any.
+
+        Raises:
+            BadTensorFile: they are not a tensor file.
+        """
+        if self._candidate.HasField("inputs"):
+            self._inputs = await self.fetch_values(self._candidate.inputs)
+
+    async def fetch_values(self, artifact: common_pb2.Artifact) -> list[Value]:
+        """Return the values of a tensor file.
+
+        Raises:
+            BadTensorFile: it is none.
+        """
+        path = await self._lease.fetch(artifact, self.report)
+        return await asyncio.to_thread(lambda: tensors.decode(path.read_bytes()))
 
     async def load(
         self,

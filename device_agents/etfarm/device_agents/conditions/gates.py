@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import statistics
 import time
 from collections import deque
 from collections.abc import Awaitable, Callable
@@ -179,7 +178,7 @@ class Gates:
             if (tasks := await self._around.runnable()) is None:
                 return None
             counts.append(tasks)
-        return statistics.fmean(counts) / self._around.cpus
+        return sum(counts) / len(counts) / self._around.cpus
 
     def _gate_wait(
         self, gate: report_pb2.Gate.ValueType, began_s: float, last: float | None, most: float

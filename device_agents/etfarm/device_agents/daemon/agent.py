@@ -7,8 +7,9 @@ import ctypes
 import hashlib
 import logging
 from collections import deque
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Collection, Coroutine, Sequence
 
+from etfarm.device_agents import logs
 from etfarm.device_agents.attempts.attempt import Attempt
 from etfarm.device_agents.attempts.cache import Cache
 from etfarm.device_agents.attempts.generation import GenerationAttempt
@@ -42,7 +43,9 @@ def failed_result(start: agent_pb2.StartRun, error: EtfarmError) -> agent_pb2.Ru
 
 
 class Agent:
-    """The agent's devices and attempts. One attempt at a time runs on each device, with or without a connection.
+    """The agent's devices and attempts, which run with or without a connection.
+
+    One attempt at a time runs on each device, or up to Device.concurrent_runs of those that neither measure nor are sessions.
 
     Args:
         config: the agent's settings.
@@ -61,7 +64,7 @@ class Agent:
         self._problems: dict[str, device_pb2.Device] = {}
         """Devices that are present but cannot take runs, by id."""
         self._attempts: dict[str, Attempt | ServedSession] = {}
-        """Running attempts, by device."""
+        """Running attempts, by id."""
         self._places: dict[str, str] = {}
         """Devices of attempts that have not ended, by attempt."""
         self._tasks: dict[str, asyncio.Task[None]] = {}
@@ -126,23 +129,27 @@ class Agent:
         if attempt_id in self._tasks or attempt_id in self.outbox or attempt_id in self._done:
             log.info("attempt %s is already known", attempt_id)
             return
-        target, former = self._targets.get(start.device_id), self._attempts.get(start.device_id)
+        target = self._targets.get(start.device_id)
+        present = [attempt for attempt in self._attempts.values() if attempt.start.device_id == start.device_id]
+        live = [attempt.start for attempt in present if attempt.start.attempt_id not in self._cancelled]
         if target is None:
             refusal: EtfarmError = WrongDevice(f"This agent has no device {start.device_id}.", device_id=start.device_id)
-            self._spawn(attempt_id, self._finish(failed_result(start, refusal)))
+            self._spawn(start, self._finish(failed_result(start, refusal)))
             return
-        if former is not None and (busy_with := former.start.attempt_id) not in self._cancelled:
+        if live and not _has_room(target.device, [*live, start]):
+            busy_with = ", ".join(each.attempt_id for each in live)
             refusal = DeviceBusy(f"{target.device.name} is busy with attempt {busy_with}.", busy_with=busy_with)
-            self._spawn(attempt_id, self._finish(failed_result(start, refusal)))
+            self._spawn(start, self._finish(failed_result(start, refusal)))
             return
-        log.info("attempt %s begins", attempt_id)
         folder = self._runs / hashlib.sha256(attempt_id.encode()).hexdigest()[:32]
         # A cancelled attempt needs a moment to end, which the server need not know.
-        ending = None if former is None else self._tasks.get(former.start.attempt_id)
+        ending = {self._tasks[each.start.attempt_id] for each in present if each.start not in live}
+        if not _is_exclusive(start):
+            target = target.divided(_slots_of(target.device))
         attempt = _attempt_class(start)(self._config, target, self._cache, folder, start, self._progress)
-        self._attempts[start.device_id] = attempt
+        self._attempts[attempt_id] = attempt
         self._places[attempt_id] = start.device_id
-        self._spawn(attempt_id, self._run(attempt, ending))
+        self._spawn(start, self._run(attempt, ending))
 
     def cancel(self, attempt_id: str, reason: str) -> None:
         """End an attempt and kill its runner at once; discard its result if that is already waiting."""
@@ -166,7 +173,7 @@ class Agent:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _end_runs(self, device_id: str, reason: str) -> None:
-        """Accept no new attempt on the device and end the current one, unless all of its files have left the device.
+        """Accept no new attempt on the device and end the current ones, unless all of their files have left the device.
 
         The device's problem must have been announced: on receipt of the attempt's failure the server places the run again, and
         would choose the same device.
@@ -174,11 +181,13 @@ class Agent:
         target = self._targets.pop(device_id, None)
         if target is None:
             return
-        attempt = self._attempts.get(device_id)
-        running = "" if attempt is None or not attempt.needs_target else attempt.start.attempt_id
-        if (task := self._tasks.get(running)) is not None and running not in self._cancelled:
-            self._cancelled[running] = DeviceGone(target.device.name, reason)
-            task.cancel()
+        for running, attempt in self._attempts.items():
+            if attempt.start.device_id != device_id or not attempt.needs_target:
+                continue
+            task = self._tasks.get(running)
+            if task is not None and task is not asyncio.current_task() and running not in self._cancelled:
+                self._cancelled[running] = DeviceGone(target.device.name, reason)
+                task.cancel()
         # Wait for results that are being written, too: the server accepts none once the device is detached.
         if ending := self._running_on(device_id):
             await asyncio.wait(ending)
@@ -194,17 +203,20 @@ class Agent:
             self._problems[device.id] = device
             self._send(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=device)))
 
-    def _spawn(self, attempt_id: str, work: Coroutine[None, None, None]) -> None:
-        task = asyncio.create_task(work, name=f"attempt {attempt_id}")
+    def _spawn(self, start: agent_pb2.StartRun, work: Coroutine[None, None, None]) -> None:
+        attempt_id, cells = start.attempt_id, ",".join(candidate.cell_id for candidate in start.candidates)
+        with logs.bound(attempt=attempt_id, device=start.device_id, cell=cells):
+            task = asyncio.create_task(work, name=f"attempt {attempt_id}")
         self._tasks[attempt_id] = task
         task.add_done_callback(lambda _: (self._tasks.pop(attempt_id, None), self._places.pop(attempt_id, None)))
 
-    async def _run(self, attempt: Attempt | ServedSession, ending: asyncio.Task[None] | None) -> None:
+    async def _run(self, attempt: Attempt | ServedSession, ending: Collection[asyncio.Task[None]]) -> None:
         """Run an attempt to its result, after `ending`; the device is free afterwards in any case."""
         start = attempt.start
+        log.info("attempt %s begins", start.attempt_id)
         try:
-            if ending is not None:
-                await asyncio.wait({ending})
+            if ending:
+                await asyncio.wait(ending)
             result = await attempt.run()
         except asyncio.CancelledError:
             error = self._cancelled.pop(start.attempt_id, None)
@@ -223,8 +235,8 @@ class Agent:
             log.exception("attempt %s failed because of a bug", start.attempt_id)
             result = failed_result(start, AgentFailed(f"The agent failed: {type(raised).__name__}: {raised}."))
         finally:
-            if self._attempts.get(start.device_id) is attempt:
-                del self._attempts[start.device_id]
+            if self._attempts.get(start.attempt_id) is attempt:
+                del self._attempts[start.attempt_id]
         if _is_device_fault(result) and not await attempt.target.answers():
             # Announce this first, or the farm would place the run on the device again.
             await self.detach(start.device_id, "it does not answer")
@@ -246,6 +258,21 @@ def _is_device_fault(result: agent_pb2.RunResult) -> bool:
     """Return whether the device is to blame for the end of the attempt."""
     errors = [result.error, *(candidate.error for candidate in result.candidates)]
     return any(error.fault == common_pb2.FAULT_DEVICE for error in errors)
+
+
+def _is_exclusive(start: agent_pb2.StartRun) -> bool:
+    """Return whether an attempt must be alone on its device."""
+    return start.HasField("session") or start.HasField("measurement")
+
+
+def _slots_of(device: device_pb2.Device) -> int:
+    """Return the maximum number of attempts at the same time on a device, if none of them must be alone."""
+    return max(1, device.concurrent_runs)
+
+
+def _has_room(device: device_pb2.Device, starts: Sequence[agent_pb2.StartRun]) -> bool:
+    """Return whether a device may run several attempts at the same time."""
+    return len(starts) <= _slots_of(device) and not any(map(_is_exclusive, starts))
 
 
 def _attempt_class(start: agent_pb2.StartRun) -> type[Attempt | ServedSession]:

@@ -11,11 +11,12 @@ import grpc
 
 from etfarm.device_agents.config import AgentConfig
 from etfarm.device_agents.daemon.agent import Agent
+from etfarm.device_agents.daemon.upgrade import Upgrader, report_connected
 from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
 from etfarm.wire.channel import open_channel
 from etfarm.wire.errors import EtfarmError, Kind
-from etfarm.wire.names import PROTOCOL_VERSION
+from etfarm.wire.names import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 
 log = logging.getLogger(__name__)
@@ -27,6 +28,8 @@ _FINAL_KINDS: Final = frozenset({Kind.UNAUTHENTICATED, Kind.PERMISSION_DENIED})
 _FINAL_AT_FIRST: Final = frozenset({Kind.ALREADY_EXISTS, Kind.UNIMPLEMENTED, Kind.INVALID_ARGUMENT})
 """Kinds of errors that end an agent before its first Welcome. Later, ALREADY_EXISTS only means that the server still considers
 the agent's own broken stream alive."""
+PROTOCOL_UNSUPPORTED: Final = "PROTOCOL_UNSUPPORTED"
+"""The reason with which a server refuses the protocol of a Hello."""
 _LEAST_HEARTBEAT_S: Final = 0.05
 _GOODBYE_S: Final = 0.5
 """Seconds for sending a Goodbye."""
@@ -66,6 +69,7 @@ class ServerConnection:
     Args:
         config: the agent's settings.
         agent: receives the server's messages.
+        upgrader: receives the server's offers of new versions.
         agent_id: the agent's UUID.
         outgoing: receives the agent's messages.
         print_line: prints a line for people when a connection is established.
@@ -78,6 +82,7 @@ class ServerConnection:
         self,
         config: AgentConfig,
         agent: Agent,
+        upgrader: Upgrader,
         agent_id: str,
         outgoing: Outgoing,
         print_line: PrintLine,
@@ -88,6 +93,9 @@ class ServerConnection:
     ) -> None:
         self._config = config
         self._agent = agent
+        self._upgrader = upgrader
+        self._offered = PROTOCOL_VERSION
+        """The version of the protocol that the next Hello has: an older one after the server has refused the newest."""
         self._agent_id = agent_id
         self._outgoing = outgoing
         self._print_line = print_line
@@ -111,6 +119,9 @@ class ServerConnection:
             refusal = await self._connect(connection, stop)
             if stop.is_set():
                 return
+            if refusal is not None and self._can_speak_older(refusal):
+                continue
+            self._offered = PROTOCOL_VERSION  # the server may be another one by the next try
             if refusal is not None and self._is_final(refusal):
                 raise refusal
             why = refusal.message if refusal is not None else f"The server at {server} closed the stream."
@@ -128,8 +139,21 @@ class ServerConnection:
             except TimeoutError:
                 continue
 
+    def _can_speak_older(self, refusal: EtfarmError) -> bool:
+        """Return whether the server refused the newest protocol, and this agent speaks the server's too; offer that next.
+
+        Servers of etfarm 0.2.0 speak one version only, and do not read Hello.oldest_protocol_version.
+        """
+        supported = refusal.metadata.get("supported", "")
+        if refusal.reason != PROTOCOL_UNSUPPORTED or not (supported.isascii() and supported.isdigit()):
+            return False
+        if not OLDEST_PROTOCOL_VERSION <= int(supported) < self._offered:
+            return False
+        self._offered = int(supported)
+        return True
+
     def _is_final(self, error: EtfarmError) -> bool:
-        if error.kind in _FINAL_KINDS or error.reason == "PROTOCOL_UNSUPPORTED":
+        if error.kind in _FINAL_KINDS or error.reason == PROTOCOL_UNSUPPORTED:
             return True
         return not self._was_welcome and error.kind in _FINAL_AT_FIRST
 
@@ -166,7 +190,10 @@ class ServerConnection:
     def _hello(self) -> agent_pb2.Hello:
         return agent_pb2.Hello(
             agent_id=self._agent_id,
-            protocol_version=PROTOCOL_VERSION,
+            protocol_version=self._offered,
+            oldest_protocol_version=OLDEST_PROTOCOL_VERSION,
+            allows_upgrade=self._upgrader.is_allowed,
+            upgrade=self._upgrader.outcome(),
             agent_version=self._version,
             host=self._host,
             devices=self._agent.devices,
@@ -199,6 +226,8 @@ class ServerConnection:
             self._agent.cancel(message.cancel_run.attempt_id, message.cancel_run.reason)
         elif kind == "ack":
             self._agent.acknowledge(message.ack.attempt_id)
+        elif kind == "upgrade":
+            self._upgrader.start(message.upgrade)
         elif kind == "drain":
             log.info("the server sends no new runs to %s", message.drain.device_id)
         else:
@@ -208,6 +237,7 @@ class ServerConnection:
         if connection.welcomed:
             return
         connection.welcomed = self._was_welcome = True
+        report_connected()
         names = ", ".join(f"{device.name} ({device.id})" for device in self._agent.devices)
         self._print_line(
             f"etfarm agent: connected to {self._config.access.server} {f'as {names}' if names else 'without a device yet'}"

@@ -88,6 +88,15 @@ def _kept_token(path: Path, access: Access) -> str | None:
     return token
 
 
+def kept_access(folder: Path) -> Access | None:
+    """Return the access with which an agent enrolled, without a CA; None if the data folder has no token."""
+    try:
+        kept = json.loads((folder / TOKEN_FILE).read_bytes())
+        return Access(str(kept["server"]), str(kept["token"]))
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def _keep(path: Path, access: Access, token: str) -> None:
     """Write the token for the next start, readable by the agent's user alone."""
     document = {"server": access.server, "token": token, "enrolment_sha256": _sha256(access.token)}

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import platform
 import shutil
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import suppress
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, Final, NoReturn
 
@@ -24,11 +22,10 @@ import grpc
 from etfarm.device_agents.attempts.session_program import Exchange, ServedProgram
 from etfarm.device_agents.attempts.session_text import OnTokens
 from etfarm.device_agents.config import AgentConfig
+from etfarm.device_agents.daemon.local_bundle import RunnerUnbuilt, local_bundle
 from etfarm.device_agents.daemon.own_runners import WORKING_BACKENDS
 from etfarm.device_agents.device import inventory
-from etfarm.device_agents.native.build import source_digest
-from etfarm.device_agents.native.toolchain import LOADERS, Compiler, CompilerFailed, CompilerMissing
-from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle, BundleManifest, NotABundle, unpack
+from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.device_agents.runners.protocol import Hello
 from etfarm.device_agents.runners.python import PythonRunner
 from etfarm.device_agents.targets.local import Machine
@@ -42,10 +39,8 @@ from etfarm.v1 import (
 )
 from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.wire import chunks
-from etfarm.wire.atomic_write import write_atomically
 from etfarm.wire.channel import SERVER_OPTIONS, Access
 from etfarm.wire.errors import DeviceError, EtfarmError, FarmError, Kind, UserError
-from etfarm.wire.names import data_folder
 from etfarm.wire.owner import at_end_of_stdin
 from etfarm.wire.sessions import SessionNotFound
 from etfarm.wire.status import to_proto, to_status
@@ -77,12 +72,6 @@ class ArtifactDamaged(DeviceError):
 
     reason = "DIGEST_MISMATCH"
     kind = Kind.DATA_LOSS
-
-
-class RunnerUnbuilt(FarmError):
-    """A missing runner for this machine that cannot be built."""
-
-    reason = "BUNDLE_BUILD_FAILED"
 
 
 class LocalArtifacts(artifact_pb2_grpc.ArtifactServiceServicer):
@@ -278,92 +267,18 @@ class _LocalSession:
     async def answer(
         self, task: session_pb2.SessionTask, on_tokens: OnTokens | None = None, stop: asyncio.Event | None = None
     ) -> session_pb2.SessionAnswer:
-        """Return the answer to one call, in its turn; see `ServedProgram.answer`."""
+        """Return the answer to one call, in its turn; see `ServedProgram.answer`.
+
+        A generation whose caller left before its turn is not started: it would execute the whole prompt before it stops.
+        """
         assert self.program is not None
         async with self._turn:
+            if stop is not None and stop.is_set():
+                return session_pb2.SessionAnswer()
             answer, end = await self.program.answer(task, on_tokens, stop)
         if end is not None and not self.over.done():
             self.over.set_result(end)
         return answer
-
-
-async def local_bundle(on_build: Callable[[], None]) -> Bundle:
-    """Return this machine's runner, which is built unless there is one of these sources and this ExecuTorch.
-
-    The runner of the user's embedded farm serves as well.
-
-    Args:
-        on_build: called before a build, which takes a minute.
-
-    Raises:
-        RunnerUnbuilt: it cannot be built.
-    """
-    try:
-        executorch = version("executorch")
-    except PackageNotFoundError:
-        raise RunnerUnbuilt("There is no ExecuTorch to build the runner with.", "Install etfarm[export].") from None
-    sources = await asyncio.to_thread(source_digest)
-    cache = data_folder() / "local"
-    archive = cache / f"runner-{platform.machine()}-{executorch}-{sources[:16]}.tar.gz"
-    if not archive.exists():
-        cache.mkdir(parents=True, exist_ok=True)
-        if (of_farm := await asyncio.to_thread(find_farm_runner, data_folder(), executorch, sources)) is not None:
-            await asyncio.to_thread(lambda: write_atomically(archive, of_farm.read_bytes()))
-        else:
-            await asyncio.to_thread(_require_compiler)
-            on_build()
-            await _build(archive)
-    return await asyncio.to_thread(unpack, archive, archive.with_name(archive.name.removesuffix(".tar.gz")))
-
-
-def find_farm_runner(data: Path, executorch: str, sources: str) -> Path | None:
-    """Return the archive of this machine's runner that the embedded farm's agent has in its cache; None without one.
-
-    Args:
-        data: the user's data folder.
-        executorch: the version that the runner must have.
-        sources: the digest of the sources that it must be built from.
-    """
-    cache = data / "agent" / "cache"
-    wanted = platform.machine(), executorch.partition("+")[0], sources
-    for file in sorted((cache / "bundles").glob(f"*/{MANIFEST_NAME}")):
-        try:
-            manifest = BundleManifest.parse(file.read_bytes())
-        except (OSError, NotABundle):
-            continue  # the agent is replacing it
-        archive = cache / "blobs" / file.parent.name
-        if (manifest.arch, manifest.executorch, manifest.source_digest) == wanted and archive.exists():
-            return archive
-    return None
-
-
-def _require_compiler() -> None:
-    """Check that this machine has a compiler for its own runner.
-
-    Raises:
-        RunnerUnbuilt: it has none that works, or there is no runner for its architecture.
-    """
-    arch = platform.machine()
-    if arch not in LOADERS:
-        raise RunnerUnbuilt(f"There is no runner for {arch!r}.", f"Runners exist for {', '.join(LOADERS)}.", arch=arch)
-    try:
-        Compiler.find(arch)
-    except (CompilerMissing, CompilerFailed) as error:
-        raise RunnerUnbuilt(error.message, error.remedy, **error.metadata) from None
-
-
-async def _build(archive: Path) -> None:
-    """Build in a separate process, which ends with this one."""
-    process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "etfarm.wire.command", "bundle", "build", "--exit-with-stdin", "-o", str(archive),
-        stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE, start_new_session=True,
-    )  # fmt: skip
-    # Its stdin stays open as long as this process lives.
-    assert process.stderr is not None
-    stderr, _ = await asyncio.gather(process.stderr.read(), process.wait())
-    if process.returncode != 0:
-        lines = stderr.decode(errors="replace").strip().splitlines()
-        raise RunnerUnbuilt((lines[-1] if lines else f"It ended with {process.returncode}.").removeprefix("etfarm: "))
 
 
 def _device() -> device_pb2.Device:

@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import asyncio
-import sys
-from array import array
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
-from typing import Any, ClassVar, Final, Self
+from typing import ClassVar, Final, Self
 
 from etfarm.device_agents.runners import answers, errors, streaming
 from etfarm.device_agents.runners.child import Spawn, spawn_here
 from etfarm.device_agents.runners.generation import COUNTERS, Generated, GenerateRequest, read_generated
+from etfarm.device_agents.runners.messages import (
+    SAMPLE_BYTES,
+    encode_input,
+    read_measured,
+    read_samples,
+    read_tensor_info,
+    read_values,
+)
 from etfarm.device_agents.runners.process import Argument, Event, Limits, OnLog, RunnerProcess, room_for_payload
 from etfarm.device_agents.runners.protocol import (
     Debugged,
@@ -26,15 +32,13 @@ from etfarm.device_agents.runners.protocol import (
     OnProgress,
     Progress,
     Ran,
-    TensorInfo,
     Traced,
 )
 from etfarm.device_agents.runners.score import Scored, ScoreRequest, read_scored
 from etfarm.device_agents.runners.streaming import OnTokens, Streamed, StreamRequest, TokenReader
 from etfarm.wire.chunks import Progressed
-from etfarm.wire.tensors import BadTensorFile, Scalar, Tensor, Value
+from etfarm.wire.tensors import BadTensorFile, Value
 
-_SAMPLE_BYTES: Final = 8
 PROTOCOL: Final = 1
 """The implemented version of `native/PROTOCOL.md`."""
 
@@ -152,8 +156,8 @@ class RemoteRunner:
         with self._reading("method"):
             return MethodInfo(
                 answers.text(event, "name"),
-                tuple(_tensor_info(value) for value in answers.events(event, "inputs")),
-                tuple(_tensor_info(value) for value in answers.events(event, "outputs")),
+                tuple(read_tensor_info(value) for value in answers.events(event, "inputs")),
+                tuple(read_tensor_info(value) for value in answers.events(event, "outputs")),
                 answers.wholes(event, "planned_bytes"),
                 answers.texts(event, "backends"),
             )
@@ -185,7 +189,7 @@ class RemoteRunner:
             )
         for index, value in enumerate(values):
             kind = expected[index].kind if self._method else ""
-            arguments, payload = _input(index, value, kind)
+            arguments, payload = encode_input(index, value, kind)
             await self._process.request("input", arguments, payload, stage="INPUTS")
 
     async def default_inputs(self, seed: int) -> list[Value]:
@@ -194,7 +198,7 @@ class RemoteRunner:
         arguments: list[tuple[str, Argument]] = [("seed", seed)]
         event, payload = await self._process.request("default_inputs", arguments, stage="INPUTS", max_payload_bytes=room)
         with self._reading("default_inputs"):
-            return _values(event, payload, "INPUTS")
+            return read_values(event, payload, "INPUTS")
 
     async def run(self) -> Ran:
         """Execute once."""
@@ -206,7 +210,7 @@ class RemoteRunner:
         """Return the outputs of the latest execution, in order, named by the program or else by position."""
         event, payload = await self._process.request("outputs", stage="OUTPUTS", max_payload_bytes=room_for_payload())
         with self._reading("outputs"):
-            return _values(event, payload, "OUTPUTS")
+            return read_values(event, payload, "OUTPUTS")
 
     async def measure(self, plan: MeasurePlan, on_progress: OnProgress | None = None) -> Measured:
         """Run the timed pass. Its deadline is the sum of the limits of warm-up and timed iterations and of `Limits.command_s`."""
@@ -225,10 +229,10 @@ class RemoteRunner:
             stage="WARMUP" if plan.warmup or plan.steady else "TIMED",
             deadline_s=self._process.limits.command_s + (max_warmup_ns + plan.max_time_ns) / 1e9,
             on_progress=_progress(on_progress),
-            max_payload_bytes=_SAMPLE_BYTES * max(plan.max_samples, plan.iterations),
+            max_payload_bytes=SAMPLE_BYTES * max(plan.max_samples, plan.iterations),
         )
         with self._reading("measure"):
-            return _measured(event, payload)
+            return read_measured(event, payload)
 
     async def trace(self, iterations: int, etdump: Path, *, warmup: int = 1, on_progress: OnProgress | None = None) -> Traced:
         """Trace `iterations` into `etdump`; the method must be loaded with `trace` only."""
@@ -237,12 +241,12 @@ class RemoteRunner:
             [("iterations", iterations), ("warmup", warmup), ("path", self.path_for_runner(etdump))],
             stage="TRACED",
             on_progress=_progress(on_progress),
-            max_payload_bytes=_SAMPLE_BYTES * iterations,
+            max_payload_bytes=SAMPLE_BYTES * iterations,
         )
         with self._reading("trace"):
             iterations, etdump_bytes = (answers.whole(event, key) for key in ("iterations", "etdump_bytes"))
             counters = {key: answers.optional_whole(event, key) for key in ("wall_ns", *COUNTERS)}
-            return Traced(iterations, _samples(payload), etdump, etdump_bytes, **counters)
+            return Traced(iterations, read_samples(payload), etdump, etdump_bytes, **counters)
 
     async def generate(self, request: GenerateRequest, limit_s: float, on_progress: OnProgress | None = None) -> Generated:
         """Generate text repeatedly with methods that are loaded without a tracer; the steps of progress are tokens.
@@ -355,99 +359,3 @@ def _progress(on_progress: OnProgress | None) -> Callable[[Event], None] | None:
     if on_progress is None:
         return None
     return lambda event: on_progress(Progress(event["stage"], event["done"], event["elapsed_ns"]))
-
-
-def _input(index: int, value: Value, expected: str) -> tuple[list[tuple[str, Argument]], bytes | None]:
-    """Return the arguments and the payload of an `input` command."""
-    arguments: list[tuple[str, Argument]] = [("index", index)]
-    if isinstance(value, Tensor):
-        arguments += [
-            ("dtype", value.dtype),
-            ("shape", ",".join(map(str, value.shape))),
-            ("dim_order", ",".join(map(str, value.dim_order))),
-        ]
-        return arguments, value.data
-    scalar = value.value
-    if expected == "double" and isinstance(scalar, int) and not isinstance(scalar, bool):
-        scalar = float(scalar)  # files that hold 2 for the float 2.0
-    match scalar:
-        case None:
-            return [*arguments, ("kind", "none")], None
-        case bool():
-            return [*arguments, ("kind", "bool"), ("value", int(scalar))], None
-        case int():
-            return [*arguments, ("kind", "int"), ("value", scalar)], None
-        case float():
-            return [*arguments, ("kind", "double"), ("value", scalar.hex())], None
-
-
-def _values(event: Event, payload: bytes, stage: str) -> list[Value]:
-    values: list[Value] = []
-    for head in answers.events(event, "values"):
-        name = answers.text(head, "name") or str(answers.whole(head, "index"))
-        match answers.text(head, "kind"):
-            case "tensor" if (dtype := answers.text(head, "dtype")) != "unsupported":
-                offset, size = answers.whole(head, "offset"), answers.whole(head, "size_bytes")
-                shape, order = (answers.wholes(head, key, answers.MOST_DIMS) for key in ("shape", "dim_order"))
-                values.append(Tensor(name, dtype, shape, payload[offset : offset + size], order))
-            case "int":
-                number = int(answers.text(head, "value"))
-                if not -(1 << 63) <= number < 1 << 63:
-                    raise answers.BadAnswer(f"an integer of {number.bit_length()} bits")
-                values.append(Scalar(name, number))
-            case "double":
-                values.append(Scalar(name, float.fromhex(answers.text(head, "value"))))
-            case "bool":
-                values.append(Scalar(name, answers.text(head, "value") == "1"))
-            case "none":
-                values.append(Scalar(name, None))
-            case kind:
-                raise errors.ProgramFailed(
-                    stage, f"output {name} is of a kind or dtype ({kind}) that etfarm does not carry", "NotSupported", ()
-                )
-    return values
-
-
-def _tensor_info(value: Mapping[str, Any]) -> TensorInfo:
-    index, kind = answers.whole(value, "index"), answers.text(value, "kind")
-    if kind != "tensor":
-        return TensorInfo(index, kind)
-    return TensorInfo(
-        index,
-        "tensor",
-        answers.text(value, "name"),
-        answers.text(value, "dtype"),
-        answers.wholes(value, "shape", answers.MOST_DIMS),
-        answers.wholes(value, "dim_order", answers.MOST_DIMS),
-        answers.whole(value, "size_bytes"),
-        answers.truth(value, "planned"),
-        answers.optional_truth(value, "dynamic"),
-    )
-
-
-def _measured(event: Event, payload: bytes) -> Measured:
-    numbers = {key: answers.whole(event, key) for key in ("warmup", "first_run_ns", "iterations", "duration_ns", "wall_ns")}
-    counters = {key: answers.optional_whole(event, key) for key in (*COUNTERS, "peak_rss_bytes", "warmup_ns")}
-    return Measured(
-        **numbers,
-        **counters,  # type: ignore[arg-type]
-        stop_reason=answers.text(event, "stop_reason"),
-        samples_ns=_samples(payload),
-        steady=answers.optional_truth(event, "steady"),
-    )
-
-
-def _samples(payload: bytes) -> array[int]:
-    """Return the times in a payload.
-
-    Raises:
-        BadAnswer: a time is negative.
-        ValueError: the payload ends within a time.
-    """
-    samples = array("q")
-    samples.frombytes(payload)
-    if sys.byteorder == "big":
-        samples.byteswap()
-    if samples and min(samples) < 0:
-        raise answers.BadAnswer("a sample is negative")
-    return samples

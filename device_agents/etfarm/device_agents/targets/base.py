@@ -31,7 +31,7 @@ class Provisions:
 
 
 class Target(Protocol):
-    """A device of the agent, which serves one attempt at a time."""
+    """A device of the agent."""
 
     @property
     def device(self) -> device_pb2.Device:
@@ -91,6 +91,9 @@ class Target(Protocol):
 
     def settings(self, cpus: Collection[int] | None) -> AbstractContextManager[list[report_pb2.DeviceSetting]]:
         """Apply the settings of a measurement and restore them afterwards; yield all settings, applied or not."""
+
+    def divided(self, runs: int) -> Target:
+        """Return the same target for one of several runs at the same time, each of which may use a part of the memory."""
 
     def usable_cpus(self) -> Collection[int]:
         """Return the logical cpus that an unbound runner may run on."""

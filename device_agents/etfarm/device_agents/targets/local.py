@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import os
 import resource
 from collections.abc import AsyncIterator, Collection, Sequence
@@ -47,6 +48,7 @@ class Machine:
         self.own_first = False
         self.self_test_s = config.self_test_s
         self._config = config
+        self._memory_share = config.memory_share
         self._governors = Governors(config.data / KEPT_GOVERNORS, config.governor)
         self._telemetry = Telemetry(config.data)
 
@@ -62,7 +64,7 @@ class Machine:
     @asynccontextmanager
     async def _runner(self, bundle: Bundle | None, folder: Path, on_log: OnLog | None) -> AsyncIterator[RemoteRunner]:
         emulator = self._config.emulator
-        data_bytes = int(psutil.virtual_memory().available * self._config.memory_share)
+        data_bytes = int(psutil.virtual_memory().available * self._memory_share)
         limits = Limits(data_bytes, NO_DEADLINE_S)
         prefix = () if emulator is None else emulator.within(data_bytes)
         if not (await self.jail.measures()).active:
@@ -93,6 +95,12 @@ class Machine:
     def settings(self, cpus: Collection[int] | None) -> AbstractContextManager[list[report_pb2.DeviceSetting]]:
         """Set the cpus' governors; see `Target.settings`."""
         return self._governors.held(cpus)
+
+    def divided(self, runs: int) -> Machine:
+        """Return this machine with a part of the memory; see `Target.divided`."""
+        part = copy.copy(self)
+        part._memory_share = self._memory_share / runs
+        return part
 
     def usable_cpus(self) -> Collection[int]:
         """Return the usable cpus; see `Target.usable_cpus`."""

@@ -16,7 +16,8 @@ Takes REPORTs of etfarm.report/1 and returns one document in strict JSON, with e
                   base_spread: RUN_SPREAD|null, candidate_spread: RUN_SPREAD|null}
                   paired: both took turns in one attempt, and rounds were compared; separate: each was measured alone, and
                   the interval covers the variation between runs as far as it is known (etfarm.wire.comparison.uncertainty).
-                  inconclusive: separate, and the spread between runs was not observed for both sides
+                  inconclusive: separate, and the spread between runs was not observed for both sides,
+                                or is large and the difference not beyond its 99 % interval
     RUN_SPREAD   {source: REPEATS|HISTORY|PRIOR, runs, relative_stddev, p50_ci95_ns[2]|null}    as in REPORT
     operators    {by: OPERATOR|MODULE, rows[{kind: OPERATOR|DELEGATE|REST|UNATTRIBUTED, module, op_types[], source,
                   base: TIME|null, candidate: TIME|null, change_ns, change_share, change_ci95_ns[2]|null, outcome}],
@@ -31,22 +32,30 @@ Takes REPORTs of etfarm.report/1 and returns one document in strict JSON, with e
     delegation   {METHOD: {subgraphs, delegated_nodes, non_delegated_nodes: NUMBER,
                   operators[{op, base{delegated,non_delegated}|null, candidate|null}]}}, of operators whose counts differ;
                   nodes that compute nothing, such as getitem, are not counted
-    generation   {points[{prompt_tokens, depth, base_verdict, candidate_verdict, ttft: RATE|null, prefill, decode}],
-                  same_program}|null, of the prompt lengths and depths that both have
+    generation   {points[{prompt_tokens, depth, base_verdict, candidate_verdict, ttft: RATE|null, prefill, decode,
+                  parts[{method, prefill_ns: NUMBER|null, decode_ns: NUMBER|null}]}], same_program, accuracy: LOGITS|null}|null,
+                  of the prompt lengths and depths that both have
+    LOGITS       {base: LOGIT_ERRORS|null, candidate: LOGIT_ERRORS|null, sqnr_change_db, top1_change, top1_tolerance,
+                  top1_dropped, perplexity: NUMBER|null}
+                  `top1_dropped`: by more than `top1_tolerance`, a fraction (etfarm.wire.comparison.logits)
+    LOGIT_ERRORS {reference, tokens, sqnr_db, top1_agreement, kl_divergence, max_abs_error, perplexity, perplexity_ratio,
+                  generated_tokens, first_difference}
     RATE         {base, candidate, ratio, ratio_ci95[2]|null, outcome, spread_observed}    `outcome` as that of latency
     GATE         {limits[{metric, limit, unit}], strict, accept_invalid, passed, outcome: passed|failed|inconclusive,
                   reasons[FINDING], notes[FINDING]}        `passed` is whether the outcome is
     FINDING      {pair, metric, code, message}             `pair` is an index of pairs; null for the whole document
 """
 
+from etfarm.wire.comparison.accuracy_gate import EXACT_DB
 from etfarm.wire.comparison.document import SCHEMA, compare, failed
-from etfarm.wire.comparison.gate import EXACT_DB, BadGate, Gate, Limit, judge
+from etfarm.wire.comparison.gate import UNDECIDED, BadGate, Gate, Limit, judge
 from etfarm.wire.comparison.message import from_message, to_message
 from etfarm.wire.comparison.sides import NoSuchReport, NothingToCompare, Side, label, split_choice, traits
 
 __all__ = [
     "EXACT_DB",
     "SCHEMA",
+    "UNDECIDED",
     "BadGate",
     "Gate",
     "Limit",

@@ -106,6 +106,12 @@ def _has_other_lengths(pair: Json, reports: tuple[Json, Json]) -> bool:
     return pair["generation"] is not None and not generation.has_equal_lengths(*reports)
 
 
+def _dropped(pair: Json) -> Json | None:
+    """Return the LOGITS of a PAIR whose top-1 agreement dropped; None if it did not."""
+    accuracy: Json | None = (pair["generation"] or {}).get("accuracy")
+    return accuracy if accuracy and accuracy["top1_dropped"] else None
+
+
 def _remedy(pair: Json, unobserved: Sequence[str]) -> str:
     """Return how to decide which side of a pair is faster."""
     if pair["latency"] is None:
@@ -137,6 +143,12 @@ def _notes(reports: Sequence[tuple[Json, Json]], pairs: Sequence[Json], base: Si
         old, new = (report["generation"]["generated_tokens"] for report in lengths)
         lacks = f"Decode is not compared: the base generated {old:,} tokens, the candidate {new:,}"
         yield f"{lacks}. Measure both with the same number."
+    dropped = next((accuracy for pair in pairs if (accuracy := _dropped(pair)) is not None), None)
+    if dropped is not None:
+        old, new = (dropped[side]["top1_agreement"] for side in SIDES)
+        tokens, tolerance = dropped["base"]["tokens"], dropped["top1_tolerance"]
+        agrees = f"The candidate's most likely token is the reference's after {new * 100:.1f} % of {tokens:,} tokens"
+        yield f"{agrees}, the base's after {old * 100:.1f} %: less by more than the tolerance of {tolerance * 100:.1f} points."
     compared = [(pair, _find_unobserved(both, pair)) for pair, both in zip(pairs, reports, strict=True)]
     unclear = [(pair, unobserved) for pair, unobserved in compared if unobserved]
     if unclear:

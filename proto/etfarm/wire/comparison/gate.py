@@ -6,7 +6,6 @@ inconclusive if the latencies cannot show that: measuring again, or better, may 
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -14,28 +13,37 @@ from functools import partial
 from typing import Final
 
 from etfarm.wire.changes import is_other_program
-from etfarm.wire.comparison import uncertainty
+from etfarm.wire.comparison import accuracy_gate, uncertainty
+from etfarm.wire.comparison.finding import Finding, percent
 from etfarm.wire.comparison.latency import OBVIOUS
 from etfarm.wire.comparison.remedy import SIDES, how_to_decide, how_to_decide_rates, how_to_measure_again
 from etfarm.wire.comparison.sides import is_live, label
 from etfarm.wire.errors import UserError
 from etfarm.wire.report import Json
 
-LATENCY, SIZE, MEMORY, ACCURACY = "latency", "size", "memory", "accuracy"
+LATENCY, SIZE, MEMORY = "latency", "size", "memory"
+ACCURACY, TOP1, PERPLEXITY = "accuracy", "top1", "perplexity"
 TTFT, PREFILL, DECODE = "ttft", "prefill", "decode"
-UNITS: Final = {LATENCY: "%", SIZE: "%", MEMORY: "%", ACCURACY: "dB", TTFT: "%", PREFILL: "%", DECODE: "%"}
+UNITS: Final = {
+    LATENCY: "%", SIZE: "%", MEMORY: "%", ACCURACY: "dB", TTFT: "%", PREFILL: "%", DECODE: "%", TOP1: "%", PERPLEXITY: "%",
+}  # fmt: skip
 """Metrics that can be limited, with their units."""
 
-EXACT_DB: Final = 100.0
-"""SQNR above which outputs count as equally exact: fp32 kernels differ only by rounding, at 120 to 150 dB."""
-
-_LIMIT = re.compile(r"(?:(?P<metric>[a-z]+)\s*=)?\s*(?P<limit>\d{1,6}(?:\.\d{1,6})?)\s*(?P<unit>%|db)", re.ASCII | re.IGNORECASE)
+_LIMIT = re.compile(
+    r"(?:(?P<metric>[a-z][a-z0-9]{0,19})\s*=)?\s*(?P<limit>\d{1,6}(?:\.\d{1,6})?)\s*(?P<unit>%|db)", re.ASCII | re.IGNORECASE
+)
 _SUCCEEDED: Final = "SUCCEEDED"
 
 PASSED, FAILED, INCONCLUSIVE = "passed", "failed", "inconclusive"
 """Outcomes of a gate."""
 
-_UNDECIDED: Final = {"JOB_LIVE", "NO_VALID_EVIDENCE", "NO_SPREAD", "TOO_FEW", "INCONCLUSIVE", "SAME_PROGRAM"}
+SHARP_PERCENT: Final = 5.0
+"""How far an interval may reach above its ratio so that a gate passes although the interval spans its limit.
+
+A gate that could not have found so large a slowdown shows nothing by passing.
+"""
+
+UNDECIDED: Final = {"JOB_LIVE", "NO_VALID_EVIDENCE", "NO_SPREAD", "TOO_FEW", "INCONCLUSIVE", "SAME_PROGRAM"}
 """Codes of reasons that show nothing to be worse: with no other reason, the gate is inconclusive."""
 
 
@@ -47,7 +55,10 @@ class BadGate(UserError):
 
 @dataclass(frozen=True)
 class Limit:
-    """The maximum deterioration of a metric, in percent of the base's value or in dB of SQNR; rates count as times."""
+    """The maximum deterioration of a metric, in percent of the base's value or in dB of SQNR.
+
+    Rates count as times. Of top1 it is a difference of percentages.
+    """
 
     metric: str
     limit: float
@@ -74,7 +85,8 @@ class Limit:
         if match is None or metric not in UNITS or match["unit"].lower() != UNITS[metric].lower():
             raise BadGate(
                 f"{text!r} is not a gate.",
-                "Give 3% (latency), latency=3%, size=1%, memory=5%, accuracy=1dB, decode=3%, prefill=3% or ttft=3%.",
+                "Give 3% (latency), latency=3%, size=1%, memory=5%, accuracy=1dB, top1=2%, perplexity=1%, decode=3%, prefill=3% "
+                "or ttft=3%.",
                 gate=text,
             )
         return cls(metric, float(match["limit"]))
@@ -107,15 +119,6 @@ class Gate:
         return cls(limits, strict, accept_invalid) if limits else None
 
 
-@dataclass(frozen=True)
-class Finding:
-    """A reason why a gate does not pass, or a note."""
-
-    code: str
-    message: str
-    is_reason: bool = True
-
-
 def judge(document: Json, gate: Gate) -> Json:
     """Return the GATE of a comparison.
 
@@ -126,15 +129,18 @@ def judge(document: Json, gate: Gate) -> Json:
                 the same of the times to the first token, and for a token, at each common prompt length and depth
       size      the .pte with its data files is larger by more than the limit
       memory    the process's peak or the planned memory is larger by more than the limit
-      accuracy  an output's SQNR is lower by more than the limit, where values above EXACT_DB count as EXACT_DB; or the two have
-                no common reference
+      accuracy  the SQNR of an output, or of a language model's logits, is lower by more than the limit, where values above
+                EXACT_DB count as EXACT_DB; or the two have no common reference
+      top1      the same of the fraction of outputs or tokens whose largest value is the reference's, in percentage points
+      perplexity  the perplexity of the text is higher by more than the limit
       all       a cell of the candidate failed, or a report of the base has no counterpart
     Otherwise it is inconclusive if a job is not done, or a latency decides nothing:
       - a side has no VALID one, or the devices are of different kinds, unless that is accepted
       - the two were measured in separate runs of different programs, whose spread was not observed on both sides, and the
         candidate is neither obviously slower nor obviously faster, by a factor of OBVIOUS: faster passes with a note
       - there is no interval
-      - the interval spans the limit, if the gate is strict; else it passes with a note
+      - the interval spans the limit, if the gate is strict, or if the interval reaches further above the ratio than SHARP_PERCENT
+        and than the limit; else it passes with a note
     """
     reasons: list[Json] = list(_of_the_whole(document))
     notes: list[Json] = []
@@ -148,7 +154,7 @@ def judge(document: Json, gate: Gate) -> Json:
             for finding in _JUDGES[limit.metric](pair, limit.limit, gate):
                 (reasons if finding.is_reason else notes).append(_finding(finding, name, place, limit.metric))
     # What failed comes first.
-    reasons.sort(key=lambda reason: reason["code"] in _UNDECIDED)
+    reasons.sort(key=lambda reason: reason["code"] in UNDECIDED)
     return {
         "limits": [{"metric": limit.metric, "limit": limit.limit, "unit": limit.unit} for limit in gate.limits],
         "strict": gate.strict,
@@ -163,7 +169,7 @@ def judge(document: Json, gate: Gate) -> Json:
 def _outcome(reasons: Sequence[Json]) -> str:
     if not reasons:
         return PASSED
-    return INCONCLUSIVE if all(reason["code"] in _UNDECIDED for reason in reasons) else FAILED
+    return INCONCLUSIVE if all(reason["code"] in UNDECIDED for reason in reasons) else FAILED
 
 
 def _finding(finding: Finding, name: str, place: int | None, metric: str | None) -> Json:
@@ -227,14 +233,11 @@ def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
     elif ends is None:
         few = "rounds" if latency["method"] == "paired" else "samples"
         yield Finding("TOO_FEW", f"{times}, and too few {few} to tell whether that is within {limit:g} %")
-    elif ends[0] > allowed:
-        yield Finding("SLOWER", f"at least {_percent(ends[0] - 1)} slower, {times}; {limit:g} % is allowed")
+    elif ends[0] > allowed and latency["outcome"] == "slower":
+        yield Finding("SLOWER", f"at least {percent(ends[0] - 1)} slower, {times}; {limit:g} % is allowed")
     elif ends[1] > allowed:
-        yield Finding(
-            "INCONCLUSIVE",
-            f"{times} does not show whether it is within {limit:g} %. {_how_to_decide(pair, unobserved)}",
-            gate.strict,
-        )
+        message = f"{times} does not show whether it is within {limit:g} %. {_how_to_decide(pair, unobserved)}"
+        yield Finding("INCONCLUSIVE", message, gate.strict or ends[0] > allowed or not _is_sharp(ratio, ends[1], limit))
 
 
 def _generation(pair: Json, limit: float, gate: Gate, key: str) -> Iterator[Finding]:
@@ -287,10 +290,15 @@ def _rate(
     elif times is None:
         yield Finding("TOO_FEW", f"{text}, and too few repetitions to tell whether that is within {limit:g} %")
     elif times[0] > allowed:
-        yield Finding("SLOWER", f"at least {_percent(times[0] - 1)} slower, {text}; {limit:g} % is allowed")
+        yield Finding("SLOWER", f"at least {percent(times[0] - 1)} slower, {text}; {limit:g} % is allowed")
     elif times[1] > allowed:
         message = f"{text} does not show whether it is within {limit:g} %. {remedy}, or more repeats"
-        yield Finding("INCONCLUSIVE", message, gate.strict)
+        yield Finding("INCONCLUSIVE", message, gate.strict or not _is_sharp(time, times[1], limit))
+
+
+def _is_sharp(ratio: float, high: float, limit: float) -> bool:
+    """Return whether a measurement is precise enough to find what a gate is for: SHARP_PERCENT, or the limit if it is wider."""
+    return high / ratio - 1 <= max(SHARP_PERCENT, limit) / 100
 
 
 def _not_valid(pair: Json) -> str:
@@ -339,54 +347,21 @@ def _grown(part: Json | None, keys: Sequence[tuple[str, str]], limit: float, cod
         yield Finding("NOT_MEASURED", f"{metric} is not known for both sides")
     for what, number in known:
         if number["candidate"] > number["base"] * (1 + limit / 100):
-            grown = f"{_percent(number['candidate'] / number['base'] - 1)} more" if number["base"] else "more"
+            grown = f"{percent(number['candidate'] / number['base'] - 1)} more" if number["base"] else "more"
             sizes = f"{number['base']:,} -> {number['candidate']:,} bytes"
             yield Finding(code, f"{what} takes {grown}, {sizes}; {limit:g} % is allowed")
 
 
-def _accuracy(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
-    measured = [output for output in pair["accuracy"] if _sqnr_db(output["base"]) is not None]
-    if not measured:
-        yield Finding("NOT_MEASURED", "accuracy is not known for both sides")
-    for output in measured:
-        references = [output[side]["reference"] for side in SIDES if output[side]]
-        if len(set(references)) > 1:
-            message = f"the base is compared with the {references[0]}, the candidate with the {references[1]}"
-            yield Finding("NOT_MEASURED", f"accuracy is not known for both sides against one reference: {message}")
-            return
-    for output in measured:
-        name = f"output {output['output']}" if output["output"] else "the output"
-        before, after = _sqnr_db(output["base"]) or 0.0, _sqnr_db(output["candidate"])
-        if after is None:
-            was_equal = output["base"]["equal"] and output["base"]["sqnr_db"] is None
-            change = (
-                "was equal to its reference and is not now" if was_equal else f"had an SQNR of {before:.1f} dB and has none now"
-            )
-            yield Finding("LESS_ACCURATE", f"{name} {change}")
-        elif (lost := min(before, EXACT_DB) - after) > limit:
-            counted = f" (counts as {EXACT_DB:g})" if before > EXACT_DB else ""
-            message = f"{name} lost {lost:.1f} dB of SQNR, {before:.1f}{counted} -> {after:.1f} dB"
-            yield Finding("LESS_ACCURATE", f"{message}; {limit:g} dB is allowed")
+def _without_gate(judge_pair: Callable[[Json, float], Iterator[Finding]]) -> Callable[[Json, float, Gate], Iterator[Finding]]:
+    return lambda pair, limit, gate: judge_pair(pair, limit)
 
 
 _JUDGES: Final[dict[str, Callable[[Json, float, Gate], Iterator[Finding]]]] = {
     LATENCY: _latency,
     SIZE: _size,
     MEMORY: _memory,
-    ACCURACY: _accuracy,
+    ACCURACY: _without_gate(accuracy_gate.judge_sqnr),
+    TOP1: _without_gate(accuracy_gate.judge_top1),
+    PERPLEXITY: _without_gate(accuracy_gate.judge_perplexity),
     **{key: partial(_generation, key=key) for key in (TTFT, PREFILL, DECODE)},
 }
-
-
-def _sqnr_db(errors: Json | None) -> float | None:
-    """Return an output's SQNR; EXACT_DB for equal outputs without an SQNR, as for an all-zero reference."""
-    if errors is None:
-        return None
-    known: float | None = errors["sqnr_db"]
-    return EXACT_DB if known is None and errors["equal"] else known
-
-
-def _percent(share: float) -> str:
-    percent = share * 100
-    # Round down, so that "at least" stays true.
-    return f"{math.floor(percent * 10) / 10:.1f} %" if percent < 10 else f"{math.floor(percent):,} %"

@@ -7,8 +7,10 @@ import statistics
 from typing import Final
 
 from etfarm.wire import timings
+from etfarm.wire.changes import encoder_inputs
 from etfarm.wire.comparison import latency, uncertainty
-from etfarm.wire.comparison.numbers import finite
+from etfarm.wire.comparison.logits import logits
+from etfarm.wire.comparison.numbers import finite, number
 from etfarm.wire.generation import METRICS
 from etfarm.wire.report import Json
 
@@ -20,12 +22,16 @@ _TIMES: Final = {"ttft_ns"}
 
 
 def generation(base: Json, candidate: Json) -> Json | None:
-    """Return the generation part of a PAIR; None unless both sides generated at the same prompt length and depth.
+    """Return the generation part of a PAIR; None without a common prompt length and depth and without an accuracy.
 
     Decode is compared for equal numbers of tokens only: it slows down as the context grows.
     """
     old, new = _points(base), _points(candidate)
-    same_program = latency.is_same_program(base, candidate) and _prefill_method(base) == _prefill_method(candidate)
+    same_program = (
+        latency.is_same_program(base, candidate)
+        and _prefill_method(base) == _prefill_method(candidate)
+        and encoder_inputs(base) == encoder_inputs(candidate)
+    )
     keys = {key: metric for key, metric in KEYS.items() if key != _DECODE or has_equal_lengths(base, candidate)}
     points = [
         {
@@ -35,11 +41,27 @@ def generation(base: Json, candidate: Json) -> Json | None:
             "candidate_verdict": _status(point),
             **dict.fromkeys(KEYS),
             **{key: _change(old[prompt_tokens, depth], point, metric, same_program) for key, metric in keys.items()},
+            "parts": _parts(old[prompt_tokens, depth], point),
         }
         for (prompt_tokens, depth), point in new.items()
         if (prompt_tokens, depth) in old
     ]
-    return {"points": points, "same_program": same_program} if points else None
+    accuracy = logits(base, candidate) if base["generation"] and candidate["generation"] else None
+    if not points and not (accuracy and accuracy["base"] and accuracy["candidate"]):
+        return None
+    return {"points": points, "same_program": same_program, "accuracy": accuracy}
+
+
+def _parts(base: Json, candidate: Json) -> list[Json]:
+    """Return what each method of a point takes on both sides, in the candidate's order."""
+    sides = [{part["method"]: part for part in point["parts"]} for point in (base, candidate)]
+    return [
+        {
+            "method": method,
+            **{key: number(*((side.get(method) or {}).get(key) for side in sides)) for key in ("prefill_ns", "decode_ns")},
+        }
+        for method in dict.fromkeys([*sides[1], *sides[0]])
+    ]
 
 
 def has_equal_lengths(base: Json, candidate: Json) -> bool:

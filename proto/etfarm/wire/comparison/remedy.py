@@ -109,13 +109,13 @@ def _alone(pair: Json, side: str, options: str, *, of_text: bool = False) -> str
     """Return the command that measures one side with further options.
 
     Args:
-        of_text: whether it measures the generation of text, which has neither a method nor inputs of its own.
+        of_text: whether it measures the generation of text, which has no method of its own, and inputs only of encoders.
     """
     named = pair[side]
     has_examples = bool(named["recipe"])
     program = f"MODEL --recipe {shlex.quote(named['recipe'])}" if has_examples else _file(pair, side)
     data = "--data DATA.ptd" if _has_data(pair, side) else ""
-    inputs = "" if of_text else _inputs(named, has_examples=has_examples)
+    inputs = _inputs(named, has_examples=has_examples)
     circumstances = _circumstances({**named, "method": "forward"} if of_text else named)
     return " ".join(filter(None, ("etfarm bench", program, options, *circumstances, data, inputs)))
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from etfarm.wire.changes import encoder_inputs
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.report import Json
 
@@ -104,6 +105,7 @@ def split_choice(text: str) -> tuple[str, str | None]:
 def name(report: Json) -> Json:
     """Return a REPORT_NAME."""
     device, verdict, error, inputs = report["device"], report["verdict"], report["error"], report["inputs"] or {}
+    image = next(filter(None, encoder_inputs(report).values()), None)
     return {
         **{key: report[key] for key in ("id", "cell", "attempt")},
         "model": _model(report),
@@ -113,8 +115,8 @@ def name(report: Json) -> Json:
         "error": error["reason"] if error else None,
         "verdict": {"status": verdict["status"], "codes": _codes(verdict)} if verdict else None,
         "cores": (report["runner"] or {}).get("cores"),
-        "inputs": inputs.get("digest"),
-        "inputs_from_job": inputs.get("from_job"),
+        "inputs": image or inputs.get("digest"),
+        "inputs_from_job": image is not None or inputs.get("from_job"),
         "warmup": _prescribed_warmup(report),
         "timed_ns": report["measurement"]["duration_ns"] if report["measurement"] else None,
     }

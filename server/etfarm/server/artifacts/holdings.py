@@ -7,11 +7,13 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Final
 
-from sqlalchemy import ColumnElement, Connection, and_, delete, exists, func, select, true, tuple_
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, exists, func, select, true, tuple_
 from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.access.scope import agent_holder
+from etfarm.server.artifacts.uses import ARTIFACT
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 
@@ -26,6 +28,26 @@ _AGENTS = agent_holder("")
 
 _TAKEN = "taken:"
 """Prefix of an agent's holder after a result was accepted: its bytes no longer count, and need not be uploaded again."""
+
+
+def _among(column: ColumnElement[str], name: str) -> ColumnElement[bool]:
+    """Return the condition that a column has one of the texts in a JSON list, the parameter `name`."""
+    return column.in_(select(func.json_each(bindparam(name)).table_valued("value").c.value))
+
+
+# Built once: SQLAlchemy takes several times longer to build them than to execute them.
+_HELD: Final = select(schema.holdings.c.digest).where(
+    _among(schema.holdings.c.digest, "digests"), _among(schema.holdings.c.holder, "holders")
+)
+_HELD_BY_AGENTS: Final = select(schema.holdings).where(
+    _among(schema.holdings.c.digest, "digests"), schema.holdings.c.holder.startswith(_AGENTS)
+)
+_NOT_HELD: Final = select(schema.artifacts.c.digest, schema.artifacts.c.size_bytes).where(
+    _among(schema.artifacts.c.digest, "digests"),
+    ~exists().where(schema.holdings.c.holder == bindparam("of_holder"), schema.holdings.c.digest == schema.artifacts.c.digest),
+)
+_ADD_ARTIFACTS: Final = insert(schema.artifacts).on_conflict_do_nothing()
+_ADD_HOLDINGS: Final = insert(schema.holdings)
 
 
 @dataclass(frozen=True)
@@ -44,39 +66,50 @@ class Holdings:
 
     def __init__(self, database: Database) -> None:
         self._database = database
+        self.losses = 0
+        """How often projects may have lost holdings or cached results since the start of this server."""
         self._used: dict[str, int] = {}
         """Cached number of bytes by holder, since a sum over a large project takes too long for every upload."""
 
     async def held(self, digests: Iterable[str], holders: Collection[str]) -> set[str]:
         """Return those of `digests` that at least one of `holders` holds."""
-        table = schema.holdings
         allowed_holders = {*holders, *(f"{_TAKEN}{holder}" for holder in holders if holder.startswith(_AGENTS))}
 
         wanted, rows = list(dict.fromkeys(digests)), set[str]()
         for start in range(0, len(wanted), _READ_BATCH):
-            batch = json.dumps(wanted[start : start + _READ_BATCH])
-            in_batch = table.c.digest.in_(select(func.json_each(batch).table_valued("value").c.value))
-            query = select(table.c.digest).where(in_batch, table.c.holder.in_(sorted(allowed_holders)))
+            some = {"digests": json.dumps(wanted[start : start + _READ_BATCH]), "holders": json.dumps(sorted(allowed_holders))}
             # One read per batch, so that other reads can run in between.
-            rows.update(await self._database.read(lambda connection, query=query: connection.execute(query).scalars().all()))  # type: ignore[misc]
+            rows.update(await self._database.read(lambda connection, some=some: connection.execute(_HELD, some).scalars().all()))  # type: ignore[misc]
         return rows
 
-    async def add(self, holder: str, digests: Iterable[str], owner: str, sizes: dict[str, int] | None = None) -> None:
+    async def add(
+        self,
+        holder: str,
+        digests: Iterable[str],
+        owner: str,
+        sizes: dict[str, int] | None = None,
+        also: Callable[[Connection], object] | None = None,
+    ) -> None:
         """Add holdings of the artifacts for `holder`; existing ones stay unchanged.
 
         Args:
             sizes: sizes, by digest, of artifacts that may not have a row yet; missing rows are inserted.
+            also: writes something else in the same transaction.
         """
         wanted = list(dict.fromkeys(digests))
-        if not wanted:
+        if not wanted and also is None:
             return
         # An agent's holdings prove its results, so they must be durable. For other holders, the later write of a job syncs the
         # disk.
         durable = holder.startswith(_AGENTS)
+
+        def write(connection: Connection) -> int:
+            if also is not None:
+                also(connection)
+            return _insert(connection, holder, wanted, owner, sizes or {})
+
         try:
-            added = await self._database.write(
-                lambda connection: _insert(connection, holder, wanted, owner, sizes or {}), durable=durable
-            )
+            added = await self._database.write(write, durable=durable)
         except BaseException:
             # It is unknown whether the write took effect, so the sum has to be computed again.
             self._used.pop(holder, None)
@@ -94,27 +127,32 @@ class Holdings:
             self._used[holder] = await self._database.write(lambda connection: int(connection.execute(query).scalar_one()))
         return self._used[holder]
 
-    async def limit_bytes(self, project: str) -> int | None:
-        """Return a project's own storage limit; None if it has none."""
-        table = schema.projects
-        query = select(table.c.storage_limit_bytes).where(table.c.name == project)
-        return await self._database.read(lambda connection: connection.execute(query).scalar())
+    async def totals(self) -> tuple[int, int]:
+        """Return the number of stored artifacts, and their bytes."""
+        query = select(func.count(), func.coalesce(func.sum(schema.artifacts.c.size_bytes), 0))
+        count, size_bytes = await self._database.read(lambda connection: connection.execute(query).one())
+        return int(count), int(size_bytes)
 
-    async def release_agents(self, digests: Iterable[str]) -> None:
-        """Stop counting artifacts against their agents, after a project has accepted a result and holds its artifacts."""
-        wanted, table = list(digests), schema.holdings
+    async def take(self, project: str, digests: Iterable[str], owner: str) -> None:
+        """Let a project hold the stored artifacts of a result that it has accepted; they no longer count against their agents."""
+        wanted, table, added = list(digests), schema.holdings, 0
 
         def write(connection: Connection) -> dict[str, int]:
+            nonlocal added
+            added = _insert(connection, project, wanted, owner, {})
             rows = []
             for batch in _batches(wanted):
-                query = select(table).where(table.c.digest.in_(batch), table.c.holder.startswith(_AGENTS))
-                rows += [{**row, "holder": f"{_TAKEN}{row['holder']}"} for row in connection.execute(query).mappings()]
-            if rows:
-                connection.execute(insert(table).on_conflict_do_nothing(), rows)
+                of_agents = connection.execute(_HELD_BY_AGENTS, {"digests": json.dumps(batch)}).mappings()
+                rows += [{**row, "holder": f"{_TAKEN}{row['holder']}"} for row in of_agents]
+            if not rows:
+                return {}
+            connection.execute(insert(table).on_conflict_do_nothing(), rows)
             return _delete(connection, wanted, table.c.holder.startswith(_AGENTS))
 
         if wanted:
             await self._delete(write)
+            if project in self._used:
+                self._used[project] += added
 
     async def expire_agents(self, before: datetime) -> list[str]:
         """Delete agents' holdings that are older than `before`; return the artifacts that have no holder any more."""
@@ -135,12 +173,27 @@ class Holdings:
 
     async def forget(self, digests: Sequence[str]) -> None:
         """Delete the rows of artifacts and all their holdings."""
+        self.losses += 1
 
         def write(connection: Connection) -> dict[str, int]:
             freed = _delete(connection, digests, true())
             for batch in _batches(digests):
                 connection.execute(delete(schema.artifacts).where(schema.artifacts.c.digest.in_(batch)))
+                connection.execute(delete(schema.uses).where(schema.uses.c.kind == ARTIFACT, schema.uses.c.id.in_(batch)))
             return freed
+
+        await self._delete(write)
+
+    async def release(self, pairs: Sequence[tuple[str, str]]) -> None:
+        """Delete the holdings (holder, digest) of projects that no longer need artifacts which stay."""
+        table = schema.holdings
+        self.losses += 1
+
+        def write(connection: Connection) -> dict[str, int]:
+            freed: Counter[str] = Counter()
+            for holder, digest in pairs:
+                freed.update(_delete(connection, [digest], table.c.holder == holder))
+            return dict(freed)
 
         await self._delete(write)
 
@@ -196,7 +249,6 @@ def _delete(connection: Connection, digests: Sequence[str], which: ColumnElement
 def _insert(connection: Connection, holder: str, digests: Sequence[str], owner: str, sizes: dict[str, int]) -> int:
     """Insert the missing holdings; return their total size."""
     at, added = datetime.now(UTC), 0
-    table, artifacts = schema.holdings, schema.artifacts
     for batch in _batches(digests):
         rows = [
             {"digest": digest, "size_bytes": sizes[digest], "owner": owner, "stored_at": at}
@@ -204,13 +256,11 @@ def _insert(connection: Connection, holder: str, digests: Sequence[str], owner: 
             if digest in sizes
         ]
         if rows:
-            connection.execute(insert(artifacts).on_conflict_do_nothing(), rows)
-        held = exists().where(table.c.holder == holder, table.c.digest == artifacts.c.digest)
-        query = select(artifacts.c.digest, artifacts.c.size_bytes).where(artifacts.c.digest.in_(batch), ~held)
-        new = connection.execute(query).all()
+            connection.execute(_ADD_ARTIFACTS, rows)
+        new = connection.execute(_NOT_HELD, {"digests": json.dumps(batch), "of_holder": holder}).all()
         if new:
             connection.execute(
-                insert(table), [{"holder": holder, "digest": row.digest, "owner": owner, "held_at": at} for row in new]
+                _ADD_HOLDINGS, [{"holder": holder, "digest": row.digest, "owner": owner, "held_at": at} for row in new]
             )
         added += sum(row.size_bytes for row in new)
     return added

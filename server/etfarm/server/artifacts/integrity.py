@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import structlog
 
 from etfarm.server.artifacts.errors import ArtifactDamaged
+from etfarm.v1 import common_pb2
 from etfarm.wire import digest as digests
 
 log = structlog.get_logger()
@@ -96,6 +97,25 @@ class Integrity:
         """Read the bytes from disk again; return whether they are undamaged."""
         self._verified.pop(digest, None)
         return await self.is_whole(digest)
+
+    async def verify(self, blobs: Path) -> AsyncIterator[tuple[int, int, int, list[common_pb2.Artifact]]]:
+        """Verify all artifacts of a folder. Yield (done, total, bytes done, newly detected damage) periodically and last."""
+        loop = asyncio.get_running_loop()
+        paths = await loop.run_in_executor(self._pool, lambda: sorted(blobs.glob("??/*")))
+        done_bytes, damaged, clock = 0, list[common_pb2.Artifact](), loop.time()
+        for done, path in enumerate(paths, 1):
+            try:
+                size_bytes = path.stat().st_size
+            except FileNotFoundError:
+                continue  # deleted in the meantime
+            if not await self.recheck(path.name) and self.is_damaged(path.name):
+                damaged.append(common_pb2.Artifact(digest=path.name, size_bytes=size_bytes))
+            done_bytes += size_bytes
+            if done < len(paths) and (now := loop.time()) - clock > 0.2:
+                clock = now
+                yield done, len(paths), done_bytes, damaged
+                damaged = []
+        yield len(paths), len(paths), done_bytes, damaged
 
     async def _check(self, digest: str) -> bool:
         return await asyncio.get_running_loop().run_in_executor(self._pool, self._hash, digest)

@@ -17,6 +17,8 @@ class StoreLimits:
     """Maximum size of an agent's uploads that belong to results which the server has not accepted yet."""
     reserve_bytes: int = 256 << 20
     """Disk space that uploads leave free, so that the journal can always be written."""
+    work_bytes: int | None = None
+    """Free disk space below which new work is refused; None for `reserve_bytes`."""
     uploads: int = 1024
     """Maximum number of concurrent upload streams of one holder; sufficient for an agent with 300 phones."""
     parts: int = 256

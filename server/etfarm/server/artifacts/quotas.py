@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from etfarm.server.access.scope import agent_holder
 from etfarm.server.artifacts.errors import QuotaExceeded
 from etfarm.server.artifacts.holdings import Holdings
@@ -16,6 +18,8 @@ class Quotas:
         self._holdings = holdings
         self._staging = staging
         self._limits = limits
+        self.own_limit_bytes: Callable[[str], int | None] = lambda project: None
+        """Returns a project's own limit; None for the default."""
 
     async def require(self, holder: str, needed_bytes: int = 0, *, without: str = "") -> None:
         """Raise an error if a project exceeds its storage limit, or an agent has too many uploads without results.
@@ -26,15 +30,15 @@ class Quotas:
         Raises:
             QuotaExceeded: with `limit_bytes` and `used_bytes`.
         """
-        limit = await self._limit_bytes(holder)
+        limit = self._limit_bytes(holder)
         if limit is None:
             return
         used = await self._holdings.used_bytes(holder) + self._staging.staged_bytes(holder, without=without)
         if used + needed_bytes > limit or (not needed_bytes and used >= limit):
             raise QuotaExceeded(holder, limit, used, needed_bytes)
 
-    async def _limit_bytes(self, holder: str) -> int | None:
+    def _limit_bytes(self, holder: str) -> int | None:
         if holder.startswith(agent_holder("")):
             return self._limits.agent_bytes
-        own = await self._holdings.limit_bytes(holder)
+        own = self.own_limit_bytes(holder)
         return self._limits.project_bytes if own is None else own

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import structlog
+from sqlalchemy import Connection
 
 from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.artifacts.blobs import BLOBS, place_of, settle
+from etfarm.server.artifacts.digests import require_digest, slices
 from etfarm.server.artifacts.errors import (
     ArtifactDamaged,
     ArtifactMissing,
@@ -33,8 +37,9 @@ from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.quotas import Quotas
 from etfarm.server.artifacts.room import Room
 from etfarm.server.artifacts.staging import MAX_CHUNK_BYTES, Staging
+from etfarm.server.artifacts.uses import Uses
 from etfarm.server.state.engine import Database
-from etfarm.server.workers.pacing import Pace
+from etfarm.server.state.steady_clock import SteadyClock
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire.chunks import CHUNK_BYTES, spans
@@ -55,9 +60,6 @@ _EXPIRE_INTERVAL_S = 3600.0
 _SPACE_POLL_S = 1.0
 """Interval at which a full disk is checked for free space."""
 
-_SLICE = 20
-"""Number of digests that are processed between two checks of the clock; each takes a system call."""
-
 
 class Store:
     """The artifacts under a folder, with their holders.
@@ -68,7 +70,9 @@ class Store:
     server itself.
     """
 
-    def __init__(self, folder: Path, database: Database, limits: StoreLimits | None = None) -> None:
+    def __init__(
+        self, folder: Path, database: Database, limits: StoreLimits | None = None, clock: Callable[[], float] | None = None
+    ) -> None:
         self.limits = limits or StoreLimits()
         self._blobs = folder / BLOBS
         self._blobs_text = os.fspath(self._blobs)
@@ -79,7 +83,8 @@ class Store:
         self._pool = ThreadPoolExecutor(self.limits.threads, thread_name_prefix="artifact-bytes")
         self._verifiers = ThreadPoolExecutor(self.limits.verifiers, thread_name_prefix="artifact-verify")
         self.holdings = Holdings(database)
-        self.room = Room(folder, self.limits.reserve_bytes)
+        self.uses = Uses(database, clock or SteadyClock())
+        self.room = Room(folder, self.limits.reserve_bytes, self.limits.work_bytes)
         self._staging = Staging(self._uploads, self.room, self.limits, self._pool)
         self.quotas = Quotas(self.holdings, self._staging, self.limits)
         self.integrity = Integrity(folder / "quarantine", self.place, self._verifiers)
@@ -119,6 +124,7 @@ class Store:
         except FileNotFoundError:
             return None
         self._unshared.discard(digest)
+        self.uses.mark(digest)
         return size_bytes
 
     def _file(self, digest: str) -> str:
@@ -129,7 +135,7 @@ class Store:
         digests = list(wanted)
         damaged = set(await self.integrity.find_damaged(digests))
         missing = []
-        async for batch in _slices(digests):
+        async for batch in slices(digests):
             missing += [digest for digest in batch if digest in damaged or not self.has(digest)]
         return missing
 
@@ -144,14 +150,16 @@ class Store:
     async def missing(self, wanted: Iterable[str], holder: str) -> list[str]:
         """Return the artifacts in `wanted` that `holder` does not hold, or that are missing or damaged."""
         digests = list(wanted)
-        async for batch in _slices(digests):
+        async for batch in slices(digests):
             for digest in batch:
                 require_digest(digest)
         held = await self.holdings.held(digests, [holder])
         damaged = set(await self.integrity.find_damaged(held))
         missing = []
-        async for batch in _slices(digests):
+        async for batch in slices(digests):
             missing += [digest for digest in batch if digest not in held or digest in damaged or not self.has(digest)]
+        # Before the answer: the caller relies on the artifacts, also if this server is killed in the meantime.
+        await self.uses.write(held)
         return missing
 
     async def require(self, wanted: Iterable[str], holder: str) -> None:
@@ -176,14 +184,27 @@ class Store:
         self.place(digest)
         return bool(await self.holdings.held([digest], holders))
 
-    async def hold(self, holder: str, digests: Iterable[str], owner: str, *, for_now: bool = False) -> None:
+    async def find_held(self, digests: Collection[str], holders: Collection[str]) -> set[str]:
+        """Return those of several artifacts whose bytes are stored, and that one of `holders` holds."""
+        return await self.holdings.held(filter(self.has_for_now, digests), holders)
+
+    async def hold(
+        self,
+        holder: str,
+        digests: Iterable[str],
+        owner: str,
+        *,
+        for_now: bool = False,
+        also: Callable[[Connection], object] | None = None,
+    ) -> None:
         """Add holdings of stored artifacts by the server's decision, e.g. after a cache hit. Missing artifacts are skipped.
 
         Args:
             for_now: whether `discard` may still delete the artifacts.
+            also: writes something else in the same transaction.
         """
         is_stored = self.has_for_now if for_now else self.has
-        await self.holdings.add(holder, [digest for digest in digests if is_stored(digest)], owner)
+        await self.holdings.add(holder, [digest for digest in digests if is_stored(digest)], owner, also=also)
 
     async def upload_status(self, digest: str, holder: str) -> artifact_pb2.UploadStatus:
         """Return the status of a holder's upload; complete if the holder holds the artifact."""
@@ -266,8 +287,7 @@ class Store:
 
     async def take_results(self, holder: str, digests: Collection[str], owner: str) -> None:
         """Let a project hold the artifacts of an accepted result, which then no longer count against the agents."""
-        await self.hold(holder, digests, owner)
-        await self.holdings.release_agents(digests)
+        await self.holdings.take(holder, [digest for digest in digests if self.has(digest)], owner)
 
     async def discard(self, wanted: Iterable[str]) -> None:
         """Delete the artifacts in `wanted` that were uploaded since the start of this server and that nothing else refers to.
@@ -285,6 +305,34 @@ class Store:
         if absent := [digest for digest in deleted if not self.place(digest).exists()]:
             await self.holdings.forget(absent)
 
+    async def remove(self, wanted: Collection[str], *, unused_since_s: float) -> set[str]:
+        """Delete artifacts that nothing refers to, with all holdings. Return those that were deleted.
+
+        Artifacts that this process has used since a time in seconds since the epoch stay, as do those that are being written.
+        """
+        removed, moved = set[str](), list[Path]()
+        # No await up to the deletion of the rows: a use before it is marked, and one after it does not see the file.
+        for digest in wanted:
+            if (
+                digest in self._adopting
+                or self._staging.is_streaming(digest)
+                or self.uses.is_marked_since(digest, unused_since_s)
+            ):
+                continue
+            target = self._uploads / f"removed-{digest}"
+            with suppress(FileNotFoundError):
+                self.place(digest).replace(target)
+                moved.append(target)
+            removed.add(digest)
+        try:
+            if removed:
+                await self.holdings.forget(list(removed))
+        finally:
+            for path in moved:
+                # In a thread: the deletion of a large file takes long.
+                await self._run(partial(path.unlink, missing_ok=True))
+        return removed
+
     async def chunks(self, digest: str, offset: int) -> AsyncIterator[artifact_pb2.Chunk]:
         """Yield the artifact's bytes from `offset` on. The last chunk is sent only after this process has verified all bytes.
 
@@ -294,6 +342,7 @@ class Store:
             BadUpload: `offset` is beyond the end (reason OFFSET_PAST_END).
         """
         with self.path(digest).open("rb") as file:
+            self.uses.mark(digest)
             size = os.fstat(file.fileno()).st_size
             if not 0 <= offset <= size:
                 error = BadUpload(f"offset must be 0 to {size}, the size of {digest[:12]}, got {offset}.")
@@ -314,23 +363,9 @@ class Store:
         require_digest(digest)
         return place_of(self._blobs, digest)
 
-    async def verify(self) -> AsyncIterator[tuple[int, int, int, list[common_pb2.Artifact]]]:
-        """Verify every stored artifact. Yield (done, total, bytes done, newly detected damage) periodically and at the end."""
-        paths = await asyncio.get_running_loop().run_in_executor(self._verifiers, lambda: sorted(self._blobs.glob("??/*")))
-        done_bytes, damaged, clock = 0, list[common_pb2.Artifact](), asyncio.get_running_loop().time()
-        for done, path in enumerate(paths, 1):
-            try:
-                size_bytes = path.stat().st_size
-            except FileNotFoundError:
-                continue  # deleted in the meantime
-            if not await self.integrity.recheck(path.name) and self.integrity.is_damaged(path.name):
-                damaged.append(common_pb2.Artifact(digest=path.name, size_bytes=size_bytes))
-            done_bytes += size_bytes
-            if done < len(paths) and (now := asyncio.get_running_loop().time()) - clock > 0.2:
-                clock = now
-                yield done, len(paths), done_bytes, damaged
-                damaged = []
-        yield len(paths), len(paths), done_bytes, damaged
+    def verify(self) -> AsyncIterator[tuple[int, int, int, list[common_pb2.Artifact]]]:
+        """Verify every stored artifact; see `Integrity.verify`."""
+        return self.integrity.verify(self._blobs)
 
     async def wait_for_room(self, key: Hashable, needed_bytes: int, on_wait: Callable[[str], None]) -> None:
         """Reserve disk space for the results of an attempt, waiting while the disk is full; see `Room.release_results`."""
@@ -341,11 +376,18 @@ class Store:
                 on_wait(f"the server's disk is full: {error.metadata['free_bytes']} bytes are free")
             await asyncio.sleep(_SPACE_POLL_S)
 
+    async def wait_for_space(self, on_wait: Callable[[str], None]) -> None:
+        """Wait while the disk is too full for new work."""
+        while (space := self.room.measure()).is_full:
+            on_wait(f"the server's disk is full: {space.free_bytes} bytes are free")
+            await asyncio.sleep(_SPACE_POLL_S)
+
     async def tend(self) -> None:
         """Delete expired artifacts now and every hour, until the task is cancelled."""
         while True:
             try:
                 await self.expire()
+                await self.uses.write()
             except Exception:
                 log.exception("expired artifacts could not be deleted")
             await asyncio.sleep(_EXPIRE_INTERVAL_S)
@@ -370,27 +412,8 @@ class Store:
         self.integrity.settled(digest)
 
     async def _record(self, artifact: common_pb2.Artifact, holder: str, owner: str) -> None:
+        self.uses.mark(artifact.digest)
         await self.holdings.add(holder, [artifact.digest], owner, {artifact.digest: artifact.size_bytes})
 
     def _run(self, function: Callable[..., T], *arguments: object) -> Awaitable[T]:
         return asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
-
-
-async def _slices(wanted: Sequence[str]) -> AsyncIterator[Sequence[str]]:
-    """Yield `wanted` in slices; between slices the event loop can run other tasks."""
-    pace = Pace()
-    for start in range(0, len(wanted), _SLICE):
-        yield wanted[start : start + _SLICE]
-        await pace.pause()
-
-
-def require_digest(digest: str) -> None:
-    """Raise an error if `digest` is not a digest.
-
-    Raises:
-        BadUpload: with the reason DIGEST_MALFORMED.
-    """
-    if not digests.is_digest(digest):
-        error = BadUpload(f"A digest must be a sha256 in lower-case hex, got {digest!r}.")
-        error.reason = "DIGEST_MALFORMED"
-        raise error

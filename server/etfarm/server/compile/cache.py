@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from typing import Final
 
-from sqlalchemy import Connection, Table, select
+from sqlalchemy import Connection, Table, bindparam, select
 from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.access.scope import FARM_HOLDER, Scope
@@ -22,6 +23,15 @@ FOUND_EARLIER = "This error comes from an earlier compilation; --no-cache compil
 
 _LASTING = (Kind.INVALID_ARGUMENT, Kind.PERMISSION_DENIED, Kind.OUT_OF_RANGE, Kind.UNIMPLEMENTED)
 """Kinds of errors that refuse the model itself. Other errors depend on the server's current state."""
+
+
+_BODIES: Final = {
+    table.name: select(table.c.body).where(table.c.key == bindparam("of_key"))
+    for table in (schema.compilations, schema.stage_results)
+}
+
+_MAX_GRANTED: Final = 10_000
+"""Number of compilations that a process remembers to have given to projects."""
 
 
 class CompilationNotFound(UserError):
@@ -66,6 +76,8 @@ class Cache:
     def __init__(self, store: Store, database: Database) -> None:
         self._store = store
         self._database = database
+        self._granted: dict[tuple[str, ...], int] = {}
+        """The compilations that this process has given: project, key and digests, with the losses of holdings at that time."""
 
     async def get(self, key: str) -> Compilation:
         """Return a compilation, whether or not its files are still stored.
@@ -92,14 +104,20 @@ class Cache:
             raise _not_found(key)
         compilation = await self.get(key)
         if project is not None:
-            await self._store.hold(project, [artifact.digest for artifact in artifacts_of(compilation)], FARM_HOLDER)
+            await self._store.hold(project, digests_of(compilation), FARM_HOLDER)
         return compilation
 
     async def give(self, project: str, compilation: Compilation, owner: str) -> None:
         """Let a project read a compilation that it requested, and all of its files."""
+        self._store.uses.mark(compilation.key, "compilation")
+        grant, losses = (project, compilation.key, *digests_of(compilation)), self._store.holdings.losses
+        if self._granted.get(grant) == losses:
+            return  # as for an earlier cell or job, and nothing was deleted since
         row = insert(schema.project_compilations).values(project=project, key=compilation.key).on_conflict_do_nothing()
-        await self._database.write(lambda connection: connection.execute(row))
-        await self._store.hold(project, [artifact.digest for artifact in artifacts_of(compilation)], owner)
+        await self._store.hold(project, digests_of(compilation), owner, also=lambda connection: connection.execute(row))
+        if len(self._granted) >= _MAX_GRANTED:
+            self._granted.clear()
+        self._granted[grant] = losses
 
     async def compilation(self, key: str) -> Compilation | None:
         """Return a compilation that can answer a new job, or None."""
@@ -110,6 +128,7 @@ class Cache:
 
         It has `stages`, `exported_programs`, `warnings` and `stayed_fp32`, or `error`.
         """
+        self._store.uses.mark(key, "stages")
         return await self._without_incomplete(await self._read(schema.stage_results, key))
 
     async def keep_compilation(self, compilation: Compilation) -> None:
@@ -126,13 +145,12 @@ class Cache:
 
     async def _without_incomplete(self, outcome: Compilation | None) -> Compilation | None:
         """Return the outcome if all of its files are stored and undamaged, else None, so that it is compiled again."""
-        if outcome is None or await self._store.absent(artifact.digest for artifact in artifacts_of(outcome)):
+        if outcome is None or await self._store.absent(digests_of(outcome)):
             return None
         return outcome
 
     async def _read(self, table: Table, key: str) -> Compilation | None:
-        query = select(table.c.body).where(table.c.key == key)
-        body = await self._database.read(lambda connection: connection.execute(query).scalar())
+        body = await self._database.read(lambda connection: connection.execute(_BODIES[table.name], {"of_key": key}).scalar())
         return None if body is None else Compilation.FromString(body)
 
     async def _write(self, table: Table, compilation: Compilation, time_column: str) -> None:
@@ -147,6 +165,11 @@ class Cache:
 
 def _not_found(key: str) -> CompilationNotFound:
     return CompilationNotFound(f"Nothing was compiled under the key {key[:12]}.", key=key)
+
+
+def digests_of(compilation: Compilation) -> list[str]:
+    """Return the digests of all files of a compilation."""
+    return [artifact.digest for artifact in artifacts_of(compilation)]
 
 
 def artifacts_of(compilation: Compilation) -> Iterator[common_pb2.Artifact]:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 from etfarm.server.access.scope import Scope
 from etfarm.server.artifacts.store import Store
@@ -39,6 +39,13 @@ _KEPT_KEYS: Final = 1_000
 _LOG_LINES: Final = 60
 _LOG_CHARACTERS: Final = 6000
 """Maximum length of the log that is kept of a failed compilation: the end of the log, which has the original error."""
+
+
+class OnCompiled(Protocol):
+    """A callback for the outcomes of compilations."""
+
+    def __call__(self, compilation: Compilation, *, cached: bool) -> None:
+        """Handle an outcome, which may be a failure."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +95,8 @@ class Compiler:
         self._quantizations: SingleFlight[Outcome] = SingleFlight("quantize")
         self._catalog = RecipeCatalog(workers, self._tasks.recipes, deadline_s=deadline_s)
         self._planning = asyncio.Lock()
+        self.on_compiled: OnCompiled = lambda compilation, *, cached: None
+        """Called with each outcome: once for those who shared the work, and for each answer from the cache."""
         self._keys: OrderedDict[tuple[bytes, str], tuple[str, str]] = OrderedDict()
         """Keys of the compilation and the quantization of large candidates, by the candidate's bytes and the last stage."""
 
@@ -136,6 +145,8 @@ class Compiler:
         """
         todo = await self._plan(candidate, stop_after)
         outcome = await self._compile_once(todo, owner, project, fresh, quantize_again, listener)
+        if outcome.cached:
+            self.on_compiled(outcome.compilation, cached=True)
         await self._cache.give(project, outcome.compilation, owner)
         return outcome
 
@@ -184,6 +195,7 @@ class Compiler:
             if not fresh and (known := await self._cache.compilation(todo.key)) is not None:
                 return Outcome(known, cached=True)
             outcome = await self._compile_stages(todo, owner, project, fresh and quantize_again, subscribers)
+            self.on_compiled(outcome.compilation, cached=False)
             if outcome.lasting:
                 await self._cache.keep_compilation(outcome.compilation)
             return outcome
@@ -295,10 +307,15 @@ class Compiler:
                 ended.append(compile_pb2.Stage(stage=stage, duration_ms=duration_ms, where=common_pb2.ACTOR_SERVER))
             subscribers.on_stage(stage, duration_ms)
 
+        def on_restart() -> None:
+            for events in (ended, reported, lines):
+                events.clear()
+
         try:
             finished = await self._workers.run(
                 task, request, deadline_s=self._deadline_s, stage_deadline_s=self._stage_deadline_s,
                 light=task == self._tasks.inspect, whose=project, on_event=on_event, on_log=on_log,
+                on_restart=on_restart,
             )  # fmt: skip
             async with finished:
                 files = answers.Files(self._store, finished.folder, owner, project)

@@ -29,13 +29,16 @@ class RecipeNeedsEagerModule(UserError):
 
 
 class QuantizedNothing(UserError):
-    """The recipe quantizes, but the resulting program has no quantized operator."""
+    """The recipe quantizes, but the program has no quantized operator.
+
+    A warning where the quantizers find none to quantize; an error where the client says that it has quantized.
+    """
 
     reason = "QUANTIZED_NOTHING"
 
     def __init__(self, recipe: str, method: str, stage: str = "QUANTIZE") -> None:
         super().__init__(
-            f"Recipe {recipe} found nothing to quantize in {method}: it would be plain fp32.",
+            f"Recipe {recipe} found nothing to quantize in {method}: it is plain fp32.",
             "Use xnnpack_fp32, or a recipe that quantizes the operators of this model.",
             stage=stage, recipe=recipe, method=method,
         )  # fmt: skip

@@ -21,6 +21,27 @@ MAX_DEVICES: Final = 10_000
 MAX_DEVICE_BYTES: Final = 128 << 10
 """Maximum size of a device's serialized description."""
 
+_OF_SERVER: Final = (
+    "state",
+    "attempt_id",
+    "attempt_ids",
+    "telemetry",
+    "reservation",
+    "health",
+    "drain",
+    "projects",
+    "backends",
+    "operator_count",
+    "runner",
+)
+"""Fields of a device that only the server sets."""
+
+
+def clear_server_fields(device: Device) -> None:
+    """Clear the fields that only the server may set, which an agent must not choose for its device."""
+    for name in _OF_SERVER:
+        device.ClearField(name)
+
 
 class DeviceAdmission:
     """The rules, as functions of the registry's current devices.

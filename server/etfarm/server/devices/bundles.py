@@ -96,6 +96,8 @@ class Bundles:
         self._builds = folder / "bundle"
         """Folder for builds. Only one server uses it, so files that exist at startup are left over from a killed server."""
         self._by_arch: dict[str, agent_pb2.RunnerBundle] = {}
+        self.on_change: Callable[[], None] = lambda: None
+        """Called when devices may have another runner than before."""
         self._own_error: EtfarmError | None = None
         self._own_arch = own_arch or platform.machine()
         self._version = version("executorch").partition("+")[0]
@@ -128,6 +130,7 @@ class Bundles:
             return
         self._by_arch.pop(bundle.arch, None)  # keeps the dict in insertion order, oldest first
         self._by_arch[bundle.arch] = bundle
+        self.on_change()
 
     def list(self) -> Sequence[agent_pb2.RunnerBundle]:
         """Return the bundle in use for each architecture, newest first."""

@@ -12,6 +12,17 @@ class DeviceNotFound(UserError):
     kind = Kind.NOT_FOUND
 
 
+class AgentOffline(UserError):
+    """An agent id that no connected agent has."""
+
+    reason = "AGENT_OFFLINE"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, agent_id: str) -> None:
+        shown = agent_id[:80]
+        super().__init__(f"No agent {shown!r} is connected.", "`etfarm agents list` shows the ids.", agent=shown)
+
+
 class AgentConnected(UserError):
     """An agent id that a live agent already uses."""
 
@@ -75,3 +86,54 @@ class TooManyDevices(UserError):
 
     reason = "TOO_MANY_DEVICES"
     kind = Kind.RESOURCE_EXHAUSTED
+
+
+class BadReservation(UserError):
+    """A reservation for a duration or a number of devices that is out of range."""
+
+    reason = "BAD_RESERVATION"
+
+
+class DevicesUnavailable(UserError):
+    """Fewer devices that can be reserved now than requested."""
+
+    reason = "DEVICES_UNAVAILABLE"
+    kind = Kind.FAILED_PRECONDITION
+
+
+class ReservationNotFound(UserError):
+    """A reservation that does not exist, or that belongs to another project."""
+
+    reason = "RESERVATION_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+    def __init__(self, reservation_id: str) -> None:
+        super().__init__(
+            f"There is no reservation {reservation_id[:80]!r}.", "`etfarm devices reservations` lists those of your projects.",
+            reservation=reservation_id[:80],
+        )  # fmt: skip
+
+
+class ReservationEnded(UserError):
+    """A reservation that has expired or was released."""
+
+    reason = "RESERVATION_ENDED"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, reservation_id: str, how: str) -> None:
+        super().__init__(
+            f"The reservation {reservation_id} {how}.", "Reserve again: `etfarm devices reserve`.", reservation=reservation_id
+        )
+
+
+class DeviceNotReserved(UserError):
+    """A selector that matches no device of the reservation that a job or session names."""
+
+    reason = "DEVICE_NOT_RESERVED"
+    kind = Kind.FAILED_PRECONDITION
+
+
+class BadTimeRange(UserError):
+    """A time range that ends before it starts."""
+
+    reason = "BAD_TIME_RANGE"

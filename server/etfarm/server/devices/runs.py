@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final
@@ -34,6 +34,8 @@ class _Run:
     """Whether the attempt was sent to the agent, which cannot know it before."""
     project: str
     """Project of the attempt."""
+    exclusive: bool
+    """Whether the device runs nothing else meanwhile."""
     giving_up: asyncio.TimerHandle | None = field(default=None)
     sent_s: float | None = None
     """Time at which the attempt was sent, by the event loop's clock; None if an earlier server sent it."""
@@ -45,6 +47,8 @@ class _Run:
     """Digests that the agent may read."""
     permitted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once `artifacts` is complete."""
+    over: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set once the attempt no longer occupies its device."""
 
 
 class Runs:
@@ -57,10 +61,30 @@ class Runs:
     def __init__(self, patience_s: float) -> None:
         self._patience_s = patience_s
         self._runs: dict[str, _Run] = {}
+        self._listeners: list[Callable[[Collection[str]], None]] = []
+        self._on_devices: dict[str, dict[str, _Run]] = {}
+        """The live attempts by id, oldest first, by device id."""
 
-    def on_device(self, device_id: str) -> str | None:
-        """Return the attempt that occupies a device."""
-        return next((run.attempt_id for run in self._runs.values() if run.device_id == device_id), None)
+    def on_change(self, listener: Callable[[Collection[str]], None]) -> None:
+        """Register a function to call with the ids of devices on which an attempt began or ended."""
+        self._listeners.append(listener)
+
+    def _announce(self, device_id: str) -> None:
+        for listener in self._listeners:
+            listener([device_id])
+
+    def on_device(self, device_id: str) -> list[str]:
+        """Return the attempts that occupy a device, oldest first."""
+        return list(self._on_devices.get(device_id, ()))
+
+    def exclusive_on(self, device_id: str) -> list[bool]:
+        """Return for each attempt on a device, oldest first, whether the device runs nothing else meanwhile."""
+        return [run.exclusive for run in self._on_devices.get(device_id, {}).values()]
+
+    def device_of(self, attempt_id: str) -> str | None:
+        """Return the device that an attempt occupies; None if the attempt is not live."""
+        run = self._runs.get(attempt_id)
+        return None if run is None else run.device_id
 
     def project_of(self, attempt_id: str) -> str:
         """Return the project of an attempt; empty if the attempt is not live."""
@@ -68,21 +92,35 @@ class Runs:
         return run.project if run is not None else ""
 
     def busy(self) -> dict[str, str]:
-        """Return the ids of live attempts by device id."""
-        return {run.device_id: run.attempt_id for run in self._runs.values()}
+        """Return the ids of the oldest live attempts by device id."""
+        return {device_id: next(iter(attempts)) for device_id, attempts in self._on_devices.items()}
+
+    def artifacts(self) -> set[str]:
+        """Return the digests that the agents of live attempts and sessions may read."""
+        return {digest for run in self._runs.values() for digest in run.artifacts}
 
     def begin(
-        self, attempt_id: str, device_id: str, on_progress: Progressed, *, sent: bool = False, project: str = DEFAULT_PROJECT
+        self,
+        attempt_id: str,
+        device_id: str,
+        on_progress: Progressed,
+        *,
+        sent: bool = False,
+        project: str = DEFAULT_PROJECT,
+        exclusive: bool = True,
     ) -> None:
         """Occupy a device with a new attempt.
 
         Args:
             sent: whether an earlier server already sent the attempt to the agent.
             project: project of the attempt.
+            exclusive: whether the device runs nothing else meanwhile.
         """
         assert attempt_id not in self._runs, attempt_id
         future: asyncio.Future[agent_pb2.RunResult] = asyncio.get_running_loop().create_future()
-        self._runs[attempt_id] = _Run(attempt_id, device_id, future, on_progress, sent, project)
+        run = self._runs[attempt_id] = _Run(attempt_id, device_id, future, on_progress, sent, project, exclusive)
+        self._on_devices.setdefault(device_id, {})[attempt_id] = run
+        self._announce(device_id)
 
     def mark_sent(self, attempt_id: str) -> None:
         """Record that the attempt is sent now: from now on the agent must know it."""
@@ -119,6 +157,13 @@ class Runs:
         run = self._runs.get(attempt_id)
         return run is not None and run.result.done() and not run.result.cancelled() and run.result.exception() is None
 
+    def has_succeeded(self, attempt_id: str) -> bool:
+        """Return whether the agent's result has arrived, and reports no error."""
+        if not self.has_answer(attempt_id):
+            return False
+        result = self._runs[attempt_id].result.result()
+        return not (result.HasField("error") or any(each.HasField("error") for each in result.candidates))
+
     async def result(self, attempt_id: str) -> agent_pb2.RunResult:
         """Wait for an attempt's result.
 
@@ -128,14 +173,26 @@ class Runs:
         return await self._runs[attempt_id].result
 
     def end(self, attempt_id: str) -> None:
-        """Free the attempt's device."""
+        """End the attempt's use of its device."""
         run = self._runs.pop(attempt_id, None)
         if run is None:
             return
+        on_device = self._on_devices[run.device_id]
+        del on_device[attempt_id]
+        if not on_device:
+            del self._on_devices[run.device_id]
         if run.giving_up is not None:
             run.giving_up.cancel()
         run.result.cancel()
         run.permitted.set()
+        run.over.set()
+        self._announce(run.device_id)
+
+    async def wait_alone(self, attempt_id: str) -> None:
+        """Wait until no other attempt occupies the attempt's device."""
+        device_id = self._runs[attempt_id].device_id
+        while others := [run for run in self._on_devices.get(device_id, {}).values() if run.attempt_id != attempt_id]:
+            await others[0].over.wait()
 
     def knows(self, attempt_id: str) -> bool:
         """Return whether the attempt is live."""
@@ -173,18 +230,21 @@ class Runs:
 
     def device_went(self, device_id: str) -> None:
         """Start the timeout of `patience_s`, after which an attempt on a disconnected device is lost."""
-        for run in self._runs.values():
-            if run.device_id == device_id and run.sent and run.giving_up is None:
+        for run in self._on_devices.get(device_id, {}).values():
+            if run.sent and run.giving_up is None:
                 loop = asyncio.get_running_loop()
                 run.giving_up = loop.call_later(self._patience_s, self._lose, run, f"sent nothing for {self._patience_s:g} s")
 
-    def reconcile(self, device_ids: set[str], attempts: set[str], why: str = "reconnected without the run") -> None:
+    def reconcile(
+        self, device_ids: set[str], attempts: set[str], why: str = "reconnected without the run", cause: str = "restarted"
+    ) -> None:
         """Compare the live attempts with those of an agent that has connected: attempts that the agent no longer has are lost.
 
         Args:
             device_ids: the agent's devices.
             attempts: ids of the agent's attempts.
             why: what happened to the device, for the error's message.
+            cause: the same as a word, for the error's metadata.
         """
         for run in list(self._runs.values()):
             if run.device_id not in device_ids or not run.sent:
@@ -193,9 +253,11 @@ class Runs:
                 run.giving_up.cancel()
                 run.giving_up = None
             if run.attempt_id not in attempts:
-                self._lose(run, why)
+                self._lose(run, why, cause)
 
-    def _lose(self, run: _Run, why: str) -> None:
+    def _lose(self, run: _Run, why: str, cause: str = "silent") -> None:
         if not run.result.done():
             message = f"The device {run.device_id} {why}."
-            run.result.set_exception(AttemptLost(message, device=run.device_id, attempt=run.attempt_id))
+            # This server cannot know what became of an agent while no server ran.
+            known_cause = cause if run.sent_s is not None else "server-restart"
+            run.result.set_exception(AttemptLost(message, device=run.device_id, attempt=run.attempt_id, cause=known_cause))

@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 
 from etfarm.v1 import agent_pb2
+from etfarm.wire.names import FIRST_PROTOCOL_VERSION
 
 HEARTBEAT_INTERVAL_S = 5.0
 """Interval in seconds at which an agent must send a heartbeat."""
@@ -17,6 +18,10 @@ MAX_WAITING = 10_000
 """Maximum number of messages that wait to be read by an agent."""
 
 
+_MAX_NAME = 100
+"""Maximum length of the version and the host name that are kept of an agent."""
+
+
 class AgentSession:
     """The server's end of AgentService.Connect for one agent.
 
@@ -25,11 +30,26 @@ class AgentSession:
         clock: returns seconds on a monotonic clock.
         principal: the owner of the agent's token.
         is_admin: whether the principal is an admin, whose agents may serve every device.
+        hello: the connection's first message; what it says of the agent's version is kept.
+        protocol_version: the version of the protocol of this connection.
     """
 
     def __init__(
-        self, agent_id: str, boot_id: str, clock: Callable[[], float], *, principal: str = "", is_admin: bool = False
+        self,
+        agent_id: str,
+        boot_id: str,
+        clock: Callable[[], float],
+        *,
+        principal: str = "",
+        is_admin: bool = False,
+        hello: agent_pb2.Hello | None = None,
+        protocol_version: int = FIRST_PROTOCOL_VERSION,
     ) -> None:
+        hello = hello or agent_pb2.Hello()
+        self.version = hello.agent_version[:_MAX_NAME]
+        self.host = hello.host[:_MAX_NAME]
+        self.allows_upgrade = hello.allows_upgrade
+        self.protocol_version = protocol_version
         self.agent_id = agent_id
         self.boot_id = boot_id
         self.principal = principal

@@ -41,6 +41,10 @@ class SettingsOfDevices:
         if settings.HasField("drain"):
             device.drain.CopyFrom(settings.drain)
 
+    def labels_of(self, device_id: str) -> Mapping[str, str]:
+        """Return the labels that admins have set for a device."""
+        return self._known.get(device_id, DeviceSettings()).labels
+
     async def label(self, device: Device, labels: Mapping[str, str], removed: Collection[str]) -> None:
         """Set and remove labels of a device, given as its agent reports it.
 

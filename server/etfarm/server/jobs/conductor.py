@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
+from collections.abc import Iterable
 from functools import partial
 
 import structlog
@@ -15,7 +16,7 @@ from etfarm.server.jobs.cells.stages import CellStages
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.takeups import CARE_S, HANDLED, IN_SERVER, MOST, STABLE_S, SetAside, Takeups, is_handled
-from etfarm.v1.job_pb2 import Job
+from etfarm.v1.job_pb2 import Job, JobEvent
 from etfarm.wire.errors import EtfarmError, FarmError, Fault
 
 log = structlog.get_logger()
@@ -29,6 +30,8 @@ class Conductor:
         self._announcer = announcer
         self._stages = stages
         self._tasks: dict[str, asyncio.Task[None]] = {}
+        self._runs: dict[str, CellRun] = {}
+        """Runs of live cells, by cell id."""
         self._jobs: dict[str, Job] = {}
         """Jobs with live cells, by id."""
         self._live: Counter[str] = Counter()
@@ -37,6 +40,8 @@ class Conductor:
         self._held: dict[str, Job] = {}
         """Live jobs that are resumed one at a time."""
         self._careful: asyncio.Task[None] | None = None
+        self._is_draining = False
+        announcer.on_event(self._release_if_draining)
 
     @property
     def live(self) -> int:
@@ -48,19 +53,35 @@ class Conductor:
         jobs = (*self._jobs.values(), *self._held.values())
         return len({job.id for job in jobs if scope.allows(job.project)})
 
+    def runs(self) -> Iterable[CellRun]:
+        """Return the runs of the live cells."""
+        return self._runs.values()
+
+    def project_of(self, job_id: str) -> str:
+        """Return the project of a job with live cells; empty for any other job."""
+        job = self._jobs.get(job_id)
+        return "" if job is None else job.project
+
+    def live_by_project(self) -> Counter[str]:
+        """Return the numbers of jobs that have live cells or wait to be resumed, by project."""
+        return Counter(job.project for job in {**self._held, **self._jobs}.values())
+
     def start(self, job: Job) -> None:
-        """Start, or resume, the live cells of a job."""
+        """Start, or resume, the live cells of a job. While the server drains, they are left to the next server."""
+        if self._is_draining:
+            return
         self._stages.groups.expect(job)
         for cell in job.cells:
             if cell.state not in model.TERMINAL and cell.id not in self._tasks:
-                task = asyncio.create_task(self._lead(CellRun(job, cell)), name=f"cell-{cell.id}")
+                run = self._runs[cell.id] = CellRun(job, cell)
+                task = asyncio.create_task(self._lead(run), name=f"cell-{cell.id}")
                 self._tasks[cell.id] = task
                 self._jobs[job.id] = job
                 self._live[job.id] += 1
                 task.add_done_callback(partial(self._forget, job.id, cell.id))
 
     def _forget(self, job_id: str, cell_id: str, _: asyncio.Task[None]) -> None:
-        del self._tasks[cell_id]
+        del self._tasks[cell_id], self._runs[cell_id]
         self._live[job_id] -= 1
         if not self._live[job_id]:
             del self._live[job_id], self._jobs[job_id]
@@ -138,6 +159,25 @@ class Conductor:
             await asyncio.wait([task for _, task in tasks])
         self._cancelled.difference_update(cell_id for cell_id, _ in tasks)
 
+    async def drain(self) -> None:
+        """Release all cells that wait, start none, and return once those that compile, run or are analyzed do so no longer.
+
+        Cells that begin to wait meanwhile are released, too. They stay in the journal, and a new server resumes them.
+        """
+        self._is_draining = True
+        self._held.clear()
+        for cell_id, run in self._runs.items():
+            if run.cell.state in (model.QUEUED, model.WAITING):
+                self._tasks[cell_id].cancel()
+        while self._tasks:
+            await asyncio.wait(list(self._tasks.values()))
+
+    def _release_if_draining(self, job_id: str, event: JobEvent) -> None:
+        if not self._is_draining or event.WhichOneof("event") != "cell" or event.cell.state != model.WAITING:
+            return
+        if (task := self._tasks.get(event.cell.id)) is not None:
+            task.cancel()
+
     async def stop(self) -> None:
         """Release all cells. They stay in the journal unchanged, and a new server resumes them."""
         tasks = [*self._tasks.values(), *([self._careful] if self._careful is not None else [])]
@@ -149,6 +189,7 @@ class Conductor:
     async def _lead(self, run: CellRun) -> None:
         """Lead a cell to its end. The end is always written to the journal, unless the server itself ends."""
         to, failure = model.FAILED, None
+        structlog.contextvars.bind_contextvars(job=run.job.id, cell=run.cell.id)
         try:
             await run.lead(self._stages)
             return

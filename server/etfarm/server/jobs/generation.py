@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Final
 
 from etfarm.server.jobs.model import BadJob
-from etfarm.v1 import compile_pb2, generation_pb2, job_pb2
+from etfarm.v1 import common_pb2, compile_pb2, generation_pb2, job_pb2
 from etfarm.wire import flows, generation, language_models
 from etfarm.wire.errors import UserError
 
@@ -16,6 +17,9 @@ DEFAULT_MAX_TIME_S: Final = 60.0
 """Time limit of the timed repetitions of a point, if the job sets none."""
 DEFAULT_TRACED: Final = 30
 """Minimum number of traced executions, if the job sets none."""
+
+
+_NO_INPUTS: Final[Mapping[str, common_pb2.Artifact]] = MappingProxyType({})
 
 
 class ContextTooShort(UserError):
@@ -90,20 +94,28 @@ def points_requested(measurement: job_pb2.Measurement) -> int:
     return prompts * (len(requested.depths) or len(generation.DEFAULT_DEPTH_SHARES))
 
 
-def plan(measurement: job_pb2.Measurement, facts: compile_pb2.ProgramFacts, name: str) -> generation_pb2.GenerationPlan:
+def plan(
+    measurement: job_pb2.Measurement,
+    facts: compile_pb2.ProgramFacts,
+    name: str,
+    inputs: Mapping[str, common_pb2.Artifact] = _NO_INPUTS,
+) -> generation_pb2.GenerationPlan:
     """Return what an agent measures of a program.
 
     Args:
         measurement: has `generation`, which `check_request` accepts.
         name: the program's name, for errors.
+        inputs: those of encoders, by method.
 
     Raises:
+        BadJob: there are inputs for a method that is no encoder.
         NotALanguageModel: the program cannot generate text.
         ContextTooShort: a point does not fit into the program's context.
         TokenOutsideVocabulary: the text has a token that the program does not.
     """
     requested = measurement.generation
     model = language_models.describe(facts, name, prefill=requested.prefill_method, decode=requested.decode_method)
+    _add_inputs(model, inputs, name)
     points: dict[tuple[int, int], None] = {}  # without duplicates, in their order
     for prompt_tokens in _prompts(requested, model, name):
         for depth in _depths(requested, model, prompt_tokens, name):
@@ -149,6 +161,18 @@ def require_request(name: str, method: str, facts: compile_pb2.ProgramFacts) -> 
         "Measure how it generates with `--generate 128` (generate=), or give the method's inputs with --inputs FILE.npz.",
         method=method,
     )
+
+
+def _add_inputs(model: generation_pb2.LanguageModel, inputs: Mapping[str, common_pb2.Artifact], name: str) -> None:
+    encoders = {encoder.method: encoder for encoder in model.flow.encoders}
+    for method, artifact in sorted(inputs.items()):
+        if method not in encoders:
+            what = f"The encoders of {name} are {', '.join(encoders)}." if encoders else f"{name} has no encoder."
+            raise BadJob(
+                f"With generation, inputs are those of encoders, and {method!r} is none: prompts are drawn. {what}",
+                "Leave the other inputs out, or prefix keys with an encoder's name, as in vision_encoder/0.", field="inputs",
+            )  # fmt: skip
+        encoders[method].inputs.CopyFrom(artifact)
 
 
 def _score(
@@ -251,9 +275,8 @@ def _require_chunks(tokens: int, model: generation_pb2.LanguageModel, name: str)
 
 def _contradicting(spec: job_pb2.JobSpec) -> Iterator[str]:
     """Yield the fields that have no meaning for generation."""
-    for name in ("methods", "inputs"):
-        if getattr(spec, name):
-            yield name
+    if spec.methods:
+        yield "methods"
     measurement = spec.measurement
     for name in ("numerics", "interleave"):
         if getattr(measurement, name):

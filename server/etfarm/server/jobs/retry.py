@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells import groups
-from etfarm.server.jobs.revision import JobLive
+from etfarm.server.jobs.records.rows import JobLive
 from etfarm.v1.job_pb2 import Cell, Job, JobSpec
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.names import RETRY_LABEL
@@ -22,6 +22,8 @@ def spec_of_retry(job: Job) -> JobSpec:
     spec = JobSpec()
     spec.CopyFrom(job.spec)
     spec.ClearField("name")
+    # It was the time by which the former job's results were needed, and has often passed.
+    spec.ClearField("deadline_time")
     spec.labels[RETRY_LABEL] = job.id
     return spec
 

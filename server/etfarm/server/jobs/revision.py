@@ -18,12 +18,12 @@ from etfarm.server.jobs.cells.numerics import NumericsPrograms
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.reports import ReportNotFound
-from etfarm.server.reports.findings import FILE_MISSING, is_of_analysis
+from etfarm.server.jobs.records.rows import JobLive
+from etfarm.server.reports.analysis_parts import FILE_MISSING, is_of_analysis
 from etfarm.server.reports.runs import LEFT_OUT, NOT_REPEATED
 from etfarm.v1 import agent_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Cell, Job
-from etfarm.wire.errors import Kind, UserError
 
 _PARTS = (
     "latency",
@@ -45,13 +45,6 @@ _ROWS = {"operators": "profile", "numeric_gap": "numerics"}
 
 
 _LISTS = (*_ROWS, "runs")
-
-
-class JobLive(UserError):
-    """A job with live cells, whose reports do not exist yet."""
-
-    reason = "JOB_LIVE"
-    kind = Kind.FAILED_PRECONDITION
 
 
 class Revision:

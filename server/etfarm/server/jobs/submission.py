@@ -12,10 +12,13 @@ from etfarm.server.compile.errors import RecipeNeedsEagerModule
 from etfarm.server.compile.parsed_recipes import parse_recipe
 from etfarm.server.compile.upload_screening import Screening
 from etfarm.server.devices import schedule
-from etfarm.server.jobs import generation
+from etfarm.server.devices.errors import ReservationEnded, ReservationNotFound
+from etfarm.server.devices.reservations import Reservations
 from etfarm.server.jobs.candidates import validate_methods, validate_program, validate_stages_done
-from etfarm.server.jobs.cells import groups
+from etfarm.server.jobs.cells.limits import check_waiting
 from etfarm.server.jobs.cells.requirements import DeviceLacks
+from etfarm.server.jobs.matrix import MAX_CELLS, TooManyCells, build_cells, require_partners
+from etfarm.server.jobs.measurement_rules import validate_measurement
 from etfarm.server.jobs.model import BadJob as BadJob
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.server.workers.pacing import Pace
@@ -26,20 +29,6 @@ from etfarm.wire import digest as digests
 from etfarm.wire import recipes, selectors, stages
 from etfarm.wire.cores import CoresUnknown, choose_cpus, require_cpus
 from etfarm.wire.recipes import Recipe
-
-MAX_CELLS = 1000
-"""Maximum number of cells of a job; a larger matrix is better submitted as several jobs."""
-
-
-_MAX_TIMED = 1_000_000
-"""Number of timed iterations of all runs that agents assume if Measurement.max_samples is absent."""
-_MAX_REQUESTED = 10_000_000
-"""Maximum number of timed iterations of all runs."""
-MAX_REPEAT = 50
-"""Maximum number of runs of an attempt."""
-
-_MAX_TRACED = 1_000
-"""Maximum number of traced iterations, which CandidateResult.traced_ns can hold."""
 
 _LARGE_SPEC = 64 << 10
 _LARGE_AT_ONCE = 1
@@ -58,12 +47,6 @@ class NoCandidate(BadJob):
     reason = "NO_CANDIDATE"
 
 
-class TooManyCells(BadJob):
-    """A matrix that is too large for one job."""
-
-    reason = "TOO_MANY_CELLS"
-
-
 class Submission:
     """Validation of job specs, and creation of the jobs with their cells.
 
@@ -73,6 +56,8 @@ class Submission:
         screening: inspects the uploads; None for the default list of operators.
         require_runner: raises if none of the devices that match a selector has a runner.
         known_backends: returns the backends of a device's runner; None if they are unknown.
+        reservations: the farm's reservations; None if it has none.
+        require_urls: raises if the server would not send notices to one of these addresses.
     """
 
     def __init__(
@@ -85,7 +70,11 @@ class Submission:
         screening: Screening | None = None,
         require_runner: Callable[[Sequence[Device]], None] = lambda _: None,
         known_backends: Callable[[Device], Collection[str] | None] = lambda _: None,
+        reservations: Reservations | None = None,
+        require_urls: Callable[[Iterable[str]], None] = lambda _: None,
     ) -> None:
+        self._reservations = reservations
+        self._require_urls = require_urls
         self._readers = readers or Readers()
         self._store = store
         self._check_recipe = check_recipe
@@ -127,7 +116,9 @@ class Submission:
         """
         if not spec.candidates:
             raise NoCandidate("The job has no candidate.", "Name at least one model.")
-        self._check_measurement(spec)
+        validate_measurement(spec)
+        self._require_urls(spec.notify_urls)
+        check_waiting(spec, at)
         is_large = spec.ByteSize() > _LARGE_SPEC
         async with self._large.take(owner) if is_large else nullcontext():
             wanted = await self._readers.run(_digests, spec)
@@ -138,7 +129,9 @@ class Submission:
             for candidate in spec.candidates:
                 names.append(await self._check_candidate(candidate, spec, source_required=not validate_only))
                 await pace.pause()  # with 1,000 small candidates nothing else yields to the event loop
-            devices = schedule.open_to(project, self._devices()) if spec.devices else ()
+            devices: Sequence[Device] = schedule.open_to(project, self._devices()) if spec.devices else ()
+            if spec.reservation_id:
+                devices = await self._reserved(spec, project, devices, cells)
             choices = await self._readers.run(self._choices, spec, devices)
             if cells:
                 await self._readers.run(_require_devices, cells, devices)
@@ -150,7 +143,26 @@ class Submission:
         async with self._large.take(owner) if is_large else nullcontext():
             job = job_pb2.Job(id=self._new_id(), owner=owner, project=project)
             job.create_time.FromDatetime(at)
-            return await self._readers.run(self._fill, job, spec, cells or _cells(spec, names, choices))
+            return await self._readers.run(self._fill, job, spec, cells or build_cells(spec, names, choices))
+
+    async def _reserved(
+        self, spec: job_pb2.JobSpec, project: str, devices: Sequence[Device], cells: Sequence[job_pb2.Cell]
+    ) -> Sequence[Device]:
+        """Return those of the devices that the spec's reservation has. Cells that run again do without one that has ended.
+
+        Raises:
+            ReservationNotFound, ReservationEnded, DeviceNotReserved: see JobService.Submit.
+        """
+        if self._reservations is None:
+            raise ReservationNotFound(spec.reservation_id)
+        chosen = {choice.selector for choice in spec.devices}
+        try:
+            return await self._reservations.require_device(spec.reservation_id, project, chosen, devices)
+        except (ReservationEnded, ReservationNotFound):
+            if not cells:
+                raise
+            spec.ClearField("reservation_id")
+            return devices
 
     def _fill(self, job: job_pb2.Job, spec: job_pb2.JobSpec, cells: Iterable[job_pb2.Cell]) -> job_pb2.Job:
         """Fill in a job's spec and cells, and return the job."""
@@ -163,8 +175,8 @@ class Submission:
             cell.update_time.CopyFrom(job.create_time)
             job.cells.append(cell)
             if len(job.cells) > MAX_CELLS:
-                raise _too_many_cells()
-        _check_together(job)
+                raise TooManyCells()
+        require_partners(job)
         job.state = job_pb2.JobState.JOB_STATE_QUEUED
         return job
 
@@ -181,38 +193,6 @@ class Submission:
                     f"Artifact {artifact.digest[:12]} has {size_bytes} bytes, not {artifact.size_bytes}.", "Send its size, or 0."
                 )
             artifact.size_bytes = size_bytes
-
-    def _check_measurement(self, spec: job_pb2.JobSpec) -> None:
-        if any(count < 1 for count in spec.threads):
-            raise BadJob(f"`threads` must be at least 1, got {min(spec.threads)}.", "Give --threads 1 or more.")
-        if spec.HasField("timeout_s") and not 0 < spec.timeout_s <= 86_400:
-            raise BadJob(
-                f"`timeout_s` must be above 0 and at most 86,400 (a day), got {spec.timeout_s:g}.",
-                "Give --timeout within this range.",
-            )
-        measurement = spec.measurement
-        for field, value in measurement.ListFields():
-            least = {"warmup": 0, "iterations": 1, "min_time_s": 0, "max_time_s": 0, "max_samples": 1}.get(field.name)
-            if least is not None and not least <= value <= _MAX_REQUESTED:
-                raise BadJob(
-                    f"`{field.name}` must be {least} to 10,000,000, got {value:g}.",
-                    "Choose a value in this range, or leave it out.",
-                    field=field.name,
-                )
-        if measurement.HasField("repeat"):
-            _check_repeat(measurement)
-        if measurement.HasField("trace_iterations") and not 1 <= measurement.trace_iterations <= _MAX_TRACED:
-            raise BadJob(
-                f"`trace_iterations` must be 1 to {_MAX_TRACED:,}, got {measurement.trace_iterations}.",
-                "Choose a value in this range, or leave it out.",
-                field="trace_iterations",
-            )
-        generation.check_request(spec)
-        repeat = max(1, measurement.repeat)
-        most = measurement.max_samples if measurement.HasField("max_samples") else _MAX_TIMED // repeat
-        if measurement.iterations > most:
-            what = f"`iterations` must be at most {most:,}, the samples that a timed pass keeps, got {measurement.iterations:,}."
-            raise BadJob(what, "Choose a lower number, or leave it out.", field="iterations")
 
     async def _check_candidate(self, candidate: job_pb2.Candidate, spec: job_pb2.JobSpec, *, source_required: bool) -> str:
         """Validate a candidate; return its recipe's name for people, empty for a program."""
@@ -271,7 +251,7 @@ class Submission:
                 self._require_runner(matches)
             choices += [(index, f"id={device.id}") for device in matches] if choice.all else [(index, choice.selector)]
             if len(choices) > MAX_CELLS:
-                raise _too_many_cells()
+                raise TooManyCells()
         return choices
 
     async def _require_backends(self, spec: job_pb2.JobSpec, devices: Sequence[Device]) -> None:
@@ -346,49 +326,6 @@ def _require_cores(wanted: str, devices: Sequence[Device]) -> None:
         raise unknown
 
 
-def _check_repeat(measurement: job_pb2.Measurement) -> None:
-    repeat = measurement.repeat
-    if not 1 <= repeat <= MAX_REPEAT:
-        raise BadJob(f"`repeat` must be 1 to {MAX_REPEAT}, got {repeat}.", "Choose a value in this range.", field="repeat")
-    if repeat > 1 and measurement.interleave:
-        raise BadJob(
-            "`repeat` cannot be combined with `interleave`, which starts each program several times itself.",
-            "Leave one of them out.", field="repeat",
-        )  # fmt: skip
-    if repeat * measurement.max_samples > _MAX_REQUESTED:
-        raise BadJob(
-            f"`max_samples` must be at most {_MAX_REQUESTED // repeat:,} with {repeat} runs, got {measurement.max_samples:,}.",
-            "Choose a lower number, or leave it out.", field="max_samples",
-        )  # fmt: skip
-
-
-def _too_many_cells() -> TooManyCells:
-    return TooManyCells(f"The job would have more than {MAX_CELLS} cells.", "Send it as several jobs.", limit=MAX_CELLS)
-
-
-def _check_together(job: job_pb2.Job) -> None:
-    """Raise an error if a job is interleaved and a cell has no other, or too many others, to be interleaved with."""
-    if not job.spec.measurement.interleave:
-        return
-    if len(job.spec.candidates) < 2:
-        raise BadJob(
-            "Interleaving compares candidates, but the job has only one.",
-            "Give a second model or recipe, or leave --interleave out.",
-        )
-    for cells in groups.together(job, job.cells):
-        if len(cells) < 2:
-            alone = cells[0]
-            raise BadJob(
-                f"Only {alone.candidate_name} has the method {alone.method!r}, so that there is nothing to interleave it with.",
-                "Choose methods that all candidates have with --method.", method=alone.method,
-            )  # fmt: skip
-        if len(cells) > groups.MAX_TOGETHER:
-            raise BadJob(
-                f"{len(cells)} candidates cannot be interleaved: all are in the device's memory at once.",
-                f"Give at most {groups.MAX_TOGETHER}.", limit=groups.MAX_TOGETHER,
-            )  # fmt: skip
-
-
 def _artifacts(spec: job_pb2.JobSpec) -> Iterator[common_pb2.Artifact]:
     for candidate in spec.candidates:
         if candidate.WhichOneof("source") == "program":
@@ -406,25 +343,3 @@ def _artifacts(spec: job_pb2.JobSpec) -> Iterator[common_pb2.Artifact]:
 def _digests(spec: job_pb2.JobSpec) -> list[str]:
     """Return the distinct digests of a spec; there may be a hundred thousand."""
     return list(dict.fromkeys(artifact.digest for artifact in _artifacts(spec)))
-
-
-def _cells(
-    spec: job_pb2.JobSpec, recipe_names: Sequence[str], choices: Sequence[tuple[int | None, str]]
-) -> Iterator[job_pb2.Cell]:
-    for index, candidate in enumerate(spec.candidates):
-        methods = list(spec.methods) or _own_methods(candidate.model)
-        for device_index, selector in choices:
-            compiles_only = device_index is None
-            # A compilation includes all methods, and has no threads; generation measures its methods as one.
-            is_one = compiles_only or spec.measurement.HasField("generation")
-            for method in methods[:1] if is_one else methods:
-                for threads in [None] if compiles_only else spec.threads or [None]:
-                    yield job_pb2.Cell(
-                        candidate_index=index, device_index=device_index, selector=selector, method=method, threads=threads,
-                        candidate_name=candidate.name, recipe_name=recipe_names[index],
-                    )  # fmt: skip
-
-
-def _own_methods(model: job_pb2.Model) -> list[str]:
-    """Return the methods to run if a job names none; those of a ready program are known after its inspection."""
-    return ["forward"] if "forward" in model.methods or not model.methods else sorted(model.methods)

@@ -8,8 +8,7 @@ from pathlib import Path
 
 from etfarm.server.artifacts.store import Store
 from etfarm.server.reports.findings import Findings
-from etfarm.server.reports.latency.generation import GeneratingProcess, Generation
-from etfarm.server.reports.latency.interleaved import Block
+from etfarm.server.reports.latency.samples import Block, GeneratingProcess, Generation
 from etfarm.server.reports.request import AnalyzeRequest, Numerics, Scores, TokenInputs, Trace
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.wire.flows import encoded_positions
@@ -107,6 +106,7 @@ class Analyst:
             etdump=decode.etdump if decode is not None else None,
             traced_ns=decode.traced_ns if decode is not None else (),
             prefill=trace(last.prefill, plan.model.prefill_method),
+            encoders=tuple(filter(None, (trace(each.trace, each.method) for each in last.encoders))) or None,
             generation=Generation(
                 prompt_tokens=tuple(encoded_positions(plan.model) + point.prompt_tokens for point in plan.points),
                 generated_tokens=plan.generated_tokens,

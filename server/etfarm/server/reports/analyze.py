@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from etfarm.server.reports.latency import generation, interleaved, slow_group, statistics
 from etfarm.server.reports.numerics import accuracy, forced_text, numeric_gap, reference, reference_models
-from etfarm.server.reports.request import PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest, Scores, Trace
+from etfarm.server.reports.request import CUT_SHORT, PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest, Scores, Trace
 from etfarm.server.reports.trace import profile
 from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import series, tensors
@@ -46,8 +46,8 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
         folder: folder of the child. TRACE_TIMES is written there if the run was traced, and `trace_times.size_bytes` is set;
             PREFILL_TRACE_TIMES likewise for the trace of prefill; temporary files belong in the jail's TMPDIR.
         emit: called with JSON objects {"stage": "INPUTS" | "STATISTICS" | "COMPARISON" | "ACCURACY" | "QUANTIZED_ACCURACY" |
-            "JOIN" | "GENERATION" | "PREFILL_JOIN" | "PERPLEXITY" | "EAGER_TEXT" | "QUANTIZED_TEXT" | "HOST_TEXT" | "NUMERICS",
-            "phase": "START" | "END", "duration_ms": X}; X is null at START.
+            "JOIN" | "GENERATION" | "PREFILL_JOIN" | "ENCODER_JOIN" | "PERPLEXITY" | "EAGER_TEXT" | "QUANTIZED_TEXT" |
+            "HOST_TEXT" | "NUMERICS", "phase": "START" | "END", "duration_ms": X}; X is null at START.
     """
     deadline_s = time.monotonic() + _PART_OF_LIMIT * request.limit_s
     report = report_pb2.Report()
@@ -80,6 +80,10 @@ def analyze(request: AnalyzeRequest, folder: Path, emit: Emit) -> bytes:
     if request.prefill is not None:
         with _part("PREFILL_JOIN", report, emit):
             _fill_prefill(report, request, request.prefill, folder)
+    if request.encoders is not None:
+        with _part("ENCODER_JOIN", report, emit):
+            for trace in request.encoders:
+                _fill_encoder(report, request, trace)
     if request.scores is not None:
         _fill_text_accuracy(report, request, request.scores, emit, deadline_s)
     if request.numerics is not None and request.inputs is not None:
@@ -203,6 +207,21 @@ def _fill_prefill(report: report_pb2.Report, request: AnalyzeRequest, trace: Tra
         report.generation.prefill_operators.extend(own.operators)
 
 
+def _fill_encoder(report: report_pb2.Report, request: AnalyzeRequest, trace: Trace) -> None:
+    """Fill the profile and the operators of an encoder; the times of single iterations are not kept."""
+    own = report_pb2.Report()
+    try:
+        profile.fill(
+            own,
+            replace(request, etdump=trace.etdump, traced_ns=trace.traced_ns, method=trace.method),
+            lambda code, message: _warn(report, code, f"{trace.method}: {message}"),
+            lambda rows: None,
+        )
+    finally:
+        if own.HasField("profile"):
+            report.generation.encoders.add(method=trace.method, profile=own.profile, operators=own.operators)
+
+
 def _fill_interleaved(report: report_pb2.Report, request: AnalyzeRequest, samples: Path, base: Path) -> None:
     rounds = interleaved.rounds_of(
         interleaved.medians(statistics.read_samples(samples), request.blocks),
@@ -239,22 +258,35 @@ def _fill_text_accuracy(
         with _part(stage, report, emit):
             # Late parts of the analysis need time, too.
             limit_s = min(_TEXT_S, max(1.0, (deadline_s - time.monotonic()) / (left + 1)))
-            target.references.append(_compared_text(path, against, request, scores, limit_s))
+            compared, is_whole = _compared_text(path, against, request, scores, limit_s)
+            target.references.append(compared)
+            if not is_whole:
+                _warn(report, CUT_SHORT, _describe_cut(compared, scores, limit_s))
         left -= 1
 
 
 def _compared_text(
     path: Path, against: report_pb2.Reference.ValueType, request: AnalyzeRequest, scores: Scores, limit_s: float
-) -> report_pb2.GenerationReference:
-    """Return the deviation of the device from one model, which is no longer in memory when this returns."""
+) -> tuple[report_pb2.GenerationReference, bool]:
+    """Return the deviation of the device from one model, and whether all was compared in time.
+
+    The model is no longer in memory when this returns.
+    """
     model: forced_text.ReferenceModel
     if against == report_pb2.REFERENCE_HOST:
         model = reference_models.HostModel(path, request.method, scores.inputs)
     else:
         model = reference_models.EagerModel(path, scores.inputs, request.screen)
     compared = report_pb2.GenerationReference(reference=against)
-    forced_text.compare(compared, scores, model, limit_s)
-    return compared
+    return compared, forced_text.compare(compared, scores, model, limit_s)
+
+
+def _describe_cut(compared: report_pb2.GenerationReference, scores: Scores, limit_s: float) -> str:
+    """Return the warning of a comparison that its time limit ended."""
+    reference_field = report_pb2.GenerationReference.DESCRIPTOR.fields_by_name["reference"]
+    what = f"The comparison with the {word_of(reference_field, compared.reference)} ended after {limit_s:.0f} s"
+    done = f"{compared.tokens:,} of {scores.executed:,} tokens, and {compared.generated_tokens:,} generated ones"
+    return f"{what}: it has {done}. Run `etfarm report analyze` to try again, or measure fewer tokens."
 
 
 def _fill_accuracy(

@@ -128,6 +128,10 @@ def _traced(
         yield report.profile, result if generated is None else traced_result(result, generated.decode)
     if generated is not None and report.generation.HasField("prefill_profile"):
         yield report.generation.prefill_profile, traced_result(result, generated.prefill)
+    if generated is not None:
+        traces = {encoder.method: encoder.trace for encoder in generated.encoders}
+        for encoder in report.generation.encoders:
+            yield encoder.profile, traced_result(result, traces[encoder.method])
 
 
 def _fill_trace(

@@ -7,7 +7,6 @@ without the file that the first one failed on.
 from __future__ import annotations
 
 import asyncio
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass, replace
 from datetime import datetime
@@ -18,12 +17,14 @@ from pathlib import Path
 from typing import Any, Final
 
 import structlog
-from sqlalchemy import Connection, delete, func, select
+from sqlalchemy import Connection, bindparam, delete, func, select
 from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.artifacts.store import Store
-from etfarm.server.reports.request import PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest
+from etfarm.server.reports.analysis_parts import LOST_WITHOUT, choose_fields_to_drop, drop_missing_files, is_incomplete
+from etfarm.server.reports.child_checks import require_encoders, require_generation, require_runs, require_text_accuracy
+from etfarm.server.reports.request import CUT_SHORT, PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.workers import answers, output_files
@@ -32,7 +33,6 @@ from etfarm.server.workers.pool import Workers
 from etfarm.v1 import common_pb2, compile_pb2, report_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire import series
-from etfarm.wire.generation import METRICS as GENERATION_METRICS
 
 log = structlog.get_logger()
 
@@ -41,62 +41,12 @@ ANALYZE_TASK: Final = "etfarm.server.reports.analyze:analyze"
 KEPT_BYTES: Final = 256 << 20
 """Maximum size of all stored findings; the oldest are deleted. One has 10 KiB to a few MiB, depending on its operators."""
 
-FILE_MISSING: Final = "ANALYSIS_FILE_MISSING"
-CUT_SHORT: Final = "ANALYSIS_CUT_SHORT"
-"""Warning codes of parts that were left out because a file is no longer stored, or because a child failed on them."""
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A part of an analysis."""
-
-    what: str
-    """Its name in warnings."""
-    stage: str
-    """The child's stage that computes it."""
-    needs: tuple[str, ...]
-    """Fields of the request. The part is left out if the first is None, or if a file that one of them names is missing."""
-    gives_up: tuple[str, ...]
-    """Fields to leave out after a child failed in this stage, one more each time."""
-
-
-_PARTS: Final = (
-    _Part("check of the inputs", "INPUTS", ("inputs",), ("inputs",)),
-    _Part("latency", "STATISTICS", ("samples",), ()),
-    _Part("comparison of the interleaved programs", "COMPARISON", ("base_samples", "samples"), ("base_samples",)),
-    _Part("accuracy", "ACCURACY", ("model", "inputs", "outputs"), ("model",)),
-    _Part("accuracy against the quantized program", "QUANTIZED_ACCURACY", ("quantized", "inputs", "outputs"), ("quantized",)),
-    _Part("profile by operator", "JOIN", ("etdump", "etrecord", "pte"), ("etrecord", "etdump")),
-    _Part("generation", "GENERATION", ("generation",), ()),
-    _Part("profile of prefill by operator", "PREFILL_JOIN", ("prefill", "etrecord", "pte"), ("prefill",)),
-    _Part("perplexity", "PERPLEXITY", ("scores",), ("scores",)),
-    _Part("accuracy of generation", "EAGER_TEXT", ("scores", "model"), ("model", "scores")),
-    _Part(
-        "accuracy of generation against the quantized program", "QUANTIZED_TEXT", ("scores", "quantized"), ("quantized", "scores")
-    ),
-    _Part("accuracy of generation against the server", "HOST_TEXT", ("scores", "pte"), ("scores",)),
-    _Part("numeric gap", "NUMERICS", ("numerics", "inputs"), ("numerics",)),
-)
-
-_LOSES: Final = {
-    "inputs": "the accuracy of the outputs",
-    "base_samples": "the comparison of the interleaved programs",
-    "model": "the comparison with the program before quantization",
-    "quantized": "the comparison with the quantized program",
-    "etrecord": "modules and source lines of the operators",
-    "etdump": "the profile by operator",
-    "prefill": "the profile of prefill by operator",
-    "scores": "the accuracy of generation",
-    "numerics": "the numeric gap",
-}
-"""The missing part of the report, by the field of the request that is left out."""
-
 _DEADLY: Final = (ChildDied, ChildTimedOut, ChildOutOfMemory, BadAnswer, BadWorkerAnswer)
 
 _MEASURED: Final = (
     "inputs.tensors", "latency", "runs", "interleaved", "accuracy", "profile", "operators", "numeric_gap", "compile.warnings",
     "numerics.threshold_db", "numerics.first_bad", "numerics.judged", "trace_times", "generation.points",
-    "generation.prefill_profile", "generation.prefill_operators", "generation.prefill_trace_times",
+    "generation.prefill_profile", "generation.prefill_operators", "generation.prefill_trace_times", "generation.encoders",
     "generation.accuracy.perplexity", "generation.accuracy.perplexity_tokens", "generation.accuracy.references",
 )  # fmt: skip
 """The fields of a Report that a child computes."""
@@ -104,15 +54,8 @@ _MEASURED: Final = (
 _MAX_ANSWER_BYTES: Final = 64 << 20
 """Maximum size of a child's report, which has a row for every operator."""
 
-
-_MIN_NS: Final = 1e-3
-_MAX_NS: Final = 2.0**63
-"""Range of a run's median and of the ends of its interval, which are 0 or between samples: their logarithms stay small."""
-
-_LEAST_RATE: Final = 1e-60
-_MOST_RATE: Final = 1e60
-"""Range of the numbers of generation and of the ends of their intervals, which lie far beyond the times if these differ by orders
-of magnitude."""
+# Built once: SQLAlchemy takes several times longer to build it than to execute it.
+_BODY: Final = select(schema.analyses.c.body).where(schema.analyses.c.key == bindparam("of_key"))
 
 
 @dataclass(frozen=True)
@@ -202,8 +145,7 @@ class Findings:
         Raises:
             EtfarmError: a child failed on the samples themselves, or no child can be started.
         """
-        request, warnings = await asyncio.to_thread(_stored, request)
-        key = await asyncio.to_thread(key_of, request)
+        request, warnings, key = await asyncio.to_thread(_stored_with_key, request)
         caller = _Caller(project or DEFAULT_PROJECT, owner, on_log)
         known = None if fresh else await self._known(key, caller)
         if known is not None:
@@ -214,7 +156,7 @@ class Findings:
             report.analysis.time.FromDatetime(self._now())
             if cut_short:
                 report.compile.warnings.extend(cut_short)
-            elif not any(warning.code.endswith("_FAILED") for warning in report.compile.warnings):
+            elif not any(is_incomplete(warning) for warning in report.compile.warnings):
                 await self._keep(key, report)
         report.analysis.cached = known is not None
         report.compile.warnings.extend(warnings)
@@ -226,10 +168,10 @@ class Findings:
             try:
                 return await self._child(request, caller), warnings
             except _DEADLY as error:
-                left_out = _left_out(request, error.stage)
+                left_out = choose_fields_to_drop(request, error.stage)
                 if not left_out:
                     raise
-                what = " and ".join(_LOSES[name] for name in left_out)
+                what = " and ".join(LOST_WITHOUT[name] for name in left_out)
                 log.warning("an analysis is done again without a part", left_out=left_out, reason=error.reason, error=str(error))
                 message = f"{error.message} The report lacks {what}. Run `etfarm report analyze` to try again."
                 warnings.append(compile_pb2.Warning(code=CUT_SHORT, message=message))
@@ -255,6 +197,7 @@ class Findings:
             require_runs(report, request)
             require_generation(report, request)
             require_text_accuracy(report, request)
+            require_encoders(report, request)
             for series_of in _series_of(report):
                 await self._adopt_times(series_of, finished.folder, caller)
             return report
@@ -275,10 +218,10 @@ class Findings:
 
     async def _known(self, key: str, caller: _Caller) -> report_pb2.Report | None:
         """Return a stored result, if its file is still stored, too."""
-        query = select(schema.analyses.c.body).where(schema.analyses.c.key == key)
-        body = await self._database.read(lambda connection: connection.execute(query).scalar())
+        body = await self._database.read(lambda connection: connection.execute(_BODY, {"of_key": key}).scalar())
         if body is None:
             return None
+        self._store.uses.mark(key, "analysis")
         report = await asyncio.to_thread(report_pb2.Report.FromString, body)
         if held := [times.artifact.digest for times in _series_of(report)]:
             if await self._store.absent(held):
@@ -301,95 +244,18 @@ class Findings:
         await self._database.write(write)
 
 
+def _stored_with_key(request: AnalyzeRequest) -> tuple[AnalyzeRequest, list[compile_pb2.Warning], str]:
+    """Return what `drop_missing_files` does, and the key of the request that is left."""
+    stored, warnings = drop_missing_files(request)
+    return stored, warnings, key_of(stored)
+
+
 def key_of(request: AnalyzeRequest) -> str:
     """Return a digest of all dependencies of the findings: every file, every argument, and the code of the analysis.
 
     Files are in the store, where their names are their digests.
     """
     return digests.of_value({"schema": "etfarm.analysis/1", "code": _code(), "request": _plain(request)})
-
-
-def require_runs(report: report_pb2.Report, request: AnalyzeRequest) -> None:
-    """Require the statistics of each run, or none if that part failed or the programs were interleaved.
-
-    Raises:
-        BadWorkerAnswer: their number is not that of the runs, or a median or an interval is not one of times.
-    """
-    expected = 0 if request.samples is None or request.blocks else max(1, len(request.runs))
-    if len(report.runs) not in (0, expected):
-        raise BadWorkerAnswer(f"The analysis child must return the statistics of {expected} runs, got {len(report.runs)}.")
-    for run in report.runs:
-        ends = run.p50_ci95_ns
-        if not all(value == 0 or _MIN_NS <= value <= _MAX_NS for value in (run.p50_ns, *ends)):
-            raise BadWorkerAnswer(f"The analysis child must return times of 0 or {_MIN_NS:g} to {_MAX_NS:g} ns for each run.")
-        if len(ends) not in (0, 2) or list(ends) != sorted(ends):
-            raise BadWorkerAnswer("The analysis child must return intervals of runs with two ends in ascending order.")
-
-
-def require_generation(report: report_pb2.Report, request: AnalyzeRequest) -> None:
-    """Require the numbers of each point and process of generation, or none if that part failed.
-
-    Raises:
-        BadWorkerAnswer: points or processes are missing, or a number or interval is impossible.
-    """
-    points, requested = report.generation.points, request.generation
-    if not points:
-        return
-    if requested is None or len(points) != len(requested.prompt_tokens):
-        raise BadWorkerAnswer("The analysis child must return the points of generation that were requested.")
-    for point in points:
-        if len(point.runs) != len(requested.processes) or len(point.token_ns) not in (0, requested.generated_tokens):
-            raise BadWorkerAnswer("The analysis child must return each process and each token of generation.")
-        if not all(0 <= time_ns <= _MAX_NS for time_ns in point.token_ns):
-            raise BadWorkerAnswer(f"The analysis child must return times of 0 to {_MAX_NS:g} ns for each token.")
-        for run in point.runs:
-            for name, interval in GENERATION_METRICS.items():
-                value, ends = getattr(run, name), getattr(run, interval)
-                known = [value, *ends] if run.HasField(name) else []  # type: ignore[arg-type]
-                if (not known and ends) or not all(_LEAST_RATE <= each <= _MOST_RATE for each in known):
-                    raise BadWorkerAnswer(f"The analysis child must return numbers above 0 for `{name}`.")
-                if len(ends) not in (0, 2) or list(ends) != sorted(ends):
-                    raise BadWorkerAnswer(f"The analysis child must return intervals of `{name}` in ascending order.")
-
-
-_TEXT_NUMBERS: Final = {
-    "top1_agreement": (0.0, 1.0), "sqnr_db": (-1e4, 300.0), "max_abs_error": (0.0, _MOST_RATE),
-    "kl_divergence": (0.0, _MOST_RATE), "perplexity": (1.0, _MOST_RATE), "perplexity_ratio": (_LEAST_RATE, _MOST_RATE),
-}  # fmt: skip
-"""Ranges of the numbers of a GenerationReference."""
-
-
-def require_text_accuracy(report: report_pb2.Report, request: AnalyzeRequest) -> None:
-    """Require possible numbers of the accuracy of generation, if the child computed it.
-
-    Raises:
-        BadWorkerAnswer: a number is impossible, or there are other references than those of the request.
-    """
-    if not report.generation.HasField("accuracy"):
-        return
-    accuracy, scores = report.generation.accuracy, request.scores
-    known = [reference.reference for reference in accuracy.references]
-    if scores is None or known != sorted(set(known)) or any(not 0 < each <= report_pb2.REFERENCE_HOST for each in known):
-        raise BadWorkerAnswer("The analysis child must return the accuracy of generation against each reference once.")
-    if not 0 <= accuracy.perplexity_tokens <= scores.executed or (
-        accuracy.HasField("perplexity") and not 1.0 <= accuracy.perplexity <= _MOST_RATE
-    ):
-        raise BadWorkerAnswer("The analysis child must return a perplexity of 1 or more, of the tokens that were executed.")
-    for reference in accuracy.references:
-        counts = (
-            (reference.tokens, scores.executed), (reference.logits_tokens, len(scores.logits_after)),
-            (reference.generated_tokens, scores.generated_tokens),
-        )  # fmt: skip
-        if any(not 0 <= count <= most for count, most in counts):
-            raise BadWorkerAnswer("The analysis child must not compare more tokens than there are.")
-        for name, (least, most) in _TEXT_NUMBERS.items():
-            if reference.HasField(name) and not least <= getattr(reference, name) <= most:  # type: ignore[arg-type]
-                raise BadWorkerAnswer(f"The analysis child must return a `{name}` of {least:g} to {most:g}.")
-        difference = reference.first_difference
-        if reference.HasField("first_difference") and not (
-            0 <= difference.index < scores.generated_tokens and difference.gap >= 0 and math.isfinite(difference.gap)
-        ):
-            raise BadWorkerAnswer("The analysis child must return a generated token as the first that differs.")
 
 
 def _plain(value: Any) -> Any:
@@ -420,45 +286,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def _stored(request: AnalyzeRequest) -> tuple[AnalyzeRequest, list[compile_pb2.Warning]]:
-    """Return the request without files that are no longer stored, and a warning for each part that needs them."""
-    without: dict[str, Any] = {}
-    warnings = []
-    for part in _PARTS:
-        missing = {name: [path for path in _files(getattr(request, name)) if not path.exists()] for name in part.needs}
-        digests_of = sorted({path.name[:12] for paths in missing.values() for path in paths})
-        if not digests_of or getattr(request, part.needs[0]) is None:
-            continue
-        without |= {name: None for name, paths in missing.items() if paths}
-        if part.stage in ("JOIN", "PREFILL_JOIN"):
-            # Without the other files, the rows would have less than those of the previous report.
-            without["etdump" if part.stage == "JOIN" else "prefill"] = None
-        message = f"The {part.what} cannot be computed: the farm no longer stores {', '.join(digests_of)}."
-        warnings.append(compile_pb2.Warning(code=FILE_MISSING, message=message))
-    return replace(request, **without), warnings
-
-
-def _files(value: Any) -> list[Path]:
-    if isinstance(value, Path):
-        return [value]
-    if is_dataclass(value) and not isinstance(value, type):
-        return [path for field in fields(value) for path in _files(getattr(value, field.name))]
-    return [path for item in value for path in _files(item)] if isinstance(value, tuple) else []
-
-
-def _left_out(request: AnalyzeRequest, stage: str) -> tuple[str, ...]:
-    """Return the fields to leave out of the next child's request; empty if all are already left out."""
-    reported = [part for part in _PARTS if part.stage == stage]
-    if reported:
-        # The stage that a child reports may be wrong: once that part is left out, leave out all others.
-        for name in reported[0].gives_up:
-            if getattr(request, name) is not None:
-                return (name,)
-    return tuple(name for part in _PARTS for name in part.gives_up if getattr(request, name) is not None)
-
-
-def is_of_analysis(warning: compile_pb2.Warning) -> bool:
-    """Return whether a report's warning comes from its analysis."""
-    return warning.code.startswith("ANALYSIS_")

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
+from etfarm.server.reports.disturbances import build_reason
 from etfarm.server.reports.generation_parts import combine, fill_parts
 from etfarm.server.reports.latency.between_runs import Median
-from etfarm.server.reports.latency.generation import MIN_FOR_INTERVAL
+from etfarm.server.reports.latency.samples import MIN_REPETITIONS
 from etfarm.server.reports.latency.thresholds import Thresholds
 from etfarm.server.reports.runs import NOT_REPEATED
 from etfarm.server.reports.verdict import judge_disturbances, judge_runs
@@ -22,6 +23,8 @@ _INVALID: Final = report_pb2.VERDICT_STATUS_INVALID
 _NOT_BENCHMARKABLE: Final = report_pb2.VERDICT_STATUS_NOT_BENCHMARKABLE
 NOT_SCORED: Final = "GENERATION_NOT_SCORED"
 """Code of the warning that an agent did not measure the accuracy of generation."""
+INPUTS_IGNORED: Final = "ENCODER_INPUTS_IGNORED"
+"""Code of the warning that an agent did not use the inputs of an encoder."""
 FLOAT_DB: Final = 40.0
 QUANTIZED_DB: Final = 10.0
 """Minimum SQNR of logits in dB, without and with quantization, as for the outputs of other models."""
@@ -61,6 +64,7 @@ def fill_generation(
     for process in result.generations:
         generated.token_times.add().CopyFrom(process.token_ns)
         generated.tokens.add().CopyFrom(process.tokens)
+    _warn_of_ignored_inputs(report, plan, result)
     _fill_traces(report, result.generations[-1], analysis)
     _fill_accuracy(report, plan, result.generations[-1].score, analysis.accuracy)
     if requested > len(result.generations):
@@ -94,6 +98,18 @@ def fill_generation(
     report.verdict.CopyFrom(_judge_all(generated.points))
 
 
+def _warn_of_ignored_inputs(
+    report: report_pb2.Report, plan: generation_pb2.GenerationPlan, result: agent_pb2.CandidateResult
+) -> None:
+    """Warn of encoders that ran on made-up inputs although the job has inputs for them."""
+    used = set.intersection(*(set(process.encoders_with_inputs) for process in result.generations))
+    for encoder in report.generation.model.flow.encoders:
+        if encoder.HasField("inputs") and encoder.method not in used:
+            encoder.ClearField("inputs")
+            message = f"{encoder.method} ran on generated inputs: the device's agent does not know inputs of encoders. Update it."
+            report.compile.warnings.add(code=INPUTS_IGNORED, message=message)
+
+
 def _fill_traces(report: report_pb2.Report, last: agent_pb2.GenerationResult, analysis: report_pb2.Generation) -> None:
     """Fill what the traced passes of both methods have besides Report.profile and Report.operators."""
     generated = report.generation
@@ -109,6 +125,13 @@ def _fill_traces(report: report_pb2.Report, last: agent_pb2.GenerationResult, an
         if analysis.HasField(name):
             getattr(generated, name).CopyFrom(getattr(analysis, name))
     generated.prefill_operators.extend(analysis.prefill_operators)
+    traces = {encoder.method: encoder.trace for encoder in last.encoders}
+    for analyzed in analysis.encoders:
+        encoder = generated.encoders.add()
+        encoder.CopyFrom(analyzed)
+        encoder.ClearField("etdump")
+        if traces[analyzed.method].HasField("etdump"):
+            encoder.etdump.CopyFrom(traces[analyzed.method].etdump)
 
 
 def _fill_accuracy(
@@ -193,9 +216,9 @@ def _judge_run(
     reasons = {reason.code: reason for verdict in verdicts for reason in verdict.reasons}
     if any(verdict.status == _NOT_BENCHMARKABLE for verdict in verdicts):
         return report_pb2.Verdict(status=_NOT_BENCHMARKABLE, reasons=reasons.values())
-    if run.repetitions < MIN_FOR_INTERVAL:
-        message = f"Only {run.repetitions} repetitions were completed; at least {MIN_FOR_INTERVAL} are needed."
-        reasons["TOO_FEW_SAMPLES"] = _reason("TOO_FEW_SAMPLES", message, run.repetitions, MIN_FOR_INTERVAL)
+    if run.repetitions < MIN_REPETITIONS:
+        message = f"Only {run.repetitions} repetitions were completed; at least {MIN_REPETITIONS} are needed."
+        reasons["TOO_FEW_SAMPLES"] = build_reason("TOO_FEW_SAMPLES", message, run.repetitions, MIN_REPETITIONS)
     for name, what in _NAMES.items():
         ends, value = getattr(run, METRICS[name]), getattr(run, name)
         width = (ends[1] - ends[0]) / value if len(ends) == 2 and value else 0.0
@@ -204,7 +227,7 @@ def _judge_run(
                 f"The interval of {what}, over {run.repetitions} repetitions, spans {width:.0%} of its tokens per second; "
                 f"at most {thresholds.max_interval:.0%} is allowed."
             )
-            reasons.setdefault("TOO_FEW_SAMPLES", _reason("TOO_FEW_SAMPLES", message, width, thresholds.max_interval))
+            reasons.setdefault("TOO_FEW_SAMPLES", build_reason("TOO_FEW_SAMPLES", message, width, thresholds.max_interval))
     return report_pb2.Verdict(status=_INVALID if reasons else _VALID, reasons=reasons.values())
 
 
@@ -243,7 +266,3 @@ def _judge_all(points: Iterable[report_pb2.GenerationPointReport]) -> report_pb2
     worst = next((each for each in (_NOT_BENCHMARKABLE, _INVALID) if each in statuses), _VALID)
     verdict.status = worst
     return verdict
-
-
-def _reason(code: str, message: str, measured: float, threshold: float) -> report_pb2.VerdictReason:
-    return report_pb2.VerdictReason(code=code, message=message, measured=measured, threshold=threshold)

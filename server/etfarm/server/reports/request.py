@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.reports.latency.generation import Generation
-from etfarm.server.reports.latency.interleaved import Block
+from etfarm.server.reports.latency.samples import Block, Generation
+
+CUT_SHORT: Final = "ANALYSIS_CUT_SHORT"
+"""Warning code of parts that are missing or incomplete because a child failed on them or had too little time for them."""
 
 TRACE_TIMES: Final = "trace_times.i64"
 """Name of the file that an analysis writes to its folder, with the times that become Report.trace_times."""
@@ -135,6 +137,8 @@ class AnalyzeRequest:
     """Set if the generation of text was measured; `method` and `etdump` are then those of decode."""
     prefill: Trace | None = None
     """The traced pass of the method that processes prompts; None if it was not traced."""
+    encoders: tuple[Trace, ...] | None = None
+    """The traced passes of the encoders of a vision-language program; None if they were not traced."""
 
     scores: Scores | None = None
     """Set if the accuracy of generation was measured."""

@@ -20,6 +20,7 @@ from etfarm.server.rpc.services.projects import ProjectService
 from etfarm.server.rpc.services.reports import ReportService
 from etfarm.server.rpc.services.sessions import SessionService
 from etfarm.server.rpc.services.tokens import TokenService
+from etfarm.server.rpc.services.webhooks import WebhookService
 from etfarm.v1 import (
     agent_pb2,
     agent_pb2_grpc,
@@ -43,6 +44,8 @@ from etfarm.v1 import (
     session_pb2_grpc,
     token_pb2,
     token_pb2_grpc,
+    webhook_pb2,
+    webhook_pb2_grpc,
 )
 
 SERVICES = tuple(
@@ -59,6 +62,7 @@ SERVICES = tuple(
         token_pb2,
         project_pb2,
         audit_pb2,
+        webhook_pb2,
     )
     for service in module.DESCRIPTOR.services_by_name.values()
 )
@@ -80,6 +84,7 @@ class Servicers:
     tokens: TokenService
     projects: ProjectService
     audit: AuditService
+    webhooks: WebhookService
 
     def add_to(self, server: grpc.aio.Server) -> health.HealthServicer:
         """Add the services to a server that is not started yet; return the servicer of its health checks."""
@@ -94,6 +99,7 @@ class Servicers:
         token_pb2_grpc.add_TokenServiceServicer_to_server(self.tokens, server)
         project_pb2_grpc.add_ProjectServiceServicer_to_server(self.projects, server)
         audit_pb2_grpc.add_AuditServiceServicer_to_server(self.audit, server)
+        webhook_pb2_grpc.add_WebhookServiceServicer_to_server(self.webhooks, server)
         checks = health.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(checks, server)
         reflection.enable_server_reflection([*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)

@@ -9,11 +9,14 @@ import structlog
 
 from etfarm.server.devices.runs import AttemptLost
 from etfarm.server.devices.schedule import Waiting
+from etfarm.server.jobs.cells.attempts import OnDeviceFault
 from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
+from etfarm.server.jobs.cells.placement import Subject
 from etfarm.server.jobs.cells.requirements import Requirements, require_support
 from etfarm.server.sessions.errors import SessionLost
 from etfarm.server.sessions.session import Lease, Session, lost_error
 from etfarm.v1 import agent_pb2, compile_pb2, session_pb2
+from etfarm.v1.job_pb2 import QueuedRun
 from etfarm.v1.session_pb2 import SessionEvent
 from etfarm.wire import selectors
 from etfarm.wire.errors import EtfarmError, FarmError, Fault
@@ -34,7 +37,8 @@ _MAX_PLACEMENTS: Final = 3
 class Leasing:
     """The sequence of steps that leads a session through its leases on devices."""
 
-    def __init__(self, attempts: DeviceAttempts, requirements: Requirements) -> None:
+    def __init__(self, attempts: DeviceAttempts, requirements: Requirements, on_device_fault: OnDeviceFault) -> None:
+        self._on_device_fault = on_device_fault
         self._attempts = attempts
         self._requirements = requirements
 
@@ -47,6 +51,8 @@ class Leasing:
                 lease = await self._place(session, selector, facts, frozenset(failed))
                 try:
                     error = await self._hold(session, lease, facts)
+                    if error.fault is Fault.DEVICE:
+                        await self._on_device_fault(lease.device.id, error, attempt_id=lease.attempt_id, project=session.project)
                 finally:
                     self._release(session, lease)
                 was_ready = lease.ready.done() and not lease.ready.cancelled()
@@ -83,8 +89,12 @@ class Leasing:
             project=session.project,
             threads=session.request.threads,
             cores=session.request.cores,
+            reservation=session.request.reservation_id,
+            owner=session.owner,
+            program=session.request.program.pte.digest,
         )
-        device, attempt_id = await self._attempts.place(waiting, on_progress, on_wait)
+        entry = QueuedRun(session_id=session.id, selector=session.request.selector, method=", ".join(session.request.methods))
+        device, attempt_id = await self._attempts.place(waiting, on_progress, on_wait, Subject(entry))
         return Lease(attempt_id, device)
 
     async def _hold(self, session: Session, lease: Lease, facts: list[compile_pb2.MethodFacts]) -> EtfarmError:
@@ -110,7 +120,11 @@ class Leasing:
                 lease.end(result.result() if result.done() else lost_error(lease))
         finally:
             result.cancel()
-        return lease.over.result()
+        why = lease.over.result()
+        if isinstance(why, SessionLost) and result.done() and not result.cancelled():
+            # Why the attempt was lost tells whether that counts against the device: its agent may have been stopped on purpose.
+            why.metadata.update({key: value for key, value in result.result().metadata.items() if key == "cause"})
+        return why
 
     async def _start(self, session: Session, lease: Lease, facts: list[compile_pb2.MethodFacts]) -> None:
         request = session.request
@@ -140,7 +154,8 @@ class Leasing:
         try:
             result = await self._attempts.result(lease.attempt_id)
         except AttemptLost as lost:
-            return SessionLost(lost.message, "Open another session.", device=lease.device.id)
+            cause = lost.metadata.get("cause", "")
+            return SessionLost(lost.message, "Open another session.", device=lease.device.id, cause=cause)
         return from_proto(result.error) if result.HasField("error") else lost_error(lease)
 
     def _release(self, session: Session, lease: Lease) -> None:

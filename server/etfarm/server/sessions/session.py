@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Iterable
 from typing import Final
 
+from etfarm.server.devices.scheduling.waiting import MAX_PRIORITY, MIN_PRIORITY
 from etfarm.server.sessions.errors import (
     BadAnswer,
     BadSession,
@@ -195,6 +196,8 @@ def validate_request(request: session_pb2.OpenSessionRequest) -> None:
         raise BadSession(f"`threads` must be 1 to 1024, got {request.threads}.")
     if request.HasField("idle_timeout_s") and not 0 < request.idle_timeout_s <= _MAX_IDLE_S:
         raise BadSession(f"`idle_timeout_s` must be above 0 and at most {_MAX_IDLE_S:g} (a day), got {request.idle_timeout_s:g}.")
+    if not MIN_PRIORITY <= request.priority <= MAX_PRIORITY:
+        raise BadSession(f"`priority` must be {MIN_PRIORITY} to {MAX_PRIORITY}, got {request.priority}.")
     program = request.program
     if program.digest != digest.of_program(program.pte.digest, {name: data.digest for name, data in program.data.items()}):
         raise BadSession("The program's digest does not match its files.", "Make it with digest.of_program.")

@@ -18,8 +18,9 @@ from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.single_flight import Listener
 from etfarm.server.devices import schedule
-from etfarm.server.devices.errors import DeviceOffline
+from etfarm.server.devices.errors import DeviceOffline, ReservationNotFound
 from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.reservations import Reservations
 from etfarm.server.devices.runs import Runs
 from etfarm.server.jobs.cells.requirements import MethodMissing, Requirements
 from etfarm.server.jobs.records.quotas import Counted, Quotas
@@ -53,7 +54,9 @@ class Sessions:
         now: Callable[[], datetime],
         new_id: Callable[[], str],
         quotas: Quotas | None = None,
+        reservations: Reservations | None = None,
     ) -> None:
+        self._reservations = reservations
         self._counted = Counted("sessions_per_user", "sessions", (quotas or Quotas()).sessions_per_user)
         self._registry = registry
         self._runs = runs
@@ -66,6 +69,10 @@ class Sessions:
         self._new_id = new_id
         self._sessions: dict[str, Session] = {}
         registry.on_change(self._end_lost)
+
+    def __len__(self) -> int:
+        """Return the number of open sessions."""
+        return len(self._sessions)
 
     async def open(self, request: session_pb2.OpenSessionRequest, owner: str, project: str) -> AsyncIterator[SessionEvent]:
         """Yield the events of a new session, which lives until this generator is closed or yields ENDED.
@@ -105,6 +112,14 @@ class Sessions:
         """Wait for the end on the device; then delete what the calls brought into the store, unless it is used elsewhere."""
         await asyncio.wait([leading])
         await self._store.discard(session.tensors)
+
+    def artifacts(self) -> set[str]:
+        """Return the digests of the programs and tensors of live sessions, those that wait for a device included."""
+        digests: set[str] = set()
+        for session in self._sessions.values():
+            program = session.request.program
+            digests |= {program.pte.digest, *(each.digest for each in program.data.values()), *session.tensors}
+        return digests
 
     def find(self, session_id: str, scope: Scope = EVERYTHING) -> Session:
         """Return a live session that the caller sees.
@@ -269,6 +284,10 @@ class Sessions:
             await asyncio.wait([listening])
             lease.lose()
 
+    def exchanges(self) -> set[asyncio.Task[SessionAnswer]]:
+        """Return the tasks of the calls in progress."""
+        return {exchange for session in self._sessions.values() for exchange in session.exchanges}
+
     def stop(self) -> None:
         """End all sessions before the server stops."""
         for session in self._sessions.values():
@@ -283,7 +302,12 @@ class Sessions:
         validate_request(request)
         program = request.program
         await self._store.require([program.pte.digest, *(artifact.digest for artifact in program.data.values())], project)
-        schedule.matching(selector, request.selector, schedule.open_to(project, self._registry.devices()))
+        devices = schedule.open_to(project, self._registry.devices())
+        schedule.matching(selector, request.selector, devices)
+        if request.reservation_id:
+            if self._reservations is None:
+                raise ReservationNotFound(request.reservation_id)
+            await self._reservations.require_device(request.reservation_id, project, [request.selector], devices)
         self._requirements.require_cpus(selector, request.threads, request.cores, project)
         return selector
 

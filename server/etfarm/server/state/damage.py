@@ -44,8 +44,9 @@ class DatabaseDamaged(FarmError):
     def __init__(self, path: Path, why: str) -> None:
         super().__init__(
             f"The database {path} is damaged: {why.rstrip('.')}.",
-            f"Stop the server, then put a copy of {path.name} in its place, or move {path.name}, {path.name}-wal and "
-            f"{path.name}-shm aside to begin with an empty one; the artifacts stay.",
+            f"Stop the server, move {path.parent} aside and run `etfarm restore BACKUP --data {path.parent}`. Without a backup, "
+            f"put a copy of {path.name} in its place, or move {path.name}, {path.name}-wal and {path.name}-shm aside to begin "
+            "with an empty one; the artifacts stay.",
             path=path, why=why,
         )  # fmt: skip
 
@@ -68,12 +69,13 @@ class DatabaseTooNew(FarmError):
     reason = "DATABASE_TOO_NEW"
 
 
-def check(path: Path, head: str, known: Iterable[str]) -> None:
+def check(path: Path, head: str, known: Iterable[str], *, whole: bool = False) -> None:
     """Raise an error unless a file is an intact database of this etfarm or an earlier one. A missing file passes.
 
     Args:
         head: the newest revision, whose tables and columns are checked.
         known: all revisions that can be migrated to `head`.
+        whole: whether to check all pages and indexes, however long that takes.
 
     Raises:
         DatabaseUnusable, DatabaseDamaged, DatabaseForeign, DatabaseTooNew: the file cannot be used; the error has a remedy.
@@ -92,7 +94,7 @@ def check(path: Path, head: str, known: Iterable[str]) -> None:
     with _translated(path):
         connection = _open(path)
         try:
-            _check_pages(connection, path)
+            _check_pages(connection, path, whole=whole)
             _check_schema(connection, path, head, set(known))
         finally:
             connection.close()
@@ -150,17 +152,17 @@ def _open(path: Path) -> sqlite3.Connection:
     return sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=10.0)
 
 
-def _check_pages(connection: sqlite3.Connection, path: Path) -> None:
+def _check_pages(connection: sqlite3.Connection, path: Path, *, whole: bool) -> None:
     began, timed_out = time.monotonic(), False
 
     def on_step() -> int:
         nonlocal timed_out
-        timed_out = time.monotonic() - began > CHECK_S
+        timed_out = not whole and time.monotonic() - began > CHECK_S
         return timed_out
 
     connection.set_progress_handler(on_step, _STEPS)
     try:
-        rows = connection.execute("PRAGMA quick_check(1)").fetchall()
+        rows = connection.execute(f"PRAGMA {'integrity_check' if whole else 'quick_check'}(1)").fetchall()
     except sqlite3.OperationalError:
         if not timed_out:
             raise

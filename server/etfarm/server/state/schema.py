@@ -56,6 +56,17 @@ jobs = Table(
     UniqueConstraint("owner", "request_id"),
     Index("jobs_of_a_project", "project", "number"),
     Index("jobs_of_a_name", "name", "number"),
+    Index("jobs_of_a_time", "submitted_at", "number"),
+    # Live jobs are those whose finished_at is null.
+    Index("jobs_finished_of_an_owner", "finished_at", "owner"),
+    Index("jobs_finished_of_a_project", "finished_at", "project"),
+)  # fmt: skip
+
+# The names of a job's candidates, each once.
+job_models = Table(
+    "job_models", metadata,
+    Column("job_id", String, ForeignKey("jobs.id", ondelete="CASCADE"), primary_key=True),
+    Column("model", String, primary_key=True),
 )  # fmt: skip
 
 cells = Table(
@@ -131,6 +142,66 @@ device_settings = Table(
     "device_settings", metadata,
     Column("device_id", String, primary_key=True),
     Column("body", LargeBinary, nullable=False),
+)  # fmt: skip
+
+reservations = Table(
+    "reservations", metadata,
+    Column("id", String, primary_key=True),
+    Column("owner", String, nullable=False),
+    Column("project", String, nullable=False),
+    Column("request_id", String),
+    Column("body", LargeBinary, nullable=False),
+    Column("created_at", UtcDateTime, nullable=False),
+    # Null while the reservation is current.
+    Column("ended_at", UtcDateTime, index=True),
+    # A phrase such as "was released by ann".
+    Column("how", String),
+    UniqueConstraint("owner", "request_id"),
+)  # fmt: skip
+
+# The last reading of each minute, by the number of minutes since 1970.
+device_telemetry = Table(
+    "device_telemetry", metadata,
+    Column("device_id", String, primary_key=True),
+    Column("minute", Integer, primary_key=True, index=True),
+    Column("body", LargeBinary, nullable=False),
+    sqlite_with_rowid=False,
+)  # fmt: skip
+
+device_health = Table(
+    "device_health", metadata,
+    Column("device_id", String, primary_key=True),
+    # The fields of etfarm.server.devices.health.standing.Standing; `state` is a HealthState.
+    Column("state", Integer, nullable=False),
+    Column("reason", String, nullable=False),
+    Column("since", UtcDateTime, nullable=False),
+    Column("score", Float, nullable=False),
+    Column("scored_at", UtcDateTime),
+    Column("faults", Integer, nullable=False),
+    Column("fault", String, nullable=False),
+    Column("slower", String, nullable=False),
+    Column("good_runs", Integer, nullable=False),
+    Column("failed_runs", Integer, nullable=False),
+    Column("last_run_at", UtcDateTime),
+    Column("probe_at", UtcDateTime),
+    Column("cleared_at", UtcDateTime),
+    Column("scheduled_at", UtcDateTime),
+)  # fmt: skip
+
+health_events = Table(
+    "health_events", metadata,
+    Column("number", Integer, primary_key=True),
+    Column("device_id", String, nullable=False),
+    Column("at", UtcDateTime, nullable=False),
+    Column("kind", Integer, nullable=False),
+    # The project of the attempt; empty for the farm's own.
+    Column("project", String, nullable=False),
+    # A digest of what a health run's median depends on, and the median if it is VALID.
+    Column("series", String, nullable=False),
+    Column("p50_ns", Float),
+    Column("body", LargeBinary, nullable=False),
+    Index("health_events_of_a_device", "device_id", "number"),
+    Index("health_runs_of_a_series", "device_id", "series", "number"),
 )  # fmt: skip
 
 bundles = Table(
@@ -260,4 +331,93 @@ project_compilations = Table(
     "project_compilations", metadata,
     Column("project", String, primary_key=True),
     Column("key", String, primary_key=True),
+)  # fmt: skip
+
+# The rows whose references to artifacts are up to date: jobs by id, and cached results by key. Triggers delete a row when what it
+# stands for changes.
+referrers = Table(
+    "referrers", metadata,
+    # One of "job", "compilation", "stages" and "analysis".
+    Column("kind", String, primary_key=True),
+    Column("id", String, primary_key=True),
+    # Sizes of what is stored and of its log; null while they are being read.
+    Column("size_bytes", Integer),
+    Column("log_bytes", Integer),
+    sqlite_with_rowid=False,
+)  # fmt: skip
+
+# The digests in jobs, reports and cached results. A row of a changed referrer stays until the referrer is read again.
+artifact_references = Table(
+    "artifact_references", metadata,
+    Column("digest", String, primary_key=True),
+    Column("kind", String, primary_key=True),
+    Column("id", String, primary_key=True),
+    Index("references_of_a_referrer", "kind", "id"),
+    sqlite_with_rowid=False,
+)  # fmt: skip
+
+# When artifacts (kind "artifact", by digest) and cached results (by kind and key) were last used, to within a few minutes.
+uses = Table(
+    "uses", metadata,
+    Column("kind", String, primary_key=True),
+    Column("id", String, primary_key=True),
+    Column("used_at", UtcDateTime, nullable=False),
+    sqlite_with_rowid=False,
+)  # fmt: skip
+
+webhooks = Table(
+    "webhooks", metadata,
+    Column("id", String, primary_key=True),
+    Column("url", String, nullable=False),
+    # Names of events, separated by commas.
+    Column("events", String, nullable=False),
+    # Not a hash of it: the server signs with it.
+    Column("secret", String, nullable=False),
+    Column("created_at", UtcDateTime, nullable=False),
+    Column("created_by", String, nullable=False),
+    # Whether it comes from the server's options.
+    Column("configured", Boolean, nullable=False),
+    Column("dropped", Integer, nullable=False),
+)  # fmt: skip
+
+# One row for each notice to each receiver: first the outbox, then the log.
+deliveries = Table(
+    "deliveries", metadata,
+    Column("number", Integer, primary_key=True),
+    Column("event_id", String, nullable=False),
+    # Empty for an address of a job.
+    Column("webhook_id", String, nullable=False),
+    Column("url", String, nullable=False),
+    Column("event", String, nullable=False),
+    Column("job_id", String, nullable=False),
+    Column("project", String, nullable=False),
+    Column("owner", String, nullable=False),
+    # One of "HELD", "PENDING", "DELIVERED" and "FAILED".
+    Column("state", String, nullable=False),
+    Column("body", String, nullable=False),
+    Column("created_at", UtcDateTime, nullable=False),
+    Column("due_at", UtcDateTime),
+    Column("attempts", Integer, nullable=False),
+    Column("status", Integer),
+    Column("error", String, nullable=False),
+    Column("answer", String, nullable=False),
+    Column("ended_at", UtcDateTime),
+    UniqueConstraint("event_id", "webhook_id", "url"),
+    Index("deliveries_that_are_due", "state", "due_at"),
+    Index("deliveries_of_a_job", "job_id"),
+)  # fmt: skip
+
+# Sign the notices to the addresses of a project's jobs.
+notify_secrets = Table(
+    "notify_secrets", metadata,
+    Column("project", String, primary_key=True),
+    Column("secret", String, nullable=False),
+    Column("created_at", UtcDateTime, nullable=False),
+)  # fmt: skip
+
+# Times of the system's clock that were found plausible, the last of each name.
+trusted_times = Table(
+    "trusted_times", metadata,
+    Column("name", String, primary_key=True),
+    Column("at", UtcDateTime, nullable=False),
 )  # fmt: skip

@@ -27,6 +27,10 @@ class WorkersDown(FarmError):
     reason = "WORKERS_DOWN"
 
 
+class ForkserverEnded(WorkersDown):
+    """The forkserver was killed. Another one may live."""
+
+
 class ChildDied(FarmError):
     """A child ended without an answer because it crashed in native code or was killed."""
 
@@ -40,6 +44,13 @@ class ChildDied(FarmError):
             "Its last log lines are in the error's metadata; the job's log has all of them.",
             stage=stage, task=task, signal=how if status < 0 else "", exit=how, log=log,
         )  # fmt: skip
+
+
+class SupervisorKilled(ChildDied):
+    """A child whose supervisor was killed, or the forkserver above it. The child itself cannot do that."""
+
+    def __init__(self, task: str, stage: str, log: str) -> None:
+        super().__init__(task, -signal.SIGKILL, stage, log)
 
 
 class ChildOutOfMemory(UserError):

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 
-from etfarm.server.workers.errors import WorkersDown
+from etfarm.server.workers.errors import ForkserverEnded, WorkersDown
 from etfarm.server.workers.jail import isolation
 from etfarm.server.workers.jail.isolation import Jail, JailOptions
 from etfarm.server.workers.limits import Limits
@@ -47,6 +47,7 @@ class ForkserverProcess:
         finally:
             control_child.close()
             os.close(alive_child)
+        self._is_closed = False
         loop = asyncio.get_running_loop()
         self.warm: asyncio.Future[dict[str, str]] = loop.create_future()
         """Failed preload entries with their reasons, once the forkserver is warm."""
@@ -56,14 +57,14 @@ class ForkserverProcess:
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process has ended."""
-        return self.process.poll() is not None
+        """Whether the process has ended, or has closed its control socket, which a killed process does first."""
+        return self._is_closed or self.process.poll() is not None
 
     def order(self, task: str, folder: Path, limits: Limits, jail: Jail) -> tuple[socket.socket, int, socket.socket]:
         """Order a child, and return this side's ends of its channel, its log and its supervisor's status.
 
         Raises:
-            WorkersDown: the forkserver has ended.
+            ForkserverEnded: the forkserver has ended.
         """
         channel, channel_child = socket.socketpair()
         status, status_child = socket.socketpair()
@@ -74,10 +75,11 @@ class ForkserverProcess:
             children = [channel_child.fileno(), log_child, status_child.fileno()]
             socket.send_fds(self._control, [json.dumps(order).encode()], children)
         except OSError as error:
+            self._is_closed = True
             channel.close()
             status.close()
             os.close(log)
-            raise WorkersDown(f"The forkserver does not accept requests: {error.strerror}.") from error
+            raise ForkserverEnded(f"The forkserver does not accept requests: {error.strerror}.") from error
         finally:
             channel_child.close()
             status_child.close()
@@ -98,13 +100,14 @@ class ForkserverProcess:
         except OSError:
             message = b""
         if not message:
+            self._is_closed = True
             asyncio.get_running_loop().remove_reader(self._control)
         if self.warm.done():
             return
         if message:
             self.warm.set_result(json.loads(message)["failed"])
         else:
-            self.warm.set_exception(WorkersDown("The forkserver ended while it was warming up."))
+            self.warm.set_exception(ForkserverEnded("The forkserver ended while it was warming up."))
 
 
 @cache

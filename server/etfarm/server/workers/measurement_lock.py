@@ -20,6 +20,16 @@ class MeasurementLock:
         self._measuring = False
         self._waiters: set[asyncio.Future[None]] = set()
 
+    @property
+    def is_free(self) -> bool:
+        """Whether nobody holds the lock or waits for it."""
+        return not (self._working or self._measuring or self._waiters)
+
+    @property
+    def is_wanted(self) -> bool:
+        """Whether somebody waits for the lock."""
+        return bool(self._waiters)
+
     @asynccontextmanager
     async def work(self) -> AsyncIterator[None]:
         """Hold the lock for work. Wait while a measurement runs or waits; measurements wait until the work ends."""

@@ -17,9 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final
 
+import structlog
+
 from etfarm.server.workers import output_files, request_files
 from etfarm.server.workers.channel import attendance
-from etfarm.server.workers.errors import WorkersDown
+from etfarm.server.workers.errors import ForkserverEnded, SupervisorKilled, WorkersDown
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.server.workers.forkserver_process import ForkserverProcess, find_cgroup_place
 from etfarm.server.workers.jail import isolation
@@ -28,11 +30,16 @@ from etfarm.server.workers.jail.measures import JailReport
 from etfarm.server.workers.limits import Limits
 from etfarm.wire.sandbox import cgroups, namespaces
 
+log = structlog.get_logger()
+
 _POINT = "view"
 """Name of the folder that each child's root is mounted on, in the child's mount namespace."""
 
 _DESCRIBE_S = 120.0
 """Deadline of a child that only describes its jail."""
+
+_TRIES: Final = 3
+"""Number of times that a forkserver is started for a task, which is not at fault if the kernel kills the forkserver."""
 
 _URGENT: Final = 1
 """Number of children beyond `concurrency` that only urgent tasks may start."""
@@ -130,7 +137,7 @@ class Workers:
         """Wait until the forkserver of `preload` is warm; start it if there is none.
 
         Raises:
-            WorkersDown: it ended instead, or an entry of `preload` failed; the message says which and why.
+            WorkersDown: it ended instead (ForkserverEnded), or an entry of `preload` failed; the message says which and why.
         """
         await self._ready(self._preload)
 
@@ -169,6 +176,7 @@ class Workers:
         whose: str = "",
         on_event: Callable[[bytes], None] = lambda _: None,
         on_log: Callable[[str], None] = lambda _: None,
+        on_restart: Callable[[], None] = lambda: None,
     ) -> Finished:
         """Run `task` in a fresh jailed child and return its result and folder.
 
@@ -187,6 +195,8 @@ class Workers:
             on_event: called with each event that the task emits, in order, on the event loop. JSON objects with `stage` and a
                 `phase` of START or END name the current stage for errors, and restart the stage's clock.
             on_log: called with each line that the child, its native code and its subprocesses write to stdout or stderr.
+            on_restart: called before the task starts again because the forkserver was killed, for example because the host has no
+                memory left; the new child repeats the events.
 
         Raises:
             EtfarmError: the task raised it; its fault, reason, message, stage and metadata are kept.
@@ -197,7 +207,7 @@ class Workers:
             TooManyFiles: `request` names more files than can be mounted for a child.
             JailIncomplete: the host does not allow a measure, and the options require all.
             ChildTimedOut: the child or one of its stages exceeded its deadline.
-            WorkersDown: the forkserver is not running.
+            WorkersDown: the forkserver is not running, and cannot be started.
 
         When the caller is cancelled, the child and all of its descendants are killed before CancelledError propagates.
         """
@@ -205,25 +215,51 @@ class Workers:
         assert current is not None
         self._running.add(current)
         try:
-            await self._warm_up(light)
-            async with self._slots.take(whose, urgent=urgent), self._gate():
-                folder = Path(tempfile.mkdtemp(prefix="job-", dir=self._folder))
-                user = self._users.pop()
+            tries = 1
+            while True:
                 try:
-                    data = await asyncio.to_thread(_encode, request)
-                    ends = self._current(self._choose_preload(light)).order(task, folder, self._limits, self._jail(user))
-                    answer = await attendance.attend(
-                        task, data, ends, self._limits, deadline_s=deadline_s, stage_deadline_s=stage_deadline_s,
-                        on_event=on_event, on_log=on_log,
-                    )  # fmt: skip
-                    return Finished(answer.result, folder, answer.peak_rss_bytes, answer.cpu_s)
-                except BaseException:
-                    await asyncio.shield(_delete(folder))
-                    raise
-                finally:
-                    self._users.append(user)
+                    await self._warm_up(light)
+                    async with self._slots.take(whose, urgent=urgent), self._gate():
+                        return await self._run(
+                            task, request, light, deadline_s=deadline_s, stage_deadline_s=stage_deadline_s, on_event=on_event,
+                            on_log=on_log,
+                        )  # fmt: skip
+                except (ForkserverEnded, SupervisorKilled) as error:
+                    if not self._is_started or tries == _TRIES:
+                        raise
+                    tries += 1
+                    log.warning("a forkserver was killed, starting its task again", task=task, why=error.message)
+                    on_restart()
         finally:
             self._running.discard(current)
+
+    async def _run(
+        self,
+        task: str,
+        request: object,
+        light: bool,
+        *,
+        deadline_s: float,
+        stage_deadline_s: float | None,
+        on_event: Callable[[bytes], None],
+        on_log: Callable[[str], None],
+    ) -> Finished:
+        """Run `task` once in a slot of its own; see `run`."""
+        folder = Path(tempfile.mkdtemp(prefix="job-", dir=self._folder))
+        user = self._users.pop()
+        try:
+            data = await asyncio.to_thread(_encode, request)
+            ends = self._current(self._choose_preload(light)).order(task, folder, self._limits, self._jail(user))
+            answer = await attendance.attend(
+                task, data, ends, self._limits, deadline_s=deadline_s, stage_deadline_s=stage_deadline_s, on_event=on_event,
+                on_log=on_log,
+            )  # fmt: skip
+            return Finished(answer.result, folder, answer.peak_rss_bytes, answer.cpu_s)
+        except BaseException:
+            await asyncio.shield(_delete(folder))
+            raise
+        finally:
+            self._users.append(user)
 
     async def describe_jail(self) -> JailReport:
         """Return the measures that isolate a child on this host, as a child reports them.

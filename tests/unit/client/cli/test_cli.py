@@ -28,7 +28,7 @@ from etfarm.client.cli.files import write_whole
 from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.usage import Usage
 from etfarm.client.cli.workflows import job as flow
-from etfarm.client.errors import EmbeddedFarmFailed, Interrupted, NotAvailable, exit_code
+from etfarm.client.errors import EmbeddedFarmFailed, Interrupted, exit_code
 from etfarm.client.export import spec
 from etfarm.client.formats import units
 from etfarm.client.transport.connection import CHOSEN_PROJECT
@@ -56,7 +56,6 @@ STATIC = ("demo:resnet8", "--recipe", INT8)
         (error_of(Fault.USER, "PROGRAM_CRASHED", "No.", stage="TIMED"), 1),
         (error_of(Fault.DEVICE, "DEVICE_FAILED", "No."), 1),
         (error_of(Fault.FARM, "INTERNAL", "No."), 1),
-        (NotAvailable("--html"), 2),
     ],
 )
 def test_each_error_has_its_exit_code(error: EtfarmError, code: int) -> None:
@@ -104,7 +103,13 @@ def test_the_parser_of_commands_names_the_wrong_option(
         (bench.main, ["demo:resnet8", "--label", "a=b", "--label", "a=c"]),
         (bench.main, ["demo:resnet8", "--cores", "medium"]),
         (bench.main, ["demo:resnet8", "--cores", "3-1"]),
-        (devices.main, ["reserve", "latest"]),
+        (devices.main, ["reserve", "", "--for", "soon"]),
+        (devices.main, ["list", "--watch", "--json", "-"]),
+        (devices.main, ["telemetry", "pi", "--since", "yesterday"]),
+        (jobs.main, ["watch"]),
+        (jobs.main, ["watch", "latest", "--all"]),
+        (jobs.main, ["watch", "a", "b", "--json", "-"]),
+        (jobs.main, ["list", "--since", "0d"]),
         (devices.main, ["drain", "--now"]),
         (report.main, ["export", "x.json"]),
         (report.main, ["export", "x.json", "--format", "xml"]),
@@ -176,6 +181,13 @@ def test_json_is_written_for_wrong_usage_too(
     assert document["error"]["fault"] == "USER"
     assert set(document["error"]) == {"fault", "reason", "message", "remedy", "stage", "metadata"}
     assert [path.name for path in tmp_path.iterdir()] == ["out.json"]
+
+
+def test_a_date_without_dashes_is_a_date_instead_of_seconds() -> None:
+    assert options.instant_of("--since", "20260601") == options.instant_of("--since", "2026-06-01")
+    assert options.deadline_of("20260601T1800") == options.deadline_of("2026-06-01T18:00")
+    with pytest.raises(Usage, match="requires a duration, got '30'"):
+        options.seconds_of("--max-wait", "30")
 
 
 def test_json_goes_to_stdout_alone(capsys: pytest.CaptureFixture[str]) -> None:

@@ -84,6 +84,8 @@ def test_a_folder_may_have_a_colon_and_an_equals_sign_in_its_name(tmp_path: Path
         ("seed=1,seed=2", "'seed' twice"),
         ("seed=-1", "whole number"),
         ("seed=99999999", "1,048,576"),
+        ("max_parameters=1e9", "whole number"),
+        ("max_parameters=1000000000001", "1,000,000,000,000"),
         ("dtype=int8", "float32, float16"),
         ("attention=", "sdpa, custom"),
     ],
@@ -178,6 +180,21 @@ def test_random_weights_are_those_of_a_seed_and_said_to_be_random(tmp_path: Path
     assert torch.equal(before, torch.random.get_rng_state()), "the user's generator is not touched"
 
 
+def test_a_model_of_billions_of_random_weights_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
+    large = {"hidden_size": 16_384, "intermediate_size": 53_248, "num_hidden_layers": 126, "vocab_size": 128_256}
+    folder = write_config(tmp_path, "llama", **large)
+    with pytest.raises(EtfarmError, match=r"4\d\d,\d{3},\d{3},\d{3} parameters, 1\d{3}\.\d GB: at most 2,000,000,000") as refused:
+        ModelSource.huggingface(folder)
+    assert refused.value.reason == "TOO_MANY_RANDOM_WEIGHTS" and "max_parameters=4" in refused.value.remedy
+    count = sum(value.numel() for value in original(write_config(tmp_path, "qwen2")).parameters())
+    with pytest.raises(EtfarmError, match=f"{count:,} parameters"):
+        ModelSource.huggingface(tmp_path / "qwen2", max_parameters=count - 1)
+    assert ModelSource.huggingface(tmp_path / "qwen2", max_parameters=count).methods
+    spec = resolve(f"hf:{tmp_path / 'qwen2'}:max_parameters=9000000000")
+    assert isinstance(spec, HuggingFaceFolder) and spec.options == (("max_parameters", 9_000_000_000),)
+    assert spec.label == "qwen2:random"
+
+
 def test_a_checkpoint_gives_the_weights(tmp_path: Path) -> None:
     folder = write_config(tmp_path, "llama")
     model = original(folder)
@@ -246,7 +263,7 @@ def test_transformers_never_asks_to_confirm_code_of_a_folder(
         ("llama", {"architectures": ["PreTrainedModel"]}, "has no such class"),
         ("llama", {"architectures": ["pipeline"]}, "has no such class"),
         ("llama", {"hidden_act": "no_such_function"}, "transformers does not know 'no_such_function'"),
-        ("llama", {"vocab_size": 10**13}, "it cannot be created"),
+        ("llama", {"vocab_size": -1}, "it cannot be created"),
         ("llama", {"max_position_embeddings": "x"}, "'max_position_embeddings'"),
         ("mamba", {}, "cache"),
         ("llama", {"model_type": "no_such_model"}, "cannot read its configuration"),
@@ -297,3 +314,23 @@ def test_without_transformers_the_extra_is_named(tmp_path: Path, monkeypatch: py
     monkeypatch.setitem(sys.modules, "transformers", None)
     error = refusal(f"hf:{write_config(tmp_path, 'llama')}")
     assert error.reason == "EXTRA_MISSING" and "pip install 'etfarm[huggingface]'" in str(error)
+
+
+def test_a_transformers_that_is_too_old_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    versions = {"transformers": "4.57.6"}
+    monkeypatch.setattr("importlib.metadata.version", versions.__getitem__)
+    error = refusal(f"hf:{write_config(tmp_path, 'llama')}")
+    assert error.reason == "EXTRA_MISSING" and "(transformers 5.0 or later; 4.57.6 is installed)" in str(error)
+
+
+def test_a_transformers_that_cannot_be_imported_is_named(tmp_path: Path) -> None:
+    package = tmp_path / "site" / "transformers"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("import no_such_library")
+    (tmp_path / "site" / "transformers-5.1.0.dist-info").mkdir()
+    (tmp_path / "site" / "transformers-5.1.0.dist-info" / "METADATA").write_text("Name: transformers\nVersion: 5.1.0\n")
+    code = "import sys; from etfarm.client.export import ModelSource; ModelSource.huggingface(sys.argv[1])"
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "site")}
+    command = [sys.executable, "-c", code, str(write_config(tmp_path, "llama"))]
+    ended = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
+    assert "(transformers cannot be imported: No module named 'no_such_library')" in ended.stderr

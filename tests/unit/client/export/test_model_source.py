@@ -284,3 +284,20 @@ def test_a_causal_lm_of_impossible_sizes_is_refused(sizes: dict[str, int]) -> No
 def test_a_causal_lm_takes_tokens_and_a_position() -> None:
     with pytest.raises(e.BadModelSource, match="takes input"):
         ModelSource.causal_lm(torch.nn.Identity(), max_context_tokens=32, vocab_size=8)
+
+
+def test_a_file_with_several_factories_runs_once_until_it_is_edited(folder: Path) -> None:
+    path = Path("models/net.py")
+    path.write_text(f"{NET}\ntorch.library.Library('two_factories', 'DEF').define('same(Tensor x) -> Tensor')\n")
+    first, second = (load_source(FileFactory(path, name)).methods["forward"] for name in ("make", "make"))
+    assert type(first) is type(second) and first is not second
+    path.write_text(NET)
+    assert type(load_source(FileFactory(path, "make")).methods["forward"]) is not type(first)
+
+
+def test_a_torchvision_for_another_torch_is_named(folder: Path) -> None:
+    failing = "def fails():\n    raise RuntimeError('operator torchvision::nms does not exist')\n"
+    Path("models/net.py").write_text(failing)
+    with pytest.raises(e.FactoryFailed) as failed:
+        load_source(FileFactory(Path("models/net.py"), "fails"))
+    assert failed.value.remedy.startswith("torchvision was built for another torch")

@@ -54,6 +54,20 @@ def test_tokens_that_differ_are_a_fact_even_at_every_point() -> None:
     assert "tokens" not in dict(generation.facts(unknown))
 
 
+def test_the_operators_of_an_encoder_are_shown() -> None:
+    row = {"index": 0, "kind": "OPERATOR", "name": "aten::convolution.out", "share": 1.0, "mean_ns": 5e6, "p50_ns": 5e6}
+    encoder = {"method": "vision_encoder", "profile": {"iterations": 30, "p50_ns": 5e6, "mean_ns": 5e6}, "operators": [row]}
+    generated = document(flow_point(100.0))["reports"][0]["generation"]
+    written = document(generation={**generated, "encoders": [encoder]})
+    shown = terminal(written)
+    assert "vision_encoder, traced 5.00 ms" in shown and "convolution" in shown
+    page_text = html.write(written).decode()
+    assert "What is slow in vision_encoder?" in page_text and "What is slow in prefill?" not in page_text
+    measured = JobResult.from_dict(written).reports[0].generation
+    assert measured is not None and measured.encoders[0].operators is not None
+    assert measured.encoders[0].operators[0].name == "aten::convolution.out"
+
+
 def test_a_failed_point_shows_its_error() -> None:
     failed = {
         **point(90.0, depth=16),
@@ -80,7 +94,27 @@ def test_tables_have_points_and_tokens() -> None:
     assert (rows[0]["decode_low"], rows[0]["decode_high"], rows[0]["verdict"]) == (99.0, 101.0, "VALID")
     tokens = csv.read(csv.write(document(), "tokens"), "tokens")
     assert len(tokens) == 32 and (tokens[1]["token"], tokens[1]["time_ns"]) == (1, 1e7)
-    assert tables.present(document()) == tables.WHAT
+    assert tables.present(document()) == ("operators", "samples", "generation", "tokens")
+
+
+def test_tables_have_the_part_of_each_method_and_the_logits() -> None:
+    difference = {"index": 5, "token": 1, "reference_token": 2, "gap": 0.25}
+    reference = {"reference": "quantized program", "tokens": 64, "sqnr_db": 31.5, "top1_agreement": 0.95}
+    exact = {"tokens": 64, "is_text": True, "perplexity": 11.5, "references": [{**reference, "first_difference": difference}]}
+    generated = document(flow_point(100.0))["reports"][0]["generation"]
+    written = document(generation={**generated, "accuracy": exact})
+    assert tables.present(written) == tables.WHAT
+    parts = csv.read(csv.write(written, "parts"), "parts")
+    assert [(row["part"], row["prefill_ns"], row["decode_share"]) for row in parts] == [
+        ("vision_encoder", 5e6, None), ("text_decoder", 2e6, 0.9),
+    ]  # fmt: skip
+    assert (parts[0]["prefill_low_ns"], parts[0]["prefill_high_ns"], parts[0]["decode_low_ns"]) == (4.9e6, 5.1e6, None)
+    (row,) = csv.read(csv.write(written, "logits"), "logits")
+    assert (row["reference"], row["sqnr_db"], row["top1_agreement"]) == ("quantized program", 31.5, 0.95)
+    assert (row["first_difference"], row["first_gap"], row["device_perplexity"], row["is_text"]) == (5, 0.25, 11.5, True)
+    alone = document(generation={**generated, "accuracy": {**exact, "references": []}})
+    (row,) = csv.read(csv.write(alone, "logits"), "logits")
+    assert (row["reference"], row["first_difference"], row["device_perplexity"]) == (None, None, 11.5)
 
 
 def test_the_page_has_a_line_for_each_depth_over_the_context() -> None:

@@ -13,6 +13,8 @@ from etfarm.client.jobs.history import HistoryEntry, Series, document, trends
 from etfarm.client.models import Report
 from etfarm.v1 import common_pb2, report_pb2
 from etfarm.wire.report import dumps, report_json
+from tests.support.documents import completed
+from tests.support.generated import generated_report, point
 
 START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -173,3 +175,21 @@ def test_the_table_says_what_became_of_it_and_why(capsys: pytest.CaptureFixture[
     assert "48.5 % slower" in printed[6]
     assert printed[7].strip() == "changed: torch 2.13.0 -> 2.14.0"
     assert printed[8].startswith("≈: ") and len(printed) == 9
+
+
+def test_the_accuracy_of_a_language_model_is_in_its_history() -> None:
+    references = [
+        {"reference": "quantized program", "sqnr_db": 90.0, "top1_agreement": 1.0},
+        {"reference": "program before quantization", "sqnr_db": 31.25, "top1_agreement": 0.953},
+    ]
+    measured = {**generated_report("c", point(100.0)), "accuracy": []}
+    generation = {**measured["generation"], "accuracy": {"tokens": 64, "perplexity": 1234.5, "references": references}}
+    series = only(completed({**measured, "generation": generation}))
+    (newest,) = series.points
+    assert (newest.sqnr_db, newest.top1_agreement, newest.perplexity) == (31.25, 0.953, 1234.5)
+    head, row, *_ = [line.plain for line in cli._lines(series.points)]
+    assert head.split()[-3:] == ["SQNR", "TOP-1", "PERPLEXITY"] and row.split()[-5:] == ["31.2", "dB", "95.3", "%", "1,234"]
+    (written,) = document("net", entries(completed({**measured, "generation": generation})), None)["series"]
+    assert written["points"][0]["top1_agreement"] == 0.953 and written["points"][0]["perplexity"] == 1234.5
+    (other,) = only(report()).points
+    assert (other.sqnr_db, other.top1_agreement, other.perplexity) == (300.0, None, None)

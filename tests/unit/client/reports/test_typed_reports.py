@@ -93,6 +93,10 @@ def _objects(value: Any, kind: str = "") -> Any:
             yield from _objects(item)
 
 
+_NOT_OF_REPORTS = (".comparison", ".change", ".gate_result", ".generation_comparison", ".result", ".json_object")
+"""Modules with the classes of other documents."""
+
+
 def test_the_classes_have_exactly_the_keys_of_the_contract() -> None:
     report = Report.from_dict(_report(Random(1), 1.0))
     parsed = list(_objects(report))
@@ -104,7 +108,7 @@ def test_the_classes_have_exactly_the_keys_of_the_contract() -> None:
     of_reports = {
         name
         for name, kind in classes.items()
-        if issubclass(kind, reports.JsonObject) and not kind.__module__.endswith((".comparison", ".result", ".json_object"))
+        if issubclass(kind, reports.JsonObject) and not kind.__module__.endswith(_NOT_OF_REPORTS)
     }
     assert {type(each).__name__ for each in parsed} == of_reports
 
@@ -224,7 +228,11 @@ def test_operators_and_samples_become_tables() -> None:
 
 @pytest.mark.parametrize("document", [JobResult.from_dict(RECORDED[0]), JobResult.from_dict(RECORDED[0]).reports[0]])
 def test_a_table_that_does_not_exist_is_refused(document: JobResult | Report) -> None:
-    with pytest.raises(ValueError, match=r"^table must be 'operators' or 'samples' or 'generation' or 'tokens', got 'sample'\.$"):
+    with pytest.raises(
+        ValueError,
+        match=r"^table must be 'operators' or 'samples' or 'generation' or 'tokens' or "
+        r"'parts' or 'logits', got 'sample'\.$",
+    ):
         document.to_pandas("sample")  # type: ignore[arg-type]
 
 
@@ -268,10 +276,10 @@ def test_notebooks_show_tables_in_which_names_do_no_harm() -> None:
 
 def test_public_names_are_pinned() -> None:
     assert etfarm.client.__all__ == [
-        "AsyncFarm", "AsyncJob", "AsyncLocalSession", "AsyncSession", "AsyncTokenStream", "CellChanged", "Comparison",
-        "DeviceError", "EtfarmError", "Farm", "FarmError", "Generate", "GeneratedTokens", "Job", "JobChanged", "JobResult",
-        "LocalSession", "LogLine", "Loop", "ModelSource", "Outputs", "Progress", "Report", "Session", "TokenStream",
-        "UserError",
+        "AsyncFarm", "AsyncJob", "AsyncLocalSession", "AsyncReservation", "AsyncSession", "AsyncTokenStream", "CellChanged",
+        "Comparison", "DeviceError", "EtfarmError", "Farm", "FarmError", "Generate", "GeneratedTokens", "Job", "JobChanged",
+        "JobResult", "LocalSession", "LogLine", "Loop", "ModelSource", "Outputs", "Progress", "Report", "Reservation", "Session",
+        "TokenStream", "UserError",
     ]  # fmt: skip
     assert [name for name in etfarm.client.__all__ if getattr(etfarm.client, name, None) is None] == []
     assert reports.__all__ == sorted(reports.__all__)

@@ -23,7 +23,7 @@ from etfarm.device_agents.runners.process import OnLog
 from etfarm.device_agents.runners.remote import RemoteRunner
 from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import agent_pb2, compile_pb2, generation_pb2, job_pb2
-from etfarm.wire import digest
+from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
 from tests.support.attempts import Blobs
 from tests.support.programs import Program, program
@@ -162,6 +162,28 @@ async def test_an_encoder_and_an_embedding_are_measured_and_traced(kind: str, bl
     assert (generation.prefill.tokens, generation.prefill.position) == (PROMPT, 16)
     assert (generation.decode.tokens, generation.decode.position) == (1, 16 + PROMPT)
     assert len(result.memory.planned_bytes) == 3
+    (encoder,) = generation.encoders
+    assert (encoder.method, encoder.trace.tokens, encoder.trace.position) == ("vision_encoder", 16, 0)
+    assert len(encoder.trace.traced_ns) >= 6 and min(encoder.trace.traced_ns) > 0
+    etdumps = {each.etdump.digest for each in (encoder.trace, generation.prefill, generation.decode)}
+    assert len(etdumps) == 3 and etdumps <= set(blobs.blobs)
+
+
+@MORE
+async def test_an_encoder_runs_on_the_image_that_it_is_given(blobs: Blobs, address: str, tmp_path: Path) -> None:
+    model, plan = program("flow_start"), plan_of()
+    (picture, _), (expected,) = model.inputs, arrays(model.expected)
+    plan.model.prefill_method = plan.model.decode_method = "text_decoder"
+    plan.model.flow.embedding_method = "token_embedding"
+    encoded = blobs.put(tensors.encode([picture]))
+    plan.model.flow.encoders.add(method="vision_encoder", positions=16, inputs=encoded)
+    result, _ = await result_of(model, plan, blobs, address, tmp_path)
+    assert not result.HasField("error"), result.error
+    (generation,) = result.generations
+    assert generation.encoders_with_inputs == ["vision_encoder"]
+    tokens = rows(blobs, generation.tokens.digest, "i")
+    first = next(place for place, point in enumerate(plan.points) if not point.depth)
+    assert tokens[3 * first : 3 * first + 3] == 3 * [expected[:GENERATED].tolist()], "eager PyTorch's tokens after the image"
 
 
 @MORE

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import platform
 from importlib.metadata import version
@@ -10,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from etfarm.client.sessions import local
-from etfarm.device_agents.daemon import serve_local
+from etfarm.device_agents.daemon import local_bundle, serve_local
 from etfarm.device_agents.native.build import source_digest
 from etfarm.device_agents.runners.bundle import MANIFEST_NAME, BundledFile, BundleManifest, unpack
+from etfarm.v1 import session_pb2
 from etfarm.wire import digest
 from etfarm.wire.names import DATA_VARIABLE
 from tests.support.runner import runner_archive
@@ -32,17 +34,17 @@ def keep(data: Path, name: str, *, arch: str = platform.machine(), executorch: s
 
 
 def test_only_a_runner_of_this_machine_version_and_sources_is_taken(tmp_path: Path) -> None:
-    assert serve_local.find_farm_runner(tmp_path, "1.5.1", "s") is None
+    assert local_bundle.find_farm_runner(tmp_path, "1.5.1", "s") is None
     keep(tmp_path, "a", arch="riscv64")
     keep(tmp_path, "b", executorch="1.4.0")
     keep(tmp_path, "c", sources="older")
     keep(tmp_path, "d").unlink()
     (tmp_path / "agent/cache/bundles/e").mkdir()
     (tmp_path / "agent/cache/bundles/e" / MANIFEST_NAME).write_text("{")
-    assert serve_local.find_farm_runner(tmp_path, "1.5.1", "s") is None
-    assert serve_local.find_farm_runner(tmp_path, "1.5.1+cpu", "s") is None
+    assert local_bundle.find_farm_runner(tmp_path, "1.5.1", "s") is None
+    assert local_bundle.find_farm_runner(tmp_path, "1.5.1+cpu", "s") is None
     archive = keep(tmp_path, "f")
-    assert serve_local.find_farm_runner(tmp_path, "1.5.1+cpu", "s") == archive
+    assert local_bundle.find_farm_runner(tmp_path, "1.5.1+cpu", "s") == archive
 
 
 async def test_the_farms_runner_needs_no_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,7 +56,7 @@ async def test_the_farms_runner_needs_no_build(tmp_path: Path, monkeypatch: pyte
     (cache / "blobs" / name).write_bytes(built.read_bytes())
     unpack(built, cache / "bundles" / name)
     builds: list[str] = []
-    bundle = await serve_local.local_bundle(lambda: builds.append("built"))
+    bundle = await local_bundle.local_bundle(lambda: builds.append("built"))
     assert builds == []
     assert bundle.folder.is_relative_to(tmp_path / "local")
     assert bundle.manifest.source_digest == source_digest()
@@ -74,6 +76,32 @@ async def test_no_build_is_announced_without_a_compiler(tmp_path: Path, monkeypa
     monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
     monkeypatch.setenv("PATH", str(tmp_path))
     builds: list[str] = []
-    with pytest.raises(serve_local.RunnerUnbuilt, match=r"needs the compiler .*, which is not installed\. Install it"):
-        await serve_local.local_bundle(lambda: builds.append("built"))
+    with pytest.raises(local_bundle.RunnerUnbuilt, match=r"needs the compiler .*, which is not installed\. Install it"):
+        await local_bundle.local_bundle(lambda: builds.append("built"))
     assert builds == []
+
+
+async def test_a_generation_that_was_withdrawn_before_its_turn_is_not_started() -> None:
+    class Program:
+        """Counts its calls; the first one takes until `done`."""
+
+        def __init__(self) -> None:
+            self.done = asyncio.Event()
+            self.calls = 0
+
+        async def answer(self, *_: object) -> tuple[session_pb2.SessionAnswer, None]:
+            self.calls += 1
+            await self.done.wait()
+            return session_pb2.SessionAnswer(), None
+
+    session, program, stop = serve_local._LocalSession("s"), Program(), asyncio.Event()
+    session.program = program  # type: ignore[assignment]
+    first = asyncio.create_task(session.answer(session_pb2.SessionTask(), None, asyncio.Event()))
+    withdrawn = asyncio.create_task(session.answer(session_pb2.SessionTask(), None, stop))
+    await asyncio.sleep(0)
+    stop.set()
+    program.done.set()
+    await asyncio.gather(first, withdrawn)
+    assert program.calls == 1
+    await session.answer(session_pb2.SessionTask())
+    assert program.calls == 2

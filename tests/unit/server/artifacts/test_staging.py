@@ -238,8 +238,7 @@ class TestQuotas:
 
     async def test_a_project_s_own_limit_goes_before_the_server_s(self, tmp_path: Path) -> None:
         async with opened(tmp_path, StoreLimits(project_bytes=1000)) as store:
-            row = update(schema.projects).where(schema.projects.c.name == "default").values(storage_limit_bytes=10)
-            await store.holdings._database.write(lambda connection: connection.execute(row))
+            store.quotas.own_limit_bytes = {"default": 10}.get
             with pytest.raises(QuotaExceeded):
                 await send(store, os.urandom(11), "default")
 

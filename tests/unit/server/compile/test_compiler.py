@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from datetime import UTC, datetime
 
+import psutil
 import pytest
 
 from etfarm.server.compile.upload_screening import Screening
@@ -38,6 +39,22 @@ async def test_a_recipe_without_quantization_compiles_in_a_single_child(world: W
     assert set(created.facts.methods) == {"forward", "encode", "eos"}
     assert not created.stayed_fp32
     assert not world.folders()
+
+
+async def test_a_compilation_starts_again_if_its_supervisor_is_killed_in_a_stage(world: World) -> None:
+    gate, received = world.gate(), ReceivedProgress()
+    compiling = world.compile(await world.model(f"lower wait {gate.path}"), received)
+    await received.until(LOWERED[0])
+    assert world.workers.forkserver_pid is not None
+    (supervisor,) = psutil.Process(world.workers.forkserver_pid).children()
+    received.at[LOWERED[0]].clear()
+    supervisor.kill()
+    await received.until(LOWERED[0])
+    gate.open()
+    outcome = await compiling
+    assert (outcome.error, stage_names(outcome.compilation.stages)) == (None, LOWERED)
+    again = [(stage, ended, False) for stage in LOWERED for ended in (False, True)]
+    assert received.stages == [(LOWERED[0], False, False), *again]
 
 
 async def test_a_quantizing_recipe_lowers_the_quantized_program(world: World) -> None:

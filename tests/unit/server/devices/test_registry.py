@@ -17,13 +17,23 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.devices import admission
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.errors import AgentConnected, DeviceNotFound, DeviceOffline, TooManyDevices
+from etfarm.server.devices.records import DeviceRecords
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import AttemptLost, Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
-from etfarm.server.state.engine import Database
+from etfarm.server.state.engine import Database, DatabaseFull
 from etfarm.v1.agent_pb2 import Heartbeat, Hello, RunnerBundle
 from etfarm.v1.common_pb2 import Error, RunnerKind
-from etfarm.v1.device_pb2 import Device, DeviceRunner, DeviceState, DeviceTelemetry
+from etfarm.v1.device_pb2 import (
+    Device,
+    DeviceDrain,
+    DeviceHealth,
+    DeviceRunner,
+    DeviceState,
+    DeviceTelemetry,
+    HealthState,
+    Reservation,
+)
 from etfarm.wire.errors import Kind
 from tests.support.golden import Golden
 
@@ -79,6 +89,19 @@ async def test_a_device_without_a_runner_is_described_as_unusable_with_the_remed
     world.bundles.use(RunnerBundle(arch="aarch64"))
     shown = world.registry.describe(world.registry.get("pi"))
     assert (shown.state, shown.HasField("problem")) == (IDLE, False)
+
+
+async def test_an_agent_cannot_set_what_only_the_server_knows_of_its_device(world: World) -> None:
+    lying = Device(id="pi", name="pi", arch="aarch64", attempt_ids=["a1"])
+    lying.health.state = HealthState.HEALTH_STATE_GOOD
+    lying.health.reason = lying.reservation.id = lying.drain.reason = "mine"
+    session = world.session()
+    await world.registry.connect(session, Hello(agent_id="agent", devices=[lying]))
+    for sent in (world.registry.get("pi"), (await DeviceRecords(world.database).load())[0][0]):
+        assert not (sent.HasField("health") or sent.HasField("reservation") or sent.HasField("drain") or sent.attempt_ids)
+    await world.registry.update(session, lying)
+    shown = world.registry.get("pi")
+    assert not (shown.HasField("health") or shown.HasField("reservation") or shown.HasField("drain") or shown.attempt_ids)
 
 
 async def test_a_device_is_idle_busy_and_offline(world: World) -> None:
@@ -273,12 +296,37 @@ async def test_telemetry_counts_while_its_own_agent_is_connected(world: World) -
     assert not world.registry.get("pi").HasField("telemetry")
 
 
+async def test_an_agent_connects_and_goes_on_while_the_disk_is_full(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def write(*_: object, **__: object) -> None:
+        raise DatabaseFull("The server's disk is full.")
+
+    with monkeypatch.context() as full:
+        full.setattr(world.database, "write", write)
+        session = await world.connect("pi")
+        await world.registry.update(session, Device(id="pi", name="renamed"))
+        assert (world.registry.get("pi").name, world.registry.get("pi").state) == ("renamed", IDLE)
+
+
+async def test_unknown_fields_of_telemetry_are_dropped(world: World) -> None:
+    session = await world.connect("pi")
+    padding = b"\xc2\x3e" + b"\x80\x80\x40" + bytes(1 << 20)  # field 1,000, of 1 MiB
+    padded = DeviceTelemetry.FromString(DeviceTelemetry(load_1m=0.5).SerializeToString() + padding)
+    assert padded.ByteSize() > 1 << 20
+    await world.registry.heartbeat(session, Heartbeat(telemetry={"pi": padded}))
+    kept = world.registry.get("pi").telemetry
+    assert kept.load_1m == 0.5 and kept.ByteSize() < 100
+
+
 async def test_what_the_server_adds_to_a_device_is_never_the_agents(world: World) -> None:
     session = world.session()
-    lying = Device(id="pi", arch="aarch64", agent_id="other", state=BUSY, attempt_id="x")
+    lying = Device(
+        id="pi", arch="aarch64", agent_id="other", state=BUSY, attempt_id="x", backends=["QnnBackend"], operator_count=9,
+        runner=RunnerKind.RUNNER_KIND_NATIVE,
+    )  # fmt: skip
     await world.registry.connect(session, Hello(agent_id="agent", devices=[lying]))
     device = world.registry.get("pi")
     assert (device.agent_id, device.state, device.attempt_id) == ("agent", IDLE, "")
+    assert (list(device.backends), device.HasField("operator_count"), device.runner) == ([], False, 0)
 
 
 async def test_a_device_has_the_backends_of_the_bundle_for_its_architecture(world: World) -> None:
@@ -335,6 +383,50 @@ async def make_projects(world: World) -> None:
     projects = Projects(world.database, world.now)
     for name in ("audio", "vision"):
         await projects.create(name, [], None, by="root")
+
+
+async def test_what_only_the_server_may_say_of_a_device_is_not_taken_from_its_agent(world: World) -> None:
+    liar = Device(
+        id="pi", name="pi", arch="aarch64", state=BUSY, attempt_id="a1", attempt_ids=["a1", "a2"], projects=["audio"],
+        health=DeviceHealth(state=HealthState.HEALTH_STATE_QUARANTINED), drain=DeviceDrain(reason="mine"),
+        reservation=Reservation(id="r1", owner="ann"), telemetry=DeviceTelemetry(load_1m=1.0), concurrent_runs=4,
+    )  # fmt: skip
+    session = world.session()
+    await world.registry.connect(session, Hello(agent_id="agent", devices=[liar]))
+    known = [world.registry.get("pi")]
+    await world.registry.update(session, liar)
+    known.append(world.registry.get("pi"))
+    again = world.new_registry()
+    await DeviceRecords(world.database).save([liar])
+    await again.load()
+    known.append(again.get("pi"))
+    for device in known:
+        assert device.concurrent_runs == 4, "an agent's own to say"
+        assert not any(device.HasField(name) for name in ("health", "drain", "reservation", "telemetry"))
+        assert (device.attempt_id, list(device.attempt_ids), list(device.projects)) == ("", [], [])
+        assert device.state == (OFFLINE if device is known[-1] else IDLE)
+
+
+async def test_all_attempts_of_a_device_are_listed_except_those_of_other_projects(world: World) -> None:
+    await world.connect("pi")
+    for attempt, project in (("a1", "audio"), ("a2", "vision"), ("a3", "audio")):
+        world.runs.begin(attempt, "pi", lambda _: None, project=project, exclusive=False)
+    assert list(world.registry.get("pi").attempt_ids) == ["a1", "a2", "a3"]
+    theirs = world.registry.get("pi", VISION)
+    assert (theirs.attempt_id, list(theirs.attempt_ids), theirs.state) == ("a2", ["a2"], BUSY)
+    world.runs.end("a1")
+    assert world.registry.get("pi").attempt_id == "a2" and world.runs.exclusive_on("pi") == [False, False]
+
+
+async def test_followers_learn_which_devices_changed(world: World) -> None:
+    changes: list[list[str]] = []
+    world.registry.follow(lambda device_ids: changes.append(sorted(device_ids)))
+    session = await world.connect("pi", "xl")
+    await world.registry.drain("pi", "", "root")
+    world.registry.gone(session, "xl")
+    world.bundles.use(RunnerBundle(arch="aarch64"))
+    assert changes == [["pi", "xl"], ["pi"], ["xl"], []]
+    assert set(world.registry.known(["pi", "nothing"])) == {"pi"}
 
 
 async def test_a_restricted_device_does_not_exist_for_other_projects(world: World) -> None:

@@ -16,7 +16,7 @@ from etfarm.server.jobs.generation import (
     require_request,
 )
 from etfarm.server.jobs.model import BadJob
-from etfarm.v1 import compile_pb2, generation_pb2, job_pb2
+from etfarm.v1 import common_pb2, compile_pb2, generation_pb2, job_pb2
 from etfarm.v1.generation_pb2 import ContextDepth, GenerationOptions
 from etfarm.wire.generation import logits_after
 from tests.support.generated import facts, flow_facts, method, tensor
@@ -175,3 +175,14 @@ def test_the_positions_of_an_encoder_are_part_of_each_prompt() -> None:
         require_request("m", "text_decoder", flow_facts())
     require_request("m", "vision_encoder", flow_facts())
     require_request("m", "token_embedding", flow_facts())
+
+
+def test_only_encoders_have_inputs() -> None:
+    picture = common_pb2.Artifact(digest="a" * 64, size_bytes=5)
+    (encoder,) = plan(measurement(), flow_facts(), "m", {"vision_encoder": picture}).model.flow.encoders
+    assert encoder.inputs == picture
+    assert not plan(measurement(), flow_facts(), "m").model.flow.encoders[0].HasField("inputs")
+    with pytest.raises(BadJob, match=r"'text_decoder' is none: prompts are drawn\. The encoders of m are vision_encoder\."):
+        plan(measurement(), flow_facts(), "m", {"text_decoder": picture})
+    with pytest.raises(BadJob, match=r"m has no encoder\."):
+        plan(measurement(), facts(), "m", {"forward": picture})

@@ -7,11 +7,11 @@ import pytest
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.devices.schedule import NoSuchDevice
 from etfarm.server.jobs import model
+from etfarm.server.jobs.records.deletion import JobDeletion
 from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.jobs.records.rows import JobNotFound
+from etfarm.server.jobs.records.rows import JobLive, JobNotFound
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.retry import NothingToRetry, cells_to_retry, spec_of_retry
-from etfarm.server.jobs.revision import JobLive
 from etfarm.server.rpc.door import caller
 from etfarm.server.rpc.door.token_file import LOCAL
 from etfarm.server.rpc.services.jobs import JobService
@@ -32,7 +32,8 @@ class Service:
         announcer = Announcer()
         self.journal = Journal(world.database, announcer, lambda: AT)
         self.rpcs = JobService(
-            self.journal, None, announcer, world.submission, self, version="1", now=lambda: AT  # type: ignore[arg-type]
+            self.journal, None, announcer, world.submission, self, version="1", now=lambda: AT,  # type: ignore[arg-type]
+            queue=None, deletion=JobDeletion(world.database),
         )  # fmt: skip
         caller.authorize(caller.resolve_default(LOCAL, ""), "/etfarm.v1.JobService/Submit")
 
@@ -85,7 +86,9 @@ async def test_results_of_the_former_cell_are_left_out(world: World) -> None:
     job.cells[0].error.reason = "PROGRAM_CRASHED"
     (cell,) = cells_to_retry(job)
     assert (cell.attempts, cell.HasField("error"), cell.id, cell.version) == ([], False, "", 0)
-    assert spec_of_retry(job).candidates == job.spec.candidates
+    job.spec.deadline_time.seconds = 1
+    again = spec_of_retry(job)
+    assert again.candidates == job.spec.candidates and not again.HasField("deadline_time")
 
 
 async def test_a_job_without_failed_cells_or_with_live_ones_is_refused(world: World) -> None:

@@ -17,10 +17,13 @@ from etfarm.server.devices.bundles import BundleMissing
 from etfarm.server.devices.schedule import NoSuchDevice
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells import groups
+from etfarm.server.jobs.cells.limits import DeadlinePassed
 from etfarm.server.jobs.cells.requirements import MethodMissing
+from etfarm.server.jobs.matrix import MAX_CELLS
+from etfarm.server.jobs.records.deletion import JobDeletion
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.watch import Announcer
-from etfarm.server.jobs.submission import MAX_CELLS, BadJob
+from etfarm.server.jobs.submission import BadJob
 from etfarm.server.rpc.door import caller
 from etfarm.server.rpc.door.token_file import LOCAL
 from etfarm.server.rpc.services.jobs import JobService
@@ -202,6 +205,15 @@ Change = Callable[[JobSpec], object]
         (lambda s: setattr(s.candidates[0], "recipe_label", "a\nb"), BadJob, "BAD_JOB"),
         (lambda s: setattr(s.candidates[0], "recipe_label", "a" * 101), BadJob, "BAD_JOB"),
         (lambda s: setattr(s, "timeout_s", 0), BadJob, "BAD_JOB"),
+        (lambda s: setattr(s, "priority", 101), BadJob, "BAD_JOB"),
+        (lambda s: setattr(s, "priority", -(2**31)), BadJob, "BAD_JOB"),
+        (lambda s: setattr(s, "max_wait_s", 0), BadJob, "BAD_JOB"),
+        (lambda s: setattr(s, "max_wait_s", float("nan")), BadJob, "BAD_JOB"),
+        (lambda s: s.deadline_time.FromDatetime(AT), DeadlinePassed, "DEADLINE_PASSED"),
+        (lambda s: setattr(s.deadline_time, "seconds", -(2**62)), DeadlinePassed, "DEADLINE_PASSED"),
+        (lambda s: setattr(s.deadline_time, "nanos", -1), BadJob, "BAD_JOB"),
+        (lambda s: setattr(s.deadline_time, "nanos", 1_000_000_000), BadJob, "BAD_JOB"),
+        (lambda s: setattr(s.deadline_time, "seconds", 2**62), BadJob, "BAD_JOB"),
         (lambda s: setattr(s, "timeout_s", float("nan")), BadJob, "BAD_JOB"),
         (lambda s: setattr(s.measurement, "interleave", True), BadJob, "BAD_JOB"),
         (lambda s: setattr(s.measurement, "iterations", 0), BadJob, "BAD_JOB"),
@@ -212,7 +224,9 @@ Change = Callable[[JobSpec], object]
     ids=[
         "no_candidate", "unknown_recipe", "recipe_no_json", "recipe_not_canonical", "empty_candidate",
         "unknown_selector_key", "no_such_device", "measurement_without_device", "threads_0", "label_of_two_lines",
-        "long_label", "timeout_0", "timeout_nan", "interleave_one", "iterations_0",
+        "long_label", "timeout_0", "priority_101", "priority_lowest", "max_wait_0", "max_wait_nan", "deadline_now",
+        "deadline_long_ago", "nanos_negative", "nanos_a_second",
+        "deadline_too_late", "timeout_nan", "interleave_one", "iterations_0",
         "warmup_negative", "max_time_infinite", "min_time_nan",
     ],
 )  # fmt: skip
@@ -256,7 +270,7 @@ class Serving:
         announcer = Announcer()
         self.service = JobService(
             Journal(world.database, announcer, lambda: AT), None, announcer, world.submission, self.conductor,  # type: ignore[arg-type]
-            version="1", now=lambda: AT,
+            version="1", now=lambda: AT, queue=None, deletion=JobDeletion(world.database),  # type: ignore[arg-type]
         )  # fmt: skip
         caller.authorize(caller.resolve_default(LOCAL, ""), "/etfarm.v1.JobService/Submit")
 

@@ -15,9 +15,12 @@ import pytest
 from sqlalchemy import func, select
 
 from etfarm.server.artifacts.store import Store
-from etfarm.server.reports.findings import CUT_SHORT, FILE_MISSING, Findings, key_of, require_runs
-from etfarm.server.reports.latency.interleaved import Block
-from etfarm.server.reports.request import AnalyzeRequest, Numerics
+from etfarm.server.reports import findings as findings_module
+from etfarm.server.reports.analysis_parts import FILE_MISSING
+from etfarm.server.reports.child_checks import require_encoders, require_runs
+from etfarm.server.reports.findings import Findings, key_of
+from etfarm.server.reports.latency.samples import Block
+from etfarm.server.reports.request import CUT_SHORT, AnalyzeRequest, Numerics, Trace
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.workers.errors import BadWorkerAnswer, ChildTimedOut
@@ -28,13 +31,15 @@ from etfarm.wire import digest
 from tests.support.farm import wait_until
 from tests.support.traces import traced
 
+ROOT = Path(__file__).parents[4]
 NOW = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 DEADLINE_S = 6.0
 """So late that a child is where it hangs, on a machine that stands still for seconds too."""
 
 
 @pytest.fixture
-async def workers(tmp_path: Path) -> AsyncIterator[Workers]:
+async def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[Workers]:
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     limits = Limits(memory_bytes=1 << 30, cpu_s=60, threads=1)
     pool = Workers(preload=["etfarm.server.reports.analyze"], limits=limits, folder=tmp_path / "jobs", concurrency=2)
     pool.start()
@@ -189,6 +194,20 @@ def test_a_child_returns_times_and_intervals_of_runs(run: tuple[float, list[floa
     require_runs(_statistics((0.0, [0.0, 1.0])), request(tmp_path))
 
 
+def test_a_child_returns_the_encoders_that_were_traced(tmp_path: Path) -> None:
+    asked = replace(request(tmp_path), encoders=(Trace(None, (4000,), "vision_encoder"),))
+
+    def returned(*methods: str) -> report_pb2.Report:
+        encoders = [report_pb2.TracedEncoder(method=method) for method in methods]
+        return report_pb2.Report(generation=report_pb2.Generation(encoders=encoders))
+
+    require_encoders(returned("vision_encoder"), asked)
+    require_encoders(returned(), asked)
+    for methods, of in ((("other",), asked), (("vision_encoder",) * 2, asked), (("vision_encoder",), request(tmp_path))):
+        with pytest.raises(BadWorkerAnswer, match="each traced encoder once"):
+            require_encoders(returned(*methods), of)
+
+
 async def test_the_oldest_findings_make_room(workers: Workers, store: Store, database: Database, tmp_path: Path) -> None:
     findings = Findings(workers, store, database, Clock(), deadline_s=60, kept_bytes=500)
     keys = [(await findings.of(request(tmp_path, first), quiet)).analysis.key for first in (1000, 2000, 3000)]
@@ -199,6 +218,17 @@ async def test_the_oldest_findings_make_room(workers: Workers, store: Store, dat
     assert 0 < sum(size for _, size in rows) <= 500
     kept = [key for key, _ in rows]
     assert 0 < len(kept) < 3 and kept == keys[-len(kept) :]
+
+
+async def test_a_result_that_its_child_calls_incomplete_is_computed_again(
+    workers: Workers, store: Store, database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(findings_module, "ANALYZE_TASK", "tests.support.worker_tasks:analyze_in_too_little_time")
+    findings = Findings(workers, store, database, Clock(), deadline_s=60)
+    for _ in range(2):
+        result = await findings.of(request(tmp_path), quiet)
+        assert [warning.code for warning in result.compile.warnings] == [CUT_SHORT] and not result.analysis.cached
+        assert result.latency.min_ns == 1000
 
 
 @pytest.mark.slow(reason="waits for the deadline of an analysis that hangs")

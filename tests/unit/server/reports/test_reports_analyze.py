@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from etfarm.server.reports.analyze import analyze, prewarm
-from etfarm.server.reports.latency.interleaved import Block
+from etfarm.server.reports.latency.samples import Block
 from etfarm.server.reports.request import AnalyzeRequest
 from etfarm.server.workers.channel.child_output import stage_of
 from etfarm.v1 import report_pb2

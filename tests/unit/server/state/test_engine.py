@@ -8,23 +8,26 @@ import signal
 import sqlite3
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Awaitable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import pytest
 from alembic import command
 from alembic.config import Config
-from sqlalchemy import Connection, create_engine, func, inspect, select, text
+from sqlalchemy import Connection, Engine, create_engine, event, func, inspect, select, text
 from sqlalchemy.exc import OperationalError
 
 from etfarm.server.access.projects import Projects
-from etfarm.server.access.scope import Scope
+from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.artifacts.blobs import ARTIFACTS
 from etfarm.server.artifacts.store import Store
 from etfarm.server.devices.records import DeviceRecords
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.rows import JobNotFound
+from etfarm.server.jobs.records.selection import JobFilter, select_jobs
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state import engine as engine_module
 from etfarm.server.state import schema
@@ -32,6 +35,7 @@ from etfarm.server.state.engine import HEAD, Database, DatabaseFull, DatabaseToo
 from etfarm.v1 import job_pb2, report_pb2
 from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.v1.device_pb2 import Device, DeviceRunner
+from etfarm.v1.job_pb2 import Cell
 from etfarm.wire import digest
 from etfarm.wire.release_0_1.messages import message_class
 from etfarm.wire.series import decode_samples, decode_trace_times, encode_samples
@@ -84,6 +88,39 @@ async def test_a_write_that_fails_leaves_nothing(database: Database) -> None:
         await database.write(fail)
     await database.write(lambda connection: add(connection, "b"))
     assert await database.read(lambda connection: connection.execute(select(schema.artifacts.c.digest)).scalars().all()) == ["b"]
+
+
+async def test_a_commit_that_fails_leaves_a_connection_that_writes_on(database: Database) -> None:
+    def dangle(connection: Connection) -> None:
+        connection.execute(text("PRAGMA defer_foreign_keys = ON"))
+        connection.execute(text("INSERT INTO events VALUES ('nojob', 1, x'00')"))
+
+    with pytest.raises(Exception, match="FOREIGN KEY"):
+        await database.write(dangle)
+    await database.write(add)
+    assert await database.read(count) == 1
+    assert await database.read(lambda connection: connection.execute(text("SELECT count(*) FROM events")).scalar_one()) == 0
+
+
+async def test_a_write_that_ends_an_iterator_too_early_fails_alone(database: Database) -> None:
+    async with asyncio.timeout(10):
+        empty, written = await asyncio.gather(
+            database.write(lambda connection: next(iter(()))), database.write(add), return_exceptions=True
+        )
+    assert isinstance(empty, RuntimeError) and written is None
+    assert await database.read(count) == 1
+
+
+async def test_all_work_after_the_close_is_refused(tmp_path: Path) -> None:
+    closed = Database(tmp_path / "farm.sqlite")
+    await closed.open()
+    closed.close()
+    for _ in range(2):
+        async with asyncio.timeout(10):
+            with pytest.raises(RuntimeError, match="after shutdown"):
+                await closed.write(add)
+            with pytest.raises(RuntimeError, match="after shutdown"):
+                await closed.read(count)
 
 
 async def test_a_reader_cannot_write(database: Database) -> None:
@@ -149,6 +186,39 @@ async def test_a_database_of_an_older_etfarm_is_brought_up_with_all_that_it_has(
     assert await database.read(kept) == (1, HEAD, b"\x01")
     tables = await database.read(lambda connection: set(inspect(connection).get_table_names()))
     assert set(schema.metadata.tables) <= tables
+    database.close()
+
+
+async def test_jobs_of_an_older_etfarm_are_found_by_their_models(tmp_path: Path) -> None:
+    path = tmp_path / "farm.sqlite"
+    engine = create_engine(f"sqlite:///{path}")
+    config = Config()
+    config.set_main_option("script_location", str(MIGRATIONS))
+    bodies = [Cell(candidate_name="resnet8"), Cell(candidate_name="ds_cnn"), Cell(candidate_name="resnet8")]
+    with engine.begin() as connection:
+        config.attributes["connection"] = connection
+        command.upgrade(config, "0009")
+        connection.execute(
+            text(
+                "INSERT INTO jobs (id, number, name, owner, request_id, priority, spec, submitted_at, last_sequence) "
+                f"VALUES ('j', 1, '', 'ann', 'r', 0, x'', '{NOW}', 1)"
+            )
+        )
+        for number, body in enumerate([*(cell.SerializeToString() for cell in bodies), b"\xff damaged"]):
+            insert = text(f"INSERT INTO cells VALUES ('c{number}', 'j', {number}, 'SUCCEEDED', 1, :body)")
+            connection.execute(insert, {"body": body})
+    engine.dispose()
+    database = Database(path)
+    await database.open()
+
+    def listed(connection: Connection) -> list[int]:
+        chosen = (JobFilter(model=model) for model in ("resnet8", "ds_cnn", "resnet"))
+        return [len(select_jobs(connection, 10, None, EVERYTHING, each)[0]) for each in chosen]
+
+    assert await database.read(listed) == [1, 1, 0]
+    await database.write(lambda connection: connection.execute(text("DELETE FROM cells")) and None)
+    await database.write(lambda connection: connection.execute(text("DELETE FROM jobs")) and None)
+    assert await database.read(listed) == [0, 0, 0], "a deleted job leaves nothing"
     database.close()
 
 
@@ -427,3 +497,90 @@ async def test_the_runners_of_an_older_etfarms_devices_keep_their_kinds(tmp_path
     )
     assert list(device.own_runners) == [nothing, python, own, later]
     assert (device.id, device.cores, device.memory_bytes) == ("pi", 4, 1 << 33)
+
+
+class Held:
+    """A writer that is kept busy until `release`, so that further writes wait for it."""
+
+    def __init__(self) -> None:
+        self._may_go_on = threading.Event()
+        self.busy: asyncio.Task[None] | None = None
+        self.commits = 0
+
+    @classmethod
+    async def begin(cls, database: Database) -> Held:
+        held, is_busy = cls(), threading.Event()
+
+        def keep(_: Connection) -> None:
+            is_busy.set()
+            assert held._may_go_on.wait(30)
+
+        held.busy = asyncio.create_task(database.write(keep))
+        assert await asyncio.to_thread(is_busy.wait, 30)
+        return held
+
+    async def together(self, *writes: Awaitable[object]) -> list[object]:
+        """Return what writes that wait at the same time return or raise, and count their commits."""
+        tasks = [asyncio.ensure_future(write) for write in writes]
+        await asyncio.sleep(0)  # their first steps, which queue them
+
+        def count(_: Connection) -> None:
+            self.commits += 1
+
+        event.listen(Engine, "commit", count)
+        try:
+            self._may_go_on.set()
+            return await asyncio.gather(*tasks, return_exceptions=True)
+        finally:
+            event.remove(Engine, "commit", count)
+            assert self.busy is not None
+            await self.busy
+
+
+async def test_writes_that_wait_share_a_commit(database: Database) -> None:
+    held = await Held.begin(database)
+    writes = [database.write(partial(add, digest=str(number)), durable=number == 3) for number in range(20)]
+    assert await held.together(*writes) == [None] * 20
+    assert held.commits <= 10, "that of the writer which was busy, and theirs, which are several where they take long"
+    assert await database.read(count) == 20
+
+
+async def test_of_writes_that_share_a_commit_a_failed_one_leaves_nothing(database: Database) -> None:
+    def fail(connection: Connection) -> None:
+        add(connection, "c")
+        raise RuntimeError("no")
+
+    held = await Held.begin(database)
+    ends = await held.together(
+        database.write(partial(add, digest="a")), database.write(fail), database.write(partial(add, digest="a")),
+        database.write(partial(add, digest="b")),
+    )  # fmt: skip
+    assert [type(end).__name__ for end in ends] == ["NoneType", "RuntimeError", "IntegrityError", "NoneType"]
+    digests = select(schema.artifacts.c.digest).order_by(schema.artifacts.c.digest)
+    assert await database.read(lambda connection: connection.execute(digests).scalars().all()) == ["a", "b"]
+
+
+async def test_writes_that_sqlite_undoes_with_another_one_fail_with_its_error(database: Database) -> None:
+    def fill(connection: Connection) -> None:
+        """Fill the disk as SQLite meets it where it undoes the transaction itself."""
+        add(connection, "b")
+        driver = connection.connection.driver_connection
+        assert driver is not None
+        driver.execute("ROLLBACK")
+        raise sqlite3.OperationalError("database or disk is full")
+
+    held = await Held.begin(database)
+    ends = await held.together(database.write(partial(add, digest="a")), database.write(fill))
+    assert [type(end) for end in ends] == [DatabaseFull, DatabaseFull]
+    assert await database.read(count) == 0
+    await database.write(partial(add, digest="a"))
+    assert await database.read(count) == 1
+
+
+async def test_a_write_whose_caller_is_cancelled_while_it_waits_is_not_done(database: Database) -> None:
+    held = await Held.begin(database)
+    cancelled = asyncio.create_task(database.write(partial(add, digest="a")))
+    await asyncio.sleep(0)
+    cancelled.cancel()
+    assert await held.together(database.write(partial(add, digest="b"))) == [None]
+    assert await database.read(lambda c: c.execute(select(schema.artifacts.c.digest)).scalars().all()) == ["b"]

@@ -22,7 +22,7 @@ from etfarm.server.workers.errors import MAX_METADATA, MAX_TEXT, ChildDied, Chil
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.wire.errors import EtfarmError, FarmError, Fault
-from tests.support.farm import descendants
+from tests.support.farm import descendants, wait_until
 
 ROOT = Path(__file__).resolve().parents[4]
 TASKS = "tests.support.worker_tasks"
@@ -258,6 +258,46 @@ async def test_a_killed_forkserver_is_replaced(workers: Workers) -> None:
     async with await workers.run(f"{TASKS}:echo", 1, deadline_s=60) as finished:
         assert finished.result == b"1"
     assert workers.forkserver_pid != first
+
+
+async def test_a_task_starts_again_if_its_forkserver_is_killed_while_it_warms_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = tmp_path / "first"
+    # The first forkserver hangs while it warms up, the next one does not.
+    preload = f"""
+import pathlib, time
+first = pathlib.Path({str(first)!r})
+if not first.exists():
+    first.touch()
+    time.sleep(600)
+"""
+    (tmp_path / "hangs_once.py").write_text(preload)
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT}:{tmp_path}")
+    pool = Workers(preload=["hangs_once"], limits=LIMITS, folder=tmp_path / "jobs", concurrency=1)
+    pool.start()
+    try:
+        run = asyncio.create_task(pool.run(f"{TASKS}:echo", 1, deadline_s=60))
+        assert await asyncio.to_thread(wait_until, first.exists)
+        assert pool.forkserver_pid is not None
+        os.kill(pool.forkserver_pid, signal.SIGKILL)
+        async with await run as finished:
+            assert finished.result == b"1"
+    finally:
+        await pool.stop()
+
+
+async def test_a_task_whose_supervisors_are_killed_again_and_again_fails(workers: Workers) -> None:
+    lingers: asyncio.Queue[bytes] = asyncio.Queue()
+    run = asyncio.create_task(workers.run(f"{TASKS}:linger", None, deadline_s=60, on_event=lingers.put_nowait))
+    for _ in range(3):
+        await asyncio.wait_for(lingers.get(), 60)
+        assert workers.forkserver_pid is not None
+        (supervisor,) = psutil.Process(workers.forkserver_pid).children()
+        supervisor.kill()
+    with pytest.raises(ChildDied):
+        await run
+    assert lingers.empty()
 
 
 async def test_without_prewarm_the_first_task_starts_the_forkserver_and_warms_it_within_the_gate(tmp_path: Path) -> None:

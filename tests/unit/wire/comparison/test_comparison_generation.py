@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import io
 from typing import Any
 
 import pytest
+from rich.console import Console, Group
 
-from etfarm.client.formats import compared
+from etfarm.client.cli.commands import compare
+from etfarm.client.formats import compared, compared_markdown, html
 from etfarm.client.reports import Comparison
+from etfarm.wire.changes import sentence
 from etfarm.wire.comparison import from_message, to_message
+from etfarm.wire.comparison.remedy import how_to_decide_rates
+from etfarm.wire.comparison.sides import name
 from tests.support.comparisons import against
-from tests.support.generated import generated_report, point
+from tests.support.generated import flow_point, generated_report, point
 
 BASE = generated_report("b", point(100.0, 100.0, 100.5, 99.5))
 
@@ -32,7 +38,7 @@ def test_a_rate_has_a_ratio_with_the_spread_between_processes() -> None:
 
 def test_single_processes_decide_nothing_but_the_obvious() -> None:
     single = generated_report("s", point(100.0))
-    near, far = generated_report("n", point(120.0)), generated_report("f", point(200.0))
+    near, far = generated_report("n", point(120.0)), generated_report("f", point(300.0))
     (pair,) = against(single, near)["pairs"]
     assert pair["generation"]["points"][0]["decode"]["outcome"] == "inconclusive"
     document = against(single, near, "decode=3%")
@@ -57,8 +63,8 @@ def test_only_common_points_are_compared() -> None:
         (point(90.0, 90.0, 90.5, 89.5), "failed", ["SLOWER"]),
         (point(120.0, 120.0, 121.0, 119.0), "passed", []),
         (point(90.0), "inconclusive", ["NO_SPREAD"]),
-        (point(50.0), "failed", ["SLOWER"]),
-        (point(200.0), "passed", []),
+        (point(30.0), "failed", ["SLOWER"]),
+        (point(300.0), "passed", []),
         (point(90.0, 90.0, 90.5, 89.5, status="INVALID"), "inconclusive", ["NO_VALID_EVIDENCE"]),
         (point(90.0, depth=5), "inconclusive", ["NO_VALID_EVIDENCE"]),
     ],
@@ -95,7 +101,7 @@ def test_decode_of_other_lengths_is_not_compared() -> None:
 
 
 def test_an_obviously_faster_single_process_passes_with_a_note() -> None:
-    gate = against(generated_report("s", point(100.0)), generated_report("f", point(200.0)), "decode=5%")["gate"]
+    gate = against(generated_report("s", point(100.0)), generated_report("f", point(300.0)), "decode=5%")["gate"]
     assert gate["outcome"] == "passed" and [note["code"] for note in gate["notes"]] == ["FASTER"]
 
 
@@ -111,3 +117,155 @@ def test_the_farm_sends_the_same_document() -> None:
     typed = Comparison.from_dict(document)
     assert typed.pairs[0].generation is not None and typed.pairs[0].generation.points[0].decode is not None
     assert typed.to_dict() == document
+
+
+def accuracy(top1: float = 0.97, sqnr_db: float = 30.0, tokens: int = 1000, **changes: Any) -> dict[str, Any]:
+    """The accuracy of a language model's logits against the program before quantization, and the quantized one."""
+    values = {
+        "tokens": tokens, "top1_agreement": top1, "sqnr_db": sqnr_db, "kl_divergence": 0.02, "max_abs_error": 0.5,
+        "generated_tokens": 16, "perplexity": 10.0, "perplexity_ratio": 1.1,
+        "first_difference": {"index": 5, "token": 1, "reference_token": 2, "gap": 0.1},
+    }  # fmt: skip
+    references = [{"reference": name, **values} for name in ("program before quantization", "quantized program")]
+    return {
+        "tokens": tokens, "is_text": True, "perplexity": 11.0, "perplexity_tokens": tokens - 1, "references": references,
+        **changes,
+    }  # fmt: skip
+
+
+def exact(cell: str, known: dict[str, Any] | None) -> dict[str, Any]:
+    report = generated_report(cell, point(100.0, 100.0, 100.5, 99.5))
+    generation = {**report["generation"], **({"accuracy": known} if known else {})}
+    return generated_report(cell, generation=generation)
+
+
+def test_the_accuracy_of_logits_is_compared_with_the_first_common_reference() -> None:
+    document = against(exact("b", accuracy()), exact("k", accuracy(0.90, 20.0, perplexity=12.1)))
+    (pair,) = document["pairs"]
+    changed = pair["generation"]["accuracy"]
+    assert changed["base"]["reference"] == "program before quantization" and changed["candidate"]["first_difference"] == 5
+    assert changed["sqnr_change_db"] == -10.0 and changed["top1_change"] == pytest.approx(-0.07)
+    assert changed["top1_tolerance"] == pytest.approx(0.0218, abs=1e-4) and changed["top1_dropped"] is True
+    assert changed["perplexity"]["ratio"] == pytest.approx(1.1)
+    (note,) = document["notes"]
+    assert note.startswith(
+        "The candidate's most likely token is the reference's after 90.0 % of 1,000 tokens, the base's after 97.0 %"
+    )
+    facts = {fact.name: fact for fact in compared.facts(pair)}
+    assert facts["SQNR of logits"].change == "-10.0 dB" and facts["top-1 agreement"].change == "-7.0 points (lower)"
+    assert facts["perplexity"].change == "+10.0 %" and facts["first other token"].base == "5 of 16"
+    for text in (
+        compared_markdown.write(document),
+        html.write({**_document(exact("k", accuracy(0.90, 20.0)))}, document).decode(),
+    ):
+        assert "top-1 agreement" in text and "-7.0 points" in text and "after 90.0 % of 1,000 tokens" in text
+    assert "| 20.0 dB (-10.0 dB) |" in compared_markdown.write(document)
+    assert from_message(to_message(document)) == document
+    typed = Comparison.from_dict(document)
+    assert typed.to_dict() == document and typed.pairs[0].generation is not None
+    assert typed.pairs[0].generation.accuracy is not None and typed.pairs[0].generation.accuracy.top1_dropped
+
+
+def test_the_terminal_shows_language_models_without_a_latency() -> None:
+    document = against(exact("b", accuracy()), exact("k", accuracy(0.90, 20.0)))
+    console = Console(file=io.StringIO(), width=160, color_system=None)
+    console.print(Group(*compare.rendered(document, top=5, width=160)))
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "candidate / base  decode 1.000x [" in shown and "-7.0 points (lower)" in shown
+
+
+def _document(*reports: dict[str, Any]) -> dict[str, Any]:
+    return {"schema": "etfarm.report/1", "job": None, "reports": list(reports), "error": None}
+
+
+@pytest.mark.parametrize(
+    ("base", "candidate", "tokens", "dropped"),
+    [
+        (0.98, 0.97, 1000, False),
+        (0.98, 0.94, 64, False),
+        (0.98, 0.94, 1000, True),
+        (1.0, 0.97, 16_384, True),
+        (1.0, 0.981, 16_384, False),
+        (0.9, 0.98, 1000, False),
+    ],
+)
+def test_a_drop_of_the_agreement_must_be_more_than_chance(base: float, candidate: float, tokens: int, dropped: bool) -> None:
+    document = against(exact("b", accuracy(base, tokens=tokens)), exact("k", accuracy(candidate, tokens=tokens)))
+    assert document["pairs"][0]["generation"]["accuracy"]["top1_dropped"] is dropped
+    assert any("most likely token" in note for note in document["notes"]) == dropped
+
+
+def test_logits_after_other_tokens_are_not_compared() -> None:
+    for other in (accuracy(0.5, tokens=500), accuracy(0.5, is_text=False, perplexity=None)):
+        document = against(exact("b", accuracy()), exact("k", other), "top1=1%")
+        changed = document["pairs"][0]["generation"]["accuracy"]
+        assert changed["base"]["top1_agreement"] == 0.97 and changed["candidate"]["top1_agreement"] == 0.5
+        assert (changed["top1_change"], changed["top1_dropped"], changed["perplexity"]) == (None, None, None)
+        assert document["gate"]["outcome"] == "failed"
+
+
+def test_an_accuracy_without_common_points_is_compared() -> None:
+    base, candidate = exact("b", accuracy()), exact("k", accuracy(0.5))
+    candidate["generation"]["points"] = []
+    (pair,) = against(base, candidate)["pairs"]
+    assert pair["generation"]["points"] == [] and pair["generation"]["accuracy"]["top1_dropped"]
+    assert compared.answer(pair) == "no latency on both sides"
+
+
+@pytest.mark.parametrize(
+    ("gate", "known", "codes"),
+    [
+        ("accuracy=1dB", accuracy(sqnr_db=29.5), []),
+        ("accuracy=1dB", accuracy(sqnr_db=28.0), ["LESS_ACCURATE"]),
+        ("accuracy=1dB", None, ["NOT_MEASURED"]),
+        ("top1=2%", accuracy(0.95), []),
+        ("top1=2%", accuracy(0.94), ["LESS_ACCURATE"]),
+        ("top1=2%", None, ["NOT_MEASURED"]),
+        ("perplexity=5%", accuracy(perplexity=11.5), []),
+        ("perplexity=5%", accuracy(perplexity=12.0), ["LESS_ACCURATE"]),
+        ("perplexity=5%", accuracy(perplexity_tokens=3), ["NOT_MEASURED"]),
+        ("perplexity=5%", accuracy(error={"message": "It failed.", "reason": "PROGRAM_FAILED"}), ["NOT_MEASURED"]),
+    ],
+)
+def test_gates_limit_how_much_less_exact_a_language_model_may_be(gate: str, known: Any, codes: list[str]) -> None:
+    judged = against(exact("b", accuracy()), exact("k", known), gate)["gate"]
+    assert [reason["code"] for reason in judged["reasons"]] == codes, judged
+    assert judged["outcome"] == ("failed" if codes else "passed")
+
+
+def test_the_part_of_each_method_is_compared() -> None:
+    (pair,) = against(generated_report("b", flow_point(100.0)), generated_report("k", flow_point(50.0)))["pairs"]
+    encoder, decoder = pair["generation"]["points"][0]["parts"]
+    assert (encoder["method"], encoder["prefill_ns"]["base"], encoder["decode_ns"]) == ("vision_encoder", 5e6, None)
+    assert decoder["decode_ns"] == {"base": 9e6, "candidate": 9e6, "change": 0.0, "ratio": 1.0}
+    facts = {fact.name.strip(): fact for fact in compared.facts(pair)}
+    assert facts["vision_encoder, first token, prompt 8"].base == "5.00 ms"
+    assert Comparison.from_dict(against(generated_report("b", flow_point(1.0)), generated_report("k", flow_point(2.0)))).passed
+
+
+def with_image(cell: str, *points: dict[str, Any], digest: str | None, **changes: Any) -> dict[str, Any]:
+    """Return a REPORT of a vision-language program that began each prompt with an image, or with a made-up one."""
+    report = generated_report(cell, *points, **changes)
+    (encoder,) = report["generation"]["model"]["flow"]["encoders"]
+    encoder["inputs"] = {"digest": digest, "size_bytes": 100} if digest else None
+    return report
+
+
+def test_another_image_is_a_circumstance_of_its_own() -> None:
+    same = {"compile": generated_report("b")["compile"]}
+    base = with_image("b", flow_point(100.0), digest="8" * 64, **same)
+    (pair,) = against(base, with_image("k", flow_point(100.0), digest="9" * 64, **same))["pairs"]
+    assert [sentence(change) for change in pair["changes"]] == ["image 88888888 -> 99999999"]
+    assert not pair["generation"]["same_program"]
+    (pair,) = against(base, with_image("k", flow_point(100.0), digest=None, **same))["pairs"]
+    assert [sentence(change) for change in pair["changes"]] == ["image 88888888 -> none"]
+    (pair,) = against(base, with_image("k", flow_point(100.0), digest="8" * 64, **same))["pairs"]
+    assert pair["changes"] == [] and pair["generation"]["same_program"]
+
+
+def test_the_command_that_decides_asks_for_the_image() -> None:
+    pair = {"latency": None, "size": None, "generation": {"points": [{"prompt_tokens": 8, "depth": 0}]}}
+    report = with_image("b", flow_point(100.0), digest="8" * 64)
+    assert "--inputs FILE.npz" in how_to_decide_rates({**pair, "base": name(report), "candidate": name(report)})
+    report = with_image("b", flow_point(100.0), digest=None)
+    assert "--inputs" not in how_to_decide_rates({**pair, "base": name(report), "candidate": name(report)})

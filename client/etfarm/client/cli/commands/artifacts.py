@@ -1,4 +1,4 @@
-"""`etfarm artifacts`: list, fetch, store and verify artifacts."""
+"""`etfarm artifacts`: list, fetch, store, delete and verify artifacts."""
 
 from __future__ import annotations
 
@@ -9,26 +9,31 @@ from typing import TYPE_CHECKING, Annotated, TypeVar
 import typer
 
 from etfarm.client.cli import options
-from etfarm.client.cli.app import execute
+from etfarm.client.cli.app import Command, execute
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.files import require_writable
 from etfarm.client.cli.listing import JsonListing
-from etfarm.client.cli.terminal.capabilities import in_a_line
+from etfarm.client.cli.terminal.capabilities import in_a_line, tell
 
 if TYPE_CHECKING:
-    from etfarm.client.models import Artifact
+    from etfarm.client.models import Artifact, Collected
     from etfarm.client.transport.stubs import Stubs
     from etfarm.v1.artifact_pb2 import VerifyArtifactsProgress
 
 T = TypeVar("T")
 
-_ABOUT = "Lists, fetches, stores and verifies the models, programs, traces and outputs that the farm keeps for your projects."
+_ABOUT = (
+    "Lists, fetches, stores, deletes and verifies the models, programs, traces and outputs that the farm keeps for your projects."
+)
 Digest = Annotated[str, typer.Argument(metavar="DIGEST", help="The artifact's sha256, or its first characters.")]
 
 
 def main(argv: list[str]) -> int:
     """Run `etfarm artifacts`."""
-    return execute({"list": list_, "get": get, "put": put, "verify": verify}, argv, "artifacts", _ABOUT, later=("collect",))
+    commands: dict[str, Command] = {
+        "list": list_, "get": get, "put": put, "delete": delete, "collect": collect, "verify": verify
+    }  # fmt: skip
+    return execute(commands, argv, "artifacts", _ABOUT)
 
 
 def list_(
@@ -100,6 +105,61 @@ def put(
     require_file(file)
     artifact, was_sent = _connected(lambda stubs: artifacts.put(stubs, file), server, tls_ca)
     print(artifact.digest if was_sent else f"{artifact.digest} (stored already)")
+
+
+def delete(
+    digest: Annotated[list[str], typer.Argument(metavar="DIGEST", help="The artifacts' sha256, or their first characters.")],
+    force: Annotated[bool, typer.Option("--force", help="Delete artifacts that were used within the last hour, too.")] = False,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    project: options.Project = None,
+) -> None:
+    """Delete artifacts that nothing refers to. Admins only."""
+    from etfarm.client.admin import artifacts
+    from etfarm.v1.artifact_pb2 import DeleteArtifactRequest
+
+    async def remove(stubs: Stubs) -> None:
+        for each in digest:
+            whole = (await artifacts.find(stubs, each)).digest
+            await stubs.artifacts.Delete(DeleteArtifactRequest(digest=whole, force=force))
+            tell(f"Deleted {whole}.")
+
+    _connected(remove, server, tls_ca)
+
+
+def collect(
+    context: typer.Context,
+    keep: Annotated[
+        str | None, typer.Option("--keep", metavar="SIZE", help="Keep the most recently used up to this size, such as 200GiB.")
+    ] = None,
+    dry_run: options.DryRun = False,
+    json: options.ListJson = None,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    project: options.Project = None,
+) -> None:
+    """Delete artifacts that nothing refers to and nobody used within the last hour, least recently used first. Admins only.
+
+    Jobs, reports, tags, cached compilations, sessions and uploads refer to artifacts.
+    """
+    from etfarm.client.aio import AsyncFarm
+    from etfarm.client.formats import units
+
+    listing = JsonListing(context.obj, json, "collected", is_list=False)
+    keep_bytes = None if keep is None else options.size_of("--keep", keep)
+
+    async def run() -> Collected:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            return await farm.collect(keep_bytes, dry_run=dry_run)
+
+    done = listing.record(run_async(run))
+    if listing.is_on_stdout:
+        return
+    verb = "Would delete" if dry_run else "Deleted"
+    tell(f"{verb} {units.count(done.count, 'artifact')} ({units.size(done.size_bytes)}); {units.size(done.kept_bytes)} remain.")
+    if done.released_bytes:
+        what = "would no longer count" if dry_run else "no longer count"
+        tell(f"{units.size(done.released_bytes)} {what} against projects that do not need them; other projects do.")
 
 
 def verify(server: options.Server = None, tls_ca: options.TlsCa = None, project: options.Project = None) -> int:

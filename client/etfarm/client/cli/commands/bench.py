@@ -24,10 +24,11 @@ from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.usage import Usage
+from etfarm.wire.errors import EtfarmError, Kind
 
 if TYPE_CHECKING:
-    from etfarm.client.cli.workflows.requirements import Requirements
     from etfarm.client.export.spec import ModelSpec
+    from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.models import JobResult
     from etfarm.wire.recipes import Recipe
 
@@ -125,8 +126,18 @@ def bench(
     ] = 0,
     min_sqnr: Annotated[
         float | None,
-        typer.Option("--min-sqnr", metavar="DB", callback=options.finite, help="Exit with 3 if an output's SQNR is below DB."),
+        typer.Option(
+            "--min-sqnr",
+            metavar="DB",
+            callback=options.finite,
+            help="Exit with 3 if the SQNR of an output or of logits is below.",
+        ),
     ] = None,
+    min_top1: Annotated[
+        str | None,
+        typer.Option("--min-top1", metavar="SHARE", help="As 95%: exit with 3 if the top-1 agreement with the model is below."),
+    ] = None,
+    strict_quantization: options.StrictQuantization = False,
     max_p50: Annotated[
         str | None,
         typer.Option("--max-p50", metavar="TIME", help="As 5ms: exit with 3 if a median is above, with 5 if that is uncertain."),
@@ -138,13 +149,18 @@ def bench(
     timeout: options.Timeout = None,
     priority: Annotated[
         int,
-        typer.Option("--priority", metavar="P", min=-(2**31), max=2**31 - 1, help="Jobs with a higher priority run first."),
+        typer.Option("--priority", metavar="P", min=-100, max=100, help="Jobs with a higher priority run first."),
     ] = 0,
+    reservation: options.Reservation = None,
+    deadline: options.Deadline = None,
+    max_wait: options.MaxWait = None,
     no_cache: options.NoCache = False,
+    notify: options.Notify = None,
     json: options.JsonFile = None,
     html: Annotated[
         str | None, typer.Option("--html", metavar="FILE", help="Write all reports to one HTML file, on failure too.")
     ] = None,
+    junit: options.JunitFile = None,
     top: Annotated[
         int | None, typer.Option("--top", metavar="N", min=0, help="Number of operators to show; 0: all. [10]")
     ] = None,
@@ -162,11 +178,14 @@ def bench(
     outcome.takes_verbose(verbose)
     outcome.goes_to(json)
     outcome.goes_to_html(html)
+    outcome.goes_to_junit(junit)
     counts = options.threads_of(threads or ())
     methods = options.once("--method", method or [])
     labels = options.labels_of(label or ())
     cores = options.cores_of(cores)
     max_p50_ns = options.duration_of("--max-p50", max_p50)
+    least_top1 = options.share_of("--min-top1", min_top1)
+    due, longest_wait_s = options.deadline_of(deadline), None if max_wait is None else options.seconds_of("--max-wait", max_wait)
     if interleave and (repeat or 1) > 1:
         raise Usage(
             "--repeat cannot be combined with --interleave, which starts each program several times itself.", "Leave one out."
@@ -180,11 +199,13 @@ def bench(
     if generated is not None:
         generation.refuse_others(
             {
-                "--method": method, "--inputs": inputs, "--iterations": iterations, "--warmup": warmup, "--min-time": min_time,
+                "--method": method, "--iterations": iterations, "--warmup": warmup, "--min-time": min_time,
                 "--interleave": interleave, "--numerics": numerics, "--max-p50": max_p50,
             }
         )  # fmt: skip
-    if detach and (require_valid or retry_invalid or min_sqnr is not None or max_p50 is not None):
+    if detach and (
+        require_valid or retry_invalid or strict_quantization or any(each is not None for each in (min_sqnr, min_top1, max_p50))
+    ):
         raise Usage("--detach cannot be combined with a requirement, which needs the job's result.", "Leave one of them out.")
 
     # Cheap checks come before anything starts.
@@ -207,8 +228,11 @@ def bench(
     require_data_program(data or (), specs)
     if numerics:
         require_graphs("--numerics", specs)
-    if min_sqnr is not None:
-        require_graphs("--min-sqnr", specs)
+    # A compiled language model is compared with the same program on the server.
+    if generated is None:
+        for option, limit in (("--min-sqnr", min_sqnr), ("--min-top1", min_top1)):
+            if limit is not None:
+                require_graphs(option, specs)
     samples = options.calibration_of(calibration, batched, recipes)
     sources = prepare_archives(specs, recipes)
     report_random_weights(specs)
@@ -220,8 +244,7 @@ def bench(
     from etfarm.client.cli.views.results import print_detached, print_result
     from etfarm.client.cli.workflows import job as flow
     from etfarm.client.cli.workflows import retry as retries
-    from etfarm.client.cli.workflows.requirements import Requirements
-    from etfarm.client.jobs.job import AsyncJob
+    from etfarm.client.cli.workflows.requirements import Requirements, report_shortfalls
     from etfarm.client.models import JobState
     from etfarm.client.submit.bench_options import BenchOptions
 
@@ -249,13 +272,17 @@ def bench(
         labels=labels,
         timeout_s=timeout,
         priority=priority,
+        reservation=reservation,
+        deadline=due,
+        max_wait_s=longest_wait_s,
         no_cache=no_cache,
+        notify=notify or (),
     )
 
     async def submit(farm: AsyncFarm, display: Display) -> AsyncJob:
         return await farm.submit_bench(sources, replace(chosen, on_upload=display.moved, on_status=display.status))
 
-    required = Requirements(require_valid, min_sqnr, max_p50_ns, retry_invalid)
+    required = Requirements(require_valid, min_sqnr, max_p50_ns, least_top1, strict_quantization, retry_invalid)
     jobs: dict[str, str] = {}
 
     async def retry(farm: AsyncFarm, job: AsyncJob, result: JobResult, display: Display) -> JobResult:
@@ -267,7 +294,9 @@ def bench(
 
     async def finish(job: AsyncJob, result: JobResult, display: Display) -> None:
         display.stop()
-        print_result(result, to_stderr=json == STDOUT, top=top, jobs=jobs)
+        print_result(result, to_stderr=STDOUT in (json, junit), top=top, jobs=jobs)
+        if required and result.state is JobState.SUCCEEDED and (failed := required.failures(result.json()["reports"])):
+            await report_gate(job, " ".join(required.options()), failed)
 
     async def carry_out() -> int:
         if detach:
@@ -280,7 +309,7 @@ def bench(
             )  # fmt: skip
             job, result = await flow.carry_out(task, outcome, display)
         if result is None:
-            print_detached(job.id, to_stderr=json == STDOUT)
+            print_detached(job.id, to_stderr=STDOUT in (json, junit))
             return 0
         if (repeat or 1) > 1 and any(report.latency is not None and not report.runs for report in result.reports):
             tell(f"etfarm: {repeat} runs were requested, and this farm made one. Update its server.", to_stderr=True)
@@ -291,17 +320,13 @@ def bench(
     return run_async(carry_out, outcome)
 
 
-def report_shortfalls(required: Requirements, result: JobResult, outcome: Outcome) -> int:
-    """Print what keeps a result from meeting requirements, add it to the document, and return the exit code."""
-    from etfarm.client.cli.workflows.requirements import exit_code
-
-    shortfalls = required.shortfalls(result.json()["reports"])
-    for shortfall in shortfalls:
-        tell(f"etfarm: {shortfall.message}", to_stderr=True)
-    document = outcome.document
-    assert document is not None  # the job has ended
-    outcome.document = lambda error: {**document(error), "requirements": required.json(shortfalls)}
-    return exit_code(shortfalls)
+async def report_gate(job: AsyncJob, gate: str, failures: Sequence[str]) -> None:
+    """Tell the farm that a requirement is not met, which only this command knows; a farm that cannot take it changes nothing."""
+    try:
+        await job.report_gate(gate, failures)
+    except EtfarmError as error:
+        if error.kind is not Kind.UNIMPLEMENTED:  # a server of etfarm 0.2.0 has no notices
+            tell(f"etfarm: The farm was not told of the requirement: {error}", to_stderr=True)
 
 
 def require_several_candidates(specs: Sequence[ModelSpec], recipes: Sequence[Recipe]) -> None:

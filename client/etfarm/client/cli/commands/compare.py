@@ -44,7 +44,9 @@ def compare(
     gate: Annotated[
         list[str] | None,
         typer.Option(
-            "--gate", metavar="[METRIC=]LIMIT", help="3% (latency), size=1%, memory=5%, accuracy=1dB, decode=3%; repeatable."
+            "--gate",
+            metavar="[METRIC=]LIMIT",
+            help="3% (latency), size=1%, memory=5%, accuracy=1dB, top1=2%, decode=3%; repeatable.",
         ),
     ] = None,
     strict: Annotated[
@@ -61,6 +63,11 @@ def compare(
     json: Annotated[
         str | None, typer.Option("--json", metavar="FILE", help="Write etfarm.comparison/1 there, on failure too; - is stdout.")
     ] = None,
+    junit: options.JunitFile = None,
+    notify: Annotated[
+        bool,
+        typer.Option("--notify", help="Tell the candidate job's --notify addresses and the farm's webhooks if a gate fails."),
+    ] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
@@ -73,20 +80,23 @@ def compare(
 
     Latencies are compared as a ratio of medians with its 95 % interval: round by round where both took turns (`bench
     --interleave`), else as separate runs, which vary by more than what varies within a run. How much, repeats (`bench --repeat
-    5`) or earlier runs of the same program on the device show. If they do not on both sides, a difference is inconclusive.
+    5`) or earlier runs of the same program on the device show. If they do not on both sides, a difference is inconclusive; so is
+    one within the 99 % interval of runs that vary by more than 3 %.
 
     --gate 3% is not passed when the interval shows the candidate to be slower by more than 3 %: all of it is above 1.03. One
-    that spans 1.03 passes with a note; with --strict it is inconclusive. Also inconclusive are latencies that are not VALID on
-    both sides, or of devices of different kinds, and separate runs of different programs whose spread is unknown, unless they
-    differ by a factor of 1.5 or more: slower is not passed, faster passes with a note. The message names the command that
-    decides. size is of the .pte with its data,
-    memory of the process's peak and of the planned memory, accuracy the SQNR of each output, of which what is above 100 dB
-    counts as 100 dB. No gate is passed where a cell of the candidate failed or is missing.
+    that spans 1.03 passes with a note; with --strict, or if it reaches more than 5 % above the ratio, it is inconclusive. Also
+    inconclusive are latencies that are not VALID on both sides, or of devices of different kinds, and separate runs of different
+    programs whose spread is unknown, unless they differ by a factor of 2.5 or more: slower is not passed, faster passes with a
+    note. The message names the command that decides. size is of the .pte with its data,
+    memory of the process's peak and of the planned memory, accuracy the SQNR of each output and of a language model's logits,
+    of which what is above 100 dB counts as 100 dB, top1 how often the largest value is the reference's, in percentage points,
+    perplexity that of a text. No gate is passed where a cell of the candidate failed or is missing.
 
     Exit codes: 0 done, and every gate passed; 1 a cell of the candidate failed, or there is nothing to compare; 2 usage; 3 a
     gate is not passed; 4 the server cannot be reached; 5 a gate is inconclusive, and none failed: measure again.
     """
     from etfarm.client.jobs import comparison as comparisons
+    from etfarm.client.jobs import report_file
     from etfarm.wire import comparison
 
     outcome: Outcome = context.obj
@@ -96,19 +106,31 @@ def compare(
     if markdown is not None and markdown != STDOUT:
         require_writable(Path(markdown))
     outcome.goes_to(json)
+    outcome.goes_to_junit(junit)
+    if markdown == junit == STDOUT:
+        raise Usage("--junit and --markdown cannot both be on stdout.", "Give one of them a file.")
+    if notify and (not gate or report_file.is_named(comparison.split_choice(candidate)[0])):
+        raise Usage("--notify requires --gate, and a job as the candidate.", "Leave it out.")
     limits = comparisons.gate_of(gate or (), strict=strict, accept_invalid=accept_invalid)
 
     async def ask() -> Comparison:
-        if not comparisons.needs_farm(base, candidate):
+        if not notify and not comparisons.needs_farm(base, candidate):
             return await comparisons.compare(None, base, candidate, limits)
         from etfarm.client.aio import AsyncFarm
 
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.compare(base, candidate, gate or (), strict=strict, accept_invalid=accept_invalid)
+            compared = await farm.compare(base, candidate, gate or (), strict=strict, accept_invalid=accept_invalid)
+            judged = compared.json()["gate"]
+            if notify and judged and judged["outcome"] == "failed":
+                job = await farm.job(comparison.split_choice(candidate)[0])
+                await job.report_gate(
+                    " ".join(f"--gate {limit}" for limit in gate or ()), [reason["message"] for reason in judged["reasons"]]
+                )
+            return compared
 
     document = run_async(ask, outcome).json()
     outcome.document = lambda error: document
-    _show(document, top, to_stderr=STDOUT in (json, markdown))
+    _show(document, top, to_stderr=STDOUT in (json, markdown, junit))
     if markdown is not None:
         from etfarm.client.formats import compared_markdown
 
@@ -205,7 +227,7 @@ def _headline(pair: Json, width: int) -> RenderableType:
     answer, _, meaning = compared.answer(pair).partition("  ")
     text.append(answer)
     if meaning:
-        text.append("  ").append(meaning, _STYLES.get(latency["outcome"], "not bold"))
+        text.append("  ").append(meaning, _STYLES.get(compared.main_change(pair)[1], "not bold"))
     if latency and latency["method"] == "paired":
         text.append(f"  {units.count(latency['rounds'], 'round')}", "not bold dim")
     if (status := compared.status(pair)) is not None:

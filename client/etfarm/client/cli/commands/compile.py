@@ -66,6 +66,7 @@ def compile_(
     batched: options.Batched = False,
     name: options.Name = "",
     label: options.Labels = None,
+    strict_quantization: options.StrictQuantization = False,
     no_cache: options.NoCache = False,
     json: options.JsonFile = None,
     verbose: options.Verbose = False,
@@ -102,6 +103,7 @@ def compile_(
     from etfarm.client.cli.terminal.display import Display, open_display
     from etfarm.client.cli.views.results import print_result
     from etfarm.client.cli.workflows import job as flow
+    from etfarm.client.cli.workflows.requirements import Requirements, report_shortfalls
     from etfarm.client.models import JobResult, JobState
     from etfarm.client.submit.compile_options import CompileOptions
     from etfarm.client.submit.names_file import write_names
@@ -136,7 +138,10 @@ def compile_(
         with open_display() as display:
             task = flow.Task(submit, finish, server, tls_ca, exports=needs_export(sources), verbose=verbose)
             _, result = await flow.carry_out(task, outcome, display)
-        return 0 if result is not None and result.state is JobState.SUCCEEDED else 1
+        if result is None or result.state is not JobState.SUCCEEDED:
+            return 1
+        required = Requirements(strict_quantization=strict_quantization)
+        return report_shortfalls(required, result, outcome) if required else 0
 
     return run_async(carry_out, outcome)
 

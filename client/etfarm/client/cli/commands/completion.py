@@ -1,4 +1,4 @@
-"""`etfarm completion`: a script with which a shell completes commands, subcommands and options."""
+"""`etfarm completion`: a script with which a shell completes commands, subcommands, options, and the values of some."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import io
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Annotated, Final
 
@@ -13,10 +14,9 @@ import typer
 
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.terminal.capabilities import put
+from etfarm.client.reports.enums import JobState
 from etfarm.wire import command as top
-
-Words = Mapping[tuple[str, ...], Sequence[str]]
-"""The words that may follow a command, by its words."""
+from etfarm.wire.recipes import RECIPES
 
 _ZSH_START: Final = """(( $+functions[compdef] )) || { autoload -U +X compinit && compinit; }
 autoload -U +X bashcompinit && bashcompinit
@@ -24,6 +24,9 @@ autoload -U +X bashcompinit && bashcompinit
 """What zsh needs for a bash script: its completion, unless the user's ~/.zshrc has started it, and its emulation of bash's."""
 
 _OPTION: Final = re.compile(r"(?<![\w-])--?[A-Za-z][\w-]*")
+
+_CHOICE: Final = re.compile(r"^ {1,8}(-[^|\n]*) ([a-z][a-z-]*(?:\|[a-z-]+)+)(?:  |$)", re.MULTILINE)
+"""Options and the values of their help: `  -f, --format json|csv`."""
 
 
 class Shell(StrEnum):
@@ -34,41 +37,55 @@ class Shell(StrEnum):
     FISH = "fish"
 
 
+@dataclass(frozen=True)
+class Vocabulary:
+    """What a shell completes."""
+
+    words: Mapping[tuple[str, ...], Sequence[str]]
+    """The subcommands and options that may follow a command, by its words."""
+    values: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    """The values of options that have a few, by the option."""
+
+
 def main(argv: list[str]) -> int:
     """Run `etfarm completion`."""
     return execute(completion, argv, "completion")
 
 
 def completion(shell: Annotated[Shell, typer.Argument(metavar="SHELL", help="bash, zsh or fish.")]) -> None:
-    """Print a script that completes etfarm's commands and options in a shell.
+    """Print a script that completes commands, options, and values such as recipes in a shell.
 
     Write it to a file once: ~/.local/share/bash-completion/completions/etfarm for bash,
     ~/.config/fish/completions/etfarm.fish for fish, or a file that ~/.zshrc sources.
     """
-    put(format_script(shell, collect_words()))
+    put(format_script(shell, collect_vocabulary()))
 
 
-def format_script(shell: Shell, words: Words) -> str:
+def format_script(shell: Shell, vocabulary: Vocabulary) -> str:
     """Return the script that completes these words in a shell."""
-    return _fish(words) if shell is Shell.FISH else _bash(words, zsh=shell is Shell.ZSH)
+    return _fish(vocabulary) if shell is Shell.FISH else _bash(vocabulary, zsh=shell is Shell.ZSH)
 
 
-def collect_words() -> Words:
-    """Return the words of all installed commands, from their help."""
+def collect_vocabulary() -> Vocabulary:
+    """Return the words of all installed commands and the values of their options, from their help."""
     words: dict[tuple[str, ...], list[str]] = {(): [name for name in top.SUMMARIES if "." not in name]}
+    values: dict[str, list[str]] = {"--recipe": list(RECIPES), "--state": [state.value for state in JobState]}
     for name in words[()]:
-        _collect((name,), words)
-    return words
+        _collect((name,), words, values)
+    return Vocabulary(words, values)
 
 
-def _collect(command: tuple[str, ...], words: dict[tuple[str, ...], list[str]]) -> None:
+def _collect(command: tuple[str, ...], words: dict[tuple[str, ...], list[str]], values: dict[str, list[str]]) -> None:
     text = _help(command)
+    for names, choices in _CHOICE.findall(text):
+        for name in _OPTION.findall(names):
+            values[name] = [*dict.fromkeys([*values.get(name, ()), *choices.split("|")])]
     inner = [name.partition(".")[2] for name in top.SUMMARIES if command[1:] == () and name.startswith(f"{command[0]}.")]
     inner += re.findall(r"^  (\w[\w-]*)  ", text.partition("Commands:")[2], re.MULTILINE)
     options = [option for line in re.findall(r"^ {1,8}(-.*?)(?:  |$)", text, re.MULTILINE) for option in _OPTION.findall(line)]
     words[command] = [*dict.fromkeys(inner), *dict.fromkeys(options)]
     for name in dict.fromkeys(inner):
-        _collect((*command, name), words)
+        _collect((*command, name), words, values)
 
 
 def _help(command: Sequence[str]) -> str:
@@ -80,7 +97,9 @@ def _help(command: Sequence[str]) -> str:
     return text.getvalue()
 
 
-def _bash(words: Words, *, zsh: bool) -> str:
+def _bash(vocabulary: Vocabulary, *, zsh: bool) -> str:
+    words = vocabulary.words
+    values = "\n".join(f"    {name}) words={_quoted(' '.join(choices))} ;;" for name, choices in vocabulary.values.items())
     cases = "\n".join(
         f"    {_quoted(' '.join(command))}) words={_quoted(' '.join(following))} ;;" for command, following in words.items()
     )
@@ -96,13 +115,17 @@ def _bash(words: Words, *, zsh: bool) -> str:
   case "$command" in
 {cases}
   esac
+  case "${{COMP_WORDS[COMP_CWORD-1]}}" in
+{values}
+  esac
   COMPREPLY=($(compgen -W "$words" -- "$current"))
 }}
 complete -o default -F _etfarm etfarm
 """
 
 
-def _fish(words: Words) -> str:
+def _fish(vocabulary: Vocabulary) -> str:
+    words = vocabulary.words
     lines = ["complete -c etfarm -n __fish_use_subcommand -f -a " + _quoted(" ".join(words[()]))]
     for command, following in words.items():
         if not command:
@@ -114,7 +137,9 @@ def _fish(words: Words) -> str:
             lines.append(f"complete -c etfarm -n {_quoted(first)} -f -a {_quoted(' '.join(inner))}")
         for option in following:
             if option.startswith("--"):
-                lines.append(f"complete -c etfarm -n {_quoted(seen)} -l {option[2:]}")
+                choices = vocabulary.values.get(option)
+                values = f" -r -a {_quoted(' '.join(choices))}" if choices else ""
+                lines.append(f"complete -c etfarm -n {_quoted(seen)} -l {option[2:]}{values}")
     return "\n".join(lines) + "\n"
 
 

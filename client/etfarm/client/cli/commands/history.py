@@ -23,8 +23,9 @@ _EXACT_DB = 300.0
 _ID_CHARACTERS = 8
 """Number of shown characters of a job's id, which leaves room and still identifies the job."""
 
-_HEADS = ("WHEN", "JOB", "P50", "CHANGE", "VERDICT", "SIZE", "SQNR")
-_RIGHT = ("SIZE", "SQNR")
+_HEADS = ("WHEN", "JOB", "P50", "CHANGE", "VERDICT", "SIZE", "SQNR", "TOP-1", "PERPLEXITY")
+_RIGHT = ("SIZE", "SQNR", "TOP-1", "PERPLEXITY")
+_CHANGE_STYLES = {"equal": "dim", "slower": "red", "faster": "green"}
 _VERDICT_STYLES = {"VALID": "green", "INVALID": "red", "NOT_BENCHMARKABLE": "yellow", "FAILED": "red"}
 
 
@@ -95,7 +96,7 @@ def _show(series: Series, *, blank: bool, to_stderr: bool) -> None:
 
     from etfarm.client.cli.terminal import output
 
-    head = Text(title(series), style="bold")
+    head = Text(series.label, style="bold")
     medians = [point.time_ns for point in series.points if point.is_comparable and point.time_ns is not None]
     if len(medians) > 1:
         from etfarm.client.formats import units
@@ -130,16 +131,6 @@ def _lines(points: Sequence[Point]) -> list[Text]:
     return lines
 
 
-def title(series: Series) -> str:
-    """Return what a series compares: `resnet8 · xnnpack_fp32 · pi5-a · 4 threads`."""
-    from etfarm.client.formats import units
-
-    place = series.device_name or (series.device or "")[:12] or "no device"
-    method = series.method if series.method not in (None, "forward") else ""
-    threads = units.count(series.threads, "thread") if series.threads else ""
-    return " · ".join(filter(None, (series.model, series.recipe, place, method, threads)))
-
-
 def sparkline(points: Sequence[Point]) -> str:
     """Return a bar for each point, the highest for the slowest median; `·` if it is no evidence.
 
@@ -160,12 +151,10 @@ def sparkline(points: Sequence[Point]) -> str:
 
 def change(point: Point) -> tuple[str, str]:
     """Return a point's change from the previous one and its style: `12.3 % slower`, `≈ -0.4 %`."""
-    if point.ratio is None:
-        return "", ""
-    percent = (point.ratio - 1) * 100
-    if point.overlaps is not False:
-        return f"≈ {percent:+.1f} %", "dim"
-    return (f"{percent:.1f} % slower", "red") if percent > 0 else (f"{-percent:.1f} % faster", "green")
+    from etfarm.client.jobs.history import describe_change
+
+    text, outcome = describe_change(point)
+    return text, _CHANGE_STYLES.get(outcome, "")
 
 
 def _row(point: Point) -> tuple[Text, ...]:
@@ -188,6 +177,8 @@ def _row(point: Point) -> tuple[Text, ...]:
         Text(point.verdict.replace("_", " "), style=_VERDICT_STYLES.get(point.verdict, "")),
         Text("" if size is None else units.size(size)),
         Text("" if sqnr is None else "exact" if sqnr >= _EXACT_DB else f"{sqnr:.1f} dB"),
+        Text("" if point.top1_agreement is None else units.percent(point.top1_agreement)),
+        Text("" if point.perplexity is None else f"{point.perplexity:,.4g}"),
     )
 
 
@@ -195,14 +186,12 @@ def _remarks(point: Point) -> Text:
     """Return why a point is no evidence, and what changed since the previous one."""
     from rich.text import Text
 
+    from etfarm.client.jobs.history import describe_doubts
     from etfarm.wire.changes import sentence
 
-    report = point.entry.report
-    why = [report["error"]["reason"]] if report["error"] else []
-    if point.verdict == "INVALID":
-        why += [reason["code"] for reason in report["verdict"]["reasons"]]
-    text = Text(", ".join(why).lower().replace("_", " "), style="dim")
+    doubts = describe_doubts(point)
+    text = Text(doubts, style="dim")
     if point.changes:
-        text.append("; " if why else "")
+        text.append("; " if doubts else "")
         text.append(f"changed: {'; '.join(sentence(item) for item in point.changes)}", style="not dim cyan")
     return text

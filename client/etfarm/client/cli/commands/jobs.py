@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
 
@@ -14,17 +15,21 @@ from etfarm.client.cli.listing import JsonListing
 from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.usage import Usage
+from etfarm.client.cli.workflows import watching
 
 if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.table import Table
+
     from etfarm.client.models import JobInfo
 
 
 def main(argv: list[str]) -> int:
     """Run `etfarm jobs`."""
     commands: dict[str, Command] = {
-        "list": list_, "show": show, "watch": watch, "cancel": cancel, "retry": retry, "logs": logs
+        "list": list_, "show": show, "watch": watch, "cancel": cancel, "retry": retry, "delete": delete, "logs": logs
     }  # fmt: skip
-    return execute(commands, argv, "jobs", "Lists, shows, watches, cancels and retries jobs, and reads their logs.")
+    return execute(commands, argv, "jobs", "Lists, shows, watches, cancels, retries and deletes jobs, and reads their logs.")
 
 
 def list_(
@@ -38,6 +43,10 @@ def list_(
         typer.Option("--state", metavar="STATE", help="Only jobs in this state, such as FAILED; repeatable."),
     ] = None,
     owner: Annotated[str, typer.Option("--owner", metavar="NAME", help="Only jobs that this principal submitted.")] = "",
+    model: Annotated[str, typer.Option("--model", metavar="NAME", help="Only jobs with a model of this name.")] = "",
+    since: Annotated[
+        str, typer.Option("--since", metavar="TIME", help="Only jobs submitted since: a duration such as 2d, or an ISO time.")
+    ] = "",
     limit: Annotated[int, typer.Option("--limit", metavar="N", min=1, help="Number of jobs, newest first.")] = 20,
     json: options.ListJson = None,
     server: options.Server = None,
@@ -48,11 +57,13 @@ def list_(
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
+    from etfarm.client.jobs import summary
     from etfarm.client.models import JobState
 
     listing = JsonListing(context.obj, json, "jobs")
     labels = options.labels_of(label or ())
     states = [text.upper() for text in state or ()]
+    start = options.instant_of("--since", since) if since else None
     for wanted in states:
         if wanted not in JobState.__members__:
             known = ", ".join(JobState.__members__)
@@ -60,30 +71,30 @@ def list_(
 
     async def fetch() -> list[JobInfo]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.jobs(limit, name=name, labels=labels, states=states, owner=owner)
+            return await farm.jobs(limit, name=name, labels=labels, states=states, owner=owner, model=model, since=start)
 
     jobs = listing.record(run_async(fetch))
     if listing.is_on_stdout:
         return
     if not jobs:
-        print("No job matches." if name or labels or states or owner else "There are no jobs.")
+        print("No job matches." if any((name, labels, states, owner, model, since)) else "There are no jobs.")
         return
     tagged = any(job.tags for job in jobs)
     several = len({job.project for job in jobs}) > 1
-    measured = any(_medians(job) for job in jobs)
+    measured = any(map(summary.describe_latencies, jobs))
     now = datetime.now(UTC)
     rows = [
         (
             job.id,
             *((", ".join(job.tags),) if tagged else ()),
             job.name,
-            _what(job),
+            summary.describe_contents(job),
             job.state.value,
-            *((_fastest_to_slowest(job),) if measured else ()),
+            *((summary.describe_latencies(job),) if measured else ()),
             *((job.project,) if several else ()),
             job.owner,
             units.ago(job.submitted_at, now),
-            _took(job),
+            summary.describe_duration(job),
         )
         for job in jobs
     ]
@@ -114,6 +125,7 @@ def show(
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
+    from etfarm.client.jobs import summary
 
     listing = JsonListing(context.obj, json, "job", is_list=False)
 
@@ -137,10 +149,10 @@ def show(
         ("owner", info.owner),
         ("state", info.state.value),
         ("submitted", units.ago(info.submitted_at, now)),
-        ("took", _took(info)),
+        ("took", summary.describe_duration(info)),
     ]
     output.show(output.facts((name, value) for name, value in pairs if value))
-    measured = bool(_medians(info))
+    measured = bool(summary.describe_latencies(info))
     rows = [
         (
             str(cell.index),
@@ -158,14 +170,34 @@ def show(
 
 def watch(
     context: typer.Context,
-    job: options.JobId,
+    jobs: Annotated[
+        list[str] | None, typer.Argument(metavar="JOB", help="Ids, their first characters, tags, names, or latest.")
+    ] = None,
+    all_: Annotated[bool, typer.Option("--all", help="All live jobs of your projects, and those to come, until Ctrl-C.")] = False,
+    owner: Annotated[str, typer.Option("--owner", metavar="NAME", help="With --all: only jobs of this principal.")] = "",
     json: options.JsonFile = None,
     verbose: options.Verbose = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> int:
-    """Wait for a job and show its reports. Ctrl-C leaves the job alone: `etfarm jobs cancel` ends it."""
+    """Wait for a job and show its reports; for several or --all jobs, show their states. Ctrl-C leaves the jobs alone."""
+    if all_ == bool(jobs):
+        raise Usage("Give either jobs or --all.", "For example `etfarm jobs watch latest`.")
+    if owner and not all_:
+        raise Usage("--owner requires --all.", "Leave it out.")
+    if jobs is not None and len(jobs) == 1:
+        return _watch_one(context, jobs[0], json, verbose, server, tls_ca)
+    if json is not None or verbose:
+        raise Usage("--json and --verbose require exactly one job.", "Leave them out; `etfarm report export` writes reports.")
+    if jobs:
+        return run_async(lambda: watching.watch_jobs(jobs, server, tls_ca, build_table=_live_table, describe=_progress))
+    run_async(lambda: watching.watch_all_jobs(owner, server, tls_ca, build_table=_live_table, describe=_progress))
+    return 0
+
+
+def _watch_one(context: typer.Context, job: str, json: str | None, verbose: bool, server: str | None, tls_ca: str | None) -> int:
+    """Wait for a job and show its reports."""
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal.display import open_display
     from etfarm.client.cli.views.results import print_result
@@ -233,7 +265,28 @@ def retry(
     if detach:
         tell(again)
         return 0
-    return watch(context, again, json, verbose, server, tls_ca, project)
+    return _watch_one(context, again, json, verbose, server, tls_ca)
+
+
+def delete(
+    job: Annotated[list[str], typer.Argument(metavar="JOB", help="Ids, tags, or unique beginnings of ids or names.")],
+    force: Annotated[bool, typer.Option("--force", help="Delete jobs that have tags, too, and the tags.")] = False,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    project: options.Project = None,
+) -> None:
+    """Delete finished jobs with their logs and reports, which leave the history as well.
+
+    `etfarm artifacts collect`, or the server's retention, then deletes the files that only they needed.
+    """
+    from etfarm.client.aio import AsyncFarm
+
+    async def remove() -> None:
+        async with AsyncFarm(server, tls_ca=tls_ca) as farm:
+            for each in job:
+                tell(f"Deleted job {await farm.delete_job(each, force=force)}.")
+
+    run_async(remove)
 
 
 def logs(
@@ -258,30 +311,35 @@ def logs(
     run_async(tail)
 
 
-def _what(job: JobInfo) -> str:
-    """Return models and recipes of a job, each once: `resnet8, ds_cnn · xnnpack_fp32`."""
-    models = dict.fromkeys(cell.model for cell in job.cells)
-    recipes = dict.fromkeys(cell.recipe for cell in job.cells if cell.recipe)
-    return " · ".join(filter(None, (", ".join(models), ", ".join(recipes))))
-
-
-def _medians(job: JobInfo) -> list[float]:
-    """Return the measured medians of a job's cells, in nanoseconds."""
-    return [cell.p50_ns for cell in job.cells if cell.p50_ns is not None]
-
-
-def _fastest_to_slowest(job: JobInfo) -> str:
-    """Return the job's median, or the least and the largest one of its cells; empty without a measurement."""
+def _live_table(console: Console, jobs: Sequence[JobInfo]) -> Table:
+    """Return a row for each job."""
+    from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
+    from etfarm.client.jobs import summary
 
-    medians = _medians(job)
-    if not medians:
-        return ""
-    least, most = units.time(min(medians)), units.time(max(medians))
-    return least if least == most else f"{least} to {most}"
+    now = datetime.now(UTC)
+    rows = [
+        (
+            job.id, job.name, summary.describe_contents(job), job.state.value, summary.describe_progress(job),
+            summary.describe_latencies(job), job.owner,
+            summary.describe_duration(job) or units.clock(max(0.0, (now - job.submitted_at).total_seconds())),
+        )
+        for job in jobs
+    ]  # fmt: skip
+    heads = ("JOB", "NAME", "WHAT", "STATE", "CELLS DONE", "P50", "OWNER", "TIME")
+    return output.build_table(console, heads, rows, right=("CELLS DONE", "TIME"), shrink=("NAME", "WHAT"))
 
 
-def _took(job: JobInfo) -> str:
-    from etfarm.client.formats import units
+def _progress(job: JobInfo) -> str:
+    """Return a job's state as one line."""
+    from etfarm.client.jobs import summary
 
-    return units.clock((job.finished_at - job.submitted_at).total_seconds()) if job.finished_at else ""
+    name = f" {job.name}" if job.name else ""
+    failed = [cell for cell in job.cells if cell.error is not None]
+    why = f": {failed[0].label}: {failed[0].error}" if failed else ""
+    parts = (
+        f"{job.id}{name}: {job.state.value}",
+        f"{summary.describe_progress(job)} cells done",
+        summary.describe_latencies(job),
+    )
+    return ", ".join(filter(None, parts)) + why

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
@@ -12,12 +11,12 @@ from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.listing import JsonListing
-from etfarm.client.models import RecipeInfo
+from etfarm.client.fleet.recipe_devices import FarmRecipe, describe_missing_device, devices_for
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from etfarm.client.models import Device
+    from etfarm.client.models import Device, RecipeInfo
     from etfarm.wire.recipes import Component, Recipe
 
 
@@ -69,7 +68,7 @@ def list_(
             row.quantization if row.quantization not in ("", "none") else "-",
             Text("yes", style="green") if row.available else Text("no", style="yellow"),
             Text(_places(row.devices, SHOWN_DEVICES if is_cut else None), style="" if row.devices else "yellow"),
-            Text("; ".join(filter(None, (row.summary, row.missing, _missing_device(row))))),
+            Text("; ".join(filter(None, (row.summary, row.missing, describe_missing_device(row))))),
         )
         for row in shown
     ]
@@ -79,27 +78,6 @@ def list_(
         output.show(output.line(f"and {len(rows) - len(shown)} more: etfarm recipes list --all", style="dim"))
 
 
-@dataclass(frozen=True)
-class FarmRecipe(RecipeInfo):
-    """A recipe, and where its programs can run."""
-
-    devices: tuple[str, ...] | None
-    """Names of the connected devices whose runner has the recipe's backend; None for a plug-in's, whose backend is unknown."""
-
-
-def devices_for(recipe: RecipeInfo, devices: Sequence[Device]) -> tuple[str, ...] | None:
-    """Return the names of the connected devices that have the backend of a recipe; None if the backend is unknown."""
-    from etfarm.client.models import DeviceState
-    from etfarm.wire.recipes import runtime_backend
-
-    backend = runtime_backend(recipe.name)
-    if backend is None:
-        return None
-    away = (DeviceState.OFFLINE, DeviceState.UNUSABLE, DeviceState.DRAINING)
-    here = [device for device in devices if device.state not in away and device.runner]
-    return tuple(device.name for device in here if not backend or backend in device.backends)
-
-
 def _places(devices: Sequence[str] | None, most: int | None = None) -> str:
     """Return the names of devices, `most` of them and the number of the others."""
     if devices is None:
@@ -107,19 +85,6 @@ def _places(devices: Sequence[str] | None, most: int | None = None) -> str:
     if most is not None and len(devices) > most + 1:
         return f"{', '.join(devices[:most])} and {len(devices) - most} more"
     return ", ".join(devices) or "no device"
-
-
-def _missing_device(row: FarmRecipe) -> str:
-    """Return what a device would need, if none has it."""
-    from etfarm.wire.recipes import RECIPES, runtime_backend
-
-    if row.devices is None or row.devices:
-        return ""
-    backend = runtime_backend(row.name)
-    if not backend:
-        return "no connected device has a runner"
-    known = RECIPES.get(row.name)
-    return f"no connected device has {backend}{f': needs {known.runs_on}' if known and known.runs_on else ''}"
 
 
 def show(
@@ -179,7 +144,7 @@ def _part(name: str, here: RecipeInfo | None) -> list[tuple[str, str]]:
     if here is not None:
         pairs.append(("here", "available" if here.available else f"not available: {here.missing}"))
     if isinstance(here, FarmRecipe):
-        pairs.append(("devices", "; ".join(filter(None, (_places(here.devices), _missing_device(here))))))
+        pairs.append(("devices", "; ".join(filter(None, (_places(here.devices), describe_missing_device(here))))))
     if known is not None:
         pairs += [("runs on", known.runs_on), ("keeps fp32", known.keeps_fp32)]
     return pairs + [("argument", text) for text in (here.arguments if here is not None else ())]

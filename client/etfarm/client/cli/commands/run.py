@@ -72,6 +72,10 @@ def run(
     ] = None,
     name: options.Name = "",
     timeout: options.Timeout = None,
+    reservation: options.Reservation = None,
+    notify: options.Notify = None,
+    deadline: options.Deadline = None,
+    max_wait: options.MaxWait = None,
     json: options.JsonFile = None,
     verbose: options.Verbose = False,
     server: options.Server = None,
@@ -90,6 +94,7 @@ def run(
     from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
     from etfarm.wire import selectors
 
+    due, longest_wait_s = options.deadline_of(deadline), None if max_wait is None else options.seconds_of("--max-wait", max_wait)
     read = read_recipe(DEFAULT_RECIPE if recipe is None else recipe)
     selectors.parse(device)
     spec = resolve(model)
@@ -105,6 +110,10 @@ def run(
         assert inputs is not None
         if name:
             raise Usage("--name applies to a job, and a data set is not a job.", "Leave it out.")
+        if notify:
+            raise Usage("--notify applies to a job, and a data set is not a job.", "Leave it out.")
+        if deadline is not None or max_wait is not None:
+            raise Usage("--deadline and --max-wait apply to a job, and a data set is not a job.", "Leave them out.")
         if devices is not None and all_devices:
             raise Usage("--devices and --all-devices cannot be combined.", "Give one of them.")
         from etfarm.client.cli.workflows import dataset
@@ -112,7 +121,7 @@ def run(
 
         chosen: Options = {
             "method": method, "threads": threads, "timeout_s": timeout, "data": data or (), "mixed": mixed,
-            "keep_going": keep_going, "reset": reset, "recipe": read,
+            "keep_going": keep_going, "reset": reset, "recipe": read, "reservation": reservation,
         }  # fmt: skip
         score = dataset.metric_of(metric) if metric is not None else None
         wanted = dataset.Wanted(
@@ -144,6 +153,10 @@ def run(
         threads=threads,
         name=name,
         timeout_s=timeout,
+        reservation=reservation,
+        notify=notify or (),
+        deadline=due,
+        max_wait_s=longest_wait_s,
     )
 
     async def submit(farm: AsyncFarm, display: Display) -> AsyncJob:

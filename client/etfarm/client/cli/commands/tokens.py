@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 from datetime import UTC, datetime
 from pathlib import Path
@@ -27,8 +26,6 @@ _ABOUT = (
     "token. Create the first admin's token on the server's machine, with `etfarm tokens init NAME`."
 )
 
-_LIFETIME = re.compile(r"([0-9]{1,6})([smhd])")
-_UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86_400.0}
 _ENROLMENT_LIFETIME = "1d"
 
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the result there as JSON; - is stdout.")]
@@ -68,7 +65,8 @@ def create(
     if agent and role not in ("", "agent"):
         raise Usage(f"--agent requires the role agent, got --role {role}.", "Leave one of the two out.")
     _check(json)
-    lifetime_s = lifetime_of(expires or (_ENROLMENT_LIFETIME if agent else ""))
+    lifetime = expires or (_ENROLMENT_LIFETIME if agent else "")
+    lifetime_s = options.seconds_of("--expires", lifetime) if lifetime else None
 
     async def send() -> tuple[Token, str]:
         async with open_access(server, tls_ca=tls_ca) as access:
@@ -149,20 +147,6 @@ def rotate(
             return await access.rotate_token(token)
 
     _show_secret(*run_async(send), json)
-
-
-def lifetime_of(text: str) -> float | None:
-    """Return the seconds of `30d`, `12h`, `90m` or `10s`; None for an empty text.
-
-    Raises:
-        Usage: the text has another form.
-    """
-    if not text:
-        return None
-    parts = _LIFETIME.fullmatch(text)
-    if parts is None or int(parts[1]) == 0:
-        raise Usage(f"--expires must be a number with s, m, h or d, got {text!r}.", "Give for example 30d.", value=text)
-    return int(parts[1]) * _UNITS[parts[2]]
 
 
 def _show_secret(token: Token, secret: str, json: str | None) -> None:

@@ -6,11 +6,15 @@ import asyncio
 import os
 import shlex
 import sys
-from typing import TYPE_CHECKING
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Annotated
+
+import typer
 
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.terminal.capabilities import tell
+from etfarm.client.cli.workflows import page
 from etfarm.client.errors import EtfarmError, Interrupted
 
 if TYPE_CHECKING:
@@ -25,8 +29,15 @@ def main(argv: list[str]) -> int:
     return execute(up, argv, "up")
 
 
-def up() -> int:
+def up(
+    web: Annotated[
+        str, typer.Option("--web", metavar="HOST:PORT", help="Where browsers find the farm's page; port 0: the system chooses.")
+    ] = page.LISTEN,
+    no_web: Annotated[bool, typer.Option("--no-web", help="Serve no page.")] = False,
+) -> int:
     """Keep the embedded farm of this user running until Ctrl-C; other commands use it meanwhile, and may --detach.
+
+    It prints a link that opens the farm's page in a browser, which needs etfarm[web].
 
     If another `etfarm up` keeps it already, this one says so and ends with exit code 1.
     """
@@ -45,7 +56,8 @@ def up() -> int:
             print("Ctrl-C ends it and its running jobs.", flush=True)
             reporting = asyncio.create_task(_report_bundle_error(lease.address), name="report of the runner bundle")
             try:
-                await lease.lost()
+                async with nullcontext() if no_web else page.running(lease.address, web):
+                    await lease.lost()
             finally:
                 reporting.cancel()
                 await asyncio.wait({reporting})

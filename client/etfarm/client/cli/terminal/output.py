@@ -103,6 +103,19 @@ def show_table(
         wrap: those of `shrink` that continue on further lines instead.
     """
     console = open_console(to_stderr=to_stderr)
+    say(console, build_table(console, heads, rows, right=right, shrink=shrink, wrap=wrap))
+
+
+def build_table(
+    console: Console,
+    heads: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    *,
+    right: Sequence[str] = (),
+    shrink: Sequence[str] = (),
+    wrap: Sequence[str] = (),
+) -> Table:
+    """Return the table that `show_table` prints on a console."""
     rows = [[_in_a_line(cell) for cell in row] for row in rows]
     room = UNBOUNDED if _is_pipe(console.file) else console.width
     widths = {head: max([cell_len(head), *(cell_len(str(row[place])) for row in rows)]) for place, head in enumerate(heads)}
@@ -120,7 +133,7 @@ def show_table(
         table.add_column(head, justify=justify, no_wrap=head not in wrap, overflow=overflow, width=widths[head])
     for row in rows:
         table.add_row(*row)
-    say(console, table)
+    return table
 
 
 def _in_a_line(cell: str | Text) -> str | Text:

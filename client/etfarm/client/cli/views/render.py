@@ -30,6 +30,9 @@ LEAST_CODE = 12
 LEAST_MODULE = 10
 """Minimum number of characters of a shortened module's path; fewer are not useful."""
 
+_USEFUL_MODULE, _LEAST_PLACE = 20, 24
+"""Number of characters for which places make room beside them, down to their minimum: rows of a line differ by modules."""
+
 _NO_SOURCES = "no modules and source lines: a .pte has no ETRecord; bench the model or its .pt2 to see them"
 """Caption of the operators of a ready program."""
 
@@ -87,6 +90,8 @@ def report(
     undelegated: dict[str, list[int]] = {}
     if against is not None:
         parts.append(_indented(against))
+    if unquantized := sentences.unquantized(document):
+        parts.append(_indented(Text(f"NOT QUANTIZED  {unquantized}", style="bold yellow")))
     if document["error"]:
         parts.append(_indented(error_text(document["error"])))
     if reasons := list(measured.verdict(document)):
@@ -181,11 +186,14 @@ def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> Renderable
     codes = [((row["source"] or {}).get("code") or "").strip() for row in chosen]
     numbers = ["" if row["kind"] in ("REST", _UNRESOLVED) else str(row["index"]) for row in chosen]
 
-    # Names get the remaining room first, then places, then modules, then code, which is dropped first.
+    # Names get the remaining room first, then places, which make room for modules, then code, which is dropped first.
     room = width - sum(2 + max(map(len, column)) for column in (numbers, shares, times, backends))
     place_width = min(max(map(len, places)), max(room * 9 // 20, 12))
     name_width = min(max(map(len, names)), room - place_width - 4)
     left = room - place_width - name_width - 6
+    lacking = max(0, min(_USEFUL_MODULE, max(map(len, modules))) - left)
+    spare = min(lacking, max(0, place_width - _LEAST_PLACE))
+    place_width, left = place_width - spare, left + spare
     module_width = min(max(map(len, modules)), left)
     module_width = module_width if module_width >= LEAST_MODULE or module_width == max(map(len, modules)) else 0
     code_width = left - (module_width + 2 if module_width else 0)
@@ -315,7 +323,11 @@ def _place(row: Json) -> str:
 
 
 def _prefill(report: Json, width: int, top: int) -> Iterator[RenderableType]:
-    """Yield the operators of prefill with a title, if it was traced."""
+    """Yield the operators of encoders and of prefill, each with a title, if they were traced."""
+    for encoder in report["encoders"]:
+        if encoder["operators"]:
+            yield generated.title(encoder["method"], None, encoder["profile"])
+            yield operators(_resolved(encoder["operators"]), width=width, top=top)
     if report["prefill_operators"]:
         yield generated.title("prefill", report["prefill_execution"], report["prefill_profile"])
         yield operators(_resolved(report["prefill_operators"]), width=width, top=top)

@@ -1,4 +1,4 @@
-"""What `etfarm bench` requires of each report: a valid verdict, a median below a limit, outputs above an SQNR."""
+"""What `etfarm bench` requires of each report: a valid verdict, a median below a limit, outputs above an SQNR or an agreement."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
+from etfarm.client.cli.outcome import Outcome
+from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.views import render
-from etfarm.client.formats import units
+from etfarm.client.formats import sentences, units
+from etfarm.client.models import JobResult
 
 Json = Mapping[str, Any]
 
@@ -47,11 +50,35 @@ class Requirements:
     valid: bool = False
     min_sqnr_db: float | None = None
     max_p50_ns: float | None = None
+    min_top1: float | None = None
+    """Minimum top-1 agreement, 0 to 1."""
+    strict_quantization: bool = False
+    """Whether a recipe that quantizes must quantize each method."""
     retries: int = 0
     """Number of tries of `--retry-invalid`."""
 
     def __bool__(self) -> bool:
-        return self.valid or self.min_sqnr_db is not None or self.max_p50_ns is not None
+        return (
+            self.valid
+            or self.strict_quantization
+            or any(limit is not None for limit in (self.min_sqnr_db, self.max_p50_ns, self.min_top1))
+        )
+
+    def options(self) -> list[str]:
+        """Return the options that are set."""
+        named = {"--require-valid": self.valid}
+        if self.max_p50_ns is not None:
+            named[f"--max-p50 {units.time(self.max_p50_ns)}"] = True
+        if self.min_sqnr_db is not None:
+            named[f"--min-sqnr {self.min_sqnr_db:g} dB"] = True
+        if self.min_top1 is not None:
+            named[f"--min-top1 {self.min_top1:.4g}"] = True
+        named["--strict-quantization"] = self.strict_quantization
+        return [option for option, is_set in named.items() if is_set]
+
+    def failures(self, reports: Sequence[Json]) -> list[str]:
+        """Return the messages of requirements that are certainly not met."""
+        return [each.message for each in self.shortfalls(reports) if each.exit_code == WORSE]
 
     def shortfalls(self, reports: Sequence[Json]) -> list[Shortfall]:
         """Return what keeps reports from meeting the requirements, in their order. Failed cells are left out."""
@@ -60,7 +87,8 @@ class Requirements:
     def json(self, shortfalls: Sequence[Shortfall]) -> dict[str, Any]:
         """Return the requirements and their outcome as the key `requirements` of a document."""
         return {
-            "valid": self.valid, "min_sqnr_db": self.min_sqnr_db, "max_p50_ns": self.max_p50_ns,
+            "valid": self.valid, "min_sqnr_db": self.min_sqnr_db, "max_p50_ns": self.max_p50_ns, "min_top1": self.min_top1,
+            "strict_quantization": self.strict_quantization,
             "passed": not shortfalls, "reasons": [shortfall.json() for shortfall in shortfalls],
         }  # fmt: skip
 
@@ -86,6 +114,13 @@ class Requirements:
             yield from self._latency(report, self.max_p50_ns)
         if self.min_sqnr_db is not None:
             yield from self._accuracy(report, self.min_sqnr_db)
+        if self.strict_quantization:
+            for warning in (report["compile"] or {}).get("warnings") or ():
+                if warning["code"] == sentences.QUANTIZED_NOTHING:
+                    message = f"{render.label(report)}: {warning['message']}"
+                    yield Shortfall(report["id"], "--strict-quantization", WORSE, message)
+        if self.min_top1 is not None:
+            yield from _agreement(report, self.min_top1)
 
     def _latency(self, report: Json, limit_ns: float) -> Iterator[Shortfall]:
         """Compare the limit with the interval that covers the variation between runs, as far as it is known."""
@@ -137,6 +172,33 @@ class Requirements:
                 yield Shortfall(
                     report["id"], "--min-sqnr", WORSE, f"{name} has {output['sqnr_db']:.1f} dB {against}, below {limit}."
                 )
+
+
+def _agreement(report: Json, limit: float) -> Iterator[Shortfall]:
+    """Compare the limit with the top-1 agreement of each output, or of a language model's logits."""
+    option = f"--min-top1 {units.percent(limit)}"
+    logits = ((report["generation"] or {}).get("accuracy") or {}).get("references") or ()
+    rows = [(f"after {each['tokens']:,} tokens", each) for each in logits]
+    rows += [(f"of output {each['output']!r}", each) for each in report["accuracy"] or () if each["top1_agreement"] is not None]
+    known = [(what, each) for what, each in rows if each["top1_agreement"] is not None]
+    if not known:
+        message = f"{render.label(report)}: no top-1 agreement was measured, so {option} cannot be decided."
+        yield Shortfall(report["id"], "--min-top1", INCONCLUSIVE, message)
+    for what, each in known:
+        if each["top1_agreement"] < limit:
+            agrees = f"the largest value is that of the {each['reference']} in {units.percent(each['top1_agreement'])}"
+            yield Shortfall(report["id"], "--min-top1", WORSE, f"{render.label(report)}: {what}, {agrees}, below {option}.")
+
+
+def report_shortfalls(required: Requirements, result: JobResult, outcome: Outcome) -> int:
+    """Print what keeps a result from meeting requirements, add it to the document, and return the exit code."""
+    shortfalls = required.shortfalls(result.json()["reports"])
+    for shortfall in shortfalls:
+        tell(f"etfarm: {shortfall.message}", to_stderr=True)
+    document = outcome.document
+    assert document is not None  # the job has ended
+    outcome.document = lambda error: {**document(error), "requirements": required.json(shortfalls)}
+    return exit_code(shortfalls)
 
 
 def exit_code(shortfalls: Sequence[Shortfall]) -> int:

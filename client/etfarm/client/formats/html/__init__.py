@@ -13,7 +13,7 @@ import itertools
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from etfarm.client.formats import answers, compared, gaps, label, sentences, units
 from etfarm.client.formats.html import cells, charts, delegates, facts, generated
@@ -21,6 +21,11 @@ from etfarm.wire import views
 from etfarm.wire.escapes import printable
 
 Json = Mapping[str, Any]
+
+SCRIPTS: Final = ("charts.js", "flame.js", "tables.js", "cells.js", "page.js")
+"""Scripts in templates/, in the order in which they need each other; charts need uPlot as well."""
+STYLES: Final = ("templates/theme.css", "templates/report.css")
+"""Styles of the reports; templates/page.css is the frame of the file around them."""
 
 _HERE = Path(__file__).parent
 _LEFT_OUT = {"times_ns", "debug_handles", "instruction_id", "aligned", "start_ns", "duration_ns", "reconstructed", "input_rows"}
@@ -43,37 +48,46 @@ def write(document: Json, comparison: Json | None = None) -> bytes:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(units=units)
+    environment.globals.update(units=units, style_attribute="style")
     # Sentences contain commands in backticks.
     environment.filters["coded"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
     # Paths and module names may break after a slash or a dot, but not within a word.
     environment.filters["breakable"] = lambda text: Markup("<wbr>").join(re.split(r"(?<=[^\s/.][/.])(?=[^\s/.\d])", str(text)))
-    own = "\n".join(
-        (_HERE / "templates" / name).read_text() for name in ("charts.js", "flame.js", "tables.js", "cells.js", "page.js")
-    )
+    own = "\n".join((_HERE / "templates" / name).read_text() for name in SCRIPTS)
     script = f'{_uplot()}\n(() => {{\n"use strict";\n{own}}})();\n'
-    style = (_HERE / "vendor" / "uPlot.min.css").read_text() + (_HERE / "templates" / "page.css").read_text()
+    style = "".join((_HERE / name).read_text() for name in ("vendor/uPlot.min.css", *STYLES, "templates/page.css"))
     hashed = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    text = environment.get_template("page.html").render(
+        **page_values(document, comparison), style=Markup(style), script=Markup(script), script_hash=hashed
+    )
+    return printable(text).encode()
+
+
+def page_values(document: Json, comparison: Json | None = None) -> dict[str, Any]:
+    """Return the values of the template reports.html, which this file and the farm's web page share.
+
+    Its environment has the filters `coded` and `breakable`, and the globals `units` and `style_attribute`: the name of the
+    attribute that positions bars, which is not `style` where a policy forbids it.
+
+    Args:
+        comparison: as in `write`.
+    """
     reports = document["reports"]
     pairs = _pairs(comparison, reports)
-    text = environment.get_template("page.html").render(
-        document=document,
-        job=document["job"] or {},
-        title=_title(document),
-        reports=[
+    return {
+        "document": document,
+        "job": document["job"] or {},
+        "title": _title(document),
+        "reports": [
             _shown(report, reports, pairs.get(report["id"]), bar)
             for report, bar in zip(reports, cells.bars(reports), strict=True)
         ],
-        comparison=comparison,
-        pairs=list(pairs.values()),
-        side_by_side=sum(bool(report["operators"]) for report in reports) > 1,
-        compared=any(report["interleaved"] for report in reports),
-        data=[{"label": name, **_data(report)} for name, report in zip(cells.short_labels(reports), reports, strict=True)],
-        style=Markup(style),
-        script=Markup(script),
-        script_hash=hashed,
-    )
-    return printable(text).encode()
+        "comparison": comparison,
+        "pairs": list(pairs.values()),
+        "side_by_side": sum(bool(report["operators"]) for report in reports) > 1,
+        "compared": any(report["interleaved"] for report in reports),
+        "data": [{"label": name, **_data(report)} for name, report in zip(cells.short_labels(reports), reports, strict=True)],
+    }
 
 
 def _uplot() -> str:
@@ -124,6 +138,7 @@ def _shown(report: Json, reports: list[Json], against: Json | None, bar: cells.B
             )
         ],
         "warnings": facts.warnings(report),
+        "unquantized": sentences.unquantized(report),
         "timeline": facts.timeline(report),
         "waited": facts.waited(report),
         "steps": delegates.steps(report),

@@ -33,17 +33,19 @@ def shown(generated: Json) -> dict[str, Any]:
         "part_columns": generation.PART_COLUMNS,
         "parts": generation.parts(generated),
         "plot": plot(generated["points"], _encoded(generated)),
-        "prefill": [
-            (
-                units.percent(row["share"]),
-                answers.time_of(row),
-                row["name"],
-                answers.backend(row),
-                answers.place(row),
-            )
-            for row in answers.slowest_rows({"operators": generated["prefill_operators"]}, _OPERATORS)
+        "traced": [
+            *((each["method"], _slowest(each["operators"])) for each in generated["encoders"] if each["operators"]),
+            *([("prefill", _slowest(generated["prefill_operators"]))] if generated["prefill_operators"] else []),
         ],
     }
+
+
+def _slowest(operators: Sequence[Json]) -> list[tuple[str, str, str, str, str]]:
+    """Return the slowest operators of a method: share, time, name, backend and place."""
+    return [
+        (units.percent(row["share"]), answers.time_of(row), row["name"], answers.backend(row), answers.place(row))
+        for row in answers.slowest_rows({"operators": operators}, _OPERATORS)
+    ]
 
 
 def _encoded(generated: Json) -> int:

@@ -157,6 +157,10 @@ class Phone:
         """Yield no settings: Android lets only root set a clock."""
         return _no_settings()
 
+    def divided(self, runs: int) -> Phone:
+        """Return the phone itself, which runs one program at a time."""
+        return self
+
     def usable_cpus(self) -> Collection[int]:
         """Return the usable cpus; see `Target.usable_cpus`."""
         return [cpu for cluster in self.device.clusters for cpu in cluster.cpus]

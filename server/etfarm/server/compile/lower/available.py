@@ -70,7 +70,8 @@ def _missing(specification: Specification) -> str:
     for start, tools in _TOOLS.items():
         absent = [tool for tool in tools if specification.name.startswith(start) and not _installed(tool)]
         if absent:
-            return f"needs {specification.needs}: {', '.join(absent)} is not installed"
+            verb = "is" if len(absent) == 1 else "are"
+            return f"needs {specification.needs}: {' and '.join(absent)} {verb} not installed"
     for start, what in _NOT_HERE.items():
         if specification.name.startswith(start):
             return f"needs {what}"

@@ -5,7 +5,8 @@ name is, and drops the edge programs of EDGE_PROGRAM_MANAGER_TRANSFORM. It write
 
 Here, one program of each method has its weights: the one that Inspector runs to compare the device's values with. That is the
 exported program if the record has it as `exported_program`, and the edge program otherwise. The weights of the other programs are
-fake tensors, which have a shape and a dtype but no values; ExecuTorch stores and reads them like others.
+fake tensors, which have a shape and a dtype but no values; ExecuTorch stores and reads them like others. Graphs, JSON with the
+stack trace of each node, are compressed.
 Source: executorch.devtools.etrecord._etrecord, whose reader accepts everything that is added here.
 """
 
@@ -15,7 +16,7 @@ import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
-from zipfile import ZipFile
+from zipfile import ZIP_DEFLATED, ZipFile
 
 import torch
 from executorch.devtools.etrecord import ETRecord
@@ -27,6 +28,10 @@ EXPORTED: Final = "exported"
 
 AFTER_TRANSFORM: Final = "edge_after_transform"
 """ExecuTorch's prefix of edge programs that passes have changed: `edge_after_transform/METHOD`."""
+
+
+_FAST: Final = 1
+"""Level of compression; higher ones take several times as long for a little less."""
 
 
 def save(record: Any, programs: Mapping[str, Any], transformed: Mapping[str, Any], path: Path) -> None:
@@ -71,7 +76,7 @@ def _write(archive: ZipFile, name: str, program: Any) -> None:
     weights = {key: value for key, value in program.state_dict.items() if not isinstance(value, FakeTensor)}
     is_fake = len(weights) < len(program.state_dict)
     artifact = serialize(program if is_fake else _with_state(program, {}, program.constants))
-    archive.writestr(name, artifact.exported_program)
+    archive.writestr(name, artifact.exported_program, ZIP_DEFLATED, _FAST)
     if is_fake:
         archive.writestr(f"{name}_state_dict", artifact.state_dict)
     else:

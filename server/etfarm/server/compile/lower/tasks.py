@@ -39,12 +39,12 @@ _log = logging.getLogger(__name__)
 def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes], None]) -> bytes:
     """Task: run QUANTIZE and the TORCH_EXPORT after it for all methods. Emit StageEvents as JSON, return a CompileResult.
 
-    A method without quantizers, or without anything that they quantize, stays unchanged. So does a method that the quantizers
-    fail on if others are quantized, unless the recipe names quantizers for it.
+    A method without quantizers stays unchanged. So does one without anything that they quantize, with a warning, and a method
+    that the quantizers fail on if others are quantized, unless the recipe names quantizers for it.
 
     Raises:
         UserError: the model, its calibration inputs or the recipe are at fault; see `compile.errors`.
-        QuantizedNothing: nothing was quantized in any method.
+        QuantizedNothing: the recipe has no quantizers for any of the methods.
         RecipeUnavailable: this host cannot compile the recipe.
     """
     torch.set_num_threads(request.threads)
@@ -78,10 +78,16 @@ def quantize_model(request: QuantizeRequest, folder: Path, emit: Callable[[bytes
                     f"{method} was calibrated with one input; int8 needs eight or more to be accurate. "
                     "Give more calibration inputs.",
                 )  # fmt: skip
-        if not modules:
-            raise failures[0] if failures else QuantizedNothing(name, " or ".join(programs))
+        if not quantizing:
+            raise QuantizedNothing(name, " or ".join(programs))
+        failed = [failure for failure in failures if not isinstance(failure, QuantizedNothing)]
+        if failed and not modules:
+            raise failed[0]
         for failure in failures:
-            _warn(result["warnings"], failure.reason, f"{failure.message} The method stays as it is.")
+            stays = (
+                "The method stays as it is." if modules else "The program is the one without quantization, as from xnnpack_fp32."
+            )
+            _warn(result["warnings"], failure.reason, f"{failure.message} {stays}")
     with stages.stage("TORCH_EXPORT") as times:
         for method in sorted(programs):
             file = folder / f"{method}.pt2"
@@ -261,9 +267,11 @@ def _check_quantized(recipe: Recipe, built: Any, request: LowerRequest, programs
 
     Raises:
         RecipeNeedsEagerModule: the recipe replaces modules, but no method has quantized operators.
-        QuantizedNothing: the recipe quantizes, but no method has quantized operators.
+        QuantizedNothing: the recipe quantizes and the client has done that, but no method has quantized operators.
     """
     quantized = {method for method, program in programs.items() if quantize.is_quantized(program)}
+    if request.quantized_here:
+        return quantized  # the child that found nothing to quantize has said so
     if quantized or (request.stop_after == "SOURCE_TRANSFORM" and "QUANTIZE" in recipe.stages):
         return quantized
     if recipe.quantization is Quantization.TORCHAO_SOURCE:

@@ -137,7 +137,8 @@ class SmokeRunner:
             traceback.print_exc()
         text = _read_log(log)
         if not line:
-            return Outcome(False, run.method, "the process that tries programs has ended", text or _read_log(self._log))
+            text = text or _read_log(self._log)
+            return Outcome(False, run.method, "the process that tries programs has ended", text, out_of_memory=True)
         answer = json.loads(line)
         out_of_memory = is_out_of_memory(RuntimeError(f"{answer.get('error', '')}\n{text}"))
         if answer["ran"]:
@@ -145,6 +146,8 @@ class SmokeRunner:
         if answer.get("timed_out"):
             return Outcome(False, run.method, f"it did not end within {timeout_s:g} s", text, timed_out=True)
         if "signal" in answer:
+            # Programs do not kill themselves with SIGKILL: it comes from the kernel of a host that has no memory left.
+            out_of_memory |= answer["signal"] == signal.SIGKILL
             return Outcome(
                 False, run.method, f"it crashed with {signal_name(answer['signal'])}", text, out_of_memory=out_of_memory
             )

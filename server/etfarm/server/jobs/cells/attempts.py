@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 from datetime import UTC, datetime
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 
@@ -30,6 +30,13 @@ MAX_ATTEMPTS: Final = 3
 """Maximum number of attempts of a cell: the first, and two more after device faults."""
 
 
+class OnDeviceFault(Protocol):
+    """A function that records the fault with which an attempt ended, while the attempt still occupies its device."""
+
+    async def __call__(self, device_id: str, error: EtfarmError, *, attempt_id: str, project: str) -> None:
+        """Record the fault."""
+
+
 class Attempts:
     """The sequence of steps of an attempt: place, send, receive, conclude."""
 
@@ -45,7 +52,9 @@ class Attempts:
         timer: PhaseTimer,
         *,
         now: Callable[[], datetime],
+        on_device_fault: OnDeviceFault,
     ) -> None:
+        self._on_device_fault = on_device_fault
         self._transitions = transitions
         self._requirements = requirements
         self._dispatch = dispatch
@@ -107,6 +116,10 @@ class Attempts:
             if run.cell.id in errors:
                 attempt.error.CopyFrom(to_proto(errors[run.cell.id]))
         faults = [error for error in errors.values() if error.fault is Fault.DEVICE]
+        if faults:
+            # Cells that share an attempt share its device's fault.
+            job, attempt = cell_runs[0].job, cell_runs[0].cell.attempts[-1]
+            await self._on_device_fault(attempt.device_id, faults[0], attempt_id=attempt.id, project=job.project)
         is_retried = bool(faults) and max(len(run.cell.attempts) for run in cell_runs) < MAX_ATTEMPTS
         failed = {cell_id: error for cell_id, error in errors.items() if not (is_retried and error.fault is Fault.DEVICE)}
         continuing = _without(cell_runs, failed)
@@ -129,6 +142,8 @@ class Attempts:
             run.cell.ClearField("outputs")
         device, attempt = await self._dispatch.place(cell_runs, self._progress.announce, self._joblog.add)
         attempt.start_time.FromDatetime(self._now())
+        structlog.contextvars.bind_contextvars(attempt=attempt.id, device=device.id)
+        log.info("an attempt begins", cells=len(cell_runs), device_name=device.name)
         for run in cell_runs:
             run.device = device
             run.cell.attempts.append(attempt)

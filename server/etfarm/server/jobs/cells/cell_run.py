@@ -76,12 +76,12 @@ class CellRun:
         """What the agent measures of a compiled language model; None if the job does not request generation.
 
         Raises:
-            NotALanguageModel, ContextTooShort: as `generation.plan`, before the cell waits for a device.
+            BadJob, NotALanguageModel, ContextTooShort: as `generation.plan`, before the cell waits for a device.
         """
         measurement = self.job.spec.measurement
         if self.compilation is None or not measurement.HasField("generation"):
             return None
-        return generation.plan(measurement, self.compilation.facts, self.cell.candidate_name)
+        return generation.plan(measurement, self.compilation.facts, self.cell.candidate_name, self.job.spec.inputs)
 
     @property
     def inputs(self) -> common_pb2.Artifact | None:

@@ -4,23 +4,36 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from datetime import UTC
 
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.errors import DeviceOffline
 from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.reservations import Reservations
 from etfarm.server.devices.runners import Runner, demand_runner
 from etfarm.server.devices.runs import Progressed, Runs
 from etfarm.server.devices.schedule import Waiting
-from etfarm.server.jobs.cells.placement import Placement
+from etfarm.server.devices.scheduling.forecast import NO_WORKLOAD, Workload
+from etfarm.server.jobs.cells.placement import ANYTHING, Placement, Subject
 from etfarm.v1 import agent_pb2
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.v1.device_pb2 import Device
+from etfarm.v1.job_pb2 import Attempt
 
 
 class DeviceAttempts:
     """The attempts that occupy devices, from the queue to the device that is free again."""
 
-    def __init__(self, registry: Registry, runs: Runs, placement: Placement, bundles: Bundles, new_id: Callable[[], str]) -> None:
+    def __init__(
+        self,
+        registry: Registry,
+        runs: Runs,
+        placement: Placement,
+        bundles: Bundles,
+        new_id: Callable[[], str],
+        reservations: Reservations | None = None,
+    ) -> None:
+        self._reservations = reservations
         self._registry = registry
         self._runs = runs
         self._placement = placement
@@ -40,19 +53,59 @@ class DeviceAttempts:
         """Return whether the device's agent runs on the server's own machine."""
         return self._registry.is_on_this_machine(device_id)
 
-    async def place(self, waiting: Waiting, on_progress: Progressed, on_wait: Callable[[str], None]) -> tuple[Device, str]:
+    async def place(
+        self, waiting: Waiting, on_progress: Progressed, on_wait: Callable[[str], None], subject: Subject = ANYTHING
+    ) -> tuple[Device, str]:
         """Wait for a device, occupy it with a new attempt, and return the device and the attempt's id.
 
         Args:
+            waiting: the cell, or session.
+            on_progress: called with the progress that the device reports.
             on_wait: called with the reason for waiting whenever that changes.
+            subject: what waits, for people.
+
+        Raises:
+            DeadlineMissed, WaitedTooLong: no device was free in time.
+            ReservationNotFound, ReservationEnded: the reservation that the waiting run names is not there any more.
         """
         attempt_id = self._new_id()
-        return await self._placement.device(waiting, attempt_id, on_progress, on_wait), attempt_id
+        placing = self._placement.device(waiting, attempt_id, on_progress, on_wait, subject)
+        if self._reservations is None or not waiting.reservation:
+            return await placing, attempt_id
+        try:
+            return await self._reservations.while_current(waiting.reservation, waiting.project, placing), attempt_id
+        except BaseException:
+            self._placement.free(attempt_id)  # a device may have been chosen just before
+            raise
 
-    def rejoin(self, attempt_id: str, device_id: str, on_progress: Progressed, *, project: str) -> None:
+    def occupy(self, device_id: str, on_progress: Progressed) -> str:
+        """Occupy a device with a new attempt of the farm's own, past the queue, and return the attempt's id.
+
+        Other attempts may still run there (`Runs.wait_alone`); no further one is placed.
+        """
+        attempt_id = self._new_id()
+        self._placement.occupy(attempt_id, device_id, on_progress)
+        return attempt_id
+
+    def is_wanted(self, device: Device) -> bool:
+        """Return whether a cell or session in the queue could run on the device."""
+        return self._placement.is_wanted(device)
+
+    def rejoin(
+        self,
+        attempt: Attempt,
+        on_progress: Progressed,
+        *,
+        project: str,
+        owner: str = "",
+        exclusive: bool = True,
+        work: Workload = NO_WORKLOAD,
+    ) -> None:
         """Occupy a device with an attempt that an earlier server sent, and wait for its agent."""
-        self._runs.begin(attempt_id, device_id, on_progress, sent=True, project=project)
+        device_id = attempt.device_id
+        self._runs.begin(attempt.id, device_id, on_progress, sent=True, project=project, exclusive=exclusive)
         self._runs.device_went(device_id)
+        self._placement.adopt(attempt.id, device_id, (project, owner), work, attempt.start_time.ToDatetime(UTC))
 
     async def runner_of(self, device: Device) -> Runner:
         """Return the runner that the device uses, waiting for a bundle that is being built.
@@ -80,6 +133,7 @@ class DeviceAttempts:
                 del candidate.bundle.operators[:]
         session = self._registry.session_of(start.device_id)
         self._runs.mark_sent(start.attempt_id)
+        self._placement.note_sent(start.device_id, [candidate.program.pte.digest for candidate in start.candidates])
         self.permit(start.attempt_id, needed)
         session.send(agent_pb2.ServerMessage(start_run=start))
 

@@ -9,8 +9,10 @@ from etfarm.server.devices.schedule import Waiting
 from etfarm.server.jobs import generation, model
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
+from etfarm.server.jobs.cells.limits import deadline_of
 from etfarm.server.jobs.cells.progress import OnLine, OnProgress
 from etfarm.server.jobs.cells.requirements import DeviceLacks, Requirements, require_support
+from etfarm.server.jobs.cells.subjects import subject_of, workload_of
 from etfarm.v1 import agent_pb2, job_pb2
 from etfarm.v1.common_pb2 import Actor, Artifact, LogSource
 from etfarm.v1.device_pb2 import Device
@@ -48,6 +50,7 @@ class Dispatch:
 
         Raises:
             DeviceLacks: no device that the selector matches can run them.
+            DeadlineMissed, WaitedTooLong: no device was free in time.
         """
         job, first = cell_runs[0].job, cell_runs[0].cell
         selector = selectors.parse(first.selector)
@@ -66,9 +69,14 @@ class Dispatch:
             project=job.project,
             threads=first.threads,
             cores=job.spec.measurement.cores,
+            owner=job.owner,
+            exclusive=job.spec.HasField("measurement"),
+            reservation=job.spec.reservation_id,
+            program=cell_runs[0].compilation.program.pte.digest if cell_runs[0].compilation is not None else "",
+            deadline_s=deadline_of(job.spec),
         )
         listener = self._listener(job, [run.cell.id for run in cell_runs], on_progress, on_line)
-        device, attempt_id = await self._attempts.place(waiting, listener, on_wait)
+        device, attempt_id = await self._attempts.place(waiting, listener, on_wait, subject_of(cell_runs))
         self._sharing[attempt_id] = {run.cell.id for run in cell_runs}
         return device, Attempt(id=attempt_id, device_id=device.id)
 
@@ -83,7 +91,14 @@ class Dispatch:
             sharing = [each.id for each in job.cells if each.state == model.RUNNING and each.attempts[-1].id == attempt.id]
             self._sharing[attempt.id] = set(sharing)
             listener = self._listener(job, sharing, on_progress, on_line)
-            self._attempts.rejoin(attempt.id, attempt.device_id, listener, project=job.project)
+            self._attempts.rejoin(
+                attempt,
+                listener,
+                project=job.project,
+                owner=job.owner,
+                exclusive=job.spec.HasField("measurement"),
+                work=workload_of(job.spec.measurement, [each for each in job.cells if each.id in sharing]),
+            )
 
     def is_on_this_machine(self, device: Device) -> bool:
         """Return whether the device's agent runs on the server's own machine."""
@@ -205,6 +220,8 @@ def _artifacts_of(cell_runs: Sequence[CellRun]) -> Iterable[Artifact]:
             yield from (program.pte, *program.data.values())
         if run.inputs is not None:
             yield run.inputs
+        if run.generation is not None:
+            yield from (encoder.inputs for encoder in run.generation.model.flow.encoders if encoder.HasField("inputs"))
 
 
 def _point_s(measurement: job_pb2.Measurement) -> float:

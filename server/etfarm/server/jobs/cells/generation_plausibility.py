@@ -66,9 +66,10 @@ def artifacts_of(result: agent_pb2.CandidateResult) -> Iterator[common_pb2.Artif
             (generated.prefill, ("etdump",)),
             (generated.decode, ("etdump",)),
             (generated.score, ("values",)),
+            *((encoder.trace, ("etdump",)) for encoder in generated.encoders),
         ):
             for name in names:
-                if holder.HasField(name):  # type: ignore[arg-type]
+                if holder.HasField(name):
                     yield getattr(holder, name)
 
 
@@ -92,6 +93,7 @@ def _check_process(
         raise BadGenerationResult("it has no repetition, and no error of its own")
     telemetries = [generated.telemetry, generated.prefill.telemetry, generated.decode.telemetry]
     telemetries += (point.telemetry for point in generated.points)
+    telemetries += (encoder.trace.telemetry for encoder in generated.encoders)
     if any(len(telemetry.series) > _MAX_POINTS_OF_SERIES for telemetry in telemetries):
         raise BadGenerationResult("it has too many points of telemetry")
     _check_traces(generated, plan)
@@ -119,10 +121,17 @@ def _check_traces(generated: agent_pb2.GenerationResult, plan: generation_pb2.Ge
     point = plan.points[plan.traced_point]
     chunk = min(point.prompt_tokens, plan.model.max_prompt_tokens)
     begin = point.depth + flows.encoded_positions(plan.model)
-    for name, is_traced, trace, requested in (
+    traces = [
         ("prefill", generated.HasField("prefill"), generated.prefill, (chunk, begin)),
         ("decode", generated.HasField("decode"), generated.decode, (1, begin + point.prompt_tokens)),
-    ):
+    ]
+    if generated.encoders and [each.method for each in generated.encoders] != [each.method for each in plan.model.flow.encoders]:
+        raise BadGenerationResult("its traced encoders are not those of the program")
+    position = point.depth
+    for encoder, traced in zip(plan.model.flow.encoders, generated.encoders, strict=False):
+        traces.append((encoder.method, True, traced.trace, (encoder.positions, position)))
+        position += encoder.positions
+    for name, is_traced, trace, requested in traces:
         if len(trace.traced_ns) > MAX_TRACED or any(value < 0 for value in trace.traced_ns):
             raise BadGenerationResult(f"it has more than {MAX_TRACED:,} traced iterations, or negative times of them")
         if is_traced and (trace.tokens, trace.position) != requested:

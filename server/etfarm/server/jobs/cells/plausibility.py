@@ -186,7 +186,9 @@ def _durations_ns(result: agent_pb2.CandidateResult) -> Iterator[tuple[str, floa
         yield "the timed pass", run.duration_ns
         yield "the warm-up", run.warmup_ns
     yield "the traced pass", sum(result.traced_ns)
-    yield "the traced pass", sum(sum(each.prefill.traced_ns) + sum(each.decode.traced_ns) for each in result.generations)
+    for each in result.generations:
+        traces = [each.prefill, each.decode, *(encoder.trace for encoder in each.encoders)]
+        yield "the traced pass", sum(sum(trace.traced_ns) for trace in traces)
     for load in (result.load, *_further_loads(result)):
         for field, value in load.ListFields():
             yield field.name, value

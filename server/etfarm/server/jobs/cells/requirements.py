@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 from etfarm.server.artifacts.store import Store
@@ -10,13 +10,12 @@ from etfarm.server.compile.answers import facts_of
 from etfarm.server.compile.inputs import check_inputs
 from etfarm.server.compile.result import MethodFacts
 from etfarm.server.devices.bundles import Bundles
-from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runners import Runner, known_runner
-from etfarm.server.devices.schedule import open_to, own_scope, scopes_of
+from etfarm.server.devices.schedule import own_scope, scopes_of
 from etfarm.server.jobs import generation
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.workers.reader_threads import Readers
-from etfarm.v1 import compile_pb2
+from etfarm.v1 import common_pb2, compile_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire import selectors, tensors
 from etfarm.wire.cores import TooManyThreads, has_cpus, require_cpus
@@ -51,11 +50,15 @@ class AgentCannotGenerate(DeviceLacks):
         )
 
 
+DevicesFor = Callable[[selectors.Selector, str], Sequence[Device]]
+"""Function that returns the known devices that a selector matches and a project may use."""
+
+
 class Requirements:
     """Checks of cells against the requirements of their programs on inputs and devices."""
 
-    def __init__(self, registry: Registry, bundles: Bundles, store: Store, readers: Readers) -> None:
-        self._registry = registry
+    def __init__(self, devices: DevicesFor, bundles: Bundles, store: Store, readers: Readers) -> None:
+        self._devices = devices
         self._bundles = bundles
         self._store = store
         self._readers = readers
@@ -73,6 +76,9 @@ class Requirements:
         job, cell, methods = run.job, run.cell, run.compilation.facts.methods
         if (plan := run.generation) is not None:
             cell.method = plan.model.decode_method
+            for encoder in plan.model.flow.encoders:
+                if encoder.HasField("inputs"):
+                    await self._check_artifact(encoder.inputs, encoder.method, methods[encoder.method])
             return
         if cell.method not in methods and not job.spec.methods and len(methods) == 1:
             cell.method = next(iter(methods))
@@ -83,11 +89,13 @@ class Requirements:
             raise MethodMissing(what, unknown[0], methods)
         inputs = job.spec.inputs.get(cell.method)
         if inputs is not None:
-            await self._store.require_whole([inputs.digest])
-            path = self._store.path(inputs.digest)
-            await self._readers.run(_check_file, path, cell.method, facts_of(methods[cell.method]))
+            await self._check_artifact(inputs, cell.method, methods[cell.method])
         elif run.inputs is None and job.spec.HasField("measurement"):
             generation.require_request(cell.candidate_name, cell.method, run.compilation.facts)
+
+    async def _check_artifact(self, inputs: common_pb2.Artifact, method: str, facts: compile_pb2.MethodFacts) -> None:
+        await self._store.require_whole([inputs.digest])
+        await self._readers.run(_check_file, self._store.path(inputs.digest), method, facts_of(facts))
 
     def find_unsupported(self, cell_runs: Sequence[CellRun]) -> dict[str, EtfarmError]:
         """Return the errors, by cell id, of programs that no matching device can run, as far as runners are known."""
@@ -114,8 +122,7 @@ class Requirements:
             TooManyThreads: each matching device has fewer cpus.
         """
         if threads > 1:
-            matching = [device for device in open_to(project, self._registry.devices()) if selector.matches(device)]
-            require_cpus(matching, threads, cores)
+            require_cpus(self._devices(selector, project), threads, cores)
 
     def find_unfit_for_all(self, selector: selectors.Selector, cell_runs: Sequence[CellRun]) -> frozenset[str]:
         """Return the scopes, as `find_unfit` does, of devices that cannot run the programs of all cells.
@@ -127,12 +134,10 @@ class Requirements:
         unfit = frozenset[str]().union(
             *(self.find_unfit(selector, run.facts, project, generates=run.generation is not None) for run in cell_runs)
         )
+        if not unfit:
+            return unfit  # which spares a look at every device for nearly every cell
         threads, cores = cell_runs[0].cell.threads, cell_runs[0].job.spec.measurement.cores
-        matching = [
-            device
-            for device in open_to(project, self._registry.devices())
-            if selector.matches(device) and has_cpus(device, threads, cores)
-        ]
+        matching = [device for device in self._devices(selector, project) if has_cpus(device, threads, cores)]
         if matching and all(not unfit.isdisjoint(scopes_of(device)) for device in matching):
             raise DeviceLacks(
                 "No device that matches can run all of the candidates, though each runs somewhere.",
@@ -157,9 +162,7 @@ class Requirements:
         unsupported: dict[str, DeviceLacks] = {}
         supported: set[str] = set()
         unknown: list[Device] = []
-        for device in open_to(project, self._registry.devices()):
-            if not selector.matches(device):
-                continue
+        for device in self._devices(selector, project):
             if generates and not device.can_generate:
                 unsupported[own_scope(device.id)] = AgentCannotGenerate(device)
                 continue

@@ -76,6 +76,14 @@ class Results:
 
         await self._store.wait_for_room(cell_runs[0].cell.id, sum(map(_estimate_bytes, cell_runs)), on_wait)
 
+    async def wait_for_space(self, run: CellRun, on_progress: OnProgress) -> None:
+        """Wait while the server's disk is too full for a compilation."""
+
+        def on_wait(why: str) -> None:
+            on_progress(run.job.id, Progress(cell_id=run.cell.id, actor=Actor.ACTOR_SERVER, phase="WAIT_FOR_ROOM", message=why))
+
+        await self._store.wait_for_space(on_wait)
+
     def release_room(self, cell_runs: Sequence[CellRun]) -> None:
         """Release the space that was reserved for the results of an attempt, if any."""
         self._store.room.release_results(cell_runs[0].cell.id)
@@ -108,7 +116,9 @@ class Results:
         elapsed_s = self._runs.elapsed_s(attempt.id)
         if elapsed_s is None:
             # An earlier server sent the attempt; its clock set the time of placement.
-            elapsed_s = max(0.0, time.time() - attempt.start_time.ToNanoseconds() / 1e9)
+            elapsed_s = time.time() - attempt.start_time.ToNanoseconds() / 1e9
+            if elapsed_s < 0:  # the clock was set back in the meantime, so only the time limit is known
+                elapsed_s = deadline_s(job, len(cell_runs)) + GRACE_S
         return Plan(
             cells=frozenset({run.cell.id for run in cell_runs} | self._dispatch.cells_of(attempt.id)),
             elapsed_s=elapsed_s,
@@ -129,13 +139,9 @@ class Results:
         try:
             check_processes(candidate, plan)
             named = dict.fromkeys(artifact.digest for artifact in artifacts_of(candidate))
-            own = [
-                each
-                for each in named
-                if digest.is_digest(each)
-                and (not holder or await self._store.is_held(each, (holder, project)))
-                and self._store.has(each)
-            ]
+            digests = list(filter(digest.is_digest, named))
+            held = await self._store.find_held(digests, (holder, project)) if holder else digests
+            own = [each for each in digests if each in held and self._store.has(each)]
             foreign = next((each for each in named if each not in own), None)
             if foreign is not None and not candidate.HasField("error"):
                 raise ImplausibleResult(f"it names the artifact {foreign[:12]!r}, which its agent did not upload")

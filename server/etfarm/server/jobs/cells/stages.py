@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from functools import partial
 from typing import Final
@@ -13,11 +13,12 @@ import structlog
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.analysis import CellAnalysis
-from etfarm.server.jobs.cells.attempts import Attempts
+from etfarm.server.jobs.cells.attempts import Attempts, OnDeviceFault
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.cells.compilation import CellCompilation
 from etfarm.server.jobs.cells.dispatch import Dispatch
 from etfarm.server.jobs.cells.groups import Groups
+from etfarm.server.jobs.cells.limits import require_in_time
 from etfarm.server.jobs.cells.progress import CellProgress, PhaseTimer
 from etfarm.server.jobs.cells.requirements import Requirements
 from etfarm.server.jobs.cells.results import Results
@@ -27,7 +28,7 @@ from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state.engine import retry_when_full
 from etfarm.server.workers.measurement_lock import MeasurementLock
-from etfarm.v1 import common_pb2
+from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.v1.job_pb2 import Job
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import to_proto
@@ -61,11 +62,13 @@ class CellStages:
         now: Callable[[], datetime],
         clock: Callable[[], float],
         new_id: Callable[[], str],
+        on_device_fault: OnDeviceFault,
     ) -> None:
         self._journal = journal
         self._joblog = joblog
         self._requirements = requirements
         self._dispatch = dispatch
+        self._results = results
         self._analysis = analysis
         self._now = now
         self._new_id = new_id
@@ -74,8 +77,9 @@ class CellStages:
         self._transitions = CellTransitions(journal, now)
         self._compilation = CellCompilation(compiler, joblog, self._progress, self._timer)
         attempts = Attempts(
-            self._transitions, requirements, dispatch, results, joblog, quiet, self._progress, self._timer, now=now
-        )
+            self._transitions, requirements, dispatch, results, joblog, quiet, self._progress, self._timer,
+            now=now, on_device_fault=on_device_fault,
+        )  # fmt: skip
         self.groups = Groups(attempts.run, self._announce_missing)
         self._turn = asyncio.Lock()
 
@@ -86,7 +90,9 @@ class CellStages:
 
     async def compile(self, run: CellRun) -> None:
         """Compile the cell and check that it can run, until it waits for a device. A cell without a device succeeds here."""
+        await self._results.wait_for_space(run, self._progress.announce)
         await self._take_turn()
+        require_in_time(run.job.spec, self._now())
         if run.cell.state == model.QUEUED:
             await self._transitions.advance([run], model.COMPILING)
         await self._compilation.compile(run)
@@ -115,7 +121,7 @@ class CellStages:
 
     async def analyze(self, run: CellRun) -> None:
         """Analyze the result and write the report of a cell that succeeded."""
-        results = await self._journal.results_of(run.cell.attempts[-1].id)
+        results = await self._results_of_attempt(run)
         if run.result is None:  # an earlier server received the result
             run.result = results[run.cell.id]
             run.device = self._dispatch.device_of(run.cell)
@@ -126,6 +132,12 @@ class CellStages:
         run.earlier = await self._journal.reports.find_earlier(run.job.project, measured)
         phase.record("ANALYZE", run)
         await self.finish(run, model.SUCCEEDED)
+
+    async def _results_of_attempt(self, run: CellRun) -> Mapping[str, agent_pb2.CandidateResult]:
+        """Return the results of all cells that shared the last attempt, from the journal where this server does not know them."""
+        if run.result is not None and not run.job.spec.measurement.interleave:
+            return {run.cell.id: run.result}
+        return await self._journal.results_of(run.cell.attempts[-1].id)
 
     async def finish(self, run: CellRun, to: common_pb2.CellState.ValueType, error: EtfarmError | None = None) -> None:
         """Write the last change of a cell with its report. Failed writes, for example on a full disk, are repeated."""

@@ -127,6 +127,8 @@ def _without_rows(report: report_pb2.Report) -> report_pb2.Report:
         report.interleaved.ClearField("ratios")
     if report.HasField("generation"):
         report.generation.ClearField("prefill_operators")
+        for encoder in report.generation.encoders:
+            encoder.ClearField("operators")
         for point in report.generation.points:
             point.ClearField("token_ns")
             for generating in point.runs:

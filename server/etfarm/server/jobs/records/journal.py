@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Callable, Sequence
 from datetime import datetime
 from functools import partial
+from typing import Final
 
-from sqlalchemy import Connection, func, select, update
+from sqlalchemy import Connection, bindparam, func, select, update
 
 from etfarm.server.access.scope import DEFAULT_PROJECT, Scope
 from etfarm.server.jobs import model
-from etfarm.server.jobs.records.listing import LIST_BYTES, listed_events, state_of
+from etfarm.server.jobs.records.farm_watch import FarmWatch
+from etfarm.server.jobs.records.listing import LIST_BYTES, brief, listed_events, listed_job, state_of
 from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.jobs.records.reports import ReportRecords, report_row
-from etfarm.server.jobs.records.rows import job_row, resolve_job, state_name, to_utc, write_attempt
+from etfarm.server.jobs.records.rows import job_not_found, job_row, resolve_job, state_name, to_utc, write_attempt
 from etfarm.server.jobs.records.selection import ALL_JOBS, JobFilter, select_jobs
 from etfarm.server.jobs.records.watch import Announcer
+from etfarm.server.notices.outbox import Outbox
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, job_pb2, report_pb2
@@ -37,17 +40,51 @@ class StaleVersion(FarmError):
     kind = Kind.ABORTED
 
 
+_CHANGE_CELL: Final = (
+    update(schema.cells)
+    .where(schema.cells.c.id == bindparam("cell"), schema.cells.c.version == bindparam("former"))
+    .values(state=bindparam("new_state"), version=bindparam("new_version"), body=bindparam("new_body"))
+)
+_COUNT_EVENT: Final = (
+    update(schema.jobs)
+    .where(schema.jobs.c.id == bindparam("job"))
+    .values(last_sequence=schema.jobs.c.last_sequence + 1)
+    .returning(schema.jobs.c.last_sequence)
+)
+_END_JOB: Final = update(schema.jobs).where(schema.jobs.c.id == bindparam("job")).values(finished_at=bindparam("end"))
+_ADD_EVENT: Final = schema.events.insert()
+_ADD_REPORT: Final = schema.reports.insert()
+_OF_REQUEST: Final = select(schema.jobs.c.id).where(
+    schema.jobs.c.owner == bindparam("of_owner"), schema.jobs.c.request_id == bindparam("request")
+)
+_LAST_NUMBER: Final = select(func.max(schema.jobs.c.number))
+_ADD_JOB: Final = schema.jobs.insert()
+_ADD_CELLS: Final = schema.cells.insert()
+_ADD_MODELS: Final = schema.job_models.insert()
+
+
 class Journal:
-    """Database access to jobs. Each change is announced right after its transaction."""
+    """Database access to jobs. Each change is announced right after its transaction.
+
+    Args:
+        outbox: gets the notices of jobs' ends, in the transactions that end them; without notices if None.
+    """
 
     def __init__(
-        self, database: Database, announcer: Announcer, now: Callable[[], datetime], quotas: Quotas | None = None
+        self,
+        database: Database,
+        announcer: Announcer,
+        now: Callable[[], datetime],
+        quotas: Quotas | None = None,
+        outbox: Outbox | None = None,
     ) -> None:
+        self._outbox = outbox
         self._quotas = quotas or Quotas()
         self._database = database
         self._announcer = announcer
         self._now = now
         self.reports = ReportRecords(database)
+        self.farm = FarmWatch(database, announcer)
 
     async def submit(self, job: Job, request_id: str) -> tuple[Job, bool]:
         """Write a new job, or return the job that the owner already submitted with this request_id.
@@ -58,58 +95,62 @@ class Journal:
         Raises:
             QuotaExceeded: the owner or the project exceeds a quota of live jobs.
         """
-
-        def write(connection: Connection) -> tuple[Job, JobEvent | None]:
-            known = select(schema.jobs.c.id).where(schema.jobs.c.owner == job.owner, schema.jobs.c.request_id == request_id)
-            if (job_id := connection.execute(known).scalar()) is not None:
-                return job_row(connection, job_id), None
-            self._quotas.check_job(connection, job)
-            number = (connection.execute(select(func.max(schema.jobs.c.number))).scalar() or 0) + 1
-            connection.execute(
-                schema.jobs.insert().values(
-                    id=job.id,
-                    number=number,
-                    name=job.name,
-                    owner=job.owner,
-                    request_id=request_id,
-                    priority=job.spec.priority,
-                    project=job.project or DEFAULT_PROJECT,
-                    spec=job.spec.SerializeToString(),
-                    last_sequence=0,
-                    submitted_at=to_utc(job.create_time),
-                )
-            )
-            connection.execute(
-                schema.cells.insert(),
-                [
-                    {
-                        "id": cell.id,
-                        "job_id": job.id,
-                        "index": cell.index,
-                        "state": state_name(cell),
-                        "version": cell.version,
-                        "body": cell.SerializeToString(),
-                    }
-                    for cell in job.cells
-                ],
-            )
-            # Fill in what reading the job would, without reading it: its spec may have megabytes.
-            job.state, job.project = model.job_state(job.cells), job.project or DEFAULT_PROJECT
-            job.labels.update(job.spec.labels)
-            job.spec.SetInParent()
-            return job, self._append(connection, job.id, JobEvent(job=_brief(job)), job.state)
-
-        written, event = await self._database.write(write, durable=True)
+        written, event = await self._database.write(lambda connection: self.write_new(connection, job, request_id), durable=True)
         if event is not None:
+            self.farm.add(written)
             self._announcer.announce(job.id, event)
         return written, event is not None
 
+    def write_new(self, connection: Connection, job: Job, request_id: str) -> tuple[Job, JobEvent | None]:
+        """Write a new job in the caller's transaction; see `submit`. Return it and, if it is new, the event to announce."""
+        if (job_id := connection.execute(_OF_REQUEST, {"of_owner": job.owner, "request": request_id}).scalar()) is not None:
+            return job_row(connection, job_id), None
+        self._quotas.check_job(connection, job)
+        number = (connection.execute(_LAST_NUMBER).scalar() or 0) + 1
+        connection.execute(
+            _ADD_JOB,
+            {
+                "id": job.id,
+                "number": number,
+                "name": job.name,
+                "owner": job.owner,
+                "request_id": request_id,
+                "priority": job.spec.priority,
+                "project": job.project or DEFAULT_PROJECT,
+                "spec": job.spec.SerializeToString(),
+                "last_sequence": 0,
+                "submitted_at": to_utc(job.create_time),
+            },
+        )
+        connection.execute(
+            _ADD_CELLS,
+            [
+                {
+                    "id": cell.id,
+                    "job_id": job.id,
+                    "index": cell.index,
+                    "state": state_name(cell),
+                    "version": cell.version,
+                    "body": cell.SerializeToString(),
+                }
+                for cell in job.cells
+            ],
+        )
+        models = {cell.candidate_name for cell in job.cells}
+        connection.execute(_ADD_MODELS, [{"job_id": job.id, "model": name} for name in sorted(models)])
+        if self._outbox is not None and job.spec.notify_urls:
+            self._outbox.hold(connection, job)
+        # Fill in what reading the job would, without reading it: its spec may have megabytes.
+        job.state, job.project = model.job_state(job.cells), job.project or DEFAULT_PROJECT
+        job.labels.update(job.spec.labels)
+        job.spec.SetInParent()
+        return job, self._append(connection, job.id, JobEvent(job=brief(job)), job.state)
+
     async def submitted(self, owner: str, request_id: str) -> Job | None:
         """Return the job that the owner submitted with this request_id; None if it does not exist."""
-        query = select(schema.jobs.c.id).where(schema.jobs.c.owner == owner, schema.jobs.c.request_id == request_id)
 
         def read(connection: Connection) -> Job | None:
-            job_id = connection.execute(query).scalar()
+            job_id = connection.execute(_OF_REQUEST, {"of_owner": owner, "request": request_id}).scalar()
             return None if job_id is None else job_row(connection, job_id)
 
         return await self._database.read(read)
@@ -127,7 +168,9 @@ class Journal:
             StaleVersion: the journal does not have the previous version of the cell.
         """
         final = after.state in model.TERMINAL
-        await self._write(after.job_id, lambda c: self._change(c, after, report, result), durable=final or result is not None)
+        await self._write(
+            after.job_id, lambda c: self.write_change(c, after, report, result), durable=final or result is not None
+        )
         return after
 
     async def change_together(self, changes: Sequence[tuple[Cell, agent_pb2.CandidateResult | None]]) -> None:
@@ -138,45 +181,57 @@ class Journal:
         """
 
         def write(connection: Connection) -> list[JobEvent]:
-            return [event for after, result in changes for event in self._change(connection, after, None, result)]
+            return [event for after, result in changes for event in self.write_change(connection, after, None, result)]
 
         await self._write(changes[0][0].job_id, write, durable=any(result is not None for _, result in changes))
 
     async def _write(self, job_id: str, write: Callable[[Connection], list[JobEvent]], *, durable: bool) -> None:
         for event in await self._database.write(write, durable=durable):
             self._announcer.announce(job_id, event)
+            if self._outbox is not None and event.WhichOneof("event") == "job":
+                self._outbox.announce_released(job_id)
 
-    def _change(
+    def write_change(
         self,
         connection: Connection,
         after: Cell,
         report: report_pb2.Report | None,
         result: agent_pb2.CandidateResult | None,
     ) -> list[JobEvent]:
-        before = (schema.cells.c.id == after.id) & (schema.cells.c.version == after.version - 1)
-        values = {"state": state_name(after), "version": after.version, "body": after.SerializeToString()}
-        if connection.execute(update(schema.cells).where(before).values(values)).rowcount != 1:
+        """Write a cell's new version in the caller's transaction; see `change`. Return the events to announce."""
+        values = {"new_state": state_name(after), "new_version": after.version, "new_body": after.SerializeToString()}
+        before = {"cell": after.id, "former": after.version - 1}
+        if connection.execute(_CHANGE_CELL, before | values).rowcount != 1:
             raise StaleVersion(f"Cell {after.id} is no longer at version {after.version - 1}.", cell=after.id)
         if after.attempts:
             write_attempt(connection, after, result)
         if report is not None:
-            connection.execute(schema.reports.insert().values(report_row(after, report)))
+            connection.execute(_ADD_REPORT, report_row(after, report))
         state = state_of(connection, after.job_id)
         written = [self._append(connection, after.job_id, JobEvent(cell=after), state)]
         if after.state in model.TERMINAL and model.is_terminal(state):
-            job = job_row(connection, after.job_id, with_spec=False)
-            job.end_time.FromDatetime(self._now())
-            row = {"finished_at": to_utc(job.end_time)}
-            connection.execute(update(schema.jobs).where(schema.jobs.c.id == job.id).values(row))
-            written.append(self._append(connection, job.id, JobEvent(job=_brief(job)), job.state))
+            written.append(self._end_job(connection, after.job_id, state))
         return written
 
+    def _end_job(self, connection: Connection, job_id: str, state: job_pb2.JobState.ValueType) -> JobEvent:
+        """Write the end of a job whose cells are terminal, with its notices, and return its event."""
+        is_awaited = self._outbox is not None and self._outbox.awaits_end(connection, job_id)
+        job = listed_job(connection, job_id, with_cells=is_awaited)
+        assert job is not None, job_id
+        job.state = state
+        job.end_time.FromDatetime(self._now())
+        connection.execute(_END_JOB, {"job": job_id, "end": to_utc(job.end_time)})
+        if self._outbox is not None and is_awaited:
+            self._outbox.job_ended(connection, job)
+        job.ClearField("cells")
+        return self._append(connection, job_id, JobEvent(job=job), state)
+
     def _append(self, connection: Connection, job_id: str, event: JobEvent, state: job_pb2.JobState.ValueType) -> JobEvent:
-        counted = update(schema.jobs).where(schema.jobs.c.id == job_id).values(last_sequence=schema.jobs.c.last_sequence + 1)
-        event.sequence = connection.execute(counted.returning(schema.jobs.c.last_sequence)).scalar_one()
+        event.sequence = connection.execute(_COUNT_EVENT, {"job": job_id}).scalar_one()
         event.time.FromDatetime(self._now())
         event.job_state = state
-        connection.execute(schema.events.insert().values(job_id=job_id, sequence=event.sequence, body=event.SerializeToString()))
+        row = {"job_id": job_id, "sequence": event.sequence, "body": event.SerializeToString()}
+        connection.execute(_ADD_EVENT, row)
         return event
 
     async def get(self, key: str, scope: Scope) -> Job:
@@ -189,6 +244,10 @@ class Journal:
             JobNotFound: the scope has no such job, or several, which the message lists if they share a name.
         """
         return await self._database.read(lambda connection: job_row(connection, resolve_job(connection, key, scope)))
+
+    async def find(self, key: str, scope: Scope) -> str:
+        """Return the id of the job that `get` returns; raise as it does."""
+        return await self._database.read(partial(resolve_job, key=key, scope=scope))
 
     async def list(
         self, size: int, before: int | None, scope: Scope, filter_: JobFilter = ALL_JOBS
@@ -226,9 +285,10 @@ class Journal:
 
         Raises:
             SequenceUnknown: no event has the number `after` yet.
+            JobNotFound: the job is deleted while its events are read.
         """
         with self._announcer.subscribe(job_id) as subscription:
-            job, last = await self._database.read(partial(_job_and_last, job_id=job_id))
+            state, last, page = await self._database.read(partial(_beginning, job_id=job_id, after=after))
             if after > last:
                 raise SequenceUnknown(
                     f"`after` must be 0 to {last}, the number of the job's events, got {after}.", "Watch from 0.", last=last
@@ -236,11 +296,13 @@ class Journal:
             seen = after
             while seen < last:
                 # A page may contain events after `last`, which happened in the meantime, including the end of the job.
-                for event in await self._database.read(partial(listed_events, job_id=job_id, after=seen)):
+                for event in page:
                     seen = event.sequence
-                    job.state = _state_after(event, job.state)
+                    state = _state_after(event, state)
                     yield event
-            while not model.is_terminal(job.state):
+                if seen < last and not (page := await self._database.read(partial(listed_events, job_id=job_id, after=seen))):
+                    raise job_not_found(job_id)  # deleted in the meantime
+            while not model.is_terminal(state):
                 for event in await subscription.take():
                     if not event.HasField("sequence"):
                         yield event
@@ -249,11 +311,11 @@ class Journal:
                     while seen < event.sequence - 1:
                         for missed in await self._database.read(partial(listed_events, job_id=job_id, after=seen)):
                             seen = missed.sequence
-                            job.state = _state_after(missed, job.state)
+                            state = _state_after(missed, state)
                             yield missed
                     if event.sequence > seen:
                         seen = event.sequence
-                        job.state = _state_after(event, job.state)
+                        state = _state_after(event, state)
                         yield event
 
     async def results_of(self, attempt_id: str) -> dict[str, agent_pb2.CandidateResult]:
@@ -273,19 +335,9 @@ def _state_after(event: JobEvent, before: job_pb2.JobState.ValueType) -> job_pb2
     return event.job_state if event.WhichOneof("event") == "job" else before
 
 
-def _job_and_last(connection: Connection, job_id: str) -> tuple[Job, int]:
-    last: int = connection.execute(select(schema.jobs.c.last_sequence).where(schema.jobs.c.id == job_id)).scalar_one()
-    return job_row(connection, job_id, with_spec=False), last
-
-
-def _brief(job: Job) -> Job:
-    """Return the job without its spec and cells, which may be too large to copy first."""
-    brief = Job()
-    for field, value in job.ListFields():
-        if field.name in ("spec", "cells"):
-            continue
-        if field.is_repeated or field.message_type is not None:
-            getattr(brief, field.name).MergeFrom(value)
-        else:
-            setattr(brief, field.name, value)
-    return brief
+def _beginning(connection: Connection, job_id: str, after: int) -> tuple[job_pb2.JobState.ValueType, int, Sequence[JobEvent]]:
+    """Return a job's state, the number of its last event, and the first of its events after a number."""
+    last = connection.execute(select(schema.jobs.c.last_sequence).where(schema.jobs.c.id == job_id)).scalar()
+    if last is None:
+        raise job_not_found(job_id)
+    return state_of(connection, job_id), last, listed_events(connection, job_id, after)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from sqlalchemy import Connection, func, select
+from sqlalchemy import Connection, bindparam, func, select
 
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.tags import tags_of
@@ -33,32 +33,73 @@ LABELS_BYTES: Final = 64 << 10
 """Size of the beginning of a spec, which contains its labels."""
 
 
-def listed_job(connection: Connection, job_id: str) -> Job | None:
-    """Return a job without its spec and with long texts shortened; None if the job does not exist."""
-    jobs = schema.jobs.c
-    columns = [jobs.id, jobs.owner, jobs.project, jobs.submitted_at, jobs.finished_at]
-    beginnings = [func.substr(jobs.name, 1, _NAME + 1).label("name"), func.substr(jobs.spec, 1, LABELS_BYTES).label("spec")]
-    row = connection.execute(select(*columns, *beginnings).where(jobs.id == job_id)).one_or_none()
+# Statements of each change of a cell: SQLAlchemy takes several times longer to build them than to execute them.
+_JOB: Final = select(
+    schema.jobs.c.id, schema.jobs.c.owner, schema.jobs.c.project, schema.jobs.c.submitted_at, schema.jobs.c.finished_at,
+    func.substr(schema.jobs.c.name, 1, _NAME + 1).label("name"), func.substr(schema.jobs.c.spec, 1, LABELS_BYTES).label("spec"),
+).where(schema.jobs.c.id == bindparam("job"))  # fmt: skip
+_SIZES: Final = select(func.count(), func.sum(func.length(schema.cells.c.body))).where(schema.cells.c.job_id == bindparam("job"))
+_CELLS: Final = select(schema.cells.c.body).where(schema.cells.c.job_id == bindparam("job")).order_by(schema.cells.c.index)
+_STATES: Final = select(schema.cells.c.state).where(schema.cells.c.job_id == bindparam("job")).distinct()
+_EVENTS_AFTER: Final = (
+    select(schema.events.c.body)
+    .where(schema.events.c.job_id == bindparam("job"), schema.events.c.sequence > bindparam("after"))
+    .order_by(schema.events.c.sequence)
+    .limit(_EVENTS)
+)
+
+
+def listed_job(connection: Connection, job_id: str, *, with_cells: bool = True) -> Job | None:
+    """Return a job without its spec and with long texts shortened; None if the job does not exist.
+
+    Without its cells, the job has no state.
+    """
+    row = connection.execute(_JOB, {"job": job_id}).one_or_none()
     if row is None:
         return None
     job = Job(id=row.id, name=shorten(row.name or "", _NAME), owner=row.owner, project=row.project)
     job.tags.extend(tags_of(connection, row.id))
     job.labels.update(labels_of(row.spec or b""))
-    job.cells.extend(_listed_cells(connection, job_id))
-    job.state = model.job_state(job.cells)
+    if with_cells:
+        job.cells.extend(_listed_cells(connection, job_id))
+        job.state = model.job_state(job.cells)
     job.create_time.FromDatetime(row.submitted_at)
     if row.finished_at is not None:
         job.end_time.FromDatetime(row.finished_at)
     return job
 
 
+def list_job(job: Job) -> Job:
+    """Return a copy of a new job, which has no tags yet, in the form that `listed_job` reads it."""
+    listed = brief(job)
+    listed.name = shorten(job.name, _NAME)
+    sizes = [cell.ByteSize() for cell in job.cells]
+    most = _CELLS_BYTES if sum(sizes) <= _CELLS_BYTES else _CELLS_BYTES // len(sizes)
+    for cell, size_bytes in zip(job.cells, sizes, strict=True):
+        listed.cells.add().CopyFrom(cell)
+        if size_bytes > most:
+            fit(listed.cells[-1], most)
+    return listed
+
+
+def brief(job: Job) -> Job:
+    """Return a copy of a job without its spec and cells, which may be too large to copy first."""
+    copy = Job()
+    for field, value in job.ListFields():
+        if field.name in ("spec", "cells"):
+            continue
+        if field.is_repeated or field.message_type is not None:
+            getattr(copy, field.name).MergeFrom(value)
+        else:
+            setattr(copy, field.name, value)
+    return copy
+
+
 def _listed_cells(connection: Connection, job_id: str) -> Sequence[Cell]:
-    cells = schema.cells.c
-    of_job = cells.job_id == job_id
-    count, total = connection.execute(select(func.count(), func.sum(func.length(cells.body))).where(of_job)).one()
+    count, total = connection.execute(_SIZES, {"job": job_id}).one()
     most = _CELLS_BYTES if (total or 0) <= _CELLS_BYTES else _CELLS_BYTES // count
     listed = []
-    for body in connection.execute(select(cells.body).where(of_job).order_by(cells.index)).scalars():
+    for body in connection.execute(_CELLS, {"job": job_id}).scalars():
         cell = Cell.FromString(body)
         if len(body) > most:
             fit(cell, most)
@@ -87,11 +128,9 @@ def labels_of(spec: bytes) -> dict[str, str]:
 
 def listed_events(connection: Connection, job_id: str, after: int) -> Sequence[JobEvent]:
     """Return the next events of a job, limited to what one response should hold in memory; empty if there are no more."""
-    table = schema.events
-    query = select(table.c.body).where(table.c.job_id == job_id, table.c.sequence > after).order_by(table.c.sequence)
     events: list[JobEvent] = []
     bytes_left = _EVENTS_BYTES
-    for body in connection.execute(query.limit(_EVENTS)).scalars():
+    for body in connection.execute(_EVENTS_AFTER, {"job": job_id, "after": after}).scalars():
         event = JobEvent.FromString(body)
         if len(body) > _EVENT_BYTES:
             fit(event, _EVENT_BYTES)
@@ -104,5 +143,5 @@ def listed_events(connection: Connection, job_id: str, after: int) -> Sequence[J
 
 def state_of(connection: Connection, job_id: str) -> job_pb2.JobState.ValueType:
     """Return a job's state, derived from the states of its cells."""
-    names = connection.execute(select(schema.cells.c.state).where(schema.cells.c.job_id == job_id).distinct()).scalars()
+    names = connection.execute(_STATES, {"job": job_id}).scalars()
     return model.job_state(Cell(state=common_pb2.CellState.Value(f"CELL_STATE_{name}")) for name in names)

@@ -6,8 +6,9 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from typing import Final
 
-from sqlalchemy import ColumnElement, Connection, func, select
+from sqlalchemy import Connection, bindparam, func, select
 
 from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.jobs import model
@@ -15,6 +16,21 @@ from etfarm.server.state import schema
 from etfarm.v1.common_pb2 import CellState
 from etfarm.v1.job_pb2 import Job
 from etfarm.wire.errors import Kind, UserError
+
+_HOLDERS: Final = {"user": schema.jobs.c.owner, "project": schema.jobs.c.project}
+_TERMINAL: Final = [CellState.Name(state).removeprefix("CELL_STATE_") for state in sorted(model.TERMINAL)]
+_LIVE_JOBS: Final = {
+    kind: select(func.count(), func.coalesce(func.sum(func.length(schema.jobs.c.spec)), 0)).where(
+        schema.jobs.c.finished_at.is_(None), column == bindparam("whose")
+    )
+    for kind, column in _HOLDERS.items()
+}
+_LIVE_CELLS: Final = {
+    kind: select(func.count())
+    .select_from(schema.cells.join(schema.jobs, schema.jobs.c.id == schema.cells.c.job_id))
+    .where(schema.jobs.c.finished_at.is_(None), column == bindparam("whose"), schema.cells.c.state.not_in(_TERMINAL))
+    for kind, column in _HOLDERS.items()
+}
 
 
 class QuotaExceeded(UserError):
@@ -50,6 +66,8 @@ class Quotas:
     """Number of sessions that are open or wait for a device; a data set over all phones uses one for each."""
     streams_per_user: int = 1_000
     """Number of watched jobs and followed logs."""
+    health_checks_per_user: int = 8
+    """Number of requested health runs that run or wait; they overtake the queue."""
 
     @classmethod
     def of(cls, settings: list[str]) -> Quotas:
@@ -74,20 +92,11 @@ class Quotas:
             QuotaExceeded: the owner or the project would exceed a quota.
         """
         project = job.project or DEFAULT_PROJECT
-        jobs, cells = schema.jobs.c, schema.cells.c
         remedy = "Wait until some are done, or cancel them with `etfarm jobs cancel`."
-        terminal = [CellState.Name(state).removeprefix("CELL_STATE_") for state in model.TERMINAL]
-        scopes: tuple[tuple[str, str, ColumnElement[bool]], ...] = (
-            ("user", f"The user {job.owner}", jobs.owner == job.owner),
-            ("project", f"The project {project}", jobs.project == project),
-        )
-        for kind, holder, condition in scopes:
-            is_live = (jobs.finished_at.is_(None), condition)
-            totals = select(func.count(), func.coalesce(func.sum(func.length(jobs.spec)), 0)).where(*is_live)
-            live_jobs, live_bytes = connection.execute(totals).one()
-            joined = schema.cells.join(schema.jobs, jobs.id == cells.job_id)
-            counted = select(func.count()).select_from(joined).where(*is_live, cells.state.not_in(terminal))
-            live_cells = connection.execute(counted).scalar_one()
+        for kind, name in (("user", job.owner), ("project", project)):
+            holder = f"The {kind} {name}"
+            live_jobs, live_bytes = connection.execute(_LIVE_JOBS[kind], {"whose": name}).one()
+            live_cells = connection.execute(_LIVE_CELLS[kind], {"whose": name}).scalar_one()
             counts = {
                 "jobs": live_jobs + 1,
                 "cells": live_cells + len(job.cells),
@@ -118,7 +127,7 @@ class Counted:
         """
         got = self._open[principal] + 1
         if got > self._limit:
-            remedy = "Close some of those that are open."
+            remedy = "Close some of those that are open, or wait until they have ended."
             raise QuotaExceeded(self._quota, f"The user {principal}", self._what, self._limit, got, remedy)
         self._open[principal] = got
         try:

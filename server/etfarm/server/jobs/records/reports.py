@@ -150,7 +150,10 @@ def _update_cell(connection: Connection, report: report_pb2.Report, at: datetime
     """Write a new version of the report's cell if the cell's result differs from the report's."""
     stored = schema.cells.c.id == report.cell
     # As stored: an analysis that ended since the job was read may have changed it.
-    before = Cell.FromString(connection.execute(select(schema.cells.c.body).where(stored)).scalar_one())
+    body = connection.execute(select(schema.cells.c.body).where(stored)).scalar()
+    if body is None:
+        return  # the job was deleted in the meantime
+    before = Cell.FromString(body)
     after = Cell()
     after.CopyFrom(before)
     model.copy_result(report, after)

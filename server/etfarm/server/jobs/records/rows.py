@@ -7,7 +7,7 @@ from datetime import UTC, datetime
 from typing import Final
 
 from sqlalchemy import Connection, select
-from sqlalchemy.dialects.sqlite import insert
+from sqlalchemy.dialects.sqlite import Insert, insert
 
 from etfarm.server.access.scope import Scope
 from etfarm.server.jobs import model
@@ -27,6 +27,13 @@ class JobNotFound(UserError):
 
     reason = "JOB_NOT_FOUND"
     kind = Kind.NOT_FOUND
+
+
+class JobLive(UserError):
+    """A job with live cells, where a terminal one is required."""
+
+    reason = "JOB_LIVE"
+    kind = Kind.FAILED_PRECONDITION
 
 
 def job_not_found(key: str, what: str = "There is no job") -> JobNotFound:
@@ -102,6 +109,15 @@ def _several_named(name: str, ids: Sequence[str]) -> JobNotFound:
     )
 
 
+def _upsert_of_attempts(*changes: str) -> Insert:
+    row = insert(schema.attempts)
+    return row.on_conflict_do_update(index_elements=["id", "cell_id"], set_={name: row.excluded[name] for name in changes})
+
+
+_ATTEMPT: Final = _upsert_of_attempts("finished_at", "error")
+_ATTEMPT_WITH_RESULT: Final = _upsert_of_attempts("finished_at", "error", "result")
+
+
 def write_attempt(connection: Connection, cell: Cell, result: agent_pb2.CandidateResult | None) -> None:
     """Write the cell's last attempt, with its result if that has arrived."""
     attempt = cell.attempts[-1]
@@ -110,10 +126,10 @@ def write_attempt(connection: Connection, cell: Cell, result: agent_pb2.Candidat
         "finished_at": to_utc(attempt.end_time) if attempt.HasField("end_time") else None,
         "error": attempt.error.SerializeToString() if attempt.HasField("error") else None,
     }
-    if result is not None:
-        changes["result"] = result.SerializeToString()
-    row = insert(schema.attempts).values(known | changes)
-    connection.execute(row.on_conflict_do_update(index_elements=["id", "cell_id"], set_=changes))
+    if result is None:
+        connection.execute(_ATTEMPT, known | changes)
+    else:
+        connection.execute(_ATTEMPT_WITH_RESULT, known | changes | {"result": result.SerializeToString()})
 
 
 def state_name(cell: Cell) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 from typing import Any, Final, NamedTuple
 
 from sqlalchemy import ColumnElement, Connection, and_, exists, false, func, or_, select, true
@@ -26,6 +27,10 @@ class JobFilter:
     labels: Mapping[str, str] = field(default_factory=dict)
     states: Collection[JobState.ValueType] = ()
     owner: str = ""
+    model: str = ""
+    """The name of a candidate."""
+    since: datetime | None = None
+    """The earliest time of the submission."""
 
     def clause(self) -> ColumnElement[bool]:
         """Return the SQL condition, without that of the labels, which a job's spec contains."""
@@ -35,6 +40,11 @@ class JobFilter:
             conditions.append(func.instr(jobs.name, self.name) > 0)
         if self.owner:
             conditions.append(jobs.owner == self.owner)
+        if self.model:
+            models = schema.job_models.c
+            conditions.append(exists().where(models.job_id == jobs.id, models.model == self.model))
+        if self.since is not None:
+            conditions.append(jobs.submitted_at >= self.since)
         if self.states:
             conditions.append(or_(*(_in_state(state) for state in set(self.states))))
         return and_(*conditions)
@@ -67,6 +77,12 @@ def select_jobs(
     visible = scope.clause(jobs.project)
     if before is not None:
         visible = and_(visible, jobs.number <= before)
+    if filter_.since is not None:
+        # The numbers of jobs increase with their times, unless the clock was set back.
+        oldest = connection.execute(select(func.min(jobs.number)).where(jobs.submitted_at >= filter_.since)).scalar()
+        if oldest is None:
+            return [], None
+        visible = and_(visible, jobs.number >= oldest)
     newest_first = jobs.number.desc()
     rest = connection.execute(select(jobs.number).where(visible).order_by(newest_first).offset(SCANNED_JOBS).limit(1)).scalar()
     columns: list[ColumnElement[Any]] = [jobs.id, jobs.number]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Final
 
-from sqlalchemy import Connection, delete, select
+from sqlalchemy import Connection, bindparam, delete, select
 from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.access.ownership import require_owner
@@ -149,10 +149,14 @@ def find_tag(connection: Connection, name: str, scope: Scope) -> Tag | None:
     return next(iter(of_active or rows), None)
 
 
+_TAGS: Final = (
+    select(schema.tags.c.name).where(schema.tags.c.job_id == bindparam("job")).order_by(schema.tags.c.name).limit(MAX_TAGS)
+)
+
+
 def tags_of(connection: Connection, job_id: str) -> Sequence[str]:
     """Return a job's tags sorted by name, at most MAX_TAGS."""
-    query = select(schema.tags.c.name).where(schema.tags.c.job_id == job_id).order_by(schema.tags.c.name).limit(MAX_TAGS)
-    return connection.execute(query).scalars().all()
+    return connection.execute(_TAGS, {"job": job_id}).scalars().all()
 
 
 def _check(tag: str) -> None:

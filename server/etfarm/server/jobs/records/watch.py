@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import structlog
+
 from etfarm.v1.job_pb2 import JobEvent, Progress
+
+log = structlog.get_logger()
 
 _MAX_LOG_LINES = 1000
 """Maximum number of log lines queued for a slow watcher; older ones are dropped, but remain available from TailLog."""
@@ -60,6 +64,11 @@ class Announcer:
     def __init__(self) -> None:
         self._subscriptions: dict[str, set[Subscription]] = {}
         self._latest: dict[str, dict[str, JobEvent]] = {}
+        self._listeners: list[Callable[[str, JobEvent], None]] = []
+
+    def on_event(self, listener: Callable[[str, JobEvent], None]) -> None:
+        """Register a function to call with the job's id and each event, which must return at once."""
+        self._listeners.append(listener)
 
     def announce(self, job_id: str, event: JobEvent) -> None:
         """Deliver an event to the subscriptions of the job. Call it only after the journal has written the event."""
@@ -72,6 +81,12 @@ class Announcer:
             self._latest.pop(job_id, None)
         for subscription in self._subscriptions.get(job_id, ()):
             subscription.put(event)
+        for listener in self._listeners:
+            try:
+                listener(job_id, event)
+            except Exception:
+                # The event is written; neither its watchers nor the cell may suffer from a faulty counter.
+                log.exception("a listener to events failed", job=job_id)
 
     def latest(self, job_id: str, cell_id: str) -> Progress | None:
         """Return the latest progress of a live cell; None after its last change."""

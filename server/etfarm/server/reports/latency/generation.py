@@ -3,45 +3,18 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 import numpy as np
 from numpy.typing import NDArray
 
+from etfarm.server.reports.latency.samples import MIN_REPETITIONS, GeneratingProcess, Generation
 from etfarm.server.reports.latency.statistics import BadSamples
 from etfarm.v1 import report_pb2
 from etfarm.wire import timings
 from etfarm.wire.generation import METRICS, TOKEN_BYTES
 
-MIN_FOR_INTERVAL: Final = 3
-"""Minimum number of repetitions for an interval: with two, Student's distribution has one degree of freedom and no use."""
-
 Floats = NDArray[np.float64]
-
-
-@dataclass(frozen=True)
-class GeneratingProcess:
-    """The files of one process that generated text, and what they consist of."""
-
-    token_ns: Path
-    """Times of tokens: int64, little-endian, nanoseconds; a row for each repetition of each point."""
-    tokens: Path
-    """The tokens: int32, little-endian, in the same order."""
-    prefill_ns: tuple[tuple[int, ...], ...]
-    """For each point, the time of the prompt in each repetition."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """The measurement of a language model by one or several processes."""
-
-    prompt_tokens: tuple[int, ...]
-    """The prompt length of each point."""
-    generated_tokens: int
-    """Number of columns: of tokens that each repetition generated."""
-    processes: tuple[GeneratingProcess, ...]
 
 
 def fill(report: report_pb2.Generation, request: Generation) -> None:
@@ -69,8 +42,8 @@ def fill(report: report_pb2.Generation, request: Generation) -> None:
 
 
 def mean_interval(values: Floats) -> tuple[float, float] | None:
-    """Return the 95 % interval of the geometric mean of independent values above 0; None below MIN_FOR_INTERVAL."""
-    if len(values) < MIN_FOR_INTERVAL:
+    """Return the 95 % interval of the geometric mean of independent values above 0; None below MIN_REPETITIONS."""
+    if len(values) < MIN_REPETITIONS:
         return None
     logs = np.log(values)
     reach = timings.student_quantile(len(values) - 1) * float(logs.std(ddof=1)) / math.sqrt(len(values))

@@ -11,6 +11,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
+from etfarm.server.reports.latency.samples import Block
 from etfarm.wire import timings
 from etfarm.wire.errors import DeviceError, Kind
 
@@ -27,15 +28,6 @@ class BadBlocks(DeviceError):
 
     reason = "BAD_BLOCKS"
     kind = Kind.INVALID_ARGUMENT
-
-
-@dataclass(frozen=True)
-class Block:
-    """Consecutive samples of one program without a pause."""
-
-    round: int
-    process_pair: int
-    samples: int
 
 
 @dataclass(frozen=True)

@@ -69,8 +69,8 @@ def fill_perplexity(target: report_pb2.GenerationAccuracy, scores: Scores) -> No
         target.perplexity = value
 
 
-def compare(target: report_pb2.GenerationReference, scores: Scores, model: ReferenceModel, limit_s: float) -> None:
-    """Fill the deviation of the device from a model.
+def compare(target: report_pb2.GenerationReference, scores: Scores, model: ReferenceModel, limit_s: float) -> bool:
+    """Fill the deviation of the device from a model, and return whether all was compared in time.
 
     Args:
         limit_s: no execution begins after this time; what was not compared by then is not counted.
@@ -106,7 +106,8 @@ def compare(target: report_pb2.GenerationReference, scores: Scores, model: Refer
             change = float((own - device.probabilities[followed]).mean())
             if math.isfinite(change) and abs(change) < _MOST_LOG:
                 target.perplexity_ratio = math.exp(change)
-    _fill_generated(target, scores, model, start_s + limit_s)
+    is_whole = _fill_generated(target, scores, model, start_s + limit_s)
+    return is_whole and target.tokens == scores.executed
 
 
 _MOST_LOG: Final = 100.0
@@ -146,13 +147,13 @@ def _fill_logits(target: report_pb2.GenerationReference, rows: list[tuple[Floats
         target.kl_divergence = divergence / len(rows)
 
 
-def _fill_generated(target: report_pb2.GenerationReference, scores: Scores, model: ReferenceModel, deadline_s: float) -> None:
-    """Find the first token of the device's own text that the model would not have generated.
+def _fill_generated(target: report_pb2.GenerationReference, scores: Scores, model: ReferenceModel, deadline_s: float) -> bool:
+    """Find the first token of the device's own text that the model would not have generated; return whether there was time.
 
     The model is given the device's tokens: up to the first difference, they are its own.
     """
     if scores.generated is None:
-        return
+        return True
     tokens = array("i", scores.generated.read_bytes()[: 4 * scores.generated_skipped + 4 * scores.generated_tokens])
     if sys.byteorder == "big":
         tokens.byteswap()
@@ -163,7 +164,7 @@ def _fill_generated(target: report_pb2.GenerationReference, scores: Scores, mode
     chunk = min(model.longest, _MAX_CHUNK)
     for begin in range(0, len(context), chunk):
         if time.monotonic() > deadline_s:
-            return
+            return False
         logits = model.execute(context[begin : begin + chunk], begin)
     for index, token in enumerate(text):
         assert logits is not None  # a prompt has at least one token
@@ -178,10 +179,13 @@ def _fill_generated(target: report_pb2.GenerationReference, scores: Scores, mode
                     gap=gap if math.isfinite(gap) else sys.float_info.max,
                 )
             )  # fmt: skip
-            return
-        if index + 1 == len(text) or time.monotonic() > deadline_s:
-            return
+            return True
+        if index + 1 == len(text):
+            return True
+        if time.monotonic() > deadline_s:
+            return False
         logits = model.execute([token], len(context) + index)
+    return True
 
 
 def _read(scores: Scores) -> _Device:

@@ -17,20 +17,25 @@ CHANGES: Final[dict[str, tuple[str, str]]] = {
     "JobService.Submit": ("", "id"),
     "JobService.Cancel": ("job_id", ""),
     "JobService.Retry": ("job_id", ""),
-    "DeviceService.Reserve": ("device_id", ""),
-    "DeviceService.Renew": ("", ""),
-    "DeviceService.Release": ("", ""),
+    "JobService.Delete": ("job_id", "job_id"),
+    "DeviceService.Reserve": ("", "id"),
+    "DeviceService.Renew": ("reservation_id", ""),
+    "DeviceService.Release": ("reservation_id", ""),
     "DeviceService.Label": ("device_id", ""),
     "DeviceService.Drain": ("device_id", ""),
     "DeviceService.Forget": ("device_id", ""),
     "DeviceService.Restrict": ("device_id", ""),
+    "DeviceService.CheckHealth": ("device_id", ""),
+    "DeviceService.ClearHealth": ("device_id", ""),
     "SessionService.Open": ("", "session_id"),
     "AgentService.Connect": ("", ""),
     "AgentService.Enroll": ("agent_id", ""),
     "AgentService.BindAgent": ("agent_id", ""),
+    "AgentService.UpgradeAgent": ("agent_id", ""),
     "ReportService.Tag": ("job_id", ""),
     "ReportService.Analyze": ("job_id", ""),
     "FarmService.AddBundle": ("digest", ""),
+    "FarmService.ApplyRetention": ("keep", ""),
     "TokenService.Create": ("principal", "token.id"),
     "TokenService.Revoke": ("id", "principal"),
     "TokenService.Rotate": ("id", "token.id"),
@@ -38,11 +43,16 @@ CHANGES: Final[dict[str, tuple[str, str]]] = {
     "ProjectService.Update": ("name", ""),
     "ProjectService.AddMember": ("project", ""),
     "ProjectService.RemoveMember": ("project", ""),
+    "WebhookService.Create": ("", "webhook.id"),
+    "WebhookService.Delete": ("id", ""),
+    "WebhookService.Test": ("id", ""),
+    "WebhookService.GetSecret": ("", "project"),
+    "WebhookService.ReportGate": ("job_id", ""),
 }
 """Rpcs that change something, with the fields of request and response that name the subject. Transfers and calls within a session
 are left out: artifacts record their owner, and opening a session is recorded."""
 
-DETAILS: Final = ("principal", "tag", "name", "role", "projects", "selector")
+DETAILS: Final = ("principal", "tag", "name", "role", "projects", "selector", "digest", "events")
 """Request fields that are written as the entry's detail."""
 
 

@@ -103,6 +103,43 @@ OPEN_FILES: Final = Path("/proc/self/fd")
 Peer = tuple[str, int]
 
 
+@contextlib.contextmanager
+def _socket(number: int) -> Iterator[socket.socket | None]:
+    """Yield the duplicated socket of a descriptor, since gRPC may close its own at any time; None if it is not a socket.
+
+    The descriptor of a file is never duplicated: closing the duplicate would release this process's locks on the file (`man 2
+    fcntl`). Without SQLite's locks, another program that opens the database would delete its write-ahead log.
+    """
+    try:
+        duplicate = os.dup(number) if stat.S_ISSOCK(os.fstat(number).st_mode) else -1
+    except OSError:
+        duplicate = -1  # closed in the meantime
+    # A file that took over the descriptor in the meantime stays open.
+    if duplicate == -1 or not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
+        yield None
+        return
+    with socket.socket(fileno=duplicate) as opened:
+        yield opened
+
+
+def find_peer(number: int, port: int) -> Peer | None:
+    """Return the peer of a descriptor that is a TCP connection to the port; None for any other descriptor."""
+    with _socket(number) as opened:
+        return _peer_of(opened, port)
+
+
+def _peer_of(opened: socket.socket | None, port: int) -> Peer | None:
+    if opened is None or opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.type != socket.SOCK_STREAM:
+        return None
+    try:
+        if opened.getsockname()[1] != port:
+            return None
+        host, peer_port = opened.getpeername()[:2]
+    except OSError:  # the listening socket, or a socket with a disconnected peer
+        return None
+    return _plain(host), peer_port
+
+
 class Connections:
     """The TCP connections to one port of this process.
 
@@ -110,15 +147,26 @@ class Connections:
         asks_for_tokens: returns whether callers need a token; otherwise only the number of connections is limited.
         clock: returns seconds on a monotonic clock.
         open_files: folder with a file for each descriptor of this process.
+        find_peer: as `find_peer`.
     """
 
-    def __init__(self, asks_for_tokens: Callable[[], bool], clock: Callable[[], float], open_files: Path = OPEN_FILES) -> None:
+    def __init__(
+        self,
+        asks_for_tokens: Callable[[], bool],
+        clock: Callable[[], float],
+        open_files: Path = OPEN_FILES,
+        find_peer: Callable[[int, int], Peer | None] = find_peer,
+    ) -> None:
         self._asks_for_tokens = asks_for_tokens
         self._clock = clock
         self._open_files = open_files
+        self._find_peer = find_peer
         self._trusted: set[Peer] = set()
         self._distrusted: set[Peer] = set()
         self._since: dict[Peer, float] = {}
+        self._sockets: dict[tuple[int, int], Peer | None] = {}
+        """Peers of the sockets at the last look, by descriptor and inode; None for those that are no connections to the port.
+        Asking the kernel takes long."""
         self._wake = asyncio.Event()
 
     def trust(self, peer: str) -> None:
@@ -155,10 +203,7 @@ class Connections:
         # This runs in a thread: a connection may open and become trusted while the sockets are listed, and an agent calls only
         # once.
         trusted = self._trusted.copy()
-        descriptors: dict[Peer, int] = {}
-        for name in self._open_files.iterdir():
-            if (peer := _peer(int(name.name), port)) is not None:
-                descriptors[peer] = int(name.name)
+        descriptors = self._list(port)
         self._since = {peer: self._since.get(peer, now) for peer in descriptors}
         self._trusted -= trusted - descriptors.keys()
         excess = list(self._excess(now))
@@ -167,11 +212,28 @@ class Connections:
             _shut_down(descriptors[peer], peer, port)
         return len(excess)
 
+    def _list(self, port: int) -> dict[Peer, int]:
+        """Return the descriptors of the connections to the port by their peers."""
+        sockets: dict[tuple[int, int], Peer | None] = {}
+        for path in self._open_files.iterdir():
+            number = int(path.name)
+            try:
+                status = os.fstat(number)
+            except OSError:
+                continue  # closed in the meantime
+            if stat.S_ISSOCK(status.st_mode):
+                key = number, status.st_ino
+                sockets[key] = self._sockets[key] if key in self._sockets else self._find_peer(number, port)
+        self._sockets = sockets
+        return {peer: number for (number, _), peer in sockets.items() if peer is not None}
+
     def _excess(self, now: float) -> Iterator[Peer]:
         """Yield the connections to close. Per address, connections without a valid token are closed first, then the newest."""
         strangers: defaultdict[str, int] = defaultdict(int)
         totals: defaultdict[str, int] = defaultdict(int)
         requires_token = self._asks_for_tokens()
+        if len(self._since) <= CONNECTIONS_OF_AN_ADDRESS and not (requires_token and self._since.keys() - self._trusted):
+            return
         for peer, since in sorted(self._since.items(), key=lambda item: (item[0] not in self._trusted, item[1])):
             is_stranger = requires_token and peer not in self._trusted
             totals[peer[0]] += 1
@@ -182,43 +244,6 @@ class Connections:
                 or (is_stranger and strangers[peer[0]] > STRANGERS_OF_AN_ADDRESS)
             ):
                 yield peer
-
-
-@contextlib.contextmanager
-def _socket(number: int) -> Iterator[socket.socket | None]:
-    """Yield the duplicated socket of a descriptor, since gRPC may close its own at any time; None if it is not a socket.
-
-    The descriptor of a file is never duplicated: closing the duplicate would release this process's locks on the file (`man 2
-    fcntl`). Without SQLite's locks, another program that opens the database would delete its write-ahead log.
-    """
-    try:
-        duplicate = os.dup(number) if stat.S_ISSOCK(os.fstat(number).st_mode) else -1
-    except OSError:
-        duplicate = -1  # closed in the meantime
-    # A file that took over the descriptor in the meantime stays open.
-    if duplicate == -1 or not stat.S_ISSOCK(os.fstat(duplicate).st_mode):
-        yield None
-        return
-    with socket.socket(fileno=duplicate) as opened:
-        yield opened
-
-
-def _peer(number: int, port: int) -> Peer | None:
-    """Return the peer of a descriptor that is a TCP connection to the port; None for any other descriptor."""
-    with _socket(number) as opened:
-        return _peer_of(opened, port)
-
-
-def _peer_of(opened: socket.socket | None, port: int) -> Peer | None:
-    if opened is None or opened.family not in (socket.AF_INET, socket.AF_INET6) or opened.type != socket.SOCK_STREAM:
-        return None
-    try:
-        if opened.getsockname()[1] != port:
-            return None
-        host, peer_port = opened.getpeername()[:2]
-    except OSError:  # the listening socket, or a socket with a disconnected peer
-        return None
-    return _plain(host), peer_port
 
 
 def _shut_down(number: int, peer: Peer, port: int) -> None:

@@ -89,6 +89,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         try:
             credential = self._tokens.authenticate(_text(metadata, "authorization"))
             principal = credential.principal
+            structlog.contextvars.bind_contextvars(principal=principal.name)
             principal = self._resolve(principal, _text(metadata, PROJECT_METADATA) or "")
             # The same task runs the handler, which therefore sees the caller in the context variables.
             enter(credential, principal, method)
@@ -220,6 +221,8 @@ async def _awaited(value: Any) -> Any:
 async def _abort(context: ServicerContext[Any, Any], error: Exception, method: str) -> NoReturn:
     if not isinstance(error, EtfarmError):
         log.exception("an rpc failed because of a bug", method=method)
-        error = FarmError(f"etfarm has a bug: {error!r}.", "The server's log has the traceback.")
+        request = structlog.contextvars.get_contextvars().get("request", "")
+        where = f", with request={request}" if request else ""
+        error = FarmError(f"etfarm has a bug: {error!r}.", f"The server's log has the traceback{where}.")
     await context.abort_with_status(to_status(error))
     raise AssertionError("abort raises")

@@ -49,6 +49,7 @@ _LABELS = Limit(64)
 _KEY = Limit(100)
 _VALUE = Limit(200)
 _RANK = Limit(64)
+_URL = Limit(2_000, "BAD_WEBHOOK")
 _LINE = Limit(64 << 10)
 _VALUES = Limit(10_000)
 _CELLS = Limit(1_000, "TOO_MANY_CELLS", "Send it as several jobs.")
@@ -67,6 +68,14 @@ LIMITS: Final[dict[str, Limit]] = {
     "Model.name": _NAME,
     "MethodSource.calibration": Limit(10_000, "BAD_JOB", "Give fewer: some hundreds calibrate as well."),
     "DeviceChoice.selector": _SELECTOR,
+    "JobSpec.notify_urls": Limit(5, "BAD_WEBHOOK", "Add a webhook of the farm instead."),
+    "JobSpec.notify_urls[]": _URL,
+    # Notices.
+    "CreateWebhookRequest.url": _URL,
+    "CreateWebhookRequest.events": Limit(16, "BAD_WEBHOOK"),
+    "ReportGateRequest.gate": Limit(500),
+    "ReportGateRequest.failures": Limit(20),
+    "ReportGateRequest.failures[]": Limit(500),
     # Sessions. Inline data have a lower limit, and its refusal suggests a remedy.
     "OpenSessionRequest.selector": _SELECTOR,
     "SessionTensors.inline": Limit(4 << 20),
@@ -82,6 +91,13 @@ LIMITS: Final[dict[str, Limit]] = {
     "ListDevicesRequest.selector": _SELECTOR,
     "WatchDevicesRequest.selector": _SELECTOR,
     "ReserveDeviceRequest.selector": _SELECTOR,
+    "ReserveDeviceRequest.reason": _VALUE,
+    "ReserveDeviceRequest.request_id": _KEY,
+    "RenewReservationRequest.reservation_id": _KEY,
+    "ReleaseReservationRequest.reservation_id": _KEY,
+    "JobSpec.reservation_id": _KEY,
+    "OpenSessionRequest.reservation_id": _KEY,
+    "ListJobsRequest.model": _NAME,
     "ListHistoryRequest.device": _SELECTOR,
     "LabelDeviceRequest.set": _LABELS,
     "LabelDeviceRequest.remove": _LABELS,

@@ -18,17 +18,18 @@ class CannotListen(UserError):
     reason = "CANNOT_LISTEN"
 
 
-def bind(server: grpc.aio.Server, config: Config) -> str:
+def bind(server: grpc.aio.Server, config: Config, credentials: grpc.ServerCredentials | None) -> str:
     """Bind the server to the configured address; return the address with the chosen port.
+
+    Args:
+        credentials: the server's certificate; None without TLS.
 
     Raises:
         CannotListen: the address cannot be used.
     """
     text = config.listen.text
     try:
-        if (identity := config.identity()) is not None:
-            (chain, key), client_ca = identity, config.client_ca()
-            credentials = grpc.ssl_server_credentials([(key, chain)], client_ca, require_client_auth=client_ca is not None)
+        if credentials is not None:
             port = server.add_secure_port(text, credentials)
         else:
             if text.startswith("unix:") and (path := Path(text.removeprefix("unix:"))).is_socket():

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import aclosing
 
 import structlog
 
 from etfarm.server.access.identities import Identities, Identity
 from etfarm.server.access.scope import agent_holder
+from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.devices.errors import AgentConnected, DeviceNotYours, DeviceTooLarge, TooManyDevices
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
+from etfarm.server.devices.upgrades import Upgrades
+from etfarm.server.devices.wheels import AgentWheel, read_version
 from etfarm.server.rpc.door.caller import caller
 from etfarm.server.rpc.door.roles import ADMIN
 from etfarm.server.rpc.services.artifacts import holder_of
@@ -20,9 +24,10 @@ from etfarm.server.rpc.services.enrolment import Enrolment
 from etfarm.server.rpc.services.salvage import Salvaged
 from etfarm.server.sessions.sessions import Sessions
 from etfarm.server.state.paging import page_of
-from etfarm.v1 import agent_pb2, agent_pb2_grpc
+from etfarm.v1 import agent_pb2, agent_pb2_grpc, common_pb2
 from etfarm.wire.errors import Kind, UserError
-from etfarm.wire.names import PROTOCOL_VERSION
+from etfarm.wire.names import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+from etfarm.wire.protocol import common_version
 
 log = structlog.get_logger()
 
@@ -43,15 +48,22 @@ class ProtocolUnsupported(UserError):
         what = (
             f"The agent (etfarm {hello.agent_version[:40] or 'of an unknown version'}) speaks protocol {hello.protocol_version}"
         )
-        older = hello.protocol_version < PROTOCOL_VERSION
+        older = hello.protocol_version < OLDEST_PROTOCOL_VERSION
         super().__init__(
-            f"{what}, and this server (etfarm {version}) speaks protocol {PROTOCOL_VERSION}.",
+            f"{what}, and this server (etfarm {version}) speaks {OLDEST_PROTOCOL_VERSION} to {PROTOCOL_VERSION}.",
             f"Install the server's version on the {'device, and start the agent again' if older else 'server or on the device'}: "
             f"pip install 'etfarm[agent]=={version}'.",
             supported=PROTOCOL_VERSION,
+            oldest=OLDEST_PROTOCOL_VERSION,
             protocol=hello.protocol_version,
             version=version,
         )
+
+
+class BadUpgrade(UserError):
+    """An upgrade with a time that is out of range."""
+
+    reason = "BAD_UPGRADE"
 
 
 class AgentService(agent_pb2_grpc.AgentServiceServicer):
@@ -64,11 +76,17 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         runs: Runs,
         sessions: Sessions,
         enrolment: Enrolment,
+        upgrades: Upgrades,
+        store: Store,
+        agent_wheel: AgentWheel | None = None,
         *,
         version: str,
         clock: Callable[[], float],
     ) -> None:
         self._enrolment = enrolment
+        self._upgrades = upgrades
+        self._store = store
+        self._agent_wheel = agent_wheel
         self._registry = registry
         self._identities = identities
         self._runs = runs
@@ -84,23 +102,28 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         if first is None or first.WhichOneof("message") != "hello":
             raise NoHello("The first message of an agent must be Hello.")
         hello = first.hello
-        if hello.protocol_version != PROTOCOL_VERSION:
+        protocol_version = common_version(hello)
+        if protocol_version is None:
             raise ProtocolUnsupported(hello, self._version)
         principal = caller()
         await self._identities.admit(hello.agent_id, principal)
         session = AgentSession(
-            hello.agent_id, hello.boot_id, self._clock, principal=principal.name, is_admin=principal.role == ADMIN
-        )
+            hello.agent_id, hello.boot_id, self._clock, principal=principal.name, is_admin=principal.role == ADMIN,
+            hello=hello, protocol_version=protocol_version,
+        )  # fmt: skip
         if (task := asyncio.current_task()) is not None:
             session.on_overflow(task.cancel)
         session.send(
             agent_pb2.ServerMessage(
-                welcome=agent_pb2.Welcome(server_version=self._version, heartbeat_interval_s=HEARTBEAT_INTERVAL_S)
+                welcome=agent_pb2.Welcome(
+                    server_version=self._version, heartbeat_interval_s=HEARTBEAT_INTERVAL_S, protocol_version=protocol_version
+                )
             )
         )
         # A stream that breaks while its devices are being registered must not leave them registered.
         try:
             await self._registry.connect(session, hello)
+            self._upgrades.connected(hello)
             log.info("agent connected", agent=hello.agent_id, host=hello.host, devices=[device.id for device in hello.devices])
             for attempt_id in hello.active_attempts:
                 if not self._runs.knows(attempt_id):
@@ -138,13 +161,37 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         self._registry.end_foreign_session(request.agent_id, request.principal)
         return self._agent(identity, self._registry.agents())
 
+    async def UpgradeAgent(
+        self, request: agent_pb2.UpgradeAgentRequest, context: object
+    ) -> AsyncIterator[agent_pb2.UpgradeAgentProgress]:
+        drain_s = _in_range("drain_s", request.drain_s if request.HasField("drain_s") else 3600.0, 0.0, 86_400.0)
+        limit_s = _in_range("time_limit_s", request.time_limit_s if request.HasField("time_limit_s") else 60.0, 5.0, 3600.0)
+        if self._agent_wheel is not None and request.digest == self._agent_wheel.digest:
+            await self._agent_wheel.put(self._store, caller().name, holder_of(caller()))
+        if not self._store.has(request.digest):
+            raise ArtifactMissing(request.digest)
+        await self._store.require_whole([request.digest])
+        path = self._store.path(request.digest)
+        version = await asyncio.to_thread(read_version, path)
+        wheel = common_pb2.Artifact(digest=request.digest, size_bytes=path.stat().st_size)
+        progress = self._upgrades.upgrade(
+            request.agent_id, wheel, version, drain_s=drain_s, limit_s=limit_s, principal=caller().name
+        )  # fmt: skip
+        async with aclosing(progress):
+            async for message in progress:
+                yield message
+
     def _agent(self, identity: Identity, devices: Mapping[str, Sequence[str]]) -> agent_pb2.Agent:
+        session = self._registry.session_of_agent(identity.agent_id)
         return agent_pb2.Agent(
             agent_id=identity.agent_id,
             principal=identity.principal,
             refused_principal=identity.refused,
             connected=self._registry.is_agent_connected(identity.agent_id),
             device_ids=sorted(devices.get(identity.agent_id, ())),
+            version=self._registry.version_of_agent(identity.agent_id),
+            host="" if session is None else session.host,
+            allows_upgrade=session is not None and session.allows_upgrade,
         )
 
     async def _listen(self, session: AgentSession, messages: AsyncIterator[agent_pb2.AgentMessage]) -> None:
@@ -191,3 +238,11 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
                 log.warning("a device was rejected", agent=session.agent_id, why=error.message)
         elif kind == "device_gone":
             self._registry.gone(session, message.device_gone.device_id, message.device_gone.reason)
+        elif kind == "upgrade_progress":
+            self._upgrades.progressed(session, message.upgrade_progress)
+
+
+def _in_range(name: str, value: float, least: float, most: float) -> float:
+    if not least <= value <= most:
+        raise BadUpgrade(f"`{name}` must be {least:g} to {most:g} seconds, got {value:g}.", field=name, got=value)
+    return value

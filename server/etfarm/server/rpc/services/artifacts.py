@@ -8,16 +8,17 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
-from typing import Any, Final
+from typing import Final
 
 from etfarm.server.access.projects import require_active
 from etfarm.server.access.scope import FARM_HOLDER, agent_holder
 from etfarm.server.artifacts.errors import ArtifactNotFound, BadUpload
 from etfarm.server.artifacts.holdings import Holding
 from etfarm.server.artifacts.store import Store
+from etfarm.server.retention.collection import ArtifactCollection
+from etfarm.server.retention.errors import BadRetention
 from etfarm.server.rpc.door.caller import caller
 from etfarm.server.rpc.door.roles import ADMIN, AGENT
-from etfarm.server.rpc.services.unimplemented import unimplemented
 from etfarm.server.state.paging import BadPageToken, page_size
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
 from etfarm.v1.common_pb2 import Principal
@@ -52,11 +53,9 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
         needed_by_agent: returns whether an agent may download an artifact besides its own uploads and the farm's runners.
     """
 
-    Delete: Any = unimplemented("ArtifactService.Delete")
-    Collect: Any = unimplemented("ArtifactService.Collect")
-
-    def __init__(self, store: Store, needed_by_agent: NeededByAgent) -> None:
+    def __init__(self, store: Store, needed_by_agent: NeededByAgent, collection: ArtifactCollection) -> None:
         self._store = store
+        self._collection = collection
         self._needed_by_agent = needed_by_agent
         self._downloads: dict[str, asyncio.Semaphore] = {}
         self._verifying = asyncio.Lock()
@@ -130,6 +129,22 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
                 break
             answer.artifacts.append(listed)
         return answer
+
+    async def Delete(self, request: artifact_pb2.DeleteArtifactRequest, context: object) -> artifact_pb2.DeleteArtifactResponse:
+        await self._collection.delete(request.digest, force=request.force)
+        return artifact_pb2.DeleteArtifactResponse()
+
+    async def Collect(
+        self, request: artifact_pb2.CollectArtifactsRequest, context: object
+    ) -> artifact_pb2.CollectArtifactsResponse:
+        keep_bytes = request.keep_bytes if request.HasField("keep_bytes") else None
+        if keep_bytes is not None and keep_bytes < 0:
+            raise BadRetention(f"`keep_bytes` must be 0 or more, got {keep_bytes}.", "Leave it out to keep only what is used.")
+        done = await self._collection.collect(keep_bytes, dry_run=request.dry_run, release=keep_bytes is None)
+        return artifact_pb2.CollectArtifactsResponse(
+            deleted_bytes=done.size_bytes, deleted_count=done.count, kept_bytes=done.kept_bytes,
+            released_bytes=done.released_bytes,
+        )  # fmt: skip
 
     async def Verify(
         self, request: artifact_pb2.VerifyArtifactsRequest, context: object

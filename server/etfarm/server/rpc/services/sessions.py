@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -16,10 +16,17 @@ from etfarm.v1 import session_pb2, session_pb2_grpc
 class SessionService(session_pb2_grpc.SessionServiceServicer):
     """The servicer of SessionService; see session.proto."""
 
-    def __init__(self, sessions: Sessions) -> None:
+    def __init__(self, sessions: Sessions, require_running: Callable[[], None] = lambda: None) -> None:
+        """Initialize the servicer.
+
+        Args:
+            require_running: raises while the server accepts no new sessions.
+        """
         self._sessions = sessions
+        self._require_running = require_running
 
     async def Open(self, request: session_pb2.OpenSessionRequest, context: object) -> AsyncIterator[session_pb2.SessionEvent]:
+        self._require_running()
         async for event in self._sessions.open(request, caller().name, active_project()):
             yield event
 

@@ -100,7 +100,7 @@ def conclude(task: str, limits: Limits, output: ChildOutput, report: bytes) -> A
         status_report = json.loads(report)
         status = int(status_report["exit"])
     except (ValueError, KeyError, TypeError):
-        raise errors.ChildDied(task, -signal.SIGKILL, output.stage, "\n".join(output.tail)) from None
+        raise errors.SupervisorKilled(task, output.stage, "\n".join(output.tail)) from None
     if output.result is None or status != 0:
         # A process of the tree was refused or killed for this, however the child handled it.
         if status_report["out_of_memory"]:

@@ -95,7 +95,7 @@ def test_an_obviously_faster_single_run_passes_with_a_note(tmp_path: Path, capsy
     fast = write(tmp_path / "k.json", observed("k", 1_000_000, (999_000, 1_001_000), run_spread=None))
     code, out, err = run(capsys, base, fast, "--gate", "3%", "--strict")
     assert (code, err) == (0, "") and "gate passed  latency 3 %" in out
-    assert "faster by more than separate runs of one program differ (1.5x)" in " ".join(out.split())
+    assert "faster by more than separate runs of one program differ (2.5x)" in " ".join(out.split())
 
 
 @pytest.mark.parametrize(

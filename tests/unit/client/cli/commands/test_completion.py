@@ -15,7 +15,8 @@ import pytest
 
 from etfarm.client.cli.commands import completion
 
-WORDS = completion.collect_words()
+VOCABULARY = completion.collect_vocabulary()
+WORDS = VOCABULARY.words
 WAIT_S = 30.0
 TYPED = [
     (["be"], {"bench"}),
@@ -23,6 +24,9 @@ TYPED = [
     (["jobs", "list", "--sta"], {"--state"}),
     (["jobs", "list", "--name", "x", "--ow"], {"--owner"}),
     (["bundle", "bu"], {"build"}),
+    (["bench", "x.py:net", "--recipe", "xnnpack_fp"], {"xnnpack_fp32"}),
+    (["report", "export", "latest", "--format", "j"], {"json", "junit"}),
+    (["jobs", "list", "--state", "FA"], {"FAILED"}),
 ]
 """Words up to the one that is completed, and what is offered."""
 
@@ -36,7 +40,7 @@ def needs(shell: str) -> pytest.MarkDecorator:
 def script(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     """The script for the shell that the test names."""
     file = tmp_path / f"etfarm.{request.param}"
-    file.write_text(completion.format_script(completion.Shell(request.param), WORDS))
+    file.write_text(completion.format_script(completion.Shell(request.param), VOCABULARY))
     return file
 
 
@@ -74,6 +78,7 @@ def test_commands_subcommands_and_options_are_words() -> None:
     assert {"--state", "--label", "--json"} <= set(WORDS[("jobs", "list")])
     assert {"--recipe", "--top", "-v"} <= set(WORDS[("bench",)])
     assert "--listen" in WORDS[("serve",)]
+    assert VOCABULARY.values["--by"] == ["op", "type", "module", "line", "backend"] and "-f" in VOCABULARY.values
 
 
 @pytest.mark.parametrize("script", ["bash"], indirect=True)

@@ -136,6 +136,19 @@ def test_a_device_that_cannot_be_used_says_why_and_what_to_do(served: Devices, t
     assert " ".join(" ".join(below).split()) == f"galaxy-s9-us: {sentence}"
 
 
+def test_health_is_listed_as_soon_as_a_device_has_some(served: Devices, terminal: Terminal) -> None:
+    reason = "2 device faults, the last at 2026-06-01 12:00 UTC: The runner does not answer"
+    quarantined = device_pb2.DeviceHealth(state=device_pb2.HEALTH_STATE_QUARANTINED, reason=reason, fault_score=2.75)
+    quarantined.start_time.FromDatetime(datetime(2026, 6, 1, 12, tzinfo=UTC))
+    served.known = [_device("galaxy-s9-us", health=quarantined), _device("kunpeng-920")]
+    heads, phone, server, *below = terminal.lines(120, "list")
+    assert heads.split()[-4:] == ["STATE", "HEALTH", "LAST", "SEEN"]
+    assert phone.split()[-3:] == ["IDLE", "QUARANTINED", "now"] and server.split()[-3:] == ["IDLE", "UNKNOWN", "now"]
+    assert " ".join(" ".join(below).split()) == f"galaxy-s9-us: quarantined, {reason}"
+    shown = " ".join(" ".join(terminal.lines(120, "show", "galaxy-s9-us")).split())
+    assert f"health QUARANTINED since 2026-06-01 12:00 UTC: {reason}, fault score 2.8" in shown
+
+
 def test_the_machine_below_an_emulated_device_is_not_reported_as_the_device(served: Devices, terminal: Terminal) -> None:
     served.known = [_device("odroid-c2", emulated=True, telemetry=LOADED, memory_bytes=4 << 30)]
     shown = "\n".join(terminal.lines(80, "show", "odroid-c2"))

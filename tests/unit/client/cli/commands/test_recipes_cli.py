@@ -10,6 +10,7 @@ import grpc
 import pytest
 
 from etfarm.client.cli.commands import recipes as command
+from etfarm.client.fleet import recipe_devices
 from etfarm.client.models import Device, DeviceState, RecipeInfo
 from etfarm.v1 import (
     common_pb2,
@@ -100,9 +101,10 @@ def test_a_recipe_runs_on_the_connected_devices_that_have_its_backend(
     name: str, places: tuple[str, ...] | None, missing: str
 ) -> None:
     info = RecipeInfo(name, "what", "", "none", True, "", ())
-    assert command.devices_for(info, DEVICES) == places
-    row = command.FarmRecipe(**vars(info), devices=places)
-    assert command._missing_device(row).startswith(missing) and bool(command._missing_device(row)) == bool(missing)
+    assert recipe_devices.devices_for(info, DEVICES) == places
+    row = recipe_devices.FarmRecipe(**vars(info), devices=places)
+    described = recipe_devices.describe_missing_device(row)
+    assert described.startswith(missing) and bool(described) == bool(missing)
 
 
 def test_every_recipe_s_backend_on_a_device_is_known() -> None:

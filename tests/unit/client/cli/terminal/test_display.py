@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from etfarm.client.cli.commands import jobs
 from etfarm.client.cli.terminal.display import LiveDisplay, PlainDisplay
 from etfarm.client.formats import phases
+from etfarm.client.jobs import summary
 from etfarm.client.models import Cell, CellChanged, CellState, JobInfo, JobState, Progress
 from etfarm.wire.errors import Fault, error_of
 
@@ -183,4 +183,4 @@ def test_a_cell_that_is_only_compiled_is_about_all_methods() -> None:
 
 def test_a_job_is_called_by_its_models_and_recipes() -> None:
     cells = tuple(replace(_cell(CellState.QUEUED), model=model, recipe=recipe) for model in "ab" for recipe in ("x", None))
-    assert jobs._what(JobInfo("j", "", {}, "me", JobState.QUEUED, _now(), None, cells)) == "a, b · x"
+    assert summary.describe_contents(JobInfo("j", "", {}, "me", JobState.QUEUED, _now(), None, cells)) == "a, b · x"

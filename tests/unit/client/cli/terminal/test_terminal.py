@@ -134,8 +134,8 @@ def test_a_servers_log_does_not_steer_the_terminal_that_shows_it(is_terminal: bo
     program = (
         "import sys, structlog\n"
         f"sys.stderr.isatty = lambda: {is_terminal}\n"
-        "from etfarm.server import main\n"
-        "main._configure_logging()\n"
+        "from etfarm.server.operation import logs\n"
+        "logs.configure()\n"
         f"name = {STEERING[:-1]!r}\n"
         "log = structlog.get_logger()\n"
         "log.warning('a device' + name, device=name)\n"
@@ -150,10 +150,10 @@ def test_a_servers_log_does_not_steer_the_terminal_that_shows_it(is_terminal: bo
 def test_an_agents_log_is_one_line_that_steers_nothing() -> None:
     import logging
 
-    from etfarm.device_agents.main import _OneLine
+    from etfarm.device_agents.logs import OneLine
 
     record = logging.LogRecord("n", logging.INFO, "f", 1, "a phone %s", (f"x\ny{STEERING}",), None)
-    shown = _OneLine("%(message)s").format(record)
+    shown = OneLine("%(message)s").format(record)
     assert_harmless(shown)
     assert "\n" not in shown and shown.startswith("a phone x | y")
 
@@ -161,11 +161,11 @@ def test_an_agents_log_is_one_line_that_steers_nothing() -> None:
 def test_an_agents_log_has_instants_in_utc_as_the_servers() -> None:
     import logging
 
-    from etfarm.device_agents.main import _OneLine
+    from etfarm.device_agents.logs import OneLine
 
     record = logging.LogRecord("n", logging.INFO, "f", 1, "text", (), None)
     record.created, record.msecs = 1_767_323_045.25, 250.0
-    assert _OneLine("%(asctime)s %(message)s").format(record) == "2026-01-02T03:04:05.250Z text"
+    assert OneLine("%(asctime)s %(message)s").format(record) == "2026-01-02T03:04:05.250Z text"
 
 
 def test_a_run_of_several_is_written_with_its_median() -> None:

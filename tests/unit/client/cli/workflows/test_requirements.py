@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import io
+import json
 from typing import Any
 
 import pytest
+from rich.console import Console
 
-from etfarm.client.cli.options import duration_of
+from etfarm.client.cli.options import duration_of, share_of
 from etfarm.client.cli.usage import Usage
+from etfarm.client.cli.views import render
 from etfarm.client.cli.workflows.requirements import INCONCLUSIVE, WORSE, Requirements, exit_code
+from etfarm.client.formats import html, markdown
+from etfarm.wire.report import loads
 from tests.support.documents import completed, report
 from tests.support.golden import Golden
 
@@ -82,6 +88,59 @@ def test_a_report_of_an_earlier_release_is_held_against_its_own_interval() -> No
 )
 def test_every_output_reaches_the_sqnr(accuracy: list[dict[str, Any]], code: int) -> None:
     assert exit_code(Requirements(min_sqnr_db=30.0).shortfalls([completed(report(accuracy=accuracy))])) == code
+
+
+@pytest.mark.parametrize(("top1", "code"), [([0.97, 0.99], 0), ([0.97, 0.94], WORSE), ([None], INCONCLUSIVE), ([], INCONCLUSIVE)])
+@pytest.mark.parametrize("of_logits", [True, False])
+def test_the_largest_value_is_the_references_often_enough(top1: list[float | None], code: int, of_logits: bool) -> None:
+    rows = [{"reference": "quantized program", "tokens": 64, "top1_agreement": each} for each in top1]
+    changes: dict[str, Any] = {"accuracy": [{"output": "y", "top1_agreement": each} for each in top1]}
+    if of_logits:
+        changes = {"generation": {"accuracy": {"tokens": 64, "references": rows}}}
+    shortfalls = Requirements(min_top1=0.95).shortfalls([completed(report(**changes))])
+    assert exit_code(shortfalls) == code and all(each.requirement == "--min-top1" for each in shortfalls)
+    if code == WORSE:
+        assert "94.0 %, below --min-top1 95.0 %" in shortfalls[0].message
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"), [("95%", 0.95), ("95 %", 0.95), ("0.95", 0.95), ("1", 1.0), ("0", 0.0), (None, None)]
+)
+def test_a_share_is_a_fraction_or_a_percentage(text: str | None, expected: float | None) -> None:
+    assert share_of("--min-top1", text) == expected
+
+
+@pytest.mark.parametrize("text", ["95", "101%", "-1%", "nan", "", "1e-1", "9" * 80])
+def test_what_is_no_share_is_refused(text: str) -> None:
+    with pytest.raises(Usage, match="is not a share"):
+        share_of("--min-top1", text)
+
+
+def unquantized(method: str = "forward") -> dict[str, Any]:
+    warning = {"code": "QUANTIZED_NOTHING", "message": f"Recipe r found nothing to quantize in {method}: it is plain fp32."}
+    return completed(report(compile={"warnings": [warning]}))
+
+
+def test_a_recipe_that_quantizes_nothing_is_worse_under_strict_quantization() -> None:
+    (shortfall,) = Requirements(strict_quantization=True).shortfalls([unquantized()])
+    assert shortfall.exit_code == WORSE and "nothing to quantize in forward" in shortfall.message
+    assert not Requirements(strict_quantization=True).shortfalls([completed(report())])
+    assert Requirements(strict_quantization=True) and not Requirements(valid=True, min_sqnr_db=None).strict_quantization
+
+
+def test_every_format_says_loudly_that_a_program_is_not_quantized() -> None:
+    job = {"id": "j", "state": "SUCCEEDED", "submitted_at": "2026-01-02T03:04:05Z"}
+    for method, is_said in (("forward", True), ("other", False)):
+        written = {"schema": "etfarm.report/1", "job": job, "reports": [unquantized(method)], "error": None}
+        document = loads(json.dumps(written))
+        console = Console(file=io.StringIO(), width=140, color_system=None)
+        console.print(render.reports(document["reports"], width=140))
+        shown = console.file.getvalue()  # type: ignore[attr-defined]
+        assert ("NOT QUANTIZED  Recipe r found nothing" in shown) == is_said and f"nothing to quantize in {method}" in shown
+        text = markdown.write(document).decode()
+        assert ("⚠️ **not quantized**" in text) == is_said and f"nothing to quantize in {method}" in text
+        page = html.write(document).decode()
+        assert (">not quantized</" in page) == is_said and f"nothing to quantize in {method}" in page
 
 
 def test_worse_wins_over_inconclusive_and_the_document_has_all_reasons() -> None:

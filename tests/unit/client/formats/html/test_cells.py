@@ -67,3 +67,8 @@ def test_a_phase_or_a_run_without_its_values_is_still_shown() -> None:
         run["iterations"] = None
     measured["timeline"][0] |= {"phase": None, "actor": None}
     assert b"0-latency" in html.write(document(measured))
+
+
+def test_a_page_without_reports_has_no_contents() -> None:
+    assert b'aria-label="Contents">' in html.write(document(report()))
+    assert b'aria-label="Contents" hidden>' in html.write(document())

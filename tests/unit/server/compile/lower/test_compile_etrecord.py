@@ -67,6 +67,8 @@ async def test_weights_are_stored_once_and_inspector_compares_with_them(
     with zipfile.ZipFile(etrecord) as archive:
         assert archive.testzip() is None
         sizes = {info.filename: info.file_size for info in archive.infolist() if info.filename.endswith("_state_dict")}
+        graph = archive.getinfo("exported_program")
+        assert graph.compress_size < graph.file_size / 4
     large = [name for name, size in sizes.items() if size > WEIGHTS * WEIGHTS]
     assert large == ["exported_program_state_dict"] and len(sizes) >= 2
     torch.manual_seed(4)

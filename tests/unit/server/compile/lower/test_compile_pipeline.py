@@ -134,7 +134,6 @@ async def test_a_buffers_initial_value_is_kept(workers: Workers, tmp_path: Path)
         (models.unknown, "xnnpack_fp32", "PROGRAM_CANNOT_RUN", "_linalg_svd"),
         (lambda: models.dynamic(None), "xnnpack_fp32", "DIM_WITHOUT_MAXIMUM", "dim 0 of 'x'"),
         (models.train_mode, "xnnpack_fp32", "TRAINING_MODE", "eval()"),
-        (models.elementwise, DYNAMIC, "QUANTIZED_NOTHING", "plain fp32"),
         (models.conv, FOUR_BIT, "RECIPE_NEEDS_EAGER_MODULE", "eager module"),
         (models.quantized, STATIC, "ALREADY_QUANTIZED", "again"),
         (models.unbounded, "xnnpack_fp32", "UNBOUNDED_SIZE", "plans memory"),

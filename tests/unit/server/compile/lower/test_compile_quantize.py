@@ -257,9 +257,26 @@ async def test_int8_and_fp32_recipes_combine(workers: Workers, tmp_path: Path) -
 async def test_a_shared_quantization_names_no_recipe_that_is_another_s(
     workers: Workers, tmp_path: Path, text: str, name: str
 ) -> None:
-    with pytest.raises(EtfarmError, match="found nothing to quantize") as refused:
-        await compiled(workers, tmp_path, models.elementwise, recipes.from_toml(text))
-    assert (refused.value.reason, refused.value.metadata["recipe"]) == ("QUANTIZED_NOTHING", name)
+    whole = await compiled(workers, tmp_path, models.elementwise, recipes.from_toml(text))
+    assert whole.quantized is not None
+    (warning,) = whole.quantized["warnings"]
+    assert warning["code"] == "QUANTIZED_NOTHING"
+    assert warning["message"].startswith(f"Recipe {name} found nothing to quantize in forward: it is plain fp32. The program is")
+
+
+async def test_a_model_without_quantizable_operators_is_lowered_as_without_quantization(workers: Workers, tmp_path: Path) -> None:
+    whole = await compiled(workers, tmp_path / "int8", models.elementwise, DYNAMIC)
+    assert whole.codes == ["QUANTIZED_NOTHING"], "one warning, not one of each stage"
+    plain = await compiled(workers, tmp_path / "fp32", models.elementwise, "xnnpack_fp32")
+    assert whole.pte == plain.pte
+
+
+async def test_a_quantizer_for_a_method_that_the_model_lacks_is_refused(workers: Workers, tmp_path: Path) -> None:
+    recipe = recipes.from_toml(
+        'recipe = "xnnpack_fp32"\n[methods.other]\nquantizers = [{name = "xnnpack", per_channel = true}]\n'
+    )
+    with pytest.raises(EtfarmError, match="found nothing to quantize"):
+        await compiled(workers, tmp_path, models.conv, recipe)
 
 
 async def test_int8_that_no_delegate_takes_runs_on_executorchs_quantized_kernels(workers: Workers, tmp_path: Path) -> None:

@@ -89,6 +89,14 @@ def test_memory_that_is_used_up_says_nothing_against_the_program(tmp_path: Path)
     assert not outcome.ran
 
 
+def test_a_kill_by_the_host_says_nothing_against_the_program(tmp_path: Path) -> None:
+    def behaviour(order: dict[str, str]) -> dict[str, object]:
+        crash(signal.SIGKILL)
+
+    [outcome] = outcomes_of(tmp_path, behaviour)
+    assert outcome.out_of_memory and not outcome.ran and outcome.why == "it crashed with SIGKILL"
+
+
 def test_closing_leaves_no_process(tmp_path: Path) -> None:
     runner = SmokeRunner(tmp_path / "log")
     pid = runner._pid

@@ -203,3 +203,36 @@ def test_parts_without_a_flow_are_a_device_fault(tmp_path: Path) -> None:
     result.generations[0].points[0].parts.add(method="forward", prefill_ns=[1] * 3, decode_ns=[1] * 3)
     with pytest.raises(ImplausibleResult, match="not those of the methods"):
         check(result, tmp_path)
+
+
+def encoded(folder: Path, *traces: tuple[str, int, int]) -> agent_pb2.CandidateResult:
+    """A result of a vision-language program whose agent traced encoders: name, positions, and the first of them."""
+    result = agent_pb2.CandidateResult(cell_id="c", threads=1)
+    result.generations.append(process(folder, flow_plan((8, 0)), [[9_000, 1_000, 1_100, 900]] * 3))
+    for method, positions, position in traces:
+        trace = agent_pb2.GenerationTrace(traced_ns=[4_000], tokens=positions, position=position, etdump=artifact_of(b"etdump"))
+        result.generations[0].encoders.add(method=method, trace=trace)
+    return result
+
+
+@pytest.mark.parametrize(
+    ("traces", "why"),
+    [
+        ([], ""),
+        ([("vision_encoder", 16, 0)], ""),
+        ([("audio_encoder", 16, 0)], "are not those of the program"),
+        ([("vision_encoder", 16, 0), ("vision_encoder", 16, 16)], "are not those of the program"),
+        ([("vision_encoder", 15, 0)], "its trace of vision_encoder is of 15 tokens"),
+        ([("vision_encoder", 16, 5)], "at position 5 instead of 16 at 0"),
+    ],
+)
+def test_traced_encoders_are_those_of_the_program(tmp_path: Path, traces: list[tuple[str, int, int]], why: str) -> None:
+    result = encoded(tmp_path, *traces)
+    measurement = job_pb2.Measurement(generation=GenerationOptions(tokens=4))
+    planned = Plan(frozenset({"c"}), 3.0, measurement, generation={"c": flow_plan((8, 0))})
+    if why:
+        with pytest.raises(ImplausibleResult, match=why):
+            check_candidate(result, planned, lambda digest: tmp_path / digest)
+    else:
+        check_candidate(result, planned, lambda digest: tmp_path / digest)
+        assert (artifact_of(b"etdump") in list(artifacts_of(result))) == bool(traces)

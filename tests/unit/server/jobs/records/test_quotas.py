@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection
 
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
@@ -103,3 +104,22 @@ async def test_the_specs_of_live_jobs_are_counted_in_bytes(tmp_path: Path) -> No
     with pytest.raises(QuotaExceeded, match="bytes of live jobs' specs"):
         await journal.submit(job, "job-2")
     database.close()
+
+
+async def test_a_submission_finds_live_jobs_by_an_index_however_many_have_ended(tmp_path: Path) -> None:
+    database = Database(tmp_path / "farm.sqlite")
+    await database.open()
+    statements: list[str] = []
+
+    def plans(connection: Connection) -> list[str]:
+        raw = connection.connection.driver_connection
+        assert raw is not None
+        raw.set_trace_callback(statements.append)
+        Quotas().check_job(connection, Job(id="j", owner="ann"))
+        raw.set_trace_callback(None)
+        return [row[3] for query in statements for row in raw.execute(f"EXPLAIN QUERY PLAN {query}")]
+
+    steps = [step for step in await database.read(plans) if "jobs" in step]
+    database.close()
+    assert len(steps) >= 4
+    assert all("USING INDEX jobs_finished_of_" in step for step in steps), steps

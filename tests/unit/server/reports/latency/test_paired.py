@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from etfarm.server.reports.latency import interleaved
-from etfarm.server.reports.latency.interleaved import BadBlocks, Block, Rounds, compare, interval, medians, rounds_of
+from etfarm.server.reports.latency.interleaved import BadBlocks, Rounds, compare, interval, medians, rounds_of
+from etfarm.server.reports.latency.samples import Block
 
 STARTS, OF_START = 8, 5
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from array import array
 from pathlib import Path
 from typing import Any
@@ -170,6 +171,25 @@ def test_a_long_prompt_is_executed_in_parts(tmp_path: Path) -> None:
     model = Long(table())
     compare(report_pb2.GenerationReference(), scores(tmp_path, table(), generated=[0], context=300), model, 60.0)
     assert [count for count in model.counts if count > 1] == [128, 128, 44]
+
+
+@pytest.mark.parametrize(("generated", "limit_s", "is_whole"), [([1, 2], 0.0, False), ([1, 2], 60.0, True), (None, 60.0, True)])
+def test_a_comparison_says_whether_there_was_time_for_all(
+    tmp_path: Path, generated: list[int] | None, limit_s: float, is_whole: bool
+) -> None:
+    device = scores(tmp_path, table(), generated=generated)
+    assert compare(report_pb2.GenerationReference(), device, Table(table()), limit_s) is is_whole
+
+
+def test_a_text_that_ends_in_time_before_its_context_does_not_is_not_whole(tmp_path: Path) -> None:
+    class Slow(Table):
+        def execute(self, tokens: list[int], position: int) -> Any:
+            if len(tokens) > 1:
+                time.sleep(0.2)
+            return super().execute(tokens, position)
+
+    device = scores(tmp_path, table(), generated=[1, 2])
+    assert not compare(report_pb2.GenerationReference(), device, Slow(table()), 0.1)
 
 
 def test_what_there_is_no_time_for_is_not_counted(tmp_path: Path) -> None:

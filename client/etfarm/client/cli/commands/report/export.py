@@ -24,15 +24,15 @@ from etfarm.client.jobs.file_names import safe_name
 from etfarm.wire import comparison
 
 _SUFFIXES = {
-    "json": ".json", "csv": ".csv", "parquet": ".parquet", "html": ".html", "markdown": ".md", "perfetto": ".trace.json",
-    "model-explorer": ".graph.json",
+    "json": ".json", "csv": ".csv", "parquet": ".parquet", "html": ".html", "markdown": ".md", "junit": ".junit.xml",
+    "perfetto": ".trace.json",    "model-explorer": ".graph.json",
 }  # fmt: skip
-_TO_STDOUT = ("json", "csv", "markdown")
+_TO_STDOUT = ("json", "csv", "markdown", "junit")
 """Formats that are written to stdout without a file name, for pipes."""
 
 _BINARY = ("parquet",)
 
-_WITHOUT_SERIES = ("markdown",)
+_WITHOUT_SERIES = ("markdown", "junit")
 """Formats that show neither samples nor times of single iterations."""
 
 _SLASHES = tuple(filter(None, (os.sep, os.altsep)))
@@ -60,7 +60,7 @@ def export(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> int:
-    """Export a job's or a file's reports: JSON, CSV, Parquet, HTML, Markdown, a Perfetto trace, a graph, ExecuTorch's files."""
+    """Export a job's or a file's reports: JSON, CSV, Parquet, HTML, Markdown, JUnit, Perfetto, a graph, ExecuTorch's files."""
     outcome: Outcome = context.obj
     must_be_format(format_)
     if what is not None and format_ not in ("csv", "parquet"):
@@ -159,12 +159,13 @@ def written(document: dict[str, Any], format_: str, what: str | None, *, folder:
 
 
 def _writer(format_: str) -> Callable[[dict[str, Any]], bytes]:
-    from etfarm.client.formats import html, markdown, model_explorer, perfetto
+    from etfarm.client.formats import html, junit, markdown, model_explorer, perfetto
     from etfarm.wire import report
 
     writers: dict[str, Callable[[dict[str, Any]], bytes]] = {
         "html": html.write,
         "markdown": markdown.write,
+        "junit": junit.write,
         "perfetto": perfetto.write,
         "model-explorer": model_explorer.write,
         "json": lambda document: report.dumps(document).encode(),

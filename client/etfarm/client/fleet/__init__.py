@@ -1,0 +1,1 @@
+"""Reservations of devices, and watches of all devices and jobs."""

@@ -1,0 +1,41 @@
+"""Jobs and queued runs in a few words, for tables of them."""
+
+from __future__ import annotations
+
+from etfarm.client.formats import units
+from etfarm.client.models import JobInfo, QueuedRun
+
+
+def describe_contents(job: JobInfo) -> str:
+    """Return models and recipes of a job, each once: `resnet8, ds_cnn · xnnpack_fp32`."""
+    models = dict.fromkeys(cell.model for cell in job.cells)
+    recipes = dict.fromkeys(cell.recipe for cell in job.cells if cell.recipe)
+    return " · ".join(filter(None, (", ".join(models), ", ".join(recipes))))
+
+
+def describe_latencies(job: JobInfo) -> str:
+    """Return the job's median, or the least and the largest one of its cells; empty without a measurement."""
+    medians = [cell.p50_ns for cell in job.cells if cell.p50_ns is not None]
+    if not medians:
+        return ""
+    least, most = units.time(min(medians)), units.time(max(medians))
+    return least if least == most else f"{least} to {most}"
+
+
+def describe_progress(job: JobInfo) -> str:
+    """Return how many cells are done: `2 of 3`."""
+    return f"{sum(cell.state.is_terminal for cell in job.cells)} of {len(job.cells)}"
+
+
+def describe_duration(job: JobInfo) -> str:
+    """Return the time from the submission to the end; empty for a live job."""
+    return units.clock((job.finished_at - job.submitted_at).total_seconds()) if job.finished_at else ""
+
+
+def describe_run(run: QueuedRun) -> str:
+    """Return what a run is: `resnet8 · xnnpack_fp32`, with the number of interleaved cells, or that it is a session."""
+    if run.session_id:
+        return " · ".join(filter(None, ("session", run.method)))
+    more = f" and {len(run.cell_ids) - 1} more" if len(run.cell_ids) > 1 else ""
+    method = run.method if run.method != "forward" else ""
+    return " · ".join(filter(None, (run.model, run.recipe or "", method))) + more

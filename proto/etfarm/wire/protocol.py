@@ -1,0 +1,23 @@
+"""The version of the protocol that an agent and a server have in common."""
+
+from __future__ import annotations
+
+from etfarm.v1 import agent_pb2
+from etfarm.wire.names import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
+
+UPGRADES: int = 3
+"""The version of the protocol that has Upgrade."""
+
+
+def common_version(
+    hello: agent_pb2.Hello, *, newest: int = PROTOCOL_VERSION, oldest: int = OLDEST_PROTOCOL_VERSION
+) -> int | None:
+    """Return the newest version that an agent and a server both speak; None if there is none.
+
+    Args:
+        newest: the newest version that the server speaks.
+        oldest: the oldest one.
+    """
+    version = min(newest, hello.protocol_version)
+    theirs = hello.oldest_protocol_version if hello.HasField("oldest_protocol_version") else hello.protocol_version
+    return version if version >= max(oldest, theirs) else None

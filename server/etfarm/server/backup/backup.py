@@ -1,0 +1,209 @@
+"""A backup of a data folder while its server runs: first the database, then every artifact that it has a row of.
+
+The database is copied by SQLite as one snapshot, so each job in it is complete as far as it had come. Artifacts never change, and
+the server deletes none while the backup holds the folder's lock, so those that the snapshot names are there.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, place_of
+from etfarm.server.backup import manifest as manifests
+from etfarm.server.backup.copying import Differs, copy_verified, link_or_copy, sync_folder
+from etfarm.server.backup.errors import BackupRefused
+from etfarm.server.backup.manifest import Manifest
+from etfarm.server.config import DATABASE
+from etfarm.server.state import damage
+from etfarm.server.state.backup_lock import BackupLock, BackupRunning
+from etfarm.server.state.engine import HEAD, known_revisions
+from etfarm.wire import digest as digests
+from etfarm.wire.errors import FarmError, Kind
+
+_LOCK_WAIT_S: Final = 120.0
+"""Time for which a backup waits until the server has ended a deletion of artifacts."""
+
+_LOCK_POLL_S: Final = 0.2
+
+
+class BackupFailed(FarmError):
+    """A backup whose files cannot be written, such as for lack of space."""
+
+    reason = "BACKUP_FAILED"
+    kind = Kind.FAILED_PRECONDITION
+
+
+@dataclass(frozen=True)
+class Done:
+    """A complete backup."""
+
+    manifest: Manifest
+    copied: int
+    """Number of artifacts that the folder did not have before."""
+    copied_bytes: int
+    lost: tuple[str, ...]
+    """Digests that the farm has, and whose files are missing or damaged there."""
+
+
+OnProgress = Callable[[int, int], None]
+"""Called with the number of artifacts that are backed up, out of the second number."""
+
+
+def back_up(data: Path, folder: Path, *, link: bool = False, on_progress: OnProgress = lambda done, total: None) -> Done:
+    """Make a backup of a data folder, or bring an earlier one in `folder` up to date.
+
+    Until the new manifest replaces the earlier one, the earlier backup stays complete.
+
+    Args:
+        link: whether to make hard links of artifacts where both folders are on one file system.
+
+    Raises:
+        BackupRefused: `data` is no data folder of a server, or `folder` has other files.
+        BackupRunning: another backup of the data folder is running.
+        BackupFailed: a file cannot be written.
+        DatabaseDamaged, DatabaseTooNew: the database cannot be backed up.
+    """
+    source = data / DATABASE
+    if not source.is_file():
+        raise BackupRefused(f"{data} has no {DATABASE}: it is not a server's data folder.", "Name the folder with --data.")
+    _require_target(data, folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        folder.chmod(0o700)
+        with _lock(data):
+            part = _copy_database(source, folder)
+            sha256 = digests.of_file(part)
+            with closing(sqlite3.connect(part)) as connection:
+                (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
+                wanted = dict(connection.execute("SELECT digest, size_bytes FROM artifacts ORDER BY digest"))
+            missing, copied, copied_bytes = _copy_artifacts(data, folder, wanted, link=link, on_progress=on_progress)
+    except OSError as error:
+        raise BackupFailed(
+            f"The backup in {folder} cannot be written: {error.strerror or error}.",
+            "Free disk there, and run it again: it continues.",
+        ) from error
+    name = f"farm-{sha256[:16]}.sqlite"
+    part.replace(folder / name)
+    kept = {digest: size for digest, size in wanted.items() if digest not in missing}
+    manifest = Manifest(
+        version=version("etfarm"), revision=revision, created_at=datetime.now(UTC).isoformat(timespec="seconds"),
+        database=name, database_sha256=sha256, database_bytes=(folder / name).stat().st_size,
+        artifacts=len(kept), artifact_bytes=sum(kept.values()), missing=tuple(missing),
+    )  # fmt: skip
+    sync_folder(folder)
+    manifest.write(folder)
+    sync_folder(folder)
+    _remove_former(folder, name, kept)
+    return Done(manifest, copied, copied_bytes, _still_listed(source, missing))
+
+
+def _still_listed(source: Path, missing: list[str]) -> tuple[str, ...]:
+    """Return those of the digests that the farm still has: tensors of a session that has ended since are no loss."""
+    with closing(_connect(source)) as connection:
+        return tuple(
+            digest for digest in missing if connection.execute("SELECT 1 FROM artifacts WHERE digest = ?", [digest]).fetchone()
+        )
+
+
+def _connect(source: Path) -> sqlite3.Connection:
+    return sqlite3.connect(f"{source.absolute().as_uri()}?mode=ro", uri=True, timeout=30)
+
+
+def _require_target(data: Path, folder: Path) -> None:
+    if folder.resolve().is_relative_to(data.resolve()) or data.resolve().is_relative_to(folder.resolve()):
+        raise BackupRefused(f"{folder} is a part of the data folder {data}, or contains it.", "Choose a folder beside it.")
+    if folder.exists() and not folder.is_dir():
+        raise BackupRefused(f"{folder} is not a folder.", "Name a folder; it is created.")
+    if folder.is_dir():
+        # Exactly what a backup writes: other files would be deleted at its end, such as the artifacts of another data folder.
+        known = {manifests.NAME, f"{manifests.NAME}.part", ARTIFACTS}
+        strange = [
+            path.name for path in folder.iterdir()
+            if path.name not in known and not manifests.is_database(path.name) and not path.name.startswith(manifests.PART)
+        ]  # fmt: skip
+        if strange:
+            raise BackupRefused(
+                f"{folder} has other files, such as {strange[0]!r}.", "Name an empty folder or an earlier backup."
+            )
+
+
+@contextmanager
+def _lock(data: Path) -> Iterator[None]:
+    """Keep the server from deleting artifacts; wait while it does."""
+    ends_s = time.monotonic() + _LOCK_WAIT_S
+    while True:
+        held = BackupLock(data).backing_up()
+        try:
+            held.__enter__()
+        except BackupRunning:
+            if time.monotonic() > ends_s:
+                raise
+            time.sleep(_LOCK_POLL_S)
+            continue
+        try:
+            yield
+        finally:
+            held.__exit__(None, None, None)
+        return
+
+
+def _copy_database(source: Path, folder: Path) -> Path:
+    """Copy the database as one snapshot, and check the copy."""
+    part = folder / manifests.PART
+    part.unlink(missing_ok=True)
+    part.touch(mode=0o600)
+    try:
+        with closing(_connect(source)) as reader, closing(sqlite3.connect(part)) as writer:
+            # All pages in one step: with several, each write of the server would begin the copy again.
+            reader.backup(writer, pages=-1)
+            writer.execute("PRAGMA journal_mode=DELETE")
+    except sqlite3.Error as error:
+        if "full" in str(error):
+            raise BackupFailed(f"The disk of {folder} is full.", "Free disk there, and run it again: it continues.") from error
+        raise damage.error_of(source, error) or error from error
+    damage.check(part, HEAD, known_revisions(), whole=True)
+    _sync(part)
+    return part
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def _copy_artifacts(
+    data: Path, folder: Path, wanted: dict[str, int], *, link: bool, on_progress: OnProgress
+) -> tuple[list[str], int, int]:
+    """Copy what the backup lacks. Return the digests without an intact file, and the number and size of what was copied."""
+    missing, copied, copied_bytes = list[str](), 0, 0
+    sources, targets = data / ARTIFACTS / BLOBS, folder / ARTIFACTS / BLOBS
+    for done, (digest, size_bytes) in enumerate(wanted.items(), 1):
+        target = place_of(targets, digest)
+        if not (target.is_file() and target.stat().st_size == size_bytes):
+            try:
+                target.unlink(missing_ok=True)
+                copied_bytes += (link_or_copy if link else copy_verified)(place_of(sources, digest), target, digest)
+                copied += 1
+            except (FileNotFoundError, Differs):
+                missing.append(digest)
+        on_progress(done, len(wanted))
+    return missing, copied, copied_bytes
+
+
+def _remove_former(folder: Path, database: str, kept: dict[str, int]) -> None:
+    """Delete what only the former backup in the folder needed."""
+    for path in folder.glob("farm-*.sqlite"):
+        if path.name != database and manifests.is_database(path.name):
+            path.unlink()
+    for path in (folder / ARTIFACTS / BLOBS).glob("??/*"):
+        if path.name not in kept:
+            path.unlink(missing_ok=True)

@@ -1,0 +1,80 @@
+"""The manifest of a backup, which is written last: a folder without one holds no complete backup."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Final
+
+from etfarm.server.backup.errors import BackupDamaged, BackupRefused
+
+NAME: Final = "manifest.json"
+SCHEMA: Final = "etfarm.backup/1"
+_MAX_BYTES: Final = 64 << 20
+_DATABASE: Final = re.compile(r"farm-[0-9a-f]{16}\.sqlite\Z")
+PART: Final = "farm.sqlite.part"
+"""File name of the copy of a database that is not complete yet."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a backup contains."""
+
+    version: str
+    """The etfarm that wrote the backup."""
+    revision: str
+    """Revision of the database."""
+    created_at: str
+    database: str
+    """File name of the database in the backup; its name has the beginning of its sha256."""
+    database_sha256: str
+    database_bytes: int
+    artifacts: int
+    artifact_bytes: int
+    missing: tuple[str, ...]
+    """Digests that the database has, and whose files were missing or damaged in the farm, or deleted during the backup."""
+
+    def write(self, folder: Path) -> None:
+        """Replace the folder's manifest."""
+        part = folder / f"{NAME}.part"
+        with part.open("w") as file:
+            os.fchmod(file.fileno(), 0o600)
+            json.dump({"schema": SCHEMA} | asdict(self), file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(folder / NAME)
+
+
+def is_database(name: str) -> bool:
+    """Return whether a backup's database may have a file name."""
+    return _DATABASE.match(name) is not None
+
+
+def read(folder: Path) -> Manifest:
+    """Return the manifest of a backup.
+
+    Raises:
+        BackupRefused: the folder has no manifest: it is no backup, or its backup did not end.
+        BackupDamaged: the manifest cannot be read.
+    """
+    path = folder / NAME
+    if not path.is_file():
+        raise BackupRefused(
+            f"{folder} has no {NAME}, so it holds no complete backup.",
+            "Run `etfarm backup` on it again, or choose another folder.",
+        )
+    try:
+        if path.stat().st_size > _MAX_BYTES:
+            raise ValueError("it is too large")
+        values = json.loads(path.read_bytes())
+        if values.pop("schema") != SCHEMA:
+            raise ValueError("it has another schema")
+        manifest = Manifest(**values | {"missing": tuple(map(str, values["missing"]))})
+        if not is_database(manifest.database):
+            raise ValueError("it names no database")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError, OSError) as error:
+        raise BackupDamaged(f"The manifest {path} cannot be read: {error}.", "Use another backup.") from None
+    return manifest

@@ -1,0 +1,126 @@
+"""A data folder from a backup: artifacts first, each compared with its digest; the database last, when all are there."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import shutil
+import sqlite3
+from contextlib import closing
+from importlib.metadata import version
+from pathlib import Path
+
+from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, place_of
+from etfarm.server.backup import manifest as manifests
+from etfarm.server.backup.backup import BackupFailed, OnProgress
+from etfarm.server.backup.copying import Differs, copy_verified, sync_folder
+from etfarm.server.backup.errors import BackupDamaged, BackupRefused
+from etfarm.server.backup.manifest import Manifest
+from etfarm.server.config import DATABASE
+from etfarm.server.state import damage
+from etfarm.server.state.engine import HEAD, Database, known_revisions
+from etfarm.server.state.folder import LOCK, RESTORING
+from etfarm.wire import digest as digests
+
+
+def restore(backup: Path, data: Path, *, on_progress: OnProgress = lambda done, total: None) -> Manifest:
+    """Make a data folder from a backup, and migrate its database to this version. Return the backup's manifest.
+
+    A restore that was interrupted continues: artifacts that have their names are complete.
+
+    Args:
+        data: a folder that does not exist, is empty, or has an interrupted restore of the same backup.
+
+    Raises:
+        BackupRefused: the backup is incomplete or of a newer etfarm, or the data folder has other files.
+        BackupDamaged: a file of the backup is missing or has other contents.
+        BackupFailed: a file cannot be written.
+        DatabaseDamaged: the database in the backup is damaged.
+    """
+    manifest = manifests.read(backup)
+    if manifest.revision not in known_revisions():
+        raise BackupRefused(
+            f"The backup is of etfarm {manifest.version}, with revision {manifest.revision} of the database; this is etfarm "
+            f"{version('etfarm')}, which knows {HEAD} at most.",
+            f"Install etfarm {manifest.version} or newer: pip install 'etfarm[server]>={manifest.version}'.",
+        )
+    try:
+        _prepare(data, manifest)
+        source = backup / manifest.database
+        if not source.is_file() or digests.of_file(source) != manifest.database_sha256:
+            raise BackupDamaged(
+                f"The database {source} is missing or has other contents than the manifest says.", "Use another backup."
+            )
+        part = data / f"{DATABASE}.part"
+        part.unlink(missing_ok=True)
+        part.touch(mode=0o600)
+        shutil.copyfile(source, part)
+        damage.check(part, HEAD, known_revisions(), whole=True)
+        _copy_artifacts(backup, data, part, manifest, on_progress)
+        _sync(part)
+        _remove_logs(data)
+        part.replace(data / DATABASE)
+        sync_folder(data)
+        asyncio.run(_migrate(data))
+        (data / RESTORING).unlink()
+        sync_folder(data)
+    except OSError as error:
+        raise BackupFailed(
+            f"{data} cannot be restored: {error.strerror or error}.", "Free disk there, and run it again: it continues."
+        ) from error
+    return manifest
+
+
+def _prepare(data: Path, manifest: Manifest) -> None:
+    """Create the data folder with a marker, without which no server starts on it before the restore has ended."""
+    marker = data / RESTORING
+    if data.exists() and not data.is_dir():
+        raise BackupRefused(f"{data} is not a folder.", "Choose another --data.")
+    if data.is_dir() and not marker.exists() and [path for path in data.iterdir() if path.name != LOCK]:
+        raise BackupRefused(f"{data} is not empty.", "Move it aside, or choose another --data.")
+    data.mkdir(parents=True, exist_ok=True, mode=0o700)
+    # An empty marker is that of a restore that was killed before it copied anything.
+    if marker.exists() and marker.read_text() not in ("", manifest.database_sha256):
+        raise BackupRefused(f"{data} has an interrupted restore of another backup.", "Delete it, or choose another --data.")
+    marker.write_text(manifest.database_sha256)
+
+
+def _remove_logs(data: Path) -> None:
+    """Delete the logs of a database whose migration was killed, which SQLite would apply to the database that replaces it."""
+    for suffix in ("-journal", "-wal", "-shm"):
+        (data / f"{DATABASE}{suffix}").unlink(missing_ok=True)
+
+
+def _copy_artifacts(backup: Path, data: Path, database: Path, manifest: Manifest, on_progress: OnProgress) -> None:
+    with closing(sqlite3.connect(database)) as connection:
+        wanted = dict(connection.execute("SELECT digest, size_bytes FROM artifacts ORDER BY digest"))
+    if strange := [digest for digest in wanted if not digests.is_digest(str(digest))]:
+        # Names of files are made of it.
+        what = f"The backup's database names the artifact {str(strange[0])[:80]!r}, which is no sha256."
+        raise BackupDamaged(what, "Use another backup.")
+    sources, targets, missing = backup / ARTIFACTS / BLOBS, data / ARTIFACTS / BLOBS, set(manifest.missing)
+    for done, digest in enumerate(wanted, 1):
+        target = place_of(targets, digest)
+        if digest not in missing and not target.is_file():
+            try:
+                copy_verified(place_of(sources, digest), target, digest)
+            except (FileNotFoundError, Differs):
+                raise BackupDamaged(
+                    f"The backup's artifact {digest[:12]} is missing or has other contents.",
+                    "Use another backup; or back up the farm to an empty folder, if it still runs.", digest=digest,
+                ) from None  # fmt: skip
+        on_progress(done, len(wanted))
+
+
+async def _migrate(data: Path) -> None:
+    database = Database(data / DATABASE)
+    try:
+        await database.open()
+    finally:
+        database.close()
+    (data / DATABASE).chmod(0o600)
+
+
+def _sync(path: Path) -> None:
+    with path.open("rb") as file:
+        os.fsync(file.fileno())

@@ -1,0 +1,161 @@
+"""The farm's notices as other rooms use them: what to tell, the webhooks, and the tasks behind them."""
+
+from __future__ import annotations
+
+import asyncio
+import uuid
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from datetime import UTC, datetime, timedelta
+from typing import Any, Final
+
+import structlog
+from sqlalchemy import Row
+
+from etfarm.server.notices import events
+from etfarm.server.notices.addresses import parse, require_permitted, system_lookup
+from etfarm.server.notices.outbox import Outbox
+from etfarm.server.notices.posting import Poster, tls_context
+from etfarm.server.notices.sender import Sender
+from etfarm.server.notices.settings import NoticeSettings
+from etfarm.server.state.engine import Database
+from etfarm.v1.device_pb2 import Device, DeviceState
+from etfarm.v1.job_pb2 import Job
+
+log = structlog.get_logger()
+
+TEST_S: Final = 20.0
+"""How long a test waits for its first try."""
+_LOOK_S: Final = 15.0
+"""Pause between two looks for devices that are offline."""
+_LONG_AGO: Final = timedelta(days=7)
+"""Devices that have been offline for longer are no news, as after a restart of the server."""
+
+
+class Notices:
+    """Publication and delivery of the farm's events.
+
+    Args:
+        now: returns the current time in UTC.
+        version: the server's version.
+    """
+
+    def __init__(self, database: Database, settings: NoticeSettings, now: Callable[[], datetime], version: str) -> None:
+        self._settings = settings
+        self._now = now
+        self.outbox = Outbox(database, now)
+        poster = Poster(
+            settings.allowed, tls_context(settings.authorities), settings.lookup or system_lookup, settings.deadline_s, version
+        )
+        self.sender = Sender(self.outbox, poster, now)
+        self._offline: set[tuple[str, int]] = set()
+        """Devices that were reported as offline, with the time when they were last seen."""
+
+    async def load(self) -> None:
+        """Store the webhooks of the server's options."""
+        for url, _ in self._settings.webhooks:
+            require_permitted(parse(url), self._settings.allowed)
+        await self.outbox.configure(self._settings.webhooks)
+
+    def require_urls(self, urls: Iterable[str]) -> None:
+        """Check a job's addresses for notices.
+
+        Raises:
+            BadWebhook: an address is not valid.
+            HostRefused: notices do not go to its host. Its name is resolved only when a notice is sent.
+        """
+        for url in urls:
+            require_permitted(parse(url), self._settings.allowed)
+
+    async def add_webhook(self, url: str, on: Sequence[str], by: str) -> tuple[str, str]:
+        """Add a webhook; return its id and its secret.
+
+        Raises:
+            BadWebhook, HostRefused, TooManyWebhooks: see WebhookService.Create.
+        """
+        self.require_urls([url])
+        webhook_id = uuid.uuid4().hex[:12]
+        return webhook_id, await self.outbox.add(webhook_id, url, events.validate_events(on), by)
+
+    async def test_webhook(self, webhook_id: str) -> Row[Any] | None:
+        """Send a test to a webhook; return the row of its delivery after the first try.
+
+        Raises:
+            WebhookNotFound, TooManyNotices: see WebhookService.Test.
+        """
+        number = await self.outbox.enqueue_test(webhook_id)
+        await self.sender.tried(number, TEST_S)
+        return await self.outbox.delivery(number)
+
+    async def gate_failed(self, job: Job, gate: str, failures: Sequence[str]) -> None:
+        """Report a gate that a job's result does not pass to the job's addresses and the webhooks.
+
+        Raises:
+            TooManyNotices: the job has the maximum number of different reports.
+        """
+        await self.outbox.publish_gate(events.gate_failed(job, gate, failures, self._now()), job.spec.notify_urls)
+
+    async def device_quarantined(self, device: Device) -> None:
+        """Report a device that was quarantined; `device.health` has the reason and the time."""
+        since = device.health.start_time.ToDatetime(UTC) if device.health.HasField("start_time") else self._now()
+        why = device.health.reason or "its health run failed."
+        await self.outbox.publish(events.device_event(events.DEVICE_QUARANTINED, device, self._now(), since, why))
+
+    async def watch_quarantines(
+        self,
+        on_quarantined: Callable[[Callable[[str], None]], None],
+        known: Callable[[Collection[str]], Mapping[str, Device]],
+    ) -> None:
+        """Report devices that are quarantined from now on, until the task is cancelled.
+
+        Args:
+            on_quarantined: registers a function that is called with the id of each device that is quarantined.
+            known: returns the known devices with these ids, with their current states.
+        """
+        quarantined: dict[str, None] = {}
+        wake = asyncio.Event()
+
+        def note(device_id: str) -> None:
+            quarantined[device_id] = None
+            wake.set()
+
+        on_quarantined(note)
+        while True:
+            await wake.wait()
+            wake.clear()
+            ids = list(quarantined)
+            quarantined.clear()
+            for device in known(ids).values():
+                try:
+                    await self.device_quarantined(device)
+                except Exception:
+                    log.exception("a quarantined device could not be reported", device=device.id)
+
+    async def watch_offline(self, devices: Callable[[], Sequence[Device]]) -> None:
+        """Report devices that have been offline for long, until the task is cancelled.
+
+        Args:
+            devices: returns the farm's devices with their current states.
+        """
+        while True:
+            await asyncio.sleep(_LOOK_S)
+            try:
+                await self.report_offline(devices())
+            except Exception:
+                log.exception("devices that are offline could not be reported")
+
+    async def report_offline(self, devices: Sequence[Device]) -> None:
+        """Report each device once that has been offline for longer than the settings say."""
+        now, offline = self._now(), set[tuple[str, int]]()
+        for device in devices:
+            if device.state != DeviceState.DEVICE_STATE_OFFLINE or not device.HasField("last_seen_time"):
+                continue
+            seen = device.last_seen_time.ToDatetime(UTC)
+            if not self._settings.offline_after_s <= (now - seen).total_seconds() <= _LONG_AGO.total_seconds():
+                continue
+            key = device.id, device.last_seen_time.seconds
+            offline.add(key)
+            if key not in self._offline:
+                minutes = self._settings.offline_after_s / 60
+                why = f"last seen at {seen.isoformat(timespec='seconds')}, more than {minutes:g} minutes ago."
+                await self.outbox.publish(events.device_event(events.DEVICE_OFFLINE, device, now, seen, why))
+        self._offline = offline

@@ -1,0 +1,160 @@
+"""`etfarm serve --check`: the effective configuration with each value's source, the jail's measures, and every problem."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any, Final
+
+from etfarm.server import preflight
+from etfarm.server.access.tokens import has_tokens
+from etfarm.server.artifacts.room import Room
+from etfarm.server.config import DATABASE, Config
+from etfarm.server.operation.settings import Setting
+from etfarm.server.rpc.door.token_file import Tokens
+from etfarm.server.workers.jail.measures import NETWORK, JailIncomplete, JailReport, Measure
+from etfarm.wire.channel import Address
+from etfarm.wire.errors import EtfarmError
+from etfarm.wire.tls import expiry_of
+
+SCHEMA: Final = "etfarm.serve_check/1"
+EXPIRES_SOON: Final = timedelta(days=14)
+_WIDTH: Final = 22
+
+
+@dataclass
+class Result:
+    """The result of a check."""
+
+    settings: Sequence[Setting]
+    facts: list[tuple[str, str]] = field(default_factory=list)
+    """What follows from the settings and the machine."""
+    measures: Sequence[Measure] = ()
+    """Measures of the compile processes' jail."""
+    warnings: list[str] = field(default_factory=list)
+    problems: list[EtfarmError] = field(default_factory=list)
+    """Why the server would not start."""
+
+    def document(self) -> dict[str, Any]:
+        """Return the result as JSON; docs/farm.md describes it."""
+        return {
+            "schema": SCHEMA,
+            "ok": not self.problems,
+            "settings": [{"name": each.name, "value": _plain(each.value), "source": each.source} for each in self.settings],
+            "facts": [{"name": name, "text": text} for name, text in self.facts],
+            "jail": [{"name": each.name, "active": each.active, "detail": each.detail} for each in self.measures],
+            "warnings": self.warnings,
+            "problems": [{"reason": each.reason, "message": each.message, "remedy": each.remedy} for each in self.problems],
+        }
+
+    def lines(self) -> list[str]:
+        """Return the result for people."""
+        lines = ["configuration"]
+        lines += [f"  {each.name:<{_WIDTH}} {_text(each.value):<28} {each.source}" for each in self.settings]
+        lines += ["", *(f"  {name:<{_WIDTH}} {text}" for name, text in self.facts)] if self.facts else []
+        if self.measures:
+            lines.append("jail of compile processes")
+            lines += [
+                f"  {each.name:<{_WIDTH}} {'active ' if each.active else 'MISSING'}  {each.detail}" for each in self.measures
+            ]
+        lines += [f"warning: {each}" for each in self.warnings]
+        lines += [f"problem: {each}" for each in self.problems]
+        return [line.rstrip() for line in [*lines, "the server would not start" if self.problems else "ok"]]
+
+
+def check(settings: Sequence[Setting], create: Callable[[], Config], *, as_json: bool = False) -> int:
+    """Print the check of a configuration. Return 0 if the server would start, else 1.
+
+    Args:
+        create: returns the configuration; its errors are problems.
+    """
+    result = Result(settings)
+    try:
+        _check(result, create())
+    except EtfarmError as error:
+        result.problems.append(error)
+    print(json.dumps(result.document(), indent=2) if as_json else "\n".join(result.lines()))
+    return 1 if result.problems else 0
+
+
+def _check(result: Result, config: Config) -> None:
+    result.facts += [
+        ("listen", "this machine only" if config.listen.is_local else "other machines reach it"),
+        ("data", str(config.data)),
+        ("tokens", _tokens(config)),
+        ("jail required", "yes" if config.is_jail_required else "no"),
+    ]
+    for require in (config.check, lambda: config.tokens is not None and Tokens.read(config.tokens)):
+        try:
+            require()
+        except EtfarmError as error:
+            result.problems.append(error)
+    _check_folder(result, config)
+    _check_certificate(result, config)
+    if config.metrics is not None and not config.metrics.is_local:
+        result.warnings.append(f"Everybody who reaches {config.metrics.text} can read the metrics, which name projects.")
+    report: JailReport = asyncio.run(preflight.find_jail(config))
+    result.measures = report.measures
+    if report.missing:
+        missing = JailIncomplete(report.missing)
+        if config.is_jail_required or any(measure.name == NETWORK for measure in report.missing):
+            result.problems.append(missing)
+        else:
+            result.warnings.append(missing.message)
+
+
+def _check_folder(result: Result, config: Config) -> None:
+    existing = next(path for path in (config.data, *config.data.parents) if path.exists())
+    if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
+        result.problems.append(preflight.FolderUnusable(existing))
+        return
+    space = Room(existing, config.keep_free_bytes, config.store_limits.work_bytes).measure()
+    result.facts.append(("disk", f"{space.free_bytes >> 20} MiB free; new work needs {space.work_bytes >> 20} MiB"))
+    if space.is_full:
+        result.warnings.append("The disk is too full: the server would refuse new work.")
+
+
+def _check_certificate(result: Result, config: Config) -> None:
+    try:
+        identity = config.identity()
+    except EtfarmError:
+        return  # a problem already
+    if identity is None or (expires := expiry_of(identity[0])) is None:
+        return
+    result.facts.append(("certificate expires", f"{expires:%Y-%m-%d %H:%M} UTC"))
+    if expires < datetime.now(UTC):
+        result.warnings.append("The certificate has expired: clients and agents refuse it.")
+    elif expires - datetime.now(UTC) < EXPIRES_SOON:
+        result.warnings.append("The certificate expires soon. The server reads a renewed one without a restart.")
+
+
+def _tokens(config: Config) -> str:
+    """Return where the server's tokens are stored."""
+    places = [
+        *([str(config.tokens)] if config.tokens else []),
+        *(["the data folder"] if has_tokens(config.data / DATABASE) else []),
+    ]
+    return " and ".join(places) or "none"
+
+
+def _plain(value: Any) -> Any:
+    """Return a value for JSON."""
+    if isinstance(value, list):
+        return [_plain(item) for item in value]
+    if isinstance(value, Address):
+        return value.text
+    return str(value) if isinstance(value, Path) else value
+
+
+def _text(value: Any) -> str:
+    value = _plain(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "-"
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

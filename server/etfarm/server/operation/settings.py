@@ -1,0 +1,193 @@
+"""The sources of a server's options: the command line, then the environment, then a TOML file, then the defaults."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from etfarm.wire.errors import EtfarmError, UserError
+from etfarm.wire.names import SETTING_PREFIX
+
+CONFIG: Final = "config"
+"""The option that names the file."""
+
+_COMMAND_LINE_ONLY: Final = frozenset({"help", CONFIG, "check", "json", "print-unit", "exit-with-stdin"})
+_MAX_FILE_BYTES: Final = 1 << 20
+_TRUE: Final = frozenset({"1", "true", "yes", "on"})
+_FALSE: Final = frozenset({"0", "false", "no", "off"})
+DEFAULT: Final = "default"
+"""The source of a value that nothing sets."""
+
+
+class BadSetting(UserError):
+    """A configuration file or an environment variable that does not set an option."""
+
+    reason = "BAD_SETTING"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """The effective value of one option."""
+
+    name: str
+    """The option without its dashes, which is also its name in the file."""
+    value: Any
+    source: str
+    """Where the value comes from: the option, the variable, the file with the line, or `default`."""
+
+
+class _Unset(list[Any]):
+    """The value of an option that the command line does not have; a list, since repeatable options append to it."""
+
+
+def parse(
+    parser: argparse.ArgumentParser, argv: Sequence[str], environment: Mapping[str, str]
+) -> tuple[argparse.Namespace, list[Setting]]:
+    """Return the parsed options, and each one's value with its source.
+
+    Raises:
+        BadSetting: the file cannot be read; or it or the environment has an unknown option, or a value that is not valid.
+    """
+    actions = {name: action for action in parser._actions if (name := _name(action)) != "help"}
+    namespace = argparse.Namespace(**{action.dest: _Unset() for action in actions.values()})
+    parser.parse_args(argv, namespace)
+    config = getattr(namespace, CONFIG)
+    if isinstance(config, _Unset):
+        text = environment.get(SETTING_PREFIX + CONFIG.upper())
+        config = Path(text) if text else None
+        setattr(namespace, CONFIG, config)
+    in_file = dict(_read_file(config, actions)) if config is not None else {}
+    in_environment = dict(_read_environment(environment, actions))
+    settings = []
+    for name, action in actions.items():
+        value, source = getattr(namespace, action.dest), f"--{name}"
+        if isinstance(value, _Unset):
+            if value:
+                value = list(value)
+            elif name in in_environment:
+                value, source = in_environment[name]
+            elif name in in_file:
+                value, source = in_file[name]
+            else:
+                value, source = action.default, DEFAULT
+        setattr(namespace, action.dest, value)
+        if name not in _COMMAND_LINE_ONLY:
+            settings.append(Setting(name, value, source))
+    return namespace, settings
+
+
+def _name(action: argparse.Action) -> str:
+    return next(option for option in action.option_strings if option.startswith("--")).removeprefix("--")
+
+
+def _read_file(path: Path, actions: Mapping[str, argparse.Action]) -> Iterator[tuple[str, tuple[Any, str]]]:
+    """Yield (name, (value, source)) of each option in the file. Relative paths start at the file's folder."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(_MAX_FILE_BYTES + 1)
+        text = data.decode()
+        if len(data) > _MAX_FILE_BYTES:
+            raise BadSetting(f"The configuration file {path} has more than {_MAX_FILE_BYTES >> 20} MiB.", "Check --config.")
+        table = tomllib.loads(text)
+    except OSError as error:
+        what = f"The configuration file {path} cannot be read: {error.strerror}."
+        raise BadSetting(what, "Check --config.", path=path) from None
+    except UnicodeDecodeError:
+        raise BadSetting(f"The configuration file {path} is not UTF-8 text.", "Check --config.", path=path) from None
+    except tomllib.TOMLDecodeError as error:
+        raise BadSetting(f"The configuration file {path} is not valid TOML: {error}.", "Correct it.", path=path) from None
+    for name, value in table.items():
+        line = _line_of(text, name)
+        source = f"{path.name}, line {line}" if line else path.name
+        where = f"{path}, line {line}" if line else str(path)
+        if name not in actions or name in _COMMAND_LINE_ONLY:
+            raise _unknown(where, name, _settable(actions))
+        yield name, (_convert(actions[name], value, where, path.parent.absolute()), source)
+
+
+def _line_of(text: str, name: str) -> int:
+    """Return the number of the line that sets a key, or opens its table; 0 if it is written in another way."""
+    pattern = re.compile(rf"""\s*\[?\s*["']?{re.escape(name)}["']?\s*[\].=]""")
+    return next((number for number, line in enumerate(text.splitlines(), 1) if pattern.match(line)), 0)
+
+
+def _read_environment(
+    environment: Mapping[str, str], actions: Mapping[str, argparse.Action]
+) -> Iterator[tuple[str, tuple[Any, str]]]:
+    variables = {SETTING_PREFIX + name.upper().replace("-", "_"): name for name in (*_settable(actions), CONFIG)}
+    for variable, text in environment.items():
+        if not variable.startswith(SETTING_PREFIX):
+            continue
+        if variable not in variables:
+            raise _unknown("The environment", variable, list(variables))
+        if (name := variables[variable]) != CONFIG:
+            is_list = _is_repeatable(actions[name])
+            value = [item for item in text.split(",") if item] if is_list else text
+            yield name, (_convert(actions[name], value, variable, None), variable)
+
+
+def settable(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Return the options that a file or the environment may set, by name."""
+    actions = {_name(action): action for action in parser._actions}
+    return {name: action for name, action in actions.items() if name not in _COMMAND_LINE_ONLY}
+
+
+def _settable(actions: Mapping[str, argparse.Action]) -> list[str]:
+    return sorted(actions.keys() - _COMMAND_LINE_ONLY)
+
+
+def _unknown(where: str, name: str, known: Sequence[str]) -> BadSetting:
+    near = difflib.get_close_matches(name[:100], known, n=1, cutoff=0.5)
+    remedy = f"Did you mean {near[0]!r}?" if near else f"Known: {', '.join(known)}."
+    return BadSetting(f"{where}: there is no setting {name[:100]!r}.", remedy, setting=name[:100])
+
+
+def _is_repeatable(action: argparse.Action) -> bool:
+    return isinstance(action.default, list)
+
+
+def _convert(action: argparse.Action, value: Any, where: str, folder: Path | None) -> Any:
+    """Return a value as the command line would have it.
+
+    Args:
+        folder: base of relative paths; None for the working folder.
+
+    Raises:
+        BadSetting: the value is not valid for the option.
+    """
+    name = _name(action)
+    if _is_repeatable(action):
+        # NAME=N options may be a table.
+        items = [f"{key}={item}" for key, item in value.items()] if isinstance(value, dict) else value
+        if not isinstance(items, list):
+            raise BadSetting(f"{where}: {name!r} must be a list, got {value!r}.", "Write it in brackets.", setting=name)
+        return [_convert_one(action, name, item, where, folder) for item in items]
+    if action.nargs == 0:
+        word = str(value).lower() if isinstance(value, (bool, str)) else ""
+        if word not in _TRUE | _FALSE:
+            raise BadSetting(f"{where}: {name!r} must be true or false, got {value!r}.", "Correct the value.", setting=name)
+        return word in _TRUE
+    return _convert_one(action, name, value, where, folder)
+
+
+def _convert_one(action: argparse.Action, name: str, value: Any, where: str, folder: Path | None) -> Any:
+    if isinstance(value, bool) or not isinstance(value, (str, int, float)):
+        what = f"{where}: {name!r} must be a text or a number, got {value!r}."
+        raise BadSetting(what, "Correct the value.", setting=name)
+    try:
+        convert = action.type if callable(action.type) else str
+        converted = convert(str(value))
+    except (argparse.ArgumentTypeError, TypeError, ValueError, EtfarmError) as error:
+        why = str(error) if isinstance(error, argparse.ArgumentTypeError) else "is not valid"
+        what = f"{where}: {name!r} {why}, got {value!r}."
+        raise BadSetting(what, "Correct the value; `etfarm serve --help` explains it.", setting=name) from None
+    if action.choices is not None and converted not in action.choices:
+        names = ", ".join(map(str, action.choices))
+        raise BadSetting(f"{where}: {name!r} must be one of {names}, got {value!r}.", "Correct the value.", setting=name)
+    return folder / converted if folder is not None and isinstance(converted, Path) else converted

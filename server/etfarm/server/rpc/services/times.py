@@ -1,0 +1,24 @@
+"""Times in requests."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+
+from google.protobuf.message import Message
+
+from etfarm.server.devices.errors import BadTimeRange
+
+
+def read_time(message: Message, field: str) -> datetime | None:
+    """Return the time in a field of a request; None if it is absent.
+
+    Raises:
+        BadTimeRange: the time is not in the years 1 to 9999.
+    """
+    if not message.HasField(field):
+        return None
+    try:
+        at: datetime = getattr(message, field).ToDatetime(UTC)
+    except (ValueError, OverflowError):
+        raise BadTimeRange(f"`{field}` is not a time in the years 1 to 9999.", "Leave it out.", field=field) from None
+    return at

@@ -1,0 +1,66 @@
+"""The lock of a data folder: one server, or one restore, at a time uses it."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from etfarm.wire.errors import UserError
+
+LOCK: Final = "server.lock"
+RESTORING: Final = "restoring"
+"""File name of the marker of an unfinished restore."""
+
+
+class FolderInUse(UserError):
+    """A data folder that another server uses."""
+
+    reason = "DATA_FOLDER_IN_USE"
+
+
+class RestoreUnfinished(UserError):
+    """A data folder whose restore was interrupted."""
+
+    reason = "RESTORE_UNFINISHED"
+
+
+@contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Lock the data folder for this process; create it if it does not exist.
+
+    Raises:
+        FolderInUse: another server uses it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        lock = (folder / LOCK).open("a+")
+    except OSError as error:
+        raise UserError(f"The data folder {folder} cannot be used: {error.strerror}.", "Choose another --data.") from None
+    with lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            lock.seek(0)
+            raise FolderInUse(
+                f"Another server (pid {lock.read().strip() or 'unknown'}) uses {folder}.", "Stop it, or choose another --data."
+            ) from None
+        lock.truncate(0)
+        lock.write(str(os.getpid()))
+        lock.flush()
+        yield
+
+
+def require_restored(folder: Path) -> None:
+    """Refuse a data folder whose restore was interrupted.
+
+    Raises:
+        RestoreUnfinished: the restore has not ended.
+    """
+    if (folder / RESTORING).exists():
+        raise RestoreUnfinished(
+            f"The restore of {folder} was interrupted.", f"Run it again: etfarm restore FOLDER --data {folder}"
+        )

@@ -1,0 +1,37 @@
+"""The wall clock of single processes, which a test sets: Debian's libfaketime. The monotonic clock stays the real one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+class WallClock:
+    """The clock of the processes that were started with `environment`, in seconds ahead of the machine's."""
+
+    def __init__(self, file: Path) -> None:
+        libraries = sorted(Path("/usr/lib").glob("*/faketime/libfaketimeMT.so.1"))
+        if not libraries:
+            pytest.skip("needs a wall clock that can be set: apt-get install faketime")
+        self._library, self._file = libraries[0], file
+        self.jump(0)
+
+    def jump(self, ahead_s: int) -> None:
+        """Set the clock."""
+        part = self._file.with_suffix(".part")
+        part.write_text(f"{ahead_s:+d}\n")
+        part.rename(self._file)
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The variables of a process with this clock."""
+        return {
+            "LD_PRELOAD": str(self._library), "FAKETIME_TIMESTAMP_FILE": str(self._file), "FAKETIME_NO_CACHE": "1",
+            "FAKETIME_DONT_FAKE_MONOTONIC": "1", "FAKETIME_DISABLE_SHM": "1",  # which a killed process would leave
+        }  # fmt: skip
+
+    @property
+    def within(self) -> list[str]:
+        """What stands before a command that gets this clock."""
+        return ["env", *(f"{name}={value}" for name, value in self.environment.items())]

@@ -1,0 +1,93 @@
+"""A function of etfarm in processes that are killed before their n-th change of the disk: n from 1 on tries each of its steps.
+
+Run as `python -m tests.support.deaths MODULE:FUNCTION`; `Deaths` is the other end. The functions get command lines.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any, Final
+
+from tests.support.unprivileged import become_unprivileged
+
+_CHANGES: Final = frozenset(
+    {
+        "backup", "chmod", "commit", "connect", "fchmod", "fsync", "link", "mkdir", "open", "rename", "replace", "rmdir",
+        "unlink", "write",
+    }
+)  # fmt: skip
+"""Names of Python's own functions before which a process may be killed: what changes files, or begins or ends to do so."""
+_ROOT: Final = Path(__file__).parents[2]
+
+
+class Deaths:
+    """A process that has loaded the function, and forks one for each call; use it in a with statement."""
+
+    def __init__(self, function: str) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "tests.support.deaths", function], cwd=_ROOT,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def __enter__(self) -> Deaths:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._process.communicate()
+
+    def call(self, *arguments: str | Path, step: int = 0) -> int:
+        """Call the function with a command line, and return its exit code; negative for a signal.
+
+        Args:
+            step: the number of the change before which it is killed; 0 for none.
+        """
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._process.stdin.write(json.dumps([step, *map(str, arguments)]) + "\n")
+        self._process.stdin.flush()
+        return int(self._process.stdout.readline())
+
+
+def _serve(function: Callable[[list[str]], int]) -> None:
+    for line in sys.stdin:
+        step, *arguments = json.loads(line)
+        if (pid := os.fork()) == 0:
+            os._exit(_call(function, arguments, step))
+        _, status = os.waitpid(pid, 0)
+        print(os.waitstatus_to_exitcode(status), flush=True)
+
+
+def _call(function: Callable[[list[str]], int], arguments: list[str], step: int) -> int:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    left = step
+
+    def on_call(_: FrameType, event: str, called: Any) -> None:
+        nonlocal left
+        if event == "c_call" and called.__name__ in _CHANGES:
+            left -= 1
+            if left == 0:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        if os.geteuid() == 0:
+            become_unprivileged()  # root may write what an ordinary user may not
+        threading.setprofile(on_call)
+        sys.setprofile(on_call)
+        return function(arguments)
+    except BaseException:  # noqa: BLE001 - a forked process must not return
+        traceback.print_exc()
+        return 1
+
+
+if __name__ == "__main__":
+    module, _, name = sys.argv[1].partition(":")
+    _serve(getattr(importlib.import_module(module), name))

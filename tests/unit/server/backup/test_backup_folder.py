@@ -1,0 +1,91 @@
+"""The folder of a backup: what it may contain before, and what a restore takes from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import sqlite3
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.artifacts.blobs import write_blob
+from etfarm.server.backup.backup import back_up
+from etfarm.server.backup.errors import BackupDamaged, BackupRefused
+from etfarm.server.backup.manifest import read
+from etfarm.server.backup.restore import restore
+from etfarm.server.state.engine import Database
+from etfarm.wire import digest as digests
+
+
+@pytest.fixture
+async def data(tmp_path: Path) -> Path:
+    folder = tmp_path / "data"
+    folder.mkdir()
+    database = Database(folder / "farm.sqlite")
+    await database.open()
+    database.close()
+    add(folder / "farm.sqlite", write_blob(folder, b"a file").digest)
+    return folder
+
+
+def add(database: Path, digest: str) -> None:
+    with closing(sqlite3.connect(database)) as connection, connection:
+        row = [digest, 6, "ann", "2026-01-01 00:00:00"]
+        connection.execute("INSERT INTO artifacts (digest, size_bytes, owner, stored_at) VALUES (?, ?, ?, ?)", row)
+
+
+@pytest.mark.parametrize("name", ["farm.sqlite", "farm-2025.sqlite", "farm.toml"])
+def test_a_folder_with_files_that_no_backup_writes_is_refused(data: Path, tmp_path: Path, name: str) -> None:
+    target = tmp_path / "target"
+    blob = write_blob(target, b"of another farm").digest
+    (target / name).touch()
+    with pytest.raises(BackupRefused, match=name):
+        back_up(data, target)
+    assert (target / name).exists() and (target / "artifacts" / "blobs" / blob[:2] / blob).exists()
+
+
+def test_a_backup_is_made_brought_up_to_date_and_restored(data: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    assert back_up(data, target).copied == 1
+    (target / "farm.sqlite.part-journal").touch()  # of a backup that was killed
+    add(data / "farm.sqlite", write_blob(data, b"2 file").digest)
+    assert back_up(data, target).copied == 1
+    assert restore(target, tmp_path / "restored").artifacts == 2
+
+
+def test_a_killed_restore_leaves_nothing_that_harms_the_next_one(data: Path, tmp_path: Path) -> None:
+    target, restored = tmp_path / "target", tmp_path / "restored"
+    blob = write_blob(data, b"a file").digest
+    back_up(data, target)
+    folder = restored / "artifacts" / "blobs" / blob[:2]
+    folder.mkdir(parents=True)
+    (restored / "restoring").touch()
+    # Logs of a database whose migration had begun belong to that database only.
+    with closing(sqlite3.connect(tmp_path / "other")) as other:
+        other.execute("PRAGMA journal_mode=WAL")
+        other.execute("CREATE TABLE strange (number INTEGER)")
+        (restored / "farm.sqlite-wal").write_bytes((tmp_path / "other-wal").read_bytes())
+    # What a killed copy left is replaced: it may not be writable.
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.write_bytes(b"kept")
+    (folder / f"{blob}.part").hardlink_to(elsewhere)
+    assert restore(target, restored).artifacts == 1
+    assert elsewhere.read_bytes() == b"kept" and [path.name for path in folder.iterdir()] == [blob]
+    with closing(sqlite3.connect(restored / "farm.sqlite")) as connection:
+        assert connection.execute("SELECT digest FROM artifacts").fetchall() == [(blob,)]
+        assert not connection.execute("SELECT name FROM sqlite_master WHERE name = 'strange'").fetchall()
+
+
+def test_a_database_cannot_name_files_outside_of_the_data_folder(data: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    back_up(data, target)
+    manifest = read(target)
+    database = target / manifest.database
+    add(database, "../../../../victim")
+    dataclasses.replace(manifest, database_sha256=digests.of_file(database)).write(target)
+    victim = tmp_path / "victim.part"
+    victim.write_text("kept")
+    with pytest.raises(BackupDamaged, match="no sha256"):
+        restore(target, tmp_path / "restored")
+    assert victim.read_text() == "kept"

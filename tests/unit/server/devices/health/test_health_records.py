@@ -1,0 +1,82 @@
+"""Health events in a real database: old ones are deleted, and the runs of the baseline stay."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.devices.health import records, standing
+from etfarm.server.devices.health.baseline import BASELINE_RUNS
+from etfarm.server.devices.health.book import HealthBook
+from etfarm.server.devices.health.records import HealthRecords
+from etfarm.server.devices.health.standing import Standing
+from etfarm.server.state.engine import Database
+from etfarm.v1.device_pb2 import HealthEvent, HealthEventKind
+from etfarm.wire.errors import DeviceError
+
+AT = datetime(2026, 1, 2, tzinfo=UTC)
+
+
+async def test_power_cycles_of_the_last_day_outlive_other_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_EVENTS", 3)
+    database = Database(tmp_path / "farm.sqlite")
+    await database.open()
+    try:
+        health = HealthRecords(database)
+        for hour in range(40):
+            event = HealthEvent(kind=HealthEventKind.HEALTH_EVENT_KIND_POWER_CYCLED if hour < 20 else 0)
+            event.time.FromDatetime(AT + timedelta(hours=hour))
+            await health.save("pi", Standing(AT), event)
+        cycles = await health.power_cycles(AT)
+        assert [at for _, at in cycles] == [AT + timedelta(hours=hour) for hour in range(16, 20)], "a day before the last event"
+        assert len(await health.events("pi", 0, 500)) == 4 + 3
+    finally:
+        database.close()
+
+
+async def test_the_runs_of_the_baseline_outlive_later_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MAX_MEDIANS", 5)
+    database = Database(tmp_path / "farm.sqlite")
+    await database.open()
+    try:
+        health = HealthRecords(database)
+        known = Standing(AT, cleared_at=AT + timedelta(days=2, hours=12))
+        for day in range(30):
+            event = HealthEvent()
+            event.time.FromDatetime(AT + timedelta(days=day))
+            event.run.p50_ns = 1000.0 + day
+            await health.save("pi", known, event, series="s")
+            await health.save("other", replace(known, cleared_at=None), event, series="s")
+        first = 3  # earlier runs are from before the health was cleared
+        days = [*range(first, first + BASELINE_RUNS), *range(25, 30)]
+        assert [pace.p50_ns for pace in await health.paces("pi", "s", None)] == [1000.0 + day for day in days]
+        days = [*range(BASELINE_RUNS), *range(25, 30)]
+        assert [pace.p50_ns for pace in await health.paces("other", "s", None)] == [1000.0 + day for day in days]
+    finally:
+        database.close()
+
+
+async def test_a_fault_or_a_forgotten_device_outlasts_the_recovery_of_another(tmp_path: Path) -> None:
+    now = AT
+    database = Database(tmp_path / "farm.sqlite")
+    await database.open()
+    try:
+        book = HealthBook(database, lambda: now)
+        for device in ("first", "second", "third"):
+            for _ in range(2):
+                await book.record_fault(device, DeviceError("The runner crashed."))
+        assert book.of("first").state == standing.SUSPECT
+        now += timedelta(days=30)
+        settling = asyncio.create_task(book.settle())
+        await asyncio.sleep(0)
+        assert book.of("first").state != standing.SUSPECT, "it waits for the database now"
+        faults = [book.record_fault("second", DeviceError("The runner crashed.")) for _ in range(8)]
+        await asyncio.gather(*faults, book.forget("third"), settling)
+        assert book.of("second").state == standing.QUARANTINED
+        assert "third" not in book._standings
+    finally:
+        database.close()

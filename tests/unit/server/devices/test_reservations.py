@@ -1,0 +1,350 @@
+"""Reservations of devices: who gets which, until when, over renewals, expiry and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from collections.abc import AsyncIterator
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.access.ownership import NotYours
+from etfarm.server.access.scope import EVERYTHING, Scope
+from etfarm.server.artifacts.store import Store
+from etfarm.server.devices import reservations
+from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.errors import (
+    BadReservation,
+    DeviceNotReserved,
+    DevicesUnavailable,
+    ReservationEnded,
+    ReservationNotFound,
+)
+from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.reservations import Holder, Request, Reservations, TooManyReservations
+from etfarm.server.devices.runs import Runs
+from etfarm.server.devices.schedule import NoSuchDevice, Waiting
+from etfarm.server.devices.session import AgentSession
+from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
+from etfarm.server.jobs.cells.placement import Placement
+from etfarm.server.state.engine import Database, DatabaseFull
+from etfarm.v1.agent_pb2 import Hello
+from etfarm.v1.device_pb2 import Device, DeviceHealth, HealthState, Reservation
+from etfarm.wire import selectors
+
+NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
+ANN, BOB, ADMIN = (
+    Holder("ann", scope=Scope(frozenset({"vision"}))), Holder("bob", scope=Scope(frozenset({"audio"}))), Holder("root", True)
+)  # fmt: skip
+
+
+class World:
+    """A registry with reservations, and a clock that the test turns."""
+
+    def __init__(self, folder: Path) -> None:
+        self.time = NOON
+        self.database = Database(folder / "farm.sqlite")
+        self.bundles = Bundles(Store(folder, self.database), self.database, folder)
+        self.ids = map("r{}".format, itertools.count(1))
+        self.start()
+
+    def start(self) -> None:
+        """Start as a server does, without what an earlier one had in memory."""
+        self.runs = Runs(3600)
+        self.reservations = Reservations(self.database, self.now, self.ids.__next__, 3600.0)
+        self.registry = Registry(self.database, self.bundles, self.runs, self.now, reservation_of=self.reservations.of_device)
+        self.changes: list[list[str]] = []
+        self.reservations.on_change(lambda device_ids: self.registry.changed(*device_ids))
+        self.registry.follow(lambda ids: self.changes.append(sorted(ids)))
+        self.placement = Placement(self.registry, self.runs)
+        attempts = map("a{}".format, itertools.count(1))
+        self.attempts = DeviceAttempts(
+            self.registry, self.runs, self.placement, self.bundles, attempts.__next__, self.reservations
+        )
+
+    def now(self) -> datetime:
+        return self.time
+
+    async def connect(self, *devices: Device, agent: str = "agent") -> AgentSession:
+        session = AgentSession(agent, "", lambda: 0.0)
+        await self.registry.connect(session, Hello(agent_id=agent, devices=devices))
+        return session
+
+    async def reserve(
+        self, selector: str = "", seconds: float = 60, *, owner: str = "ann", project: str = "vision", **more: object
+    ) -> Reservation:
+        request = Request(selector, seconds, owner, project, **more)  # type: ignore[arg-type]
+        return await self.reservations.reserve(request, self.registry.devices)
+
+    def place(self, reservation: str = "", project: str = "vision") -> asyncio.Task[tuple[Device, str]]:
+        waiting = Waiting("cell", selectors.parse(""), 0, (1, 0), project=project, reservation=reservation)
+        return asyncio.create_task(self.attempts.place(waiting, lambda _: None, lambda _: None))
+
+
+@pytest.fixture
+async def world(tmp_path: Path) -> AsyncIterator[World]:
+    created = World(tmp_path)
+    await created.database.open()
+    yield created
+    created.database.close()
+
+
+def board(name: str, **more: object) -> Device:
+    return Device(**{"id": name, "name": f"board-{name}", "arch": "aarch64", **more})  # type: ignore[arg-type]
+
+
+async def test_devices_are_reserved_all_or_none(world: World) -> None:
+    await world.connect(board("a"), board("b"), board("c", arch="armv7l"))
+    reserved = await world.reserve("arch=aarch64", count=2, reason="a demo")
+    assert list(reserved.device_ids) == ["a", "b"] and reserved.device_id == "a"
+    assert reserved.expire_time.ToDatetime(UTC) == NOON + timedelta(seconds=60)
+    assert world.changes[-1] == ["a", "b"]
+    shown = world.registry.get("b").reservation
+    assert (shown.id, shown.device_id, shown.owner, shown.reason, list(shown.device_ids)) == ("r1", "b", "ann", "a demo", [])
+    with pytest.raises(DevicesUnavailable) as refused:
+        await world.reserve("", count=2)
+    assert refused.value.message == (
+        "3 devices match '', 1 can be reserved now, and 2 are wanted: "
+        "board-a is reserved by ann until 2026-06-01 12:01 UTC; board-b is reserved by ann until 2026-06-01 12:01 UTC."
+    )
+    assert not world.registry.get("c").HasField("reservation")
+    with pytest.raises(NoSuchDevice):
+        await world.reserve("arch=riscv64")
+
+
+def test_healthy_real_and_idle_devices_are_chosen_first() -> None:
+    busy, idle = 2, 1
+    devices = [
+        board("suspect", state=idle, health=DeviceHealth(state=HealthState.HEALTH_STATE_SUSPECT)),
+        board("emulated", state=idle, emulated=True),
+        board("busy", state=busy),
+        board("y", state=idle),
+        board("x", state=idle),
+    ]
+    order = [device.id for device in reservations.choose(devices, 5, "")]
+    assert order == ["x", "y", "busy", "emulated", "suspect"]
+    assert [device.id for device in reservations.choose(devices[::-1], 2, "")] == ["x", "y"]
+
+
+def test_devices_that_cannot_be_used_are_not_reserved() -> None:
+    devices = [
+        board("a", state=3),
+        board("b", state=4, drain={"reason": "new battery"}),
+        board("c", state=1, health=DeviceHealth(state=HealthState.HEALTH_STATE_QUARANTINED)),
+        board("d", state=5),
+    ]
+    with pytest.raises(DevicesUnavailable) as refused:
+        reservations.choose(devices, 1, "arch=aarch64")
+    assert refused.value.message.endswith(
+        "0 can be reserved now, and 1 is wanted: board-a is offline; board-b is drained: new battery; "
+        "board-c is quarantined; board-d cannot be used."
+    )
+
+
+@pytest.mark.parametrize(("seconds", "count"), [(0.5, 1), (3601, 1), (60, 0), (60, 1001), (60, -1), (float("nan"), 1)])
+async def test_durations_and_counts_have_bounds(world: World, seconds: float, count: int) -> None:
+    await world.connect(board("a"))
+    with pytest.raises(BadReservation):
+        await world.reserve("", seconds, count=count)
+    assert world.registry.get("a").reservation.id == ""
+
+
+async def test_a_repeated_request_returns_the_same_reservation(world: World) -> None:
+    await world.connect(board("a"), board("b"))
+    first = await world.reserve(request_id="once")
+    assert await world.reserve(request_id="once") == first
+    assert (await world.reserve(owner="cleo", request_id="once")).id != first.id
+
+
+async def test_an_owner_has_a_limited_number_of_reservations(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reservations, "MAX_OF_OWNER", 1)
+    await world.connect(board("a"), board("b"), board("c"))
+    await world.reserve()
+    with pytest.raises(TooManyReservations):
+        await world.reserve()
+    await world.reserve(owner="bob")
+
+
+async def test_renewals_extend_and_expiry_releases(world: World) -> None:
+    await world.connect(board("a"))
+    reserved = await world.reserve("", 60)
+    world.time += timedelta(seconds=50)
+    renewed = await world.reservations.renew(reserved.id, None, ANN)
+    assert renewed.expire_time.ToDatetime(UTC) == NOON + timedelta(seconds=110)
+    longer = await world.reservations.renew(reserved.id, 600, ADMIN)
+    assert longer.expire_time.ToDatetime(UTC) == NOON + timedelta(seconds=650)
+    with pytest.raises(BadReservation):
+        await world.reservations.renew(reserved.id, 3601, ANN)
+    world.time = NOON + timedelta(seconds=650)
+    assert not world.registry.get("a").HasField("reservation"), "it has ended, also before anyone has noticed"
+    await world.reservations.expire()
+    assert world.changes[-1] == ["a"]
+    with pytest.raises(ReservationEnded, match="has expired, since it was not renewed in time"):
+        await world.reservations.renew(reserved.id, None, ANN)
+    await world.reservations.release(reserved.id, ANN)  # nothing to do
+
+
+async def test_only_the_owner_and_admins_change_a_reservation(world: World) -> None:
+    await world.connect(board("a"))
+    reserved = await world.reserve()
+    member = Holder("cleo", scope=ANN.scope)
+    with pytest.raises(NotYours):
+        await world.reservations.renew(reserved.id, None, member)
+    with pytest.raises(NotYours):
+        await world.reservations.release(reserved.id, member)
+    for do in (world.reservations.renew(reserved.id, None, BOB), world.reservations.release(reserved.id, BOB)):
+        with pytest.raises(ReservationNotFound):
+            await do
+    await world.reservations.release(reserved.id, ADMIN)
+    assert world.reservations.current(EVERYTHING) == []
+    with pytest.raises(ReservationEnded, match="was released by root"):
+        await world.reservations.renew(reserved.id, None, ANN)
+
+
+async def test_other_projects_see_who_holds_a_device_and_no_more(world: World) -> None:
+    await world.connect(board("a"))
+    await world.reserve("arch=aarch64", reason="a demo")
+    theirs = world.registry.get("a", BOB.scope).reservation
+    assert (theirs.owner, theirs.reason, theirs.device_id) == ("ann", "a demo", "a")
+    assert (theirs.id, theirs.project, theirs.selector) == ("", "", "")
+    assert theirs.HasField("expire_time")
+    assert world.reservations.current(BOB.scope) == []
+    assert [each.id for each in world.reservations.current(ANN.scope)] == ["r1"]
+
+
+async def test_a_reservation_outlives_the_server_but_not_its_time(world: World) -> None:
+    await world.connect(board("a"), board("b"))
+    short, long = await world.reserve("id=a", 10), await world.reserve("id=b", 100)
+    world.time += timedelta(seconds=20)
+    world.start()
+    await world.reservations.load()
+    await world.registry.load()
+    assert world.registry.get("b").reservation.id == long.id
+    assert not world.registry.get("a").HasField("reservation")
+    with pytest.raises(ReservationEnded):
+        await world.reservations.require(short.id, "vision")
+
+
+async def test_a_clock_that_was_ahead_prolongs_no_reservation_beyond_its_duration(world: World) -> None:
+    await world.connect(Device(id="pi", name="pi"))
+    world.time += timedelta(days=365)
+    await world.reserve(seconds=60)
+    world.time = NOON
+    world.start()
+    await world.reservations.load()
+    (reservation,) = world.reservations.current(EVERYTHING)
+    assert reservation.expire_time.ToDatetime(UTC) == NOON + timedelta(seconds=60)
+
+
+async def test_tending_expires_in_time(world: World) -> None:
+    await world.connect(board("a"))
+    tending = asyncio.create_task(world.reservations.tend())
+    try:
+        device, attempt = await asyncio.wait_for(world.place(project="audio"), 5)
+        reserved = await world.reserve("", 1)
+        world.placement.free(attempt)
+        blocked = world.place(project="audio")
+        await asyncio.sleep(0)
+        assert not blocked.done()
+        world.time += timedelta(seconds=1)
+        assert (await asyncio.wait_for(blocked, 15))[0].id == device.id
+    finally:
+        tending.cancel()
+    assert world.reservations.current(EVERYTHING) == [] and reserved.id == "r1"
+
+
+async def test_a_full_disk_ends_no_reservation_late_and_leaves_no_device_reserved(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await world.connect(board("a"), board("b"))
+    await world.reserve("id=a", 1)
+    blocked = world.place(project="audio")
+    assert (await asyncio.wait_for(blocked, 5))[0].id == "b"
+
+    async def write(*_: object, **__: object) -> None:
+        world.changes.append(["a write"])
+        raise DatabaseFull("The server's disk is full.")
+
+    with monkeypatch.context() as full:
+        full.setattr(world.database, "write", write)
+        world.time += timedelta(seconds=1)
+        tending = asyncio.create_task(world.reservations.tend())
+        try:
+            assert (await asyncio.wait_for(world.place(project="audio"), 15))[0].id == "a"
+            assert not tending.done(), "it goes on"
+        finally:
+            tending.cancel()
+        world.changes.clear()
+        with pytest.raises(DatabaseFull):
+            await world.reserve("id=a", 1)
+        assert world.changes == [["a"], ["a write"], ["a"]], "no run is placed during the write, and afterwards runs are again"
+
+
+async def test_only_runs_that_name_the_reservation_are_placed(world: World) -> None:
+    await world.connect(board("a"))
+    reserved = await world.reserve()
+    other, own = world.place(), world.place(reserved.id)
+    assert (await asyncio.wait_for(own, 5))[0].id == "a"
+    assert not other.done()
+    other.cancel()
+
+
+async def test_a_run_that_waits_when_the_reservation_ends_fails(world: World) -> None:
+    await world.connect(board("a"))
+    _, occupying = await world.place()
+    reserved = await world.reserve()
+    waiting = world.place(reserved.id)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    await world.reservations.release(reserved.id, ANN)
+    with pytest.raises(ReservationEnded, match="was released by ann"):
+        await waiting
+    world.placement.free(occupying)
+    assert world.registry.get("a").attempt_id == "", "nothing holds the device"
+    with pytest.raises(ReservationEnded):
+        await world.place(reserved.id)
+    with pytest.raises(ReservationNotFound):
+        await world.place("r99")
+
+
+async def test_a_cancelled_wait_leaves_the_device_free(world: World) -> None:
+    await world.connect(board("a"))
+    _, occupying = await world.place()
+    waiting = world.place((await world.reserve()).id)
+    for _ in range(5):
+        await asyncio.sleep(0)
+    world.placement.free(occupying)
+    waiting.cancel()  # in the moment in which the device was chosen
+    with pytest.raises(asyncio.CancelledError):
+        await waiting
+    assert world.registry.get("a").attempt_id == ""
+
+
+async def test_a_selector_must_match_a_device_of_the_reservation(world: World) -> None:
+    await world.connect(board("a"), board("b", arch="armv7l"))
+    reserved = await world.reserve("id=a")
+    devices = world.registry.devices()
+    held = await world.reservations.require_device(reserved.id, "vision", ["", "arch=aarch64"], devices)
+    assert [device.id for device in held] == ["a"]
+    with pytest.raises(DeviceNotReserved) as refused:
+        await world.reservations.require_device(reserved.id, "vision", ["arch=armv7l"], devices)
+    assert refused.value.message == "No device of the reservation r1 matches 'arch=armv7l'."
+    assert refused.value.remedy == "It has board-a."
+    with pytest.raises(ReservationNotFound):
+        await world.reservations.require_device(reserved.id, "audio", [""], devices)
+
+
+async def test_what_an_agent_claims_of_itself_is_dropped(world: World) -> None:
+    claimed = Reservation(id="r1", owner="mallory")
+    health = DeviceHealth(state=HealthState.HEALTH_STATE_GOOD)
+    await world.connect(board("a", reservation=claimed, health=health, attempt_ids=["x"], drain={"reason": "no"}))
+    device = world.registry.get("a")
+    for field in ("reservation", "health", "drain"):
+        assert not device.HasField(field), field  # type: ignore[arg-type]
+    assert list(device.attempt_ids) == []
+    session = world.registry.session_of("a")
+    await world.registry.update(session, board("a", reservation=claimed, health=health))
+    assert not world.registry.get("a").HasField("reservation")
+    assert not world.registry.get("a").HasField("health")

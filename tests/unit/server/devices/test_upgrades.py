@@ -1,0 +1,58 @@
+"""An agent is offered its upgrade once its devices run nothing, and its devices take runs again afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from datetime import UTC, datetime
+from pathlib import Path
+
+from etfarm.server.artifacts.store import Store
+from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.registry import Registry
+from etfarm.server.devices.runs import Runs
+from etfarm.server.devices.session import AgentSession
+from etfarm.server.devices.upgrades import Upgrades
+from etfarm.server.state.engine import Database
+from etfarm.v1 import agent_pb2, common_pb2
+from etfarm.v1.agent_pb2 import Hello, UpgradePhase
+from etfarm.v1.device_pb2 import Device
+from etfarm.wire.protocol import UPGRADES
+
+
+async def test_an_upgrade_waits_for_the_runs_and_no_longer(tmp_path: Path) -> None:
+    database = Database(tmp_path / "farm.sqlite")
+    await database.open()
+    try:
+        runs = Runs(3600)
+        bundles = Bundles(Store(tmp_path, database), database, tmp_path)
+        registry = Registry(database, bundles, runs, lambda: datetime(2026, 6, 1, tzinfo=UTC))
+        upgrades = Upgrades(registry, runs, lambda: "u1")
+        hello = Hello(agent_id="agent", devices=[Device(id="pi", name="pi")], allows_upgrade=True)
+        session = AgentSession("agent", "", lambda: 0.0, principal="rack", hello=hello, protocol_version=UPGRADES)
+        await registry.connect(session, hello)
+        runs.begin("a1", "pi", lambda _: None)
+        wheel = common_pb2.Artifact(digest="0" * 64, size_bytes=1)
+        messages = upgrades.upgrade("agent", wheel, "9.9", drain_s=60, limit_s=60, principal="root")
+        async with asyncio.timeout(10):
+            assert "1 run on pi" in (await anext(messages)).message
+            assert registry.get("pi").HasField("drain")
+            assert upgrades.wheels() == {wheel.digest} and upgrades.offers("rack", wheel.digest)
+            assert not upgrades.offers("rack", "1" * 64) and not upgrades.offers("other", wheel.digest)
+            runs.end("a1")
+            assert (await anext(messages)).message == ""
+            following = asyncio.ensure_future(anext(messages))
+            offer = await anext(aiter(session.outgoing()))
+            assert (offer.upgrade.upgrade_id, offer.upgrade.version) == ("u1", "9.9")
+            upgrades.connected(Hello(agent_id="agent", upgrade=agent_pb2.UpgradeOutcome(upgrade_id="u1")))
+            assert (await following).phase == UpgradePhase.UPGRADE_PHASE_DONE
+            assert [message async for message in messages] == []
+        assert not registry.get("pi").HasField("drain")
+        assert not upgrades.wheels() and not upgrades.offers("rack", wheel.digest), "it is not held any longer"
+        await registry.drain("pi", "upgrade of its agent to etfarm 9.9", "root")  # as a server that is killed leaves it
+        await Upgrades(registry, runs, lambda: "u2").release()
+        assert not registry.get("pi").HasField("drain")
+        await registry.drain("pi", "its fan is broken", "root")
+        await Upgrades(registry, runs, lambda: "u3").release()
+        assert registry.get("pi").drain.reason == "its fan is broken"
+    finally:
+        database.close()

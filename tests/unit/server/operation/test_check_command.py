@@ -1,0 +1,70 @@
+"""`etfarm serve --check` and the doctor's check of a configuration file."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+
+import pytest
+import trustme
+
+from etfarm.server.checks import check_configuration
+from etfarm.server.main import main
+from etfarm.wire.doctor import Status
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Path:
+    """A configuration whose certificate expires soon."""
+    soon = datetime.now(UTC) + timedelta(days=3)
+    certificate = trustme.CA().issue_cert("localhost", not_after=soon)
+    certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+    certificate.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
+    path = tmp_path / "farm.toml"
+    path.write_text('listen = "127.0.0.1:0"\ndata = "data"\ntls-cert = "cert.pem"\ntls-key = "key.pem"\nmetrics = "0.0.0.0:0"\n')
+    return path
+
+
+def test_each_value_is_shown_with_its_source_and_warnings_do_not_prevent_the_start(
+    config: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--config", str(config), "--check", "--json", "--workers", "2"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["schema"], document["ok"], document["problems"]) == ("etfarm.serve_check/1", True, [])
+    settings = {each["name"]: (each["value"], each["source"]) for each in document["settings"]}
+    assert settings["workers"] == (2, "--workers")
+    assert settings["tls-cert"] == (str(config.parent / "cert.pem"), "farm.toml, line 3")
+    assert settings["metrics"] == ("0.0.0.0:0", "farm.toml, line 5")
+    assert settings["patience"] == (60.0, "default")
+    assert {"network", "seccomp"} <= {each["name"] for each in document["jail"]}
+    assert len(document["warnings"]) >= 2
+    assert any("expires soon" in text for text in document["warnings"])
+    assert any("can read the metrics" in text for text in document["warnings"])
+    assert not (config.parent / "data").exists()
+
+
+def test_problems_are_listed_and_the_exit_code_is_1(config: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (config.parent / "tokens").write_text("not a token\n")
+    config.write_text(config.read_text() + 'tokens = "tokens"\n')
+    assert main(["--config", str(config), "--check", "--listen", "0.0.0.0:0", "--tls-key", str(config)]) == 1
+    output = capsys.readouterr().out
+    assert f"problem: {config} holds no private key (PEM)." in output
+    assert "problem: Users other than its owner can read the token file" in output
+    assert output.endswith("the server would not start\n")
+    assert main(["--check", "--quota", "nothing=1"]) == 1
+    assert "problem: 'nothing=1' does not set a quota." in capsys.readouterr().out
+
+
+def test_the_doctor_checks_the_file_of_the_environment(config: Path) -> None:
+    assert list(check_configuration({})) == []
+    (config.parent / "data").mkdir()
+    variables = {"ETFARM_SERVE_CONFIG": str(config)}
+    findings = {finding.name: finding for finding in check_configuration(variables)}
+    assert set(findings) == {"server configuration", "server certificate", "server disk"}
+    assert findings["server configuration"].status is Status.OK
+    assert findings["server certificate"].status is Status.WARNING
+    config.write_text("worker = 2\n")
+    (finding,) = check_configuration(variables)
+    assert finding.status is Status.WARNING and "there is no setting 'worker'" in finding.detail
+    assert finding.remedy == "Did you mean 'workers'?"

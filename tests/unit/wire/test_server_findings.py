@@ -1,0 +1,50 @@
+"""What `etfarm doctor` says of a server's answer."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime, timedelta
+from importlib.metadata import version
+
+from etfarm.v1 import farm_pb2
+from etfarm.wire.doctor import Finding, Status
+from etfarm.wire.server_findings import Asked, describe
+
+NOW = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+def findings(skew_s: float | None = 0.0, **fields: object) -> dict[str, Finding]:
+    info = farm_pb2.ServerInfo(version=version("etfarm"))
+    for name, value in fields.items():
+        if isinstance(value, datetime):
+            getattr(info, name).FromDatetime(value)
+        elif isinstance(value, farm_pb2.DiskSpace):
+            info.disk.CopyFrom(value)
+        else:
+            setattr(info, name, value)
+    return {finding.name: finding for finding in describe("server", "farm:1", Asked(info, skew_s, 0.02), NOW)}
+
+
+def test_a_healthy_server_has_no_warning() -> None:
+    later = NOW + timedelta(days=90)
+    disk = farm_pb2.DiskSpace(free_bytes=10**10, work_bytes=10**9)
+    result = findings(0.3, token_expire_time=later, certificate_expire_time=later, disk=disk)
+    assert set(result) == {"server", "server clock", "server token", "server certificate", "server's disk"}
+    assert {finding.status for finding in result.values()} == {Status.OK}
+    assert "answers in 20 ms" in result["server"].detail
+
+
+def test_what_is_wrong_is_a_warning_with_a_remedy() -> None:
+    soon, past = NOW + timedelta(days=3), NOW - timedelta(days=1)
+    disk = farm_pb2.DiskSpace(free_bytes=5, work_bytes=10**9, full=True)
+    result = findings(-61.0, version="9.9", token_expire_time=soon, certificate_expire_time=past, stopping=True, disk=disk)
+    warnings = {name: finding for name, finding in result.items() if finding.status is Status.WARNING}
+    assert set(warnings) == {
+        "server version", "server clock", "server token", "server certificate", "server state", "server's disk",
+    }  # fmt: skip
+    assert all(finding.cost and finding.remedy for finding in warnings.values())
+    assert "61 s behind" in warnings["server clock"].detail
+    assert "afterwards" in warnings["server token"].cost and "afterwards" not in warnings["server certificate"].cost
+
+
+def test_a_server_that_does_not_tell_its_time_has_no_clock() -> None:
+    assert set(findings(None)) == {"server"}
