@@ -1,0 +1,149 @@
+"""`etfarm web`: the farm's web page."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Final
+
+import typer
+
+from etfarm.client.cli import options
+from etfarm.client.cli.app import execute
+from etfarm.client.cli.event_loop import run_async
+from etfarm.client.cli.terminal.capabilities import tell
+from etfarm.client.cli.usage import Usage
+from etfarm.client.errors import EtfarmError, ExtraMissing, Interrupted, Kind
+from etfarm.wire.channel import Access, Address, parse_address
+from etfarm.wire.names import SERVER_VARIABLE
+from etfarm.wire.owner import at_end_of_stdin
+
+if TYPE_CHECKING:
+    from etfarm.client.web.visitors import Visitors
+
+LISTEN: Final = "127.0.0.1:0"
+
+
+def main(argv: list[str]) -> int:
+    """Run `etfarm web`."""
+    return execute(web, argv, "web")
+
+
+def web(
+    listen: Annotated[
+        str, typer.Option("--listen", metavar="HOST:PORT", help="Where browsers connect to; port 0: the system chooses.")
+    ] = LISTEN,
+    public_url: Annotated[
+        str,
+        typer.Option(
+            "--public-url", metavar="URL", help="The page's address behind a reverse proxy, as https://farm.example/etfarm."
+        ),
+    ] = "",
+    allow_host: Annotated[
+        list[str] | None,
+        typer.Option("--allow-host", metavar="NAME", help="A host name that browsers may use for the page; repeatable."),
+    ] = None,
+    tls_cert: Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="PEM certificate chain, for https.")] = None,
+    tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="PEM key of the certificate.")] = None,
+    insecure: Annotated[
+        bool, typer.Option("--insecure", help="Listen for other machines without TLS: tokens cross the network in clear text.")
+    ] = False,
+    link: Annotated[
+        bool, typer.Option("--link", help="Print a link that signs one browser in with this command's own token.")
+    ] = False,
+    exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", help="End when stdin ends.")] = False,
+    server: options.Server = None,
+    tls_ca: options.TlsCa = None,
+    project: options.Project = None,
+) -> int:
+    """Serve the farm's web page until Ctrl-C: what is free, who holds what and since when, live in a browser.
+
+    Visitors sign in with their own tokens of the farm, and may do there what they may do in a terminal. Without --server and
+    ETFARM_SERVER it is the page of your own farm, which runs meanwhile.
+    """
+    address = _checked(listen, tls_cert, tls_key, is_public_https=public_url.startswith("https://"), insecure=insecure)
+    try:
+        from etfarm.client.web import server as page
+    except ModuleNotFoundError as error:
+        if (error.name or "").startswith("etfarm"):
+            raise
+        raise ExtraMissing("`etfarm web`", "web", error.name or "a library") from None
+    from etfarm.client.web.options import LOOPBACK_HOSTS, WebOptions, host_name
+
+    host, _, port = address.text.rpartition(":")
+    scheme = "https" if tls_cert is not None else "http"
+
+    async def run() -> int:
+        stop = asyncio.Event()
+        if exit_with_stdin:
+            at_end_of_stdin(stop.set)
+        async with AsyncExitStack() as stack:
+            farm_address, is_own = await _find_farm(stack, server, tls_ca)
+            listener = page.listen(host.strip("[]"), int(port))
+            hosts = LOOPBACK_HOSTS | {host_name(address.text)} | {host_name(name) for name in allow_host or ()}
+            web_options = WebOptions(
+                farm_address, Path(tls_ca) if tls_ca else None, public_url=public_url, allowed_hosts=hosts,
+                is_https=tls_cert is not None,
+            )  # fmt: skip
+            url = public_url.rstrip("/") or f"{scheme}://{host}:{listener.getsockname()[1]}"
+            # The embedded farm's token, or ETFARM_TOKEN: that of whoever runs this command.
+            token = Access.of(farm_address, tls_ca).token
+
+            def tell_address(visitors: Visitors) -> None:
+                print(f"etfarm web: the page of {farm_address} is at {url}/", flush=True)
+                if link or is_own:
+                    code = visitors.create_code(token)
+                    print(f"etfarm web: sign in once within 15 minutes: {url}/enter?code={code}", flush=True)
+
+            await page.serve(web_options, listener, on_ready=tell_address, stop=stop, certificate=tls_cert, key=tls_key)
+        return 0
+
+    try:
+        return run_async(run)
+    except Interrupted:
+        return 0
+
+
+async def _find_farm(stack: AsyncExitStack, server: str | None, tls_ca: str | None) -> tuple[str, bool]:
+    """Return the address of the farm, and whether it is the user's own, which runs until the stack ends."""
+    from etfarm.client.aio import AsyncFarm
+
+    address = server or os.environ.get(SERVER_VARIABLE)
+    if not address:
+        farm = await stack.enter_async_context(AsyncFarm(on_status=lambda text: tell(text, to_stderr=True)))
+        return farm.address, True
+    parse_address(address)
+    try:
+        async with AsyncFarm(address, tls_ca=tls_ca):
+            pass
+    except EtfarmError as error:
+        # Visitors bring tokens of their own, and the server may start later.
+        if error.kind not in (Kind.UNAUTHENTICATED, Kind.UNAVAILABLE):
+            raise
+        if error.kind is Kind.UNAVAILABLE:
+            tell(f"warning: {error}", to_stderr=True)
+    return address, False
+
+
+def _checked(listen: str, tls_cert: Path | None, tls_key: Path | None, *, is_public_https: bool, insecure: bool) -> Address:
+    """Return the address to listen on.
+
+    Raises:
+        Usage: it would be open to other machines without TLS, or options contradict each other.
+    """
+    address = parse_address(listen)
+    if address.text.startswith("unix:"):
+        raise Usage("--listen must be HOST:PORT, got a unix socket.", "Browsers connect to a port, for example 127.0.0.1:8080.")
+    if (tls_cert is None) != (tls_key is None):
+        raise Usage("--tls-cert and --tls-key need each other.", "Give both, or neither.")
+    for option, file in (("--tls-cert", tls_cert), ("--tls-key", tls_key)):
+        if file is not None and not file.is_file():
+            raise Usage(f"There is no file {file}, which {option} names.", "Check the path.")
+    if not address.is_local and tls_cert is None and not is_public_https and not insecure:
+        raise Usage(
+            f"{listen} is open to other machines, and without TLS tokens would cross the network in clear text.",
+            "Give --tls-cert and --tls-key, or --public-url https://... behind a reverse proxy, or --insecure.",
+        )
+    return address

@@ -1,0 +1,182 @@
+"""The page's application: `create_app` composes the routes, the visitors and what holds for every request."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.gzip import GZipMiddleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Mount
+from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from etfarm.client.errors import EtfarmError, FarmError, Kind, UserError
+from etfarm.client.web.access import AccessCheck
+from etfarm.client.web.forms import FormCheck
+from etfarm.client.web.live import Topic
+from etfarm.client.web.options import WebOptions
+from etfarm.client.web.pages import PAGES
+from etfarm.client.web.security import BodyLimits, BodyTooLarge, ResponseHeaders, TrustedHosts
+from etfarm.client.web.templating import STATIC_FOLDERS, Templates, render_error
+from etfarm.client.web.uploads import Uploads
+from etfarm.client.web.visitors import Visitor, Visitors
+
+__all__ = ["WebOptions", "create_app"]
+
+log = logging.getLogger(__name__)
+
+_STATIC_ENDINGS: Final = (".css", ".js", ".svg", ".png")
+
+
+class PageNotFound(UserError):
+    """Error of an address that the page does not have."""
+
+    reason = "PAGE_NOT_FOUND"
+    kind = Kind.NOT_FOUND
+
+
+class PageTimedOut(FarmError):
+    """Error of a page that the farm did not answer in time."""
+
+    reason = "PAGE_TIMED_OUT"
+    kind = Kind.DEADLINE_EXCEEDED
+
+
+class _Static(StaticFiles):
+    """Scripts, styles and pictures; their addresses change with them, so browsers may keep them."""
+
+    def __init__(self) -> None:
+        super().__init__(directory=STATIC_FOLDERS[0])
+        self.all_directories = [*STATIC_FOLDERS]
+
+    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
+        return super().lookup_path(path) if path.endswith(_STATIC_ENDINGS) else ("", None)
+
+    def file_response(
+        self, full_path: str | os.PathLike[str], stat_result: os.stat_result, scope: Scope, status_code: int = 200
+    ) -> Response:
+        response = super().file_response(full_path, stat_result, scope, status_code)
+        response.headers["cache-control"] = "public, max-age=31536000, immutable"
+        return response
+
+
+def create_app(options: WebOptions) -> Starlette:
+    """Return the application for a farm; it connects to the farm when the first visitor signs in."""
+    app = Starlette(
+        routes=[*(route for page in PAGES for route in page.ROUTES), Mount("/static/{version}", _Static())],
+        exception_handlers={EtfarmError: _on_error, HTTPException: _on_http_error},
+        lifespan=_lifespan,
+    )
+    templates = Templates(app, options)
+    visitors = Visitors(options, templates.fragment)
+    topics: dict[str, Topic] = {topic.name: topic for page in PAGES for topic in getattr(page, "TOPICS", ())}
+    app.state.uploads = Uploads(options.max_upload_bytes)
+    app.state.options, app.state.templates, app.state.visitors, app.state.topics = options, templates, visitors, topics
+    app.user_middleware = [
+        Middleware(_RootPath, root_path=options.root_path),
+        Middleware(ResponseHeaders, options=options),
+        Middleware(TrustedHosts, options=options),
+        Middleware(GZipMiddleware, minimum_size=1_000),
+        Middleware(BodyLimits, options=options),
+        Middleware(FormCheck, options=options, tokens=visitors.csrf, cookie_name=visitors.cookie_name),
+        Middleware(AccessCheck, options=options, visitors=visitors),
+        Middleware(_Failures, timeout_s=options.request_timeout_s),
+    ]
+    return app
+
+
+@asynccontextmanager
+async def _lifespan(app: Starlette) -> AsyncIterator[None]:
+    visitors: Visitors = app.state.visitors
+    uploads: Uploads = app.state.uploads
+    sweeping = {
+        asyncio.create_task(visitors.sweep(), name="sweep of visitors"),
+        asyncio.create_task(uploads.sweep(), name="sweep of uploads"),
+    }
+    try:
+        yield
+    finally:
+        for task in sweeping:
+            task.cancel()
+        await asyncio.wait(sweeping)
+        uploads.close()
+        await visitors.close()
+
+
+async def _on_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, EtfarmError)
+    visitor = request.scope.get("state", {}).get("visitor")
+    if error.kind is Kind.UNAUTHENTICATED and isinstance(visitor, Visitor):  # the next page is the sign-in
+        request.app.state.visitors.refuse(visitor.account.digest)
+    return render_error(request, error)
+
+
+def _on_http_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    if error.status_code == 404:
+        return render_error(request, PageNotFound("There is no such page.", "Use the navigation or the search."))
+    return render_error(request, UserError(str(error.detail)), status=error.status_code)
+
+
+class _RootPath:
+    """Gives every request the full path, whether or not a reverse proxy has removed the beginning."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and self._root_path:
+            path = scope["path"]
+            if path != self._root_path and not path.startswith(f"{self._root_path}/"):
+                path = f"{self._root_path}{path}"
+            scope = {**scope, "root_path": self._root_path, "path": path}
+        await self._app(scope, receive, send)
+
+
+class _Failures:
+    """Answers with a page of the error where the farm takes too long, or where the page itself has a defect."""
+
+    def __init__(self, app: ASGIApp, timeout_s: float) -> None:
+        self._app = app
+        self._timeout_s = timeout_s
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        has_started = False
+
+        async def send_noting(message: Message) -> None:
+            nonlocal has_started
+            has_started = True
+            deadline.reschedule(None)  # event streams stay open, and a download takes its time
+            await send(message)
+
+        request = Request(scope)
+        try:
+            # A submission exports and uploads.
+            async with asyncio.timeout(self._timeout_s if request.method == "GET" else None) as deadline:
+                await self._app(scope, receive, send_noting)
+            return
+        except TimeoutError:
+            error: EtfarmError = PageTimedOut(
+                f"The farm did not answer within {self._timeout_s:g} s.",
+                "Reload the page; if it stays, see whether the server runs.",
+            )
+        except BodyTooLarge:
+            raise
+        except Exception as bug:
+            log.exception("a page failed")
+            error = FarmError(f"The page failed with {type(bug).__name__}.", "This is a defect of etfarm: please report it.")
+        if not has_started:
+            await render_error(request, error)(scope, receive, send)

@@ -1,0 +1,86 @@
+"""The artifacts that the farm stores for the visitor's projects: which jobs have them, and their bytes."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator
+from typing import Final
+
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import Route
+
+from etfarm.client.errors import Kind, UserError
+from etfarm.client.web.templating import render
+from etfarm.client.web.visitors import farm
+
+MAX_ARTIFACTS: Final = 500
+MAX_JOBS: Final = 500
+"""Number of the newest jobs whose artifacts the page names."""
+MAX_USES: Final = 5
+"""Number of uses that the page shows of an artifact."""
+MAX_DOWNLOADS: Final = 4
+"""Number of downloads at the same time: each is a stream of the farm."""
+_DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
+
+_downloads = asyncio.Semaphore(MAX_DOWNLOADS)
+
+
+class DownloadTooLarge(UserError):
+    """Error of an artifact that is larger than what the page sends."""
+
+    reason = "DOWNLOAD_TOO_LARGE"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+
+async def artifacts(request: Request) -> Response:
+    """Show the newest artifacts."""
+    client = await farm(request)
+    known, uses = await asyncio.gather(client.artifacts.list(MAX_ARTIFACTS), client.artifacts.uses(MAX_JOBS))
+    return render(
+        request, "artifacts.html", title="Artifacts", command=f"etfarm artifacts list --limit {MAX_ARTIFACTS}", artifacts=known,
+        uses=uses, max_uses=MAX_USES, max_jobs=MAX_JOBS, max_artifacts=MAX_ARTIFACTS,
+    )  # fmt: skip
+
+
+async def artifact(request: Request) -> Response:
+    """Send an artifact's bytes as a file that the browser saves and never opens."""
+    digest = request.path_params["digest"]
+    if not _DIGEST.fullmatch(digest):
+        raise HTTPException(404)
+    if _downloads.locked():
+        raise HTTPException(503, "Too many downloads are running: try again in a minute.")
+    chunks = (await farm(request)).artifacts.read(digest)
+    first = await anext(chunks, b"")  # errors of the farm become a page, as long as nothing was sent
+    name = f"{digest[:12]}{_ending(first)}"
+    headers = {"content-disposition": f'attachment; filename="{name}"', "content-encoding": "identity"}
+    limit = request.app.state.options.max_download_bytes
+    return StreamingResponse(_send(first, chunks, limit), media_type="application/octet-stream", headers=headers)
+
+
+async def _send(first: bytes, chunks: AsyncIterator[bytes], limit: int) -> AsyncIterator[bytes]:
+    """Yield the bytes; a file larger than `limit` ends as a broken download."""
+    sent = len(first)
+    async with _downloads:
+        yield first
+        async for chunk in chunks:
+            sent += len(chunk)
+            if sent > limit:
+                message = f"The artifact is larger than {limit} bytes, which the page sends at most."
+                raise DownloadTooLarge(message, "Use `etfarm artifacts get`.", limit_bytes=limit)
+            yield chunk
+
+
+def _ending(first: bytes) -> str:
+    """Return the ending of a file's name by its first bytes: .pte, .pt2 or .bin."""
+    if first[4:6] == b"ET":
+        return ".pte"
+    return ".zip" if first.startswith(b"PK\x03\x04") else ".bin"
+
+
+ROUTES = (
+    Route("/artifacts", artifacts, name="artifacts", methods=["GET"]),
+    Route("/artifacts/{digest}", artifact, name="artifact", methods=["GET"]),
+)

@@ -1,0 +1,79 @@
+"""Comparisons of two or more jobs or reports, each with the first one."""
+
+from __future__ import annotations
+
+import asyncio
+import shlex
+from dataclasses import dataclass
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from etfarm.client.aio import AsyncFarm
+from etfarm.client.errors import EtfarmError
+from etfarm.client.jobs.report_file import is_named
+from etfarm.client.submit.options import BadOption
+from etfarm.client.web.compare_values import Pair, Scale, describe_pairs, fit_scale
+from etfarm.client.web.templating import render
+from etfarm.client.web.visitors import farm
+from etfarm.wire import comparison
+
+MAX_REPORTS: Final = 6
+MAX_RECENT_JOBS: Final = 50
+"""Number of the newest jobs that the form suggests."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """A candidate beside the base."""
+
+    name: str
+    document: dict[str, Any] | None
+    """etfarm.comparison/1; None if the comparison failed."""
+    pairs: tuple[Pair, ...]
+    error: EtfarmError | None
+
+
+async def compare(request: Request) -> Response:
+    """Compare the first report in `report` with each of the others."""
+    names = [name.strip()[:300] for name in request.query_params.getlist("report") if name.strip()]
+    _require_jobs(names)
+    client = await farm(request)
+    sides, scale = [], Scale(1.0)
+    if len(names) > 1:
+        sides = list(await asyncio.gather(*(_compare(client, names[0], name) for name in names[1:])))
+        scale = fit_scale([pair for side in sides for pair in side.pairs])
+    recent = await client.jobs(MAX_RECENT_JOBS)
+    command = "; ".join(f"etfarm compare {shlex.quote(names[0])} {shlex.quote(name)}" for name in names[1:])
+    return render(
+        request, "compare.html", title="Compare", command=command, names=names, sides=sides, scale=scale, recent=recent,
+        max_reports=MAX_REPORTS, label=comparison.label, job_of=lambda name: comparison.split_choice(name)[0],
+    )  # fmt: skip
+
+
+def _require_jobs(names: list[str]) -> None:
+    """Refuse names of files, which would be read from the disk of the page's server, and too many names.
+
+    Raises:
+        BadOption: a name is a file's, or there are more than `MAX_REPORTS`.
+    """
+    for name in names:
+        if is_named(comparison.split_choice(name)[0]):
+            remedy = "Give a job's id, tag or name, or compare files with `etfarm compare`."
+            raise BadOption(f"`report` must be a job, got {name!r}.", remedy, option="report")
+    if len(names) > MAX_REPORTS:
+        raise BadOption(f"`report` must occur 1 to {MAX_REPORTS} times, got {len(names)}.", "Leave some out.", option="report")
+
+
+async def _compare(client: AsyncFarm, base: str, candidate: str) -> Side:
+    """Return a comparison; one that fails does not hide the others."""
+    try:
+        document = (await client.compare(base, candidate)).json()
+    except EtfarmError as error:
+        return Side(candidate, None, (), error)
+    return Side(candidate, document, tuple(await asyncio.to_thread(describe_pairs, document)), None)
+
+
+ROUTES = (Route("/compare", compare, name="compare", methods=["GET"]),)

@@ -1,0 +1,45 @@
+"""The reports of a job, with the templates and scripts of the HTML report."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from etfarm.client.formats import NoSuchReport, html
+from etfarm.client.web.templating import render
+from etfarm.client.web.visitors import farm
+
+
+async def report(request: Request) -> Response:
+    """Show all reports of a job, or those of the cells in `cell`."""
+    handle = await (await farm(request)).job(request.path_params["job_id"])
+    cells = request.query_params.getlist("cell")
+    document = _choose(await handle.document(), cells)
+    values = await asyncio.to_thread(html.page_values, document)
+    values.pop("title")
+    command = f"etfarm report show {handle.id}"
+    title = f"Report of {handle.info.name or handle.id[:12]}"
+    return render(
+        request, "job_report.html", title=title, command=command, info=handle.info, scripts=html.SCRIPTS, **values
+    )  # fmt: skip
+
+
+def _choose(document: dict[str, Any], cells: list[str]) -> dict[str, Any]:
+    """Return the document with the reports of these cells; all without any.
+
+    Raises:
+        NoSuchReport: no report is of one of them.
+    """
+    if not cells:
+        return document
+    reports = [report for report in document["reports"] if report["cell"] in cells]
+    if not reports:
+        raise NoSuchReport("There is no report of this cell.", "It has one when the cell has ended.", cells=cells[:10])
+    return {**document, "reports": reports}
+
+
+ROUTES = (Route("/jobs/{job_id}/report", report, name="report", methods=["GET"]),)

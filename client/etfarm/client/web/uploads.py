@@ -1,0 +1,244 @@
+"""Files that visitors have sent for a submission: kept in a folder of this process until they are submitted, or too old.
+
+The page does not look into them: they go to the farm as they are, and the farm checks them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import shutil
+import tempfile
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from pathlib import Path, PurePosixPath
+from typing import BinaryIO, Final
+
+from etfarm.client.errors import FarmError, Kind, UserError
+
+MAX_OF_VISITOR: Final = 8
+"""Number of a visitor's files; the oldest one is removed for another one."""
+MAX_WAIT_S: Final = 60.0
+"""Seconds that a browser may take to send the next part of a file."""
+KEEP_S: Final = 3_600.0
+"""Seconds for which a file is kept without being submitted."""
+SWEEP_S: Final = 60.0
+"""Pause between two searches for files that are too old."""
+SUFFIXES: Final = (".pt2", ".pte")
+MAX_NAME_CHARACTERS: Final = 120
+
+_BUFFER_BYTES: Final = 1 << 20
+
+
+class BadUpload(UserError):
+    """Error of a file that the page does not take."""
+
+    reason = "MODEL_FILE_REFUSED"
+
+
+class UploadGone(UserError):
+    """Error of a submission whose file is not there any more."""
+
+    reason = "MODEL_FILE_GONE"
+    kind = Kind.NOT_FOUND
+
+    def __init__(self) -> None:
+        super().__init__("The file is not there: none was chosen, or it was sent long ago.", "Choose the file again.")
+
+
+class UploadStalled(UserError):
+    """Error of a browser that has stopped to send its file."""
+
+    reason = "MODEL_FILE_STALLED"
+    kind = Kind.DEADLINE_EXCEEDED
+
+
+class UploadFailed(FarmError):
+    """Error of a file that the page cannot store."""
+
+    reason = "MODEL_FILE_NOT_STORED"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+
+@dataclass(frozen=True)
+class Upload:
+    """A file that a visitor has sent."""
+
+    id: str
+    owner: str = field(repr=False)
+    """The cookie of its visitor."""
+    name: str
+    """The file's name in the browser, without a folder."""
+    path: Path
+    size_bytes: int
+    stored_s: float
+    """Time of the monotonic clock."""
+
+    @property
+    def model_name(self) -> str:
+        """The name without its suffix, which reports show."""
+        return self.name.rpartition(".")[0]
+
+
+class Uploads:
+    """The files of all visitors. Their sizes together are bounded."""
+
+    def __init__(self, max_total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+        """Prepare without files.
+
+        Args:
+            max_total_bytes: maximum size of all files together.
+        """
+        self._max_total_bytes = max_total_bytes
+        self._clock = clock
+        self._folder: Path | None = None
+        self._uploads: dict[str, Upload] = {}
+        self._arriving_bytes = 0
+
+    async def store(self, owner: str, name: str, chunks: AsyncIterator[bytes]) -> Upload:
+        """Write a file while it arrives.
+
+        Args:
+            owner: the cookie of the visitor, who alone can use it.
+            name: the file's name in the browser.
+
+        Raises:
+            BadUpload: it is not a .pt2 or .pte, or it is empty.
+            UploadStalled: the browser stops to send.
+            UploadFailed: there is no room for it.
+        """
+        name = _checked_name(name)
+        identity = secrets.token_urlsafe(16)
+        path = self._open_folder() / f"{identity}{PurePosixPath(name).suffix.lower()}"
+        self._make_room(owner)
+        size_bytes = 0
+        try:
+            with path.open("xb") as file:
+                async for part in _gathered(chunks):
+                    self._require_room(len(part))
+                    self._arriving_bytes += len(part)
+                    size_bytes += len(part)
+                    await _write(file, part)
+            if not size_bytes:
+                raise BadUpload("The file is empty.", "Choose another one.", name=name)
+        except BaseException:
+            path.unlink(missing_ok=True)
+            raise
+        finally:
+            self._arriving_bytes -= size_bytes
+        upload = Upload(identity, owner, name, path, size_bytes, self._clock())
+        self._uploads[identity] = upload
+        return upload
+
+    def get(self, owner: str, identity: str) -> Upload:
+        """Return a visitor's file.
+
+        Raises:
+            UploadGone: the visitor has none of this id.
+        """
+        upload = self._uploads.get(identity)
+        if upload is None or upload.owner != owner:
+            raise UploadGone
+        return upload
+
+    def remove(self, upload: Upload) -> None:
+        """Delete a file."""
+        self._uploads.pop(upload.id, None)
+        upload.path.unlink(missing_ok=True)
+
+    def remove_of(self, owner: str) -> None:
+        """Delete a visitor's files."""
+        for upload in self._of(owner):
+            self.remove(upload)
+
+    async def sweep(self) -> None:
+        """Delete files that are too old, until cancelled."""
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self._remove_old()
+
+    def close(self) -> None:
+        """Delete all files."""
+        self._uploads.clear()
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            self._folder = None
+
+    def _make_room(self, owner: str) -> None:
+        """Delete files that are too old, and the visitor's oldest ones if there are too many."""
+        self._remove_old()
+        for upload in self._of(owner)[: 1 - MAX_OF_VISITOR]:
+            self.remove(upload)
+
+    def _of(self, owner: str) -> list[Upload]:
+        return [upload for upload in self._uploads.values() if upload.owner == owner]
+
+    def _remove_old(self) -> None:
+        oldest_s = self._clock() - KEEP_S
+        for upload in [each for each in self._uploads.values() if each.stored_s < oldest_s]:
+            self.remove(upload)
+
+    def _require_room(self, count_bytes: int) -> None:
+        stored = sum(upload.size_bytes for upload in self._uploads.values())
+        if stored + self._arriving_bytes + count_bytes > self._max_total_bytes:
+            raise UploadFailed(
+                f"The page keeps at most {self._max_total_bytes} bytes of files that wait for their submission.",
+                "Try again later, or use `etfarm bench`.", limit_bytes=self._max_total_bytes,
+            )  # fmt: skip
+
+    def _open_folder(self) -> Path:
+        if self._folder is None:
+            self._folder = Path(tempfile.mkdtemp(prefix="etfarm-web-"))
+        return self._folder
+
+
+def _checked_name(name: str) -> str:
+    """Return a file's name without folders.
+
+    Raises:
+        BadUpload: it does not end with a known suffix.
+    """
+    name = name.replace("\\", "/").rpartition("/")[2].strip()
+    if not name.lower().endswith(SUFFIXES) or name.startswith(".") or not name.isprintable():
+        raise BadUpload(
+            f"The file must be a .pt2 or a .pte, got {name[:80]!r}.",
+            "Write a .pt2 with `torch.export.save(torch.export.export(model, inputs), \"model.pt2\")`.", name=name[:80],
+        )  # fmt: skip
+    if len(name) > MAX_NAME_CHARACTERS:
+        raise BadUpload(
+            f"The file's name must have at most {MAX_NAME_CHARACTERS} characters, got {len(name)}.", "Rename the file."
+        )
+    return name
+
+
+async def _gathered(chunks: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    """Yield the bytes in parts of at least a mebibyte, but for the last one.
+
+    Raises:
+        UploadStalled: the next bytes do not come.
+    """
+    parts: list[bytes] = []
+    gathered = 0
+    while True:
+        try:
+            async with asyncio.timeout(MAX_WAIT_S):
+                chunk = await anext(chunks, None)
+        except TimeoutError:
+            raise UploadStalled(f"The browser sent nothing for {MAX_WAIT_S:g} s.", "Send the file again.") from None
+        if chunk is None:
+            break
+        parts.append(chunk)
+        gathered += len(chunk)
+        if gathered >= _BUFFER_BYTES:
+            yield b"".join(parts)
+            parts, gathered = [], 0
+    if gathered:
+        yield b"".join(parts)
+
+
+async def _write(file: BinaryIO, part: bytes) -> None:
+    try:
+        await asyncio.to_thread(file.write, part)
+    except OSError as error:
+        raise UploadFailed(f"The page cannot store the file: {error.strerror}.", "Tell who runs the page.") from None

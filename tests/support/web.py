@@ -1,0 +1,173 @@
+"""A farm with tokens, its web page as a process, requests to it without a browser, and Debian's chromium."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import secrets
+import ssl
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+from urllib.parse import urlencode, urlsplit
+
+from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
+
+from etfarm.client import Farm
+from tests.support.farm import Daemon, FarmProcess
+
+CHROMIUM: Final = Path("/usr/bin/chromium")
+PATIENCE_MS: Final = 30_000
+ROLES: Final = ("admin", "user", "viewer", "agent")
+expect.set_options(timeout=PATIENCE_MS)
+_CSRF: Final = re.compile(r'name="csrf_token" value="([^"]+)"')
+
+
+class WebFarm:
+    """A farm with a token for each role, one agent, and the page of it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.tokens = {role: f"etf_{secrets.token_urlsafe(24)}" for role in ROLES}
+        file = folder / "tokens"
+        file.touch(mode=0o600)
+        file.write_text("".join(f"the-{role} {role} {token}\n" for role, token in self.tokens.items()))
+        self.process = FarmProcess(folder, bundle=False, serve=["--tokens", str(file)])
+        self.page: Daemon | None = None
+        self.url = ""
+
+    def start(self) -> WebFarm:
+        """Start the server, an agent and the page."""
+        self.process.start(agents=0)
+        self.process.add_agent(environment={"ETFARM_TOKEN": self.tokens["agent"]})
+        self.page, self.url = start_page(self.process.address, self.folder / "web.log")
+        return self
+
+    def client(self, role: str = "admin") -> Farm:
+        """Return a client of the farm; use it in a with statement."""
+        return Farm(self.process.address, token=self.tokens[role])
+
+    def stop(self) -> None:
+        """End all of it."""
+        if self.page is not None:
+            self.page.stop()
+        self.process.stop()
+
+
+def start_page(server: str, log: Path, *options: str, environment: dict[str, str] | None = None) -> tuple[Daemon, str]:
+    """Start the page of a farm, and return its process and its address without a slash at the end."""
+    page = Daemon(["web", "--server", server, "--listen", "127.0.0.1:0", "--exit-with-stdin", *options], log, environment)
+    page.start()
+    return page, page.expect("the page of").rpartition(" ")[2].rstrip("/")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """An answer of the page."""
+
+    status: int
+    headers: Mapping[str, str]
+    text: str
+
+
+@dataclass
+class Visit:
+    """Requests of one browser without a browser: it keeps cookies, and sends what a test tells it to."""
+
+    url: str
+    cookies: dict[str, str] = field(default_factory=dict)
+    context: ssl.SSLContext | None = None
+    """What https trusts; None for http."""
+
+    def get(self, path: str, **headers: str) -> Answer:
+        """Request a page; underscores in the names of headers are dashes."""
+        return self._request("GET", path, None, headers)
+
+    def post(self, path: str, fields: Mapping[str, str], **headers: str) -> Answer:
+        """Send a form as the page itself would, but for `headers`."""
+        own = {"origin": self.url, "content_type": "application/x-www-form-urlencoded"}
+        return self._request("POST", path, urlencode(fields), {**own, **headers})
+
+    def sign_in(self, token: str, next_path: str = "") -> Answer:
+        """Open the sign-in page and send the token."""
+        shown = self.get("/sign-in").text
+        return self.post("/sign-in", {"csrf_token": csrf_of(shown), "token": token, "next": next_path})
+
+    def _request(self, method: str, path: str, body: str | None, headers: Mapping[str, str]) -> Answer:
+        host = urlsplit(self.url).netloc
+        connection = (
+            http.client.HTTPConnection(host, timeout=60)
+            if self.context is None
+            else http.client.HTTPSConnection(host, timeout=60, context=self.context)
+        )
+        sent = {name.replace("_", "-"): value for name, value in headers.items() if value}
+        if self.cookies:
+            sent["cookie"] = "; ".join(f"{name}={value}" for name, value in self.cookies.items())
+        try:
+            connection.request(method, path, body, sent)
+            response = connection.getresponse()
+            for cookie in response.headers.get_all("set-cookie") or ():
+                name, _, value = cookie.partition(";")[0].partition("=")
+                self.cookies[name] = value
+            return Answer(
+                response.status, {name.lower(): value for name, value in response.getheaders()}, response.read().decode()
+            )
+        finally:
+            connection.close()
+
+
+def csrf_of(page: str) -> str:
+    """Return the token of a page's first form."""
+    match = _CSRF.search(page)
+    assert match is not None, page
+    return match[1]
+
+
+@contextmanager
+def chromium() -> Iterator[Browser]:
+    """Run a browser that contacts the page alone."""
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=CHROMIUM, args=["--no-sandbox", "--disable-background-networking"], timeout=PATIENCE_MS
+        )
+        yield browser
+        browser.close()
+
+
+class Tab:
+    """A page in a browser of its own, which notes requests, errors and violations of the policy."""
+
+    def __init__(self, browser: Browser, url: str, **options: object) -> None:
+        self.url = url
+        self.complaints: list[str] = []
+        self.hosts: set[str] = set()
+        self.context: BrowserContext = browser.new_context(**options)  # type: ignore[arg-type]
+        self.page: Page = self.context.new_page()
+        self.page.set_default_timeout(PATIENCE_MS)
+        self.page.on("request", lambda request: self.hosts.add(urlsplit(request.url).netloc))
+        self.page.on("console", self._note)
+        self.page.on("pageerror", lambda error: self.complaints.append(str(error)))
+        self.page.on("dialog", lambda dialog: (self.complaints.append(dialog.message), dialog.dismiss()))
+
+    def _note(self, message: ConsoleMessage) -> None:
+        if message.type in ("error", "warning"):
+            self.complaints.append(message.text)
+
+    def sign_in(self, token: str, path: str = "/") -> Page:
+        """Open a page, and sign in with a token on the way."""
+        self.page.goto(f"{self.url}{path}")
+        self.page.fill("#token", token)
+        self.page.click("main button")
+        self.page.wait_for_url(f"{self.url}{path if path != '/' else '/'}*")
+        return self.page
+
+    def wait_until_live(self) -> None:
+        """Wait for the stream of live values."""
+        self.page.wait_for_selector("#connection[data-state=live]")
+
+    def must_be_quiet(self) -> None:
+        """Require that the page had no errors, and contacted no other host."""
+        assert self.complaints == [], self.complaints
+        assert self.hosts <= {urlsplit(self.url).netloc}, self.hosts

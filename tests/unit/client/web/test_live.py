@@ -1,0 +1,151 @@
+"""Feeds of live values: gathered messages, positions, snapshots, and bounded memory."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from typing import Any, cast
+
+import pytest
+
+from etfarm.client.aio import AsyncFarm
+from etfarm.client.errors import EtfarmError, Kind, UserError
+from etfarm.client.web import live
+from etfarm.client.web.live import Feed, FeedEnded, Topic
+
+WAIT_S = 20.0
+
+
+class Source:
+    """A topic whose values a test changes."""
+
+    def __init__(self, *, max_items: int = 1_000) -> None:
+        self.values: dict[str, Any] = {"a": 1, "b": 2}
+        self.changes: asyncio.Queue[tuple[str, Any | None] | EtfarmError] = asyncio.Queue()
+        self.refusals = 0
+        topic = Topic(
+            "things", "row", self._load, self._watch, is_minor=lambda before, after: after == "minor", max_items=max_items
+        )
+        self.feed = Feed(topic, "", cast(AsyncFarm, None), lambda name, **values: f"<b>{values['item']}</b>", self._refuse)
+
+    async def _load(self, _: AsyncFarm, argument: str) -> Mapping[str, Any]:
+        return self.values
+
+    async def _watch(self, _: AsyncFarm, argument: str) -> AsyncIterator[tuple[str, Any | None]]:
+        while True:
+            change = await self.changes.get()
+            if isinstance(change, EtfarmError):
+                raise change
+            yield change
+
+    def _refuse(self) -> None:
+        self.refusals += 1
+
+
+async def next_messages(feed: Feed, position: str) -> list[dict[str, Any]]:
+    """Return the next messages after a position."""
+    changed = asyncio.Event()
+    async with asyncio.timeout(WAIT_S):
+        with feed.listen(changed):
+            while not (messages := feed.messages(position)):
+                changed.clear()
+                await changed.wait()
+    return [json.loads(message.decode().partition("data: ")[2]) for message in messages]
+
+
+async def test_changes_in_a_moment_are_one_message_with_the_last_value() -> None:
+    source = Source()
+    await source.feed.ready()
+    position = source.feed.position
+    for value in range(50):
+        source.changes.put_nowait(("a", value))
+    source.changes.put_nowait(("b", None))
+    (message,) = await next_messages(source.feed, position)
+    assert (message["rows"], message["removed"], message["is_reset"]) == ([["a", "<b>49</b>"]], ["b"], False)
+    await source.feed.close()
+
+
+async def test_an_unknown_or_old_position_gets_a_snapshot() -> None:
+    source = Source()
+    await source.feed.ready()
+    old = source.feed.position
+    for place in range(live.MAX_MESSAGES + 1):
+        position = source.feed.position
+        source.changes.put_nowait(("a", f"value {place}"))
+        await next_messages(source.feed, position)
+    for position in ("", "things@0000.3", old, f"{old.partition('.')[0]}.99999", "things@x"):
+        (snapshot,) = await next_messages(source.feed, position)
+        assert snapshot["is_reset"]
+        assert [key for key, _ in snapshot["rows"]] == ["a", "b"]
+    await source.feed.close()
+
+
+async def test_a_stream_that_comes_back_gets_what_it_has_missed() -> None:
+    source = Source()
+    await source.feed.ready()
+    position = source.feed.position
+    for value in ("x", "y"):
+        before = source.feed.position
+        source.changes.put_nowait(("a", value))
+        await next_messages(source.feed, before)
+    assert [message["rows"] for message in await next_messages(source.feed, position)] == [
+        [["a", "<b>x</b>"]], [["a", "<b>y</b>"]]
+    ]  # fmt: skip
+    await source.feed.close()
+
+
+async def test_the_oldest_values_leave_for_new_ones() -> None:
+    source = Source(max_items=3)
+    await source.feed.ready()
+    for place in range(10_000):
+        source.changes.put_nowait((f"new {place}", place))
+    position = source.feed.position
+    removed: set[str] = set()
+    while "new 9999" not in source.feed.items:
+        for message in await next_messages(source.feed, position):
+            removed |= set(message["removed"])
+        position = source.feed.position
+    assert list(source.feed.items) == ["new 9997", "new 9998", "new 9999"]
+    assert {"a", "b"} <= removed
+    await source.feed.close()
+
+
+async def test_a_refused_token_ends_the_account_and_a_closed_feed_its_streams() -> None:
+    source = Source()
+    await source.feed.ready()
+    error = UserError("The token was revoked.")
+    error.kind = Kind.UNAUTHENTICATED
+    position = source.feed.position
+    source.changes.put_nowait(error)
+    (message,) = await next_messages(source.feed, position)
+    assert message["error"] == "The token was revoked."
+    assert source.refusals == 1
+    await source.feed.close()
+    with pytest.raises(FeedEnded):
+        source.feed.messages(source.feed.position)
+
+
+async def test_a_farm_that_is_away_is_shown_until_it_is_back() -> None:
+    source = Source()
+    await source.feed.ready()
+    for is_away, error in ((True, live.FARM_AWAY), (False, None)):
+        position = source.feed.position
+        source.feed.show_connection(is_away=is_away)
+        (message,) = await next_messages(source.feed, position)
+        assert message["error"] == error
+    await source.feed.close()
+
+
+async def test_a_change_that_does_not_show_is_not_sent() -> None:
+    source = Source()
+    source.values = {"a": 1, "b": 2}
+    await source.feed.ready()
+    (snapshot,) = await next_messages(source.feed, "")
+    position = source.feed.position
+    source.changes.put_nowait(("a", "1"))  # another value with the same fragment
+    source.changes.put_nowait(("b", "3"))
+    (message,) = await next_messages(source.feed, position)
+    assert snapshot["rows"] == [["a", "<b>1</b>"], ["b", "<b>2</b>"]]
+    assert message["rows"] == [["b", "<b>3</b>"]]
+    await source.feed.close()

@@ -1,0 +1,91 @@
+"""Files that visitors have sent: who may use them, how much they may be, and when they are gone."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+
+from etfarm.client.web import uploads
+from etfarm.client.web.uploads import BadUpload, UploadFailed, UploadGone, Uploads, UploadStalled
+
+
+@pytest.fixture
+async def stored() -> AsyncIterator[Uploads]:
+    kept = Uploads(10_000)
+    yield kept
+    kept.close()
+
+
+async def chunks(*parts: bytes) -> AsyncIterator[bytes]:
+    for part in parts:
+        yield part
+
+
+async def test_a_file_is_stored_as_it_is_and_removed(stored: Uploads) -> None:
+    upload = await stored.store("ann", "net.PT2", chunks(b"ab", b"", b"c"))
+    assert upload.path.read_bytes() == b"abc" and upload.path.suffix == ".pt2"
+    assert (upload.name, upload.model_name, upload.size_bytes) == ("net.PT2", "net", 3)
+    assert stored.get("ann", upload.id) is upload
+    with pytest.raises(UploadGone):
+        stored.get("bob", upload.id)
+    stored.remove(upload)
+    assert not upload.path.exists()
+    with pytest.raises(UploadGone):
+        stored.get("ann", upload.id)
+
+
+@pytest.mark.parametrize(("name", "expected"), [("../../x.pte", "x.pte"), ("C:\\models\\x.pte", "x.pte"), ("<b>.pte", "<b>.pte")])
+async def test_a_name_selects_no_folder(stored: Uploads, name: str, expected: str) -> None:
+    upload = await stored.store("ann", name, chunks(b"x"))
+    assert upload.name == expected
+    assert upload.path.parent == (await stored.store("ann", "y.pte", chunks(b"y"))).path.parent
+
+
+@pytest.mark.parametrize("name", ["", "x.py", "demo:resnet8", "x.pte.txt", ".pte", "a\nb.pte", "x.pte\x00", "a" * 200 + ".pte"])
+async def test_other_names_are_refused(stored: Uploads, name: str) -> None:
+    with pytest.raises(BadUpload):
+        await stored.store("ann", name, chunks(b"x"))
+
+
+async def test_all_files_together_are_bounded(stored: Uploads) -> None:
+    await stored.store("ann", "x.pte", chunks(bytes(6_000)))
+    with pytest.raises(UploadFailed):
+        await stored.store("bob", "y.pte", chunks(bytes(6_000)))
+    await stored.store("bob", "y.pte", chunks(bytes(4_000)))
+
+
+async def test_a_visitors_oldest_file_leaves_for_another_one(stored: Uploads) -> None:
+    sent = [await stored.store("ann", "x.pte", chunks(b"x")) for _ in range(uploads.MAX_OF_VISITOR + 1)]
+    assert not sent[0].path.exists() and all(upload.path.exists() for upload in sent[1:])
+
+
+async def test_old_files_and_those_of_visitors_who_sign_out_are_removed() -> None:
+    now_s = 0.0
+    stored = Uploads(10_000, lambda: now_s)
+    old = await stored.store("ann", "x.pte", chunks(b"x"))
+    now_s = uploads.KEEP_S + 1
+    fresh = await stored.store("bob", "x.pte", chunks(b"x"))
+    assert not old.path.exists()
+    stored.remove_of("bob")
+    assert not fresh.path.exists()
+    folder = fresh.path.parent
+    stored.close()
+    assert not folder.exists()
+
+
+async def test_a_browser_that_stops_to_send_is_refused(stored: Uploads, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(uploads, "MAX_WAIT_S", 0.01)
+
+    async def stalled() -> AsyncIterator[bytes]:
+        yield b"x"
+        await asyncio.Event().wait()
+
+    with pytest.raises(UploadStalled):
+        await stored.store("ann", "x.pte", stalled())
+
+
+async def test_an_empty_file_is_refused(stored: Uploads) -> None:
+    with pytest.raises(BadUpload):
+        await stored.store("ann", "x.pte", chunks())

@@ -1,0 +1,154 @@
+"""The pages of devices, the server and the search in a browser: live, hostile names, narrow and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Final
+
+import pytest
+from playwright.sync_api import Browser, expect
+
+from tests.support.web import CHROMIUM, Tab, WebFarm, start_page
+
+pytestmark = [
+    pytest.mark.slow(reason="starts a server, an agent, the page and a browser"),
+    pytest.mark.skipif(not CHROMIUM.exists(), reason="needs chromium: apt-get install chromium"),
+]
+
+HOSTILE: Final = """<script>alert(1)</script><img src=x onerror=alert(2)>"' onmouseover=alert(3) x='\u202e"""
+
+
+@pytest.fixture
+def drained(web: WebFarm) -> Iterator[str]:
+    """The name of the device, which is undrained and without labels afterwards."""
+    with web.client() as farm:
+        device = farm.devices()[0]
+        yield device.name
+        farm.undrain_device(device.id)
+        farm.label_device(device.id, {}, remove=["evil"])
+
+
+def test_two_browsers_see_a_change_at_once(web: WebFarm, browser: Browser, tab: Tab, drained: str) -> None:
+    other = Tab(browser, web.url)
+    for each in (tab, other):
+        each.sign_in(web.tokens["viewer"])
+        each.wait_until_live()
+        expect(each.page.locator("nav [aria-current]")).to_have_text("Devices")
+    with web.client() as farm:
+        farm.drain_device(drained, "new fan")
+    for each in (tab, other):
+        row = each.page.locator("main tbody tr")
+        expect(row).to_contain_text("DRAINING")
+        expect(row).to_contain_text("new fan")
+        expect(each.page.locator(".counts")).to_contain_text("1 draining")
+        each.must_be_quiet()
+    other.context.close()
+
+
+def test_hostile_names_are_text(web: WebFarm, tab: Tab, drained: str) -> None:
+    tab.sign_in(web.tokens["user"])
+    tab.wait_until_live()
+    with web.client() as farm:
+        farm.label_device(drained, {"evil": HOSTILE[:60]})
+        farm.drain_device(drained, HOSTILE)
+    for path in ("/devices", f"/devices/{drained}"):
+        tab.page.goto(f"{web.url}{path}")
+        tab.wait_until_live()
+        expect(tab.page.locator("main")).to_contain_text("<script>alert(1)</script>")
+        assert tab.page.locator("main script, main img, [onmouseover]").count() == 0
+    tab.page.goto(f"{web.url}/search?q=%3Cscript%3Ealert(1)%3C/script%3E")
+    expect(tab.page.locator("main input")).to_have_value("<script>alert(1)</script>")
+    tab.must_be_quiet()
+
+
+def test_a_devices_page_has_its_facts_and_charts(web: WebFarm, tab: Tab, drained: str) -> None:
+    tab.sign_in(web.tokens["viewer"])
+    tab.page.click("main tbody th a")
+    expect(tab.page.locator("h1")).to_have_text(drained)
+    expect(tab.page.locator(".facts")).to_contain_text("Architecture")
+    tab.page.locator("#telemetry canvas, #telemetry p").first.wait_for()
+    expect(tab.page.locator("#command")).to_have_text(f"etfarm devices show {drained}")
+    tab.must_be_quiet()
+
+
+def test_keys_move_through_rows_open_one_and_search(web: WebFarm, tab: Tab, drained: str) -> None:
+    page = tab.sign_in(web.tokens["viewer"])
+    page.keyboard.press("?")
+    expect(page.locator("#keys")).to_be_visible()
+    page.keyboard.press("Escape")
+    expect(page.locator("#keys")).to_be_hidden()
+    page.keyboard.press("j")
+    expect(page.locator("tr[data-selected]")).to_contain_text(drained)
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/devices/*")
+    page.keyboard.press("/")
+    page.keyboard.type(drained)
+    page.keyboard.press("Enter")
+    page.wait_for_url("**/search?*")
+    expect(page.locator(".results").first).to_contain_text(drained)
+    page.locator("h1").click()
+    page.keyboard.press("g")
+    page.keyboard.press("s")
+    page.wait_for_url("**/server")
+    tab.must_be_quiet()
+
+
+def test_unknown_pages_and_selectors_say_what_to_do(web: WebFarm, tab: Tab) -> None:
+    page = tab.sign_in(web.tokens["viewer"])
+    for path, status, sentence in (
+        ("/devices/nothing", 404, "nothing"),
+        ("/devices?selector=colour%3Dred", 400, "colour"),
+        ("/somewhere", 404, "no such page"),
+    ):
+        answer = page.goto(f"{web.url}{path}")
+        assert answer is not None and answer.status == status
+        expect(page.locator("main .callout")).to_contain_text(sentence)
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_pages_fit_a_narrow_screen(web: WebFarm, browser: Browser, scheme: str) -> None:
+    narrow = Tab(browser, web.url, viewport={"width": 400, "height": 800}, color_scheme=scheme)
+    page = narrow.sign_in(web.tokens["admin"])
+    for path in ("/devices", "/server", "/search?q=board"):
+        page.goto(f"{web.url}{path}")
+        assert page.evaluate("document.documentElement.scrollWidth") <= 400, path
+    narrow.must_be_quiet()
+    narrow.context.close()
+
+
+def test_a_restart_of_the_server_is_shown_and_recovered(browser: Browser, tmp_path: Path) -> None:
+    farm = WebFarm(tmp_path)
+    try:
+        farm.process.start(agents=0)
+        page, url = start_page(farm.process.address, tmp_path / "web.log")
+        farm.page = page
+        tab = Tab(browser, url)
+        tab.sign_in(farm.tokens["viewer"])
+        tab.wait_until_live()
+        farm.process.kill9()
+        expect(tab.page.locator("#connection")).to_have_attribute("data-state", "away")
+        farm.process.restart()
+        tab.wait_until_live()
+        farm.process.add_agent(environment={"ETFARM_TOKEN": farm.tokens["agent"]})
+        expect(tab.page.locator("main tbody tr")).to_contain_text("board-0")
+        tab.must_be_quiet()
+        tab.context.close()
+    finally:
+        farm.stop()
+
+
+def test_a_restart_of_the_page_leads_to_the_sign_in(web: WebFarm, browser: Browser, tmp_path: Path) -> None:
+    page, url = start_page(web.process.address, tmp_path / "web.log")
+    tab = Tab(browser, url)
+    tab.sign_in(web.tokens["viewer"])
+    tab.wait_until_live()
+    assert page.stop() == 0
+    expect(tab.page.locator("#connection")).to_have_attribute("data-state", "lost")
+    port = url.rpartition(":")[2]
+    again, _ = start_page(web.process.address, tmp_path / "web.log", "--listen", f"127.0.0.1:{port}")
+    try:
+        tab.page.wait_for_url("**/sign-in?next=*")
+    finally:
+        tab.context.close()
+        again.stop()
