@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 QUICK_RING = "not slow"
 """Of markers: the tests that `pytest` alone runs."""
 
-LONG_FILES = ("test_numeric_gap.py", "test_real_models.py", "test_board_vm.py", "test_phone_vm_farm.py")
+LONG_FILES = ("test_join.py", "test_numeric_gap.py", "test_real_models.py", "test_board_vm.py", "test_phone_vm_farm.py")
 """Files that take the longest, or wait for what a first run makes: they come first, so that all processes end together."""
 
 # Pytest's processes inherit the width of a terminal that they do not write to.
