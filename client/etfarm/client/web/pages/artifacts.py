@@ -1,4 +1,4 @@
-"""The artifacts that the farm stores for the visitor's projects: which jobs have them, and their bytes."""
+"""The artifacts that the farm stores for the visitor's projects; an artifact's own page with the jobs that use it; its bytes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,12 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
-from etfarm.client.errors import Kind, UserError
+from etfarm.client.admin.artifacts import NoSuchArtifact
+from etfarm.client.aio import AsyncFarm
+from etfarm.client.errors import EtfarmError, Kind, UserError
+from etfarm.client.formats import units
+from etfarm.client.models import ArtifactUse
+from etfarm.client.reports import Report
 from etfarm.client.web.templating import render
 from etfarm.client.web.visitors import farm
 
@@ -21,6 +26,9 @@ MAX_JOBS: Final = 500
 """Number of the newest jobs whose artifacts the page names."""
 MAX_USES: Final = 5
 """Number of uses that the page shows of an artifact."""
+MAX_SEARCHED: Final = 2_000
+"""Number of the newest artifacts and jobs that an artifact's own page searches."""
+MAX_MODEL_USES: Final = 200
 MAX_DOWNLOADS: Final = 4
 """Number of downloads at the same time: each is a stream of the farm."""
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -46,10 +54,45 @@ async def artifacts(request: Request) -> Response:
 
 
 async def artifact(request: Request) -> Response:
+    """Show an artifact by its digest, and all cells that have it or measured it."""
+    digest = _digest(request)
+    client = await farm(request)
+    known, uses, measured = await asyncio.gather(
+        client.artifacts.list(MAX_SEARCHED), client.artifacts.uses(MAX_SEARCHED), _uses_as_model(client, digest)
+    )
+    stored = next((item for item in known if item.digest == digest), None)
+    all_uses = [*measured, *uses.get(digest, ())]
+    if stored is None and not all_uses:
+        raise NoSuchArtifact(
+            f"No artifact {digest[:12]} is among the newest {MAX_SEARCHED} of your projects.",
+            "`etfarm artifacts list` shows all of them.", digest=digest,
+        )  # fmt: skip
+    return render(
+        request, "artifact.html", title=f"Artifact {digest[:12]}", command=f"etfarm artifacts get {digest}", digest=digest,
+        stored=stored, uses=all_uses, max_jobs=MAX_SEARCHED,
+    )  # fmt: skip
+
+
+async def _uses_as_model(client: AsyncFarm, digest: str) -> list[ArtifactUse]:
+    """Return the cells whose model the artifact is."""
+    try:
+        entries = await client.history(digest, limit=MAX_MODEL_USES)
+    except EtfarmError as error:
+        if error.reason == "NO_HISTORY":
+            return []
+        raise
+    return [ArtifactUse(digest, entry.job, "", _label(entry.report), "model") for entry in entries]
+
+
+def _label(report: Report) -> str:
+    """Return what was measured, as `Cell.label`."""
+    threads = "" if report.threads is None else units.count(report.threads, "thread")
+    return " · ".join(filter(None, (report.model.name if report.model else "", report.recipe, threads)))
+
+
+async def content(request: Request) -> Response:
     """Send an artifact's bytes as a file that the browser saves and never opens."""
-    digest = request.path_params["digest"]
-    if not _DIGEST.fullmatch(digest):
-        raise HTTPException(404)
+    digest = _digest(request)
     if _downloads.locked():
         raise HTTPException(503, "Too many downloads are running: try again in a minute.")
     chunks = (await farm(request)).artifacts.read(digest)
@@ -73,6 +116,13 @@ async def _send(first: bytes, chunks: AsyncIterator[bytes], limit: int) -> Async
             yield chunk
 
 
+def _digest(request: Request) -> str:
+    digest = str(request.path_params["digest"])
+    if not _DIGEST.fullmatch(digest):
+        raise HTTPException(404)
+    return digest
+
+
 def _ending(first: bytes) -> str:
     """Return the ending of a file's name by its first bytes: .pte, .pt2 or .bin."""
     if first[4:6] == b"ET":
@@ -83,4 +133,5 @@ def _ending(first: bytes) -> str:
 ROUTES = (
     Route("/artifacts", artifacts, name="artifacts", methods=["GET"]),
     Route("/artifacts/{digest}", artifact, name="artifact", methods=["GET"]),
+    Route("/artifacts/{digest}/content", content, name="artifact_content", methods=["GET"]),
 )

@@ -32,10 +32,10 @@ async def devices(request: Request) -> Response:
     feed = await visitor_of(request).account.feeds.open(DEVICES)
     if selector:
         matching = {device.id for device in await (await farm(request)).devices(selector)}
-    items = {key: item for key, item in feed.items.items() if not selector or key in matching}
+    rows = feed.rows([key for key in feed.items if not selector or key in matching])
     command = f"etfarm devices list{f' --device {shlex.quote(selector)}' if selector else ''}"
     return render(
-        request, "devices.html", title="Devices", command=command, items=items, summary_items=feed.items, position=feed.position,
+        request, "devices.html", title="Devices", command=command, rows=rows, items=feed.items, position=feed.position,
         selector=selector,
     )  # fmt: skip
 

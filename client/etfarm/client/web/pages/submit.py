@@ -74,7 +74,8 @@ async def upload(request: Request) -> Response:
         _require_submitter(request)
         if request.headers.get("content-type", "").partition(";")[0] != UPLOAD_TYPE:
             raise BadUpload(f"The request's type must be {UPLOAD_TYPE}.", "Send the file itself as the body.")
-        stored = await _uploads(request).store(visitor.cookie, request.query_params.get("name", ""), _chunks(request))
+        name = request.query_params.get("name", "")
+        stored = await _uploads(request).store(visitor.cookie, visitor.account.digest, name, _chunks(request))
         try:
             await asyncio.to_thread(_prepare, stored)
         except EtfarmError as error:
