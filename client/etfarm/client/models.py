@@ -261,6 +261,47 @@ class ServerInfo:
     """The wheel to which agents are upgraded by default; None if the server has none."""
 
 
+@dataclass(frozen=True)
+class ServerSetting:
+    """The effective value of an option of the server."""
+
+    name: str
+    value: str
+    """The value for people, without secrets."""
+    source: str
+    """Where the value comes from: the option, the environment variable, the file with the line, or `default`."""
+
+
+@dataclass(frozen=True)
+class MetricSample:
+    """A value of a metric."""
+
+    suffix: str
+    """What follows the metric's name: `_total`, `_count`, `_sum`; empty for a gauge."""
+    labels: dict[str, str]
+    value: float
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Something that the server measures of itself."""
+
+    name: str
+    help: str
+    kind: str
+    """`counter`, `gauge`, `histogram`, ..."""
+    samples: tuple[MetricSample, ...]
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """The settings and metrics of a server."""
+
+    settings: tuple[ServerSetting, ...]
+    metrics: tuple[Metric, ...]
+    """Empty for a server that does not measure itself."""
+
+
 def __getattr__(name: str) -> object:
     """Import `Report` or `JobResult` on its first use: commands that show no report do without their many classes."""
     if name in ("Report", "JobResult"):

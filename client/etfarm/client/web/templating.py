@@ -156,8 +156,8 @@ def _coded(text: object) -> Markup:
 
 
 def _breakable(text: object) -> Markup:
-    """Return a path or a module's name, which may break after a slash or a dot, but not within a word."""
-    return Markup("<wbr>").join(re.split(r"(?<=[^\s/.][/.])(?=[^\s/.\d])", str(text)))
+    """Return a path or a name, which may break after a slash, a dot or an underscore, but not within a word."""
+    return Markup("<wbr>").join(re.split(r"(?<=[^\s/._][/._])(?=[^\s/._\d])", str(text)))
 
 
 def _code(enumerated: object) -> str:

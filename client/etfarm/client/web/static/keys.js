@@ -25,7 +25,7 @@ function go(label) {
   for (const link of document.querySelectorAll("nav a")) if (link.textContent === label) link.click();
 }
 
-const rows = () => [...document.querySelectorAll("[data-rows] [data-key], [data-rows] tbody tr")].filter((row) => row.querySelector("a"));
+const rows = () => [...document.querySelectorAll("[data-rows] [data-key], [data-rows] tbody tr")].filter((row) => row.querySelector("a") && row.checkVisibility());
 const selected = () => document.querySelector('[data-rows] [data-selected]');
 
 function move(step) {
