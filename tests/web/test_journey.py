@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from pathlib import Path
 from typing import Final
 
@@ -62,16 +63,21 @@ def test_a_colleague_needs_no_terminal(web: WebFarm, tab: Tab, tmp_path: Path) -
     expect(page.locator(".pair-card .callout")).to_contain_text("x [")
     expect(page.locator("[name=report]").nth(1)).not_to_have_value("")
 
-    page.get_by_role("link", name="Devices").click()
+    digest = hashlib.sha256(model.read_bytes()).hexdigest()
+    page.goto(f"{web.url}/artifacts/{digest}")
+    for name in ("this week", "last week"):
+        expect(page.locator("main tbody tr", has_text=name).filter(has_text="model")).to_be_visible()
+
+    page.get_by_role("link", name="Devices", exact=True).click()
     page.get_by_role("link", name=device, exact=True).click()
     page.get_by_role("link", name="Reserve", exact=True).click()
     page.fill("[name=reason]", "a demo")
     page.get_by_role("button", name="Reserve").click()
     row = page.locator("main tbody tr")
     expect(row).to_contain_text("a demo")
-    page.get_by_role("link", name="Devices").click()
+    page.get_by_role("link", name="Devices", exact=True).click()
     expect(page.locator("table.devices tbody tr")).to_contain_text("the-user")
-    page.get_by_role("link", name="Reservations").click()
+    page.get_by_role("link", name="Reservations", exact=True).click()
     row.get_by_role("link", name="Release").click()
     page.get_by_role("button", name="Release").click()
     expect(page.locator("main")).to_contain_text("No device is reserved.")

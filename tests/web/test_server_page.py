@@ -56,7 +56,7 @@ def test_an_admin_sees_settings_and_metrics_without_secrets(served: tuple[str, s
     text = show(served[1], "admin")
     settings = text.partition('id="settings"')[2]
     assert "https://hooks.example/…" in settings
-    assert "<code>workers</code></th><td data-head=\"Value\">3</td><td data-head=\"From\">--workers</td>" in settings
+    assert '<code>workers</code></th><td data-head="Value">3</td><td data-head="From">--workers</td>' in settings
     metrics = text.partition('id="metrics"')[2].partition("</section>")[0]
     for name in ("etfarm_rpcs", "etfarm_disk_free_bytes", "process_resident_memory_bytes"):
         assert f">{name}<" in metrics

@@ -90,15 +90,16 @@ class Artifact:
 
 @dataclass(frozen=True)
 class ArtifactUse:
-    """A cell of a job that has an artifact."""
+    """A cell of a job that has an artifact, or a job that was submitted with it."""
 
     digest: str
     job_id: str
     job_name: str
     cell_label: str
-    """Model, recipe, method and threads of the cell."""
+    """Model, recipe, method and threads of the cell; of what the job was submitted with, the model and the method."""
     kind: str
-    """`program`, `data file NAME`, `ETRecord` or `outputs`."""
+    """`program`, `data file NAME`, `ETRecord` or `outputs` of a cell; `model`, `reference`, `calibration`, `constant` or `inputs`
+    of the submission."""
 
 
 @dataclass(frozen=True)

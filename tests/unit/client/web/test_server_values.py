@@ -31,7 +31,8 @@ def test_a_histogram_is_a_number_and_a_mean_and_an_empty_one_is_left_out() -> No
     counted = {"phase": "COMPILE"}
     filled = metric(
         "etfarm_cell_phase_seconds", "histogram",
-        ("_count", counted, 4.0), ("_sum", counted, 8.0), ("_count", {"phase": "ANALYZE"}, 0.0), ("_sum", {"phase": "ANALYZE"}, 0.0),
+        ("_count", counted, 4.0), ("_sum", counted, 8.0),
+        ("_count", {"phase": "ANALYZE"}, 0.0), ("_sum", {"phase": "ANALYZE"}, 0.0),
     )  # fmt: skip
     empty = metric("etfarm_scrapes", "histogram", ("_count", {}, 0.0), ("_sum", {}, 0.0))
     (measure,) = describe_metrics([filled, empty])

@@ -13,11 +13,7 @@ from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
 from etfarm.client.admin.artifacts import NoSuchArtifact
-from etfarm.client.aio import AsyncFarm
-from etfarm.client.errors import EtfarmError, Kind, UserError
-from etfarm.client.formats import units
-from etfarm.client.models import ArtifactUse
-from etfarm.client.reports import Report
+from etfarm.client.errors import Kind, UserError
 from etfarm.client.web.templating import render
 from etfarm.client.web.visitors import farm
 
@@ -28,7 +24,8 @@ MAX_USES: Final = 5
 """Number of uses that the page shows of an artifact."""
 MAX_SEARCHED: Final = 2_000
 """Number of the newest artifacts and jobs that an artifact's own page searches."""
-MAX_MODEL_USES: Final = 200
+MAX_SUBMISSIONS: Final = 100
+"""Number of the newest jobs whose submissions an artifact's page searches for its digest."""
 MAX_DOWNLOADS: Final = 4
 """Number of downloads at the same time: each is a stream of the farm."""
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -57,37 +54,19 @@ async def artifact(request: Request) -> Response:
     """Show an artifact by its digest, and all cells that have it or measured it."""
     digest = _digest(request)
     client = await farm(request)
-    known, uses, measured = await asyncio.gather(
-        client.artifacts.list(MAX_SEARCHED), client.artifacts.uses(MAX_SEARCHED), _uses_as_model(client, digest)
+    known, uses = await asyncio.gather(
+        client.artifacts.list(MAX_SEARCHED), client.artifacts.uses_of(digest, MAX_SEARCHED, MAX_SUBMISSIONS)
     )
     stored = next((item for item in known if item.digest == digest), None)
-    all_uses = [*measured, *uses.get(digest, ())]
-    if stored is None and not all_uses:
+    if stored is None and not uses:
         raise NoSuchArtifact(
             f"No artifact {digest[:12]} is among the newest {MAX_SEARCHED} of your projects.",
             "`etfarm artifacts list` shows all of them.", digest=digest,
         )  # fmt: skip
     return render(
         request, "artifact.html", title=f"Artifact {digest[:12]}", command=f"etfarm artifacts get {digest}", digest=digest,
-        stored=stored, uses=all_uses, max_jobs=MAX_SEARCHED,
+        stored=stored, uses=uses, max_jobs=MAX_SEARCHED, max_submissions=MAX_SUBMISSIONS,
     )  # fmt: skip
-
-
-async def _uses_as_model(client: AsyncFarm, digest: str) -> list[ArtifactUse]:
-    """Return the cells whose model the artifact is."""
-    try:
-        entries = await client.history(digest, limit=MAX_MODEL_USES)
-    except EtfarmError as error:
-        if error.reason == "NO_HISTORY":
-            return []
-        raise
-    return [ArtifactUse(digest, entry.job, "", _label(entry.report), "model") for entry in entries]
-
-
-def _label(report: Report) -> str:
-    """Return what was measured, as `Cell.label`."""
-    threads = "" if report.threads is None else units.count(report.threads, "thread")
-    return " · ".join(filter(None, (report.model.name if report.model else "", report.recipe, threads)))
 
 
 async def content(request: Request) -> Response:
