@@ -4,7 +4,7 @@ const GO = { d: "Devices", q: "Queue", j: "Jobs", h: "History", s: "Server" };
 export function bindKeys() {
   let prefix = "";
   document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select, [contenteditable], dialog")) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select, [contenteditable], dialog[open]")) return;
     const key = event.key;
     if (prefix === "g" && GO[key]) go(GO[key]);
     else if (key === "/") document.getElementById("search")?.focus();
