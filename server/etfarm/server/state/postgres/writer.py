@@ -123,8 +123,7 @@ class Writer:
         except Exception as error:
             if is_lost(connection):
                 raise _Unanswered(outcomes) from error
-            if driver.info.transaction_status != pq.TransactionStatus.IDLE:
-                driver.rollback()
+            driver.rollback()
             raise
         self._committed = self._number
         return outcomes
