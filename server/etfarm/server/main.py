@@ -247,7 +247,7 @@ def main(argv: list[str]) -> int:
         if arguments.database is not None and arguments.database.has_password:
             raise UserError(
                 "The unit would show the database's password.",
-                "Name a file with --config that only the server may read, and write database = \"URL\" there.",
+                'Name a file with --config that only the server may read, and write database = "URL" there.',
             )
         is_chosen = any(each.name == "data" and each.source != settings.DEFAULT for each in sources)
         options = vars(serve.parse_args(argv)) | {"data": arguments.data}
