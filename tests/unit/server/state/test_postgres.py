@@ -57,7 +57,11 @@ class opened:
         self.database = create_database(NOWHERE, url, wait_s)
 
     async def __aenter__(self) -> Database:
-        await self.database.open()
+        try:
+            await self.database.open()
+        except FarmError:
+            self.database.close()
+            raise
         return self.database
 
     async def __aexit__(self, *_: object) -> None:
@@ -116,9 +120,9 @@ async def test_the_audit_log_is_append_only(database: Database) -> None:
         f"INSERT INTO audit (at, {', '.join(columns)}) VALUES (timezone('utc', now()), {', '.join(f':{c}' for c in columns)})"
     )
     await database.write(lambda c: c.execute(now, row) and None)
-    for statement in ("UPDATE audit SET role = 'y'", "DELETE FROM audit", "TRUNCATE audit"):
+    for change in ("UPDATE audit SET role = 'y'", "DELETE FROM audit", "TRUNCATE audit"):
         with pytest.raises(IntegrityError, match="append-only"):
-            await database.write(lambda c, statement=statement: c.execute(text(statement)) and None)
+            await database.write(lambda c, change=change: c.execute(text(change)) and None)
     assert await database.read(lambda c: c.execute(text("SELECT count(*) FROM audit")).scalar_one()) == 1
 
 
@@ -192,7 +196,8 @@ def end_connections(url: DatabaseUrl) -> None:
     """End all other connections to a database, as an administrator would."""
     with psycopg.connect(url.text, autocommit=True) as connection:
         connection.execute(
-            "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+            "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
+            "WHERE datname = current_database() AND pid <> pg_backend_pid()"
         )
 
 
@@ -240,12 +245,12 @@ async def test_a_commit_whose_answer_is_lost_is_looked_up(database: Database, ur
 async def test_work_waits_for_a_server_that_restarts(server: PostgresServer) -> None:
     async with opened(DatabaseUrl.parse(server.url("etfarm"))) as database:
         await database.write(lambda c: add(c, "before"))
-        await asyncio.to_thread(server.stop)
+        server.stop()
         write = asyncio.create_task(database.write(lambda c: add(c, "meanwhile"), durable=True))
         read = asyncio.create_task(database.read(digests))
         done, _ = await asyncio.wait([write, read], timeout=0.3)
         assert not done
-        await asyncio.to_thread(server.start)
+        server.start()
         async with asyncio.timeout(WAIT_S):
             await write
             assert "before" in await read
@@ -254,13 +259,13 @@ async def test_work_waits_for_a_server_that_restarts(server: PostgresServer) -> 
 
 async def test_work_fails_when_the_server_is_away_for_too_long_and_goes_on_after(server: PostgresServer) -> None:
     async with opened(DatabaseUrl.parse(server.url("etfarm")), wait_s=0.5) as database:
-        await asyncio.to_thread(server.stop)
+        server.stop()
         try:
             ends = await asyncio.gather(
                 *(database.write(lambda c: add(c, "lost")) for _ in range(3)), database.read(digests), return_exceptions=True
             )
         finally:
-            await asyncio.to_thread(server.start)
+            server.start()
         assert [type(end) for end in ends] == [DatabaseUnavailable] * 4
         assert "0.5 s" in str(ends[0])
         async with asyncio.timeout(WAIT_S):
@@ -287,8 +292,8 @@ async def test_a_database_that_has_lost_confirmed_writes_ends_the_server(server:
 async def test_nothing_confirmed_as_durable_is_lost_by_a_crash(server: PostgresServer) -> None:
     async with opened(DatabaseUrl.parse(server.url("etfarm"))) as database:
         await database.write(lambda c: add(c, "durable"), durable=True)
-        await asyncio.to_thread(server.stop, signal.SIGQUIT)
-        await asyncio.to_thread(server.start)
+        server.stop(signal.SIGQUIT)
+        server.start()
         assert "durable" in await database.read(digests)
         await database.write(lambda c: add(c, "after the crash"))
 
@@ -336,7 +341,7 @@ def test_tokens_are_found_without_opening_the_database(server: PostgresServer) -
 async def test_close_does_not_wait_for_a_server_that_is_away(server: PostgresServer) -> None:
     database = create_database(NOWHERE, DatabaseUrl.parse(server.url("etfarm")), 600.0)
     await database.open()
-    await asyncio.to_thread(server.stop)
+    server.stop()
     try:
         writes = [asyncio.create_task(database.write(lambda c: add(c, "never"))) for _ in range(2)]
         await asyncio.wait(writes, timeout=0.2)
@@ -345,7 +350,7 @@ async def test_close_does_not_wait_for_a_server_that_is_away(server: PostgresSer
             ends = await asyncio.gather(*writes, return_exceptions=True)
         assert [type(end) for end in ends] == [DatabaseUnavailable] * 2
     finally:
-        await asyncio.to_thread(server.start)
+        server.start()
     assert not [each.name for each in threading.enumerate() if each.name.startswith("db-writer")]
 
 

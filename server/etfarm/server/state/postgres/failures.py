@@ -45,6 +45,12 @@ def driver_error(error: BaseException) -> psycopg.Error | None:
     return original if isinstance(original, psycopg.Error) else None
 
 
+def is_loss(error: BaseException) -> bool:
+    """Return whether the connection broke: every error of the server has a code, and errors of the arguments other types."""
+    original = driver_error(error)
+    return type(original) in (psycopg.OperationalError, psycopg.DatabaseError) and original.sqlstate is None
+
+
 def is_repeatable(error: BaseException) -> bool:
     """Return whether the transaction was undone only because of others that ran at the same time."""
     return isinstance(driver_error(error), _REPEATABLE)
