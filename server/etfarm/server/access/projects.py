@@ -8,11 +8,11 @@ from datetime import datetime
 from typing import Final
 
 from sqlalchemy import Connection, delete, func, select, update
-from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.access.scope import DEFAULT_PROJECT, FARM_HOLDER, Scope
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sql import insert
 from etfarm.v1.common_pb2 import Principal, Role
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.names import PROJECT_VARIABLE, is_project_name
@@ -182,8 +182,8 @@ class Projects:
         rows = [{"project": name, "principal": principal, "added_at": at} for principal in principals]
 
         def write(connection: Connection) -> None:
-            inserted = connection.execute(insert(schema.projects).values(project).on_conflict_do_nothing())
-            if inserted.rowcount != 1:
+            added = insert(schema.projects).values(project).on_conflict_do_nothing().returning(schema.projects.c.name)
+            if connection.execute(added).first() is None:
                 raise ProjectExists(f"Project {name!r} already exists.", "Choose another name.", project=name)
             if rows:
                 connection.execute(schema.members.insert(), rows)
