@@ -89,6 +89,9 @@ def _locked() -> Iterator[None]:
         os.close(descriptor)
 
 
+_STORAGES = "files|s3"
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Golden:
     """Return the golden sentences of the requesting test, in the file that is named after its module."""
@@ -97,4 +100,6 @@ def golden(request: pytest.FixtureRequest) -> Golden:
         hidden[str(request.getfixturevalue("tmp_path"))] = "TMP"
     hidden[str(FOLDER.parents[1])] = "CHECKOUT"
     subject = re.sub(r"^test_", "", request.path.stem)
-    return Golden(subject, request.node.name, hidden, update=request.config.getoption("--update-golden"))
+    # A test that runs with several kinds of storage has the same sentences with each.
+    name = re.sub(rf"\[({_STORAGES})\]|(?<=\[)({_STORAGES})-|-({_STORAGES})(?=\])", "", request.node.name)
+    return Golden(subject, name, hidden, update=request.config.getoption("--update-golden"))

@@ -23,6 +23,7 @@ from etfarm.server.devices.reservations import MAX_DURATION_S
 from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.notices.settings import NoticeSettings
 from etfarm.server.operation import logs, settings, unit, web_page
+from etfarm.server.operation.blob_options import add_blob_options, location_of
 from etfarm.server.operation.check import check
 from etfarm.server.operation.service_manager import ServiceManager
 from etfarm.server.reports.latency import thresholds
@@ -59,6 +60,10 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--listen", default="127.0.0.1:7433", metavar="ADDRESS",
                        help="HOST:PORT, [IPV6]:PORT or unix:PATH; port 0: the system chooses (default %(default)s)")  # fmt: skip
     serve.add_argument("--data", type=Path, metavar="DIR", help=f"its files (default: {default_folder()})".replace("%", "%%"))
+    add_blob_options(serve).add_argument(
+        "--blobs-cache-gib", type=_positive, default=50, metavar="N",
+        help="size up to which copies are kept in --data; those in use stay (default %(default)s)",
+    )  # fmt: skip
     serve.add_argument(
         "--tokens",
         type=Path,
@@ -258,6 +263,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
     health = read_settings(arguments.health, arguments.health_interval)
     return Config(
         listen=parse_address(arguments.listen), data=folder, tokens=arguments.tokens,
+        blobs=location_of(arguments), blobs_cache_bytes=arguments.blobs_cache_gib << 30,
         tls_cert=arguments.tls_cert, tls_key=arguments.tls_key, tls_client_ca=arguments.tls_client_ca,
         insecure=arguments.insecure, workers=arguments.workers, threads=arguments.threads,
         memory_bytes=arguments.memory_gib << 30, cpu_s=arguments.cpu_limit, compile_deadline_s=arguments.compile_timeout,
