@@ -15,6 +15,7 @@ from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.store import QuotaExceeded, Store
 from etfarm.server.compile import answers
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.server.workers.errors import BadAnswer
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
@@ -64,7 +65,7 @@ async def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    opened = Database(tmp_path / "farm.db")
+    opened = SqliteDatabase(tmp_path / "farm.db")
     await opened.open()
     yield opened
     opened.close()

@@ -9,7 +9,7 @@ import pytest
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile import compiler, keys
 from etfarm.server.compile.compiler import Compiler
-from etfarm.server.state.engine import Database
+from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.v1.job_pb2 import Candidate
@@ -30,7 +30,7 @@ def candidate(*samples: bytes) -> Candidate:
 
 
 async def test_the_keys_of_a_large_candidate_are_computed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    database = Database(tmp_path / "farm.sqlite")
+    database = SqliteDatabase(tmp_path / "farm.sqlite")
     await database.open()
     store = Store(tmp_path / "store", database)
     workers = Workers(preload=[], limits=Limits(), folder=tmp_path / "jobs", concurrency=1)

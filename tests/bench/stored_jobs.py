@@ -28,7 +28,7 @@ from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.retention.references import References
 from etfarm.server.state import schema
-from etfarm.server.state.engine import Database
+from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1 import artifact_pb2_grpc, farm_pb2, farm_pb2_grpc, job_pb2, job_pb2_grpc
 from etfarm.v1.job_pb2 import Job, JobState
@@ -76,7 +76,7 @@ def new_report(job: Job) -> Report:
 async def fill(path: Path, count: int) -> None:
     """Write terminal jobs, each with a cell, its changes and a report."""
     path.parent.mkdir(parents=True)
-    database, now = Database(path), _START
+    database, now = SqliteDatabase(path), _START
 
     def write(connection: Connection) -> None:
         nonlocal now

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.backup import manifest
-from etfarm.server.state.engine import HEAD
+from etfarm.server.state.revisions import HEAD
 from tests.support import old_release
 from tests.support.documents import known_part
 from tests.support.farm import FarmProcess, etfarm

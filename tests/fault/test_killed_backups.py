@@ -16,8 +16,8 @@ from etfarm.server.artifacts.blobs import write_blob
 from etfarm.server.backup import manifest as manifests
 from etfarm.server.backup.backup import back_up
 from etfarm.server.config import DATABASE
-from etfarm.server.state.engine import Database
 from etfarm.server.state.folder import LOCK, RestoreUnfinished, require_restored
+from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.wire import digest as digests
 from tests.support.deaths import Deaths
 
@@ -31,7 +31,7 @@ async def data(tmp_path: Path) -> Path:
     """A server's data folder with two artifacts."""
     folder = tmp_path / "data"
     folder.mkdir(mode=0o700)
-    database = Database(folder / DATABASE)
+    database = SqliteDatabase(folder / DATABASE)
     await database.open()
     database.close()
     add(folder, b"a file")

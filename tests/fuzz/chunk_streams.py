@@ -15,7 +15,7 @@ from pathlib import Path
 
 from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.artifacts.store import Store
-from etfarm.server.state.engine import Database
+from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire.errors import EtfarmError
 
@@ -46,7 +46,7 @@ def _migrated() -> Path:
     """Return an empty database of the newest schema, whose making takes longer than all else."""
 
     async def make(path: Path) -> None:
-        database = Database(path)
+        database = SqliteDatabase(path)
         await database.open()
         database.close()
 
@@ -68,7 +68,7 @@ async def _receive(digest: str, size_bytes: int, data: bytes) -> None:
 
     with tempfile.TemporaryDirectory(prefix="etfarm-fuzz-") as name:
         shutil.copy(_migrated(), Path(name) / "farm.sqlite")
-        database = Database(Path(name) / "farm.sqlite")
+        database = SqliteDatabase(Path(name) / "farm.sqlite")
         await database.open()
         try:
             store = Store(Path(name) / "artifacts", database)

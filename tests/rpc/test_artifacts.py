@@ -19,7 +19,7 @@ from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.rpc.services.artifacts import ArtifactService
 from etfarm.server.state.backup_lock import BackupLock
-from etfarm.server.state.engine import Database
+from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc
 from etfarm.v1.artifact_pb2 import Chunk, UploadArtifactRequest, UploadHeader, UploadStatus
@@ -61,7 +61,7 @@ async def needed_by_no_agent(principal: str, digest: str) -> bool:
 
 @asynccontextmanager
 async def serving(folder: Path, limits: StoreLimits | None = None) -> AsyncIterator[Served]:
-    database = Database(folder / "farm.sqlite")
+    database = SqliteDatabase(folder / "farm.sqlite")
     await database.open()
     store = Store(folder / "artifacts", database, limits)
     server = grpc.aio.server(interceptors=[AuthErrorInterceptor(Tokens())], options=SERVER_OPTIONS)

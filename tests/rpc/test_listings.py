@@ -31,7 +31,7 @@ from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.watch import Announcer
-from etfarm.server.state.engine import Database
+from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.v1.common_pb2 import LogSource
 from etfarm.v1.job_pb2 import Job, JobSpec
 from etfarm.v1.report_pb2 import Report
@@ -43,7 +43,7 @@ LONG = "a-name-that-no-narrow-terminal-has-room-for-" * 3
 
 async def store_jobs(path: Path) -> None:
     """Write five finished jobs, as a server leaves them; the farm is theirs from before it starts."""
-    database = Database(path)
+    database = SqliteDatabase(path)
     await database.open()
     at = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
     announcer = Announcer()

@@ -12,7 +12,7 @@ from pathlib import Path
 from etfarm.server.access.audit import AuditLog, Entry
 from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
 from etfarm.server.config import DATABASE
-from etfarm.server.state.engine import Database
+from etfarm.server.state.databases import create_database
 from etfarm.v1.common_pb2 import ROLE_ADMIN
 from etfarm.wire.errors import UserError
 from etfarm.wire.names import data_folder
@@ -42,7 +42,7 @@ def main(argv: list[str]) -> int:
 
 
 async def _create(folder: Path, name: str) -> str:
-    database = Database(folder / DATABASE)
+    database = create_database(folder / DATABASE)
     try:
         await database.open()
         tokens = TokenTable(database, _now)

@@ -55,6 +55,7 @@ from etfarm.server.retention.parts import RetentionParts
 from etfarm.server.rpc.door.authentication import Authentication
 from etfarm.server.sessions.leasing import Leasing
 from etfarm.server.sessions.sessions import Sessions
+from etfarm.server.state.databases import create_database
 from etfarm.server.state.engine import Database
 from etfarm.server.state.steady_clock import SteadyClock
 from etfarm.server.workers.measurement_lock import MeasurementLock
@@ -135,7 +136,7 @@ class Storage:
         Args:
             on_damaged: called with the error if the database turns out to be damaged.
         """
-        database = Database(config.data / DATABASE)
+        database = create_database(config.data / DATABASE)
         database.on_damaged = on_damaged
         return cls(database, Store(config.data / ARTIFACTS, database, config.store_limits), Readers())
 

@@ -9,10 +9,10 @@ from datetime import datetime
 from typing import Final
 
 from sqlalchemy import Connection, func, select
-from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sql import insert
 from etfarm.v1.common_pb2 import Principal, Role
 from etfarm.wire.errors import Kind, UserError
 

@@ -8,11 +8,11 @@ from datetime import datetime
 from typing import Final
 
 from sqlalchemy import Connection, delete, func, select, update
-from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.access.scope import DEFAULT_PROJECT, FARM_HOLDER, Scope
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sql import insert
 from etfarm.v1.common_pb2 import Principal, Role
 from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.names import PROJECT_VARIABLE, is_project_name

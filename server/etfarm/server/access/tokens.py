@@ -16,11 +16,11 @@ from typing import Any, Final
 from urllib.parse import quote
 
 from sqlalchemy import Connection, Row, func, insert, select, update
-from sqlalchemy.dialects import sqlite
 
 from etfarm.server.access.projects import ProjectNotFound
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sql import insert as insert_or_ignore
 from etfarm.v1 import common_pb2, token_pb2
 from etfarm.v1.common_pb2 import Principal, Role
 from etfarm.wire.errors import Kind, UserError
@@ -285,7 +285,7 @@ class TokenTable:
                     agent_id=agent_id, created_at=at, created_by=principal,
                 )
             )  # fmt: skip
-            bound = sqlite.insert(agents).values(id=agent_id, principal=principal, bound_at=at, bound_by=row.created_by)
+            bound = insert_or_ignore(agents).values(id=agent_id, principal=principal, bound_at=at, bound_by=row.created_by)
             connection.execute(bound.on_conflict_do_nothing())
 
         await self._database.write(write, durable=True)
@@ -316,7 +316,7 @@ def _add_member(connection: Connection, project: str, principal: str, at: dateti
     known = select(func.count()).select_from(schema.projects).where(schema.projects.c.name == project)
     if not connection.execute(known).scalar():
         raise ProjectNotFound(project)
-    member = sqlite.insert(schema.members).values(project=project, principal=principal, added_at=at)
+    member = insert_or_ignore(schema.members).values(project=project, principal=principal, added_at=at)
     connection.execute(member.on_conflict_do_nothing())
 
 

@@ -10,12 +10,12 @@ from datetime import UTC, datetime
 from typing import Final
 
 from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, exists, func, select, true, tuple_
-from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.access.scope import agent_holder
 from etfarm.server.artifacts.uses import ARTIFACT
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sql import among, insert
 
 _BATCH = 500
 """Number of digests per statement, since SQLite limits the number of parameters."""
@@ -30,20 +30,15 @@ _TAKEN = "taken:"
 """Prefix of an agent's holder after a result was accepted: its bytes no longer count, and need not be uploaded again."""
 
 
-def _among(column: ColumnElement[str], name: str) -> ColumnElement[bool]:
-    """Return the condition that a column has one of the texts in a JSON list, the parameter `name`."""
-    return column.in_(select(func.json_each(bindparam(name)).table_valued("value").c.value))
-
-
 # Built once: SQLAlchemy takes several times longer to build them than to execute them.
 _HELD: Final = select(schema.holdings.c.digest).where(
-    _among(schema.holdings.c.digest, "digests"), _among(schema.holdings.c.holder, "holders")
+    among(schema.holdings.c.digest, "digests"), among(schema.holdings.c.holder, "holders")
 )
 _HELD_BY_AGENTS: Final = select(schema.holdings).where(
-    _among(schema.holdings.c.digest, "digests"), schema.holdings.c.holder.startswith(_AGENTS)
+    among(schema.holdings.c.digest, "digests"), schema.holdings.c.holder.startswith(_AGENTS)
 )
 _NOT_HELD: Final = select(schema.artifacts.c.digest, schema.artifacts.c.size_bytes).where(
-    _among(schema.artifacts.c.digest, "digests"),
+    among(schema.artifacts.c.digest, "digests"),
     ~exists().where(schema.holdings.c.holder == bindparam("of_holder"), schema.holdings.c.digest == schema.artifacts.c.digest),
 )
 _ADD_ARTIFACTS: Final = insert(schema.artifacts).on_conflict_do_nothing()

@@ -7,11 +7,9 @@ from collections.abc import Callable, Iterable
 from datetime import UTC, datetime
 from typing import Final
 
-from sqlalchemy import func
-from sqlalchemy.dialects.sqlite import insert
-
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sql import greatest, insert
 
 ARTIFACT: Final = "artifact"
 """Kind of the uses of artifacts. Other kinds are those of cached results."""
@@ -57,7 +55,7 @@ class Uses:
             rows = [{"kind": kind, "id": key, "used_at": datetime.fromtimestamp(at_s, UTC)} for (kind, key), at_s in new.items()]
             statement = insert(schema.uses)
             # The clock of a server that started with a wrong time stays behind: what it uses must not look long unused later.
-            latest = func.max(schema.uses.c.used_at, statement.excluded.used_at)
+            latest = greatest(schema.uses.c.used_at, statement.excluded.used_at)
             upsert = statement.on_conflict_do_update(index_elements=["kind", "id"], set_={"used_at": latest})
             await self._database.write(lambda connection: connection.execute(upsert, rows))
             self._written.update(new)

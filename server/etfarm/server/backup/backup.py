@@ -25,7 +25,7 @@ from etfarm.server.backup.manifest import Manifest
 from etfarm.server.config import DATABASE
 from etfarm.server.state import damage
 from etfarm.server.state.backup_lock import BackupLock, BackupRunning
-from etfarm.server.state.engine import HEAD, known_revisions
+from etfarm.server.state.revisions import HEAD, known_revisions
 from etfarm.wire import digest as digests
 from etfarm.wire.errors import FarmError, Kind
 

@@ -18,8 +18,9 @@ from etfarm.server.backup.errors import BackupDamaged, BackupRefused
 from etfarm.server.backup.manifest import Manifest
 from etfarm.server.config import DATABASE
 from etfarm.server.state import damage
-from etfarm.server.state.engine import HEAD, Database, known_revisions
 from etfarm.server.state.folder import LOCK, RESTORING
+from etfarm.server.state.revisions import HEAD, known_revisions
+from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.wire import digest as digests
 
 
@@ -113,7 +114,7 @@ def _copy_artifacts(backup: Path, data: Path, database: Path, manifest: Manifest
 
 
 async def _migrate(data: Path) -> None:
-    database = Database(data / DATABASE)
+    database = SqliteDatabase(data / DATABASE)
     try:
         await database.open()
     finally:

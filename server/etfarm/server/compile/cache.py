@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from typing import Final
 
 from sqlalchemy import Connection, Table, bindparam, select
-from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.access.scope import FARM_HOLDER, Scope
 from etfarm.server.artifacts.store import Store
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sql import insert
 from etfarm.v1 import common_pb2
 from etfarm.v1.compile_pb2 import Compilation
 from etfarm.wire.errors import EtfarmError, Fault, Kind, UserError

@@ -18,12 +18,12 @@ from typing import Any
 
 import structlog
 from sqlalchemy import Connection, select
-from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.access.scope import FARM_HOLDER
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sql import insert
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.wire import archives, elf

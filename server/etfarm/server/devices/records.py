@@ -6,10 +6,10 @@ from collections.abc import Collection, Mapping, Sequence
 from datetime import UTC
 
 from sqlalchemy import Connection, delete, select
-from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sql import insert
 from etfarm.v1.device_pb2 import Device, DeviceSettings
 
 

@@ -18,7 +18,7 @@ from etfarm.server.devices.errors import (
 )
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
-from etfarm.server.state.engine import Database, DatabaseFull
+from etfarm.server.state.engine import Database, DatabaseFull, DatabaseUnavailable
 from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.v1.device_pb2 import Device
 
@@ -275,12 +275,12 @@ class Registry(DeviceDirectory):
     async def _remember(self, device_ids: Sequence[str], projects: frozenset[str] = frozenset()) -> None:
         """Write devices to the database, and add restrictions to projects, which must not be lost.
 
-        On a full disk the devices stay as they are known in memory: their agents connect, and what runs there goes on.
+        Without a writable database they stay as they are known in memory: their agents connect, and what runs there goes on.
         """
         known = [device for device_id in device_ids if (device := self._known.get(device_id)) is not None]
         try:
             await self._records.save(known, projects)
-        except DatabaseFull as error:
+        except (DatabaseFull, DatabaseUnavailable) as error:
             if projects:
                 raise
             log.warning("descriptions of devices could not be written", devices=len(known), error=error.message)

@@ -9,11 +9,11 @@ from typing import Final
 
 import structlog
 from sqlalchemy import Connection, and_, delete, or_, select
-from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.devices.errors import BadTimeRange
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sql import insert
 from etfarm.v1.device_pb2 import DeviceTelemetry
 from etfarm.wire.errors import EtfarmError
 

@@ -11,7 +11,6 @@ from typing import Any, Final
 
 import structlog
 from sqlalchemy import Connection, Row, and_, bindparam, delete, exists, func, insert, or_, select, update
-from sqlalchemy.dialects.sqlite import insert as insert_or_ignore
 
 from etfarm.server.access.scope import DEFAULT_PROJECT, EVERYTHING, Scope
 from etfarm.server.notices import events
@@ -20,6 +19,7 @@ from etfarm.server.notices.events import Notice
 from etfarm.server.notices.posting import Outcome
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sql import insert as insert_or_ignore
 from etfarm.v1.job_pb2 import Job
 
 log = structlog.get_logger()

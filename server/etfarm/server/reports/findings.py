@@ -18,7 +18,6 @@ from typing import Any, Final
 
 import structlog
 from sqlalchemy import Connection, bindparam, delete, func, select
-from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.artifacts.store import Store
@@ -27,6 +26,7 @@ from etfarm.server.reports.child_checks import require_encoders, require_generat
 from etfarm.server.reports.request import CUT_SHORT, PREFILL_TRACE_TIMES, TRACE_TIMES, AnalyzeRequest
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sql import insert
 from etfarm.server.workers import answers, output_files
 from etfarm.server.workers.errors import BadAnswer, BadWorkerAnswer, ChildDied, ChildOutOfMemory, ChildTimedOut
 from etfarm.server.workers.pool import Workers

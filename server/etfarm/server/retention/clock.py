@@ -13,10 +13,10 @@ from typing import Final
 
 import structlog
 from sqlalchemy import Connection, select
-from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sql import insert
 from etfarm.server.state.steady_clock import elapsed_s
 from etfarm.wire.errors import FarmError, Kind
 

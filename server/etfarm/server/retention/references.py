@@ -16,10 +16,10 @@ from functools import partial
 from typing import Any, Final
 
 from sqlalchemy import ColumnElement, Connection, FromClause, Table, delete, exists, func, select, update
-from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sql import insert
 
 JOB: Final = "job"
 CACHES: Final[dict[str, Table]] = {

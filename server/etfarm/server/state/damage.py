@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Final
@@ -14,6 +14,7 @@ from urllib.parse import quote
 import structlog
 
 from etfarm.server.state import schema
+from etfarm.server.state.engine import DatabaseTooNew
 from etfarm.wire.errors import FarmError, Kind
 
 log = structlog.get_logger()
@@ -61,12 +62,6 @@ class DatabaseForeign(FarmError):
         super().__init__(
             f"{path} is not a database of etfarm: {why}.", "Move it aside, or choose another --data.", path=path, why=why
         )
-
-
-class DatabaseTooNew(FarmError):
-    """A database that a newer etfarm has written."""
-
-    reason = "DATABASE_TOO_NEW"
 
 
 def check(path: Path, head: str, known: Iterable[str], *, whole: bool = False) -> None:
@@ -203,7 +198,3 @@ def _check_tables(connection: sqlite3.Connection, path: Path, tables: set[str]) 
         columns = {row[1] for row in connection.execute(f'PRAGMA table_info("{name}")')}
         if missing := sorted({column.name for column in table.columns} - columns):
             raise DatabaseDamaged(path, f"its table {name!r} has no column {missing[0]!r}")
-
-
-OnDamaged = Callable[[FarmError], None]
-"""Called with the error after which no further write is safe."""

@@ -21,7 +21,7 @@ from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.rpc.services.reports import ReportService
-from etfarm.server.state.engine import Database
+from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.v1.job_pb2 import Job
 from etfarm.v1.report_pb2 import GetReportsRequest, ListHistoryRequest, Report
 from etfarm.v1.report_service_pb2_grpc import add_ReportServiceServicer_to_server
@@ -49,7 +49,7 @@ class Finished:
 
 @pytest.fixture
 async def finished(tmp_path: Path) -> AsyncIterator[Finished]:
-    database = Database(tmp_path / "farm.sqlite")
+    database = SqliteDatabase(tmp_path / "farm.sqlite")
     await database.open()
     journal = Journal(database, Announcer(), lambda: AT)
     job = Job(id="job00000", owner="ann")

@@ -29,7 +29,7 @@ from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.targets.local import Machine
 from etfarm.server.artifacts.store import Store
 from etfarm.server.devices.bundles import Bundles, WrongArch
-from etfarm.server.state.engine import Database
+from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.wire import digest, tensors
 from etfarm.wire.channel import Access
 from tests.support.emulation import ARCH, aarch64_archive, aarch64_wheel, need_compiler, need_emulator
@@ -250,7 +250,7 @@ async def test_a_bundle_that_says_another_architecture_than_its_programs_is_refu
         NotABundle, match=r"it says that it is for x86_64, but its ld-linux-aarch64\.so\.1 is a program for aarch64"
     ):
         open_folder(false.folder)
-    database = Database(tmp_path / "farm.sqlite")
+    database = SqliteDatabase(tmp_path / "farm.sqlite")
     await database.open()
     try:
         store = Store(tmp_path, database)

@@ -24,10 +24,12 @@ from etfarm.server.artifacts.room import Room
 from etfarm.server.artifacts.store import DiskFull, Store
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.v1.artifact_pb2 import Chunk
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError
+from tests.support.databases import new_database
 from tests.support.golden import Golden
 
 DATA = bytes(range(256)) * 4
@@ -36,7 +38,7 @@ WAIT_S = 60.0
 T = TypeVar("T")
 
 
-class CountingDatabase(Database):
+class CountingDatabase(SqliteDatabase):
     """A database that keeps the names of the functions that wrote to it."""
 
     def __init__(self, path: Path) -> None:
@@ -50,7 +52,7 @@ class CountingDatabase(Database):
 
 @asynccontextmanager
 async def opened(folder: Path, limits: StoreLimits | None = None, database: Database | None = None) -> AsyncIterator[Store]:
-    database = database or Database(folder / "farm.sqlite")
+    database = database or new_database(folder / "farm.sqlite")
     await database.open()
     store = Store(folder / "artifacts", database, limits)
     try:

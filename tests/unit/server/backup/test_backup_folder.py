@@ -14,7 +14,7 @@ from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.errors import BackupDamaged, BackupRefused
 from etfarm.server.backup.manifest import read
 from etfarm.server.backup.restore import restore
-from etfarm.server.state.engine import Database
+from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.wire import digest as digests
 
 
@@ -22,7 +22,7 @@ from etfarm.wire import digest as digests
 async def data(tmp_path: Path) -> Path:
     folder = tmp_path / "data"
     folder.mkdir()
-    database = Database(folder / "farm.sqlite")
+    database = SqliteDatabase(folder / "farm.sqlite")
     await database.open()
     database.close()
     add(folder / "farm.sqlite", write_blob(folder, b"a file").digest)

@@ -14,7 +14,8 @@ from sqlalchemy import text
 
 from etfarm.server.state import damage as damage_module
 from etfarm.server.state.damage import DatabaseDamaged, DatabaseForeign, DatabaseUnusable
-from etfarm.server.state.engine import Database, DatabaseTooNew
+from etfarm.server.state.engine import DatabaseTooNew
+from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.wire.errors import FarmError
 
 PAGE = 4096
@@ -24,7 +25,7 @@ async def create_database(folder: Path, rows: int = 3000, prefix: str = "") -> P
     """Create a database with artifacts, and close it."""
     folder.mkdir(exist_ok=True)
     path = folder / "farm.sqlite"
-    database = Database(path)
+    database = SqliteDatabase(path)
     await database.open()
     values = ", ".join(f"('{prefix}{number:064x}', 1, 'ann', '2025-01-02 03:04:05')" for number in range(rows))
     await database.write(lambda connection: connection.execute(text(f"INSERT INTO artifacts VALUES {values}")))
@@ -33,7 +34,7 @@ async def create_database(folder: Path, rows: int = 3000, prefix: str = "") -> P
 
 
 async def refusal(path: Path) -> FarmError:
-    database = Database(path)
+    database = SqliteDatabase(path)
     try:
         with pytest.raises(FarmError) as refused:
             await database.open()
@@ -135,7 +136,7 @@ async def test_a_log_of_another_database_is_refused_and_nothing_of_it_is_taken(t
     assert path.read_bytes() == before
     path.with_name("farm.sqlite-wal").unlink()
     path.with_name("farm.sqlite-shm").unlink(missing_ok=True)
-    database = Database(path)
+    database = SqliteDatabase(path)
     await database.open()
     assert await database.read(lambda c: c.execute(text("SELECT count(*) FROM artifacts")).scalar()) == 3000
     database.close()
@@ -150,7 +151,7 @@ async def test_a_log_that_is_its_own_is_taken(tmp_path: Path) -> None:
     for end in ("", "-wal"):  # as after a server that was killed
         shutil.copyfile(f"{path}{end}", f"{copy}{end}")
     connection.close()
-    database = Database(copy)
+    database = SqliteDatabase(copy)
     await database.open()
     assert await database.read(lambda c: c.execute(text("SELECT DISTINCT owner FROM artifacts")).scalars().all()) == ["bob"]
     database.close()
@@ -185,7 +186,7 @@ async def test_another_programs_database_is_refused_and_left_as_it_is(tmp_path: 
 async def test_a_revision_that_is_unknown_is_refused(tmp_path: Path, revision: str, kind: type[FarmError]) -> None:
     path = await create_database(tmp_path)
     execute(path, f"UPDATE alembic_version SET version_num = '{revision}'")
-    database = Database(path)
+    database = SqliteDatabase(path)
     with pytest.raises(kind):
         await database.open()
     database.close()
@@ -214,7 +215,7 @@ def test_a_file_that_the_server_may_not_write_is_refused(tmp_path: Path) -> None
 
 async def test_pages_that_break_while_the_server_runs_end_its_writes(tmp_path: Path) -> None:
     path = await create_database(tmp_path)
-    database = Database(path)
+    database = SqliteDatabase(path)
     await database.open()
     ends: list[FarmError] = []
     database.on_damaged = ends.append

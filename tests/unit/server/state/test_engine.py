@@ -29,9 +29,11 @@ from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.rows import JobNotFound
 from etfarm.server.jobs.records.selection import JobFilter, select_jobs
 from etfarm.server.jobs.records.watch import Announcer
-from etfarm.server.state import engine as engine_module
+from etfarm.server.state import revisions as revisions_module
 from etfarm.server.state import schema
-from etfarm.server.state.engine import HEAD, Database, DatabaseFull, DatabaseTooNew
+from etfarm.server.state.engine import Database, DatabaseFull, DatabaseTooNew
+from etfarm.server.state.revisions import HEAD
+from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.v1 import job_pb2, report_pb2
 from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.v1.device_pb2 import Device, DeviceRunner
@@ -41,12 +43,12 @@ from etfarm.wire.release_0_1.messages import message_class
 from etfarm.wire.series import decode_samples, decode_trace_times, encode_samples
 
 NOW = "2025-01-02 03:04:05"
-MIGRATIONS = Path(engine_module.__file__).parent / "migrations"
+MIGRATIONS = Path(revisions_module.__file__).parent / "migrations"
 
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    created = Database(tmp_path / "farm.sqlite")
+    created = SqliteDatabase(tmp_path / "farm.sqlite")
     await created.open()
     yield created
     created.close()
@@ -112,7 +114,7 @@ async def test_a_write_that_ends_an_iterator_too_early_fails_alone(database: Dat
 
 
 async def test_all_work_after_the_close_is_refused(tmp_path: Path) -> None:
-    closed = Database(tmp_path / "farm.sqlite")
+    closed = SqliteDatabase(tmp_path / "farm.sqlite")
     await closed.open()
     closed.close()
     for _ in range(2):
@@ -145,7 +147,7 @@ async def test_foreign_keys_hold(database: Database) -> None:
 
 async def test_it_opens_again_with_what_was_written(database: Database, tmp_path: Path) -> None:
     await database.write(add)
-    again = Database(tmp_path / "farm.sqlite")
+    again = SqliteDatabase(tmp_path / "farm.sqlite")
     await again.open()
     assert await again.read(count) == 1
     again.close()
@@ -153,7 +155,7 @@ async def test_it_opens_again_with_what_was_written(database: Database, tmp_path
 
 async def test_a_database_of_a_newer_etfarm_is_refused(database: Database, tmp_path: Path) -> None:
     await database.write(lambda connection: connection.execute(text("UPDATE alembic_version SET version_num = '9999'")))
-    again = Database(tmp_path / "farm.sqlite")
+    again = SqliteDatabase(tmp_path / "farm.sqlite")
     with pytest.raises(DatabaseTooNew, match=f"9999.*{HEAD}") as refused:
         await again.open()
     assert refused.value.remedy
@@ -176,7 +178,7 @@ async def test_a_database_of_an_older_etfarm_is_brought_up_with_all_that_it_has(
         add(connection)
         connection.execute(text(f"INSERT INTO compilations VALUES ('key', x'01', '{NOW}')"))
     engine.dispose()
-    database = Database(path)
+    database = SqliteDatabase(path)
     await database.open()
 
     def kept(connection: Connection) -> tuple[object, ...]:
@@ -208,7 +210,7 @@ async def test_jobs_of_an_older_etfarm_are_found_by_their_models(tmp_path: Path)
             insert = text(f"INSERT INTO cells VALUES ('c{number}', 'j', {number}, 'SUCCEEDED', 1, :body)")
             connection.execute(insert, {"body": body})
     engine.dispose()
-    database = Database(path)
+    database = SqliteDatabase(path)
     await database.open()
 
     def listed(connection: Connection) -> list[int]:
@@ -248,7 +250,7 @@ async def test_reports_of_an_older_etfarm_become_thin_and_are_found_by_what_they
                 {"id": report.id, "cell": f"c-{report.id}", "body": report.SerializeToString()},
             )
     engine.dispose()
-    database = Database(path)
+    database = SqliteDatabase(path)
     await database.open()
     table = schema.reports.c
     result = select(table.id, table.model_digest, table.recipe, table.method, table.threads, table.body).order_by(table.id)
@@ -277,12 +279,12 @@ async def test_a_migration_that_is_cut_off_leaves_nothing_half_made(tmp_path: Pa
     path = tmp_path / "farm.sqlite"
     with monkeypatch.context() as broken:
         broken.setattr(op, "create_index", fail)
-        first = Database(path)
+        first = SqliteDatabase(path)
         with pytest.raises(RuntimeError, match="cut"):
             await first.open()
         first.close()
     assert sqlite3.connect(path).execute("SELECT name FROM sqlite_master").fetchall() == []
-    second = Database(path)
+    second = SqliteDatabase(path)
     await second.open()
     assert await second.read(count) == 0
     second.close()
@@ -294,7 +296,7 @@ from pathlib import Path
 
 from sqlalchemy import Engine, event
 
-from etfarm.server.state.engine import Database
+from etfarm.server.state.sqlite import SqliteDatabase
 
 path, beginning, number = Path(sys.argv[1]), sys.argv[2], int(sys.argv[3])
 seen = 0
@@ -308,7 +310,7 @@ def end(connection, cursor, statement, *_):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-asyncio.run(Database(path).open())
+asyncio.run(SqliteDatabase(path).open())
 """
 
 
@@ -346,7 +348,7 @@ def revision_of(path: Path) -> str:
 
 async def assert_converts(path: Path, reports: int) -> None:
     """The database opens, and all its reports have their series."""
-    database = Database(path)
+    database = SqliteDatabase(path)
     await database.open()
     bodies = await database.read(lambda connection: connection.execute(select(schema.reports.c.body)).scalars().all())
     store = Store(path.parent / ARTIFACTS, database)
@@ -379,7 +381,7 @@ async def test_a_conversion_without_space_changes_nothing(tmp_path: Path) -> Non
     blobs.mkdir(parents=True)
     times = digest.of_bytes(encode_samples([2001]))
     (blobs / f"{times}.part").symlink_to("/dev/full")
-    database = Database(path)
+    database = SqliteDatabase(path)
     with pytest.raises(DatabaseFull, match="no space for the conversion") as refused:
         await database.open()
     database.close()
@@ -442,7 +444,7 @@ async def test_all_that_an_older_etfarm_has_belongs_to_the_project_default(tmp_p
             connection.execute(text(f"INSERT INTO artifacts VALUES ('{digest}', 7, 'ann', '{NOW}')"))
         connection.execute(text(f"INSERT INTO bundles VALUES ('bundle', 'aarch64', x'', '{NOW}')"))
     engine.dispose()
-    database = Database(path)
+    database = SqliteDatabase(path)
     await database.open()
     try:
         journal = Journal(database, Announcer(), lambda: datetime.now(UTC))
@@ -484,7 +486,7 @@ async def test_the_runners_of_an_older_etfarms_devices_keep_their_kinds(tmp_path
         command.upgrade(config, "0006")
         connection.execute(text(f"INSERT INTO devices VALUES ('pi', :body, '{NOW}')"), {"body": body})
     engine.dispose()
-    database = Database(path)
+    database = SqliteDatabase(path)
     await database.open()
     try:
         ((device,), _) = await DeviceRecords(database).load()

@@ -8,12 +8,12 @@ from datetime import UTC, datetime, timedelta
 from typing import Final
 
 from sqlalchemy import ColumnElement, Connection, and_, delete, select
-from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.devices.health.baseline import BASELINE_RUNS, Pace
 from etfarm.server.devices.health.standing import Standing
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sql import insert
 from etfarm.v1.device_pb2 import HealthEvent, HealthEventKind
 
 MAX_EVENTS: Final = 600

@@ -21,7 +21,7 @@ from etfarm.server.jobs.cells.plausibility import (
     check_processes,
 )
 from etfarm.server.jobs.cells.progress import OnProgress
-from etfarm.server.state.engine import retry_when_full
+from etfarm.server.state.engine import retry_until_written
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import agent_pb2, compile_pb2
 from etfarm.v1.common_pb2 import Actor
@@ -149,7 +149,7 @@ class Results:
         except ImplausibleResult as error:
             return error
         # From now on reports refer to the artifacts, so a session that also names them must not delete them.
-        await retry_when_full(lambda: self._store.take_results(project, own, run.job.owner))
+        await retry_until_written(lambda: self._store.take_results(project, own, run.job.owner))
         return candidate
 
 

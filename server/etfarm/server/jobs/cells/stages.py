@@ -26,7 +26,7 @@ from etfarm.server.jobs.cells.transitions import CellTransitions, run_to_complet
 from etfarm.server.jobs.records.journal import Journal, StaleVersion
 from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.jobs.records.watch import Announcer
-from etfarm.server.state.engine import retry_when_full
+from etfarm.server.state.engine import retry_until_written
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.v1.job_pb2 import Job
@@ -127,7 +127,7 @@ class CellStages:
             run.device = self._dispatch.device_of(run.cell)
         phase = self._timer.start(run.job)
         self._progress.announce_phase([run], "ANALYZE")
-        run.analysis = await retry_when_full(partial(self._analysis.analyze, run, results))
+        run.analysis = await retry_until_written(partial(self._analysis.analyze, run, results))
         measured = self._analysis.report(run, run.cell, "", at=self._now())
         run.earlier = await self._journal.reports.find_earlier(run.job.project, measured)
         phase.record("ANALYZE", run)

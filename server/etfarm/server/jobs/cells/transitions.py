@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.records.journal import Journal
-from etfarm.server.state.engine import retry_when_full
+from etfarm.server.state.engine import retry_until_written
 from etfarm.v1 import agent_pb2, common_pb2, report_pb2
 from etfarm.v1.job_pb2 import Cell
 
@@ -28,7 +28,7 @@ class CellTransitions:
     async def advance(self, cell_runs: Sequence[CellRun], to: common_pb2.CellState.ValueType) -> None:
         """Advance cells of one job, all or none; a cell that has become terminal in the meantime stays terminal."""
         # A result that has arrived must not be lost because it cannot be written now.
-        await retry_when_full(lambda: run_to_completion(self._advance(cell_runs, to)))
+        await retry_until_written(lambda: run_to_completion(self._advance(cell_runs, to)))
 
     async def _advance(self, cell_runs: Sequence[CellRun], to: common_pb2.CellState.ValueType) -> None:
         async with AsyncExitStack() as locks:

@@ -7,13 +7,13 @@ from datetime import UTC, datetime
 from typing import Final
 
 from sqlalchemy import Connection, select
-from sqlalchemy.dialects.sqlite import Insert, insert
 
 from etfarm.server.access.scope import Scope
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.listing import listed_job
 from etfarm.server.jobs.records.tags import LATEST, find_tag, tags_of
 from etfarm.server.state import schema
+from etfarm.server.state.sql import Insert, insert
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.v1.job_pb2 import Cell, Job
 from etfarm.wire.errors import Kind, UserError

@@ -12,6 +12,7 @@ from sqlalchemy import ColumnElement, Connection, and_, exists, false, func, or_
 from etfarm.server.access.scope import Scope
 from etfarm.server.jobs.records.listing import LABELS_BYTES, labels_of
 from etfarm.server.state import schema
+from etfarm.server.state.sql import position_of
 from etfarm.v1.job_pb2 import JobState
 
 SCANNED_JOBS: Final = 5_000
@@ -37,7 +38,7 @@ class JobFilter:
         jobs = schema.jobs.c
         conditions: list[ColumnElement[bool]] = [true()]
         if self.name:
-            conditions.append(func.instr(jobs.name, self.name) > 0)
+            conditions.append(position_of(jobs.name, self.name) > 0)
         if self.owner:
             conditions.append(jobs.owner == self.owner)
         if self.model:

@@ -9,12 +9,12 @@ from datetime import datetime
 from typing import Final
 
 from sqlalchemy import Connection, bindparam, delete, select
-from sqlalchemy.dialects.sqlite import insert
 
 from etfarm.server.access.ownership import require_owner
 from etfarm.server.access.scope import Scope
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from etfarm.server.state.sql import insert
 from etfarm.wire.errors import Kind, UserError
 
 LATEST = "latest"

@@ -1,0 +1,56 @@
+"""The revisions of the tables, and the migrations between them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import structlog
+from sqlalchemy import Connection, inspect, text
+
+log = structlog.get_logger()
+
+HEAD: Final = "0016"
+"""The newest migration, to which older databases are upgraded when they are opened."""
+
+_MIGRATIONS: Final = Path(__file__).parent / "migrations"
+
+
+def known_revisions() -> list[str]:
+    """Return the revisions of databases that this version can open."""
+    return [path.name.partition("_")[0] for path in (_MIGRATIONS / "versions").glob("[0-9]*.py")]
+
+
+def revision_of(connection: Connection) -> str | None:
+    """Return the revision of a database; None if it is empty."""
+    if not inspect(connection).has_table("alembic_version"):
+        return None
+    revision: str | None = connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
+    return revision
+
+
+def upgrade(connection: Connection, data: Path, revision: str | None) -> None:
+    """Migrate a database from its revision to `HEAD`, in the transaction of the connection.
+
+    Args:
+        data: the data folder, where migrations store files.
+    """
+    if revision == HEAD:
+        return
+    if revision is not None:
+        log.info(
+            "converting the database for this version of etfarm; older versions cannot open it afterwards",
+            revision=revision,
+            to=HEAD,
+        )
+    # Imported only if there is something to migrate: the import costs 10 MB and 0.2 s.
+    from alembic import command
+    from alembic.config import Config
+
+    config = Config()
+    config.set_main_option("script_location", str(_MIGRATIONS))
+    config.attributes["connection"] = connection
+    config.attributes["data"] = data
+    command.upgrade(config, "head")
+    if revision is not None:
+        log.info("the database is converted", revision=HEAD)
