@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import Any, Final
 
@@ -25,6 +25,8 @@ _OWN_METADATA: Final = frozenset({PEER, KEY, "user-agent", "content-type", "te",
 """Metadata of a call that is not passed on: gRPC's own, and what only servers may send."""
 
 _Call = grpc.aio.StreamStreamCall[bytes, bytes]
+_Metadata = tuple[tuple[str, str | bytes], ...]
+_Trailers = tuple[Any, ...]
 
 
 class Forwarding:
@@ -49,71 +51,101 @@ class Forwarding:
         self._on_accepted = on_accepted
         self._on_ended = on_ended
 
-    def handler(self, method: str, suffix: bytes = b"") -> grpc.RpcMethodHandler[Any, Any]:
-        """Return the handler of a method of any kind: on the wire, a single message is a stream of one.
+    def handler(self, method: str, *, is_unary: bool, suffix: bytes = b"") -> grpc.RpcMethodHandler[Any, Any]:
+        """Return the handler of a method. On the wire, a single message is a stream of one, so streams serve all kinds.
 
         Args:
+            is_unary: whether request and response are single messages, which take fewer steps.
             suffix: an encoded message with fields to add to each response.
         """
-        return grpc.stream_stream_rpc_method_handler(partial(self._forward, method, suffix))
+        if is_unary:
+            return grpc.unary_unary_rpc_method_handler(partial(self._forward_unary, method, suffix))
+        return grpc.stream_stream_rpc_method_handler(partial(self._forward_stream, method))
 
-    async def _forward(self, method: str, suffix: bytes, _: object, context: ServicerContext[bytes, bytes]) -> None:
+    async def _forward_unary(
+        self, method: str, suffix: bytes, request: bytes, context: ServicerContext[bytes, bytes]
+    ) -> bytes:
+        response = b""
+
+        async def exchange(link: Link, metadata: _Metadata) -> _Trailers:
+            nonlocal response
+            call = link.channel.unary_unary(method)(request, metadata=metadata, timeout=context.time_remaining())
+            try:
+                await context.send_initial_metadata(tuple(await call.initial_metadata()))
+                response = await call
+                return tuple(await call.trailing_metadata())
+            finally:
+                call.cancel()
+
+        await self._exchange(method, context, exchange)
+        return response + suffix
+
+    async def _forward_stream(self, method: str, _: object, context: ServicerContext[bytes, bytes]) -> None:
+        peer = context.peer()
+
+        async def exchange(link: Link, metadata: _Metadata) -> _Trailers:
+            call: _Call = link.channel.stream_stream(method)(metadata=metadata, timeout=context.time_remaining())
+            sending = asyncio.create_task(_send(context, call), name="forwarded requests")
+            try:
+                await context.send_initial_metadata(tuple(await call.initial_metadata()))
+                is_accepted = False
+                while (response := await call.read()) is not grpc.aio.EOF:
+                    if not is_accepted:
+                        is_accepted = True
+                        self._on_accepted(peer)
+                    await context.write(response)
+                return tuple(await call.trailing_metadata())
+            finally:
+                call.cancel()
+                sending.cancel()
+                await asyncio.wait({sending})
+
+        await self._exchange(method, context, exchange)
+
+    async def _exchange(
+        self,
+        method: str,
+        context: ServicerContext[bytes, bytes],
+        exchange: Callable[[Link, _Metadata], Awaitable[_Trailers]],
+    ) -> None:
+        """Make one call to the leader, and end the caller's call as that one ends."""
+        code, details, trailers, peer = grpc.StatusCode.OK, "", (), context.peer()
         try:
+            if any(name == KEY for name, _ in context.invocation_metadata() or ()):
+                raise NoLeader("This server no longer leads the farm.", "Try again; the server that leads now answers.")
             async with self._links.take() as (link, leader):
-                code, details, trailers = await self._exchange(method, suffix, context, link, leader)
+                try:
+                    trailers = await exchange(link, _metadata(context, peer, leader))
+                except grpc.aio.AioRpcError as error:
+                    if _is_from_here(error):
+                        raise _lost(leader) from None
+                    code, details, trailers = error.code(), error.details() or "", tuple(error.trailing_metadata() or ())
+                except asyncio.CancelledError:
+                    if link.is_closed and not _is_cancelled():
+                        raise _lost(leader) from None
+                    raise
         except EtfarmError as error:
             self._on_ended(method, error.kind.value)
             await context.abort_with_status(to_status(error))
         except asyncio.CancelledError:
-            self._on_ended(method, "CANCELLED")
+            self._on_ended(method, grpc.StatusCode.CANCELLED.name)
             raise
         self._on_ended(method, code.name)
-        if code is grpc.StatusCode.OK:
-            context.set_trailing_metadata(trailers)
-        else:
+        if code is not grpc.StatusCode.UNAUTHENTICATED:
+            self._on_accepted(peer)
+        if code is not grpc.StatusCode.OK:
             await context.abort(code, details, trailers)
+        context.set_trailing_metadata(trailers)
 
-    async def _exchange(
-        self, method: str, suffix: bytes, context: ServicerContext[bytes, bytes], link: Link, leader: Leader
-    ) -> tuple[grpc.StatusCode, str, Any]:
-        """Pass messages in both directions until the call ends; return its status and trailing metadata.
 
-        Raises:
-            NoLeader: the leader was lost.
-        """
-        peer = context.peer()
-        sent = [
-            (name, value)
-            for name, value in context.invocation_metadata() or ()
-            if name not in _OWN_METADATA and not name.startswith(("grpc-", ":"))
-        ]
-        call: _Call = link.channel.stream_stream(method)(
-            metadata=(*sent, *forwarded_metadata(peer, leader.secret)), timeout=context.time_remaining()
-        )
-        sending = asyncio.create_task(_send(context, call), name="forwarded requests")
-        try:
-            await context.send_initial_metadata(await call.initial_metadata())
-            is_accepted = False
-            while (response := await call.read()) is not grpc.aio.EOF:
-                if not is_accepted:
-                    is_accepted = True
-                    self._on_accepted(peer)
-                await context.write(response + suffix if suffix else response)
-            return grpc.StatusCode.OK, "", await call.trailing_metadata()
-        except grpc.aio.AioRpcError as error:
-            if _is_from_here(error):
-                raise _lost(leader) from None
-            if error.code() is not grpc.StatusCode.UNAUTHENTICATED:
-                self._on_accepted(peer)
-            return error.code(), error.details() or "", error.trailing_metadata()
-        except asyncio.CancelledError:
-            if link.is_closed and not _is_cancelled():
-                raise _lost(leader) from None
-            raise
-        finally:
-            call.cancel()
-            sending.cancel()
-            await asyncio.wait({sending})
+def _metadata(context: ServicerContext[bytes, bytes], peer: str, leader: Leader) -> _Metadata:
+    """Return the metadata of the call to the leader."""
+    sent = (
+        (name, value)
+        for name, value in context.invocation_metadata() or ()
+        if name not in _OWN_METADATA and not name.startswith(("grpc-", ":"))
+    )
+    return (*sent, *forwarded_metadata(peer, leader.secret))
 
 
 async def _send(context: ServicerContext[bytes, bytes], call: _Call) -> None:

@@ -23,7 +23,8 @@ WAIT_S: Final = 5.0
 
 _CALLS_OF_A_LINK: Final = MAX_STREAMS - 16
 """Number of calls after which another connection is opened: further ones would wait in gRPC for another call's end."""
-_MOST_LINKS: Final = 64
+_MOST_CALLS: Final = 64 * _CALLS_OF_A_LINK
+"""Maximum number of calls that are forwarded or wait for a leader."""
 _RETRY_MS: Final = 200
 
 
@@ -52,6 +53,7 @@ class Links:
         self._wait_s = wait_s
         self._links: list[Link] = []
         self._leader: Leader | None = None
+        self._calls = 0
         self._closing: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
 
@@ -61,13 +63,21 @@ class Links:
 
         Raises:
             NoLeader: no server leads, or the one that leads does not answer.
-            TooManyForwarded: all connections are full.
+            TooManyForwarded: as many calls as possible are forwarded.
         """
-        link, leader = await self._ready()
+        if self._calls >= _MOST_CALLS:
+            raise TooManyForwarded(
+                f"This server forwards {_MOST_CALLS} calls, which is the limit.", "Use another one.", limit=_MOST_CALLS
+            )
+        self._calls += 1
         try:
-            yield link, leader
+            link, leader = await self._ready()
+            try:
+                yield link, leader
+            finally:
+                link.calls -= 1
         finally:
-            link.calls -= 1
+            self._calls -= 1
 
     async def _ready(self) -> tuple[Link, Leader]:
         with contextlib.suppress(TimeoutError):
@@ -109,9 +119,9 @@ class Links:
 
     def _follow(self, leader: Leader | None) -> None:
         """Close connections to a server that no longer leads."""
-        if leader == self._leader:
-            return
-        self._leader = leader
+        former, self._leader = self._leader, leader
+        if former is not None and leader is not None and former.token == leader.token:
+            return  # at most its certificate is new
         for link in self._links:
             self._close(link)
         self._links = []
@@ -119,9 +129,6 @@ class Links:
     def _reserve(self, leader: Leader) -> Link:
         link = next((link for link in self._links if link.calls < _CALLS_OF_A_LINK), None)
         if link is None:
-            if len(self._links) >= _MOST_LINKS:
-                most = _MOST_LINKS * _CALLS_OF_A_LINK
-                raise TooManyForwarded(f"This server forwards {most} calls, which is the limit.", "Use another one.", limit=most)
             link = Link(self._open(leader))
             self._links.append(link)
         link.calls += 1

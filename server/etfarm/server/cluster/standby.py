@@ -84,6 +84,10 @@ def _add_methods(server: grpc.aio.Server, forwarding: Forwarding, advertised: st
         handlers = {}
         for method in service.methods:
             path = f"/{name}/{method.name}"
-            handlers[method.name] = forwarding.handler(path, forwarded_by if path == _SERVER_INFO else b"")
+            handlers[method.name] = forwarding.handler(
+                path,
+                is_unary=not (method.client_streaming or method.server_streaming),
+                suffix=forwarded_by if path == _SERVER_INFO else b"",
+            )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
         server.add_registered_method_handlers(name, handlers)  # type: ignore[no-untyped-call]
