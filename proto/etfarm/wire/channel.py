@@ -83,6 +83,11 @@ class Address:
         except ValueError:
             return False
 
+    @property
+    def is_wildcard(self) -> bool:
+        """Whether it stands for all addresses of a machine."""
+        return self.text.rpartition(":")[0] in ("0.0.0.0", "[::]")
+
 
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*)\Z")
 

@@ -62,9 +62,7 @@ class Forwarding:
             return grpc.unary_unary_rpc_method_handler(partial(self._forward_unary, method, suffix))
         return grpc.stream_stream_rpc_method_handler(partial(self._forward_stream, method))
 
-    async def _forward_unary(
-        self, method: str, suffix: bytes, request: bytes, context: ServicerContext[bytes, bytes]
-    ) -> bytes:
+    async def _forward_unary(self, method: str, suffix: bytes, request: bytes, context: ServicerContext[bytes, bytes]) -> bytes:
         response = b""
 
         async def exchange(link: Link, metadata: _Metadata) -> _Trailers:

@@ -33,9 +33,11 @@ PRESENT_S: Final = 10.0
 _TABLES_KEY: Final = 0x45_54_4C_45
 _LOCK_MS: Final = 2000
 
-# These tables are not migrated with the others: servers of several versions use them at a time. Columns are only ever added.
+# These tables are not migrated with the others, and have a schema of their own: servers of several versions use them at a time,
+# before the lease decides which one may migrate. Columns are only ever added.
 _TABLES: Final = """
-CREATE TABLE IF NOT EXISTS farm_lease (
+CREATE SCHEMA IF NOT EXISTS etfarm_cluster;
+CREATE TABLE IF NOT EXISTS etfarm_cluster.lease (
     id smallint PRIMARY KEY CHECK (id = 1),
     token bigint NOT NULL DEFAULT 0,
     holder text NOT NULL DEFAULT '',
@@ -47,7 +49,7 @@ CREATE TABLE IF NOT EXISTS farm_lease (
     secret text NOT NULL,
     blobs text NOT NULL DEFAULT ''
 );
-CREATE TABLE IF NOT EXISTS farm_servers (
+CREATE TABLE IF NOT EXISTS etfarm_cluster.servers (
     id text PRIMARY KEY,
     address text NOT NULL,
     version text NOT NULL,
@@ -59,38 +61,38 @@ CREATE TABLE IF NOT EXISTS farm_servers (
 _READ: Final = """
 SELECT token, holder, address, version, certificate, secret, blobs, released,
        extract(epoch FROM expires_at - clock_timestamp())::float8 AS remaining_s
-FROM farm_lease WHERE id = 1
+FROM etfarm_cluster.lease WHERE id = 1
 """
 _READ_FOR_UPDATE: Final = _READ + "FOR UPDATE"
 """Waits for the end of writes that have checked the lease, unlike renewals, which change no key."""
 
 _TAKE: Final = """
-UPDATE farm_lease SET token = token + 1, holder = %(holder)s, address = %(address)s, version = %(version)s,
+UPDATE etfarm_cluster.lease SET token = token + 1, holder = %(holder)s, address = %(address)s, version = %(version)s,
        certificate = %(certificate)s, expires_at = clock_timestamp() + make_interval(secs => %(lease_s)s), released = false
 WHERE id = 1 RETURNING token, secret
 """
 _RENEW: Final = """
-UPDATE farm_lease SET expires_at = clock_timestamp() + make_interval(secs => %(lease_s)s), certificate = %(certificate)s
+UPDATE etfarm_cluster.lease SET expires_at = clock_timestamp() + make_interval(secs => %(lease_s)s), certificate = %(certificate)s
 WHERE id = 1 AND token = %(token)s AND NOT released RETURNING 1
 """
 _RELEASE: Final = """
-UPDATE farm_lease SET expires_at = to_timestamp(0), released = true WHERE id = 1 AND token = %(token)s
+UPDATE etfarm_cluster.lease SET expires_at = to_timestamp(0), released = true WHERE id = 1 AND token = %(token)s
 """
 _END_WRITERS: Final = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity
 WHERE datname = current_database() AND application_name = %(name)s AND pid <> pg_backend_pid()
 """
 _SEEN: Final = """
-INSERT INTO farm_servers (id, address, version) VALUES (%(id)s, %(address)s, %(version)s)
+INSERT INTO etfarm_cluster.servers (id, address, version) VALUES (%(id)s, %(address)s, %(version)s)
 ON CONFLICT (id) DO UPDATE SET seen_at = clock_timestamp(), address = excluded.address
 """
 _SERVERS: Final = """
-SELECT id, address, version, started_at FROM farm_servers
+SELECT id, address, version, started_at FROM etfarm_cluster.servers
 WHERE seen_at > clock_timestamp() - make_interval(secs => %(present_s)s) ORDER BY started_at, id
 """
-_FORGET: Final = "DELETE FROM farm_servers WHERE seen_at < clock_timestamp() - make_interval(secs => %(present_s)s)"
+_FORGET: Final = "DELETE FROM etfarm_cluster.servers WHERE seen_at < clock_timestamp() - make_interval(secs => %(present_s)s)"
 _CHECK: Final = text(
-    "SELECT token, released, set_config('application_name', :name, false) FROM farm_lease WHERE id = 1 FOR KEY SHARE"
+    "SELECT token, released, set_config('application_name', :name, false) FROM etfarm_cluster.lease WHERE id = 1 FOR KEY SHARE"
 )
 """Lets renewals go on, and a server that takes the lease wait. The name is that of `_END_WRITERS`."""
 
@@ -161,7 +163,7 @@ async def create_tables(session: Session) -> None:
         await session.execute("SELECT pg_advisory_xact_lock(%s)", (_TABLES_KEY,))
         await session.execute(_TABLES)
         await session.execute(
-            "INSERT INTO farm_lease (id, secret) VALUES (1, %s) ON CONFLICT DO NOTHING", (secrets.token_urlsafe(32),)
+            "INSERT INTO etfarm_cluster.lease (id, secret) VALUES (1, %s) ON CONFLICT DO NOTHING", (secrets.token_urlsafe(32),)
         )
 
 
@@ -232,7 +234,7 @@ async def announce(session: Session, server_id: str, address: str, version: str)
 
 async def leave(session: Session, server_id: str) -> None:
     """Remove a server that ends in order."""
-    await session.execute("DELETE FROM farm_servers WHERE id = %s", (server_id,))
+    await session.execute("DELETE FROM etfarm_cluster.servers WHERE id = %s", (server_id,))
 
 
 async def list_servers(session: Session) -> list[ServerRow]:
@@ -255,5 +257,5 @@ async def revision(session: Session) -> str | None:
 
 async def claim_blobs(session: Session, blobs: str) -> str:
     """Record where the farm's blobs are, unless another server has; return what is recorded."""
-    await session.execute("UPDATE farm_lease SET blobs = %s WHERE id = 1 AND blobs = ''", (blobs,))
+    await session.execute("UPDATE etfarm_cluster.lease SET blobs = %s WHERE id = 1 AND blobs = ''", (blobs,))
     return (await read(session)).blobs

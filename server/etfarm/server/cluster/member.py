@@ -55,7 +55,6 @@ class Member:
 
     Args:
         url: the database, as `postgresql://...`.
-        address: the address at which other servers reach this one.
         version: this server's version.
         certificate: returns this server's certificate chain in PEM; empty without TLS.
         blobs: identifies where this server's blobs are.
@@ -65,14 +64,14 @@ class Member:
     def __init__(
         self,
         url: str,
-        address: str,
         version: str,
         certificate: Callable[[], str],
         blobs: str,
         revisions: Collection[str],
     ) -> None:
         self.id = uuid.uuid4().hex
-        self.address = address
+        self.address = ""
+        """The address at which other servers reach this one, once it has joined."""
         self.leadership = Leadership()
         self.servers: list[ServerRow] = []
         """The farm's servers; known to the one that leads."""
@@ -90,15 +89,21 @@ class Member:
         self._expiry: asyncio.TimerHandle | None = None
         self._leaderless_since: float | None = time.monotonic()
         self._is_too_old = False
+        self._has_failed = False
+        """Whether this server ends because of an error: its lease expires, so that the next one knows."""
 
     @asynccontextmanager
-    async def joined(self) -> AsyncIterator[Member]:
+    async def joined(self, address: str) -> AsyncIterator[Member]:
         """Take part until the end of the block, and give the lease up there if this server leads.
+
+        Args:
+            address: the address at which other servers reach this one.
 
         Raises:
             BadDatabaseUrl: the database refuses this server.
             OtherBlobs: this server's blobs are not those of the farm.
         """
+        self.address = address
         task = asyncio.create_task(self._run(), name="lease")
         task.add_done_callback(self._ended)
         try:
@@ -106,6 +111,9 @@ class Member:
             if task.done():
                 task.result()
             yield self
+        except BaseException:
+            self._has_failed = True
+            raise
         finally:
             task.cancel()
             await asyncio.wait({task}, timeout=_CLOSE_S)
@@ -126,6 +134,10 @@ class Member:
         loop = asyncio.get_running_loop()
         token = self._term.result().leader.token
         return Fence(token, lambda: loop.call_soon_threadsafe(self._lose, "a write was refused"))
+
+    def has_others(self) -> bool:
+        """Return whether there are other servers, which can take the lead."""
+        return any(server.id != self.id for server in self.servers)
 
     @property
     def is_leading(self) -> bool:
@@ -171,7 +183,7 @@ class Member:
             await self._lead(session)
         except asyncio.CancelledError:
             with contextlib.suppress(psycopg.Error):
-                if self.is_leading:
+                if self.is_leading and not self._has_failed:
                     await lease.release(session, self._term.result().leader.token)
                 await lease.leave(session, self.id)
             raise
@@ -227,7 +239,15 @@ class Member:
         """Lead until the lease expires, counted from before the database was asked: it may have expired earlier, never later."""
         if self._expiry is not None:
             self._expiry.cancel()
-        self._expiry = asyncio.get_running_loop().call_at(sent_s + lease.LEASE_S, self._lose, "it could not be renewed in time")
+        self._expiry = asyncio.get_running_loop().call_at(sent_s + lease.LEASE_S, self._expire)
+
+    def _expire(self) -> None:
+        if self.has_others():
+            self._lose("the lease could not be renewed in time")
+        else:
+            # A database that restarts must not restart a server that is alone. If there is another one after all, it has taken
+            # the lease, and the fence refuses this one's writes.
+            log.warning("the lease could not be renewed in time; no other server is there to take it")
 
     def _lose(self, why: str) -> None:
         if not self.lost.is_set():

@@ -35,7 +35,6 @@ _SERVER_INFO: Final = "/etfarm.v1.FarmService/GetServerInfo"
 async def standing_by(
     config: Config,
     leadership: Leadership,
-    advertised: str,
     on_forwarded: Callable[[str, str], None] = lambda method, code: None,
 ) -> AsyncIterator[str]:
     """Forward calls until the end of the block; yield the address that the server listens on.
@@ -43,7 +42,6 @@ async def standing_by(
     Health checks and reflection are answered here, so that load balancers keep a server that forwards.
 
     Args:
-        advertised: the address at which other servers reach this one.
         on_forwarded: called at the end of each call with its method and the name of its code.
 
     Raises:
@@ -54,11 +52,11 @@ async def standing_by(
     links = Links(leadership, config.identity())
     options = (dict(SERVER_OPTIONS) | dict(server_options(raise_file_limit()))).items()
     server = new_server([], list(options))
-    _add_methods(server, Forwarding(links, connections.trust, on_forwarded), advertised)
     checks = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection([*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
     address = bind(server, config, certificates.credentials())
+    _add_methods(server, Forwarding(links, connections.trust, on_forwarded), config.advertised_at(address))
     await server.start()
     await set_serving(checks)
     tasks = [asyncio.create_task(certificates.watch(), name="certificates")]

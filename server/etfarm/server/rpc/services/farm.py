@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 
 from etfarm.server.access.scope import Scope
@@ -39,6 +39,7 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
         is_stopping: Callable[[], bool] = lambda: False,
         certificate_expires_at: Callable[[], datetime | None] = lambda: None,
         agent_wheel: AgentWheel | None = None,
+        servers: Callable[[], Sequence[farm_pb2.FarmServer]] = lambda: (),
     ) -> None:
         self._registry = registry
         self._bundles = bundles
@@ -51,6 +52,7 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
         self._is_stopping = is_stopping
         self._certificate_expires_at = certificate_expires_at
         self._agent_wheel = agent_wheel
+        self._servers = servers
 
     async def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: object) -> farm_pb2.ServerInfo:
         seen = scope()
@@ -69,6 +71,7 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
             starting=starting,
             toolchain=toolchain() if ready else None,
             stopping=self._is_stopping(),
+            servers=self._servers(),
         )
         info.server_time.FromDatetime(datetime.now(UTC))
         if (expires_at := credential().expires_at) is not None:
