@@ -219,7 +219,8 @@ class Member:
     def _begin(self, term: Term, sent_s: float) -> None:
         log.info("this server leads the farm", token=term.leader.token, address=self.address)
         self._extend(sent_s)
-        self._publish(term.leader)
+        self._end_leaderless()
+        self.leadership.set(None)  # calls wait until this server itself answers them
         self._term.set_result(term)
 
     async def _lead(self, session: Session) -> None:
@@ -259,10 +260,14 @@ class Member:
         now = time.monotonic()
         if leader is None and self._leaderless_since is None:
             self._leaderless_since = now
-        elif leader is not None and self._leaderless_since is not None:
-            self.leaderless_s += now - self._leaderless_since
-            self._leaderless_since = None
+        elif leader is not None:
+            self._end_leaderless()
         self.leadership.set(leader)
+
+    def _end_leaderless(self) -> None:
+        if self._leaderless_since is not None:
+            self.leaderless_s += time.monotonic() - self._leaderless_since
+            self._leaderless_since = None
 
 
 def _is_refusal(error: psycopg.OperationalError) -> bool:
