@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
 import signal
 import time
 from collections import Counter
@@ -18,6 +17,7 @@ import pytest
 from etfarm.server.cluster import lease
 from etfarm.v1 import farm_pb2, job_pb2
 from tests.support import invariants
+from tests.support.clock import WallClock
 from tests.support.databases import PostgresDatabases
 from tests.support.farm_calls import FarmCalls, farm_calls
 from tests.support.postgres import QUICK, postgres_server
@@ -107,12 +107,16 @@ async def test_jobs_agents_and_watchers_go_on_when_the_leader_is_killed(servers:
 
 async def test_a_leader_that_stands_still_is_fenced(servers: Servers) -> None:
     leader, other = servers.add(), servers.add()
-    async with farm_calls(leader.address) as direct, farm_calls(other.address) as calls:
-        spec = await trivial_spec(calls)
+    async with (
+        simulated_agents(other.address, 1) as agents, farm_calls(leader.address) as direct, farm_calls(other.address) as calls,
+    ):  # fmt: skip
+        spec, before = await trivial_spec(calls), [agent.connections for agent in agents]
         leader.signal(signal.SIGSTOP)
-        late = asyncio.create_task(direct.jobs.Submit(job_pb2.SubmitJobRequest(request_id="late", spec=spec)))  # type: ignore[arg-type]
+        late = asyncio.ensure_future(direct.jobs.Submit(job_pb2.SubmitJobRequest(request_id="late", spec=spec)))
         await asyncio.to_thread(other.wait_until_leading)
         job = await calls.submit(spec)
+        await wait_until_back(agents, before)
+        await calls.watch(job.id)
         await asyncio.sleep(10.0 - lease.LEASE_S)
         leader.signal(signal.SIGCONT)
         # Its process starts anew and forwards; what it was asked before that changes nothing.
@@ -192,12 +196,12 @@ async def info_of(calls: FarmCalls) -> farm_pb2.ServerInfo:
     return answer
 
 
-@pytest.mark.parametrize("skew", ["-30s", "+30s"])
-async def test_clocks_of_servers_may_differ(servers: Servers, skew: str) -> None:
-    if shutil.which("faketime") is None:
-        pytest.skip("needs faketime: apt-get install faketime")
+@pytest.mark.parametrize("skew_s", [-30, 30])
+async def test_clocks_of_servers_may_differ(servers: Servers, tmp_path: Path, skew_s: int) -> None:
+    clock = WallClock(tmp_path / "clock")
+    clock.jump(skew_s)
     leader = servers.add()
-    skewed = servers.add(within=["faketime", "-f", skew])
+    skewed = servers.add(environment=clock.environment)
     await asyncio.sleep(2 * lease.LEASE_S)
     assert servers.query("SELECT token FROM etfarm_cluster.lease") == [(1,)], "a skewed clock took the lease of a living leader"
     leader.kill9()
@@ -231,7 +235,7 @@ async def test_a_server_does_not_lead_on_tables_of_a_newer_version(servers: Serv
 
 async def test_a_server_with_other_blobs_is_refused(servers: Servers, tmp_path: Path) -> None:
     servers.add()
-    elsewhere = Server(tmp_path / "elsewhere", (tmp_path / "other blobs"), servers.url)
+    elsewhere = Server(tmp_path / "elsewhere", (tmp_path / "other blobs"), servers.url, {}, ())
     (tmp_path / "other blobs").mkdir()
     with pytest.raises(AssertionError, match="Give all servers of a farm the same --blobs"):
         elsewhere.start()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -18,17 +19,17 @@ class Server:
 
     Args:
         url: of the database, as this server reaches it.
-        within: what stands before the command, such as `faketime`.
+        environment: variables of the process.
         arguments: further options of `etfarm serve`.
     """
 
-    def __init__(self, folder: Path, blobs: Path, url: str, within: Sequence[str] = (), arguments: Sequence[str] = ()) -> None:
+    def __init__(self, folder: Path, blobs: Path, url: str, environment: dict[str, str], arguments: Sequence[str]) -> None:
         folder.mkdir()
         (folder / "artifacts").symlink_to(blobs)
         self.folder = folder
         self.address = ""
         self._url = url
-        self._within = within
+        self._environment = environment
         self._arguments = arguments
         self.daemon: Daemon | None = None
 
@@ -38,7 +39,7 @@ class Server:
             "serve", "--listen", self.address or "127.0.0.1:0", "--data", str(self.folder), "--database", self._url,
             "--exit-with-stdin", "--no-bundle", "--no-prewarm", *self._arguments,
         ]  # fmt: skip
-        self.daemon = Daemon(arguments, self.folder / "serve.log", within=self._within)
+        self.daemon = Daemon(arguments, self.folder / "serve.log", self._environment)
         self.daemon.start()
         self.address = self.daemon.expect(LISTENING).rpartition(" ")[2]
         return self
@@ -83,10 +84,10 @@ class Servers:
         self.blobs.mkdir()
         self.servers: list[Server] = []
 
-    def add(self, *arguments: str, url: str = "", within: Sequence[str] = ()) -> Server:
+    def add(self, *arguments: str, url: str = "", environment: dict[str, str] | None = None) -> Server:
         """Start another server. The first one leads when this returns."""
         name = f"server-{len(self.servers)}"
-        server = Server(self.folder / name, self.blobs, url or self.url, within, arguments)
+        server = Server(self.folder / name, self.blobs, url or self.url, environment or {}, arguments)
         self.servers.append(server)
         server.start()
         if len(self.servers) == 1:
@@ -107,6 +108,5 @@ class Servers:
         """End all that still run."""
         for server in self.servers:
             if server.daemon is not None and server.daemon.process is not None and server.daemon.process.poll() is None:
+                server.signal(signal.SIGCONT)
                 server.stop()
-
-
