@@ -1,13 +1,107 @@
-"""Databases of tests, on the engine that the running test has chosen."""
+"""Databases of tests, on the engine of the running test: SQLite, unless the test runs on each one."""
 
 from __future__ import annotations
 
+import asyncio
+from collections.abc import Iterator
 from pathlib import Path
 
+import psycopg
+import pytest
+from psycopg import sql
+
+from etfarm.server.state import schema
+from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import create_database
 from etfarm.server.state.engine import Database
+from tests.support.postgres import QUICK, PostgresServer, postgres_server
+
+_TEMPLATE = "template_etfarm"
+
+
+class PostgresDatabases:
+    """The databases of one server, each a copy of one that etfarm has made, which are emptied after each test."""
+
+    def __init__(self, server: PostgresServer) -> None:
+        self.server = server
+        self._names: dict[Path, str] = {}
+        self._free: list[str] = []
+        server.execute("CREATE DATABASE {}", _TEMPLATE)
+        database = create_database(Path("/nowhere/farm.sqlite"), DatabaseUrl.parse(server.url(_TEMPLATE)))
+        try:
+            asyncio.run(database.open())
+        finally:
+            database.close()
+        self._connection = psycopg.connect(server.url("postgres"), autocommit=True)
+
+    def url(self, path: Path) -> DatabaseUrl:
+        """Return the URL of the database that stands for a SQLite file."""
+        if path not in self._names:
+            self._names[path] = self._free.pop() if self._free else self._create(f"test_{len(self._names)}")
+        return DatabaseUrl.parse(self.server.url(self._names[path]))
+
+    def _create(self, name: str) -> str:
+        create = sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(_TEMPLATE))
+        self._connection.execute(create)
+        return name
+
+    def release(self) -> None:
+        """Empty the databases of the test, for the next one."""
+        for name in self._names.values():
+            self._connection.execute("SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity WHERE datname = %s", [name])
+            with psycopg.connect(self.server.url(name)) as connection:
+                # Without triggers, which keep the audit log.
+                connection.execute("; ".join(["SET LOCAL session_replication_role TO replica", *_empty()]).encode())
+            self._free.append(name)
+        self._names.clear()
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._connection.close()
+
+
+def _empty() -> Iterator[str]:
+    """Yield the statements that leave a database as etfarm makes it."""
+    for table in schema.metadata.tables.values():
+        yield f"DELETE FROM {table.name}" + (" WHERE name <> 'default'" if table is schema.projects else "")
+        if (counted := table.autoincrement_column) is not None and counted.name == "number":
+            yield f"ALTER SEQUENCE {table.name}_number_seq RESTART"
+    yield "UPDATE projects SET storage_limit_bytes = NULL"
+    yield "DELETE FROM commits"
+
+
+_chosen: PostgresDatabases | None = None
+"""What the running test has chosen; None for SQLite."""
 
 
 def new_database(path: Path) -> Database:
     """Return the database of a path, not yet opened; the same path is the same database throughout a test."""
-    return create_database(path)
+    return create_database(path, None if _chosen is None else _chosen.url(path))
+
+
+@pytest.fixture(scope="session")
+def postgres_databases() -> Iterator[PostgresDatabases]:
+    """Databases of a server for all tests of the session, whose data need not survive."""
+    with postgres_server(QUICK) as server:
+        databases = PostgresDatabases(server)
+        yield databases
+        databases.close()
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def each_database(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Run the test once with each engine behind `new_database`, and yield the engine's name."""
+    global _chosen
+    if request.param == "sqlite":
+        yield request.param
+        return
+    _chosen = request.getfixturevalue("postgres_databases")
+    try:
+        yield request.param
+    finally:
+        _chosen.release()
+        _chosen = None
+
+
+sqlite_only = pytest.mark.parametrize("each_database", ["sqlite"], indirect=True)
+"""Marks a test whose module runs on each engine, and which is about SQLite."""

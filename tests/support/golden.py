@@ -97,4 +97,13 @@ def golden(request: pytest.FixtureRequest) -> Golden:
         hidden[str(request.getfixturevalue("tmp_path"))] = "TMP"
     hidden[str(FOLDER.parents[1])] = "CHECKOUT"
     subject = re.sub(r"^test_", "", request.path.stem)
-    return Golden(subject, request.node.name, hidden, update=request.config.getoption("--update-golden"))
+    return Golden(subject, _without_engine(request), hidden, update=request.config.getoption("--update-golden"))
+
+
+def _without_engine(request: pytest.FixtureRequest) -> str:
+    """Return the test's name; what users see is the same with each database engine."""
+    name: str = request.node.name
+    if "each_database" not in request.fixturenames:
+        return name
+    engine = request.getfixturevalue("each_database")
+    return name.replace(f"[{engine}]", "").replace(f"[{engine}-", "[").replace(f"-{engine}]", "]").replace(f"-{engine}-", "-")

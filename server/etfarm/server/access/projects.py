@@ -182,8 +182,8 @@ class Projects:
         rows = [{"project": name, "principal": principal, "added_at": at} for principal in principals]
 
         def write(connection: Connection) -> None:
-            inserted = connection.execute(insert(schema.projects).values(project).on_conflict_do_nothing())
-            if inserted.rowcount != 1:
+            added = insert(schema.projects).values(project).on_conflict_do_nothing().returning(schema.projects.c.name)
+            if connection.execute(added).first() is None:
                 raise ProjectExists(f"Project {name!r} already exists.", "Choose another name.", project=name)
             if rows:
                 connection.execute(schema.members.insert(), rows)

@@ -1,17 +1,41 @@
-"""The choice of the database: a SQLite file, unless a URL names a PostgreSQL server."""
+"""The choice of the database: a SQLite file, unless a URL names a PostgreSQL database."""
 
 from __future__ import annotations
 
+from importlib.util import find_spec
 from pathlib import Path
+from typing import Final
 
+from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sqlite import SqliteDatabase
+from etfarm.wire.errors import UserError
+
+WAIT_S: Final = 30.0
+"""Default time for which work waits for a PostgreSQL server that is away."""
 
 
-def create_database(path: Path) -> Database:
+class ExtraMissing(UserError):
+    """A configuration that needs packages that are not installed."""
+
+    reason = "EXTRA_MISSING"
+
+
+def create_database(path: Path, url: DatabaseUrl | None = None, wait_s: float = WAIT_S) -> Database:
     """Return a database, not yet opened.
 
     Args:
         path: the SQLite file, in the data folder.
+        url: the PostgreSQL database to use instead.
+        wait_s: how long work waits for the PostgreSQL server if that is away.
+
+    Raises:
+        ExtraMissing: the driver of PostgreSQL is not installed.
     """
-    return SqliteDatabase(path)
+    if url is None:
+        return SqliteDatabase(path)
+    if find_spec("psycopg") is None:
+        raise ExtraMissing("A PostgreSQL database needs etfarm[scale].", "Install it: pip install 'etfarm[scale]'.")
+    from etfarm.server.state.postgres.database import PostgresDatabase
+
+    return PostgresDatabase(url, path.parent, wait_s)

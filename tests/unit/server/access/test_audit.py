@@ -17,6 +17,8 @@ from etfarm.server.state.engine import Database
 from etfarm.v1 import job_pb2, token_pb2
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 
 class Clock:
     now = 1000.0

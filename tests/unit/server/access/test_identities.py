@@ -16,6 +16,8 @@ from etfarm.v1.common_pb2 import Principal, Role
 from tests.support.databases import new_database
 from tests.support.golden import Golden
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 ADMIN = Principal(name="root", role=Role.ROLE_ADMIN)
 RACK = Principal(name="rack", role=Role.ROLE_AGENT)
 DESK = Principal(name="desk", role=Role.ROLE_AGENT)

@@ -32,6 +32,8 @@ from etfarm.wire.errors import EtfarmError
 from tests.support.databases import new_database
 from tests.support.golden import Golden
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 DATA = bytes(range(256)) * 4
 DIGEST = artifact_of(DATA).digest
 WAIT_S = 60.0

@@ -34,6 +34,8 @@ from etfarm.wire.errors import EtfarmError, Fault, Kind
 from tests.support.databases import new_database
 from tests.support.golden import Golden
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 DATA = bytes(range(256)) * 40
 WAIT_S = 60.0
 

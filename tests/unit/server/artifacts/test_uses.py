@@ -5,11 +5,14 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
 from sqlalchemy import select
 
 from etfarm.server.artifacts.uses import Uses
 from etfarm.server.state import schema
 from tests.support.databases import new_database
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 USED = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 

@@ -20,6 +20,8 @@ from etfarm.server.state.engine import Database
 from etfarm.wire.errors import FarmError, Kind
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 MANIFEST = {
     "schema": "etfarm.bundle/1", "arch": "aarch64", "executorch": "1.5.1", "source_digest": "s",
     "backends": ["XnnpackBackend"], "operators": ["aten::add.out"],

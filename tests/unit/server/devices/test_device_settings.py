@@ -21,6 +21,8 @@ from etfarm.v1.device_pb2 import Device, DeviceDrain, DeviceState
 from etfarm.wire import selectors
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 IDLE, DRAINING, OFFLINE = (
     DeviceState.DEVICE_STATE_IDLE, DeviceState.DEVICE_STATE_DRAINING, DeviceState.DEVICE_STATE_OFFLINE

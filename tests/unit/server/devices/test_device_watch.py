@@ -23,6 +23,8 @@ from etfarm.v1.device_pb2 import Device, DeviceEvent, DeviceRunner, DeviceState,
 from etfarm.wire import selectors
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 IDLE, BUSY, OFFLINE = DeviceState.DEVICE_STATE_IDLE, DeviceState.DEVICE_STATE_BUSY, DeviceState.DEVICE_STATE_OFFLINE
 WAIT_S = 10.0
 Events = AsyncGenerator[DeviceEvent]

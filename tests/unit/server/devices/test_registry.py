@@ -38,6 +38,8 @@ from etfarm.wire.errors import Kind
 from tests.support.databases import new_database
 from tests.support.golden import Golden
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 IDLE, BUSY, OFFLINE = DeviceState.DEVICE_STATE_IDLE, DeviceState.DEVICE_STATE_BUSY, DeviceState.DEVICE_STATE_OFFLINE
 UNUSABLE = DeviceState.DEVICE_STATE_UNUSABLE
 

@@ -35,6 +35,8 @@ from etfarm.v1.device_pb2 import Device, DeviceHealth, HealthState, Reservation
 from etfarm.wire import selectors
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 ANN, BOB, ADMIN = (
     Holder("ann", scope=Scope(frozenset({"vision"}))), Holder("bob", scope=Scope(frozenset({"audio"}))), Holder("root", True)

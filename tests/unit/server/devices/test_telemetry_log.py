@@ -15,6 +15,8 @@ from etfarm.server.state import schema
 from etfarm.v1.device_pb2 import DeviceTelemetry
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 
 

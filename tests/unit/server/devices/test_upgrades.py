@@ -6,6 +6,8 @@ import asyncio
 from datetime import UTC, datetime
 from pathlib import Path
 
+import pytest
+
 from etfarm.server.artifacts.store import Store
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.registry import Registry
@@ -17,6 +19,8 @@ from etfarm.v1.agent_pb2 import Hello, UpgradePhase
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire.protocol import UPGRADES
 from tests.support.databases import new_database
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 
 async def test_an_upgrade_waits_for_the_runs_and_no_longer(tmp_path: Path) -> None:

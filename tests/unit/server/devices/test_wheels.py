@@ -15,6 +15,8 @@ from etfarm.server.devices.wheels import AgentWheel, NotAWheel, read_version
 from etfarm.wire import digest
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 AGENT = {"etfarm/device_agents/main.py": ""}
 INFO = "etfarm-0.3.0.dist-info/METADATA"
 

@@ -18,6 +18,8 @@ from etfarm.wire.stages import BadStages
 from tests.support.golden import Golden
 from tests.support.submissions import FP32, World, world
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 __all__ = ["world"]
 
 

@@ -18,6 +18,8 @@ from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import UserError
 from tests.support.cells import BUNDLE, STATES_TO_SUCCESS, WAIT_S, Agent, World, compiled, error
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 
 async def test_a_cell_goes_its_way_and_its_agent_may_forget_it_once_the_result_is_written(world: World) -> None:
     agent = await world.agent()

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.v1 import common_pb2, job_pb2
 from tests.support.cells import WAIT_S, World
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 
 async def states(world: World, job: job_pb2.Job) -> list[str]:

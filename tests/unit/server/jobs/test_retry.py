@@ -19,6 +19,8 @@ from etfarm.v1.common_pb2 import CellState, Principal, Role
 from etfarm.v1.job_pb2 import Attempt, DeviceChoice, Job, JobSpec, JobState, Measurement, RetryJobRequest, SubmitJobRequest
 from tests.support.submissions import AT, World, world
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 __all__ = ["world"]
 
 FAILED, DONE, CANCELLED = model.FAILED, model.SUCCEEDED, model.CANCELLED

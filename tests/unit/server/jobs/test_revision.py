@@ -14,6 +14,8 @@ from etfarm.v1 import report_pb2
 from etfarm.v1.report_pb2 import Report
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 EAGER, QUANTIZED = report_pb2.REFERENCE_EAGER, report_pb2.REFERENCE_QUANTIZED
 
 

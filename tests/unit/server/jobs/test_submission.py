@@ -39,6 +39,8 @@ from etfarm.wire.selectors import UnknownSelectorKey
 from tests.support.golden import Golden
 from tests.support.submissions import AT, FP32, World, world
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 __all__ = ["world"]
 
 

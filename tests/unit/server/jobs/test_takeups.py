@@ -13,6 +13,8 @@ from etfarm.server.jobs.takeups import CleanEnd, Takeups
 from etfarm.v1 import common_pb2, job_pb2
 from tests.support.cells import STATES_TO_SUCCESS, WAIT_S, World
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 
 async def compiles(world: World, job: job_pb2.Job) -> None:
     """Wait until the compiler has the job."""

@@ -10,6 +10,8 @@ from etfarm.wire.cores import TooManyThreads
 from tests.support.golden import Golden
 from tests.support.submissions import PI, World, world
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 __all__ = ["world"]
 
 

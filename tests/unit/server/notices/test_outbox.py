@@ -36,6 +36,8 @@ from tests.support import receivers
 from tests.support.databases import new_database
 from tests.support.receivers import raw, receiver, status, statuses
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 ALLOWED = AllowList.of(["127.0.0.1"])
 
 

@@ -32,6 +32,8 @@ from tests.support.databases import new_database
 from tests.support.farm import wait_until
 from tests.support.traces import traced
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 ROOT = Path(__file__).parents[4]
 NOW = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 DEADLINE_S = 6.0

@@ -38,6 +38,8 @@ from etfarm.v1.report_pb2 import Report
 from etfarm.wire.chunks import artifact_of
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 LONG_AGO = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 DAY = timedelta(days=1)
 

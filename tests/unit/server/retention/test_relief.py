@@ -26,6 +26,8 @@ from etfarm.v1.common_pb2 import Artifact
 from etfarm.v1.job_pb2 import Candidate, Job, MethodSource, Model
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 KIB = 1024
 WORK_BYTES = 100 * KIB
 """Free space below which work is refused; relief begins below 150 KiB and aims at 200 KiB."""

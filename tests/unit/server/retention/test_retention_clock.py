@@ -17,6 +17,8 @@ from etfarm.server.state.steady_clock import SteadyClock
 from etfarm.v1.job_pb2 import Job
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 HOUR = timedelta(hours=1)
 DAY = timedelta(days=1)

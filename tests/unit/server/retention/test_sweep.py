@@ -32,6 +32,8 @@ from etfarm.v1.compile_pb2 import Compilation
 from etfarm.v1.job_pb2 import Job
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 DAY = timedelta(days=1)
 

@@ -18,6 +18,8 @@ from etfarm.v1.device_pb2 import HealthEvent, HealthEventKind
 from etfarm.wire.errors import DeviceError
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 AT = datetime(2026, 1, 2, tzinfo=UTC)
 
 

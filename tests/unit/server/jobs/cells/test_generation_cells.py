@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
+
 from etfarm.server.compile.cache import Outcome
 from etfarm.v1 import job_pb2
 from etfarm.v1.generation_pb2 import GenerationOptions
 from tests.support.cells import World, compiled
 from tests.support.generated import facts
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 GENERATE = job_pb2.Measurement(generation=GenerationOptions(tokens=8, prompt_tokens=[4]))
 

@@ -20,6 +20,8 @@ from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError, UserError
 from tests.support.cells import AT, WAIT_S, Agent, World, compiled, error
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 LIVE = ["COMPILING", "WAITING_FOR_DEVICE", "RUNNING", "ANALYZING", "SUCCEEDED"]
 
 

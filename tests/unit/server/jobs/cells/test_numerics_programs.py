@@ -18,6 +18,8 @@ from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import UserError
 from tests.support.cells import FORWARD, STATES_TO_SUCCESS, World, compiled, error
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 FP32 = recipes.parse("xnnpack_fp32")
 TIMED, SEPARATE = "timed", "separate"
 

@@ -12,6 +12,8 @@ from etfarm.v1 import agent_pb2, common_pb2, job_pb2, report_pb2
 from etfarm.wire.chunks import artifact_of
 from tests.support.cells import AT, BUNDLE, Agent, World, opened_world
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 
 async def measure(world: World, agent: Agent, p50_ns: float, project: str) -> report_pb2.Report:
     """Lead a cell with one measured run of 100 samples to its report."""

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 from datetime import timedelta
 
+import pytest
+
 from etfarm.server.access.scope import EVERYTHING
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.placement import Placement
@@ -14,6 +16,8 @@ from etfarm.v1.device_pb2 import DeviceState
 from etfarm.v1.job_pb2 import Measurement
 from etfarm.wire.chunks import artifact_of
 from tests.support.cells import AT, STATES_TO_SUCCESS, Agent, World, world
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 __all__ = ["world"]
 

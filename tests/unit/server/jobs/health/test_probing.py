@@ -37,6 +37,8 @@ from tests.support.health_runs import (
     state,
 )
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 
 async def test_a_new_device_is_checked_alone_and_measured(world: World) -> None:
     agent = await world.agent()

@@ -20,6 +20,8 @@ from etfarm.wire.names import boot_id
 from tests.support.cells import WAIT_S, Agent, World
 from tests.support.health_runs import PROMPT, answer, becomes, events, probed
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 
 async def test_a_requested_run_waits_for_the_device_and_precedes_other_jobs(world: World) -> None:
     agent = await world.agent()

@@ -17,6 +17,8 @@ from etfarm.v1 import report_pb2
 from etfarm.v1.job_pb2 import Job
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 

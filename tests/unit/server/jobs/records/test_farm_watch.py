@@ -19,6 +19,8 @@ from etfarm.server.jobs.records.watch import Announcer
 from etfarm.v1.job_pb2 import Cell, Job, JobChange, JobSpec, JobState
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 WAIT_S = 10.0
 Changes = AsyncGenerator[JobChange]

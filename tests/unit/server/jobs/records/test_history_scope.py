@@ -20,6 +20,8 @@ from etfarm.v1.report_pb2 import Report
 from etfarm.wire import selectors
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 VISION, AUDIO = Scope(frozenset({"vision"})), Scope(frozenset({"audio"}))
 

@@ -27,8 +27,10 @@ from etfarm.v1.agent_pb2 import CandidateResult
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent, JobSpec, JobState, Progress
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire.errors import Kind
-from tests.support.databases import new_database
+from tests.support.databases import new_database, sqlite_only
 from tests.support.golden import Golden
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 WAIT_S = 60.0
 START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -404,6 +406,7 @@ async def test_cells_have_the_results_of_replaced_reports(world: World) -> None:
     assert changed.update_time.ToDatetime(UTC) == later
 
 
+@sqlite_only  # asks for SQLite's plan
 async def test_jobs_are_found_by_name_with_an_index(world: World) -> None:
     await world.submit("abcdef01", title="nightly", project="team")
 
@@ -434,6 +437,7 @@ async def test_a_watcher_that_lags_behind_reads_what_it_missed(world: World) -> 
     assert seen == list(range(1, count + 2))
 
 
+@sqlite_only  # only releases before PostgreSQL stored them
 async def test_jobs_that_were_stored_with_endless_names_can_be_listed_and_watched(world: World) -> None:
     huge = "x" * (8 << 20)
     for number in range(3):

@@ -19,6 +19,8 @@ from etfarm.v1.common_pb2 import LogSource
 from etfarm.v1.job_pb2 import Job, JobSpec, LogLine
 from tests.support.databases import new_database
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 WAIT_S = 60.0
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 

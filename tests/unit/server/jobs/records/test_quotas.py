@@ -17,7 +17,9 @@ from etfarm.server.jobs.records.quotas import Counted, QuotaExceeded, Quotas, Un
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.v1.job_pb2 import Job
 from etfarm.wire.errors import Kind
-from tests.support.databases import new_database
+from tests.support.databases import new_database, sqlite_only
+
+pytestmark = pytest.mark.usefixtures("each_database")
 
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -106,6 +108,7 @@ async def test_the_specs_of_live_jobs_are_counted_in_bytes(tmp_path: Path) -> No
     database.close()
 
 
+@sqlite_only  # asks for SQLite's plan
 async def test_a_submission_finds_live_jobs_by_an_index_however_many_have_ended(tmp_path: Path) -> None:
     database = new_database(tmp_path / "farm.sqlite")
     await database.open()

@@ -16,6 +16,8 @@ from etfarm.server.state.engine import Database
 from tests.support.databases import new_database
 from tests.support.golden import Golden
 
+pytestmark = pytest.mark.usefixtures("each_database")
+
 NOW = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 

@@ -1,0 +1,89 @@
+"""A PostgreSQL database: one connection that writes, a few that read, and listeners with one each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+import structlog
+from sqlalchemy import Connection
+
+from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.engine import Database, Notification
+from etfarm.server.state.lane import Lane
+from etfarm.server.state.postgres import listening
+from etfarm.server.state.postgres.connections import Connections
+from etfarm.server.state.postgres.failures import WritesLost
+from etfarm.server.state.postgres.opening import open_tables
+from etfarm.server.state.postgres.readers import Readers
+from etfarm.server.state.postgres.writer import Writer
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+_SHARED: Final = 100
+"""Maximum number of writes that share a transaction."""
+
+
+class PostgresDatabase(Database):
+    """A database of a PostgreSQL server, which several etfarm servers may share.
+
+    Args:
+        data: the data folder, where migrations store files.
+        limit_s: how long work waits for a database server that is away.
+    """
+
+    def __init__(self, url: DatabaseUrl, data: Path, limit_s: float) -> None:
+        super().__init__()
+        self._url = url
+        self._data = data
+        self._loss: WritesLost | None = None
+        self._connections = Connections(url, limit_s)
+        self._transactor = Writer(self._connections, self._on_begin)
+        self._writer = Lane(self._transactor, "db-writer", most=_SHARED)
+        self._readers = Readers(self._connections)
+
+    @property
+    def is_shared(self) -> bool:
+        return True
+
+    async def open(self) -> None:
+        do = partial(open_tables, url=self._url, data=self._data)
+        await asyncio.get_running_loop().run_in_executor(self._writer.thread, self._transactor.open, do)
+
+    def _on_begin(self, connection: Connection) -> None:
+        if self.guard is not None:
+            self.guard(connection)
+
+    async def write(self, do: Callable[[Connection], T], *, durable: bool = False) -> T:
+        if self._loss is not None:
+            # What the server has in memory is no longer what the database has.
+            raise self._loss
+        try:
+            return await self._writer.run(do, durable=durable)
+        except WritesLost as error:
+            if self._loss is None:
+                self._loss = error
+                log.error("the database has lost writes", database=str(self._url))
+                self.on_damaged(error)
+            raise
+
+    async def read(self, do: Callable[[Connection], T]) -> T:
+        return await self._readers.run(do)
+
+    def notify(self, connection: Connection, channel: str, payload: str) -> None:
+        listening.notify(connection, self._transactor.id, channel, payload)
+
+    def listen(self, *channels: str) -> AbstractAsyncContextManager[AsyncIterator[Notification]]:
+        return listening.listening(self._connections, self._transactor.id, channels)
+
+    def close(self) -> None:
+        self._connections.closing.set()
+        self._writer.close()
+        self._readers.close()
+        self._connections.close()

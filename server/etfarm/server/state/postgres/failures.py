@@ -1,0 +1,103 @@
+"""PostgreSQL's errors, as etfarm's or as those after which work is repeated."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import psycopg
+from psycopg import errors
+from sqlalchemy.exc import DBAPIError
+
+from etfarm.server.state.damage import DatabaseUnusable
+from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.engine import DatabaseFull, DatabaseUnavailable
+from etfarm.wire.errors import FarmError, Kind
+
+_REPEATABLE: Final = (errors.SerializationFailure, errors.DeadlockDetected, errors.LockNotAvailable)
+_REFUSALS: Final = (
+    errors.InvalidPassword, errors.InvalidAuthorizationSpecification, errors.InvalidCatalogName, errors.InsufficientPrivilege,
+    errors.UndefinedFile,
+)  # fmt: skip
+_REFUSED_STARTS: Final = ("authentication failed", "no password supplied", "does not exist", "no pg_hba.conf entry")
+
+DRIVER_ERRORS: Final = (DBAPIError, psycopg.Error)
+"""What SQLAlchemy and the driver raise."""
+
+
+class WritesLost(FarmError):
+    """A database without writes that it had confirmed. What the server has in memory is ahead of it."""
+
+    reason = "DATABASE_LOST_WRITES"
+    kind = Kind.DATA_LOSS
+
+    def __init__(self, url: DatabaseUrl) -> None:
+        super().__init__(
+            f"The database {url} has lost the last writes: it crashed, or a standby without them has taken over.",
+            "Start the server again: it resumes from what the database has. So that none is lost, set synchronous_commit to "
+            "remote_apply for its role.",
+            url=url,
+        )
+
+
+def driver_error(error: BaseException) -> psycopg.Error | None:
+    """Return the driver's error that an error is or wraps."""
+    original = error.orig if isinstance(error, DBAPIError) else error
+    return original if isinstance(original, psycopg.Error) else None
+
+
+def is_repeatable(error: BaseException) -> bool:
+    """Return whether the transaction was undone only because of others that ran at the same time."""
+    return isinstance(driver_error(error), _REPEATABLE)
+
+
+def is_standby(error: BaseException) -> bool:
+    """Return whether the server does not accept writes, as a standby."""
+    return isinstance(driver_error(error), errors.ReadOnlySqlTransaction)
+
+
+def unavailable(url: DatabaseUrl, error: BaseException, limit_s: float) -> DatabaseUnavailable:
+    """Return the error for work that has waited for too long."""
+    return DatabaseUnavailable(
+        f"The database {url} was not available for {limit_s:g} s: {one_line(error)}.",
+        "Nothing was changed. Try again when it is back; the server connects by itself.",
+        url=url,
+    )  # fmt: skip
+
+
+def translated(url: DatabaseUrl, error: Exception) -> Exception:
+    """Return etfarm's error for one of the database; any other error as it is."""
+    return _known(url, error) or error
+
+
+def _known(url: DatabaseUrl, error: Exception) -> FarmError | None:
+    original = driver_error(error)
+    if isinstance(original, errors.DiskFull):
+        return DatabaseFull("The disk of the database is full.", "Free space on its server; etfarm goes on by itself.")
+    if isinstance(original, errors.QueryCanceled):
+        return DatabaseUnavailable(
+            f"The database {url} took too long for a query.", "Nothing was changed. Try again; see what else it does.", url=url
+        )
+    return refused(url, error)
+
+
+def refused(url: DatabaseUrl, error: BaseException) -> FarmError | None:
+    """Return the error of a database that does not let the server in, which waiting does not change."""
+    original = driver_error(error)
+    if original is None:
+        return None
+    # Errors of a connection's start have no code.
+    is_start = isinstance(original, psycopg.OperationalError) and original.sqlstate is None
+    if not isinstance(original, _REFUSALS) and not (is_start and any(text in str(original) for text in _REFUSED_STARTS)):
+        return None
+    return DatabaseUnusable(
+        f"The database {url} cannot be used: {one_line(original)}.",
+        "Create the role and the database, and give the role all privileges on it, as docs/growing.md shows.",
+        url=url,
+    )
+
+
+def one_line(error: BaseException) -> str:
+    """Return what an error says in one line, without a full stop."""
+    original = driver_error(error) or error
+    text = original.diag.message_primary if isinstance(original, psycopg.Error) else None
+    return " ".join((text or str(original)).split()).rstrip(".")[:500] or type(original).__name__

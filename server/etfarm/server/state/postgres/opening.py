@@ -1,0 +1,62 @@
+"""The check of a PostgreSQL database at the start, and the creation or migration of its tables."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+from sqlalchemy import Connection, inspect, text
+
+from etfarm.server.state import revisions, schema
+from etfarm.server.state.damage import DatabaseUnusable
+from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.engine import DatabaseTooNew
+from etfarm.server.state.postgres import tables
+from etfarm.server.state.postgres.connections import driver_of
+
+_OLDEST: Final = 14
+"""The oldest major version of PostgreSQL."""
+
+
+def open_tables(connection: Connection, url: DatabaseUrl, data: Path) -> None:
+    """Create the tables, or migrate those of an older etfarm, in the transaction of the connection.
+
+    Raises:
+        DatabaseUnusable: it is not the database of etfarm, or not one that can be.
+        DatabaseTooNew: a newer etfarm has written it.
+    """
+    _check_server(connection, url)
+    present = set(inspect(connection).get_table_names())
+    if not present:
+        tables.create(connection)
+        return
+    if "alembic_version" not in present:
+        raise _foreign(url, f"it has the tables {', '.join(sorted(present)[:5])}")
+    revision = str(connection.execute(text("SELECT version_num FROM alembic_version")).scalar())
+    if revision not in revisions.known_revisions():
+        if revision.isdigit() and len(revision) == len(revisions.HEAD) and revision > revisions.HEAD:
+            raise DatabaseTooNew(
+                f"The database has revision {revision}, this etfarm knows {revisions.HEAD} at most.",
+                "Update etfarm, or choose another --database.",
+            )
+        raise _foreign(url, f"its revision is {revision[:40]!r}")
+    revisions.upgrade(connection, data, revision)
+    if missing := sorted(schema.metadata.tables.keys() - set(inspect(connection).get_table_names())):
+        raise _foreign(url, f"it has no table {missing[0]!r}")
+
+
+def _check_server(connection: Connection, url: DatabaseUrl) -> None:
+    info = driver_of(connection).info
+    if info.server_version < _OLDEST * 10_000:
+        raise DatabaseUnusable(
+            f"The database {url} has PostgreSQL {info.server_version // 10_000}.", f"Use version {_OLDEST} or later.", url=url
+        )
+    if (encoding := info.parameter_status("server_encoding")) != "UTF8":
+        raise DatabaseUnusable(
+            f"The database {url} has the encoding {encoding}.",
+            "Create it with: CREATE DATABASE name TEMPLATE template0 ENCODING 'UTF8'.", url=url,
+        )  # fmt: skip
+
+
+def _foreign(url: DatabaseUrl, why: str) -> DatabaseUnusable:
+    return DatabaseUnusable(f"{url} is not a database of etfarm: {why}.", "Choose another --database.", url=url)

@@ -1,0 +1,5 @@
+"""Fixtures of the server's tests."""
+
+from __future__ import annotations
+
+from tests.support.databases import each_database, postgres_databases  # noqa: F401 - fixtures
