@@ -50,6 +50,8 @@ class Forwarding:
         self._links = links
         self._on_accepted = on_accepted
         self._on_ended = on_ended
+        self.has_seen_refusal = False
+        """Whether the leader has refused a call without a valid token."""
 
     def handler(self, method: str, *, is_unary: bool, suffix: bytes = b"") -> grpc.RpcMethodHandler[Any, Any]:
         """Return the handler of a method. On the wire, a single message is a stream of one, so streams serve all kinds.
@@ -129,7 +131,9 @@ class Forwarding:
             self._on_ended(method, grpc.StatusCode.CANCELLED.name)
             raise
         self._on_ended(method, code.name)
-        if code is not grpc.StatusCode.UNAUTHENTICATED:
+        if code is grpc.StatusCode.UNAUTHENTICATED:
+            self.has_seen_refusal = True
+        else:
             self._on_accepted(peer)
         if code is not grpc.StatusCode.OK:
             await context.abort(code, details, trailers)

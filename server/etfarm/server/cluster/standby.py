@@ -48,15 +48,16 @@ async def standing_by(
         CannotListen: the address cannot be used.
     """
     certificates = Certificates(config)
-    connections = Connections(lambda: config.asks_for_tokens, time.monotonic)
     links = Links(leadership, config.identity())
+    connections = Connections(lambda: config.tokens is not None or forwarding.has_seen_refusal, time.monotonic)
+    forwarding = Forwarding(links, connections.trust, on_forwarded)
     options = (dict(SERVER_OPTIONS) | dict(server_options(raise_file_limit()))).items()
     server = new_server([], list(options))
     checks = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection([*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
     address = bind(server, config, certificates.credentials())
-    _add_methods(server, Forwarding(links, connections.trust, on_forwarded), config.advertised_at(address))
+    _add_methods(server, forwarding, config.advertised_at(address))
     await server.start()
     await set_serving(checks)
     tasks = [asyncio.create_task(certificates.watch(), name="certificates")]
