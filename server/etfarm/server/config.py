@@ -38,8 +38,6 @@ class Config:
     """Address to listen on; port 0 lets the system choose."""
     data: Path
     """Data folder: database, artifacts, and the child processes' folders. Only one server at a time uses it."""
-    advertise: Address | None = None
-    """Address at which the farm's other servers reach this one; None for `listen`."""
     tokens: Path | None = None
     """Token file. Without tokens, everyone who reaches the server is an admin."""
     tls_cert: Path | None = None
@@ -50,6 +48,8 @@ class Config:
     """PEM certificates of the CAs that must have signed client certificates; None to require no client certificate."""
     insecure: bool = False
     """Allow an address that others can reach without TLS and tokens."""
+    advertise: Address | None = None
+    """Address at which the farm's other servers reach this one; None for `listen`."""
     workers: int = 1
     """Maximum number of concurrent compilations and analyses."""
     threads: int = 2

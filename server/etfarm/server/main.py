@@ -52,9 +52,6 @@ def parser() -> argparse.ArgumentParser:
                        f"win, then variables such as {SETTING_PREFIX}TLS_CERT, then this file")  # fmt: skip
     serve.add_argument("--listen", default="127.0.0.1:7433", metavar="ADDRESS",
                        help="HOST:PORT, [IPV6]:PORT or unix:PATH; port 0: the system chooses (default %(default)s)")  # fmt: skip
-    serve.add_argument("--advertise", type=parse_address, metavar="HOST:PORT",
-                       help="with --database: address at which the farm's other servers reach this one "
-                       "(default: --listen)")  # fmt: skip
     serve.add_argument("--data", type=Path, metavar="DIR", help=f"its files (default: {default_folder()})".replace("%", "%%"))
     serve.add_argument(
         "--tokens",
@@ -65,6 +62,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain")
     serve.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM key of the certificate")
     serve.add_argument("--tls-client-ca", type=Path, metavar="FILE", help="PEM certificates that clients' must be signed by")
+    serve.add_argument("--advertise", type=parse_address, metavar="HOST:PORT",
+                       help="with --database: address at which the farm's other servers reach this one "
+                       "(default: --listen)")  # fmt: skip
     serve.add_argument("--insecure", action="store_true", help="listen for other machines without TLS and tokens")
     serve.add_argument("--workers", type=_positive, default=1, metavar="N", help="compilations at a time (default %(default)s)")
     serve.add_argument(
@@ -256,12 +256,12 @@ def config_of(arguments: argparse.Namespace) -> Config:
     folder = (arguments.data or default_folder()).absolute()
     health = read_settings(arguments.health, arguments.health_interval)
     return Config(
-        listen=parse_address(arguments.listen), advertise=arguments.advertise, data=folder, tokens=arguments.tokens,
+        listen=parse_address(arguments.listen), data=folder, tokens=arguments.tokens,
         tls_cert=arguments.tls_cert, tls_key=arguments.tls_key, tls_client_ca=arguments.tls_client_ca,
         insecure=arguments.insecure, workers=arguments.workers, threads=arguments.threads,
         memory_bytes=arguments.memory_gib << 30, cpu_s=arguments.cpu_limit, compile_deadline_s=arguments.compile_timeout,
         stage_deadline_s=arguments.stage_timeout, analysis_deadline_s=arguments.analysis_timeout,
-        patience_s=arguments.patience, address_file=arguments.address_file,
+        patience_s=arguments.patience, address_file=arguments.address_file, advertise=arguments.advertise,
         exit_with_stdin=arguments.exit_with_stdin, build_bundle=not arguments.no_bundle, prewarm=not arguments.no_prewarm,
         project_storage_bytes=None if arguments.project_storage_gib is None else arguments.project_storage_gib << 30,
         max_artifact_bytes=arguments.max_artifact_gib << 30,
