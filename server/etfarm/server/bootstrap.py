@@ -8,14 +8,18 @@ import getpass
 import os
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Final
 
 from etfarm.server.access.audit import AuditLog, Entry
 from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
 from etfarm.server.config import DATABASE
+from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import create_database
 from etfarm.v1.common_pb2 import ROLE_ADMIN
 from etfarm.wire.errors import UserError
-from etfarm.wire.names import data_folder
+from etfarm.wire.names import SETTING_PREFIX, data_folder
+
+_DATABASE: Final = f"{SETTING_PREFIX}DATABASE"
 
 
 def main(argv: list[str]) -> int:
@@ -29,7 +33,15 @@ def main(argv: list[str]) -> int:
     parser.add_argument("name", metavar="NAME", help="name of the admin: letters, digits, dots, dashes and underscores")
     parser.add_argument("--data", type=Path, metavar="DIR",
                         help=f"the server's data folder (default: {data_folder() / 'server'})".replace("%", "%%"))  # fmt: skip
+    parser.add_argument(
+        "--database",
+        type=DatabaseUrl.parse,
+        metavar="URL",
+        help=f"the server's PostgreSQL database (default: {_DATABASE}, else the SQLite file in --data)",
+    )
     arguments = parser.parse_args(argv)
+    variable = os.environ.get(_DATABASE)
+    url = arguments.database or (DatabaseUrl.parse(variable) if variable else None)
     folder = arguments.data or data_folder() / "server"
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -37,12 +49,12 @@ def main(argv: list[str]) -> int:
         raise UserError(f"The data folder {folder} cannot be used: {error.strerror}.", "Choose another --data.") from None
     if (owner := folder.stat().st_uid) != os.geteuid():
         raise UserError(f"The data folder {folder} belongs to user {owner}.", f"Run it as that user: `sudo -u '#{owner}' ...`.")
-    print(asyncio.run(_create(folder, arguments.name)))
+    print(asyncio.run(_create(folder, url, arguments.name)))
     return 0
 
 
-async def _create(folder: Path, name: str) -> str:
-    database = create_database(folder / DATABASE)
+async def _create(folder: Path, url: DatabaseUrl | None, name: str) -> str:
+    database = create_database(folder / DATABASE, url)
     try:
         await database.open()
         tokens = TokenTable(database, _now)

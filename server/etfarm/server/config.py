@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from etfarm.server.access.tokens import has_tokens
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.devices.health.power import PowerRule
@@ -16,6 +15,9 @@ from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.notices.settings import NoticeSettings
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.server.retention.limits import Limits
+from etfarm.server.state import schema
+from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.databases import WAIT_S, has_rows
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import UserError
 from etfarm.wire.tls import read_certificates, read_identity
@@ -38,6 +40,10 @@ class Config:
     """Address to listen on; port 0 lets the system choose."""
     data: Path
     """Data folder: database, artifacts, and the child processes' folders. Only one server at a time uses it."""
+    database: DatabaseUrl | None = None
+    """The PostgreSQL database that is used instead of the SQLite file in the data folder; None for that."""
+    database_wait_s: float = WAIT_S
+    """Time for which work waits for the PostgreSQL server if that is away."""
     tokens: Path | None = None
     """Token file. Without tokens, everyone who reaches the server is an admin."""
     tls_cert: Path | None = None
@@ -129,7 +135,12 @@ class Config:
     @property
     def asks_for_tokens(self) -> bool:
         """Whether callers need a token, because there is a token file or the database has tokens."""
-        return self.tokens is not None or has_tokens(self.data / DATABASE)
+        return self.tokens is not None or self.has_tokens
+
+    @property
+    def has_tokens(self) -> bool:
+        """Whether the database, which need not be open, has tokens."""
+        return has_rows(schema.tokens, self.data / DATABASE, self.database, self.database_wait_s)
 
     @property
     def store_limits(self) -> StoreLimits:
@@ -178,7 +189,7 @@ class Config:
         missing = [
             flag
             for flag, value in (("--tls-cert", self.tls_cert), ("--tls-key", self.tls_key), ("--tokens", self.tokens))
-            if value is None and not (flag == "--tokens" and has_tokens(self.data / DATABASE))
+            if value is None and not (flag == "--tokens" and self.has_tokens)
         ]
         if missing:
             raise Exposed(

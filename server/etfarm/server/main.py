@@ -24,9 +24,12 @@ from etfarm.server.reports.latency import thresholds
 from etfarm.server.reports.latency.thresholds import Thresholds
 from etfarm.server.retention.limits import Limits
 from etfarm.server.serving import Process, restart
+from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.databases import WAIT_S
 from etfarm.server.state.folder import locked, require_restored
 from etfarm.server.workers.pacing import shorten_thread_switches
 from etfarm.wire.channel import parse_address
+from etfarm.wire.errors import UserError
 from etfarm.wire.names import SETTING_PREFIX, data_folder
 
 log = structlog.get_logger()
@@ -53,6 +56,11 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--listen", default="127.0.0.1:7433", metavar="ADDRESS",
                        help="HOST:PORT, [IPV6]:PORT or unix:PATH; port 0: the system chooses (default %(default)s)")  # fmt: skip
     serve.add_argument("--data", type=Path, metavar="DIR", help=f"its files (default: {default_folder()})".replace("%", "%%"))
+    serve.add_argument("--database", type=DatabaseUrl.parse, metavar="URL",
+                       help="PostgreSQL database for jobs and devices, as postgresql://etfarm@host/etfarm; needs etfarm[scale]. "
+                       "A password belongs into the file or the variable (default: a SQLite file in --data)")  # fmt: skip
+    serve.add_argument("--database-wait", type=_seconds, default=WAIT_S, metavar="S",
+                       help="how long work waits for a PostgreSQL server that is away (default %(default)g s)")  # fmt: skip
     serve.add_argument(
         "--tokens",
         type=Path,
@@ -234,6 +242,11 @@ def main(argv: list[str]) -> int:
     if arguments.check:
         return check(sources, partial(config_of, arguments), as_json=arguments.json)
     if arguments.print_unit:
+        if arguments.database is not None and arguments.database.has_password:
+            raise UserError(
+                "The unit would show the database's password.",
+                'Name a file with --config that only the server may read, and write database = "URL" there.',
+            )
         is_chosen = any(each.name == "data" and each.source != settings.DEFAULT for each in sources)
         options = vars(serve.parse_args(argv)) | {"data": arguments.data}
         print(unit.unit_of_this(argv, options, is_data_chosen=is_chosen, drain_s=arguments.drain_timeout), end="")
@@ -256,7 +269,8 @@ def config_of(arguments: argparse.Namespace) -> Config:
     folder = (arguments.data or default_folder()).absolute()
     health = read_settings(arguments.health, arguments.health_interval)
     return Config(
-        listen=parse_address(arguments.listen), data=folder, tokens=arguments.tokens,
+        listen=parse_address(arguments.listen), data=folder, database=arguments.database,
+        database_wait_s=arguments.database_wait, tokens=arguments.tokens,
         tls_cert=arguments.tls_cert, tls_key=arguments.tls_key, tls_client_ca=arguments.tls_client_ca,
         insecure=arguments.insecure, workers=arguments.workers, threads=arguments.threads,
         memory_bytes=arguments.memory_gib << 30, cpu_s=arguments.cpu_limit, compile_deadline_s=arguments.compile_timeout,

@@ -150,7 +150,7 @@ class Storage:
         Args:
             on_damaged: called with the error if the database turns out to be damaged.
         """
-        database = create_database(config.data / DATABASE)
+        database = create_database(config.data / DATABASE, config.database, config.database_wait_s)
         database.on_damaged = on_damaged
         return cls(database, Store(config.data / ARTIFACTS, database, config.store_limits), Readers())
 

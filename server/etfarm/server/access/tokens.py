@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import math
 import re
 import secrets
-import sqlite3
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timedelta
-from pathlib import Path
 from typing import Any, Final
-from urllib.parse import quote
 
 from sqlalchemy import Connection, Row, func, insert, select, update
 
@@ -98,17 +94,6 @@ def key_of(secret: str) -> bytes:
 def new_secret(*, enrolment: bool = False) -> str:
     """Return a new secret with the prefix that secret scanners recognize."""
     return (ENROLMENT_PREFIX if enrolment else TOKEN_PREFIX) + secrets.token_urlsafe(_SECRET_BYTES)
-
-
-def has_tokens(database: Path) -> bool:
-    """Return whether a database, which need not be open, has tokens, so that its server requires one from callers."""
-    if not database.is_file():
-        return False
-    with contextlib.closing(sqlite3.connect(f"file:{quote(str(database))}?mode=ro", uri=True)) as connection:
-        try:
-            return connection.execute("SELECT 1 FROM tokens LIMIT 1").fetchone() is not None
-        except sqlite3.DatabaseError:  # the file predates tokens, or is damaged, which opening the database detects
-            return False
 
 
 class TokenTable:

@@ -6,23 +6,25 @@ import asyncio
 import json
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any, Final
 
 from etfarm.server import preflight
-from etfarm.server.access.tokens import has_tokens
 from etfarm.server.artifacts.room import Room
-from etfarm.server.config import DATABASE, Config
+from etfarm.server.config import Config
 from etfarm.server.operation.settings import Setting
 from etfarm.server.rpc.door.token_file import Tokens
+from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.workers.jail.measures import NETWORK, JailIncomplete, JailReport, Measure
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.tls import expiry_of
 
 SCHEMA: Final = "etfarm.serve_check/1"
+_DATABASE_S: Final = 5.0
+"""Time within which a PostgreSQL server must answer."""
 EXPIRES_SOON: Final = timedelta(days=14)
 _WIDTH: Final = 22
 
@@ -83,6 +85,7 @@ def check(settings: Sequence[Setting], create: Callable[[], Config], *, as_json:
 
 
 def _check(result: Result, config: Config) -> None:
+    config = _check_database(result, config)
     result.facts += [
         ("listen", "this machine only" if config.listen.is_local else "other machines reach it"),
         ("data", str(config.data)),
@@ -106,6 +109,20 @@ def _check(result: Result, config: Config) -> None:
             result.problems.append(missing)
         else:
             result.warnings.append(missing.message)
+
+
+def _check_database(result: Result, config: Config) -> Config:
+    """Check a PostgreSQL database. Return the configuration for the other checks, without one that cannot be used."""
+    if config.database is None:
+        return config
+    result.facts.append(("database", str(config.database)))
+    config = replace(config, database_wait_s=min(config.database_wait_s, _DATABASE_S))
+    try:
+        config.has_tokens  # noqa: B018 - connects
+    except EtfarmError as error:
+        result.problems.append(error)
+        return replace(config, database=None)
+    return config
 
 
 def _check_folder(result: Result, config: Config) -> None:
@@ -137,7 +154,7 @@ def _tokens(config: Config) -> str:
     """Return where the server's tokens are stored."""
     places = [
         *([str(config.tokens)] if config.tokens else []),
-        *(["the data folder"] if has_tokens(config.data / DATABASE) else []),
+        *(["the data folder" if config.database is None else "the database"] if config.has_tokens else []),
     ]
     return " and ".join(places) or "none"
 
@@ -148,7 +165,7 @@ def _plain(value: Any) -> Any:
         return [_plain(item) for item in value]
     if isinstance(value, Address):
         return value.text
-    return str(value) if isinstance(value, Path) else value
+    return str(value) if isinstance(value, (Path, DatabaseUrl)) else value
 
 
 def _text(value: Any) -> str:

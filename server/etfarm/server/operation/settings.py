@@ -18,6 +18,8 @@ CONFIG: Final = "config"
 """The option that names the file."""
 
 _COMMAND_LINE_ONLY: Final = frozenset({"help", CONFIG, "check", "json", "print-unit", "exit-with-stdin"})
+_SECRET: Final = frozenset({"database"})
+"""Options whose values may have a password: messages do not show them."""
 _MAX_FILE_BYTES: Final = 1 << 20
 _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
@@ -178,14 +180,14 @@ def _convert(action: argparse.Action, value: Any, where: str, folder: Path | Non
 
 def _convert_one(action: argparse.Action, name: str, value: Any, where: str, folder: Path | None) -> Any:
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        what = f"{where}: {name!r} must be a text or a number, got {value!r}."
+        what = f"{where}: {name!r} must be a text or a number" + ("." if name in _SECRET else f", got {value!r}.")
         raise BadSetting(what, "Correct the value.", setting=name)
     try:
         convert = action.type if callable(action.type) else str
         converted = convert(str(value))
     except (argparse.ArgumentTypeError, TypeError, ValueError, EtfarmError) as error:
         why = str(error) if isinstance(error, argparse.ArgumentTypeError) else "is not valid"
-        what = f"{where}: {name!r} {why}, got {value!r}."
+        what = f"{where}: {name!r} {why}" + ("." if name in _SECRET else f", got {value!r}.")
         raise BadSetting(what, "Correct the value; `etfarm serve --help` explains it.", setting=name) from None
     if action.choices is not None and converted not in action.choices:
         names = ", ".join(map(str, action.choices))

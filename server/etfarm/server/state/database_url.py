@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
@@ -50,9 +49,17 @@ class DatabaseUrl:
             raise BadDatabaseUrl("it has a NUL character")
         return cls(text)
 
+    @property
+    def has_password(self) -> bool:
+        """Whether the URL has a password."""
+        parts = urlsplit(self.text)
+        return parts.password is not None or any(key in _SECRETS for key, _ in parse_qsl(parts.query))
+
     def __str__(self) -> str:
         parts = urlsplit(self.text)
-        place = re.sub(r"^([^@]*?):[^@]*@", rf"\1:{_MASK}@", parts.netloc) if "@" in parts.netloc else parts.netloc
+        user, at, hosts = parts.netloc.rpartition("@")
+        name, colon, _ = user.partition(":")
+        place = f"{name}{colon and f':{_MASK}'}{at}{hosts}"
         query = urlencode(
             [(key, _MASK if key in _SECRETS else value) for key, value in parse_qsl(parts.query, keep_blank_values=True)],
             safe="/*,:",

@@ -6,6 +6,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
+from sqlalchemy import Table
+
+from etfarm.server.state import sqlite
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sqlite import SqliteDatabase
@@ -34,8 +37,27 @@ def create_database(path: Path, url: DatabaseUrl | None = None, wait_s: float = 
     """
     if url is None:
         return SqliteDatabase(path)
-    if find_spec("psycopg") is None:
-        raise ExtraMissing("A PostgreSQL database needs etfarm[scale].", "Install it: pip install 'etfarm[scale]'.")
+    _require_driver()
     from etfarm.server.state.postgres.database import PostgresDatabase
 
     return PostgresDatabase(url, path.parent, wait_s)
+
+
+def has_rows(table: Table, path: Path, url: DatabaseUrl | None, wait_s: float) -> bool:
+    """Return whether a table has rows, without opening the database. One that is new or damaged has none.
+
+    Raises:
+        ExtraMissing: the driver of PostgreSQL is not installed.
+        DatabaseUnusable, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
+    """
+    if url is None:
+        return sqlite.has_rows(path, table.name)
+    _require_driver()
+    from etfarm.server.state.postgres import opening
+
+    return opening.has_rows(url, table.name, wait_s)
+
+
+def _require_driver() -> None:
+    if find_spec("psycopg") is None:
+        raise ExtraMissing("A PostgreSQL database needs etfarm[scale].", "Install it: pip install 'etfarm[scale]'.")

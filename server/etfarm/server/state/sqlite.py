@@ -7,9 +7,10 @@ import errno
 import sqlite3
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import asynccontextmanager, closing, contextmanager
 from pathlib import Path
 from typing import Any, Final, TypeVar
+from urllib.parse import quote
 
 import structlog
 from sqlalchemy import Connection, Engine, create_engine, event
@@ -217,3 +218,14 @@ def _configure(connection: object, _record: object) -> None:
     for pragma in ("journal_mode=WAL", "foreign_keys=ON", "busy_timeout=10000"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
+
+
+def has_rows(path: Path, table: str) -> bool:
+    """Return whether a table of a file has rows, without opening it as a database."""
+    if not path.is_file():
+        return False
+    with closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as connection:
+        try:
+            return connection.execute(f"SELECT 1 FROM {table} LIMIT 1").fetchone() is not None
+        except sqlite3.DatabaseError:  # the file predates the table, or is damaged, which opening the database detects
+            return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Final
 
@@ -12,7 +13,7 @@ from etfarm.server.state.damage import DatabaseUnusable
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.engine import DatabaseTooNew
 from etfarm.server.state.postgres import tables
-from etfarm.server.state.postgres.connections import driver_of
+from etfarm.server.state.postgres.connections import Connections, discard, driver_of
 
 _OLDEST: Final = 14
 """The oldest major version of PostgreSQL."""
@@ -60,3 +61,16 @@ def _check_server(connection: Connection, url: DatabaseUrl) -> None:
 
 def _foreign(url: DatabaseUrl, why: str) -> DatabaseUnusable:
     return DatabaseUnusable(f"{url} is not a database of etfarm: {why}.", "Choose another --database.", url=url)
+
+
+def has_rows(url: DatabaseUrl, table: str, wait_s: float) -> bool:
+    """Return whether a table has rows, without opening the database."""
+    connections = Connections(url, wait_s)
+    connection = connections.connect(time.monotonic() + wait_s)
+    try:
+        if table not in inspect(connection).get_table_names():
+            return False
+        return connection.execute(text(f"SELECT 1 FROM {table} LIMIT 1")).first() is not None
+    finally:
+        discard(connection)
+        connections.close()
