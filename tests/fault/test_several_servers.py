@@ -6,6 +6,7 @@ import asyncio
 import re
 import signal
 import time
+import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -36,15 +37,17 @@ JOBS, AGENTS, AT_ONCE = 60, 6, 12
 @pytest.fixture
 def servers(tmp_path: Path, postgres_databases: PostgresDatabases) -> Iterator[Servers]:
     """A farm whose servers a test adds."""
-    running = Servers(tmp_path, postgres_databases.url(tmp_path).text)
+    server, name = postgres_databases.server, f"farm_{uuid.uuid4().hex}"
+    server.execute("CREATE DATABASE {}", name)
+    running = Servers(tmp_path, server.url(name))
     try:
         yield running
-        for server in running.servers:
+        for each in running.servers:
             # What a server writes that has lost its lease is refused, which its log has in full.
-            assert "Traceback" not in server.log or "no longer leads" in server.log, server.log
+            assert "Traceback" not in each.log or "no longer leads" in each.log, each.log
     finally:
         running.stop()
-        postgres_databases.drop()
+        server.execute("DROP DATABASE {} WITH (FORCE)", name)
 
 
 @asynccontextmanager

@@ -257,9 +257,9 @@ def main(argv: list[str]) -> int:
     shorten_thread_switches()
     with locked(config.data):
         require_restored(config.data)
-        must_restart = asyncio.run(Process(config).run())
-    if must_restart:
-        restart()
+        former_address = asyncio.run(Process(config).run())
+    if former_address is not None:
+        restart(former_address)
     return 0
 
 

@@ -50,8 +50,8 @@ class Process:
         self._manager = ServiceManager()
         self._reload: Callable[[], None] = lambda: None
 
-    async def run(self) -> bool:
-        """Serve until a signal; return whether the process should start anew, since another server leads the farm now."""
+    async def run(self) -> str | None:
+        """Serve until a signal, and return None; or the address at which the process has to start anew, as it leads no longer."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._on_signal)
@@ -61,7 +61,7 @@ class Process:
         try:
             if self._config.database is None:
                 await self._serve_alone()
-                return False
+                return None
             return await self._serve_among_others()
         finally:
             if self._damage:
@@ -91,8 +91,8 @@ class Process:
             await self._stop.wait()
             await self._drain(server)
 
-    async def _serve_among_others(self) -> bool:
-        """Forward calls until this server leads, then lead; return whether it was the leader and is so no longer."""
+    async def _serve_among_others(self) -> str | None:
+        """Forward calls until this server leads, then lead; return its address if it is the leader no longer."""
         config = self._config
         children = Children.start(config)
         async with AsyncExitStack() as stack:
@@ -117,17 +117,17 @@ class Process:
             leader = member.leadership.leader
             print(f"etfarm serve: forwarding calls to {leader.address if leader else 'the server that will lead'}", flush=True)
             if not await self._is_first(member.elected()):
-                return False
+                return None
             lead = Lead(member, await member.elected(), standby.aclose, metrics)
             async with running(config, self._on_damaged, children, lead) as server:
                 self._reload = server.reload
                 print("etfarm serve: leading the farm", flush=True)
                 if await self._is_first(member.lost.wait()):
-                    asyncio.get_running_loop().call_later(_RESTART_S, restart)
+                    asyncio.get_running_loop().call_later(_RESTART_S, restart, address)
                     await server.end_calls()
                 elif not member.has_others():
                     await self._drain(server)
-        return member.lost.is_set()
+        return address if member.lost.is_set() else None
 
     async def _is_first(self, event: Coroutine[Any, Any, object]) -> bool:
         """Wait for an event, or for the signal to stop; return whether it was the event."""
@@ -194,6 +194,6 @@ def _member(config: Config) -> Member:
     return Member(config.database.text, version("etfarm"), certificate, blobs, known_revisions())
 
 
-def restart() -> None:
-    """Replace this process by a new one with the same command, which stands by."""
-    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
+def restart(address: str) -> None:
+    """Replace this process by a new one with the same command, which stands by at the same address."""
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--listen", address])
