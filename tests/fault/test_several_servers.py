@@ -209,12 +209,12 @@ async def test_clocks_of_servers_may_differ(servers: Servers, tmp_path: Path, sk
     await asyncio.sleep(2 * lease.LEASE_S)
     assert servers.query("SELECT token FROM etfarm_cluster.lease") == [(1,)], "a skewed clock took the lease of a living leader"
     leader.kill9()
-    await asyncio.to_thread(skewed.wait_until_leading, BACK_S)
+    await asyncio.to_thread(skewed.wait_until_leading)
     leader.start()
     await asyncio.sleep(2 * lease.LEASE_S)
     assert servers.query("SELECT token FROM etfarm_cluster.lease") == [(2,)]
     skewed.kill9()
-    await asyncio.to_thread(leader.wait_until_leading, BACK_S)
+    await asyncio.to_thread(leader.wait_until_leading)
 
 
 async def test_a_lost_notification_delays_the_next_leader_only_until_it_looks_again(servers: Servers) -> None:
