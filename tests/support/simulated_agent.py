@@ -27,6 +27,7 @@ from etfarm.v1 import agent_pb2, artifact_pb2_grpc, common_pb2, device_pb2
 from etfarm.wire import tensors
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import download_bytes
+from etfarm.wire.failover import settle
 from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 from tests.support.agent_stream import AgentStream
@@ -219,6 +220,7 @@ class SimulatedAgent:
         while not self._stopped.is_set():
             before = self.connections
             async with open_channel(self._access) as channel:
+                await settle(channel)
                 self._cut.clear()
                 self._stream = stream = AgentStream(channel, self._hello(), beat=self._beat, beat_s=HEARTBEAT_S)
                 await self._attend(stream)

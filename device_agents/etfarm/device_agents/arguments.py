@@ -29,7 +29,12 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add = parser.add_argument
     server = os.environ.get(SERVER_VARIABLE)
-    add("--server", metavar="ADDR", default=server, help="HOST:PORT, [IPV6]:PORT or unix:PATH; default: $ETFARM_SERVER")
+    add(
+        "--server",
+        metavar="ADDR",
+        default=server,
+        help="HOST:PORT, [IPV6]:PORT, several of one farm with commas, or unix:PATH; default: $ETFARM_SERVER",
+    )
     add(
         "--name",
         metavar="N",

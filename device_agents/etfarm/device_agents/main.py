@@ -44,7 +44,7 @@ from etfarm.device_agents.jail.secrets import forget_variable, hide_memory
 from etfarm.device_agents.runners.emulator import SME_WARNING, Emulator
 from etfarm.device_agents.targets.local import Machine
 from etfarm.v1 import device_pb2
-from etfarm.wire.channel import Access, parse_address
+from etfarm.wire.channel import Access, parse_addresses
 from etfarm.wire.escapes import printable
 from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE, boot_id
 from etfarm.wire.owner import at_end_of_stdin
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
         build_parser().error(
             "--adb cannot be combined with --emulate or --cores: start one agent for phones and another one for this machine"
         )
-    parse_address(options.server)
+    parse_addresses(options.server)
     if options.print_unit:
         _print_line(unit_of_this(argv, vars(options)).rstrip("\n"))
         return 0

@@ -311,6 +311,8 @@ class ServerInfo(_message.Message):
     STOPPING_FIELD_NUMBER: _builtins.int
     DISK_FIELD_NUMBER: _builtins.int
     AGENT_WHEEL_FIELD_NUMBER: _builtins.int
+    SERVERS_FIELD_NUMBER: _builtins.int
+    FORWARDED_BY_FIELD_NUMBER: _builtins.int
     version: _builtins.str
     workers_ready: _builtins.bool
     """Whether the compile workers are ready."""
@@ -328,6 +330,8 @@ class ServerInfo(_message.Message):
     oldest_protocol_version: _builtins.int
     stopping: _builtins.bool
     """Whether the server is about to stop: it finishes running work, and refuses new work with UNAVAILABLE (SERVER_STOPPING)."""
+    forwarded_by: _builtins.str
+    """The server that was called and forwarded the call to the one that leads, as FarmServer.address; empty if it leads itself."""
     @_builtins.property
     def toolchain(self) -> _compile_pb2.Toolchain:
         """Absent until the compile workers are ready."""
@@ -360,6 +364,10 @@ class ServerInfo(_message.Message):
     def agent_wheel(self) -> Global___AgentWheel:
         """The wheel to which agents are upgraded if nobody gives another one (`etfarm serve --agent-wheel`); absent without one."""
 
+    @_builtins.property
+    def servers(self) -> _containers.RepeatedCompositeFieldContainer[Global___FarmServer]:
+        """The servers of the farm on PostgreSQL, the one that leads first; empty for a single server without PostgreSQL."""
+
     def __init__(
         self,
         *,
@@ -381,10 +389,12 @@ class ServerInfo(_message.Message):
         stopping: _builtins.bool = ...,
         disk: Global___DiskSpace | None = ...,
         agent_wheel: Global___AgentWheel | None = ...,
+        servers: _abc.Iterable[Global___FarmServer] | None = ...,
+        forwarded_by: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_oldest_protocol_version", b"_oldest_protocol_version", "_protocol_version", b"_protocol_version", "agent_wheel", b"agent_wheel", "bundle_error", b"bundle_error", "certificate_expire_time", b"certificate_expire_time", "disk", b"disk", "oldest_protocol_version", b"oldest_protocol_version", "principal", b"principal", "protocol_version", b"protocol_version", "server_time", b"server_time", "token_expire_time", b"token_expire_time", "toolchain", b"toolchain"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_protocol_version", b"_oldest_protocol_version", "_protocol_version", b"_protocol_version", "agent_wheel", b"agent_wheel", "bundle_error", b"bundle_error", "certificate_expire_time", b"certificate_expire_time", "devices_known", b"devices_known", "devices_online", b"devices_online", "disk", b"disk", "jail", b"jail", "live_jobs", b"live_jobs", "oldest_protocol_version", b"oldest_protocol_version", "principal", b"principal", "protocol_version", b"protocol_version", "server_time", b"server_time", "starting", b"starting", "stopping", b"stopping", "token_expire_time", b"token_expire_time", "toolchain", b"toolchain", "version", b"version", "workers_ready", b"workers_ready"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_oldest_protocol_version", b"_oldest_protocol_version", "_protocol_version", b"_protocol_version", "agent_wheel", b"agent_wheel", "bundle_error", b"bundle_error", "certificate_expire_time", b"certificate_expire_time", "devices_known", b"devices_known", "devices_online", b"devices_online", "disk", b"disk", "forwarded_by", b"forwarded_by", "jail", b"jail", "live_jobs", b"live_jobs", "oldest_protocol_version", b"oldest_protocol_version", "principal", b"principal", "protocol_version", b"protocol_version", "server_time", b"server_time", "servers", b"servers", "starting", b"starting", "stopping", b"stopping", "token_expire_time", b"token_expire_time", "toolchain", b"toolchain", "version", b"version", "workers_ready", b"workers_ready"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__oldest_protocol_version: _TypeAlias = _typing.Literal["oldest_protocol_version"]  # noqa: Y015
     _WhichOneofArgType__oldest_protocol_version: _TypeAlias = _typing.Literal["_oldest_protocol_version", b"_oldest_protocol_version"]  # noqa: Y015
@@ -396,6 +406,40 @@ class ServerInfo(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__protocol_version) -> _WhichOneofReturnType__protocol_version | None: ...
 
 Global___ServerInfo: _TypeAlias = ServerInfo  # noqa: Y015
+
+@_typing.final
+class FarmServer(_message.Message):
+    """One of several servers of a farm, which share its database. One of them leads; the others forward calls to it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    ADDRESS_FIELD_NUMBER: _builtins.int
+    VERSION_FIELD_NUMBER: _builtins.int
+    LEADS_FIELD_NUMBER: _builtins.int
+    START_TIME_FIELD_NUMBER: _builtins.int
+    address: _builtins.str
+    """The address at which the other servers reach it."""
+    version: _builtins.str
+    """Its version of etfarm."""
+    leads: _builtins.bool
+    """Whether it leads."""
+    @_builtins.property
+    def start_time(self) -> _timestamp_pb2.Timestamp: ...
+    def __init__(
+        self,
+        *,
+        address: _builtins.str = ...,
+        version: _builtins.str = ...,
+        leads: _builtins.bool = ...,
+        start_time: _timestamp_pb2.Timestamp | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["start_time", b"start_time"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["address", b"address", "leads", b"leads", "start_time", b"start_time", "version", b"version"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___FarmServer: _TypeAlias = FarmServer  # noqa: Y015
 
 @_typing.final
 class AgentWheel(_message.Message):

@@ -13,6 +13,7 @@ from typing import Any
 import grpc
 
 from etfarm.wire.errors import UserError
+from etfarm.wire.failover import FailoverChannel
 from etfarm.wire.names import PROJECT_METADATA, PROJECT_VARIABLE, TLS_CA_VARIABLE, TOKEN_VARIABLE, is_project_name
 from etfarm.wire.tls import BadTlsFile, read_certificates, read_identity
 
@@ -21,6 +22,9 @@ MAX_MESSAGE_BYTES = 64 << 20
 
 MAX_METADATA_BYTES = 128 << 10
 """Maximum size of trailers. gRPC's default of 8 KiB would turn a long error into RESOURCE_EXHAUSTED; `status` stays below."""
+
+MAX_SERVERS = 16
+"""Maximum number of addresses of one farm."""
 
 OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_metadata_size", MAX_METADATA_BYTES),
@@ -83,6 +87,11 @@ class Address:
         except ValueError:
             return False
 
+    @property
+    def is_wildcard(self) -> bool:
+        """Whether it stands for all addresses of a machine."""
+        return self.text.rpartition(":")[0] in ("0.0.0.0", "[::]")
+
 
 _HOST = re.compile(r"[A-Za-z0-9_](?:[A-Za-z0-9_.-]*)\Z")
 
@@ -112,6 +121,18 @@ def parse_address(text: str) -> Address:
     raise BadAddress(f"{text!r} is not an address.", "Give HOST:PORT, [IPV6]:PORT or unix:PATH.", address=text)
 
 
+def parse_addresses(text: str) -> list[Address]:
+    """Return the addresses in `text`: those of one server, or, with commas, of several servers of one farm.
+
+    Raises:
+        BadAddress: one of them is not an address, or there are too many.
+    """
+    parts = text.split(",")
+    if len(parts) > MAX_SERVERS:
+        raise BadAddress(f"{len(parts)} addresses of servers are given.", f"Give at most {MAX_SERVERS}.", address=text[:200])
+    return [parse_address(part.strip()) for part in parts]
+
+
 def token_file_of(socket: Path) -> Path:
     """Return the file with the token of an embedded farm's server, next to the unix socket that the server listens on."""
     return socket.with_name(f"{socket.name}.token")
@@ -133,7 +154,7 @@ class Access:
     """The address and credentials with which a client or an agent connects to a server."""
 
     server: str
-    """The address, as in `parse_address`."""
+    """The address, as in `parse_addresses`."""
     token: str = ""
     """The bearer token; not sent if empty."""
     tls_ca: Path | None = None
@@ -171,7 +192,7 @@ class Access:
 
 
 def open_channel(access: Access) -> grpc.aio.Channel:
-    """Return a channel to the server, not connected yet; the caller closes it.
+    """Return a channel to the server, or to one of several, not connected yet; the caller closes it.
 
     Raises:
         BadAddress: the address is not valid, or a token would be sent in clear text.
@@ -183,24 +204,28 @@ def open_channel(access: Access) -> grpc.aio.Channel:
             f"{access.project[:80]!r} is not a project's name.",
             f"Use lower-case letters, digits, dots, dashes and underscores, at most 64 (--project or {PROJECT_VARIABLE}).",
         )
-    address = parse_address(access.server)
-    target = address.text
-    options = [*CLIENT_OPTIONS]
-    if address.is_local:
-        # An `http_proxy` is another machine: it would receive the token in clear text and resolve the address to itself.
-        options.append(("grpc.enable_http_proxy", 0))
+    addresses = parse_addresses(access.server)
     headers = [("authorization", f"Bearer {access.token}")] if access.token else []
     headers += [(PROJECT_METADATA, access.project)] if access.project else []
-    interceptors: list[Any] = [interceptor(headers) for interceptor in _INTERCEPTORS] if headers else []
     credentials = access.credentials()
-    if credentials is not None:
-        return grpc.aio.secure_channel(target, credentials, options=options, interceptors=interceptors)
-    if access.token and not address.is_local:
+    if access.token and credentials is None and not all(address.is_local for address in addresses):
         raise BadAddress(
             f"The token would be sent to {access.server} unencrypted.",
             "Give --tls-ca FILE (or ETFARM_TLS_CA), or unset ETFARM_TOKEN for a server that requires none.",
         )
-    return grpc.aio.insecure_channel(target, options=options, interceptors=interceptors)
+    channels = [_open_one(address, headers, credentials) for address in addresses]
+    return channels[0] if len(channels) == 1 else FailoverChannel(channels)
+
+
+def _open_one(address: Address, headers: list[tuple[str, str]], credentials: grpc.ChannelCredentials | None) -> grpc.aio.Channel:
+    options = [*CLIENT_OPTIONS]
+    if address.is_local:
+        # An `http_proxy` is another machine: it would receive the token in clear text and resolve the address to itself.
+        options.append(("grpc.enable_http_proxy", 0))
+    interceptors: list[Any] = [interceptor(headers) for interceptor in _INTERCEPTORS] if headers else []
+    if credentials is not None:
+        return grpc.aio.secure_channel(address.text, credentials, options=options, interceptors=interceptors)
+    return grpc.aio.insecure_channel(address.text, options=options, interceptors=interceptors)
 
 
 class _Headers:

@@ -8,11 +8,13 @@ from asyncio import Event
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import version
 
 import structlog
 
 from etfarm.server import preflight
+from etfarm.server.cluster.lead import Lead
 from etfarm.server.compile.upload_screening import Screening
 from etfarm.server.config import Config
 from etfarm.server.devices.health.power import PowerCycles
@@ -26,11 +28,12 @@ from etfarm.server.notices.notices import Notices
 from etfarm.server.operation.intake import Intake
 from etfarm.server.operation.monitor import Monitor
 from etfarm.server.operation.settings import Setting
-from etfarm.server.parts import Access, Background, Fleet, Jobs, Storage, now, start_workers
+from etfarm.server.parts import Access, Background, Children, Fleet, Jobs, Storage, now
 from etfarm.server.rpc.contract import Servicers, set_serving
 from etfarm.server.rpc.door.accepting import new_server
 from etfarm.server.rpc.door.certificates import Certificates
 from etfarm.server.rpc.door.connections import Connections, raise_file_limit, server_options
+from etfarm.server.rpc.door.forwarded import Forwarded
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.door.listening import bind, port_of, write_address
 from etfarm.server.rpc.door.observing import ObservingInterceptor
@@ -75,17 +78,25 @@ class Server:
     """Accepts no new work, and returns once nothing runs any more."""
     in_progress: Callable[[], str]
     """Returns what it has in progress, such as "2 cells, 1 call of a session"."""
+    end_calls: Callable[[], Coroutine[None, None, None]]
+    """Ends all calls at once and accepts no more, since another server leads the farm."""
 
 
 @asynccontextmanager
 async def running(
-    config: Config, on_damaged: Callable[[FarmError], None] = lambda error: None, settings: Sequence[Setting] = ()
+    config: Config,
+    on_damaged: Callable[[FarmError], None] = lambda error: None,
+    settings: Sequence[Setting] = (),
+    children: Children | None = None,
+    lead: Lead | None = None,
 ) -> AsyncIterator[Server]:
     """Run a server until the end of the block.
 
     Args:
         on_damaged: called if the database turns out to be damaged, with the error that the server should exit with.
         settings: the options that `config` follows from, for the server's status.
+        children: the child processes, if they were started before gRPC; their owner stops them.
+        lead: how the server leads a farm of several servers; None for a server that is alone.
 
     Raises:
         CannotListen: the address cannot be used.
@@ -97,16 +108,20 @@ async def running(
     config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     (config.data / "work").mkdir(exist_ok=True)
     jail = await preflight.require_jail(config) if config.is_jail_required else None
-    storage, quiet, clean_end = Storage.create(config, on_damaged), MeasurementLock(), CleanEnd(config.data)
-    workers = start_workers(config, quiet)
+    storage, clean_end = Storage.create(config, on_damaged), CleanEnd(config.data) if lead is None else lead
+    started = children or Children.start(config)
+    workers, quiet = started.workers, started.quiet
     screening, background = Screening(storage.store.path, config.operators), Background()
     async with AsyncExitStack() as closing:  # calls these in reverse order
         closing.callback(clean_end.end)
         closing.callback(storage.close)
-        closing.push_async_callback(workers.stop)
+        if children is None:
+            closing.push_async_callback(workers.stop)
         closing.callback(screening.close)
         closing.push_async_callback(background.close)
 
+        if lead is not None:
+            storage.database.guard = lead.fence
         await storage.open()
         background.start(storage.store.tend(), "artifacts-expire")
         background.start(storage.store.blobs.tend(), "artifact-copies")
@@ -119,17 +134,22 @@ async def running(
         intake, certificates = Intake(storage.store.room), Certificates(config)
         monitor = Monitor(config, storage, fleet, jobs, intake, version("etfarm"))
         closing.push_async_callback(monitor.close)
+        if lead is not None and monitor.metrics is not None:
+            monitor.metrics.registry.register(lead.metrics)
 
+        forwarded = Forwarded("" if lead is None else lead.secret)
         connections = Connections(lambda: access.authentication.asks_for_tokens, time.monotonic)
         interceptor = AuthErrorInterceptor(
-            access.authentication, access.projects.resolve, audit=access.audit, connections=connections
+            access.authentication, access.projects.resolve, audit=access.audit, connections=connections, forwarded=forwarded
         )
         server = new_server(
-            [ObservingInterceptor(monitor.metrics), interceptor],
+            [ObservingInterceptor(monitor.metrics, forwarded=forwarded), interceptor],
             list((dict(SERVER_OPTIONS) | dict(server_options(open_files))).items()),
         )
-        servicers = _servicers(config, storage, access, fleet, jobs, host, notices, intake, certificates, monitor, settings)
+        servicers = _servicers(config, storage, access, fleet, jobs, host, notices, intake, certificates, monitor, settings, lead)
         checks = servicers.add_to(server)
+        if lead is not None:
+            await lead.take_address()
         address = bind(server, config, certificates.credentials())
         await monitor.start(background)
 
@@ -177,7 +197,7 @@ async def running(
             )
 
         try:
-            yield Server(address, monitor.address, certificates.reload, drain, in_progress)
+            yield Server(address, monitor.address, certificates.reload, drain, in_progress, partial(server.stop, None))
         finally:
             intake.is_stopping = True
             await checks.enter_graceful_shutdown()
@@ -204,6 +224,7 @@ def _servicers(
     certificates: Certificates,
     monitor: Monitor,
     settings: Sequence[Setting],
+    lead: Lead | None,
 ) -> Servicers:
     """Return the servicers of the contract, connected to the parts."""
     own_version = version("etfarm")
@@ -263,6 +284,7 @@ def _servicers(
             agent_wheel=fleet.agent_wheel,
             settings=[farm_pb2.ServerSetting(name=each.name, value=each.public_text, source=each.source) for each in settings],
             measure=monitor.measure,
+            servers=lambda: () if lead is None else lead.servers(),
         ),
         tokens=TokenService(access.tokens, access.authentication, access.audit, access.projects.load),
         projects=ProjectService(access.projects),

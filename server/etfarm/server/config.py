@@ -59,6 +59,8 @@ class Config:
     """PEM certificates of the CAs that must have signed client certificates; None to require no client certificate."""
     insecure: bool = False
     """Allow an address that others can reach without TLS and tokens."""
+    advertise: Address | None = None
+    """Address at which the farm's other servers reach this one; None for `listen`."""
     workers: int = 1
     """Maximum number of concurrent compilations and analyses."""
     threads: int = 2
@@ -159,6 +161,10 @@ class Config:
             work_bytes=self.keep_free_bytes * 3 // 2 if self.work_free_bytes is None else self.work_free_bytes,
         )
 
+    def advertised_at(self, address: str) -> str:
+        """Return the address at which the farm's other servers reach this one, which listens on `address`."""
+        return address if self.advertise is None else self.advertise.text
+
     def check(self) -> None:
         """Refuse a configuration that would expose the farm, or whose files cannot be used.
 
@@ -172,6 +178,13 @@ class Config:
             raise UserError("TLS needs a certificate and its key.", "Give both --tls-cert and --tls-key.")
         if self.tls_client_ca is not None and self.tls_cert is None:
             raise UserError("Client certificates require TLS.", "Give --tls-cert and --tls-key too.")
+        if self.database is not None and self.advertise is None and self.listen.is_wildcard:
+            raise UserError(
+                f"The farm's other servers cannot reach {self.listen.text}.",
+                "Give --advertise HOST:PORT, the address at which they reach this one.",
+            )
+        if self.database is None and self.advertise is not None:
+            raise UserError("--advertise is for a farm of several servers.", "Give --database, or leave it out.")
         if self.tls_client_ca is not None and self.web is not None:
             raise UserError("--web has no client certificate for --tls-client-ca.", "Leave one of them out.")
         self.identity(), self.client_ca()

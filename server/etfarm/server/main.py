@@ -4,18 +4,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import gc
 import os
-import signal
-from collections.abc import Sequence
-from contextlib import AsyncExitStack
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
 
 import structlog
 
-from etfarm.server.app import Server, running
 from etfarm.server.compile.screening import operators
 from etfarm.server.config import Config
 from etfarm.server.devices.health.file import read_settings
@@ -23,21 +18,20 @@ from etfarm.server.devices.health.standing import HealthPolicy
 from etfarm.server.devices.reservations import MAX_DURATION_S
 from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.notices.settings import NoticeSettings
-from etfarm.server.operation import logs, settings, unit, web_page
+from etfarm.server.operation import logs, settings, unit
 from etfarm.server.operation.blob_options import add_blob_options, location_of
 from etfarm.server.operation.check import check
-from etfarm.server.operation.service_manager import ServiceManager
 from etfarm.server.reports.latency import thresholds
 from etfarm.server.reports.latency.thresholds import Thresholds
 from etfarm.server.retention.limits import Limits
+from etfarm.server.serving import Process, restart
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import WAIT_S
 from etfarm.server.state.folder import locked, require_restored
 from etfarm.server.workers.pacing import shorten_thread_switches
 from etfarm.wire.channel import parse_address
-from etfarm.wire.errors import FarmError, UserError
+from etfarm.wire.errors import UserError
 from etfarm.wire.names import SETTING_PREFIX, data_folder
-from etfarm.wire.owner import at_end_of_stdin
 
 log = structlog.get_logger()
 
@@ -81,6 +75,9 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--tls-cert", type=Path, metavar="FILE", help="PEM certificate chain")
     serve.add_argument("--tls-key", type=Path, metavar="FILE", help="PEM key of the certificate")
     serve.add_argument("--tls-client-ca", type=Path, metavar="FILE", help="PEM certificates that clients' must be signed by")
+    serve.add_argument("--advertise", type=parse_address, metavar="HOST:PORT",
+                       help="with --database: address at which the farm's other servers reach this one "
+                       "(default: --listen)")  # fmt: skip
     serve.add_argument("--insecure", action="store_true", help="listen for other machines without TLS and tokens")
     serve.add_argument("--workers", type=_positive, default=1, metavar="N", help="compilations at a time (default %(default)s)")
     serve.add_argument(
@@ -265,7 +262,9 @@ def main(argv: list[str]) -> int:
     shorten_thread_switches()
     with locked(config.data):
         require_restored(config.data)
-        asyncio.run(_serve(config, sources))
+        former_address = asyncio.run(Process(config, sources).run())
+    if former_address is not None:
+        restart(former_address)
     return 0
 
 
@@ -282,7 +281,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
         insecure=arguments.insecure, workers=arguments.workers, threads=arguments.threads,
         memory_bytes=arguments.memory_gib << 30, cpu_s=arguments.cpu_limit, compile_deadline_s=arguments.compile_timeout,
         stage_deadline_s=arguments.stage_timeout, analysis_deadline_s=arguments.analysis_timeout,
-        patience_s=arguments.patience, address_file=arguments.address_file,
+        patience_s=arguments.patience, address_file=arguments.address_file, advertise=arguments.advertise,
         exit_with_stdin=arguments.exit_with_stdin, build_bundle=not arguments.no_bundle, prewarm=not arguments.no_prewarm,
         project_storage_bytes=None if arguments.project_storage_gib is None else arguments.project_storage_gib << 30,
         max_artifact_bytes=arguments.max_artifact_gib << 30,
@@ -300,74 +299,3 @@ def config_of(arguments: argparse.Namespace) -> Config:
         health=health.policy, power=health.power, agent_wheel=arguments.agent_wheel,
         thresholds=thresholds.read(arguments.thresholds) if arguments.thresholds else Thresholds(),
     )  # fmt: skip
-
-
-async def _serve(config: Config, sources: Sequence[settings.Setting]) -> None:
-    stop, stop_now = asyncio.Event(), asyncio.Event()
-    loop = asyncio.get_running_loop()
-
-    def on_signal() -> None:
-        if stop.is_set():
-            stop_now.set()
-        stop.set()
-
-    def end_now() -> None:
-        stop_now.set()
-        stop.set()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal)
-    if config.exit_with_stdin:
-        at_end_of_stdin(end_now)
-    damage: list[FarmError] = []
-
-    def on_damaged(error: FarmError) -> None:
-        damage.append(error)
-        end_now()
-
-    manager = ServiceManager()
-    try:
-        async with running(config, on_damaged, sources) as server, AsyncExitStack() as stack:
-            loop.add_signal_handler(signal.SIGHUP, server.reload)
-            if config.insecure and not config.listen.is_local:
-                print(
-                    "etfarm serve: INSECURE: anybody who reaches this address can run programs on the farm's devices", flush=True
-                )
-            if server.metrics_address:
-                print(f"etfarm serve: metrics on {server.metrics_address}", flush=True)
-            print(f"etfarm serve: listening on {server.address}", flush=True)
-            page = await stack.enter_async_context(web_page.running(config, server.address))
-            if page is not None:
-                print(f"etfarm serve: web page at {page}", flush=True)
-            # Loaded modules live as long as the process: a full garbage collection that visits them would delay every call.
-            gc.freeze()
-            alive = asyncio.create_task(manager.keep_alive(), name="watchdog")
-            manager.notify(READY=1, STATUS=f"listening on {server.address}")
-            await stop.wait()
-            await _drain(server, config.drain_timeout_s, stop_now, manager)
-            alive.cancel()
-    finally:
-        if damage:
-            # Any other error during shutdown is a consequence of the damage.
-            raise damage[0] from None
-
-
-async def _drain(server: Server, limit_s: float, stop_now: asyncio.Event, manager: ServiceManager) -> None:
-    """Let running work end, until the time limit or a second signal."""
-    usec = round((limit_s + _GRACE_S) * 1e6)
-    manager.notify(STOPPING=1, STATUS="finishing running work", EXTEND_TIMEOUT_USEC=usec)
-    if stop_now.is_set() or not limit_s:
-        return
-    draining = asyncio.create_task(server.drain(), name="drain")
-    now = asyncio.create_task(stop_now.wait(), name="stop now")
-    done, _ = await asyncio.wait({draining, now}, timeout=min(0.1, limit_s), return_when=asyncio.FIRST_COMPLETED)
-    if not done:
-        text = f"finishing {server.in_progress()}, for up to {limit_s:g} s; a second signal stops at once"
-        print(f"etfarm serve: {text}", flush=True)
-        manager.notify(STATUS=text)
-        await asyncio.wait({draining, now}, timeout=limit_s - 0.1, return_when=asyncio.FIRST_COMPLETED)
-    if not draining.done():
-        log.warning("stopping with work in progress; the next server resumes cells", work=server.in_progress())
-    for task in (draining, now):
-        task.cancel()
-    await asyncio.gather(draining, now, return_exceptions=True)

@@ -98,6 +98,20 @@ def start_workers(config: Config, quiet: MeasurementLock) -> Workers:
     return workers
 
 
+@dataclass(frozen=True)
+class Children:
+    """The pool of child processes, and the lock that keeps it quiet while this machine measures."""
+
+    workers: Workers
+    quiet: MeasurementLock
+
+    @classmethod
+    def start(cls, config: Config) -> Children:
+        """Start the pool. Call it before gRPC starts threads, since it forks."""
+        quiet = MeasurementLock()
+        return cls(start_workers(config, quiet), quiet)
+
+
 class Background:
     """The tasks that run for the lifetime of the server."""
 

@@ -33,7 +33,11 @@ _SIZE = re.compile(r"([0-9]{1,6}) ?(MiB|GiB|TiB)", re.ASCII)
 
 Server = Annotated[
     str | None,
-    typer.Option("--server", metavar="ADDR", help="HOST:PORT or unix:PATH; else ETFARM_SERVER, else a farm of its own."),
+    typer.Option(
+        "--server",
+        metavar="ADDR",
+        help="HOST:PORT, several with commas, or unix:PATH; else ETFARM_SERVER, else a farm of its own.",
+    ),
 ]
 TlsCa = Annotated[
     str | None, typer.Option("--tls-ca", metavar="FILE", help="PEM of the authority that signed the server's certificate.")

@@ -18,6 +18,7 @@ from etfarm.client.transport.versions import protocol_version
 from etfarm.v1 import farm_pb2, farm_pb2_grpc
 from etfarm.wire import names
 from etfarm.wire.channel import Access, BadAddress, open_channel, socket_token
+from etfarm.wire.failover import settle
 from etfarm.wire.names import FIRST_PROTOCOL_VERSION
 from etfarm.wire.status import Unreachable
 
@@ -93,6 +94,7 @@ class Connection:
                 access = replace(access, project=self._project)
             self._channel = open_channel(access)
             self._stubs = Stubs.of(self._channel, access.server)
+            await settle(self._channel)
             self.protocol_version = await _probe(self._channel, access.server)
         except BaseException:
             await self.close()

@@ -16,6 +16,7 @@ from etfarm.v1 import agent_pb2, device_pb2
 from etfarm.v1.agent_pb2_grpc import AgentServiceStub
 from etfarm.wire.channel import open_channel
 from etfarm.wire.errors import EtfarmError, Kind
+from etfarm.wire.failover import settle
 from etfarm.wire.names import OLDEST_PROTOCOL_VERSION, PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
 
@@ -163,6 +164,7 @@ class ServerConnection:
         Each connection has its own channel: an old channel would wait for its own back-off before it connects again.
         """
         async with open_channel(self._config.access) as channel:
+            await settle(channel)
             queue = connection.queue
             hello = self._hello()
             connection.announced = {device.id: device for device in hello.devices}

@@ -19,6 +19,7 @@ from etfarm.v1.agent_pb2_grpc import AgentServiceStub
 from etfarm.wire.atomic_write import write_atomically
 from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.errors import EtfarmError, Kind
+from etfarm.wire.failover import settle
 from etfarm.wire.names import ENROLMENT_PREFIX
 from etfarm.wire.status import from_rpc_error
 
@@ -59,6 +60,7 @@ async def _exchange(access: Access, agent_id: str, pauses: Iterable[float]) -> s
     """Exchange the enrolment token for the agent's own token and return that one."""
     for pause in pauses:
         async with open_channel(access) as channel:
+            await settle(channel)
             try:
                 answer = await AgentServiceStub(channel).Enroll(agent_pb2.EnrollAgentRequest(agent_id=agent_id))
             except grpc.aio.AioRpcError as error:

@@ -16,7 +16,7 @@ from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.usage import Usage
 from etfarm.client.errors import EtfarmError, ExtraMissing, Interrupted, Kind
-from etfarm.wire.channel import Access, Address, parse_address
+from etfarm.wire.channel import Access, Address, parse_address, parse_addresses
 from etfarm.wire.names import SERVER_VARIABLE
 from etfarm.wire.owner import at_end_of_stdin
 
@@ -114,7 +114,7 @@ async def _find_farm(stack: AsyncExitStack, server: str | None, tls_ca: str | No
     if not address:
         farm = await stack.enter_async_context(AsyncFarm(on_status=lambda text: tell(text, to_stderr=True)))
         return farm.address, True
-    parse_address(address)
+    parse_addresses(address)
     try:
         async with AsyncFarm(address, tls_ca=tls_ca):
             pass

@@ -21,6 +21,7 @@ from etfarm.server.rpc.door.caller import Resolve, enter, resolve_default
 from etfarm.server.rpc.door.calls import Call, Calls
 from etfarm.server.rpc.door.connections import Connections
 from etfarm.server.rpc.door.failures import Failures, address_of
+from etfarm.server.rpc.door.forwarded import Forwarded
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.errors import EtfarmError, FarmError, Kind
@@ -57,6 +58,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         audit: AuditLog | None = None,
         connections: Connections | None = None,
         clock: Callable[[], float] = time.monotonic,
+        forwarded: Forwarded | None = None,
     ) -> None:
         """Initialize the interceptor.
 
@@ -66,6 +68,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
             audit: records changes and refusals.
             connections: closes connections without a valid token.
             clock: returns seconds on a monotonic clock.
+            forwarded: recognizes callers of calls that other servers forward.
         """
         self._tokens = tokens
         self._resolve = resolve
@@ -74,6 +77,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         self.calls = Calls(tokens.is_valid, resolve)
         self._failures = Failures(clock)
         self._large = FairSlots(admission.AT_ONCE)
+        self._forwarded = forwarded or Forwarded()
 
     async def intercept_service(
         self,
@@ -86,6 +90,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         method = handler_call_details.method
         metadata = handler_call_details.invocation_metadata
         principal: Principal | None = None
+        forwarded_peer = self._forwarded.peer(metadata)
         try:
             credential = self._tokens.authenticate(_text(metadata, "authorization"))
             principal = credential.principal
@@ -95,13 +100,15 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
             enter(credential, principal, method)
             call = self.calls.begin(method, credential, principal)
         except EtfarmError as error:
-            return self._refusal(error, method, principal)
+            return self._refusal(error, method, principal, forwarded_peer)
 
         def admit(context: ServicerContext[Any, Any]) -> Auditor | None:
             peer = context.peer()
             if self._connections is not None and credential.key:
                 self._connections.trust(peer)
-            return None if self._audit is None else Auditor(self._audit, method, call.principal, address_of(peer))
+            return (
+                None if self._audit is None else Auditor(self._audit, method, call.principal, address_of(forwarded_peer or peer))
+            )
 
         kind = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
         wrap = _streaming if handler.response_streaming else _single
@@ -113,14 +120,17 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         )
         return wrapped
 
-    def _refusal(self, error: EtfarmError, method: str, principal: Principal | None) -> grpc.RpcMethodHandler[Any, Any]:
+    def _refusal(
+        self, error: EtfarmError, method: str, principal: Principal | None, forwarded_peer: str | None
+    ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return a handler that refuses the call. It handles streams, since gRPC then reads no message that is not requested."""
 
         async def refuse(requests: object, context: ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
-            address = address_of(context.peer())
+            address = address_of(forwarded_peer or context.peer())
             if error.kind is Kind.UNAUTHENTICATED and (wait_s := self._failures.note(address)) > 0:
                 error.metadata["retry_after_s"] = f"{wait_s:.0f}"
-                if self._connections is not None and self._failures.is_flood(address):
+                # The connection of a server of the farm has calls of others, too.
+                if self._connections is not None and forwarded_peer is None and self._failures.is_flood(address):
                     self._connections.distrust(context.peer())
             if self._audit is not None:
                 self._audit.refuse(entry_of(rpc_of(method), error.reason, principal, address))

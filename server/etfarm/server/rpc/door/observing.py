@@ -16,6 +16,7 @@ from grpc.aio import ServicerContext
 
 from etfarm.server.rpc.door.auditing import CHANGES, rpc_of
 from etfarm.server.rpc.door.failures import address_of
+from etfarm.server.rpc.door.forwarded import Forwarded
 
 log = structlog.get_logger()
 
@@ -45,11 +46,18 @@ class ObservingInterceptor(grpc.aio.ServerInterceptor):
     Args:
         observer: receives durations and codes; None to only log.
         clock: returns seconds on a monotonic clock.
+        forwarded: recognizes callers of calls that other servers forward.
     """
 
-    def __init__(self, observer: Observer | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        observer: Observer | None = None,
+        clock: Callable[[], float] = time.monotonic,
+        forwarded: Forwarded | None = None,
+    ) -> None:
         self._observer = observer
         self._clock = clock
+        self._forwarded = forwarded or Forwarded()
 
     async def intercept_service(
         self,
@@ -63,7 +71,8 @@ class ObservingInterceptor(grpc.aio.ServerInterceptor):
         if handler is None:
             return handler
         is_stream = handler.request_streaming or handler.response_streaming
-        call = _Observed(self._observer, self._clock, rpc, is_stream=is_stream)
+        peer = self._forwarded.peer(handler_call_details.invocation_metadata)
+        call = _Observed(self._observer, self._clock, rpc, peer, is_stream=is_stream)
         kind = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
         behavior = getattr(handler, kind)
         wrapped: grpc.RpcMethodHandler[Any, Any] = getattr(grpc, f"{kind}_rpc_method_handler")(
@@ -77,12 +86,15 @@ class ObservingInterceptor(grpc.aio.ServerInterceptor):
 class _Observed:
     """One call."""
 
-    def __init__(self, observer: Observer | None, clock: Callable[[], float], rpc: str, *, is_stream: bool) -> None:
+    def __init__(
+        self, observer: Observer | None, clock: Callable[[], float], rpc: str, forwarded_peer: str | None, *, is_stream: bool
+    ) -> None:
         self._observer = observer
         self._clock = clock
         self._rpc = rpc
         self._is_stream = is_stream
         self._began_s = 0.0
+        self._forwarded_peer = forwarded_peer
         self._peer = ""
 
     def unary(self, behavior: Callable[..., Any]) -> Callable[..., Awaitable[Any]]:
@@ -117,7 +129,7 @@ class _Observed:
         self._began_s = self._clock()
         if self._rpc in CHANGES:
             # gRPC crashes when asked for the peer of a call that its client has cancelled.
-            self._peer = address_of(context.peer())
+            self._peer = address_of(self._forwarded_peer or context.peer())
         if self._observer is not None:
             self._observer.began(self._rpc)
 

@@ -39,8 +39,9 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
         is_stopping: Callable[[], bool] = lambda: False,
         certificate_expires_at: Callable[[], datetime | None] = lambda: None,
         agent_wheel: AgentWheel | None = None,
-        settings: Sequence[farm_pb2.ServerSetting] = (),
         measure: Callable[[], Awaitable[Sequence[farm_pb2.Metric]]],
+        settings: Sequence[farm_pb2.ServerSetting] = (),
+        servers: Callable[[], Sequence[farm_pb2.FarmServer]] = lambda: (),
     ) -> None:
         self._registry = registry
         self._bundles = bundles
@@ -55,6 +56,7 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
         self._agent_wheel = agent_wheel
         self._settings = settings
         self._measure = measure
+        self._servers = servers
 
     async def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: object) -> farm_pb2.ServerInfo:
         seen = scope()
@@ -73,6 +75,7 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
             starting=starting,
             toolchain=toolchain() if ready else None,
             stopping=self._is_stopping(),
+            servers=self._servers(),
         )
         info.server_time.FromDatetime(datetime.now(UTC))
         if (expires_at := credential().expires_at) is not None:

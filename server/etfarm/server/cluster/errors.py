@@ -1,0 +1,38 @@
+"""Errors of several servers of one farm."""
+
+from __future__ import annotations
+
+from etfarm.wire.errors import FarmError, Kind, UserError
+
+
+class NoLeader(FarmError):
+    """A call to a farm of which no server leads at the moment, or whose leading server was lost during the call."""
+
+    reason = "NO_LEADER"
+    kind = Kind.UNAVAILABLE
+
+
+class Fenced(FarmError):
+    """A change by a server that no longer leads the farm."""
+
+    reason = "FENCED"
+    kind = Kind.UNAVAILABLE
+
+
+class TooManyForwarded(FarmError):
+    """A server that forwards as many calls as it may."""
+
+    reason = "TOO_MANY_CALLS"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+
+class NotAdvertised(UserError):
+    """A server of a farm without an address at which the other servers reach it."""
+
+    reason = "NOT_ADVERTISED"
+
+
+class OtherBlobs(UserError):
+    """A server whose blobs are not those of the farm's other servers."""
+
+    reason = "OTHER_BLOBS"

@@ -1,0 +1,45 @@
+"""What a server that leads a farm of several servers does differently from a server that is alone."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, Sequence
+
+from etfarm.server.cluster.member import Member, Term
+from etfarm.server.cluster.metrics import ClusterMetrics
+from etfarm.v1.farm_pb2 import FarmServer
+
+
+class Lead:
+    """The lead of a farm by this server.
+
+    Args:
+        member: this server, which has the lease.
+        take_address: ends the forwarding of calls, so that this server itself can listen on the address.
+    """
+
+    def __init__(self, member: Member, term: Term, take_address: Callable[[], Awaitable[None]], metrics: ClusterMetrics) -> None:
+        self._member = member
+        self.metrics = metrics
+        """The metrics that this server has had since it started."""
+        self._was_clean = term.was_clean
+        self.secret = term.leader.secret
+        """The secret by which calls of other servers are recognized."""
+        self.fence = member.fence()
+        """The check of each write transaction."""
+        self.take_address = take_address
+
+    def begin(self) -> bool:
+        """Return whether the former leader ended in order. That this one runs is in its lease."""
+        return self._was_clean
+
+    def end(self) -> None:
+        """Leave the end to the lease, which is given up once everything is written."""
+
+    def servers(self) -> Sequence[FarmServer]:
+        """Return the farm's servers, this one first."""
+        described = []
+        for row in sorted(self._member.servers, key=lambda row: row.id != self._member.id):
+            server = FarmServer(address=row.address, version=row.version, leads=row.id == self._member.id)
+            server.start_time.FromDatetime(row.started_at)
+            described.append(server)
+        return described

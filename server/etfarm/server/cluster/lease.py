@@ -1,0 +1,261 @@
+"""The lease of the leading server: a row of the database, whose clock alone decides when it expires.
+
+A leader renews its lease every second. If it cannot, the lease expires after three, and another server takes it with the next
+token. Each write transaction of the leader checks its token on its own connection (`Fence`), so that a former leader that does
+not know it yet, such as a process that stood still, writes nothing.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psycopg
+import structlog
+from psycopg.rows import namedtuple_row
+from sqlalchemy import Connection, text
+
+from etfarm.server.cluster.errors import Fenced
+from etfarm.server.cluster.leadership import Leader
+
+log = structlog.get_logger()
+
+LEASE_S: Final = 3.0
+"""Time for which a lease is valid without a renewal."""
+RENEWAL_S: Final = 1.0
+CHANNEL: Final = "etfarm_lease"
+"""The channel on which changes of the leader are notified."""
+PRESENT_S: Final = 10.0
+"""Time for which a server counts as a member without having been seen."""
+
+_TABLES_KEY: Final = 0x45_54_4C_45
+_LOCK_MS: Final = 2000
+
+# These tables are not migrated with the others, and have a schema of their own: servers of several versions use them at a time,
+# before the lease decides which one may migrate. Columns are only ever added.
+_TABLES: Final = """
+CREATE SCHEMA IF NOT EXISTS etfarm_cluster;
+CREATE TABLE IF NOT EXISTS etfarm_cluster.lease (
+    id smallint PRIMARY KEY CHECK (id = 1),
+    token bigint NOT NULL DEFAULT 0,
+    holder text NOT NULL DEFAULT '',
+    address text NOT NULL DEFAULT '',
+    version text NOT NULL DEFAULT '',
+    certificate text NOT NULL DEFAULT '',
+    expires_at timestamptz NOT NULL DEFAULT to_timestamp(0),
+    released boolean NOT NULL DEFAULT true,
+    secret text NOT NULL,
+    blobs text NOT NULL DEFAULT ''
+);
+CREATE TABLE IF NOT EXISTS etfarm_cluster.servers (
+    id text PRIMARY KEY,
+    address text NOT NULL,
+    version text NOT NULL,
+    started_at timestamptz NOT NULL DEFAULT clock_timestamp(),
+    seen_at timestamptz NOT NULL DEFAULT clock_timestamp()
+);
+"""
+
+_READ: Final = """
+SELECT token, holder, address, version, certificate, secret, blobs, released,
+       extract(epoch FROM expires_at - clock_timestamp())::float8 AS remaining_s
+FROM etfarm_cluster.lease WHERE id = 1
+"""
+_READ_FOR_UPDATE: Final = _READ + "FOR UPDATE"
+"""Waits for the end of writes that have checked the lease, unlike renewals, which change no key."""
+
+_TAKE: Final = """
+UPDATE etfarm_cluster.lease SET token = token + 1, holder = %(holder)s, address = %(address)s, version = %(version)s,
+       certificate = %(certificate)s, expires_at = clock_timestamp() + make_interval(secs => %(lease_s)s), released = false
+WHERE id = 1 RETURNING token, secret
+"""
+_RENEW: Final = """
+UPDATE etfarm_cluster.lease SET expires_at = clock_timestamp() + make_interval(secs => %(lease_s)s), certificate = %(certificate)s
+WHERE id = 1 AND token = %(token)s AND NOT released RETURNING 1
+"""
+_RELEASE: Final = """
+UPDATE etfarm_cluster.lease SET expires_at = to_timestamp(0), released = true WHERE id = 1 AND token = %(token)s
+"""
+_END_WRITERS: Final = """
+SELECT pg_terminate_backend(pid) FROM pg_stat_activity
+WHERE datname = current_database() AND application_name = %(name)s AND pid <> pg_backend_pid()
+"""
+_SEEN: Final = """
+INSERT INTO etfarm_cluster.servers (id, address, version) VALUES (%(id)s, %(address)s, %(version)s)
+ON CONFLICT (id) DO UPDATE SET seen_at = clock_timestamp(), address = excluded.address
+"""
+_SERVERS: Final = """
+SELECT id, address, version, started_at FROM etfarm_cluster.servers
+WHERE seen_at > clock_timestamp() - make_interval(secs => %(present_s)s) ORDER BY started_at, id
+"""
+_FORGET: Final = "DELETE FROM etfarm_cluster.servers WHERE seen_at < clock_timestamp() - make_interval(secs => %(present_s)s)"
+_CHECK: Final = text(
+    "SELECT token, released, set_config('application_name', :name, false) FROM etfarm_cluster.lease WHERE id = 1 FOR KEY SHARE"
+)
+"""Lets renewals go on, and a server that takes the lease wait. The name is that of `_END_WRITERS`."""
+
+Session = psycopg.AsyncConnection[Any]
+
+
+@dataclass(frozen=True)
+class LeaseRow:
+    """The lease as the database has it."""
+
+    token: int
+    holder: str
+    address: str
+    version: str
+    certificate: str
+    secret: str
+    blobs: str
+    released: bool
+    """Whether its holder ended in order."""
+    remaining_s: float
+    """Time until it expires, by the database's clock; not above zero once it has expired."""
+
+    @property
+    def leader(self) -> Leader | None:
+        """The server that holds it; None if it has expired."""
+        if self.released or self.remaining_s <= 0:
+            return None
+        return Leader(self.token, self.address, self.version, self.certificate, self.secret)
+
+
+def writer_name(token: int) -> str:
+    """Return the name of the leader's writing sessions in the database."""
+    return f"etfarm leader {token}"
+
+
+class Fence:
+    """The check of every write transaction that its server still leads.
+
+    Args:
+        token: that of the server's lease.
+        on_fenced: called, in the thread of the transaction, if another server has taken the lease.
+    """
+
+    def __init__(self, token: int, on_fenced: Callable[[], object] = lambda: None) -> None:
+        self._token = token
+        self._on_fenced = on_fenced
+
+    def __call__(self, connection: Connection) -> None:
+        """Check the lease, and keep it from being taken until the transaction ends.
+
+        Raises:
+            Fenced: another server has taken the lease.
+        """
+        row = connection.execute(_CHECK, {"name": writer_name(self._token)}).one()
+        if row.token != self._token or row.released:
+            self._on_fenced()
+            raise Fenced(
+                "This server no longer leads the farm, so it changes nothing.",
+                "Try again; the server that leads now answers.",
+                token=self._token,
+            )
+
+
+async def create_tables(session: Session) -> None:
+    """Create the tables of the lease, once for all servers."""
+    async with session.transaction():
+        # Two servers that create a table at the same moment would fail.
+        await session.execute("SELECT pg_advisory_xact_lock(%s)", (_TABLES_KEY,))
+        await session.execute(_TABLES)
+        await session.execute(
+            "INSERT INTO etfarm_cluster.lease (id, secret) VALUES (1, %s) ON CONFLICT DO NOTHING", (secrets.token_urlsafe(32),)
+        )
+
+
+async def read(session: Session) -> LeaseRow:
+    """Return the lease."""
+    return await _read(session, _READ)
+
+
+async def _read(session: Session, query: str) -> LeaseRow:
+    async with session.cursor(row_factory=namedtuple_row) as cursor:
+        row = await (await cursor.execute(query)).fetchone()
+    assert row is not None, "create_tables inserts the row"
+    return LeaseRow(**row._asdict())
+
+
+async def take(session: Session, holder: str, address: str, version: str, certificate: str) -> tuple[Leader, bool] | None:
+    """Take an expired lease; return the new leader, and whether the former one ended in order.
+
+    Return None if another server was first, or a write of the former leader does not end.
+    """
+    if (row := await read(session)).leader is not None:
+        return None
+    # A process that stands still in the middle of a write would keep the lease from being taken.
+    await session.execute(_END_WRITERS, {"name": writer_name(row.token)})
+    try:
+        async with session.transaction():
+            await session.execute(f"SET LOCAL lock_timeout = {_LOCK_MS}")
+            former = await _read(session, _READ_FOR_UPDATE)
+            if former.leader is not None:
+                return None
+            values = {"holder": holder, "address": address, "version": version, "certificate": certificate, "lease_s": LEASE_S}
+            taken = await (await session.execute(_TAKE, values)).fetchone()
+            assert taken is not None
+            await session.execute("SELECT pg_notify(%s, '')", (CHANNEL,))
+    except psycopg.errors.LockNotAvailable:
+        log.warning("the lease could not be taken: a write of the former leader does not end")
+        return None
+    return Leader(taken[0], address, version, certificate, taken[1]), former.released
+
+
+async def renew(session: Session, token: int, certificate: str) -> bool:
+    """Renew the lease; return False if another server has it."""
+    values = {"token": token, "certificate": certificate, "lease_s": LEASE_S}
+    return await (await session.execute(_RENEW, values)).fetchone() is not None
+
+
+async def release(session: Session, token: int) -> None:
+    """Give the lease up, after the last write, so that another server takes it at once."""
+    async with session.transaction():
+        await session.execute(_RELEASE, {"token": token})
+        await session.execute("SELECT pg_notify(%s, '')", (CHANNEL,))
+
+
+@dataclass(frozen=True)
+class ServerRow:
+    """A server of the farm that was seen lately."""
+
+    id: str
+    address: str
+    version: str
+    started_at: Any
+
+
+async def announce(session: Session, server_id: str, address: str, version: str) -> None:
+    """Record that a server is there."""
+    await session.execute(_SEEN, {"id": server_id, "address": address, "version": version})
+
+
+async def leave(session: Session, server_id: str) -> None:
+    """Remove a server that ends in order."""
+    await session.execute("DELETE FROM etfarm_cluster.servers WHERE id = %s", (server_id,))
+
+
+async def list_servers(session: Session) -> list[ServerRow]:
+    """Return the servers that were seen lately, and forget the others."""
+    values = {"present_s": PRESENT_S}
+    await session.execute(_FORGET, values)
+    async with session.cursor(row_factory=namedtuple_row) as cursor:
+        rows = await (await cursor.execute(_SERVERS, values)).fetchall()
+    return [ServerRow(**row._asdict()) for row in rows]
+
+
+async def revision(session: Session) -> str | None:
+    """Return the revision of the farm's tables; None for an empty database."""
+    exists = await (await session.execute("SELECT to_regclass('alembic_version') IS NOT NULL")).fetchone()
+    if exists is None or not exists[0]:
+        return None
+    row = await (await session.execute("SELECT version_num FROM alembic_version")).fetchone()
+    return None if row is None else str(row[0])
+
+
+async def claim_blobs(session: Session, blobs: str) -> str:
+    """Record where the farm's blobs are, unless another server has; return what is recorded."""
+    await session.execute("UPDATE etfarm_cluster.lease SET blobs = %s WHERE id = 1 AND blobs = ''", (blobs,))
+    return (await read(session)).blobs

@@ -1,0 +1,276 @@
+"""This server as one of the farm's: it follows who leads, takes the lease once it has expired, and renews it while it leads."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from typing import Final
+
+import psycopg
+import structlog
+
+from etfarm.server.cluster import lease
+from etfarm.server.cluster.errors import OtherBlobs
+from etfarm.server.cluster.leadership import Leader, Leadership
+from etfarm.server.cluster.lease import Fence, ServerRow, Session
+from etfarm.wire.errors import UserError
+
+log = structlog.get_logger()
+
+_MARGIN_S: Final = 0.05
+"""Time after the expiry of a lease at which another server looks again."""
+_RETRY_S: Final = 0.5
+_MOST_WAIT_S: Final = 5.0
+"""Longest time without a look at the lease: a notification may have been lost."""
+_LOG_AGAIN_S: Final = 10.0
+_CLOSE_S: Final = 3.0
+_CONNECT: Final = {
+    "connect_timeout": 2, "tcp_user_timeout": 3000, "keepalives_idle": 1, "keepalives_interval": 1, "keepalives_count": 3,
+    "application_name": "etfarm lease",
+}  # fmt: skip
+
+
+class BadDatabaseUrl(UserError):
+    """A database that refuses this server, or a URL that is not one of PostgreSQL."""
+
+    reason = "BAD_DATABASE_URL"
+
+
+@dataclass(frozen=True)
+class Term:
+    """The time for which this server leads."""
+
+    leader: Leader
+    was_clean: bool
+    """Whether the former leader ended in order."""
+
+
+class Member:
+    """This server among the servers of its farm.
+
+    Args:
+        url: the database, as `postgresql://...`.
+        version: this server's version.
+        certificate: returns this server's certificate chain in PEM; empty without TLS.
+        blobs: identifies where this server's blobs are.
+        revisions: the revisions of the database that this server knows.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        version: str,
+        certificate: Callable[[], str],
+        blobs: str,
+        revisions: Collection[str],
+    ) -> None:
+        self.id = uuid.uuid4().hex
+        self.address = ""
+        """The address at which other servers reach this one, once it has joined."""
+        self.leadership = Leadership()
+        self.servers: list[ServerRow] = []
+        """The farm's servers; known to the one that leads."""
+        self.leaderless_s = 0.0
+        """Time for which no server led, as far as this one has seen."""
+        self.lost = asyncio.Event()
+        """Set once this server has led and does so no longer: it must start anew."""
+        self._url = url.replace("postgresql+psycopg://", "postgresql://", 1)
+        self._version = version
+        self._certificate = certificate
+        self._blobs = blobs
+        self._revisions = frozenset(revisions)
+        self._term: asyncio.Future[Term] = asyncio.get_running_loop().create_future()
+        self._joined: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._expiry: asyncio.TimerHandle | None = None
+        self._leaderless_since: float | None = time.monotonic()
+        self._is_too_old = False
+        self._has_failed = False
+        """Whether this server ends because of an error: its lease expires, so that the next one knows."""
+
+    @asynccontextmanager
+    async def joined(self, address: str) -> AsyncIterator[Member]:
+        """Take part until the end of the block, and give the lease up there if this server leads.
+
+        Args:
+            address: the address at which other servers reach this one.
+
+        Raises:
+            BadDatabaseUrl: the database refuses this server.
+            OtherBlobs: this server's blobs are not those of the farm.
+        """
+        self.address = address
+        task = asyncio.create_task(self._run(), name="lease")
+        task.add_done_callback(self._ended)
+        try:
+            await asyncio.wait({task, self._joined}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                task.result()
+            yield self
+        except BaseException:
+            self._has_failed = True
+            raise
+        finally:
+            task.cancel()
+            await asyncio.wait({task}, timeout=_CLOSE_S)
+            if self._expiry is not None:
+                self._expiry.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()) is not None and self._joined.done():
+            log.error("the farm's lease is no longer followed", exc_info=error)
+            self._lose("because of a bug")
+
+    async def elected(self) -> Term:
+        """Wait until this server leads."""
+        return await asyncio.shield(self._term)
+
+    def fence(self) -> Fence:
+        """Return the check of the leader's write transactions. Call it in the event loop, once this server leads."""
+        loop = asyncio.get_running_loop()
+        token = self._term.result().leader.token
+        return Fence(token, lambda: loop.call_soon_threadsafe(self._lose, "a write was refused"))
+
+    def has_others(self) -> bool:
+        """Return whether there are other servers, which can take the lead."""
+        return any(server.id != self.id for server in self.servers)
+
+    @property
+    def is_leading(self) -> bool:
+        """Whether this server leads."""
+        return self._term.done() and not self._term.cancelled() and not self.lost.is_set()
+
+    def measure_leaderless_s(self) -> float:
+        """Return the time for which no server led, as far as this one has seen, in seconds."""
+        since = self._leaderless_since
+        return self.leaderless_s + (0.0 if since is None else time.monotonic() - since)
+
+    async def _run(self) -> None:
+        """Follow the lease, over as many connections to the database as necessary, until cancelled or the lease is lost."""
+        logged_s = -_LOG_AGAIN_S
+        while not self.lost.is_set():
+            try:
+                async with await psycopg.AsyncConnection.connect(self._url, autocommit=True, **_CONNECT) as session:
+                    await self._take_part(session)
+            except psycopg.OperationalError as error:
+                if not self._joined.done():
+                    if _is_refusal(error):
+                        raise BadDatabaseUrl(
+                            f"The database refuses this server: {str(error).strip().splitlines()[-1]}.", "Check --database."
+                        ) from None
+                    self._joined.set_result(None)  # calls wait at the port meanwhile
+                if time.monotonic() - logged_s > _LOG_AGAIN_S:
+                    logged_s = time.monotonic()
+                    log.warning("the database with the farm's lease does not answer; trying again", why=str(error).strip())
+                await asyncio.sleep(_RETRY_S)
+
+    async def _take_part(self, session: Session) -> None:
+        await lease.create_tables(session)
+        if self._blobs and (blobs := await lease.claim_blobs(session, self._blobs)) != self._blobs:
+            raise OtherBlobs(
+                f"The farm's blobs are at {blobs}, this server's at {self._blobs}.",
+                "Give all servers of a farm the same --blobs, which all of them reach.",
+                farm=blobs, here=self._blobs,
+            )  # fmt: skip
+        await session.execute(f"LISTEN {lease.CHANNEL}")
+        try:
+            if not self._term.done():
+                await self._stand_by(session)
+            await self._lead(session)
+        except asyncio.CancelledError:
+            with contextlib.suppress(psycopg.Error):
+                if self.is_leading and not self._has_failed:
+                    await lease.release(session, self._term.result().leader.token)
+                await lease.leave(session, self.id)
+            raise
+
+    async def _stand_by(self, session: Session) -> None:
+        """Follow the leader, and return once this server is it."""
+        while True:
+            await lease.announce(session, self.id, self.address, self._version)
+            row = await lease.read(session)
+            # An earlier process with this server's own address has ended, and calls to it would come back here.
+            self._publish(row.leader if row.address != self.address else None)
+            if not self._joined.done():
+                self._joined.set_result(None)
+            if row.leader is None and await self._is_able(session):
+                sent_s = asyncio.get_running_loop().time()
+                taken = await lease.take(session, self.id, self.address, self._version, self._certificate())
+                if taken is not None:
+                    self._begin(Term(*taken), sent_s)
+                    return
+            wait_s = _RETRY_S if row.leader is None else min(max(row.remaining_s, 0.0) + _MARGIN_S, _MOST_WAIT_S)
+            async for _ in session.notifies(timeout=wait_s, stop_after=1):
+                pass
+
+    async def _is_able(self, session: Session) -> bool:
+        """Return whether this server knows the database's tables; it only forwards if a newer one has migrated them."""
+        revision = await lease.revision(session)
+        is_too_old = revision is not None and revision not in self._revisions
+        if is_too_old and not self._is_too_old:
+            log.warning("a newer version of etfarm has migrated the database: this server only forwards calls", revision=revision)
+        self._is_too_old = is_too_old
+        return not is_too_old
+
+    def _begin(self, term: Term, sent_s: float) -> None:
+        log.info("this server leads the farm", token=term.leader.token, address=self.address)
+        self._extend(sent_s)
+        self._end_leaderless()
+        self.leadership.set(None)  # calls wait until this server itself answers them
+        self._term.set_result(term)
+
+    async def _lead(self, session: Session) -> None:
+        """Renew the lease until it is lost."""
+        token = self._term.result().leader.token
+        while not self.lost.is_set():
+            sent_s = asyncio.get_running_loop().time()
+            if not await lease.renew(session, token, self._certificate()):
+                self._lose("another server has taken the lease")
+                return
+            self._extend(sent_s)
+            await lease.announce(session, self.id, self.address, self._version)
+            self.servers = await lease.list_servers(session)
+            await asyncio.sleep(lease.RENEWAL_S)
+
+    def _extend(self, sent_s: float) -> None:
+        """Lead until the lease expires, counted from before the database was asked: it may have expired earlier, never later."""
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry = asyncio.get_running_loop().call_at(sent_s + lease.LEASE_S, self._expire)
+
+    def _expire(self) -> None:
+        if self.has_others():
+            self._lose("the lease could not be renewed in time")
+        else:
+            # A database that restarts must not restart a server that is alone. If there is another one after all, it has taken
+            # the lease, and the fence refuses this one's writes.
+            log.warning("the lease could not be renewed in time; no other server is there to take it")
+
+    def _lose(self, why: str) -> None:
+        if not self.lost.is_set():
+            log.error("this server no longer leads the farm", why=why)
+            self._publish(None)
+            self.lost.set()
+
+    def _publish(self, leader: Leader | None) -> None:
+        now = time.monotonic()
+        if leader is None and self._leaderless_since is None:
+            self._leaderless_since = now
+        elif leader is not None:
+            self._end_leaderless()
+        self.leadership.set(leader)
+
+    def _end_leaderless(self) -> None:
+        if self._leaderless_since is not None:
+            self.leaderless_s += time.monotonic() - self._leaderless_since
+            self._leaderless_since = None
+
+
+def _is_refusal(error: psycopg.OperationalError) -> bool:
+    """Return whether the login or the database is refused, or the URL is not valid, as opposed to a server that is away."""
+    text = str(error)
+    return any(sign in text for sign in ("authentication failed", "does not exist", "no pg_hba.conf entry", "invalid", "missing"))

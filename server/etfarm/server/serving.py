@@ -1,0 +1,205 @@
+"""The life of a server's process: it serves alone, or stands by until it leads a farm of several servers."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import os
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from contextlib import AsyncExitStack
+from dataclasses import replace
+from importlib.metadata import version
+from typing import Any, Final
+
+import structlog
+
+from etfarm.server.app import Server, running
+from etfarm.server.artifacts.blobs import ARTIFACTS
+from etfarm.server.cluster.lead import Lead
+from etfarm.server.cluster.member import Member
+from etfarm.server.cluster.metrics import ClusterMetrics
+from etfarm.server.cluster.shared_blobs import identify_folder
+from etfarm.server.cluster.standby import standing_by
+from etfarm.server.config import Config
+from etfarm.server.operation import web_page
+from etfarm.server.operation.service_manager import ServiceManager
+from etfarm.server.operation.settings import Setting
+from etfarm.server.parts import Children
+from etfarm.server.rpc.door.listening import write_address
+from etfarm.server.state.revisions import known_revisions
+from etfarm.wire.channel import parse_address
+from etfarm.wire.errors import FarmError
+from etfarm.wire.owner import at_end_of_stdin
+
+log = structlog.get_logger()
+
+_GRACE_S: Final = 10.0
+"""Time beyond the drain's limit for which the service manager should wait."""
+_RESTART_S: Final = 5.0
+"""Time that a server which no longer leads has to end its parts before its process starts anew."""
+
+
+class Process:
+    """The process of one server: what makes it stop, and what it reports to the one that started it.
+
+    Args:
+        settings: the options that `config` follows from, for the server's status.
+    """
+
+    def __init__(self, config: Config, settings: Sequence[Setting]) -> None:
+        self._config = config
+        self._settings = settings
+        self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
+        self._damage: list[FarmError] = []
+        self._manager = ServiceManager()
+        self._reload: Callable[[], None] = lambda: None
+
+    async def run(self) -> str | None:
+        """Serve until a signal, and return None; or the address at which the process has to start anew, as it leads no longer."""
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._on_signal)
+        loop.add_signal_handler(signal.SIGHUP, lambda: self._reload())
+        if self._config.exit_with_stdin:
+            at_end_of_stdin(self._end_now)
+        try:
+            if self._config.database is None:
+                await self._serve_alone()
+                return None
+            return await self._serve_among_others()
+        finally:
+            if self._damage:
+                # Any other error during shutdown is a consequence of the damage.
+                raise self._damage[0] from None
+
+    def _on_signal(self) -> None:
+        if self._stop.is_set():
+            self._stop_now.set()
+        self._stop.set()
+
+    def _end_now(self) -> None:
+        self._stop_now.set()
+        self._stop.set()
+
+    def _on_damaged(self, error: FarmError) -> None:
+        self._damage.append(error)
+        self._end_now()
+
+    async def _serve_alone(self) -> None:
+        async with running(self._config, self._on_damaged, self._settings) as server, AsyncExitStack() as stack:
+            self._reload = server.reload
+            if server.metrics_address:
+                print(f"etfarm serve: metrics on {server.metrics_address}", flush=True)
+            self._report(server.address, stack)
+            await self._serve_page(server.address, stack)
+            await self._stop.wait()
+            await self._drain(server)
+
+    async def _serve_among_others(self) -> str | None:
+        """Forward calls until this server leads, then lead; return its address if it is the leader no longer."""
+        config = self._config
+        children = Children.start(config)
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(children.workers.stop)
+            member = _member(config)
+            metrics = ClusterMetrics(member)
+            standby = await stack.enter_async_context(AsyncExitStack())
+            address = await standby.enter_async_context(standing_by(config, member.leadership, metrics.forwarded))
+            config = replace(config, listen=parse_address(address))
+            await stack.enter_async_context(member.joined(config.advertised_at(address)))
+            if config.address_file is not None:
+                write_address(config.address_file, address)
+                stack.callback(config.address_file.unlink, missing_ok=True)
+            if config.metrics is not None:
+                page = metrics.page()
+                config = replace(config, metrics=parse_address(await page.start(config.metrics)))
+                standby.push_async_callback(page.close)
+                print(f"etfarm serve: metrics on {config.metrics.text if config.metrics else ''}", flush=True)
+            self._report(address, stack)
+            # It asks this server, which may have to take the lead before it answers.
+            stack.callback(asyncio.create_task(self._serve_page(address, stack), name="web page").cancel)
+            leader = member.leadership.leader
+            print(f"etfarm serve: forwarding calls to {leader.address if leader else 'the server that will lead'}", flush=True)
+            if not await self._is_first(member.elected()):
+                return None
+            lead = Lead(member, await member.elected(), standby.aclose, metrics)
+            async with running(config, self._on_damaged, self._settings, children, lead) as server:
+                self._reload = server.reload
+                print("etfarm serve: leading the farm", flush=True)
+                if await self._is_first(member.lost.wait()):
+                    asyncio.get_running_loop().call_later(_RESTART_S, restart, address)
+                    await server.end_calls()
+                elif not member.has_others():
+                    await self._drain(server)
+        return address if member.lost.is_set() else None
+
+    async def _is_first(self, event: Coroutine[Any, Any, object]) -> bool:
+        """Wait for an event, or for the signal to stop; return whether it was the event."""
+        task = asyncio.create_task(event, name="event of the farm")  # type: ignore[arg-type]
+        stop = asyncio.create_task(self._stop.wait(), name="stop")
+        await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
+        is_first = task.done()
+        for each in (task, stop):
+            each.cancel()
+        await asyncio.gather(task, stop, return_exceptions=True)
+        return is_first
+
+    def _report(self, address: str, stack: AsyncExitStack) -> None:
+        """Say where the server listens, to people and to the service manager."""
+        if self._config.insecure and not self._config.listen.is_local:
+            print("etfarm serve: INSECURE: anybody who reaches this address can run programs on the farm's devices", flush=True)
+        print(f"etfarm serve: listening on {address}", flush=True)
+        # Loaded modules live as long as the process: a full garbage collection that visits them would delay every call.
+        gc.freeze()
+        stack.callback(asyncio.create_task(self._manager.keep_alive(), name="watchdog").cancel)
+        self._manager.notify(READY=1, STATUS=f"listening on {address}")
+
+    async def _serve_page(self, address: str, stack: AsyncExitStack) -> None:
+        """Start the web page, if configured; end the server if that fails."""
+        try:
+            page = await stack.enter_async_context(web_page.running(self._config, address))
+        except FarmError as error:
+            self._on_damaged(error)
+            return
+        if page is not None:
+            print(f"etfarm serve: web page at {page}", flush=True)
+
+    async def _drain(self, server: Server) -> None:
+        """Let running work end, until the time limit or a second signal."""
+        limit_s, stop_now, manager = self._config.drain_timeout_s, self._stop_now, self._manager
+        usec = round((limit_s + _GRACE_S) * 1e6)
+        manager.notify(STOPPING=1, STATUS="finishing running work", EXTEND_TIMEOUT_USEC=usec)
+        if stop_now.is_set() or not limit_s:
+            return
+        draining = asyncio.create_task(server.drain(), name="drain")
+        now = asyncio.create_task(stop_now.wait(), name="stop now")
+        done, _ = await asyncio.wait({draining, now}, timeout=min(0.1, limit_s), return_when=asyncio.FIRST_COMPLETED)
+        if not done:
+            text = f"finishing {server.in_progress()}, for up to {limit_s:g} s; a second signal stops at once"
+            print(f"etfarm serve: {text}", flush=True)
+            manager.notify(STATUS=text)
+            await asyncio.wait({draining, now}, timeout=limit_s - 0.1, return_when=asyncio.FIRST_COMPLETED)
+        if not draining.done():
+            log.warning("stopping with work in progress; the next server resumes cells", work=server.in_progress())
+        for task in (draining, now):
+            task.cancel()
+        await asyncio.gather(draining, now, return_exceptions=True)
+
+
+def _member(config: Config) -> Member:
+    """Return this server among the servers of its farm."""
+    assert config.database is not None
+
+    def certificate() -> str:
+        identity = config.identity()
+        return "" if identity is None else identity[0].decode()
+
+    blobs = identify_folder(config.data / ARTIFACTS) if config.blobs is None else config.blobs.url
+    return Member(config.database.text, version("etfarm"), certificate, blobs, known_revisions())
+
+
+def restart(address: str) -> None:
+    """Replace this process by a new one with the same command, which stands by at the same address."""
+    os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:], "--listen", address])

@@ -1,0 +1,245 @@
+"""Several servers of one farm: whichever dies, stands still or is cut off, jobs, agents and watchers go on at another one."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import signal
+import time
+import uuid
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from etfarm.server.cluster import lease
+from etfarm.v1 import farm_pb2, job_pb2
+from tests.support import invariants
+from tests.support.clock import WallClock
+from tests.support.databases import PostgresDatabases
+from tests.support.farm_calls import FarmCalls, farm_calls
+from tests.support.postgres import QUICK, postgres_server
+from tests.support.programs import program
+from tests.support.proxy import link_to
+from tests.support.servers import Server, Servers
+from tests.support.simulated_agent import SELECTOR, SimulatedAgent
+
+pytestmark = pytest.mark.slow(reason="kills and stops servers in the middle of jobs, whose leases expire after seconds")
+
+BACK_S = 5.0
+"""Time within which a farm whose leader was killed has its agents back."""
+JOBS, AGENTS, AT_ONCE = 60, 6, 12
+
+
+@pytest.fixture
+def servers(tmp_path: Path, postgres_databases: PostgresDatabases) -> Iterator[Servers]:
+    """A farm whose servers a test adds."""
+    server, name = postgres_databases.server, f"farm_{uuid.uuid4().hex}"
+    server.execute("CREATE DATABASE {}", name)
+    running = Servers(tmp_path, server.url(name))
+    try:
+        yield running
+        for each in running.servers:
+            # What a server writes that has lost its lease is refused, which its log has in full.
+            assert "Traceback" not in each.log or "no longer leads" in each.log, each.log
+    finally:
+        running.stop()
+        server.execute("DROP DATABASE {} WITH (FORCE)", name)
+
+
+@asynccontextmanager
+async def simulated_agents(addresses: str, count: int = AGENTS) -> AsyncIterator[list[SimulatedAgent]]:
+    async with AsyncExitStack() as closing:
+        agents = [SimulatedAgent(addresses, f"sim-{number}", run_s=0.05 * number) for number in range(count)]
+        for agent in agents:
+            await closing.enter_async_context(agent)
+        yield agents
+
+
+async def lead_job(calls: FarmCalls, spec: job_pb2.JobSpec, turns: asyncio.Semaphore) -> tuple[str, list[job_pb2.JobEvent]]:
+    """Submit a job, and watch it to its end."""
+    async with turns:
+        job = await calls.submit(spec)
+        return job.id, await calls.watch(job.id)
+
+
+async def trivial_spec(calls: FarmCalls) -> job_pb2.JobSpec:
+    candidate = await calls.program(program("add").bytes, "add")
+    return job_pb2.JobSpec(candidates=[candidate], devices=[job_pb2.DeviceChoice(selector=SELECTOR)])
+
+
+async def wait_until_back(agents: list[SimulatedAgent], before: list[int]) -> float:
+    """Wait until each agent has been welcomed again; return the seconds that it took."""
+    began = time.monotonic()
+    for agent, connections in zip(agents, before, strict=True):
+        await agent.until(lambda agent=agent, connections=connections: agent.connections > connections)  # type: ignore[misc]
+    return time.monotonic() - began
+
+
+async def check(calls: FarmCalls, followed: dict[str, list[job_pb2.JobEvent]]) -> None:
+    """Require that no job is lost or recorded twice, and that its watcher missed nothing."""
+    known = [job.id for job in await calls.all_jobs()]
+    assert sorted(known) == sorted(followed)
+    wrong, attempts = [], Counter[str]()
+    for job_id, events in followed.items():
+        job = await calls.call(calls.jobs.Get, job_pb2.GetJobRequest(job_id=job_id))
+        wrong += invariants.check_events(job, events) + invariants.check_reports(job, await calls.reports_of(job_id))
+        attempts.update(attempt.id for cell in job.cells for attempt in cell.attempts)
+        assert job.state == job_pb2.JOB_STATE_SUCCEEDED, job
+    assert wrong == []
+    assert set(attempts.values()) == {1}
+
+
+async def test_jobs_agents_and_watchers_go_on_when_the_leader_is_killed(servers: Servers) -> None:
+    leader, other = servers.add(), servers.add()
+    async with simulated_agents(servers.addresses) as agents, farm_calls(servers.addresses) as calls:
+        spec, turns = await trivial_spec(calls), asyncio.Semaphore(AT_ONCE)
+        jobs = [asyncio.create_task(lead_job(calls, spec, turns)) for _ in range(JOBS)]
+        await agents[0].until(lambda: len(agents[0].acknowledged) >= 2)
+        before, running = [agent.connections for agent in agents], [set(agent.active) for agent in agents]
+        leader.kill9()
+        assert await wait_until_back(agents, before) < BACK_S
+        followed = dict(await asyncio.gather(*jobs))
+        await check(calls, followed)
+        for agent, attempts in zip(agents, running, strict=True):
+            assert {agent.started[attempt] for attempt in attempts} <= {1}, "a running attempt was restarted, not adopted"
+    other.wait_until_leading()
+
+
+async def test_a_leader_that_stands_still_is_fenced(servers: Servers) -> None:
+    leader, other = servers.add(), servers.add()
+    async with (
+        simulated_agents(other.address, 1) as agents, farm_calls(leader.address) as direct, farm_calls(other.address) as calls,
+    ):  # fmt: skip
+        spec, before = await trivial_spec(calls), [agent.connections for agent in agents]
+        leader.signal(signal.SIGSTOP)
+        late = asyncio.ensure_future(direct.jobs.Submit(job_pb2.SubmitJobRequest(request_id="late", spec=spec)))
+        await asyncio.to_thread(other.wait_until_leading)
+        job = await calls.submit(spec)
+        await wait_until_back(agents, before)
+        await calls.watch(job.id)
+        await asyncio.sleep(10.0 - lease.LEASE_S)
+        leader.signal(signal.SIGCONT)
+        # Its process starts anew and forwards; what it was asked before that changes nothing.
+        assert leader.daemon is not None
+        await asyncio.to_thread(leader.daemon.expect, f"forwarding calls to {other.address}")
+        await asyncio.wait({late})
+        assert late.exception() is not None
+        assert [known.id for known in await direct.all_jobs()] == [job.id]
+        info = await direct.call(direct.farm.GetServerInfo, farm_pb2.GetServerInfoRequest())
+        assert (info.forwarded_by, info.servers[0].address) == (leader.address, other.address)
+
+
+async def test_a_leader_in_the_middle_of_a_write_does_not_delay_the_next_one(servers: Servers) -> None:
+    servers.add()
+    ((token,),) = servers.query("SELECT token FROM etfarm_cluster.lease")
+    with psycopg.connect(servers.url) as writing:  # as a leader that stands still between two statements of a transaction
+        writing.execute("SELECT set_config('application_name', %s, false)", (lease.writer_name(token),))
+        writing.execute("SELECT token FROM etfarm_cluster.lease WHERE id = 1 FOR KEY SHARE")
+        other = servers.add()
+        servers.servers[0].kill9()
+        await asyncio.to_thread(other.wait_until_leading, BACK_S)
+        with pytest.raises(psycopg.OperationalError):
+            writing.execute("SELECT 1")
+
+
+async def test_a_leader_that_is_cut_from_the_database_is_replaced(tmp_path: Path) -> None:
+    with postgres_server(QUICK | {"listen_addresses": "127.0.0.1", "port": "0"} | free_port()) as database:
+        port = database.settings["port"]
+        with link_to(f"127.0.0.1:{port}") as link:
+            database.port = int(port)
+            servers = Servers(tmp_path, database.url("postgres"))
+            try:
+                of_link = f"postgresql://postgres@{link.address}/postgres"
+                leader, other = servers.add(url=of_link), servers.add()
+                async with simulated_agents(servers.addresses) as agents, farm_calls(servers.addresses) as calls:
+                    spec, turns = await trivial_spec(calls), asyncio.Semaphore(AT_ONCE)
+                    jobs = [asyncio.create_task(lead_job(calls, spec, turns)) for _ in range(JOBS)]
+                    await agents[0].until(lambda: len(agents[0].acknowledged) >= 2)
+                    before = [agent.connections for agent in agents]
+                    link.cut()
+                    await asyncio.to_thread(other.wait_until_leading)
+                    await wait_until_back(agents, before)
+                    await check(calls, dict(await asyncio.gather(*jobs)))
+                    link.heal()
+                    assert leader.daemon is not None
+                    await asyncio.to_thread(leader.daemon.expect, "forwarding calls to")
+            finally:
+                servers.stop()
+
+
+def free_port() -> dict[str, str]:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return {"port": str(probe.getsockname()[1])}
+
+
+async def test_a_leader_that_ends_in_order_hands_over_at_once(servers: Servers) -> None:
+    leader, other = servers.add(), servers.add()
+    async with simulated_agents(servers.addresses, 2) as agents, farm_calls(servers.addresses) as calls:
+        spec = await trivial_spec(calls)
+        await calls.watch((await calls.submit(spec)).id)
+        before = [agent.connections for agent in agents]
+        began = time.monotonic()
+        leader.signal(signal.SIGTERM)
+        await asyncio.to_thread(other.wait_until_leading)
+        assert time.monotonic() - began < lease.LEASE_S
+        await wait_until_back(agents, before)
+        await calls.watch((await calls.submit(spec)).id)
+        assert [server.address for server in (await info_of(calls)).servers] == [other.address]
+    assert servers.query("SELECT token, released FROM etfarm_cluster.lease") == [(2, False)]
+
+
+async def info_of(calls: FarmCalls) -> farm_pb2.ServerInfo:
+    answer: farm_pb2.ServerInfo = await calls.call(calls.farm.GetServerInfo, farm_pb2.GetServerInfoRequest())
+    return answer
+
+
+@pytest.mark.parametrize("skew_s", [-30, 30])
+async def test_clocks_of_servers_may_differ(servers: Servers, tmp_path: Path, skew_s: int) -> None:
+    clock = WallClock(tmp_path / "clock")
+    clock.jump(skew_s)
+    leader = servers.add()
+    skewed = servers.add(environment=clock.environment)
+    await asyncio.sleep(2 * lease.LEASE_S)
+    assert servers.query("SELECT token FROM etfarm_cluster.lease") == [(1,)], "a skewed clock took the lease of a living leader"
+    leader.kill9()
+    await asyncio.to_thread(skewed.wait_until_leading)
+    leader.start()
+    await asyncio.sleep(2 * lease.LEASE_S)
+    assert servers.query("SELECT token FROM etfarm_cluster.lease") == [(2,)]
+    skewed.kill9()
+    await asyncio.to_thread(leader.wait_until_leading)
+
+
+async def test_a_lost_notification_delays_the_next_leader_only_until_it_looks_again(servers: Servers) -> None:
+    leader, other = servers.add(), servers.add()
+    leader.signal(signal.SIGSTOP)  # it renews nothing more, and notifies nobody
+    servers.query("UPDATE etfarm_cluster.lease SET expires_at = to_timestamp(0), released = true RETURNING 1")
+    await asyncio.to_thread(other.wait_until_leading, BACK_S)
+    leader.signal(signal.SIGCONT)
+    assert leader.daemon is not None
+    await asyncio.to_thread(leader.daemon.expect, f"forwarding calls to {other.address}")
+
+
+async def test_a_server_does_not_lead_on_tables_of_a_newer_version(servers: Servers) -> None:
+    leader = servers.add()
+    servers.query("UPDATE alembic_version SET version_num = '9999' RETURNING 1")
+    older = servers.add()
+    leader.kill9()
+    with pytest.raises(AssertionError):
+        await asyncio.to_thread(older.wait_until_leading, 2 * lease.LEASE_S)
+    assert re.search("a newer version of etfarm has migrated the database", older.log)
+
+
+async def test_a_server_with_other_blobs_is_refused(servers: Servers, tmp_path: Path) -> None:
+    servers.add()
+    elsewhere = Server(tmp_path / "elsewhere", (tmp_path / "other blobs"), servers.url, {}, ())
+    (tmp_path / "other blobs").mkdir()
+    with pytest.raises(AssertionError, match="Give all servers of a farm the same --blobs"):
+        elsewhere.start()
