@@ -62,7 +62,8 @@ class Connections:
 
     def _connect(self) -> psycopg.Connection[Any]:
         # Transactions begin with statements of ours, which say more than BEGIN.
-        connection = psycopg.connect(**self.parameters, autocommit=True)
+        # The same few statements run all the time: the server keeps their plans from the second time on.
+        connection = psycopg.connect(**self.parameters, autocommit=True, prepare_threshold=1)
         connection.adapters.register_loader("numeric", _Whole)
         return connection
 
