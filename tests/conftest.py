@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -73,13 +73,30 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+class ReversedFolder(pytest.Dir):
+    """A folder whose files are collected from the last to the first."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        """Return what is in the folder."""
+        return reversed([*super().collect()])
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Let every second process of a ring begin with the last file.
+
+    Each process imports all tests, and pytest compiles a test that has not been imported before: the processes share that work.
+    """
+    number = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
+    return ReversedFolder.from_parent(parent, path=path) if int(number) % 2 else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse a slow test that does not say why it is slow, and put the longest files first."""
     for item in items:
         for marker in item.iter_markers("slow"):
             if not marker.kwargs.get("reason"):
                 raise pytest.UsageError(f'{item.nodeid} is slow without a reason: @pytest.mark.slow(reason="...").')
-    items.sort(key=lambda item: item.path.name not in LONG_FILES)
+    items.sort(key=lambda item: (item.path.name not in LONG_FILES, item.path))
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

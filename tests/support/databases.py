@@ -1,9 +1,15 @@
-"""Databases of tests, on the engine of the running test: SQLite, unless the test runs on each one."""
+"""Databases of tests, on the engine of the running test: SQLite, unless the test runs on each one.
+
+A new one is a copy of one that was migrated before: the migrations take a tenth of a second each time.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 
 import psycopg
@@ -76,7 +82,30 @@ _chosen: PostgresDatabases | None = None
 
 def new_database(path: Path) -> Database:
     """Return the database of a path, not yet opened; the same path is the same database throughout a test."""
-    return create_database(path, None if _chosen is None else _chosen.url(path))
+    if _chosen is not None:
+        return create_database(path, _chosen.url(path))
+    if not path.exists():
+        path.write_bytes(_migrated())
+    return create_database(path)
+
+
+@cache
+def _migrated() -> bytes:
+    """Return a SQLite database that no test has written to."""
+
+    async def migrate(path: Path) -> None:
+        database = create_database(path)
+        try:
+            await database.open()
+        finally:
+            database.close()
+
+    with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(1) as thread:
+        path = Path(folder) / "farm.sqlite"
+        # In an event loop of its own: the caller may be in one.
+        thread.submit(lambda: asyncio.run(migrate(path))).result()
+        assert not path.with_name("farm.sqlite-wal").exists(), "the file is not the whole database"
+        return path.read_bytes()
 
 
 @pytest.fixture(scope="session")

@@ -13,13 +13,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
-from typing import Any
 
 import psycopg
 import pytest
 from psycopg import sql
-
-from etfarm.wire.sandbox.syscalls import PR_SET_PDEATHSIG, prctl
 
 BIN = Path("/usr/lib/postgresql/15/bin")
 _USER = "postgres"
@@ -46,11 +43,11 @@ class PostgresServer:
         self.settings = dict(settings or {})
         self.process: subprocess.Popen[str] | None = None
         self.lines: list[str] = []
-        self._identity: dict[str, Any] = {}
+        self._as_user: list[str] = []
         if os.geteuid() == 0:
             entry = pwd.getpwnam(_USER)
             os.chown(self.folder, entry.pw_uid, entry.pw_gid)
-            self._identity = {"user": entry.pw_uid, "group": entry.pw_gid, "extra_groups": []}
+            self._as_user = [f"--reuid={entry.pw_uid}", f"--regid={entry.pw_gid}", "--clear-groups"]
 
     def initialize(self) -> PostgresServer:
         """Make an empty cluster."""
@@ -59,18 +56,18 @@ class PostgresServer:
 
     def run(self, program: str, *arguments: str) -> None:
         """Run one of PostgreSQL's programs as the server's user."""
-        done = subprocess.run([BIN / program, *arguments], capture_output=True, text=True, cwd=self.folder, **self._identity)
+        command = ["setpriv", *self._as_user, "--", BIN / program, *arguments] if self._as_user else [BIN / program, *arguments]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=self.folder)
         assert done.returncode == 0, done.stderr
 
     def start(self) -> PostgresServer:
         """Start it, and wait until it accepts connections."""
         settings = {"listen_addresses": "", "unix_socket_directories": str(self.folder), "port": str(self.port), **self.settings}
         options = [part for name, value in settings.items() for part in ("-c", f"{name}={value}")]
+        # SIGQUIT ends it at once, with its children, when the thread that starts it ends.
         self.process = subprocess.Popen(
-            [BIN / "postgres", "-D", self.data, *options],
-            stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=self.folder, **self._identity,
-            # At once, and with its children. Set after the change of user, which clears it.
-            preexec_fn=lambda: prctl(PR_SET_PDEATHSIG, signal.SIGQUIT),
+            ["setpriv", "--pdeathsig", "QUIT", *self._as_user, "--", BIN / "postgres", "-D", self.data, *options],
+            stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True, cwd=self.folder,
         )  # fmt: skip
         is_ready: Queue[bool] = Queue()
         threading.Thread(target=self._read, args=(self.process, is_ready), daemon=True).start()

@@ -73,6 +73,11 @@ def back_up(data: Path, folder: Path, *, link: bool = False, on_progress: OnProg
         DatabaseDamaged, DatabaseTooNew: the database cannot be backed up.
     """
     source = data / DATABASE
+    if not source.is_file() and (data / ARTIFACTS).is_dir():
+        raise BackupRefused(
+            f"{data} has no {DATABASE}: its server has a PostgreSQL database, which `etfarm backup` does not copy.",
+            f"Run pg_dump, and only then copy {data / ARTIFACTS}.",
+        )
     if not source.is_file():
         raise BackupRefused(f"{data} has no {DATABASE}: it is not a server's data folder.", "Name the folder with --data.")
     _require_target(data, folder)

@@ -10,9 +10,9 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from etfarm.server.state.databases import ExtraMissing
 from etfarm.v1 import common_pb2
 from etfarm.v1.job_pb2 import Cell, JobEvent, JobState
-from etfarm.wire.errors import UserError
 
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
@@ -25,12 +25,6 @@ _SEND_S: Final = 5.0
 """Time limit of one export to the collector."""
 
 _ACTORS: Final = {common_pb2.ACTOR_CLIENT: "client", common_pb2.ACTOR_SERVER: "server", common_pb2.ACTOR_DEVICE: "device"}
-
-
-class TracingUnavailable(UserError):
-    """Traces that cannot be sent because OpenTelemetry is not installed."""
-
-    reason = "EXTRA_MISSING"
 
 
 class SendSpan(Protocol):
@@ -122,13 +116,13 @@ def open_tracing(endpoint: str, version: str) -> Tracing:
         endpoint: URL of the collector for OTLP over HTTP, such as `http://127.0.0.1:4318/v1/traces`.
 
     Raises:
-        TracingUnavailable: OpenTelemetry is not installed.
+        ExtraMissing: OpenTelemetry is not installed.
     """
     try:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise TracingUnavailable(
+        raise ExtraMissing(
             f"Traces need OpenTelemetry, and {error.name or 'a part of it'} is not installed.",
             "Install etfarm[server,otel], or leave out --otlp.",
         ) from None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Final
-from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
+from urllib.parse import parse_qsl, urlencode, urlsplit
 
 from etfarm.wire.errors import UserError
 
@@ -64,4 +64,4 @@ class DatabaseUrl:
             [(key, _MASK if key in _SECRETS else value) for key, value in parse_qsl(parts.query, keep_blank_values=True)],
             safe="/*,:",
         )
-        return urlunsplit((parts.scheme, place, parts.path, query, ""))
+        return f"{parts.scheme}://{place}{parts.path}" + (f"?{query}" if query else "")

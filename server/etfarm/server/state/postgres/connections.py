@@ -16,7 +16,7 @@ from sqlalchemy import Connection, create_engine
 from sqlalchemy.pool import NullPool
 
 from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
-from etfarm.server.state.postgres.failures import driver_error, refused, unavailable
+from etfarm.server.state.postgres.failures import driver_error, is_loss, refused, unavailable
 
 STATEMENT_S: Final = 60
 """Time limit of one statement."""
@@ -62,7 +62,8 @@ class Connections:
 
     def _connect(self) -> psycopg.Connection[Any]:
         # Transactions begin with statements of ours, which say more than BEGIN.
-        connection = psycopg.connect(**self.parameters, autocommit=True)
+        # The same few statements run all the time: the server keeps their plans from the second time on.
+        connection = psycopg.connect(**self.parameters, autocommit=True, prepare_threshold=1)
         connection.adapters.register_loader("numeric", _Whole)
         return connection
 
@@ -125,9 +126,12 @@ def execute(driver: psycopg.Connection[Any], *statements: str) -> pq.abc.PGresul
     return result
 
 
-def is_lost(connection: Connection) -> bool:
-    """Return whether a connection cannot be used any more."""
-    return connection.closed or connection.invalidated or driver_of(connection).closed
+def is_lost(connection: Connection, error: BaseException) -> bool:
+    """Return whether a connection cannot be used any more after an error.
+
+    libpq notices a broken connection only when it reads, and not when it cannot write.
+    """
+    return is_loss(error) or connection.closed or connection.invalidated or driver_of(connection).closed
 
 
 def discard(connection: Connection) -> None:

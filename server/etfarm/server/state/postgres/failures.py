@@ -20,6 +20,8 @@ _REFUSALS: Final = (
 )  # fmt: skip
 _REFUSED_STARTS: Final = ("authentication failed", "no password supplied", "does not exist", "no pg_hba.conf entry")
 
+_WITHOUT_CODE: Final = (psycopg.OperationalError, psycopg.DatabaseError)
+
 DRIVER_ERRORS: Final = (DBAPIError, psycopg.Error)
 """What SQLAlchemy and the driver raise."""
 
@@ -43,6 +45,12 @@ def driver_error(error: BaseException) -> psycopg.Error | None:
     """Return the driver's error that an error is or wraps."""
     original = error.orig if isinstance(error, DBAPIError) else error
     return original if isinstance(original, psycopg.Error) else None
+
+
+def is_loss(error: BaseException) -> bool:
+    """Return whether the connection broke: every error of the server has a code, and errors of the arguments other types."""
+    original = driver_error(error)
+    return original is not None and type(original) in _WITHOUT_CODE and original.sqlstate is None
 
 
 def is_repeatable(error: BaseException) -> bool:

@@ -42,19 +42,19 @@ class Readers:
                 execute(driver_of(connection), _BEGIN)
                 result = do(connection)
                 connection.rollback()
-            except StopIteration:
-                self._give_back(connection)
+            except StopIteration as error:
+                self._give_back(connection, error)
                 raise RuntimeError("the function raised StopIteration") from None  # which a future refuses
             except DRIVER_ERRORS as error:
-                is_broken = is_lost(connection)
-                self._give_back(connection)
+                is_broken = is_lost(connection, error)
+                self._give_back(connection, error)
                 if not is_broken and not is_repeatable(error):
                     raise translated(self._connections.url, error) from error.__cause__
                 if self._idle:
                     continue  # they are broken too, most likely, which shows at once
                 self._connections.wait(pause_s, until_s, error)
-            except BaseException:
-                self._give_back(connection)
+            except BaseException as error:
+                self._give_back(connection, error)
                 raise
             else:
                 self._idle.append(connection)
@@ -67,9 +67,9 @@ class Readers:
         except IndexError:
             return self._connections.connect(until_s)
 
-    def _give_back(self, connection: Connection) -> None:
+    def _give_back(self, connection: Connection, error: BaseException) -> None:
         """Keep a connection after a failure, if it still works."""
-        if is_lost(connection):
+        if is_lost(connection, error):
             discard(connection)
             return
         driver_of(connection).rollback()

@@ -7,6 +7,7 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any, Final
 
+import psycopg
 import structlog
 from psycopg import pq
 from sqlalchemy import Connection
@@ -17,6 +18,7 @@ from etfarm.server.state.postgres.connections import Connections, discard, drive
 from etfarm.server.state.postgres.failures import (
     DRIVER_ERRORS,
     WritesLost,
+    is_loss,
     is_repeatable,
     is_standby,
     one_line,
@@ -85,7 +87,7 @@ class Writer:
                 expired = sum(work.since_s + self._connections.limit_s <= time.monotonic() for work in batch)
                 return [Outcome(error=error)] * (len(batch) if self._connections.closing.is_set() else max(1, expired))
             except DRIVER_ERRORS as error:
-                if self._connection is not None and (is_lost(self._connection) or is_standby(error)):
+                if self._connection is not None and (is_lost(self._connection, error) or is_standby(error)):
                     log.warning("the connection to the database is lost", error=one_line(error))
                     self._disconnect()
                 elif not is_repeatable(error):
@@ -114,17 +116,16 @@ class Writer:
             outcomes = self._run(connection, batch, with_savepoints=with_savepoints)
             if driver.info.transaction_status != pq.TransactionStatus.INTRANS:
                 raise RuntimeError("a function has gone on after an error of the database, which undid the transaction")
-        except BaseException:
-            if not is_lost(connection):
+        except BaseException as error:
+            if not is_lost(connection, error):
                 transaction.rollback()
             raise
         try:
             transaction.commit()
         except Exception as error:
-            if is_lost(connection):
+            if is_lost(connection, error):
                 raise _Unanswered(outcomes) from error
-            if driver.info.transaction_status != pq.TransactionStatus.IDLE:
-                driver.rollback()
+            driver.rollback()
             raise
         self._committed = self._number
         return outcomes
@@ -136,8 +137,8 @@ class Writer:
         number = f"UPDATE commits SET number = {self._number}, at = timezone('utc', now()) WHERE writer = '{self.id}'"
         try:
             execute(driver, "BEGIN", *lower, LOCK_STATEMENT, number)
-        except Exception:
-            if not driver.closed:
+        except psycopg.Error as error:
+            if not is_loss(error):
                 driver.rollback()
             raise
 
@@ -166,7 +167,7 @@ class Writer:
                 execute(driver, "RELEASE work")
             return outcome
         except Exception as error:
-            if is_lost(connection) or is_repeatable(error) or is_standby(error):
+            if is_lost(connection, error) or is_repeatable(error) or is_standby(error):
                 raise
             if not with_savepoint:
                 raise _InSharedTransaction from error
@@ -185,8 +186,8 @@ class Writer:
             driver = driver_of(self._connection)
             try:
                 self._verify(driver)
-            except Exception:
-                if not driver.closed:
+            except psycopg.Error as error:
+                if not is_loss(error):
                     driver.rollback()
                 raise
             self._is_verified = True

@@ -80,7 +80,8 @@ async def test_requested_runs_count_for_the_baseline_only_on_an_idle_device_and_
         assert world.registry.get("pi").health.next_run_time.ToDatetime(UTC) == due, "they put off nothing"
         assert not (await check(34_000)).run.doubts
         assert world.registry.get("pi").health.next_run_time.ToDatetime(UTC) == world.at + timedelta(days=1)
-    query = select(schema.health_events.c.p50_ns).where(schema.health_events.c.series != "")
+    events = schema.health_events.c
+    query = select(events.p50_ns).where(events.series != "").order_by(events.number)
     paces = await world.database.read(lambda connection: connection.execute(query).scalars().all())
     assert paces == pytest.approx([33_003, 34_003])
 
