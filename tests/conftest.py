@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 QUICK_RING = "not slow"
 """Of markers: the tests that `pytest` alone runs."""
 
-LONG_FILES = ("test_numeric_gap.py", "test_real_models.py", "test_board_vm.py", "test_phone_vm_farm.py")
+LONG_FILES = ("test_join.py", "test_numeric_gap.py", "test_real_models.py", "test_board_vm.py", "test_phone_vm_farm.py")
 """Files that take the longest, or wait for what a first run makes: they come first, so that all processes end together."""
 
 # Pytest's processes inherit the width of a terminal that they do not write to.
@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Choose the quick ring, in a process for each core, where neither paths nor a ring are named.
+    """Choose the quick ring, in a process for each core and one more, where neither paths nor a ring are named.
 
     Who names a file wants all of its tests, also the slow ones, and a process more would only load torch once more.
     """
@@ -56,7 +56,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or not config.pluginmanager.hasplugin("xdist"):
         return
     if config.option.numprocesses is None and not config.option.usepdb:
-        config.option.numprocesses = len(os.sched_getaffinity(0))
+        # One more than cores: tests also wait, for processes and deadlines.
+        config.option.numprocesses = len(os.sched_getaffinity(0)) + 1
     if config.option.numprocesses:
         # The tests of a file stay together, as they share farms. Folders with long files come first by their names.
         config.option.dist, config.option.loadscopereorder = "loadfile", False
@@ -73,21 +74,23 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
-class ReversedFolder(pytest.Dir):
-    """A folder whose files are collected from the last to the first."""
+class RotatedFolder(pytest.Dir):
+    """A folder that each process of a ring collects from another file on."""
 
     def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
         """Return what is in the folder."""
-        return reversed([*super().collect()])
+        nodes = [*super().collect()]
+        number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        first = len(nodes) * number // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        return nodes[first:] + nodes[:first]
 
 
 def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
-    """Let every second process of a ring begin with the last file.
+    """Let each process of a ring begin with other files.
 
     Each process imports all tests, and pytest compiles a test that has not been imported before: the processes share that work.
     """
-    number = os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")
-    return ReversedFolder.from_parent(parent, path=path) if int(number) % 2 else None
+    return RotatedFolder.from_parent(parent, path=path) if "PYTEST_XDIST_WORKER" in os.environ else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from asyncio import Event
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -27,6 +27,7 @@ from etfarm.server.jobs.waiting_list import WaitingList
 from etfarm.server.notices.notices import Notices
 from etfarm.server.operation.intake import Intake
 from etfarm.server.operation.monitor import Monitor
+from etfarm.server.operation.settings import Setting
 from etfarm.server.parts import Access, Background, Children, Fleet, Jobs, Storage, now
 from etfarm.server.rpc.contract import Servicers, set_serving
 from etfarm.server.rpc.door.accepting import new_server
@@ -53,6 +54,7 @@ from etfarm.server.rpc.services.webhooks import WebhookService
 from etfarm.server.workers.jail.measures import JailReport
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.server.workers.pool import Workers
+from etfarm.v1 import farm_pb2
 from etfarm.wire.channel import SERVER_OPTIONS
 from etfarm.wire.errors import FarmError
 
@@ -84,6 +86,7 @@ class Server:
 async def running(
     config: Config,
     on_damaged: Callable[[FarmError], None] = lambda error: None,
+    settings: Sequence[Setting] = (),
     children: Children | None = None,
     lead: Lead | None = None,
 ) -> AsyncIterator[Server]:
@@ -91,6 +94,7 @@ async def running(
 
     Args:
         on_damaged: called if the database turns out to be damaged, with the error that the server should exit with.
+        settings: the options that `config` follows from, for the server's status.
         children: the child processes, if they were started before gRPC; their owner stops them.
         lead: how the server leads a farm of several servers; None for a server that is alone.
 
@@ -141,7 +145,8 @@ async def running(
             [ObservingInterceptor(monitor.metrics, forwarded=forwarded), interceptor],
             list((dict(SERVER_OPTIONS) | dict(server_options(open_files))).items()),
         )
-        checks = _servicers(config, storage, access, fleet, jobs, host, notices, intake, certificates, lead).add_to(server)
+        servicers = _servicers(config, storage, access, fleet, jobs, host, notices, intake, certificates, monitor, settings, lead)
+        checks = servicers.add_to(server)
         if lead is not None:
             await lead.take_address()
         address = bind(server, config, certificates.credentials())
@@ -215,6 +220,8 @@ def _servicers(
     notices: Notices,
     intake: Intake,
     certificates: Certificates,
+    monitor: Monitor,
+    settings: Sequence[Setting],
     lead: Lead | None,
 ) -> Servicers:
     """Return the servicers of the contract, connected to the parts."""
@@ -273,6 +280,8 @@ def _servicers(
             is_stopping=lambda: intake.is_stopping,
             certificate_expires_at=lambda: certificates.expires_at,
             agent_wheel=fleet.agent_wheel,
+            settings=[farm_pb2.ServerSetting(name=each.name, value=each.public_text, source=each.source) for each in settings],
+            measure=monitor.measure,
             servers=lambda: () if lead is None else lead.servers(),
         ),
         tokens=TokenService(access.tokens, access.authentication, access.audit, access.projects.load),

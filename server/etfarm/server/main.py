@@ -257,7 +257,7 @@ def main(argv: list[str]) -> int:
     shorten_thread_switches()
     with locked(config.data):
         require_restored(config.data)
-        former_address = asyncio.run(Process(config).run())
+        former_address = asyncio.run(Process(config, sources).run())
     if former_address is not None:
         restart(former_address)
     return 0

@@ -7,7 +7,7 @@ import gc
 import os
 import signal
 import sys
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from importlib.metadata import version
@@ -25,6 +25,7 @@ from etfarm.server.cluster.standby import standing_by
 from etfarm.server.config import Config
 from etfarm.server.operation import web_page
 from etfarm.server.operation.service_manager import ServiceManager
+from etfarm.server.operation.settings import Setting
 from etfarm.server.parts import Children
 from etfarm.server.rpc.door.listening import write_address
 from etfarm.server.state.revisions import known_revisions
@@ -43,8 +44,10 @@ _RESTART_S: Final = 5.0
 class Process:
     """The process of one server: what makes it stop, and what it reports to the one that started it."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, settings: Sequence[Setting] = ()) -> None:
+        """Take the configuration, and the options that it follows from."""
         self._config = config
+        self._settings = settings
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
         self._damage: list[FarmError] = []
         self._manager = ServiceManager()
@@ -82,7 +85,7 @@ class Process:
         self._end_now()
 
     async def _serve_alone(self) -> None:
-        async with running(self._config, self._on_damaged) as server, AsyncExitStack() as stack:
+        async with running(self._config, self._on_damaged, self._settings) as server, AsyncExitStack() as stack:
             self._reload = server.reload
             if server.metrics_address:
                 print(f"etfarm serve: metrics on {server.metrics_address}", flush=True)
@@ -119,7 +122,7 @@ class Process:
             if not await self._is_first(member.elected()):
                 return None
             lead = Lead(member, await member.elected(), standby.aclose, metrics)
-            async with running(config, self._on_damaged, children, lead) as server:
+            async with running(config, self._on_damaged, self._settings, children, lead) as server:
                 self._reload = server.reload
                 print("etfarm serve: leading the farm", flush=True)
                 if await self._is_first(member.lost.wait()):
