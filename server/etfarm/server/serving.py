@@ -137,7 +137,7 @@ class Process:
 
     async def _is_first(self, event: Coroutine[Any, Any, object]) -> bool:
         """Wait for an event, or for the signal to stop; return whether it was the event."""
-        task = asyncio.create_task(event, name="event of the farm")  # type: ignore[arg-type]
+        task = asyncio.create_task(event, name="event of the farm")
         stop = asyncio.create_task(self._stop.wait(), name="stop")
         await asyncio.wait({task, stop}, return_when=asyncio.FIRST_COMPLETED)
         is_first = task.done()

@@ -69,7 +69,8 @@ class Forwarding:
 
         async def exchange(link: Link, metadata: _Metadata) -> _Trailers:
             nonlocal response
-            call = link.channel.unary_unary(method)(request, metadata=metadata, timeout=context.time_remaining())
+            make: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = link.channel.unary_unary(method)
+            call = make(request, metadata=metadata, timeout=context.time_remaining())
             try:
                 await context.send_initial_metadata(tuple(await call.initial_metadata()))
                 response = await call
@@ -93,6 +94,7 @@ class Forwarding:
                     if not is_accepted:
                         is_accepted = True
                         self._on_accepted(peer)
+                    assert isinstance(response, bytes)
                     await context.write(response)
                 return tuple(await call.trailing_metadata())
             finally:
@@ -153,7 +155,7 @@ def _metadata(context: ServicerContext[bytes, bytes], peer: str, leader: Leader)
 async def _send(context: ServicerContext[bytes, bytes], call: _Call) -> None:
     """Pass the requests on. Once the call has ended, its status says why, and no more are read."""
     with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-        while (request := await context.read()) is not grpc.aio.EOF:
+        while isinstance(request := await context.read(), bytes):
             await call.write(request)
         await call.done_writing()
 

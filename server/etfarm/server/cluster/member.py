@@ -9,7 +9,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import psycopg
 import structlog
@@ -29,7 +29,7 @@ _MOST_WAIT_S: Final = 5.0
 """Longest time without a look at the lease: a notification may have been lost."""
 _LOG_AGAIN_S: Final = 10.0
 _CLOSE_S: Final = 3.0
-_CONNECT: Final = {
+_CONNECT: Final[dict[str, Any]] = {
     "connect_timeout": 2, "tcp_user_timeout": 3000, "keepalives_idle": 1, "keepalives_interval": 1, "keepalives_count": 3,
     "application_name": "etfarm lease",
 }  # fmt: skip

@@ -79,7 +79,7 @@ def _add_methods(server: grpc.aio.Server, forwarding: Forwarding, advertised: st
     # Encoded messages that are joined are merged, so that this field is added without decoding the leader's answer.
     forwarded_by = ServerInfo(forwarded_by=advertised).SerializeToString()
     for name in SERVICES:
-        service: Any = descriptor_pool.Default().FindServiceByName(name)  # type: ignore[no-untyped-call]
+        service: Any = descriptor_pool.Default().FindServiceByName(name)
         handlers = {}
         for method in service.methods:
             path = f"/{name}/{method.name}"
@@ -89,4 +89,4 @@ def _add_methods(server: grpc.aio.Server, forwarding: Forwarding, advertised: st
                 suffix=forwarded_by if path == _SERVER_INFO else b"",
             )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))
-        server.add_registered_method_handlers(name, handlers)  # type: ignore[no-untyped-call]
+        server.add_registered_method_handlers(name, handlers)
