@@ -27,7 +27,7 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
-HEAD = "0016"
+HEAD = "0017"
 """The newest migration, to which `Database.open` upgrades older databases."""
 
 
