@@ -54,7 +54,7 @@ from tests.support.farm import Daemon
 from tests.support.programs import program
 
 LIMIT: Final = 1.5
-HISTORY_LIMIT_MS: Final = 100.0
+HISTORY_LIMIT_MS: Final = 500.0
 CALLS: Final = 60
 _WRITTEN: Final = 200
 """Number of jobs that the journal writes; the others are copies."""
