@@ -20,7 +20,7 @@ from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Job
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire import selectors
-from tests.support.databases import new_database
+from tests.support.databases import new_database, sqlite_only
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -87,6 +87,7 @@ async def test_devices_are_those_that_the_scope_sees(database: Database) -> None
 
 
 @pytest.mark.parametrize("model_name", ["net", "abcd"])
+@sqlite_only
 async def test_no_query_of_a_history_reads_all_reports(database: Database, model_name: str) -> None:
     queries: list[tuple[str, tuple[object, ...]]] = []
 
@@ -107,6 +108,7 @@ async def test_no_query_of_a_history_reads_all_reports(database: Database, model
     assert all(detail.startswith("SEARCH reports USING") for detail in details), details
 
 
+@sqlite_only
 async def test_the_devices_of_a_model_are_read_from_an_index_alone(database: Database) -> None:
     def plan(connection: Connection) -> list[str]:
         sql = "EXPLAIN QUERY PLAN SELECT DISTINCT device_id FROM reports WHERE model_name = 'net' AND device_id != ''"
