@@ -230,6 +230,17 @@ class AgentWheel:
 
 
 @dataclass(frozen=True)
+class FarmServer:
+    """One of several servers of a farm, which share its database."""
+
+    address: str
+    """The address at which the other servers reach it."""
+    version: str
+    leads: bool
+    started_at: datetime
+
+
+@dataclass(frozen=True)
 class ServerInfo:
     """Information about the server."""
 
@@ -260,6 +271,10 @@ class ServerInfo:
     """Whether new work is refused because the disk is full."""
     agent_wheel: AgentWheel | None = None
     """The wheel to which agents are upgraded by default; None if the server has none."""
+    servers: tuple[FarmServer, ...] = ()
+    """The farm's servers, the one that leads first; empty for a single server without PostgreSQL."""
+    forwarded_by: str = ""
+    """The address of the server that forwarded the call to the one that leads; empty if that one was called."""
 
 
 @dataclass(frozen=True)

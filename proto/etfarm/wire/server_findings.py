@@ -88,6 +88,8 @@ def describe(name: str, address: str, asked: Asked, now: datetime | None = None)
     if info.HasField("certificate_expire_time"):
         remedy = "Have the server's certificate renewed; the server reads the new files by itself."
         yield _expiry(f"{name} certificate", "The certificate", info.certificate_expire_time.ToDatetime(UTC), now, remedy)
+    if info.servers:
+        yield _servers(name, info)
     if info.stopping:
         remedy = "Wait until it has started again."
         yield Finding(f"{name} state", Status.WARNING, "The server is about to stop.", "new jobs are refused.", remedy)
@@ -98,6 +100,17 @@ def describe(name: str, address: str, asked: Asked, now: datetime | None = None)
             yield Finding(f"{name}'s disk", Status.WARNING, text, "new jobs, uploads and compilations are refused.", remedy)
         else:
             yield Finding(f"{name}'s disk", Status.OK, text)
+
+
+def _servers(name: str, info: farm_pb2.ServerInfo) -> Finding:
+    """Return which servers the farm has, and which one leads."""
+    via = f"; {info.forwarded_by} forwarded the call" if info.forwarded_by else ""
+    others = ", ".join(f"{server.address} (etfarm {server.version})" for server in info.servers if not server.leads)
+    leader = next((server.address for server in info.servers if server.leads), "unknown")
+    if others:
+        return Finding(f"{name}s", Status.OK, f"{leader} leads; {others} stand{'s' if len(info.servers) == 2 else ''} by{via}")
+    text = f"{leader} is the farm's only server."
+    return Finding(f"{name}s", Status.OK, text)
 
 
 def _clock(name: str, asked: Asked) -> Finding:

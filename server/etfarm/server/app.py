@@ -10,11 +10,11 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 import structlog
 
 from etfarm.server import preflight
-from etfarm.server.cluster.lead import Lead
 from etfarm.server.compile.upload_screening import Screening
 from etfarm.server.config import Config
 from etfarm.server.devices.health.power import PowerCycles
@@ -57,6 +57,9 @@ from etfarm.server.workers.pool import Workers
 from etfarm.v1 import farm_pb2
 from etfarm.wire.channel import SERVER_OPTIONS
 from etfarm.wire.errors import FarmError
+
+if TYPE_CHECKING:
+    from etfarm.server.cluster.lead import Lead
 
 log = structlog.get_logger()
 

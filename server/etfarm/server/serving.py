@@ -11,17 +11,12 @@ from collections.abc import Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import replace
 from importlib.metadata import version
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import structlog
 
 from etfarm.server.app import Server, running
 from etfarm.server.artifacts.blobs import ARTIFACTS
-from etfarm.server.cluster.lead import Lead
-from etfarm.server.cluster.member import Member
-from etfarm.server.cluster.metrics import ClusterMetrics
-from etfarm.server.cluster.shared_blobs import identify_folder
-from etfarm.server.cluster.standby import standing_by
 from etfarm.server.config import Config
 from etfarm.server.operation import web_page
 from etfarm.server.operation.service_manager import ServiceManager
@@ -32,6 +27,9 @@ from etfarm.server.state.revisions import known_revisions
 from etfarm.wire.channel import parse_address
 from etfarm.wire.errors import FarmError
 from etfarm.wire.owner import at_end_of_stdin
+
+if TYPE_CHECKING:
+    from etfarm.server.cluster.member import Member
 
 log = structlog.get_logger()
 
@@ -99,6 +97,11 @@ class Process:
 
     async def _serve_among_others(self) -> str | None:
         """Forward calls until this server leads, then lead; return its address if it is the leader no longer."""
+        # Imported only if needed: they need etfarm[scale].
+        from etfarm.server.cluster.lead import Lead
+        from etfarm.server.cluster.metrics import ClusterMetrics
+        from etfarm.server.cluster.standby import standing_by
+
         config = self._config
         children = Children.start(config)
         async with AsyncExitStack() as stack:
@@ -190,6 +193,9 @@ class Process:
 
 def _member(config: Config) -> Member:
     """Return this server among the servers of its farm."""
+    from etfarm.server.cluster.member import Member
+    from etfarm.server.cluster.shared_blobs import identify_folder
+
     assert config.database is not None
 
     def certificate() -> str:
@@ -197,7 +203,7 @@ def _member(config: Config) -> Member:
         return "" if identity is None else identity[0].decode()
 
     blobs = identify_folder(config.data / ARTIFACTS) if config.blobs is None else config.blobs.url
-    return Member(config.database.text, version("etfarm"), certificate, blobs, known_revisions())
+    return Member(config.database, version("etfarm"), certificate, blobs, known_revisions())
 
 
 def restart(address: str) -> None:

@@ -13,6 +13,7 @@ from etfarm.client.models import (
     CellChanged,
     CellState,
     Event,
+    FarmServer,
     JobChanged,
     JobInfo,
     JobState,
@@ -288,4 +289,9 @@ def server_info(message: farm_pb2.ServerInfo) -> ServerInfo:
         agent_wheel=(
             AgentWheel(message.agent_wheel.version, message.agent_wheel.digest) if message.HasField("agent_wheel") else None
         ),
+        servers=tuple(
+            FarmServer(server.address, server.version, server.leads, from_timestamp(server.start_time))
+            for server in message.servers
+        ),
+        forwarded_by=message.forwarded_by,
     )

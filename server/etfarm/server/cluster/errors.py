@@ -19,19 +19,6 @@ class Fenced(FarmError):
     kind = Kind.UNAVAILABLE
 
 
-class TooManyForwarded(FarmError):
-    """A server that forwards as many calls as it may."""
-
-    reason = "TOO_MANY_CALLS"
-    kind = Kind.RESOURCE_EXHAUSTED
-
-
-class NotAdvertised(UserError):
-    """A server of a farm without an address at which the other servers reach it."""
-
-    reason = "NOT_ADVERTISED"
-
-
 class OtherBlobs(UserError):
     """A server whose blobs are not those of the farm's other servers."""
 

@@ -11,8 +11,9 @@ from typing import Final
 import grpc
 import structlog
 
-from etfarm.server.cluster.errors import NoLeader, TooManyForwarded
+from etfarm.server.cluster.errors import NoLeader
 from etfarm.server.cluster.leadership import Leader, Leadership
+from etfarm.server.rpc.door.calls import TooManyCalls
 from etfarm.server.rpc.door.connections import MAX_STREAMS
 from etfarm.wire.channel import CLIENT_OPTIONS
 
@@ -63,10 +64,10 @@ class Links:
 
         Raises:
             NoLeader: no server leads, or the one that leads does not answer.
-            TooManyForwarded: as many calls as possible are forwarded.
+            TooManyCalls: as many calls as possible are forwarded.
         """
         if self._calls >= _MOST_CALLS:
-            raise TooManyForwarded(
+            raise TooManyCalls(
                 f"This server forwards {_MOST_CALLS} calls, which is the limit.", "Use another one.", limit=_MOST_CALLS
             )
         self._calls += 1

@@ -18,7 +18,8 @@ from etfarm.server.cluster import lease
 from etfarm.server.cluster.errors import OtherBlobs
 from etfarm.server.cluster.leadership import Leader, Leadership
 from etfarm.server.cluster.lease import Fence, ServerRow, Session
-from etfarm.wire.errors import UserError
+from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.postgres.failures import refused
 
 log = structlog.get_logger()
 
@@ -31,14 +32,8 @@ _LOG_AGAIN_S: Final = 10.0
 _CLOSE_S: Final = 3.0
 _CONNECT: Final[dict[str, Any]] = {
     "connect_timeout": 2, "tcp_user_timeout": 3000, "keepalives_idle": 1, "keepalives_interval": 1, "keepalives_count": 3,
-    "application_name": "etfarm lease",
+    "application_name": "etfarm lease", "target_session_attrs": "read-write",
 }  # fmt: skip
-
-
-class BadDatabaseUrl(UserError):
-    """A database that refuses this server, or a URL that is not one of PostgreSQL."""
-
-    reason = "BAD_DATABASE_URL"
 
 
 @dataclass(frozen=True)
@@ -54,7 +49,7 @@ class Member:
     """This server among the servers of its farm.
 
     Args:
-        url: the database, as `postgresql://...`.
+        url: the database.
         version: this server's version.
         certificate: returns this server's certificate chain in PEM; empty without TLS.
         blobs: identifies where this server's blobs are.
@@ -63,7 +58,7 @@ class Member:
 
     def __init__(
         self,
-        url: str,
+        url: DatabaseUrl,
         version: str,
         certificate: Callable[[], str],
         blobs: str,
@@ -79,7 +74,7 @@ class Member:
         """Time for which no server led, as far as this one has seen."""
         self.lost = asyncio.Event()
         """Set once this server has led and does so no longer: it must start anew."""
-        self._url = url.replace("postgresql+psycopg://", "postgresql://", 1)
+        self._url = url
         self._version = version
         self._certificate = certificate
         self._blobs = blobs
@@ -100,7 +95,7 @@ class Member:
             address: the address at which other servers reach this one.
 
         Raises:
-            BadDatabaseUrl: the database refuses this server.
+            DatabaseUnusable: the database refuses this server.
             OtherBlobs: this server's blobs are not those of the farm.
         """
         self.address = address
@@ -154,14 +149,12 @@ class Member:
         logged_s = -_LOG_AGAIN_S
         while not self.lost.is_set():
             try:
-                async with await psycopg.AsyncConnection.connect(self._url, autocommit=True, **_CONNECT) as session:
+                async with await psycopg.AsyncConnection.connect(self._url.text, autocommit=True, **_CONNECT) as session:
                     await self._take_part(session)
-            except psycopg.OperationalError as error:
+            except psycopg.Error as error:
                 if not self._joined.done():
-                    if _is_refusal(error):
-                        raise BadDatabaseUrl(
-                            f"The database refuses this server: {str(error).strip().splitlines()[-1]}.", "Check --database."
-                        ) from None
+                    if (refusal := refused(self._url, error)) is not None:
+                        raise refusal from None
                     self._joined.set_result(None)  # calls wait at the port meanwhile
                 if time.monotonic() - logged_s > _LOG_AGAIN_S:
                     logged_s = time.monotonic()
@@ -268,9 +261,3 @@ class Member:
         if self._leaderless_since is not None:
             self.leaderless_s += time.monotonic() - self._leaderless_since
             self._leaderless_since = None
-
-
-def _is_refusal(error: psycopg.OperationalError) -> bool:
-    """Return whether the login or the database is refused, or the URL is not valid, as opposed to a server that is away."""
-    text = str(error)
-    return any(sign in text for sign in ("authentication failed", "does not exist", "no pg_hba.conf entry", "invalid", "missing"))

@@ -1,0 +1,197 @@
+"""Calls that a standby forwards: of each kind, as if the leading server itself had been called."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from etfarm.server.cluster.leadership import Leader, Leadership
+from etfarm.server.cluster.standby import standing_by
+from etfarm.server.config import Config
+from etfarm.server.rpc.door.forwarded import KEY, PEER
+from etfarm.v1 import agent_pb2, artifact_pb2_grpc, farm_pb2, farm_pb2_grpc, job_pb2, job_pb2_grpc
+from etfarm.wire.channel import Access, open_channel, parse_address
+from etfarm.wire.chunks import artifact_of, download_bytes, upload
+from etfarm.wire.status import from_rpc_error
+from tests.support.agent_stream import AgentStream
+from tests.support.contract import address_of
+from tests.support.farm import Daemon
+
+SECRET = "the secret of the farm's servers"
+WATCH, UPLOAD = "/etfarm.v1.JobService/Watch", "/etfarm.v1.ArtifactService/Upload"
+MESSAGE = bytes(1 << 20)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
+    folder = tmp_path_factory.mktemp("leader")
+    arguments = ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm"]
+    daemon = Daemon([*arguments, "--exit-with-stdin"], folder / "serve.log")
+    daemon.start()
+    try:
+        yield daemon
+    finally:
+        daemon.stop()
+
+
+@asynccontextmanager
+async def standby_of(address: str | None, folder: Path) -> AsyncIterator[tuple[grpc.aio.Channel, str, Leadership]]:
+    """Forward calls to the server at the address; yield a channel to the standby, its address, and who leads."""
+    leadership = Leadership(None if address is None else Leader(1, address, "", "", SECRET))
+    config = Config(parse_address("127.0.0.1:0"), folder)
+    async with standing_by(config, leadership) as own, open_channel(Access(own)) as channel:
+        yield channel, own, leadership
+
+
+@pytest.fixture
+async def channel(server: Daemon, tmp_path: Path) -> AsyncIterator[grpc.aio.Channel]:
+    async with standby_of(address_of(server), tmp_path) as (opened, _, _):
+        yield opened
+
+
+async def test_a_single_answer_names_the_server_that_forwarded(server: Daemon, tmp_path: Path) -> None:
+    async with standby_of(address_of(server), tmp_path) as (channel, own, _):
+        info = await farm_pb2_grpc.FarmServiceStub(channel).GetServerInfo(farm_pb2.GetServerInfoRequest())
+        assert (info.forwarded_by, info.principal.name) == (own, "local")
+
+
+async def test_a_status_keeps_its_details(channel: grpc.aio.Channel) -> None:
+    jobs = job_pb2_grpc.JobServiceStub(channel)
+    for call in (jobs.Get(job_pb2.GetJobRequest(job_id="x")), jobs.Watch(job_pb2.WatchJobRequest(job_id="x")).read()):
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await call
+        error = from_rpc_error(refused.value, server="here")
+        assert (error.reason, error.metadata["job"]) == ("JOB_NOT_FOUND", "x")
+
+
+async def test_large_files_go_both_ways(channel: grpc.aio.Channel) -> None:
+    data = b"".join(hashlib.sha256(bytes([number])).digest() * (1 << 15) for number in range(24))
+    artifacts = artifact_pb2_grpc.ArtifactServiceStub(channel)
+    await upload(artifacts, artifact_of(data), data)
+    assert await download_bytes(artifacts, artifact_of(data)) == data
+
+
+async def test_an_agent_is_welcomed(channel: grpc.aio.Channel) -> None:
+    stream = AgentStream(channel, agent_pb2.Hello(agent_id="agent-forwarded", protocol_version=3, agent_version="x", host="h"))
+    assert (await stream.stream.read()).WhichOneof("message") == "welcome"
+    stream.close()
+
+
+async def test_calls_wait_for_a_leader_and_end_with_a_reason(server: Daemon, tmp_path: Path) -> None:
+    async with standby_of(None, tmp_path) as (channel, _, leadership):
+        stub = farm_pb2_grpc.FarmServiceStub(channel)
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await stub.GetServerInfo(farm_pb2.GetServerInfoRequest())
+        assert from_rpc_error(failed.value, server="here").reason == "NO_LEADER"
+        waiting = asyncio.ensure_future(stub.GetServerInfo(farm_pb2.GetServerInfoRequest()))
+        await asyncio.wait({waiting}, timeout=0.2)
+        leadership.set(Leader(1, address_of(server), "", "", SECRET))
+        assert (await waiting).version
+
+
+async def test_a_standby_is_no_leader_of_another_standby(tmp_path: Path) -> None:
+    async with standby_of(None, tmp_path) as (_, own, _), standby_of(own, tmp_path / "other") as (channel, _, _):
+        with pytest.raises(grpc.aio.AioRpcError) as failed:
+            await farm_pb2_grpc.FarmServiceStub(channel).GetServerInfo(farm_pb2.GetServerInfoRequest())
+        assert "no longer leads" in (failed.value.details() or "")
+
+
+class Recorder(grpc.GenericRpcHandler):
+    """A leader that records what reaches it."""
+
+    def __init__(self) -> None:
+        self.metadata: dict[str, Any] = {}
+        self.left_s: float | None = None
+        self.sent = self.received = 0
+        self.ended = asyncio.Event()
+        self.may_read = asyncio.Event()
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[Any, Any]:
+        behavior = self._watch if details.method == WATCH else self._upload
+        return grpc.stream_stream_rpc_method_handler(behavior)
+
+    async def _watch(self, _: object, context: grpc.aio.ServicerContext[bytes, bytes]) -> AsyncIterator[bytes]:
+        self.metadata, self.left_s = dict(context.invocation_metadata() or ()), context.time_remaining()
+        try:
+            while True:
+                yield MESSAGE
+                self.sent += 1
+        finally:
+            self.ended.set()
+
+    async def _upload(self, requests: AsyncIterator[bytes], _: object) -> AsyncIterator[bytes]:
+        await self.may_read.wait()
+        async for _request in requests:
+            self.received += 1
+        yield b""
+
+
+@pytest.fixture
+async def recorded(tmp_path: Path) -> AsyncIterator[tuple[Recorder, grpc.aio.Channel]]:
+    recorder, leader = Recorder(), grpc.aio.server()
+    leader.add_generic_rpc_handlers((recorder,))
+    port = leader.add_insecure_port("127.0.0.1:0")
+    await leader.start()
+    async with standby_of(f"127.0.0.1:{port}", tmp_path) as (channel, _, _):
+        yield recorder, channel
+    await leader.stop(None)
+
+
+async def settled(count: Any) -> int:
+    """Return a count once it has not grown for half a second."""
+    last = -1
+    while (now := count()) != last:
+        last = now
+        await asyncio.sleep(0.5)
+    return last
+
+
+async def test_a_reader_that_waits_holds_the_leader_back_and_its_leaving_ends_the_call(
+    recorded: tuple[Recorder, grpc.aio.Channel],
+) -> None:
+    recorder, channel = recorded
+    claimed = ((PEER, "ipv4:6.6.6.6:6"), ("authorization", "Bearer x"), ("etfarm-project", "p"))
+    call = channel.unary_stream(WATCH)(b"", metadata=claimed, timeout=60)
+    assert await call.read() == MESSAGE
+    assert await settled(lambda: recorder.sent) < 64, "the standby reads faster than its caller"
+    call.cancel()
+    await asyncio.wait_for(recorder.ended.wait(), 10)
+    assert recorder.metadata[PEER].startswith("ipv4:127.0.0.1:") and recorder.metadata[KEY] == SECRET
+    assert recorder.metadata["authorization"] == "Bearer x" and recorder.metadata["etfarm-project"] == "p"
+    assert recorder.left_s is not None and 40 < recorder.left_s <= 60
+
+
+async def test_a_leader_that_does_not_read_holds_the_writer_back(recorded: tuple[Recorder, grpc.aio.Channel]) -> None:
+    recorder, channel = recorded
+    call, written = channel.stream_unary(UPLOAD), 0
+
+    async def requests() -> AsyncIterator[bytes]:
+        nonlocal written
+        for _ in range(200):
+            yield MESSAGE
+            written += 1
+
+    answer = asyncio.ensure_future(call(requests()))
+    assert await settled(lambda: written) < 64, "the standby takes more than the leader"
+    recorder.may_read.set()
+    assert await answer == b""
+    assert recorder.received == 200
+
+
+async def test_a_deadline_ends_the_call_at_the_leader(recorded: tuple[Recorder, grpc.aio.Channel]) -> None:
+    recorder, channel = recorded
+    began = time.monotonic()
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        async for _ in channel.unary_stream(WATCH)(b"", timeout=0.5):
+            await asyncio.sleep(0.05)
+    assert failed.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+    await asyncio.wait_for(recorder.ended.wait(), 10)
+    assert time.monotonic() - began < 10
