@@ -84,8 +84,8 @@ async def bench_watching(servers: Servers, agents: int, _: int) -> dict[str, Any
     leader, other = servers.add(), servers.add()
     half = agents // 2
     async with (
-        agents_in_processes(leader.address, half), agents_in_processes(other.address, agents - half - 2),
-        SimulatedAgent(leader.address, "at-leader") as here, SimulatedAgent(other.address, "at-standby") as there,
+        agents_in_processes(leader.address, half, prefix="at-leader"), agents_in_processes(other.address, agents - half - 2, prefix="at-standby"),
+        SimulatedAgent(leader.address, "here") as here, SimulatedAgent(other.address, "there") as there,
         farm_calls(other.address) as calls, farm_calls(leader.address) as direct,
     ):  # fmt: skip
         await direct.until_online(agents)
@@ -139,8 +139,8 @@ async def bench_submitting(servers: Servers, _: int, __: int) -> dict[str, Any]:
         farm_calls(other.address) as forwarded,
     ):  # fmt: skip
         spec = await trivial_spec(direct)
-        spec.devices[0].selector = "id=waits"
-        agent.take_away("waits")
+        spec.devices[0].selector = "id=id-of-waits"
+        agent.take_away("id-of-waits")
         for _round in range(3):
             for name, calls in (("direct_per_s", direct), ("forwarded_per_s", forwarded)):
                 turns = asyncio.Semaphore(SUBMITTED_AT_ONCE)
