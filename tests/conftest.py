@@ -17,6 +17,7 @@ from tests.support.adbd import adb_phone  # noqa: F401 - a fixture
 from tests.support.farm import FarmProcess
 from tests.support.golden import golden  # noqa: F401 - a fixture
 from tests.support.runner import runner_bundle  # noqa: F401 - a fixture
+from tests.support.s3 import s3_server  # noqa: F401 - a fixture
 
 if TYPE_CHECKING:
     from etfarm.server.workers.pool import Workers

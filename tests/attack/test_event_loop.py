@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import hashlib
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -111,13 +111,14 @@ async def test_a_search_for_many_artifacts_does_not_delay_others(
     store = Store(tmp_path / "artifacts", database)
     stored = (await store.put(b"one", "alice")).digest
     strangers = [hashlib.sha256(str(number).encode()).hexdigest() for number in range(20_000)]
-    looked = store.has
+    look_up = store.blobs.sizes
 
-    def has(digest: str) -> bool:
-        turns.note()
-        return looked(digest)
+    async def sizes(digests: Sequence[str]) -> dict[str, int]:
+        for _ in digests:
+            turns.note()
+        return await look_up(digests)
 
-    monkeypatch.setattr(store, "has", has)
+    monkeypatch.setattr(store.blobs, "sizes", sizes)
     assert await store.missing([stored] * 20_000, "default") == []
     assert await store.absent([stored, *strangers]) == strangers
     assert max(turns.counts.values()) < A_TURN

@@ -84,7 +84,8 @@ async def bench_watching(servers: Servers, agents: int, _: int) -> dict[str, Any
     leader, other = servers.add(), servers.add()
     half = agents // 2
     async with (
-        agents_in_processes(leader.address, half, prefix="at-leader"), agents_in_processes(other.address, agents - half - 2, prefix="at-standby"),
+        agents_in_processes(leader.address, half, prefix="at-leader"),
+        agents_in_processes(other.address, agents - half - 2, prefix="at-standby"),
         SimulatedAgent(leader.address, "here") as here, SimulatedAgent(other.address, "there") as there,
         farm_calls(other.address) as calls, farm_calls(leader.address) as direct,
     ):  # fmt: skip

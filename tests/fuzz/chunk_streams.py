@@ -77,10 +77,10 @@ async def _receive(digest: str, size_bytes: int, data: bytes) -> None:
                     common_pb2.Artifact(digest=digest, size_bytes=size_bytes), chunks(), DEFAULT_PROJECT, "ann"
                 )
             except EtfarmError as error:
-                assert str(error) and not store.has(digest)
+                assert str(error) and not await store.has(digest)
             else:
-                assert status.complete == store.has(digest) and status.committed_bytes <= max(size_bytes, 0)
-            if store.has(digest):
+                assert status.complete == await store.has(digest) and status.committed_bytes <= max(size_bytes, 0)
+            if await store.has(digest):
                 assert hashlib.sha256(store.path(digest).read_bytes()).hexdigest() == digest
         finally:
             database.close()

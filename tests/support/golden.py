@@ -89,6 +89,10 @@ def _locked() -> Iterator[None]:
         os.close(descriptor)
 
 
+_STORAGES = frozenset({"files", "s3", "sqlite", "postgresql"})
+"""Names of databases and of kinds of blobs in the parameters of a test."""
+
+
 @pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Golden:
     """Return the golden sentences of the requesting test, in the file that is named after its module."""
@@ -97,13 +101,11 @@ def golden(request: pytest.FixtureRequest) -> Golden:
         hidden[str(request.getfixturevalue("tmp_path"))] = "TMP"
     hidden[str(FOLDER.parents[1])] = "CHECKOUT"
     subject = re.sub(r"^test_", "", request.path.stem)
-    return Golden(subject, _without_engine(request), hidden, update=request.config.getoption("--update-golden"))
+    return Golden(subject, _without_storage(request.node.name), hidden, update=request.config.getoption("--update-golden"))
 
 
-def _without_engine(request: pytest.FixtureRequest) -> str:
-    """Return the test's name; what users see is the same with each database engine."""
-    name: str = request.node.name
-    if "each_database" not in request.fixturenames:
-        return name
-    engine = request.getfixturevalue("each_database")
-    return name.replace(f"[{engine}]", "").replace(f"[{engine}-", "[").replace(f"-{engine}]", "]").replace(f"-{engine}-", "-")
+def _without_storage(name: str) -> str:
+    """Return a test's name without the storage it runs on: what users see is the same with each database and kind of blobs."""
+    test, bracket, parameters = name.rstrip("]").partition("[")
+    others = "-".join(each for each in parameters.split("-") if each not in _STORAGES)
+    return f"{test}[{others}]" if bracket and others else test if bracket else name

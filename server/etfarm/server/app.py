@@ -125,8 +125,9 @@ async def running(
 
         if lead is not None:
             storage.database.guard = lead.fence
-        await storage.database.open()
+        await storage.open()
         background.start(storage.store.tend(), "artifacts-expire")
+        background.start(storage.store.blobs.tend(), "artifact-copies")
         access = await Access.load(config, storage)
         fleet = await Fleet.load(config, storage)
         notices = Notices(storage.database, config.notices, now, version("etfarm"))
@@ -169,7 +170,8 @@ async def running(
             background.start(connections.watch(port), "connections")
         host.start(background)
         background.start(jobs.keeping.retention.tend(), "retention")
-        background.start(jobs.keeping.relief.tend(), "disk-relief")
+        if config.blobs is None:  # the deletion of an object frees no space on this machine
+            background.start(jobs.keeping.relief.tend(), "disk-relief")
 
         # Order matters: jobs that run on devices must be awaited before their agents can connect.
         was_clean = clean_end.begin()

@@ -64,6 +64,7 @@ def check_configuration(environment: Mapping[str, str] = os.environ) -> Iterable
         return
     # The other checks do without the server's parts, which take a second to import.
     from etfarm.server.artifacts.room import Room
+    from etfarm.server.artifacts.s3.bucket import Bucket
     from etfarm.server.main import config_of, parser
     from etfarm.server.operation import settings
     from etfarm.server.operation.check import EXPIRES_SOON
@@ -85,6 +86,12 @@ def check_configuration(environment: Mapping[str, str] = os.environ) -> Iterable
         else:
             cost = "afterwards clients and agents refuse the server."
             yield Finding("server certificate", Status.WARNING, text, cost, "Renew it; the server reads the new files by itself.")
+    if config.blobs is not None:
+        try:
+            asyncio.run(Bucket(config.blobs).check())
+            yield Finding("server bucket", Status.OK, config.blobs.place)
+        except EtfarmError as error:
+            yield Finding("server bucket", Status.WARNING, error.message, "the server does not start with it.", error.remedy)
     if config.data.is_dir():
         space = Room(config.data, config.keep_free_bytes, config.store_limits.work_bytes).measure()
         text = f"{config.data}, {space.free_bytes / 1e9:.1f} GB free; new work is refused below {space.work_bytes / 1e9:.1f} GB"

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from etfarm.server.artifacts.limits import StoreLimits
+from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.devices.health.power import PowerRule
 from etfarm.server.devices.health.standing import HealthPolicy
@@ -44,6 +45,10 @@ class Config:
     """The PostgreSQL database that is used instead of the SQLite file in the data folder; None for that."""
     database_wait_s: float = WAIT_S
     """Time for which work waits for the PostgreSQL server if that is away."""
+    blobs: BucketLocation | None = None
+    """Bucket of the artifacts; None to keep them as files in the data folder."""
+    blobs_cache_bytes: int = 50 << 30
+    """Size up to which copies of the bucket's artifacts are kept in the data folder."""
     tokens: Path | None = None
     """Token file. Without tokens, everyone who reaches the server is an admin."""
     tls_cert: Path | None = None
@@ -152,6 +157,7 @@ class Config:
             artifact_bytes=self.max_artifact_bytes,
             project_bytes=project_bytes or None,
             reserve_bytes=self.keep_free_bytes,
+            cache_bytes=self.blobs_cache_bytes,
             work_bytes=self.keep_free_bytes * 3 // 2 if self.work_free_bytes is None else self.work_free_bytes,
         )
 

@@ -19,6 +19,7 @@ from etfarm.server.devices.reservations import MAX_DURATION_S
 from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.notices.settings import NoticeSettings
 from etfarm.server.operation import logs, settings, unit
+from etfarm.server.operation.blob_options import add_blob_options, location_of
 from etfarm.server.operation.check import check
 from etfarm.server.reports.latency import thresholds
 from etfarm.server.reports.latency.thresholds import Thresholds
@@ -61,6 +62,10 @@ def parser() -> argparse.ArgumentParser:
                        "A password belongs into the file or the variable (default: a SQLite file in --data)")  # fmt: skip
     serve.add_argument("--database-wait", type=_seconds, default=WAIT_S, metavar="S",
                        help="how long work waits for a PostgreSQL server that is away (default %(default)g s)")  # fmt: skip
+    add_blob_options(serve).add_argument(
+        "--blobs-cache-gib", type=_positive, default=50, metavar="N",
+        help="size up to which copies are kept in --data; those in use stay (default %(default)s)",
+    )  # fmt: skip
     serve.add_argument(
         "--tokens",
         type=Path,
@@ -270,7 +275,8 @@ def config_of(arguments: argparse.Namespace) -> Config:
     health = read_settings(arguments.health, arguments.health_interval)
     return Config(
         listen=parse_address(arguments.listen), data=folder, database=arguments.database,
-        database_wait_s=arguments.database_wait, tokens=arguments.tokens,
+        database_wait_s=arguments.database_wait, blobs=location_of(arguments),
+        blobs_cache_bytes=arguments.blobs_cache_gib << 30, tokens=arguments.tokens,
         tls_cert=arguments.tls_cert, tls_key=arguments.tls_key, tls_client_ca=arguments.tls_client_ca,
         insecure=arguments.insecure, workers=arguments.workers, threads=arguments.threads,
         memory_bytes=arguments.memory_gib << 30, cpu_s=arguments.cpu_limit, compile_deadline_s=arguments.compile_timeout,

@@ -19,6 +19,7 @@ from etfarm.server.access.identities import Identities
 from etfarm.server.access.projects import Projects
 from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
 from etfarm.server.artifacts.blobs import ARTIFACTS
+from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.prewarm import PRELOAD as COMPILE_PRELOAD
@@ -152,7 +153,18 @@ class Storage:
         """
         database = create_database(config.data / DATABASE, config.database, config.database_wait_s)
         database.on_damaged = on_damaged
-        return cls(database, Store(config.data / ARTIFACTS, database, config.store_limits), Readers())
+        bucket = None if config.blobs is None else Bucket(config.blobs)
+        return cls(database, Store(config.data / ARTIFACTS, database, config.store_limits, bucket=bucket), Readers())
+
+    async def open(self) -> None:
+        """Open the database, and then the store.
+
+        Raises:
+            BlobsUnusable: the bucket cannot be used.
+            EtfarmError: the database cannot be used.
+        """
+        await self.database.open()
+        await self.store.open()
 
     def close(self) -> None:
         """Close the parts, the database last."""

@@ -16,7 +16,8 @@ from etfarm.wire.errors import EtfarmError, UserError
 
 def jail_options(config: Config) -> JailOptions:
     """Return the settings of the child processes' jail."""
-    secrets = (config.data, config.tokens, config.tls_key, config.tls_cert, config.tls_client_ca)
+    secrets = [config.data, config.tokens, config.tls_key, config.tls_cert, config.tls_client_ca]
+    secrets += [config.blobs.credentials_file] if config.blobs is not None else []
     return JailOptions(
         hidden=tuple(path.absolute() for path in secrets if path is not None),
         readable=tuple(path.absolute() for path in config.jail_readable),

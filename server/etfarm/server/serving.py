@@ -40,10 +40,13 @@ _RESTART_S: Final = 5.0
 
 
 class Process:
-    """The process of one server: what makes it stop, and what it reports to the one that started it."""
+    """The process of one server: what makes it stop, and what it reports to the one that started it.
 
-    def __init__(self, config: Config, settings: Sequence[Setting] = ()) -> None:
-        """Take the configuration, and the options that it follows from."""
+    Args:
+        settings: the options that `config` follows from, for the server's status.
+    """
+
+    def __init__(self, config: Config, settings: Sequence[Setting]) -> None:
         self._config = config
         self._settings = settings
         self._stop, self._stop_now = asyncio.Event(), asyncio.Event()
@@ -199,7 +202,7 @@ def _member(config: Config) -> Member:
         identity = config.identity()
         return "" if identity is None else identity[0].decode()
 
-    blobs = identify_folder(config.data / ARTIFACTS)
+    blobs = identify_folder(config.data / ARTIFACTS) if config.blobs is None else config.blobs.url
     return Member(config.database, version("etfarm"), certificate, blobs, known_revisions())
 
 

@@ -1,19 +1,99 @@
-"""The files of complete artifacts, named by digest. Files are renamed into place, so every named file is complete."""
+"""The bytes of complete artifacts, named by digest: what every kind of storage does, and the layout of their files."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 
 from etfarm.v1 import common_pb2
 from etfarm.wire import digest as digests
+
+if TYPE_CHECKING:
+    from etfarm.server.artifacts.integrity import Integrity
 
 ARTIFACTS: Final = "artifacts"
 """Name of the store's folder in the server's data folder."""
 
 BLOBS: Final = "blobs"
 """Name of the folder of complete artifacts in the store's folder: `ab/abcdef...`."""
+
+Verified = tuple[int, int, int, list[common_pb2.Artifact]]
+"""Progress of a verification: artifacts done, all artifacts, bytes done, and damage detected since the last progress."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """An open file with the bytes of an artifact, which may still be arriving."""
+
+    file: BinaryIO
+    size_bytes: int
+    reach: Callable[[int], Awaitable[None]]
+    """Waits until the file has the bytes up to a position; raises the error that keeps them from arriving."""
+    verified: Awaitable[bool]
+    """Whether all bytes are those of the digest. Cancel it when reading ends early."""
+
+
+class Blobs(Protocol):
+    """The bytes of complete artifacts. Where they are not files of this machine, files are copies that `bring` makes."""
+
+    integrity: Integrity
+    """What is known about the files of this process, and about damage."""
+    batch: int
+    """Number of digests that `sizes` looks up at a time."""
+
+    def place(self, digest: str) -> Path:
+        """Return the path of an artifact's file, whether or not it exists."""
+
+    async def open(self) -> None:
+        """Get ready; raise an error if the storage cannot be used."""
+
+    async def sizes(self, digests: Sequence[str]) -> dict[str, int]:
+        """Return the sizes of the artifacts that are stored completely.
+
+        What the caller marks as used before its next await is not deleted.
+        """
+
+    async def find_damaged(self, wanted: Iterable[str]) -> list[str]:
+        """Return the artifacts in `wanted` that are known to be damaged, and, where that takes only this machine, all of them."""
+
+    async def bring(self, wanted: Iterable[str]) -> list[str]:
+        """Verify artifacts, and make their files readable; return those that are missing or damaged.
+
+        The files stay until the current task ends.
+        """
+
+    async def settle(self, path: Path, digest: str) -> None:
+        """Move a complete, verified file into the storage, so that it lasts. It replaces a damaged one.
+
+        Raises:
+            OSError: the disk cannot be written.
+            BlobsUnavailable: the storage does not answer.
+        """
+
+    async def read(self, digest: str) -> Reading | None:
+        """Open an artifact; None if it is missing or damaged."""
+
+    def withdraw(self, digest: str) -> bool:
+        """Hide an artifact until `delete`; return False if it is in use."""
+
+    async def delete(self, digests: Collection[str]) -> None:
+        """Delete artifacts that were withdrawn, once nothing in the database names them."""
+
+    def verify(self) -> AsyncIterator[Verified]:
+        """Read all artifacts, and yield the progress periodically and last."""
+
+    def spare_bytes(self) -> int:
+        """Return how much of this machine's disk can be freed at once without a loss."""
+
+    async def tend(self) -> None:
+        """Do what is due now and then, until the task is cancelled."""
+
+
+CACHE: Final = "cache"
+"""Name of the folder of copies in the store's folder, where a bucket has the artifacts."""
 
 
 def place_of(blobs: Path, digest: str) -> Path:

@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Sequence
+from typing import Final
 
 from etfarm.server.artifacts.errors import BadUpload
 from etfarm.server.workers.pacing import Pace
 from etfarm.wire import digest as digests
 
-_SLICE = 20
-"""Number of digests that are processed between two checks of the clock; each takes a system call."""
+SLICE: Final = 20
+"""Number of digests that are checked between two looks at the clock."""
 
 
-async def slices(wanted: Sequence[str]) -> AsyncIterator[Sequence[str]]:
+async def slices(wanted: Sequence[str], size: int = SLICE) -> AsyncIterator[Sequence[str]]:
     """Yield `wanted` in slices; between slices the event loop can run other tasks."""
     pace = Pace()
-    for start in range(0, len(wanted), _SLICE):
-        yield wanted[start : start + _SLICE]
+    for start in range(0, len(wanted), size):
+        yield wanted[start : start + size]
         await pace.pause()
 
 

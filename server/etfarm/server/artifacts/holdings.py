@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Final
@@ -33,6 +33,9 @@ _TAKEN = "taken:"
 # Built once: SQLAlchemy takes several times longer to build them than to execute them.
 _HELD: Final = select(schema.holdings.c.digest).where(
     among(schema.holdings.c.digest, "digests"), among(schema.holdings.c.holder, "holders")
+)
+_SIZES: Final = select(schema.artifacts.c.digest, schema.artifacts.c.size_bytes).where(
+    among(schema.artifacts.c.digest, "digests")
 )
 _HELD_BY_AGENTS: Final = select(schema.holdings).where(
     among(schema.holdings.c.digest, "digests"), schema.holdings.c.holder.startswith(_AGENTS)
@@ -127,6 +130,27 @@ class Holdings:
         query = select(func.count(), func.coalesce(func.sum(schema.artifacts.c.size_bytes), 0))
         count, size_bytes = await self._database.read(lambda connection: connection.execute(query).one())
         return int(count), int(size_bytes)
+
+    async def sizes(self, digests: Sequence[str]) -> dict[str, int]:
+        """Return the sizes of those of `digests` that the table of artifacts has."""
+        sizes = dict[str, int]()
+        for start in range(0, len(digests), _READ_BATCH):
+            some = {"digests": json.dumps(digests[start : start + _READ_BATCH])}
+            rows = await self._database.read(lambda connection, some=some: connection.execute(_SIZES, some).all())  # type: ignore[misc]
+            sizes |= {row.digest: row.size_bytes for row in rows}
+        return sizes
+
+    async def all_sizes(self) -> AsyncIterator[tuple[str, int]]:
+        """Yield the digest and the size of every artifact in the order of digests."""
+        table, after = schema.artifacts, ""
+        while True:
+            query = select(table.c.digest, table.c.size_bytes).where(table.c.digest > after).order_by(table.c.digest)
+            rows = await self._database.read(lambda connection, query=query: connection.execute(query.limit(_BATCH)).all())  # type: ignore[misc]
+            for row in rows:
+                yield row.digest, row.size_bytes
+            if len(rows) < _BATCH:
+                return
+            after = rows[-1].digest
 
     async def take(self, project: str, digests: Iterable[str], owner: str) -> None:
         """Let a project hold the stored artifacts of a result that it has accepted; they no longer count against their agents."""

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import structlog
 
-from etfarm.server.artifacts.errors import ArtifactDamaged
 from etfarm.v1 import common_pb2
 from etfarm.wire import digest as digests
 
@@ -26,24 +25,30 @@ class Integrity:
     """The stored files that this process has verified.
 
     Args:
-        quarantine: folder to which damaged files are moved, for an admin to inspect.
+        quarantine: folder to which damaged files are moved, for an admin to inspect; None if the files are copies, of which a
+            damaged one is deleted.
         place: returns the path of an artifact.
         pool: thread pool that computes hashes.
     """
 
-    def __init__(self, quarantine: Path, place: Callable[[str], Path], pool: ThreadPoolExecutor) -> None:
+    def __init__(self, quarantine: Path | None, place: Callable[[str], Path], pool: ThreadPoolExecutor) -> None:
         self._quarantine = quarantine
         self._place = place
         self._pool = pool
         self._verified: dict[str, _Stamp] = {}
         self._checks: dict[str, asyncio.Task[bool]] = {}
-        self._damaged = {path.name.partition(".")[0] for path in quarantine.iterdir()} if quarantine.is_dir() else set()
+        kept = quarantine.iterdir() if quarantine is not None and quarantine.is_dir() else ()
+        self._damaged = {path.name.partition(".")[0] for path in kept}
         self.on_damaged: Callable[[str, int], None] = lambda digest, size_bytes: None
         """Called with (digest, size in bytes) of each artifact that turns out to be damaged."""
 
     def is_damaged(self, digest: str) -> bool:
         """Return whether the artifact turned out to be damaged and has not been stored again."""
         return digest in self._damaged
+
+    def mark_damaged(self, digest: str) -> None:
+        """Record damage that an earlier process has reported."""
+        self._damaged.add(digest)
 
     def settled(self, digest: str) -> None:
         """Record that verified bytes were just moved into the store."""
@@ -82,16 +87,6 @@ class Integrity:
             results = await asyncio.gather(*map(self.is_whole, batch))
             damaged += [digest for digest, is_whole in zip(batch, results, strict=True) if not is_whole]
         return damaged
-
-    async def require_whole(self, wanted: Iterable[str]) -> None:
-        """Raise an error if an artifact is damaged. Missing artifacts pass: opening them fails later.
-
-        Raises:
-            ArtifactDamaged: an artifact is damaged; the error names the first one.
-        """
-        for digest in await self.find_damaged(wanted):
-            if self.is_damaged(digest):
-                raise ArtifactDamaged(digest)
 
     async def recheck(self, digest: str) -> bool:
         """Read the bytes from disk again; return whether they are undamaged."""
@@ -143,13 +138,22 @@ class Integrity:
         return False
 
     def _move_away(self, path: Path, digest: str, actual: str) -> None:
-        self._damaged.add(digest)
+        self._verified.pop(digest, None)
+        if self._quarantine is None:
+            path.unlink()
+            log.warning("a copy of an artifact is damaged; it is fetched again", digest=digest, actual=actual)
+            return
         size_bytes = path.stat().st_size
         target = self._quarantine / f"{digest}.{time.time_ns()}"
         self._quarantine.mkdir(exist_ok=True, mode=0o700)
+        self._damaged.add(digest)
         path.replace(target)
-        self._verified.pop(digest, None)
-        log.error("a stored artifact is damaged", digest=digest, actual=actual, size_bytes=size_bytes, moved_to=str(target))
+        self.report(digest, actual, size_bytes, str(target))
+
+    def report(self, digest: str, actual: str, size_bytes: int, moved_to: str) -> None:
+        """Record that a stored artifact turned out to be damaged."""
+        self._damaged.add(digest)
+        log.error("a stored artifact is damaged", digest=digest, actual=actual, size_bytes=size_bytes, moved_to=moved_to)
         self.on_damaged(digest, size_bytes)
 
 

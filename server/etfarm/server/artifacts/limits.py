@@ -37,3 +37,10 @@ class StoreLimits:
     """Number of threads that transfer the bytes of uploads and downloads."""
     verifiers: int = 2
     """Number of threads that verify stored artifacts."""
+    cache_bytes: int = 50 << 30
+    """Size up to which copies of the artifacts of a bucket are kept on the server's disk."""
+
+    @property
+    def floor_bytes(self) -> int:
+        """Free disk space below which such copies are deleted."""
+        return 2 * (self.reserve_bytes if self.work_bytes is None else self.work_bytes)

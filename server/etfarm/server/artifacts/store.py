@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterable
+import shutil
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from datetime import UTC, datetime, timedelta
-from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +15,7 @@ import structlog
 from sqlalchemy import Connection
 
 from etfarm.server.access.scope import DEFAULT_PROJECT
-from etfarm.server.artifacts.blobs import BLOBS, place_of, settle
+from etfarm.server.artifacts.blobs import Blobs, Verified
 from etfarm.server.artifacts.digests import require_digest, slices
 from etfarm.server.artifacts.errors import (
     ArtifactDamaged,
@@ -31,11 +30,14 @@ from etfarm.server.artifacts.errors import (
     UploadInProgress,
     UploadTooLarge,
 )  # fmt: skip
+from etfarm.server.artifacts.file_blobs import FileBlobs
 from etfarm.server.artifacts.holdings import Holdings
 from etfarm.server.artifacts.integrity import Integrity
 from etfarm.server.artifacts.limits import StoreLimits
 from etfarm.server.artifacts.quotas import Quotas
 from etfarm.server.artifacts.room import Room
+from etfarm.server.artifacts.s3.blobs import BucketBlobs
+from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.staging import MAX_CHUNK_BYTES, Staging
 from etfarm.server.artifacts.uses import Uses
 from etfarm.server.state.engine import Database
@@ -62,38 +64,66 @@ _SPACE_POLL_S = 1.0
 
 
 class Store:
-    """The artifacts under a folder, with their holders.
+    """The artifacts of a farm, with their holders.
 
-    Complete artifacts are in `blobs/ab/abcdef...`, unfinished uploads in `uploads/`, damaged artifacts in `quarantine/`. The
-    bytes of an artifact are stored once. A holder (a project's name, `agent_holder(...)` or FARM_HOLDER) can only read the
-    artifacts that it holds. A holding is created by an upload of all bytes, which proves that the uploader has them, or by the
-    server itself.
+    The bytes of an artifact are stored once: as files under the folder, or as objects of a bucket, of which the folder then has
+    copies. Unfinished uploads are in `uploads/`. A holder (a project's name, `agent_holder(...)` or FARM_HOLDER) can only read
+    the artifacts that it holds. A holding is created by an upload of all bytes, which proves that the uploader has them, or by
+    the server itself; in both cases only after the bytes are stored.
+
+    Args:
+        bucket: the bucket of the artifacts; None to store them as files.
     """
 
     def __init__(
-        self, folder: Path, database: Database, limits: StoreLimits | None = None, clock: Callable[[], float] | None = None
+        self,
+        folder: Path,
+        database: Database,
+        limits: StoreLimits | None = None,
+        clock: Callable[[], float] | None = None,
+        bucket: Bucket | None = None,
     ) -> None:
         self.limits = limits or StoreLimits()
-        self._blobs = folder / BLOBS
-        self._blobs_text = os.fspath(self._blobs)
         self._uploads = folder / "uploads"
-        for path in (self._blobs, self._uploads):
-            path.mkdir(parents=True, exist_ok=True)
+        self._uploads.mkdir(parents=True, exist_ok=True)
         # Separate thread pools: neither screening nor an analysis that occupies asyncio's threads may delay an upload.
         self._pool = ThreadPoolExecutor(self.limits.threads, thread_name_prefix="artifact-bytes")
         self._verifiers = ThreadPoolExecutor(self.limits.verifiers, thread_name_prefix="artifact-verify")
         self.holdings = Holdings(database)
         self.uses = Uses(database, clock or SteadyClock())
-        self.room = Room(folder, self.limits.reserve_bytes, self.limits.work_bytes)
+        self.blobs: Blobs = (
+            FileBlobs(folder, self._uploads, self._pool, self._verifiers)
+            if bucket is None
+            else BucketBlobs(
+                bucket, folder, self._uploads, self.holdings, self._pool, self._verifiers,
+                cache_bytes=self.limits.cache_bytes, floor_bytes=self.limits.floor_bytes,
+            )
+        )  # fmt: skip
+        self.room = Room(
+            folder, self.limits.reserve_bytes, self.limits.work_bytes,
+            free=lambda folder: shutil.disk_usage(folder).free + self.blobs.spare_bytes(),
+        )  # fmt: skip
         self._staging = Staging(self._uploads, self.room, self.limits, self._pool)
         self.quotas = Quotas(self.holdings, self._staging, self.limits)
-        self.integrity = Integrity(folder / "quarantine", self.place, self._verifiers)
         self._adopting: set[str] = set()
         self._unshared: set[str] = set()
         """New uploads that only their uploader knows, so that nothing else can refer to them."""
 
+    @property
+    def integrity(self) -> Integrity:
+        """What is known about damage."""
+        return self.blobs.integrity
+
+    async def open(self) -> None:
+        """Get ready, after the database is open.
+
+        Raises:
+            BlobsUnusable: the bucket cannot be used.
+        """
+        await self.blobs.open()
+
     def path(self, digest: str) -> Path:
-        """Return the path of a stored artifact's file. Read it, never write it.
+        """Return the path of an artifact's file, which `bring` or `require_whole` has made readable. Never write it.
 
         Raises:
             ArtifactNotFound: the store does not hold the artifact.
@@ -107,45 +137,55 @@ class Store:
     def _missing_error(self, digest: str) -> Exception:
         return ArtifactDamaged(digest) if self.integrity.is_damaged(digest) else ArtifactNotFound(digest)
 
-    def has(self, digest: str) -> bool:
+    async def has(self, digest: str) -> bool:
         """Return whether the artifact is stored completely. The caller may refer to it from now on, so it stays."""
-        return self.stored_bytes(digest) is not None
+        return digest in await self.sizes([digest])
 
-    def has_for_now(self, digest: str) -> bool:
+    async def has_for_now(self, digest: str) -> bool:
         """Return whether the artifact is stored completely, for a caller that will not refer to it later."""
-        require_digest(digest)
-        return os.path.exists(self._file(digest))  # noqa: PTH110 - a fifth of a Path's time, for each of 100,000 digests
+        return digest in await self.sizes([digest], for_now=True)
 
-    def stored_bytes(self, digest: str) -> int | None:
-        """Return the size of a stored artifact, which the caller may refer to from now on; None if it is not stored."""
-        require_digest(digest)
-        try:
-            size_bytes = os.stat(self._file(digest)).st_size  # noqa: PTH116 - for the same reason
-        except FileNotFoundError:
-            return None
-        self._unshared.discard(digest)
-        self.uses.mark(digest)
-        return size_bytes
+    async def sizes(self, wanted: Sequence[str], *, for_now: bool = False) -> dict[str, int]:
+        """Return the sizes of those artifacts that are stored completely. The caller may refer to them from now on.
 
-    def _file(self, digest: str) -> str:
-        return f"{self._blobs_text}/{digest[:2]}/{digest}"
+        Args:
+            for_now: the caller will not refer to them later.
+        """
+        sizes = dict[str, int]()
+        async for batch in slices(wanted, self.blobs.batch):
+            for digest in batch:
+                require_digest(digest)
+            stored = await self.blobs.sizes(batch)
+            # Before the next await, so that they are not deleted.
+            for digest in () if for_now else stored:
+                self._unshared.discard(digest)
+                self.uses.mark(digest)
+            sizes |= stored
+        return sizes
 
     async def absent(self, wanted: Iterable[str]) -> list[str]:
         """Return the artifacts in `wanted` that are missing or damaged, for any holder. Never reveal the result to clients."""
         digests = list(wanted)
-        damaged = set(await self.integrity.find_damaged(digests))
-        missing = []
-        async for batch in slices(digests):
-            missing += [digest for digest in batch if digest in damaged or not self.has(digest)]
-        return missing
+        damaged = set(await self.blobs.find_damaged(digests))
+        stored = await self.sizes(digests)
+        return [digest for digest in digests if digest in damaged or digest not in stored]
+
+    async def bring(self, wanted: Iterable[str]) -> None:
+        """Make files readable until the current task ends, if they are stored and whole; those that are not have no file."""
+        digests = list(wanted)
+        damaged = set(await self.blobs.bring(digests))
+        await self.sizes([digest for digest in digests if digest not in damaged])
 
     async def require_whole(self, wanted: Iterable[str]) -> None:
-        """Verify stored artifacts before they are read. Each server process computes each hash once.
+        """Make files readable until the current task ends. Each server process computes each hash once. Missing ones pass.
 
         Raises:
-            ArtifactDamaged: the bytes of an artifact changed on the disk.
+            ArtifactDamaged: the bytes of an artifact changed where they are stored.
+            BlobsUnavailable: the bucket's server failed.
         """
-        await self.integrity.require_whole(wanted)
+        for digest in await self.blobs.bring(wanted):
+            if self.integrity.is_damaged(digest):
+                raise ArtifactDamaged(digest)
 
     async def missing(self, wanted: Iterable[str], holder: str) -> list[str]:
         """Return the artifacts in `wanted` that `holder` does not hold, or that are missing or damaged."""
@@ -154,13 +194,11 @@ class Store:
             for digest in batch:
                 require_digest(digest)
         held = await self.holdings.held(digests, [holder])
-        damaged = set(await self.integrity.find_damaged(held))
-        missing = []
-        async for batch in slices(digests):
-            missing += [digest for digest in batch if digest not in held or digest in damaged or not self.has(digest)]
+        damaged = set(await self.blobs.find_damaged(held))
+        stored = await self.sizes([digest for digest in dict.fromkeys(digests) if digest in held and digest not in damaged])
         # Before the answer: the caller relies on the artifacts, also if this server is killed in the meantime.
         await self.uses.write(held)
-        return missing
+        return [digest for digest in digests if digest not in stored]
 
     async def require(self, wanted: Iterable[str], holder: str) -> None:
         """Raise an error if `holder` does not hold an artifact, as if the artifact were not stored.
@@ -177,7 +215,7 @@ class Store:
 
     async def is_held(self, digest: str, holders: Collection[str]) -> bool:
         """Return whether one of `holders` holds the artifact and its bytes are stored."""
-        return self.has_for_now(digest) and bool(await self.holdings.held([digest], holders))
+        return await self.has_for_now(digest) and bool(await self.holdings.held([digest], holders))
 
     async def holds(self, digest: str, holders: Collection[str]) -> bool:
         """Return whether one of `holders` holds the artifact, even if it is damaged."""
@@ -186,7 +224,7 @@ class Store:
 
     async def find_held(self, digests: Collection[str], holders: Collection[str]) -> set[str]:
         """Return those of several artifacts whose bytes are stored, and that one of `holders` holds."""
-        return await self.holdings.held(filter(self.has_for_now, digests), holders)
+        return await self.holdings.held(await self.sizes(list(digests), for_now=True), holders)
 
     async def hold(
         self,
@@ -203,16 +241,18 @@ class Store:
             for_now: whether `discard` may still delete the artifacts.
             also: writes something else in the same transaction.
         """
-        is_stored = self.has_for_now if for_now else self.has
-        await self.holdings.add(holder, [digest for digest in digests if is_stored(digest)], owner, also=also)
+        wanted = list(digests)
+        stored = await self.sizes(wanted, for_now=for_now)
+        await self.holdings.add(holder, [digest for digest in wanted if digest in stored], owner, also=also)
 
     async def upload_status(self, digest: str, holder: str) -> artifact_pb2.UploadStatus:
         """Return the status of a holder's upload; complete if the holder holds the artifact."""
-        return self._status(digest, holder, is_held=not await self.missing([digest], holder))
+        is_held = not await self.missing([digest], holder)
+        return self._status(digest, holder, await self.sizes([digest]) if is_held else {})
 
-    def _status(self, digest: str, holder: str, *, is_held: bool) -> artifact_pb2.UploadStatus:
-        committed = self.place(digest).stat().st_size if is_held else self._staging.committed_bytes(holder, digest)
-        return artifact_pb2.UploadStatus(digest=digest, committed_bytes=committed, complete=is_held)
+    def _status(self, digest: str, holder: str, held: Mapping[str, int]) -> artifact_pb2.UploadStatus:
+        committed = held[digest] if digest in held else self._staging.committed_bytes(holder, digest)
+        return artifact_pb2.UploadStatus(digest=digest, committed_bytes=committed, complete=digest in held)
 
     async def put(self, data: bytes, owner: str, *, holder: str = DEFAULT_PROJECT) -> common_pb2.Artifact:
         """Store a small artifact for a holder."""
@@ -233,7 +273,7 @@ class Store:
         artifact = common_pb2.Artifact(digest=digest, size_bytes=path.stat().st_size)
         self._adopting.add(digest)
         try:
-            await self._run(self._settle, path, digest)
+            await self.blobs.settle(path, digest)
         except OSError as error:
             raise DiskFull(f"The store cannot write: {error.strerror}.", "Free disk on the server.") from None
         finally:
@@ -264,74 +304,72 @@ class Store:
         """
         digest = artifact.digest
         if not await self.missing([digest], holder):
-            return self._status(digest, holder, is_held=True)
+            return self._status(digest, holder, await self.sizes([digest]))
         self._staging.require_free(artifact, holder)
         await self.quotas.require(holder, artifact.size_bytes, without=digest)
 
         async def settle(part: Path) -> None:
             # Decide before the file gets its name, since others may ask for it from then on. An artifact that is already stored
             # may be in use.
-            if self.has_for_now(digest):
+            if await self.has_for_now(digest):
                 self._unshared.discard(digest)
             else:
                 self._unshared.add(digest)
             try:
-                await self._run(self._settle, part, digest)
+                await self.blobs.settle(part, digest)
             except OSError as error:
                 self._unshared.discard(digest)
                 raise DiskFull(f"The store cannot write: {error.strerror}.", "Free disk on the server.") from None
+            except BaseException:
+                self._unshared.discard(digest)
+                raise
             await self._record(artifact, holder, owner)
 
         is_whole = await self._staging.receive(artifact, chunks, holder, settle, is_result=is_result)
-        return self._status(digest, holder, is_held=is_whole)
+        return self._status(digest, holder, {digest: artifact.size_bytes} if is_whole else {})
 
     async def take_results(self, holder: str, digests: Collection[str], owner: str) -> None:
         """Let a project hold the artifacts of an accepted result, which then no longer count against the agents."""
-        await self.holdings.take(holder, [digest for digest in digests if self.has(digest)], owner)
+        stored = await self.sizes(list(digests))
+        await self.holdings.take(holder, [digest for digest in digests if digest in stored], owner)
 
     async def discard(self, wanted: Iterable[str]) -> None:
         """Delete the artifacts in `wanted` that were uploaded since the start of this server and that nothing else refers to.
 
         Their holdings are deleted, too. Artifacts that something may refer to stay.
         """
-        deleted = []
-        for digest in self._unshared.intersection(wanted) - self._adopting:
-            if self._staging.is_streaming(digest):
-                continue
-            self._unshared.discard(digest)
-            self.place(digest).unlink(missing_ok=True)
-            deleted.append(digest)
-        # Artifacts that were uploaded again in the meantime are recorded after this.
-        if absent := [digest for digest in deleted if not self.place(digest).exists()]:
-            await self.holdings.forget(absent)
+        withdrawn = [
+            digest
+            for digest in self._unshared.intersection(wanted) - self._adopting
+            if not self._staging.is_streaming(digest) and self.blobs.withdraw(digest)
+        ]
+        self._unshared.difference_update(withdrawn)
+        await self._delete(withdrawn)
 
     async def remove(self, wanted: Collection[str], *, unused_since_s: float) -> set[str]:
         """Delete artifacts that nothing refers to, with all holdings. Return those that were deleted.
 
         Artifacts that this process has used since a time in seconds since the epoch stay, as do those that are being written.
         """
-        removed, moved = set[str](), list[Path]()
-        # No await up to the deletion of the rows: a use before it is marked, and one after it does not see the file.
-        for digest in wanted:
-            if (
-                digest in self._adopting
-                or self._staging.is_streaming(digest)
-                or self.uses.is_marked_since(digest, unused_since_s)
-            ):
-                continue
-            target = self._uploads / f"removed-{digest}"
-            with suppress(FileNotFoundError):
-                self.place(digest).replace(target)
-                moved.append(target)
-            removed.add(digest)
-        try:
-            if removed:
-                await self.holdings.forget(list(removed))
-        finally:
-            for path in moved:
-                # In a thread: the deletion of a large file takes long.
-                await self._run(partial(path.unlink, missing_ok=True))
+        # No await up to the deletion of the rows: a use before it is marked, and one after it does not see the artifact.
+        removed = {
+            digest
+            for digest in wanted
+            if digest not in self._adopting
+            and not self._staging.is_streaming(digest)
+            and not self.uses.is_marked_since(digest, unused_since_s)
+            and self.blobs.withdraw(digest)
+        }
+        await self._delete(removed)
         return removed
+
+    async def _delete(self, withdrawn: Collection[str]) -> None:
+        """Delete artifacts that were withdrawn. What is uploaded again in the meantime is recorded after this."""
+        try:
+            if withdrawn:
+                await self.holdings.forget(list(withdrawn))
+        finally:
+            await self.blobs.delete(withdrawn)
 
     async def chunks(self, digest: str, offset: int) -> AsyncIterator[artifact_pb2.Chunk]:
         """Yield the artifact's bytes from `offset` on. The last chunk is sent only after this process has verified all bytes.
@@ -341,16 +379,20 @@ class Store:
             ArtifactDamaged: its bytes changed on the disk.
             BadUpload: `offset` is beyond the end (reason OFFSET_PAST_END).
         """
-        with self.path(digest).open("rb") as file:
+        require_digest(digest)
+        reading = await self.blobs.read(digest)
+        if reading is None:
+            raise self._missing_error(digest)
+        with reading.file as file:
             self.uses.mark(digest)
-            size = os.fstat(file.fileno()).st_size
-            if not 0 <= offset <= size:
-                error = BadUpload(f"offset must be 0 to {size}, the size of {digest[:12]}, got {offset}.")
-                error.reason, error.kind = "OFFSET_PAST_END", Kind.OUT_OF_RANGE
-                raise error
-            verified = asyncio.ensure_future(self.integrity.is_whole(digest))
+            size, verified = reading.size_bytes, asyncio.ensure_future(reading.verified)
             try:
+                if not 0 <= offset <= size:
+                    error = BadUpload(f"offset must be 0 to {size}, the size of {digest[:12]}, got {offset}.")
+                    error.reason, error.kind = "OFFSET_PAST_END", Kind.OUT_OF_RANGE
+                    raise error
                 for start, length in spans(offset, size, CHUNK_BYTES):
+                    await reading.reach(start + length)
                     data = await self._run(os.pread, file.fileno(), length, start)
                     if (start + length == size or verified.done()) and not await verified:
                         raise self._missing_error(digest)
@@ -359,13 +401,12 @@ class Store:
                 verified.cancel()
 
     def place(self, digest: str) -> Path:
-        """Return the path at which an artifact is stored, whether or not it exists. Read the file, never write it."""
-        require_digest(digest)
-        return place_of(self._blobs, digest)
+        """Return the path of an artifact's file, whether or not it exists. Read the file, never write it."""
+        return self.blobs.place(digest)
 
-    def verify(self) -> AsyncIterator[tuple[int, int, int, list[common_pb2.Artifact]]]:
-        """Verify every stored artifact; see `Integrity.verify`."""
-        return self.integrity.verify(self._blobs)
+    def verify(self) -> AsyncIterator[Verified]:
+        """Verify every stored artifact. Yield (done, total, bytes done, newly detected damage) periodically and last."""
+        return self.blobs.verify()
 
     async def wait_for_room(self, key: Hashable, needed_bytes: int, on_wait: Callable[[str], None]) -> None:
         """Reserve disk space for the results of an attempt, waiting while the disk is full; see `Room.release_results`."""
@@ -396,20 +437,14 @@ class Store:
         """Delete abandoned uploads, and agents' uploads without a result."""
         await self._run(self._staging.expire)
         orphans = await self.holdings.expire_agents(datetime.now(UTC) - timedelta(seconds=self.limits.agent_holding_age_s))
-        for digest in orphans:
-            self.place(digest).unlink(missing_ok=True)
-        if orphans:
-            log.info("agents' uploads that no result refers to expired", count=len(orphans))
-            await self.holdings.forget(orphans)
+        if withdrawn := [digest for digest in orphans if self.blobs.withdraw(digest)]:
+            log.info("agents' uploads that no result refers to expired", count=len(withdrawn))
+            await self._delete(withdrawn)
 
     def close(self) -> None:
         """Shut down the store's threads."""
         self._pool.shutdown(wait=False, cancel_futures=True)
         self._verifiers.shutdown(wait=False, cancel_futures=True)
-
-    def _settle(self, path: Path, digest: str) -> None:
-        settle(path, self.place(digest))
-        self.integrity.settled(digest)
 
     async def _record(self, artifact: common_pb2.Artifact, holder: str, owner: str) -> None:
         self.uses.mark(artifact.digest)

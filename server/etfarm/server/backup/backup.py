@@ -17,11 +17,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, place_of
+from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, CACHE, place_of
+from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup import manifest as manifests
 from etfarm.server.backup.copying import Differs, copy_verified, link_or_copy, sync_folder
 from etfarm.server.backup.errors import BackupRefused
 from etfarm.server.backup.manifest import Manifest
+from etfarm.server.backup.sources import BucketArtifacts, bucket_artifacts
 from etfarm.server.config import DATABASE
 from etfarm.server.state import damage
 from etfarm.server.state.backup_lock import BackupLock, BackupRunning
@@ -58,13 +60,21 @@ OnProgress = Callable[[int, int], None]
 """Called with the number of artifacts that are backed up, out of the second number."""
 
 
-def back_up(data: Path, folder: Path, *, link: bool = False, on_progress: OnProgress = lambda done, total: None) -> Done:
+def back_up(
+    data: Path,
+    folder: Path,
+    *,
+    link: bool = False,
+    blobs: BucketLocation | None = None,
+    on_progress: OnProgress = lambda done, total: None,
+) -> Done:
     """Make a backup of a data folder, or bring an earlier one in `folder` up to date.
 
     Until the new manifest replaces the earlier one, the earlier backup stays complete.
 
     Args:
         link: whether to make hard links of artifacts where both folders are on one file system.
+        blobs: the bucket of the farm's artifacts; None if they are files in `data`.
 
     Raises:
         BackupRefused: `data` is no data folder of a server, or `folder` has other files.
@@ -80,17 +90,19 @@ def back_up(data: Path, folder: Path, *, link: bool = False, on_progress: OnProg
         )
     if not source.is_file():
         raise BackupRefused(f"{data} has no {DATABASE}: it is not a server's data folder.", "Name the folder with --data.")
+    if blobs is None and (data / ARTIFACTS / CACHE).is_dir():
+        raise BackupRefused(f"The artifacts of {data} are in a bucket.", "Name it with --blobs, as for `etfarm serve`.")
     _require_target(data, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
-        with _lock(data):
+        with bucket_artifacts(blobs) as bucket, _lock(data):
             part = _copy_database(source, folder)
             sha256 = digests.of_file(part)
             with closing(sqlite3.connect(part)) as connection:
                 (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
                 wanted = dict(connection.execute("SELECT digest, size_bytes FROM artifacts ORDER BY digest"))
-            missing, copied, copied_bytes = _copy_artifacts(data, folder, wanted, link=link, on_progress=on_progress)
+            missing, copied, copied_bytes = _copy_artifacts(data, folder, wanted, bucket, link=link, on_progress=on_progress)
     except OSError as error:
         raise BackupFailed(
             f"The backup in {folder} cannot be written: {error.strerror or error}.",
@@ -186,7 +198,13 @@ def _sync(path: Path) -> None:
 
 
 def _copy_artifacts(
-    data: Path, folder: Path, wanted: dict[str, int], *, link: bool, on_progress: OnProgress
+    data: Path,
+    folder: Path,
+    wanted: dict[str, int],
+    bucket: BucketArtifacts | None,
+    *,
+    link: bool,
+    on_progress: OnProgress,
 ) -> tuple[list[str], int, int]:
     """Copy what the backup lacks. Return the digests without an intact file, and the number and size of what was copied."""
     missing, copied, copied_bytes = list[str](), 0, 0
@@ -196,7 +214,10 @@ def _copy_artifacts(
         if not (target.is_file() and target.stat().st_size == size_bytes):
             try:
                 target.unlink(missing_ok=True)
-                copied_bytes += (link_or_copy if link else copy_verified)(place_of(sources, digest), target, digest)
+                if bucket is not None:
+                    copied_bytes += bucket.read(digest, target)
+                else:
+                    copied_bytes += (link_or_copy if link else copy_verified)(place_of(sources, digest), target, digest)
                 copied += 1
             except (FileNotFoundError, Differs):
                 missing.append(digest)

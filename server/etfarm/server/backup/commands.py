@@ -9,6 +9,7 @@ from pathlib import Path
 
 from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.restore import restore
+from etfarm.server.operation.blob_options import add_blob_options, location_of
 from etfarm.server.state.folder import locked
 from etfarm.wire.errors import UserError
 from etfarm.wire.names import data_folder
@@ -27,10 +28,11 @@ def backup_main(argv: list[str]) -> int:
     parser.add_argument("--link", action="store_true",
                         help="link artifacts instead of copying them, where both folders are on one file system: takes no space, "
                         "and does not protect from a failing disk")  # fmt: skip
+    add_blob_options(parser)
     arguments = parser.parse_args(argv)
-    folder = _data(arguments)
+    folder, blobs = _data(arguments), location_of(arguments)
     _require_owner(folder)
-    done = back_up(folder, arguments.folder, link=arguments.link, on_progress=_show)
+    done = back_up(folder, arguments.folder, link=arguments.link, blobs=blobs, on_progress=_show)
     manifest = done.manifest
     _end_progress()
     print(
@@ -51,13 +53,14 @@ def restore_main(argv: list[str]) -> int:
     )
     parser.add_argument("backup", type=Path, metavar="FOLDER", help="folder of the backup")
     _add_data(parser)
+    add_blob_options(parser)
     arguments = parser.parse_args(argv)
-    folder = _data(arguments)
+    folder, blobs = _data(arguments), location_of(arguments)
     created = not folder.exists()
     if created and not (arguments.backup / "manifest.json").is_file():
-        restore(arguments.backup, folder)  # refuses before anything is created
+        restore(arguments.backup, folder, blobs=blobs)  # refuses before anything is created
     with locked(folder):
-        manifest = restore(arguments.backup, folder, on_progress=_show)
+        manifest = restore(arguments.backup, folder, blobs=blobs, on_progress=_show)
     _end_progress()
     print(
         f"{folder}: restored the backup of {manifest.created_at} by etfarm {manifest.version}, {manifest.artifacts} artifacts. "

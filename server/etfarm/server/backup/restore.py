@@ -11,11 +11,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, place_of
+from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup import manifest as manifests
 from etfarm.server.backup.backup import BackupFailed, OnProgress
 from etfarm.server.backup.copying import Differs, copy_verified, sync_folder
 from etfarm.server.backup.errors import BackupDamaged, BackupRefused
 from etfarm.server.backup.manifest import Manifest
+from etfarm.server.backup.sources import BucketArtifacts, bucket_artifacts
 from etfarm.server.config import DATABASE
 from etfarm.server.state import damage
 from etfarm.server.state.folder import LOCK, RESTORING
@@ -24,13 +26,16 @@ from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.wire import digest as digests
 
 
-def restore(backup: Path, data: Path, *, on_progress: OnProgress = lambda done, total: None) -> Manifest:
+def restore(
+    backup: Path, data: Path, *, blobs: BucketLocation | None = None, on_progress: OnProgress = lambda done, total: None
+) -> Manifest:
     """Make a data folder from a backup, and migrate its database to this version. Return the backup's manifest.
 
     A restore that was interrupted continues: artifacts that have their names are complete.
 
     Args:
         data: a folder that does not exist, is empty, or has an interrupted restore of the same backup.
+        blobs: the bucket that the artifacts are for; None to restore them as files.
 
     Raises:
         BackupRefused: the backup is incomplete or of a newer etfarm, or the data folder has other files.
@@ -57,7 +62,8 @@ def restore(backup: Path, data: Path, *, on_progress: OnProgress = lambda done, 
         part.touch(mode=0o600)
         shutil.copyfile(source, part)
         damage.check(part, HEAD, known_revisions(), whole=True)
-        _copy_artifacts(backup, data, part, manifest, on_progress)
+        with bucket_artifacts(blobs) as bucket:
+            _copy_artifacts(backup, data, part, manifest, bucket, on_progress)
         _sync(part)
         _remove_logs(data)
         part.replace(data / DATABASE)
@@ -92,7 +98,14 @@ def _remove_logs(data: Path) -> None:
         (data / f"{DATABASE}{suffix}").unlink(missing_ok=True)
 
 
-def _copy_artifacts(backup: Path, data: Path, database: Path, manifest: Manifest, on_progress: OnProgress) -> None:
+def _copy_artifacts(
+    backup: Path,
+    data: Path,
+    database: Path,
+    manifest: Manifest,
+    bucket: BucketArtifacts | None,
+    on_progress: OnProgress,
+) -> None:
     with closing(sqlite3.connect(database)) as connection:
         wanted = dict(connection.execute("SELECT digest, size_bytes FROM artifacts ORDER BY digest"))
     if strange := [digest for digest in wanted if not digests.is_digest(str(digest))]:
@@ -104,7 +117,10 @@ def _copy_artifacts(backup: Path, data: Path, database: Path, manifest: Manifest
         target = place_of(targets, digest)
         if digest not in missing and not target.is_file():
             try:
-                copy_verified(place_of(sources, digest), target, digest)
+                if bucket is not None:
+                    bucket.write(digest, place_of(sources, digest))
+                else:
+                    copy_verified(place_of(sources, digest), target, digest)
             except (FileNotFoundError, Differs):
                 raise BackupDamaged(
                     f"The backup's artifact {digest[:12]} is missing or has other contents.",

@@ -120,7 +120,7 @@ class Bundles:
         query = select(schema.bundles.c.body).order_by(schema.bundles.c.added_at)
         for body in await self._database.read(lambda connection: connection.execute(query).scalars().all()):
             bundle = agent_pb2.RunnerBundle.FromString(body)
-            if self._store.has(bundle.artifact.digest):
+            if await self._store.has(bundle.artifact.digest):
                 self.use(bundle)
 
     def use(self, bundle: agent_pb2.RunnerBundle) -> None:
@@ -175,7 +175,7 @@ class Bundles:
             NotABundle: it has no valid bundle.json.
             WrongArch: its programs are for another architecture than its manifest names.
         """
-        if not self._store.has(digest):
+        if not await self._store.has(digest):
             raise ArtifactMissing(digest)
         await self._store.require_whole([digest])
         path = self._store.path(digest)

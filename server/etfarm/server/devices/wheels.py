@@ -56,7 +56,7 @@ class AgentWheel:
             NotAWheel: the file has changed since the server started.
             DiskFull: the store cannot write.
         """
-        if store.has(self.digest):
+        if await store.has(self.digest):
             return
         remedy = "Restart the server, or give the wheel with --wheel."
         try:

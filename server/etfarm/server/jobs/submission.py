@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from datetime import datetime
@@ -124,7 +124,7 @@ class Submission:
             wanted = await self._readers.run(_digests, spec)
             await self._store.require(wanted, project)
             # There may be tens of thousands of calibration samples.
-            await self._readers.run(self._check_stored, spec)
+            await self._readers.run(_check_stored, spec, await self._store.sizes(wanted))
             names, pace = [], Pace()
             for candidate in spec.candidates:
                 names.append(await self._check_candidate(candidate, spec, source_required=not validate_only))
@@ -179,20 +179,6 @@ class Submission:
         require_partners(job)
         job.state = job_pb2.JobState.JOB_STATE_QUEUED
         return job
-
-    def _check_stored(self, spec: job_pb2.JobSpec) -> None:
-        """Set the sizes of all artifacts of a spec, and check those that it states."""
-        known: dict[str, int | None] = {}
-        for artifact in _artifacts(spec):
-            digest = artifact.digest
-            size_bytes = known[digest] = known[digest] if digest in known else self._store.stored_bytes(digest)
-            if size_bytes is None:
-                raise ArtifactMissing(digest)
-            if artifact.size_bytes not in (0, size_bytes):
-                raise BadJob(
-                    f"Artifact {artifact.digest[:12]} has {size_bytes} bytes, not {artifact.size_bytes}.", "Send its size, or 0."
-                )
-            artifact.size_bytes = size_bytes
 
     async def _check_candidate(self, candidate: job_pb2.Candidate, spec: job_pb2.JobSpec, *, source_required: bool) -> str:
         """Validate a candidate; return its recipe's name for people, empty for a program."""
@@ -338,6 +324,23 @@ def _artifacts(spec: job_pb2.JobSpec) -> Iterator[common_pb2.Artifact]:
                 yield method.reference
         yield from candidate.model.constant_methods.values()
     yield from spec.inputs.values()
+
+
+def _check_stored(spec: job_pb2.JobSpec, stored: Mapping[str, int]) -> None:
+    """Set the sizes of all artifacts of a spec, and check those that it states.
+
+    Args:
+        stored: sizes of the stored artifacts by digest.
+    """
+    for artifact in _artifacts(spec):
+        size_bytes = stored.get(artifact.digest)
+        if size_bytes is None:
+            raise ArtifactMissing(artifact.digest)
+        if artifact.size_bytes not in (0, size_bytes):
+            raise BadJob(
+                f"Artifact {artifact.digest[:12]} has {size_bytes} bytes, not {artifact.size_bytes}.", "Send its size, or 0."
+            )
+        artifact.size_bytes = size_bytes
 
 
 def _digests(spec: job_pb2.JobSpec) -> list[str]:

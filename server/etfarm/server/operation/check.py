@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from etfarm.server import preflight
 from etfarm.server.artifacts.room import Room
+from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.config import Config
 from etfarm.server.operation.settings import Setting, plain
 from etfarm.server.rpc.door.token_file import Tokens
@@ -96,6 +97,7 @@ def _check(result: Result, config: Config) -> None:
             result.problems.append(error)
     _check_folder(result, config)
     _check_certificate(result, config)
+    _check_blobs(result, config)
     if config.metrics is not None and not config.metrics.is_local:
         result.warnings.append(f"Everybody who reaches {config.metrics.text} can read the metrics, which name projects.")
     report: JailReport = asyncio.run(preflight.find_jail(config))
@@ -131,6 +133,16 @@ def _check_folder(result: Result, config: Config) -> None:
     result.facts.append(("disk", f"{space.free_bytes >> 20} MiB free; new work needs {space.work_bytes >> 20} MiB"))
     if space.is_full:
         result.warnings.append("The disk is too full: the server would refuse new work.")
+
+
+def _check_blobs(result: Result, config: Config) -> None:
+    if config.blobs is None:
+        return
+    result.facts.append(("artifacts", config.blobs.place))
+    try:
+        asyncio.run(Bucket(config.blobs).check())
+    except EtfarmError as error:
+        result.problems.append(error)
 
 
 def _check_certificate(result: Result, config: Config) -> None:

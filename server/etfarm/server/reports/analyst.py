@@ -83,8 +83,8 @@ class Analyst:
             request = self._with_generation(request, generation, result)
             if result.generations[-1].score.HasField("values"):
                 request = replace(request, scores=self._scores(candidate, compilation, generation, result.generations[-1]))
-        # Look up missing files: the analysis leaves out parts whose files are no longer stored.
-        await self._store.absent(path.name for path in _paths(request))
+        # The analysis leaves out parts whose files are no longer stored.
+        await self._store.bring(path.name for path in _paths(request))
         report = await self._findings.of(request, on_log, fresh=fresh, project=project, owner=owner)
         if base is not None and report.HasField("interleaved"):
             report.interleaved.base_cell = base.cell_id

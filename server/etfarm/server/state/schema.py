@@ -260,9 +260,11 @@ reports = Table(
     Column("device_kind", Text, nullable=False, server_default=""),
     Index("reports_of_an_execution", "execution", "created_at"),
     Index("reports_of_a_device_kind", "device_kind", "created_at"),
+    Index("reports_of_a_device", "device_id", "created_at"),
     Index("reports_of_a_job", "job_id"),
     Index("reports_of_a_model", "model_name", "created_at"),
     Index("reports_of_a_model_digest", "model_digest", "created_at"),
+    Index("reports_of_a_model_on_a_device", "model_name", "device_id"),
 )  # fmt: skip
 
 tags = Table(

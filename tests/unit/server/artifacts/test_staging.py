@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from datetime import UTC, datetime, timedelta
 from itertools import count
 from pathlib import Path
@@ -31,6 +31,7 @@ from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError
 from tests.support.databases import new_database
 from tests.support.golden import Golden
+from tests.support.stores import Stores, damage
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -52,16 +53,33 @@ class CountingDatabase(SqliteDatabase):
         return await super().write(do, **options)
 
 
-@asynccontextmanager
-async def opened(folder: Path, limits: StoreLimits | None = None, database: Database | None = None) -> AsyncIterator[Store]:
-    database = database or new_database(folder / "farm.sqlite")
-    await database.open()
-    store = Store(folder / "artifacts", database, limits)
-    try:
-        yield store
-    finally:
-        store.close()
-        database.close()
+Opened = Callable[..., AbstractAsyncContextManager[Store]]
+"""Opens a store: (folder, limits, database)."""
+
+
+def opening(stores: Stores) -> Opened:
+    @asynccontextmanager
+    async def opened(folder: Path, limits: StoreLimits | None = None, database: Database | None = None) -> AsyncIterator[Store]:
+        database = database or new_database(folder / "farm.sqlite")
+        await database.open()
+        store = stores.create(folder / "artifacts", database, limits)
+        try:
+            await store.open()
+            yield store
+        finally:
+            store.close()
+            database.close()
+
+    return opened
+
+
+@pytest.fixture(name="opened")
+def opened_of_each_kind(stores: Stores) -> Opened:
+    return opening(stores)
+
+
+opened_files = opening(Stores(None))
+"""Opens a store of files."""
 
 
 async def chunked(data: bytes, offset: int = 0) -> AsyncIterator[Chunk]:
@@ -72,20 +90,12 @@ async def send(store: Store, data: bytes, holder: str = "vision", announced: Art
     return (await store.receive(announced or artifact_of(data), chunked(data), holder, "ann")).complete
 
 
-def damage(path: Path) -> None:
-    """Flip a bit, and leave the times as they were: as a disk does."""
-    status, data = path.stat(), path.read_bytes()
-    path.chmod(0o600)
-    path.write_bytes(bytes([data[0] ^ 1]) + data[1:])
-    os.utime(path, ns=(status.st_atime_ns, status.st_mtime_ns))
-
-
 def parts(folder: Path) -> list[Path]:
     return sorted((folder / "artifacts" / "uploads").iterdir())
 
 
 class TestParts:
-    async def test_parts_of_yesterday_go_at_the_start_and_those_of_today_stay(self, tmp_path: Path) -> None:
+    async def test_parts_of_yesterday_go_at_the_start_and_those_of_today_stay(self, tmp_path: Path, opened: Opened) -> None:
         async with opened(tmp_path) as store:
             for holder in ("vision", "audio"):
                 await send(store, DATA[:100], holder, artifact_of(DATA))
@@ -96,7 +106,9 @@ class TestParts:
         async with opened(tmp_path):
             assert parts(tmp_path) == [second]
 
-    async def test_an_expired_part_goes_while_the_server_runs_but_not_one_that_is_written(self, tmp_path: Path) -> None:
+    async def test_an_expired_part_goes_while_the_server_runs_but_not_one_that_is_written(
+        self, tmp_path: Path, opened: Opened
+    ) -> None:
         async with opened(tmp_path, StoreLimits(part_age_s=0.0)) as store:
             await send(store, DATA[:100], "vision", artifact_of(DATA))
             reached, going_on = asyncio.Event(), asyncio.Event()
@@ -115,7 +127,7 @@ class TestParts:
                 going_on.set()
                 assert (await upload).complete
 
-    async def test_a_holder_keeps_so_many_parts_the_oldest_go(self, tmp_path: Path) -> None:
+    async def test_a_holder_keeps_so_many_parts_the_oldest_go(self, tmp_path: Path, opened: Opened) -> None:
         async with opened(tmp_path, StoreLimits(parts=3)) as store:
             datas = [os.urandom(100) for _ in range(5)]
             await send(store, DATA[:10], "audio", artifact_of(DATA))
@@ -127,7 +139,7 @@ class TestParts:
             assert committed == [0, 0, 50, 50, 50]
             assert (await store.upload_status(DIGEST, "audio")).committed_bytes == 10, "another's stay"
 
-    async def test_interleaved_uploads_of_several_holders_never_mix(self, tmp_path: Path) -> None:
+    async def test_interleaved_uploads_of_several_holders_never_mix(self, tmp_path: Path, opened: Opened) -> None:
         loop, numbers, ends = asyncio.get_running_loop(), count(), set[str]()
         async with opened(tmp_path) as store:
 
@@ -218,7 +230,7 @@ class TestRoom:
 
 
 class TestQuotas:
-    async def test_a_project_holds_what_its_limit_allows(self, golden: Golden, tmp_path: Path) -> None:
+    async def test_a_project_holds_what_its_limit_allows(self, golden: Golden, tmp_path: Path, opened: Opened) -> None:
         async with opened(tmp_path, StoreLimits(project_bytes=1000)) as store:
             await send(store, os.urandom(600))
             with pytest.raises(QuotaExceeded) as refused:
@@ -230,7 +242,7 @@ class TestQuotas:
                 await store.quotas.require("vision")
             assert await send(store, os.urandom(1000), "audio"), "each project has its own"
 
-    async def test_the_server_s_own_grants_count_and_are_never_refused(self, tmp_path: Path) -> None:
+    async def test_the_server_s_own_grants_count_and_are_never_refused(self, tmp_path: Path, opened: Opened) -> None:
         async with opened(tmp_path, StoreLimits(project_bytes=1000)) as store:
             created = await store.put(os.urandom(1500), "ann", holder="vision")
             assert await store.holdings.used_bytes("vision") == 1500
@@ -240,13 +252,13 @@ class TestQuotas:
             with pytest.raises(QuotaExceeded):
                 await send(store, b"x", "audio")
 
-    async def test_a_project_s_own_limit_goes_before_the_server_s(self, tmp_path: Path) -> None:
+    async def test_a_project_s_own_limit_goes_before_the_server_s(self, tmp_path: Path, opened: Opened) -> None:
         async with opened(tmp_path, StoreLimits(project_bytes=1000)) as store:
             store.quotas.own_limit_bytes = {"default": 10}.get
             with pytest.raises(QuotaExceeded):
                 await send(store, os.urandom(11), "default")
 
-    async def test_unfinished_uploads_count_but_not_twice(self, tmp_path: Path) -> None:
+    async def test_unfinished_uploads_count_but_not_twice(self, tmp_path: Path, opened: Opened) -> None:
         async with opened(tmp_path, StoreLimits(project_bytes=1000)) as store:
             data = os.urandom(900)
             await send(store, data[:500], announced=artifact_of(data))
@@ -255,7 +267,7 @@ class TestQuotas:
             assert (await store.receive(artifact_of(data), chunked(data[500:], 500), "vision", "ann")).complete
             assert await store.holdings.used_bytes("vision") == 900
 
-    async def test_a_taken_result_makes_room_for_the_agent(self, golden: Golden, tmp_path: Path) -> None:
+    async def test_a_taken_result_makes_room_for_the_agent(self, golden: Golden, tmp_path: Path, opened: Opened) -> None:
         async with opened(tmp_path, StoreLimits(agent_bytes=1000)) as store:
             data = os.urandom(800)
             await send(store, data, "agent:pi")
@@ -268,7 +280,7 @@ class TestQuotas:
             assert await store.missing([artifact_of(data).digest], "agent:pi") == [], "it need not be sent again"
             assert await send(store, os.urandom(300), "agent:pi")
 
-    async def test_what_no_result_ever_names_expires(self, tmp_path: Path) -> None:
+    async def test_what_no_result_ever_names_expires(self, tmp_path: Path, opened: Opened) -> None:
         async with opened(tmp_path) as store:
             orphan, shared, fresh = (os.urandom(100) for _ in range(3))
             for data in (orphan, shared):
@@ -279,11 +291,11 @@ class TestQuotas:
             await send(store, fresh, "agent:pi")
             assert await store.holdings.used_bytes("agent:pi") == 300
             await store.expire()
-            assert not store.has_for_now(artifact_of(orphan).digest)
-            assert store.has_for_now(artifact_of(shared).digest) and store.has_for_now(artifact_of(fresh).digest)
+            assert not await store.has_for_now(artifact_of(orphan).digest)
+            assert await store.has_for_now(artifact_of(shared).digest) and await store.has_for_now(artifact_of(fresh).digest)
             assert await store.holdings.used_bytes("agent:pi") == 100
 
-    async def test_the_sum_of_a_large_project_is_taken_once(self, tmp_path: Path) -> None:
+    async def test_the_sum_of_a_large_project_is_taken_once(self, tmp_path: Path, opened: Opened) -> None:
         database = CountingDatabase(tmp_path / "farm.sqlite")
         async with opened(tmp_path, StoreLimits(project_bytes=1 << 40), database) as store:
             await send(store, DATA)
@@ -296,19 +308,19 @@ class TestQuotas:
 
 class TestIntegrity:
     async def test_a_file_is_verified_on_its_first_read_by_each_server(self, golden: Golden, tmp_path: Path) -> None:
-        async with opened(tmp_path) as store:
+        async with opened_files(tmp_path) as store:
             await send(store, DATA)
             await store.require_whole([DIGEST, "a" * 64])
         damage(tmp_path / "artifacts" / "blobs" / DIGEST[:2] / DIGEST)
-        async with opened(tmp_path) as store:
+        async with opened_files(tmp_path) as store:
             with pytest.raises(ArtifactDamaged) as refused:
                 await store.require_whole([DIGEST])
             golden.check(refused.value)
             with pytest.raises(ArtifactDamaged):
                 store.path(DIGEST)
-            assert not store.has(DIGEST)
+            assert not await store.has(DIGEST)
             assert await store.missing([DIGEST], "vision") == [DIGEST]
-        async with opened(tmp_path) as store:
+        async with opened_files(tmp_path) as store:
             with pytest.raises(ArtifactDamaged):
                 store.path(DIGEST)
             with pytest.raises(ArtifactNotFound):
@@ -319,11 +331,11 @@ class TestIntegrity:
 
     @pytest.mark.parametrize("how", ["missing", "absent", "status", "upload", "read", "verify"])
     async def test_damage_is_detected_for_any_first_caller(self, tmp_path: Path, how: str) -> None:
-        async with opened(tmp_path) as store:
+        async with opened_files(tmp_path) as store:
             await send(store, DATA)
         damage(tmp_path / "artifacts" / "blobs" / DIGEST[:2] / DIGEST)
         result: list[tuple[str, int]] = []
-        async with opened(tmp_path) as store:
+        async with opened_files(tmp_path) as store:
             store.integrity.on_damaged = lambda digest, size: result.append((digest, size))
             match how:
                 case "missing":
@@ -344,10 +356,10 @@ class TestIntegrity:
             assert kept.read_bytes()[1:] == DATA[1:]
 
     async def test_what_the_server_makes_again_heals_too(self, tmp_path: Path) -> None:
-        async with opened(tmp_path) as store:
+        async with opened_files(tmp_path) as store:
             await store.put(DATA, "ann")
         damage(tmp_path / "artifacts" / "blobs" / DIGEST[:2] / DIGEST)
-        async with opened(tmp_path) as store:
+        async with opened_files(tmp_path) as store:
             assert await store.absent([DIGEST]) == [DIGEST]
             await store.put(DATA, "ann")
             assert await store.absent([DIGEST]) == []
@@ -355,26 +367,26 @@ class TestIntegrity:
     async def test_a_file_is_hashed_once_however_many_ask(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         from etfarm.server.artifacts import integrity
 
-        async with opened(tmp_path) as store:
+        async with opened_files(tmp_path) as store:
             await send(store, DATA)
         hashed: list[Path] = []
         of_file = integrity.digests.of_file
         monkeypatch.setattr(integrity.digests, "of_file", lambda path: (hashed.append(path), of_file(path))[1])
-        async with opened(tmp_path) as store:
+        async with opened_files(tmp_path) as store:
             await asyncio.gather(*(store.require_whole([DIGEST, DIGEST]) for _ in range(20)))
             await store.require_whole([DIGEST])
         assert len(hashed) == 1
 
     async def test_many_files_are_looked_at_together(self, tmp_path: Path) -> None:
-        async with opened(tmp_path) as store:
+        async with opened_files(tmp_path) as store:
             created = [await store.put(os.urandom(8), "ann") for _ in range(250)]
         damage(tmp_path / "artifacts" / "blobs" / created[17].digest[:2] / created[17].digest)
-        async with opened(tmp_path) as store:
+        async with opened_files(tmp_path) as store:
             assert await store.absent([artifact.digest for artifact in created]) == [created[17].digest]
 
 
 class TestThreads:
-    async def test_neither_screening_nor_analysis_keeps_an_upload_waiting(self, tmp_path: Path) -> None:
+    async def test_neither_screening_nor_analysis_keeps_an_upload_waiting(self, tmp_path: Path, opened: Opened) -> None:
         """The threads that the rest of the daemon shares are all busy; before, an upload waited 63 s for one."""
         ended = threading.Event()
         loop = asyncio.get_running_loop()
@@ -389,7 +401,7 @@ class TestThreads:
             ended.set()
             await asyncio.gather(*busy)
 
-    async def test_transfers_that_wait_for_the_disk_do_not_keep_screening_waiting(self, tmp_path: Path) -> None:
+    async def test_transfers_that_wait_for_the_disk_do_not_keep_screening_waiting(self, tmp_path: Path, opened: Opened) -> None:
         ended = threading.Event()
         async with opened(tmp_path) as store, asyncio.timeout(WAIT_S):
             busy = [store._run(ended.wait, WAIT_S) for _ in range(64)]
@@ -400,7 +412,7 @@ class TestThreads:
                 await asyncio.gather(*busy)
 
 
-async def test_one_holder_s_two_streams_of_an_upload_still_wait_for_each_other(tmp_path: Path) -> None:
+async def test_one_holder_s_two_streams_of_an_upload_still_wait_for_each_other(tmp_path: Path, opened: Opened) -> None:
     async with opened(tmp_path) as store:
         reached, going_on = asyncio.Event(), asyncio.Event()
 
@@ -419,7 +431,7 @@ async def test_one_holder_s_two_streams_of_an_upload_still_wait_for_each_other(t
             assert not (await first).complete
 
 
-async def test_holdings_outlive_the_server(tmp_path: Path) -> None:
+async def test_holdings_outlive_the_server(tmp_path: Path, opened: Opened) -> None:
     async with opened(tmp_path) as store:
         await send(store, DATA)
     async with opened(tmp_path) as store:

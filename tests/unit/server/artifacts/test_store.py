@@ -33,6 +33,7 @@ from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError, Fault, Kind
 from tests.support.databases import new_database
 from tests.support.golden import Golden
+from tests.support.stores import Stores
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -49,8 +50,10 @@ async def database(tmp_path: Path) -> AsyncIterator[Database]:
 
 
 @pytest.fixture
-def store(tmp_path: Path, database: Database) -> Store:
-    return Store(tmp_path / "artifacts", database)
+async def store(tmp_path: Path, database: Database, stores: Stores) -> Store:
+    created = stores.create(tmp_path / "artifacts", database)
+    await created.open()
+    return created
 
 
 async def chunked(data: bytes, cuts: Sequence[int], offset: int = 0) -> AsyncIterator[Chunk]:
@@ -87,9 +90,11 @@ async def test_an_upload_is_stored_whole_read_only_and_recorded(store: Store, da
 
 
 @pytest.mark.parametrize("cut", [1, 4096, len(DATA) - 1])
-async def test_a_broken_upload_goes_on_from_what_is_committed(store: Store, tmp_path: Path, database: Database, cut: int) -> None:
+async def test_a_broken_upload_goes_on_from_what_is_committed(
+    store: Store, stores: Stores, tmp_path: Path, database: Database, cut: int
+) -> None:
     assert await send(store, DATA[:cut]) == status(cut, complete=False)
-    again = Store(tmp_path / "artifacts", database)  # as after a restart
+    again = stores.create(tmp_path / "artifacts", database)  # as after a restart
     assert await again.upload_status(artifact_of(DATA).digest, "vision") == status(cut, complete=False)
     assert await send(again, DATA[cut:], offset=cut) == status(len(DATA), complete=True)
     assert await read(again, artifact_of(DATA).digest) == DATA
@@ -124,7 +129,7 @@ async def test_other_bytes_of_the_same_size_are_discarded(golden: Golden, store:
     golden.check(refused.value)
     assert refused.value.kind is Kind.DATA_LOSS
     assert await store.upload_status(artifact_of(DATA).digest, "vision") == status(0, complete=False)
-    assert not store.has(artifact_of(DATA).digest)
+    assert not await store.has(artifact_of(DATA).digest)
     assert (await send(store)).complete
 
 
@@ -146,7 +151,7 @@ async def test_a_size_that_is_not_the_digests_is_not_stored(store: Store) -> Non
     artifact = Artifact(digest=artifact_of(DATA).digest, size_bytes=100)
     with pytest.raises(DigestMismatch):
         await send(store, DATA[:100], artifact=artifact)
-    assert not store.has(artifact.digest)
+    assert not await store.has(artifact.digest)
 
 
 async def test_nothing_is_an_artifact_too(store: Store) -> None:
@@ -240,8 +245,8 @@ async def test_a_full_disk_is_reported_and_keeps_what_was_written(golden: Golden
     assert await read(store, artifact_of(DATA).digest) == DATA
 
 
-async def test_an_upload_that_cannot_fit_is_refused_before_its_bytes(database: Database, tmp_path: Path) -> None:
-    store = Store(tmp_path / "artifacts", database, StoreLimits(artifact_bytes=1 << 62))
+async def test_an_upload_that_cannot_fit_is_refused_before_its_bytes(database: Database, tmp_path: Path, stores: Stores) -> None:
+    store = stores.create(tmp_path / "artifacts", database, StoreLimits(artifact_bytes=1 << 62))
     free = shutil.disk_usage(tmp_path).free
     huge = Artifact(digest=artifact_of(DATA).digest, size_bytes=free + (1 << 40))
     with pytest.raises(DiskFull) as refused:
@@ -253,11 +258,17 @@ async def test_an_upload_that_cannot_fit_is_refused_before_its_bytes(database: D
 
 @pytest.mark.parametrize("digest", ["", "abc", "A" * 64, "../../../etc/passwd", "a" * 63 + "/"])
 async def test_what_is_no_digest_reaches_no_file(store: Store, digest: str) -> None:
-    for attempt in (store.path, store.has):
+    for attempt in (store.path, store.place):
         with pytest.raises(EtfarmError) as refused:
             attempt(digest)
         assert refused.value.reason == "DIGEST_MALFORMED"
-    for asked in (store.upload_status(digest, "vision"), store.missing([digest], "vision"), store.is_held(digest, ["vision"])):
+    for asked in (
+        store.has(digest),
+        store.has_for_now(digest),
+        store.upload_status(digest, "vision"),
+        store.missing([digest], "vision"),
+        store.is_held(digest, ["vision"]),
+    ):
         with pytest.raises(BadUpload) as malformed:
             await asked
         assert malformed.value.reason == "DIGEST_MALFORMED"
@@ -308,9 +319,9 @@ async def test_putting_and_adopting_the_same_bytes_twice_is_one_artifact(store: 
 async def test_an_upload_that_no_other_caller_knows_can_be_discarded(store: Store, database: Database) -> None:
     artifact = artifact_of(DATA)
     await send(store)
-    assert store.has_for_now(artifact.digest)
+    assert await store.has_for_now(artifact.digest)
     await store.discard([artifact.digest, "a" * 64])
-    assert not store.has_for_now(artifact.digest)
+    assert not await store.has_for_now(artifact.digest)
     assert await database.read(lambda connection: connection.execute(select(schema.artifacts)).all()) == []
     await send(store)
     assert await read(store, artifact.digest) == DATA, "it can come again"
@@ -318,13 +329,13 @@ async def test_an_upload_that_no_other_caller_knows_can_be_discarded(store: Stor
 
 @pytest.mark.parametrize("how", ["has", "missing", "upload_status", "upload", "adopt", "restart"])
 async def test_what_somebody_else_may_refer_to_is_not_discarded(
-    store: Store, database: Database, tmp_path: Path, how: str
+    store: Store, stores: Stores, database: Database, tmp_path: Path, how: str
 ) -> None:
     wanted = artifact_of(DATA).digest
     await send(store)
     match how:
         case "has":
-            assert store.has(wanted)
+            assert await store.has(wanted)
         case "missing":
             assert await store.missing([wanted], "vision") == []
         case "upload_status":
@@ -334,7 +345,7 @@ async def test_what_somebody_else_may_refer_to_is_not_discarded(
         case "adopt":
             await store.put(DATA, "ann", holder="vision")
         case "restart":
-            store = Store(tmp_path / "artifacts", database)
+            store = stores.create(tmp_path / "artifacts", database)
     await store.discard([wanted])
     assert await read(store, wanted) == DATA
 

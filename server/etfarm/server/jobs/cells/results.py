@@ -141,10 +141,12 @@ class Results:
             named = dict.fromkeys(artifact.digest for artifact in artifacts_of(candidate))
             digests = list(filter(digest.is_digest, named))
             held = await self._store.find_held(digests, (holder, project)) if holder else digests
-            own = [each for each in digests if each in held and self._store.has(each)]
+            stored = await self._store.sizes([each for each in digests if each in held])
+            own = list(stored)
             foreign = next((each for each in named if each not in own), None)
             if foreign is not None and not candidate.HasField("error"):
                 raise ImplausibleResult(f"it names the artifact {foreign[:12]!r}, which its agent did not upload")
+            await self._store.require_whole(own)
             await self._readers.run(check_candidate, candidate, plan, self._store.path)
         except ImplausibleResult as error:
             return error

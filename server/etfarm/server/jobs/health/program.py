@@ -146,7 +146,7 @@ async def store(program: HealthProgram, artifacts: Store) -> StoredProgram:
 
 async def _put(data: bytes, artifacts: Store) -> common_pb2.Artifact:
     known = common_pb2.Artifact(digest=digest.of_bytes(data), size_bytes=len(data))
-    if artifacts.has(known.digest):
+    if await artifacts.has(known.digest):
         # It may be the upload of a user, which a collection would delete.
         await artifacts.hold(FARM_HOLDER, [known.digest], "farm")
         return known

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.artifacts.errors import ArtifactNotFound
 from etfarm.server.artifacts.store import Store
 from etfarm.server.devices.runners import Runner
 from etfarm.server.devices.runs import AttemptLost, Runs
@@ -238,26 +237,20 @@ class HealthRuns:
         """
         holder = self._runs.holder_of(attempt_id)
         for artifact in artifacts_of(candidate):
-            is_own = digests.is_digest(artifact.digest) and self._store.has_for_now(artifact.digest)
+            is_own = digests.is_digest(artifact.digest) and await self._store.has_for_now(artifact.digest)
             if not is_own or (holder and not await self._store.is_held(artifact.digest, (holder,))):
                 raise ImplausibleResult(f"it names the artifact {artifact.digest[:12]!r}, which its agent did not upload")
         if not candidate.HasField("outputs"):
             raise ImplausibleResult("it has no outputs")
 
-        def find(wanted: str) -> Path:
-            # Unlike Store.path, this does not promise that the file stays.
-            path = self._store.place(wanted)
-            if not path.exists():
-                raise ArtifactNotFound(wanted)
-            return path
-
-        return find
+        await self._store.require_whole(artifact.digest for artifact in artifacts_of(candidate))
+        return self._store.path
 
     async def _store_program(self, chosen: HealthProgram) -> StoredProgram:
         async with self._storing:
             stored = self._stored.get(chosen.name)
             # An artifact that was damaged on the disk is no longer there.
-            if stored is None or not all(self._store.has(artifact.digest) for artifact in stored.artifacts):
+            if stored is None or await self._store.absent(artifact.digest for artifact in stored.artifacts):
                 stored = self._stored[chosen.name] = await program.store(chosen, self._store)
             return stored
 

@@ -23,6 +23,8 @@ from etfarm.wire.errors import Kind, UserError
 LEAST_DIGEST = 4
 """Minimum number of leading characters of a digest that select a model."""
 
+_DIGEST = re.compile(rf"[0-9a-fA-F]{{{LEAST_DIGEST},}}\Z", re.ASCII)
+
 _KNOWN = 20
 """Maximum number of models that an error lists."""
 
@@ -82,8 +84,8 @@ class History:
 
         def read(connection: Connection) -> report_pb2.ListHistoryResponse:
             table = schema.reports
-            of_model = and_(_of_model(wanted.model), _in_scope(scope))
-            if connection.execute(select(table.c.id).where(of_model).limit(1)).scalar() is None:
+            of_model = _find_model(connection, wanted.model, scope)
+            if of_model is None:
                 raise _no_history(connection, wanted.model, scope)
             terms = [of_model, *_terms(wanted)]
             if wanted.device.terms:
@@ -144,12 +146,21 @@ def _in_scope(scope: Scope) -> ColumnElement[bool]:
     )
 
 
-def _of_model(model: str) -> ColumnElement[bool]:
-    table = schema.reports
-    named = table.c.model_name == model
-    if len(model) < LEAST_DIGEST:
-        return named
-    return or_(named, table.c.model_digest.startswith(model.lower(), autoescape=True))
+def _find_model(connection: Connection, model: str, scope: Scope) -> ColumnElement[bool] | None:
+    """Return the SQL condition of a model's reports in the scope, and None if there are none. A name precedes a digest.
+
+    Name and digest in one condition would make databases sort all reports of the model for each page.
+    """
+    table = schema.reports.c
+    conditions: list[ColumnElement[bool]] = [table.model_name == model]
+    if _DIGEST.match(model):
+        # LIKE would ignore the index. "g" follows every hexadecimal digit.
+        conditions.append(and_(table.model_digest >= model.lower(), table.model_digest < f"{model.lower()}g"))
+    for condition in conditions:
+        of_model = and_(condition, _in_scope(scope))
+        if connection.execute(select(table.id).where(of_model).limit(1)).scalar() is not None:
+            return of_model
+    return None
 
 
 def _terms(wanted: Wanted) -> list[ColumnElement[bool]]:

@@ -168,7 +168,7 @@ class AgentService(agent_pb2_grpc.AgentServiceServicer):
         limit_s = _in_range("time_limit_s", request.time_limit_s if request.HasField("time_limit_s") else 60.0, 5.0, 3600.0)
         if self._agent_wheel is not None and request.digest == self._agent_wheel.digest:
             await self._agent_wheel.put(self._store, caller().name, holder_of(caller()))
-        if not self._store.has(request.digest):
+        if not await self._store.has(request.digest):
             raise ArtifactMissing(request.digest)
         await self._store.require_whole([request.digest])
         path = self._store.path(request.digest)

@@ -39,8 +39,8 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
         is_stopping: Callable[[], bool] = lambda: False,
         certificate_expires_at: Callable[[], datetime | None] = lambda: None,
         agent_wheel: AgentWheel | None = None,
-        settings: Sequence[farm_pb2.ServerSetting] = (),
         measure: Callable[[], Awaitable[Sequence[farm_pb2.Metric]]],
+        settings: Sequence[farm_pb2.ServerSetting] = (),
         servers: Callable[[], Sequence[farm_pb2.FarmServer]] = lambda: (),
     ) -> None:
         self._registry = registry
@@ -54,9 +54,9 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
         self._is_stopping = is_stopping
         self._certificate_expires_at = certificate_expires_at
         self._agent_wheel = agent_wheel
-        self._servers = servers
         self._settings = settings
         self._measure = measure
+        self._servers = servers
 
     async def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: object) -> farm_pb2.ServerInfo:
         seen = scope()

@@ -186,7 +186,7 @@ async def test_what_a_result_refers_to_stays_when_a_session_that_named_it_ends(f
     answer(agent, await agent.started())
     await states(farm, job)
     await store.discard([samples.digest])
-    assert store.has_for_now(samples.digest)
+    assert await store.has_for_now(samples.digest)
 
 
 async def test_a_users_fault_in_one_fails_it_alone(farm: World) -> None:

@@ -7,6 +7,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
+from sqlalchemy import Connection
+from sqlalchemy.event import listen
 
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.jobs import model
@@ -18,7 +20,7 @@ from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Job
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire import selectors
-from tests.support.databases import new_database
+from tests.support.databases import new_database, sqlite_only
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -82,3 +84,45 @@ async def test_devices_are_those_that_the_scope_sees(database: Database) -> None
     history = History(database, devices)
     assert await report_ids(history, "net", AUDIO, "name=renamed") == ["r1"]
     assert asked == [AUDIO]
+
+
+@pytest.mark.parametrize("model_name", ["net", "abcd"])
+@sqlite_only
+async def test_no_query_of_a_history_reads_all_reports(database: Database, model_name: str) -> None:
+    queries: list[tuple[str, tuple[object, ...]]] = []
+
+    def record(connection: Connection) -> None:
+        listen(connection.engine, "before_cursor_execute", lambda c, cur, sql, values, ctx, many: queries.append((sql, values)))
+
+    await database.read(record)
+    assert await report_ids(History(database, no_devices), model_name, EVERYTHING, "name=board-xl")
+    of_reports = [query for query in queries if "FROM reports" in query[0]]
+
+    def plans(connection: Connection) -> list[str]:
+        return [
+            row.detail for sql, values in of_reports for row in connection.exec_driver_sql(f"EXPLAIN QUERY PLAN {sql}", values)
+        ]
+
+    details = [detail for detail in await database.read(plans) if "reports" in detail]
+    assert len(details) >= len(of_reports) > 4
+    assert all(detail.startswith("SEARCH reports USING") for detail in details), details
+
+
+@sqlite_only
+async def test_the_devices_of_a_model_are_read_from_an_index_alone(database: Database) -> None:
+    def plan(connection: Connection) -> list[str]:
+        sql = "EXPLAIN QUERY PLAN SELECT DISTINCT device_id FROM reports WHERE model_name = 'net' AND device_id != ''"
+        return [row.detail for row in connection.exec_driver_sql(sql)]
+
+    assert any("COVERING INDEX reports_of_a_model_on_a_device" in detail for detail in await database.read(plan))
+
+
+async def test_a_name_precedes_a_digest_that_begins_alike(database: Database) -> None:
+    def rename(connection: Connection) -> None:
+        connection.exec_driver_sql("UPDATE reports SET model_name = 'abcd' WHERE id = 'r0'")
+
+    history = History(database, no_devices)
+    await database.write(rename)
+    assert await report_ids(history, "abcd", EVERYTHING) == ["r0"]
+    assert await report_ids(history, "abcda", EVERYTHING) == ["r0", "r1", "r2"]
+    assert await report_ids(history, "abcd", AUDIO) == ["r1", "r2"]

@@ -1,0 +1,290 @@
+"""The objects of one bucket: each request is bounded, repeated when the server fails, and counted."""
+
+from __future__ import annotations
+
+import asyncio
+import importlib.util
+import random
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack, suppress
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, TypeVar
+
+from etfarm.server.artifacts.s3.errors import BlobsUnavailable, BlobsUnusable
+from etfarm.server.artifacts.s3.location import BadBlobs, BucketLocation
+from etfarm.wire.chunks import spans
+
+if TYPE_CHECKING:
+    from obstore.store import S3Store
+
+T = TypeVar("T")
+
+PIECE_BYTES: Final = 4 << 20
+"""Size of the ranges in which an object is read."""
+_AHEAD: Final = 3
+"""Number of ranges of one object that are requested at a time."""
+_PART_BYTES: Final = 16 << 20
+"""Size from which an object is sent in parts, and size of each."""
+_PARTS_AT_ONCE: Final = 3
+_AT_ONCE: Final = 16
+"""Maximum number of transfers at a time; further ones wait."""
+_FIRST_PAUSE_S: Final = 0.1
+_LAST_PAUSE_S: Final = 5.0
+_CHECK_S: Final = 5.0
+"""Time for which a check before the start waits for a server that does not answer."""
+_WHY_CHARACTERS: Final = 200
+
+PROBE: Final = "probe"
+"""Key of the object that a check writes."""
+
+
+@dataclass
+class BucketUse:
+    """What a process has asked of a bucket since its start."""
+
+    requests: Counter[tuple[str, str]] = field(default_factory=Counter)
+    """Numbers of operations, by name and outcome: ok, missing, or failed."""
+    retries: int = 0
+    sent_bytes: int = 0
+    received_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class Stored:
+    """An object."""
+
+    key: str
+    size_bytes: int
+    changed_at: datetime
+
+
+class Bucket:
+    """A folder of a bucket.
+
+    Args:
+        patience_s: time for which a failed request is repeated.
+        timeout_s: time limit of one request.
+    """
+
+    def __init__(self, location: BucketLocation, *, patience_s: float = 60.0, timeout_s: float = 30.0) -> None:
+        if importlib.util.find_spec("obstore") is None:
+            raise BadBlobs(
+                "Artifacts in S3 need obstore, which is not installed.",
+                "Run pip install 'etfarm[scale]': it needs etfarm[scale].",
+            )
+        self.location = location
+        self.use = BucketUse()
+        self._patience_s = patience_s
+        self._timeout_s = timeout_s
+        self._turns = asyncio.Semaphore(_AT_ONCE)
+        self._store = self._open(timeout_s)
+
+    def _open(self, timeout_s: float) -> S3Store:
+        from obstore.store import S3Store  # only where --blobs is given
+
+        location, client = self.location, dict[str, Any]()
+        client |= {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=min(5.0, timeout_s))}
+        client |= {"allow_http": location.endpoint.startswith("http://")}
+        if location.authorities is not None:
+            client["root_certificate"] = location.authorities
+        settings: dict[str, Any] = {"endpoint": location.endpoint} if location.endpoint else {}
+        if location.endpoint:
+            settings["aws_endpoint_url_s3"] = location.endpoint
+        if location.credentials.session_token:
+            settings["session_token"] = location.credentials.session_token
+        return S3Store(
+            location.bucket,
+            prefix=location.prefix or None,
+            region=location.region,
+            # Static credentials always: without them, obstore would ask the metadata service of a cloud's machine.
+            access_key_id=location.credentials.access_key,
+            secret_access_key=location.credentials.secret_key,
+            skip_signature=False,
+            virtual_hosted_style_request=False,
+            disable_bulk_delete=True,
+            checksum_algorithm="SHA256",  # the server compares what it stores
+            client_options=client,  # type: ignore[arg-type]
+            # Repeats a part of a transfer; `_attempt` repeats the rest.
+            retry_config={
+                "max_retries": 2,
+                "retry_timeout": timedelta(seconds=timeout_s),
+                "backoff": {
+                    "init_backoff": timedelta(seconds=_FIRST_PAUSE_S), "max_backoff": timedelta(seconds=1), "base": 2,
+                },
+            },
+            **settings,
+        )  # fmt: skip
+
+    async def put(self, key: str, source: Path | bytes) -> None:
+        """Store an object, which replaces one of the same key.
+
+        Raises:
+            BlobsUnavailable: the server failed.
+        """
+        import obstore
+
+        size_bytes = len(source) if isinstance(source, bytes) else source.stat().st_size
+        async with self._turns:
+            await self._attempt(
+                "put",
+                key,
+                lambda: obstore.put_async(
+                    self._store, key, source, chunk_size=_PART_BYTES, max_concurrency=_PARTS_AT_ONCE,
+                    use_multipart=size_bytes > _PART_BYTES,
+                ),
+            )  # fmt: skip
+        self.use.sent_bytes += size_bytes
+
+    async def size(self, key: str) -> int | None:
+        """Return an object's size in bytes; None if there is none.
+
+        Raises:
+            BlobsUnavailable: the server failed.
+        """
+        import obstore
+
+        try:
+            meta = await self._attempt("head", key, lambda: obstore.head_async(self._store, key))
+        except FileNotFoundError:
+            return None
+        return int(meta["size"])
+
+    async def pieces(self, key: str, size_bytes: int) -> AsyncIterator[bytes]:
+        """Yield an object's bytes in pieces.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            BlobsUnavailable: the server failed.
+        """
+        async with AsyncExitStack() as stack:
+            await stack.enter_async_context(self._turns)
+            coming = deque[asyncio.Task[bytes]]()
+            stack.callback(lambda: [task.cancel() for task in coming])
+            for start, length in spans(0, size_bytes, PIECE_BYTES):
+                coming.append(asyncio.create_task(self._piece(key, start, length)))
+                if len(coming) == _AHEAD:
+                    yield await coming[0]
+                    coming.popleft()
+            while coming:
+                yield await coming[0]
+                coming.popleft()
+
+    async def _piece(self, key: str, start: int, length: int) -> bytes:
+        import obstore
+
+        piece = await self._attempt("get", key, lambda: obstore.get_range_async(self._store, key, start=start, length=length))
+        self.use.received_bytes += len(piece)
+        return piece.to_bytes()
+
+    async def delete(self, key: str) -> None:
+        """Delete an object, if it exists.
+
+        Raises:
+            BlobsUnavailable: the server failed.
+        """
+        import obstore
+
+        with suppress(FileNotFoundError):
+            await self._attempt("delete", key, lambda: obstore.delete_async(self._store, key))
+
+    async def move(self, key: str, to: str) -> None:
+        """Rename an object, without its bytes leaving the server.
+
+        Raises:
+            FileNotFoundError: there is no such object.
+            BlobsUnavailable: the server failed, or the object is too large for it to copy.
+        """
+        import obstore
+
+        await self._attempt("copy", key, lambda: obstore.copy_async(self._store, key, to))
+        await self.delete(key)
+
+    async def list(self, prefix: str) -> AsyncIterator[Sequence[Stored]]:
+        """Yield the objects of a folder in the order of their keys, some at a time.
+
+        Raises:
+            BlobsUnavailable: the server failed.
+        """
+        import obstore
+
+        after: str | None = None
+        while True:
+            stream = partial(obstore.list, self._store, prefix, offset=after)
+            page = await self._attempt("list", prefix, lambda stream=stream: anext(stream(), None))  # type: ignore[misc]
+            if not page:
+                return
+            yield [Stored(each["path"], each["size"], each["last_modified"].astimezone(UTC)) for each in page]
+            after = page[-1]["path"]
+
+    async def sign(self, key: str, seconds: float) -> str:
+        """Return a link with which everybody can read an object for a while."""
+        import obstore
+
+        return str(await obstore.sign_async(self._store, "GET", key, timedelta(seconds=seconds)))
+
+    async def check(self) -> None:
+        """Write, read and delete a small object.
+
+        Raises:
+            BlobsUnusable: that failed.
+        """
+        probing = Bucket(self.location, patience_s=_CHECK_S, timeout_s=_CHECK_S)
+        key = f"{PROBE}-{random.randbytes(8).hex()}"
+        try:
+            await probing.put(key, PROBE.encode())
+            read = b"".join([piece async for piece in probing.pieces(key, len(PROBE))])
+            await probing.delete(key)
+        except FileNotFoundError:
+            raise BlobsUnusable(
+                f"There is no bucket {self.location.bucket!r} in {self.location.place}.", "Create it, or correct --blobs."
+            ) from None
+        except BlobsUnavailable as error:
+            raise BlobsUnusable(
+                f"Artifacts cannot be stored in {self.location.place}: {error.metadata['why']}.",
+                "Check --blobs, --blobs-endpoint and the credentials: they must permit to read, write, list and delete there.",
+            ) from None
+        if read != PROBE.encode():
+            raise BlobsUnusable(f"{self.location.place} does not return what was written there.", "Check the S3 server.")
+
+    async def _attempt(self, operation: str, key: str, call: Callable[[], Awaitable[T]]) -> T:
+        """Return a request's answer; repeat it while the server fails, with growing pauses, up to the patience."""
+        from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
+
+        loop = asyncio.get_running_loop()
+        ends_s, pause_s = loop.time() + self._patience_s, _FIRST_PAUSE_S
+        while True:
+            try:
+                answer = await call()
+            except FileNotFoundError:
+                self.use.requests[operation, "missing"] += 1
+                raise
+            except (PermissionDeniedError, UnauthenticatedError) as error:
+                self.use.requests[operation, "failed"] += 1
+                raise self._unavailable(operation, key, f"the server refuses the credentials ({_why(error)})") from None
+            except (BaseError, OSError) as error:
+                wait_s = pause_s * random.uniform(0.5, 1.0)
+                if loop.time() + wait_s > ends_s:
+                    self.use.requests[operation, "failed"] += 1
+                    raise self._unavailable(operation, key, _why(error)) from None
+            else:
+                self.use.requests[operation, "ok"] += 1
+                return answer
+            self.use.retries += 1
+            await asyncio.sleep(wait_s)
+            pause_s = min(2 * pause_s, _LAST_PAUSE_S)
+
+    def _unavailable(self, operation: str, key: str, why: str) -> BlobsUnavailable:
+        return BlobsUnavailable(f"The request {operation} of {key.rpartition('/')[2][:12]}", self.location.place, why)
+
+
+def _why(error: Exception) -> str:
+    """Return the gist of an error of obstore, which has neither the signature nor the server's whole answer."""
+    text = str(error).partition("\n\nDebug source")[0]
+    code = text.partition("<Code>")[2].partition("</Code>")[0]
+    if code:
+        return code[:_WHY_CHARACTERS]
+    return text.splitlines()[0].rpartition(" - ")[2].rstrip(". ")[:_WHY_CHARACTERS] if text else type(error).__name__
