@@ -70,11 +70,11 @@ async def running_farm(
 
 
 @asynccontextmanager
-async def agents_in_processes(address: str, agents: int, processes: int = 1) -> AsyncIterator[None]:
+async def agents_in_processes(address: str, agents: int, processes: int = 1, prefix: str = "fleet") -> AsyncIterator[None]:
     """Simulated agents outside of this process, which connect while this goes on."""
     running = [
         subprocess.Popen(  # noqa: ASYNC220 - a moment
-            [sys.executable, "-m", "tests.support.simulated_agent", address, f"fleet-{index}", str(agents // processes)],
+            [sys.executable, "-m", "tests.support.simulated_agent", address, f"{prefix}-{index}", str(agents // processes)],
             stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
         )
         for index in range(processes)

@@ -12,6 +12,7 @@ from typing import Any
 
 import grpc
 import pytest
+import trustme
 
 from etfarm.server.cluster.leadership import Leader, Leadership
 from etfarm.server.cluster.standby import standing_by
@@ -195,3 +196,31 @@ async def test_a_deadline_ends_the_call_at_the_leader(recorded: tuple[Recorder, 
     assert failed.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
     await asyncio.wait_for(recorder.ended.wait(), 10)
     assert time.monotonic() - began < 10
+
+
+async def test_servers_trust_the_certificate_that_the_leader_has_published(tmp_path: Path) -> None:
+    names = {name: tmp_path / name for name in ("cert", "key", "ca")}
+    authority = trustme.CA()
+    identity = authority.issue_cert("127.0.0.1")
+    identity.private_key_pem.write_to_path(names["key"])
+    authority.cert_pem.write_to_path(names["ca"])
+    chain = b"".join(blob.bytes() for blob in identity.cert_chain_pems)
+    names["cert"].write_bytes(chain)
+    tls = ["--tls-cert", str(names["cert"]), "--tls-key", str(names["key"])]
+    arguments = ["serve", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "data"), "--no-bundle", "--no-prewarm"]
+    daemon = Daemon([*arguments, *tls, "--exit-with-stdin"], tmp_path / "serve.log")
+    daemon.start()
+    try:
+        config = Config(parse_address("127.0.0.1:0"), tmp_path, tls_cert=names["cert"], tls_key=names["key"])
+        leader = Leader(1, address_of(daemon), "", chain.decode(), SECRET)
+        async with standing_by(config, Leadership(leader)) as own, open_channel(Access(own, tls_ca=names["ca"])) as channel:
+            info = await farm_pb2_grpc.FarmServiceStub(channel).GetServerInfo(farm_pb2.GetServerInfoRequest())
+            assert info.forwarded_by == own
+        other = trustme.CA().issue_cert("127.0.0.1").cert_chain_pems[0].bytes().decode()
+        stranger = Leader(1, address_of(daemon), "", other, SECRET)
+        async with standing_by(config, Leadership(stranger)) as own, open_channel(Access(own, tls_ca=names["ca"])) as channel:
+            with pytest.raises(grpc.aio.AioRpcError) as failed:
+                await farm_pb2_grpc.FarmServiceStub(channel).GetServerInfo(farm_pb2.GetServerInfoRequest())
+            assert from_rpc_error(failed.value, server="here").reason == "NO_LEADER"
+    finally:
+        daemon.stop()

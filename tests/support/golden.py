@@ -106,6 +106,9 @@ def golden(request: pytest.FixtureRequest) -> Golden:
 
 def _without_storage(name: str) -> str:
     """Return a test's name without the storage it runs on: what users see is the same with each database and kind of blobs."""
-    test, bracket, parameters = name.rstrip("]").partition("[")
-    others = "-".join(each for each in parameters.split("-") if each not in _STORAGES)
-    return f"{test}[{others}]" if bracket and others else test if bracket else name
+    test, _, parameters = name.removesuffix("]").partition("[")
+    parts = parameters.split("-")
+    others = [each for each in parts if each not in _STORAGES]
+    if len(others) == len(parts):
+        return name
+    return f"{test}[{'-'.join(others)}]" if others else test
