@@ -16,9 +16,13 @@ from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.notices.settings import NoticeSettings
 from etfarm.server.reports.verdict import Thresholds
 from etfarm.server.retention.limits import Limits
+from etfarm.server.workers.cluster.pool import require_ray
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import UserError
 from etfarm.wire.tls import read_certificates, read_identity
+
+LOCAL = "local"
+"""The pool of children of the server's own machine."""
 
 DATABASE = "farm.sqlite"
 """File name of the database within the data folder."""
@@ -50,6 +54,8 @@ class Config:
     """Allow an address that others can reach without TLS and tokens."""
     workers: int = 1
     """Maximum number of concurrent compilations and analyses."""
+    compile_pool: str = LOCAL
+    """Where compilations and analyses run: `local`, or `ray://HOST:PORT` of a Ray cluster's client server."""
     threads: int = 2
     """Number of threads of each compilation."""
     memory_bytes: int = 8 << 30
@@ -147,6 +153,7 @@ class Config:
 
         Raises:
             NotAWheel: the agents' wheel is not a wheel of etfarm.
+            RayMissing: the compile pool is a Ray cluster, and Ray is not installed.
             Exposed: others can reach the address, and TLS or tokens are missing.
             BadTlsFile: a TLS file cannot be read, or has other content.
             UserError: a certificate has no key, or a key no certificate.
@@ -157,6 +164,8 @@ class Config:
             raise UserError("Client certificates require TLS.", "Give --tls-cert and --tls-key too.")
         if self.tls_client_ca is not None and self.web is not None:
             raise UserError("--web has no client certificate for --tls-client-ca.", "Leave one of them out.")
+        if self.compile_pool != LOCAL:
+            require_ray()
         self.identity(), self.client_ca()
         if self.agent_wheel is not None:
             AgentWheel.read(self.agent_wheel)

@@ -14,9 +14,11 @@ from typing import Any, Final
 from etfarm.server import preflight
 from etfarm.server.access.tokens import has_tokens
 from etfarm.server.artifacts.room import Room
-from etfarm.server.config import DATABASE, Config
+from etfarm.server.config import DATABASE, LOCAL, Config
 from etfarm.server.operation.settings import Setting
 from etfarm.server.rpc.door.token_file import Tokens
+from etfarm.server.workers.cluster.nodes import NoCompileNode, NodeState
+from etfarm.server.workers.cluster.pool import RayMissing, require_ray
 from etfarm.server.workers.jail.measures import NETWORK, JailIncomplete, JailReport, Measure
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import EtfarmError
@@ -98,6 +100,9 @@ def _check(result: Result, config: Config) -> None:
     _check_certificate(result, config)
     if config.metrics is not None and not config.metrics.is_local:
         result.warnings.append(f"Everybody who reaches {config.metrics.text} can read the metrics, which name projects.")
+    if config.compile_pool != LOCAL:
+        _check_nodes(result, config)
+        return
     report: JailReport = asyncio.run(preflight.find_jail(config))
     result.measures = report.measures
     if report.missing:
@@ -106,6 +111,21 @@ def _check(result: Result, config: Config) -> None:
             result.problems.append(missing)
         else:
             result.warnings.append(missing.message)
+
+
+def _check_nodes(result: Result, config: Config) -> None:
+    """Check the cluster. A server starts without nodes, and uses those that join."""
+    try:
+        require_ray()
+        nodes = asyncio.run(preflight.find_nodes(config))
+    except RayMissing:
+        return  # a problem already
+    except EtfarmError as error:
+        result.problems.append(error)
+        return
+    result.facts += [("compile node", node.text) for node in nodes]
+    if not any(node.state is NodeState.READY for node in nodes):
+        result.warnings.append(NoCompileNode(config.compile_pool, nodes).message)
 
 
 def _check_folder(result: Result, config: Config) -> None:

@@ -90,8 +90,9 @@ class OrderedProcess:
             self.warm.set_exception(WorkersDown("The compile workers were stopped."))
 
     def _close_control(self) -> None:
-        asyncio.get_running_loop().remove_reader(self._control)
-        self._control.close()
+        if self._control.fileno() >= 0:
+            asyncio.get_running_loop().remove_reader(self._control)
+            self._control.close()
 
     def _on_control(self) -> None:
         try:

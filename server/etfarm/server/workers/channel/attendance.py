@@ -69,7 +69,7 @@ async def attend(
     lines = await open_log(log)
     try:
         async with asyncio.timeout(deadline_s), stage_clock, asyncio.TaskGroup() as group:
-            group.create_task(_send(writer, data), name=f"request of {task}")
+            group.create_task(send(writer, data), name=f"request of {task}")
             group.create_task(read_frames(reader, output, on_event, on_stage), name=f"channel of {task}")
             group.create_task(read_log(lines, output, on_log), name=f"log of {task}")
             final = group.create_task(ended.read(), name=f"status of {task}")
@@ -129,7 +129,8 @@ def conclude(task: str, limits: Limits, output: ChildOutput, report: bytes) -> A
     raise errors.ChildDied(task, status, output.stage, log)
 
 
-async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
+async def send(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Send a child its request."""
     # A child whose jail fails answers before it has read its request.
     with contextlib.suppress(ConnectionError):
         writer.write(data)
