@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import secrets
 import select
@@ -20,7 +21,7 @@ from typing import Final
 
 import psutil
 
-from etfarm.wire.sandbox import syscalls
+from etfarm.wire.sandbox import seccomp, syscalls
 
 ROOT: Final = Path(__file__).resolve().parents[2]
 _OBJECT_STORE_BYTES: Final = 100_000_000
@@ -40,8 +41,11 @@ one node at 127.0.0.1, is what its processes are set to."""
 class RayNode:
     """A node of a cluster: a supervisor, and all of Ray's processes below it."""
 
-    def __init__(self, arguments: Sequence[str], environment: Mapping[str, str], cores: Sequence[int]) -> None:
-        command = [sys.executable, "-m", "tests.support.ray_cluster", ",".join(map(str, cores)), *arguments]
+    def __init__(
+        self, arguments: Sequence[str], environment: Mapping[str, str], cores: Sequence[int], refused: Sequence[str] = ()
+    ) -> None:
+        limits = [",".join(map(str, cores)), ",".join(refused)]
+        command = [sys.executable, "-m", "tests.support.ray_cluster", *limits, *arguments]
         self._supervisor = subprocess.Popen(
             command, cwd=ROOT, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
@@ -104,14 +108,28 @@ class RayCluster:
              f"--temp-dir={self._folder}/r", "--num-cpus=0"], {}, cores,
         )  # fmt: skip
 
-    def add_node(self, *, cpus: int = 1, cores: Sequence[int] = (), variables: Mapping[str, str] | None = None) -> RayNode:
-        """Start a node and return it once it has joined."""
-        return self._start([f"--address=127.0.0.1:{self._gcs}", f"--num-cpus={cpus}"], variables or {}, cores)
+    def add_node(
+        self,
+        *,
+        cpus: int = 1,
+        cores: Sequence[int] = (),
+        variables: Mapping[str, str] | None = None,
+        refused: Sequence[str] = (),
+    ) -> RayNode:
+        """Start a node and return it once it has joined.
 
-    def _start(self, arguments: Sequence[str], variables: Mapping[str, str], cores: Sequence[int]) -> RayNode:
+        Args:
+            cores: the processor's cores that the node may use; all if empty.
+            refused: system calls that the node's host refuses, as container runtimes do.
+        """
+        return self._start([f"--address=127.0.0.1:{self._gcs}", f"--num-cpus={cpus}"], variables or {}, cores, refused)
+
+    def _start(
+        self, arguments: Sequence[str], variables: Mapping[str, str], cores: Sequence[int], refused: Sequence[str] = ()
+    ) -> RayNode:
         common = ["--node-ip-address=127.0.0.1", f"--object-store-memory={_OBJECT_STORE_BYTES}", "--disable-usage-stats",
                   "--min-worker-port=0", "--max-worker-port=0"]  # fmt: skip
-        node = RayNode([*arguments, *common], self._environment | dict(variables), cores)
+        node = RayNode([*arguments, *common], self._environment | dict(variables), cores, refused)
         self._nodes.append(node)
         node.wait_until_started()
         return node
@@ -142,10 +160,13 @@ def _free_ports(count: int) -> list[int]:
         return [each.getsockname()[1] for each in sockets]
 
 
-def _supervise(cores: str, arguments: Sequence[str]) -> None:
+def _supervise(cores: str, refused: str, arguments: Sequence[str]) -> None:
     """Run `ray start` until stdin ends, then kill every process below this one."""
     if cores:
         os.sched_setaffinity(0, {int(core) for core in cores.split(",")})
+    if refused:
+        syscalls.forbid_new_privileges()
+        seccomp.install(seccomp.Policy(dict.fromkeys(refused.split(","), errno.EPERM)))
     syscalls.adopt_orphans()
     command = [sys.executable, "-c", _LAUNCH, "start", "--block", *arguments]
     with subprocess.Popen(
@@ -188,4 +209,4 @@ def _kill_all() -> None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the end of stdin follows
-    _supervise(sys.argv[1], sys.argv[2:])
+    _supervise(sys.argv[1], sys.argv[2], sys.argv[3:])

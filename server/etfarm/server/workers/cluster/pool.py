@@ -134,6 +134,16 @@ class ClusterPool(ChildPool):
         """The nodes that have joined, and those that were lost since the start."""
         return tuple(self._nodes.values())
 
+    @property
+    def connector_pid(self) -> int | None:
+        """The process id of the connector; None before the start and after `stop`."""
+        return None if self._connector is None else self._connector.process.pid
+
+    async def changed(self) -> None:
+        """Wait until a node's state changes."""
+        self._changed.clear()
+        await self._changed.wait()
+
     def start(self) -> None:
         """Prepare the folder and start the connector; see `ChildPool.start`."""
         output_files.delete(self._folder)

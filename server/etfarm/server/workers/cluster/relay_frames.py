@@ -8,6 +8,7 @@ from typing import Final
 
 from etfarm.server.workers import errors
 from etfarm.server.workers.errors import BadAnswer
+from etfarm.wire.errors import EtfarmError
 
 CHANNEL: Final = b"c"
 LOG: Final = b"l"
@@ -52,7 +53,7 @@ def encode_result(data: bytes) -> bytes:
     return _DONE + data
 
 
-def encode_error(error: errors.EtfarmError) -> bytes:
+def encode_error(error: EtfarmError) -> bytes:
     """Return the answer of a call that raised an error."""
     return _FAILED + errors.to_json(error)
 
