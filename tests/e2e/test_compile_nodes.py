@@ -281,8 +281,21 @@ def test_a_model_compiles_and_is_analyzed_as_on_the_servers_machine(cluster: Ray
     assert nodes["accuracy"] and nodes["accuracy"][0]["sqnr_db"] > 60
 
 
-def test_a_check_lists_the_nodes_and_a_cluster_that_is_not_there_is_a_problem(cluster: RayCluster, tmp_path: Path) -> None:
-    arguments = ["serve", "--check", "--data", str(tmp_path / "data"), "--compile-pool"]
-    checked = etfarm(*arguments, cluster.address, cwd=tmp_path)
-    assert checked.returncode == 0, checked.stdout + checked.stderr
-    assert "ready" in next(line for line in checked.stdout.splitlines() if "compile node" in line)
+def check(address: str, folder: Path) -> dict[str, Any]:
+    """Return the document of `serve --check` with a compile pool."""
+    arguments = ("serve", "--check", "--json", "--data", str(folder / "data"), "--compile-pool", address)
+    document = json.loads(etfarm(*arguments, cwd=folder).stdout)
+    assert isinstance(document, dict)
+    return document
+
+
+def test_a_check_lists_the_nodes(cluster: RayCluster, tmp_path: Path) -> None:
+    checked = check(cluster.address, tmp_path)
+    assert checked["ok"], checked
+    assert any(fact["name"] == "compile node" and ", ready" in fact["text"] for fact in checked["facts"])
+
+
+def test_a_check_fails_where_there_is_no_cluster(cluster: RayCluster, tmp_path: Path) -> None:
+    (problem,) = check("ray://127.0.0.1:1", tmp_path)["problems"]
+    assert problem["reason"] == "WORKERS_DOWN"
+    assert "ray://127.0.0.1:1" in problem["message"]

@@ -23,7 +23,7 @@ MODULES: Final = (
     "server.access.projects", "server.artifacts.errors", "server.compile.errors", "server.compile.inputs",
     "server.compile.screening.errors", "server.compile.screening.expressions", "server.devices.bundles", "server.devices.errors",
     "server.jobs.cells.plausibility", "server.jobs.takeups", "server.state.damage", "server.workers.errors",
-    "server.workers.request_files", "wire.recipes.errors",
+    "server.workers.cluster.pool", "server.workers.request_files", "wire.recipes.errors",
 )  # fmt: skip
 """Modules whose error classes build their own sentence."""
 BY_TYPE: Final[dict[str, Any]] = {

@@ -11,7 +11,7 @@ from typing import Final
 
 from etfarm.server.config import Config
 from etfarm.server.workers.cluster.nodes import Node
-from etfarm.server.workers.cluster.pool import ClusterPool
+from etfarm.server.workers.cluster.pool import ClusterPool, log_node
 from etfarm.server.workers.jail.isolation import JailOptions, NetworkNotRemoved
 from etfarm.server.workers.jail.measures import NETWORK, JailIncomplete, JailReport
 from etfarm.server.workers.limits import Limits
@@ -45,11 +45,12 @@ def cluster_pool(
     folder: Path,
     preload: Sequence[str],
     gate: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    report: Callable[[Node], None] = log_node,
 ) -> ClusterPool:
     """Return the pool on the configuration's Ray cluster."""
     return ClusterPool(
         address=config.compile_pool, preload=preload, limits=limits(config), folder=folder, gate=gate,
-        required=config.is_jail_required,
+        required=config.is_jail_required, report=report,
     )  # fmt: skip
 
 
@@ -60,7 +61,7 @@ async def find_nodes(config: Config) -> tuple[Node, ...]:
         WorkersDown: the cluster cannot be reached.
     """
     folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="etfarm-nodes-")
-    pool = cluster_pool(config, Path(folder), ())
+    pool = cluster_pool(config, Path(folder), (), report=lambda node: None)
     pool.start()
     try:
         return await pool.settled(_SETTLE_S)

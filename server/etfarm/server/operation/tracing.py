@@ -10,9 +10,9 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
+from etfarm.server.workers.errors import ExtraMissing
 from etfarm.v1 import common_pb2
 from etfarm.v1.job_pb2 import Cell, JobEvent, JobState
-from etfarm.wire.errors import UserError
 
 if TYPE_CHECKING:
     from google.protobuf.timestamp_pb2 import Timestamp
@@ -27,10 +27,8 @@ _SEND_S: Final = 5.0
 _ACTORS: Final = {common_pb2.ACTOR_CLIENT: "client", common_pb2.ACTOR_SERVER: "server", common_pb2.ACTOR_DEVICE: "device"}
 
 
-class TracingUnavailable(UserError):
+class TracingUnavailable(ExtraMissing):
     """Traces that cannot be sent because OpenTelemetry is not installed."""
-
-    reason = "EXTRA_MISSING"
 
 
 class SendSpan(Protocol):

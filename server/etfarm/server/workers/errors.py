@@ -21,6 +21,12 @@ MAX_METADATA = 50
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
 
 
+class ExtraMissing(UserError):
+    """A library that an option needs is not installed on the server."""
+
+    reason = "EXTRA_MISSING"
+
+
 class WorkersDown(FarmError):
     """The forkserver ended or could not be warmed up."""
 

@@ -84,8 +84,7 @@ class Connector:
                     self._nodes[node_id] = RayNode(node, self._report)
                     self._admissions[node_id] = asyncio.create_task(self._admit(self._nodes[node_id]), name=f"admit {address}")
             for node_id in self._nodes.keys() - alive.keys():
-                node = self._nodes.pop(node_id)
-                node.change(NodeState.LOST, "it left the cluster")
+                self._nodes.pop(node_id).change(NodeState.LOST, "it left the cluster")
                 self._admissions.pop(node_id).cancel()
             await asyncio.sleep(_POLL_S)
 
@@ -110,8 +109,8 @@ class Connector:
         affinity = NodeAffinitySchedulingStrategy(node.node.id, soft=False)
         async with asyncio.timeout(_PROBE_S):
             described = await answer_of(self._probe.options(scheduling_strategy=affinity).remote())
-        found = json.loads(described) if isinstance(described, str) else None
-        difference = versions.find_difference(found if isinstance(found, dict) else {}, self._settings["versions"])
+        parsed = json.loads(described) if isinstance(described, str) else None
+        difference = versions.find_difference(parsed if isinstance(parsed, dict) else {}, self._settings["versions"])
         if difference:
             node.change(NodeState.REFUSED, difference)
             return
@@ -129,9 +128,9 @@ class Connector:
     async def _take_orders(self) -> None:
         loop = asyncio.get_running_loop()
         while True:
-            readable = loop.create_future()
-            loop.add_reader(self._control, lambda readable=readable: readable.done() or readable.set_result(None))
-            await readable
+            readable = asyncio.Event()
+            loop.add_reader(self._control, readable.set)
+            await readable.wait()
             loop.remove_reader(self._control)
             message, descriptors, _, _ = socket.recv_fds(self._control, _MAX_ORDER_BYTES, 3)
             if not message:

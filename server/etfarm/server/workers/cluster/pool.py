@@ -19,12 +19,11 @@ from etfarm.server.workers import output_files
 from etfarm.server.workers.child_pool import URGENT, ChildPool, delete
 from etfarm.server.workers.cluster import versions
 from etfarm.server.workers.cluster.nodes import NoCompileNode, Node, NodeState
-from etfarm.server.workers.errors import WorkersDown
+from etfarm.server.workers.errors import ExtraMissing, WorkersDown
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.server.workers.jail import isolation
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.ordered_process import Ends, OrderedProcess
-from etfarm.wire.errors import Kind, UserError
 
 log = structlog.get_logger()
 
@@ -38,11 +37,8 @@ _RECONNECT_S: Final = "10"
 """Time for which Ray keeps the actors of a connector whose connection broke."""
 
 
-class RayMissing(UserError):
+class RayMissing(ExtraMissing):
     """A pool on a Ray cluster without Ray."""
-
-    reason = "EXTRA_MISSING"
-    kind = Kind.FAILED_PRECONDITION
 
     def __init__(self) -> None:
         super().__init__(
@@ -95,6 +91,12 @@ class ConnectorProcess(OrderedProcess):
             super()._on_message(message)
 
 
+def log_node(node: Node) -> None:
+    """Log a node whose state has changed."""
+    write = log.warning if node.state in (NodeState.REFUSED, NodeState.LOST) else log.info
+    write("compile node", node=node.name, state=node.state.value, why=node.detail, jail_missing=list(node.jail))
+
+
 class ClusterPool(ChildPool):
     """Children on the nodes of a Ray cluster, at most as many on a node as it has cpus.
 
@@ -105,6 +107,7 @@ class ClusterPool(ChildPool):
         folder: existing or new folder for the files that children leave; `start` deletes its contents.
         gate: entered for each child's lifetime while a ready node is on this machine.
         required: whether a node that lacks a measure of the jail is refused.
+        report: called with each node whose state has changed.
     """
 
     def __init__(
@@ -116,6 +119,7 @@ class ClusterPool(ChildPool):
         folder: Path,
         gate: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
         required: bool = False,
+        report: Callable[[Node], None] = log_node,
     ) -> None:
         slots = FairSlots(URGENT, reserved=URGENT)
         super().__init__(limits=limits, folder=folder, slots=slots, gate=self._enter_gate)
@@ -125,6 +129,7 @@ class ClusterPool(ChildPool):
             "limits": asdict(limits), "required": required,
         }  # fmt: skip
         self._gate_here = gate
+        self._report = report
         self._connector: ConnectorProcess | None = None
         self._nodes: dict[str, Node] = {}
         self._changed = asyncio.Event()
@@ -231,9 +236,7 @@ class ClusterPool(ChildPool):
         lost = [each.id for each in self._nodes.values() if each.state is NodeState.LOST]
         for node_id in lost[:-_KEPT_LOST]:
             del self._nodes[node_id]
-        (log.warning if node.state in (NodeState.REFUSED, NodeState.LOST) else log.info)(
-            "compile node", node=node.name, state=node.state.value, why=node.detail, jail_missing=list(node.jail)
-        )
+        self._report(node)
         self._slots.resize(sum(each.cpus for each in self._ready_nodes()) + URGENT)
         self._changed.set()
 
