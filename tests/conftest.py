@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import sys
-from collections.abc import AsyncIterator, Generator, Iterator
+from collections.abc import AsyncIterator, Generator, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 QUICK_RING = "not slow"
 """Of markers: the tests that `pytest` alone runs."""
 
-LONG_FILES = ("test_numeric_gap.py", "test_real_models.py", "test_board_vm.py", "test_phone_vm_farm.py")
+LONG_FILES = ("test_join.py", "test_numeric_gap.py", "test_real_models.py", "test_board_vm.py", "test_phone_vm_farm.py")
 """Files that take the longest, or wait for what a first run makes: they come first, so that all processes end together."""
 
 # Pytest's processes inherit the width of a terminal that they do not write to.
@@ -46,7 +46,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_cmdline_main(config: pytest.Config) -> None:
-    """Choose the quick ring, in a process for each core, where neither paths nor a ring are named.
+    """Choose the quick ring, in a process for each core and one more, where neither paths nor a ring are named.
 
     Who names a file wants all of its tests, also the slow ones, and a process more would only load torch once more.
     """
@@ -56,7 +56,8 @@ def pytest_cmdline_main(config: pytest.Config) -> None:
     if hasattr(config, "workerinput") or not config.pluginmanager.hasplugin("xdist"):
         return
     if config.option.numprocesses is None and not config.option.usepdb:
-        config.option.numprocesses = len(os.sched_getaffinity(0))
+        # One more than cores: tests also wait, for processes and deadlines.
+        config.option.numprocesses = len(os.sched_getaffinity(0)) + 1
     if config.option.numprocesses:
         # The tests of a file stay together, as they share farms. Folders with long files come first by their names.
         config.option.dist, config.option.loadscopereorder = "loadfile", False
@@ -73,13 +74,32 @@ def pytest_collection() -> Generator[None, object, object]:
         gc.enable()
 
 
+class RotatedFolder(pytest.Dir):
+    """A folder that each process of a ring collects from another file on."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        """Return what is in the folder."""
+        nodes = [*super().collect()]
+        number = int(os.environ["PYTEST_XDIST_WORKER"].removeprefix("gw"))
+        first = len(nodes) * number // int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+        return nodes[first:] + nodes[:first]
+
+
+def pytest_collect_directory(path: Path, parent: pytest.Collector) -> pytest.Collector | None:
+    """Let each process of a ring begin with other files.
+
+    Each process imports all tests, and pytest compiles a test that has not been imported before: the processes share that work.
+    """
+    return RotatedFolder.from_parent(parent, path=path) if "PYTEST_XDIST_WORKER" in os.environ else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Refuse a slow test that does not say why it is slow, and put the longest files first."""
     for item in items:
         for marker in item.iter_markers("slow"):
             if not marker.kwargs.get("reason"):
                 raise pytest.UsageError(f'{item.nodeid} is slow without a reason: @pytest.mark.slow(reason="...").')
-    items.sort(key=lambda item: item.path.name not in LONG_FILES)
+    items.sort(key=lambda item: (item.path.name not in LONG_FILES, item.path))
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")

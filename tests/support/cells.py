@@ -41,6 +41,7 @@ from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, job_pb2, report_pb2
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire.chunks import artifact_of
+from tests.support.databases import new_database
 
 WAIT_S = 60.0
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -244,7 +245,7 @@ class World:
 @asynccontextmanager
 async def opened_world(folder: Path, *bundles: agent_pb2.RunnerBundle) -> AsyncIterator[World]:
     """A world whose devices have runners from these bundles."""
-    database = Database(folder / "farm.sqlite")
+    database = new_database(folder / "farm.sqlite")
     await database.open()
     numbers = itertools.count()
     created = World(database, folder, lambda: f"id{next(numbers):04}", *bundles)

@@ -53,11 +53,11 @@ def program(name: str) -> Program:
     """The program of that name; see `_MAKERS`."""
     folder = cache_folder() / f"programs-{_toolchain()}" / name
     if not (folder / "done").exists():
-        with (cache_folder() / "programs.lock").open("w") as lock:
+        folder.mkdir(parents=True, exist_ok=True)
+        with (folder / "lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             # Several test runs at once make it one time: another one may read it already.
             if not (folder / "done").exists():
-                folder.mkdir(parents=True, exist_ok=True)
                 _MAKERS[name](folder)
                 (folder / "done").write_text(json.dumps(name))
     inputs = tensors.decode((folder / "inputs.ett").read_bytes())

@@ -19,6 +19,7 @@ from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.v1.job_pb2 import Candidate, Job, JobSpec, MethodSource, Model
 from etfarm.wire import recipes
 from etfarm.wire.recipes import Recipe
+from tests.support.databases import new_database
 
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 FP32 = recipes.parse("xnnpack_fp32").json
@@ -65,7 +66,7 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[World]:
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     created = World(Store(tmp_path, database), database)
     # What a .pt2 must be is another room's; here it only has to be asked.

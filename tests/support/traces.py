@@ -285,28 +285,43 @@ def _run(folder: Path, method: str) -> None:
 
 
 def _make_all(folder: Path) -> None:
-    """Make each run in a fork of its own, so that none depends on what was compiled before it."""
+    """Make each run in a fork of its own, so that none depends on what was compiled before it; one on each core at a time."""
     from etfarm.server.compile import prewarm
 
     (folder / "source").write_text(__file__)
     prewarm.warm()
+    running: dict[int, str] = {}
     for name, make in _MAKERS.items():
-        target = folder / name
-        shutil.rmtree(target, ignore_errors=True)
-        target.mkdir()
-        if (child := os.fork()) == 0:
-            status = 1
-            try:
-                _run(target, make(target))
-                status = 0
-            except BaseException:
-                traceback.print_exc()
-                raise
-            finally:
-                os._exit(status)
-        _, status = os.waitpid(child, 0)
-        if status != 0:
-            sys.exit(f"{name}: status {status}")
+        if len(running) == len(os.sched_getaffinity(0)):
+            _wait(running)
+        running[_fork(folder / name, make)] = name
+    while running:
+        _wait(running)
+
+
+def _wait(running: dict[int, str]) -> None:
+    """Wait for the end of one of the forks."""
+    child, status = os.wait()
+    name = running.pop(child)
+    if status != 0:
+        sys.exit(f"{name}: status {status}")
+
+
+def _fork(target: Path, make: Callable[[Path], str]) -> int:
+    """Make a run in a fork, and return its process id."""
+    shutil.rmtree(target, ignore_errors=True)
+    target.mkdir()
+    if (child := os.fork()) != 0:
+        return child
+    status = 1
+    try:
+        _run(target, make(target))
+        status = 0
+    except BaseException:
+        traceback.print_exc()
+        raise
+    finally:
+        os._exit(status)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -11,6 +12,8 @@ ROOT: Final = Path(__file__).parents[2]
 FOLDERS: Final = ("client/etfarm", "server/etfarm", "device_agents/etfarm", "proto/etfarm/wire", "tests")
 BANNED: Final = frozenset({"told", "untold", "heard", "said", "given", "found", "made", "way", "story", "nobody"})
 """Use what the value is instead: `on_progress`, `next_index`, `unsupported`, `matches`, `compilation`."""
+WORDS: Final = re.compile(rf"(?<![^\W_])({'|'.join(sorted(BANNED))})(?![^\W_])", re.IGNORECASE)
+"""A banned word in a text, with or without underscores around it."""
 KEYS: Final = {
     ("device_agents/etfarm/device_agents/targets/phones/errors.py", "told"),
     ("device_agents/etfarm/device_agents/conditions/governor.py", "found"),
@@ -37,6 +40,9 @@ def test_no_identifier_is_a_banned_word() -> None:
     banned = set()
     for folder in FOLDERS:
         for path in (ROOT / folder).rglob("*.py"):
-            names = {name.strip("_").lower() for name in identifiers(ast.parse(path.read_text()))}
+            text = path.read_text()
+            if WORDS.search(text) is None:  # as in most modules, whose syntax trees take seconds
+                continue
+            names = {name.strip("_").lower() for name in identifiers(ast.parse(text))}
             banned |= {(path.relative_to(ROOT).as_posix(), name) for name in names & BANNED}
     assert banned == KEYS

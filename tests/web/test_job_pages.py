@@ -110,14 +110,34 @@ def test_a_history_has_a_chart_and_the_commits(web: WebFarm, tab: Tab, measured:
 def test_an_artifact_is_downloaded_as_it_is(web: WebFarm, tab: Tab, measured: tuple[str, str]) -> None:
     page = open_page(web, tab, "/artifacts")
     row = page.locator("main tbody tr").filter(has_text="program of").first
-    address = row.get_by_role("link").first.get_attribute("href")
+    address = row.get_by_role("link", name="Download").get_attribute("href")
     assert address is not None
     answer = page.request.get(web.url + address)
-    assert hashlib.sha256(answer.body()).hexdigest() == address.rpartition("/")[2]
+    assert hashlib.sha256(answer.body()).hexdigest() == address.split("/")[2]
     assert answer.headers["content-disposition"].endswith('.pte"')
     assert answer.headers["content-type"] == "application/octet-stream"
-    assert page.request.get(f"{web.url}/artifacts/{'0' * 64}").status == 404
-    assert page.request.get(f"{web.url}/artifacts/..%2fetc").status == 404
+    for missing in (
+        f"/artifacts/{'0' * 64}",
+        f"/artifacts/{'0' * 64}/content",
+        "/artifacts/..%2fetc",
+        "/artifacts/..%2fetc/content",
+    ):
+        assert page.request.get(web.url + missing).status == 404
+
+
+def test_an_artifacts_page_names_the_jobs_that_use_it(web: WebFarm, tab: Tab, measured: tuple[str, str]) -> None:
+    with web.client("user") as farm:
+        uses = [use for of_digest in farm.artifacts.uses().values() for use in of_digest]
+    digest = next(use.digest for use in uses if use.job_id == measured[0] and use.kind == "program")
+    page = open_page(web, tab, "/artifacts")
+    page.locator(f'main tbody a[href="/artifacts/{digest}"]').click()
+    page.wait_for_url("**/artifacts/*")
+    rows = page.locator("main tbody tr")
+    for job in measured:
+        expect(rows.filter(has=page.locator(f'a[href="/jobs/{job}"]')).filter(has_text="program").first).to_be_visible()
+    expect(page.locator("#command")).to_have_text(f"etfarm artifacts get {digest}")
+    expect(page.locator(".facts")).to_contain_text(digest)
+    tab.must_be_quiet()
 
 
 def test_the_queue_says_what_a_run_waits_for(web: WebFarm, tab: Tab) -> None:

@@ -121,6 +121,30 @@ def test_a_page_shows_that_the_farm_is_away_and_recovers(visits: Visits, simulat
         expect(page.locator("tr", has_text=DEVICE)).to_contain_text("IDLE")
 
 
+def test_the_list_of_free_devices_stays_true(visits: Visits, simulated: SimulatedWebFarm) -> None:
+    with visits.visit("viewer", "/devices") as page:
+        page.get_by_label("idle").click()
+        page.wait_for_url("**/devices?state=idle")
+        expect_state(page, "live")
+        row = page.locator(f"tr[data-key=id-of-{DEVICE}]")
+        expect(row).to_be_visible()
+        with simulated.client() as farm:
+            farm.drain_device(f"id-of-{DEVICE}", "a new fan")
+            expect(row).to_be_hidden()
+            farm.undrain_device(f"id-of-{DEVICE}")
+        expect(row).to_be_visible()
+
+
+def test_a_printed_list_has_all_rows_and_no_controls(visits: Visits) -> None:
+    with visits.visit("viewer", "/devices") as page:
+        page.emulate_media(media="print")
+        rows = page.locator("table.devices tbody tr")
+        drawn = rows.evaluate_all("(all) => all.map((row) => getComputedStyle(row).contentVisibility)")
+        assert drawn and set(drawn) == {"visible"}
+        for hidden in (".bar", ".command", "form.tools"):
+            expect(page.locator(hidden)).to_be_hidden()
+
+
 def test_the_keyboard_reaches_rows_search_and_help(visits: Visits) -> None:
     with visits.visit("viewer", "/devices") as page:
         page.keyboard.press("j")

@@ -90,15 +90,16 @@ class Artifact:
 
 @dataclass(frozen=True)
 class ArtifactUse:
-    """A cell of a job that has an artifact."""
+    """A cell of a job that has an artifact, or a job that was submitted with it."""
 
     digest: str
     job_id: str
     job_name: str
     cell_label: str
-    """Model, recipe, method and threads of the cell."""
+    """Model, recipe, method and threads of the cell; of what the job was submitted with, the model and the method."""
     kind: str
-    """`program`, `data file NAME`, `ETRecord` or `outputs`."""
+    """`program`, `data file NAME`, `ETRecord` or `outputs` of a cell; `model`, `reference`, `calibration`, `constant` or `inputs`
+    of the submission."""
 
 
 @dataclass(frozen=True)
@@ -259,6 +260,47 @@ class ServerInfo:
     """Whether new work is refused because the disk is full."""
     agent_wheel: AgentWheel | None = None
     """The wheel to which agents are upgraded by default; None if the server has none."""
+
+
+@dataclass(frozen=True)
+class ServerSetting:
+    """The effective value of an option of the server."""
+
+    name: str
+    value: str
+    """The value for people, without secrets."""
+    source: str
+    """Where the value comes from: the option, the environment variable, the file with the line, or `default`."""
+
+
+@dataclass(frozen=True)
+class MetricSample:
+    """A value of a metric."""
+
+    suffix: str
+    """What follows the metric's name: `_total`, `_count`, `_sum`; empty for a gauge."""
+    labels: dict[str, str]
+    value: float
+
+
+@dataclass(frozen=True)
+class Metric:
+    """Something that the server measures of itself."""
+
+    name: str
+    help: str
+    kind: str
+    """`counter`, `gauge`, `histogram`, ..."""
+    samples: tuple[MetricSample, ...]
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """The settings and metrics of a server."""
+
+    settings: tuple[ServerSetting, ...]
+    metrics: tuple[Metric, ...]
+    """Empty for a server that does not measure itself."""
 
 
 def __getattr__(name: str) -> object:

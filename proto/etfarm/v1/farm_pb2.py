@@ -28,35 +28,49 @@ from etfarm.v1 import compile_pb2 as etfarm_dot_v1_dot_compile__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65tfarm/v1/farm.proto\x12\tetfarm.v1\x1a\x15\x65tfarm/v1/agent.proto\x1a\x16\x65tfarm/v1/common.proto\x1a\x17\x65tfarm/v1/compile.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"6\n\x15\x41pplyRetentionRequest\x12\x0c\n\x04keep\x18\x01 \x03(\t\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\"E\n\x16\x41pplyRetentionResponse\x12+\n\x07results\x18\x01 \x03(\x0b\x32\x1a.etfarm.v1.RetentionResult\"\xac\x01\n\x0fRetentionResult\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\t\x12\x15\n\rdeleted_count\x18\x03 \x01(\x03\x12\x15\n\rdeleted_bytes\x18\x04 \x01(\x03\x12\x17\n\nkept_count\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\nkept_bytes\x18\x06 \x01(\x03H\x01\x88\x01\x01\x42\r\n\x0b_kept_countB\r\n\x0b_kept_bytes\"\x16\n\x14GetServerInfoRequest\"\xa5\x05\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\'\n\ttoolchain\x18\x02 \x01(\x0b\x32\x14.etfarm.v1.Toolchain\x12\x15\n\rworkers_ready\x18\x03 \x01(\x08\x12\'\n\tprincipal\x18\x04 \x01(\x0b\x32\x14.etfarm.v1.Principal\x12\x16\n\x0e\x64\x65vices_online\x18\x05 \x01(\x05\x12\x15\n\rdevices_known\x18\x06 \x01(\x05\x12\x11\n\tlive_jobs\x18\x07 \x01(\x05\x12\x10\n\x08starting\x18\x08 \x01(\t\x12&\n\x0c\x62undle_error\x18\t \x01(\x0b\x32\x10.etfarm.v1.Error\x12$\n\x04jail\x18\n \x03(\x0b\x32\x16.etfarm.v1.JailMeasure\x12\x1d\n\x10protocol_version\x18\x0b \x01(\x05H\x00\x88\x01\x01\x12$\n\x17oldest_protocol_version\x18\x0c \x01(\x05H\x01\x88\x01\x01\x12/\n\x0bserver_time\x18\x14 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x35\n\x11token_expire_time\x18\x15 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12;\n\x17\x63\x65rtificate_expire_time\x18\x16 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08stopping\x18\x17 \x01(\x08\x12\"\n\x04\x64isk\x18\x18 \x01(\x0b\x32\x14.etfarm.v1.DiskSpace\x12*\n\x0b\x61gent_wheel\x18\x19 \x01(\x0b\x32\x15.etfarm.v1.AgentWheelB\x13\n\x11_protocol_versionB\x1a\n\x18_oldest_protocol_version\"-\n\nAgentWheel\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"A\n\tDiskSpace\x12\x12\n\nfree_bytes\x18\x01 \x01(\x03\x12\x12\n\nwork_bytes\x18\x02 \x01(\x03\x12\x0c\n\x04\x66ull\x18\x03 \x01(\x08\";\n\x0bJailMeasure\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\";\n\x12ListBundlesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"X\n\x13ListBundlesResponse\x12(\n\x07\x62undles\x18\x01 \x03(\x0b\x32\x17.etfarm.v1.RunnerBundle\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\"\n\x10\x41\x64\x64\x42undleRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t2\xbe\x02\n\x0b\x46\x61rmService\x12G\n\rGetServerInfo\x12\x1f.etfarm.v1.GetServerInfoRequest\x1a\x15.etfarm.v1.ServerInfo\x12L\n\x0bListBundles\x12\x1d.etfarm.v1.ListBundlesRequest\x1a\x1e.etfarm.v1.ListBundlesResponse\x12\x41\n\tAddBundle\x12\x1b.etfarm.v1.AddBundleRequest\x1a\x17.etfarm.v1.RunnerBundle\x12U\n\x0e\x41pplyRetention\x12 .etfarm.v1.ApplyRetentionRequest\x1a!.etfarm.v1.ApplyRetentionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x14\x65tfarm/v1/farm.proto\x12\tetfarm.v1\x1a\x15\x65tfarm/v1/agent.proto\x1a\x16\x65tfarm/v1/common.proto\x1a\x17\x65tfarm/v1/compile.proto\x1a\x1fgoogle/protobuf/timestamp.proto\"\x18\n\x16GetServerStatusRequest\"^\n\x0cServerStatus\x12*\n\x08settings\x18\x01 \x03(\x0b\x32\x18.etfarm.v1.ServerSetting\x12\"\n\x07metrics\x18\x02 \x03(\x0b\x32\x11.etfarm.v1.Metric\"<\n\rServerSetting\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t\x12\x0e\n\x06source\x18\x03 \x01(\t\"\\\n\x06Metric\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0c\n\x04help\x18\x02 \x01(\t\x12\x0c\n\x04kind\x18\x03 \x01(\t\x12(\n\x07samples\x18\x04 \x03(\x0b\x32\x17.etfarm.v1.MetricSample\"\x91\x01\n\x0cMetricSample\x12\x0e\n\x06suffix\x18\x01 \x01(\t\x12\x33\n\x06labels\x18\x02 \x03(\x0b\x32#.etfarm.v1.MetricSample.LabelsEntry\x12\r\n\x05value\x18\x03 \x01(\x01\x1a-\n\x0bLabelsEntry\x12\x0b\n\x03key\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\t:\x02\x38\x01\"6\n\x15\x41pplyRetentionRequest\x12\x0c\n\x04keep\x18\x01 \x03(\t\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\"E\n\x16\x41pplyRetentionResponse\x12+\n\x07results\x18\x01 \x03(\x0b\x32\x1a.etfarm.v1.RetentionResult\"\xac\x01\n\x0fRetentionResult\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05limit\x18\x02 \x01(\t\x12\x15\n\rdeleted_count\x18\x03 \x01(\x03\x12\x15\n\rdeleted_bytes\x18\x04 \x01(\x03\x12\x17\n\nkept_count\x18\x05 \x01(\x03H\x00\x88\x01\x01\x12\x17\n\nkept_bytes\x18\x06 \x01(\x03H\x01\x88\x01\x01\x42\r\n\x0b_kept_countB\r\n\x0b_kept_bytes\"\x16\n\x14GetServerInfoRequest\"\xa5\x05\n\nServerInfo\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\'\n\ttoolchain\x18\x02 \x01(\x0b\x32\x14.etfarm.v1.Toolchain\x12\x15\n\rworkers_ready\x18\x03 \x01(\x08\x12\'\n\tprincipal\x18\x04 \x01(\x0b\x32\x14.etfarm.v1.Principal\x12\x16\n\x0e\x64\x65vices_online\x18\x05 \x01(\x05\x12\x15\n\rdevices_known\x18\x06 \x01(\x05\x12\x11\n\tlive_jobs\x18\x07 \x01(\x05\x12\x10\n\x08starting\x18\x08 \x01(\t\x12&\n\x0c\x62undle_error\x18\t \x01(\x0b\x32\x10.etfarm.v1.Error\x12$\n\x04jail\x18\n \x03(\x0b\x32\x16.etfarm.v1.JailMeasure\x12\x1d\n\x10protocol_version\x18\x0b \x01(\x05H\x00\x88\x01\x01\x12$\n\x17oldest_protocol_version\x18\x0c \x01(\x05H\x01\x88\x01\x01\x12/\n\x0bserver_time\x18\x14 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x35\n\x11token_expire_time\x18\x15 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12;\n\x17\x63\x65rtificate_expire_time\x18\x16 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x10\n\x08stopping\x18\x17 \x01(\x08\x12\"\n\x04\x64isk\x18\x18 \x01(\x0b\x32\x14.etfarm.v1.DiskSpace\x12*\n\x0b\x61gent_wheel\x18\x19 \x01(\x0b\x32\x15.etfarm.v1.AgentWheelB\x13\n\x11_protocol_versionB\x1a\n\x18_oldest_protocol_version\"-\n\nAgentWheel\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x0e\n\x06\x64igest\x18\x02 \x01(\t\"A\n\tDiskSpace\x12\x12\n\nfree_bytes\x18\x01 \x01(\x03\x12\x12\n\nwork_bytes\x18\x02 \x01(\x03\x12\x0c\n\x04\x66ull\x18\x03 \x01(\x08\";\n\x0bJailMeasure\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x0e\n\x06\x61\x63tive\x18\x02 \x01(\x08\x12\x0e\n\x06\x64\x65tail\x18\x03 \x01(\t\";\n\x12ListBundlesRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"X\n\x13ListBundlesResponse\x12(\n\x07\x62undles\x18\x01 \x03(\x0b\x32\x17.etfarm.v1.RunnerBundle\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"\"\n\x10\x41\x64\x64\x42undleRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t2\x8d\x03\n\x0b\x46\x61rmService\x12G\n\rGetServerInfo\x12\x1f.etfarm.v1.GetServerInfoRequest\x1a\x15.etfarm.v1.ServerInfo\x12L\n\x0bListBundles\x12\x1d.etfarm.v1.ListBundlesRequest\x1a\x1e.etfarm.v1.ListBundlesResponse\x12\x41\n\tAddBundle\x12\x1b.etfarm.v1.AddBundleRequest\x1a\x17.etfarm.v1.RunnerBundle\x12U\n\x0e\x41pplyRetention\x12 .etfarm.v1.ApplyRetentionRequest\x1a!.etfarm.v1.ApplyRetentionResponse\x12M\n\x0fGetServerStatus\x12!.etfarm.v1.GetServerStatusRequest\x1a\x17.etfarm.v1.ServerStatusb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'etfarm.v1.farm_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_APPLYRETENTIONREQUEST']._serialized_start=140
-  _globals['_APPLYRETENTIONREQUEST']._serialized_end=194
-  _globals['_APPLYRETENTIONRESPONSE']._serialized_start=196
-  _globals['_APPLYRETENTIONRESPONSE']._serialized_end=265
-  _globals['_RETENTIONRESULT']._serialized_start=268
-  _globals['_RETENTIONRESULT']._serialized_end=440
-  _globals['_GETSERVERINFOREQUEST']._serialized_start=442
-  _globals['_GETSERVERINFOREQUEST']._serialized_end=464
-  _globals['_SERVERINFO']._serialized_start=467
-  _globals['_SERVERINFO']._serialized_end=1144
-  _globals['_AGENTWHEEL']._serialized_start=1146
-  _globals['_AGENTWHEEL']._serialized_end=1191
-  _globals['_DISKSPACE']._serialized_start=1193
-  _globals['_DISKSPACE']._serialized_end=1258
-  _globals['_JAILMEASURE']._serialized_start=1260
-  _globals['_JAILMEASURE']._serialized_end=1319
-  _globals['_LISTBUNDLESREQUEST']._serialized_start=1321
-  _globals['_LISTBUNDLESREQUEST']._serialized_end=1380
-  _globals['_LISTBUNDLESRESPONSE']._serialized_start=1382
-  _globals['_LISTBUNDLESRESPONSE']._serialized_end=1470
-  _globals['_ADDBUNDLEREQUEST']._serialized_start=1472
-  _globals['_ADDBUNDLEREQUEST']._serialized_end=1506
-  _globals['_FARMSERVICE']._serialized_start=1509
-  _globals['_FARMSERVICE']._serialized_end=1827
+  _globals['_METRICSAMPLE_LABELSENTRY']._loaded_options = None
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_options = b'8\001'
+  _globals['_GETSERVERSTATUSREQUEST']._serialized_start=140
+  _globals['_GETSERVERSTATUSREQUEST']._serialized_end=164
+  _globals['_SERVERSTATUS']._serialized_start=166
+  _globals['_SERVERSTATUS']._serialized_end=260
+  _globals['_SERVERSETTING']._serialized_start=262
+  _globals['_SERVERSETTING']._serialized_end=322
+  _globals['_METRIC']._serialized_start=324
+  _globals['_METRIC']._serialized_end=416
+  _globals['_METRICSAMPLE']._serialized_start=419
+  _globals['_METRICSAMPLE']._serialized_end=564
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_start=519
+  _globals['_METRICSAMPLE_LABELSENTRY']._serialized_end=564
+  _globals['_APPLYRETENTIONREQUEST']._serialized_start=566
+  _globals['_APPLYRETENTIONREQUEST']._serialized_end=620
+  _globals['_APPLYRETENTIONRESPONSE']._serialized_start=622
+  _globals['_APPLYRETENTIONRESPONSE']._serialized_end=691
+  _globals['_RETENTIONRESULT']._serialized_start=694
+  _globals['_RETENTIONRESULT']._serialized_end=866
+  _globals['_GETSERVERINFOREQUEST']._serialized_start=868
+  _globals['_GETSERVERINFOREQUEST']._serialized_end=890
+  _globals['_SERVERINFO']._serialized_start=893
+  _globals['_SERVERINFO']._serialized_end=1570
+  _globals['_AGENTWHEEL']._serialized_start=1572
+  _globals['_AGENTWHEEL']._serialized_end=1617
+  _globals['_DISKSPACE']._serialized_start=1619
+  _globals['_DISKSPACE']._serialized_end=1684
+  _globals['_JAILMEASURE']._serialized_start=1686
+  _globals['_JAILMEASURE']._serialized_end=1745
+  _globals['_LISTBUNDLESREQUEST']._serialized_start=1747
+  _globals['_LISTBUNDLESREQUEST']._serialized_end=1806
+  _globals['_LISTBUNDLESRESPONSE']._serialized_start=1808
+  _globals['_LISTBUNDLESRESPONSE']._serialized_end=1896
+  _globals['_ADDBUNDLEREQUEST']._serialized_start=1898
+  _globals['_ADDBUNDLEREQUEST']._serialized_end=1932
+  _globals['_FARMSERVICE']._serialized_start=1935
+  _globals['_FARMSERVICE']._serialized_end=2332
 # @@protoc_insertion_point(module_scope)

@@ -58,6 +58,11 @@ class FarmServiceStub(object):
                 request_serializer=etfarm_dot_v1_dot_farm__pb2.ApplyRetentionRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_farm__pb2.ApplyRetentionResponse.FromString,
                 _registered_method=True)
+        self.GetServerStatus = channel.unary_unary(
+                '/etfarm.v1.FarmService/GetServerStatus',
+                request_serializer=etfarm_dot_v1_dot_farm__pb2.GetServerStatusRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_farm__pb2.ServerStatus.FromString,
+                _registered_method=True)
 
 
 class FarmServiceServicer(object):
@@ -105,6 +110,13 @@ class FarmServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def GetServerStatus(self, request, context):
+        """Returns the server's settings without secrets, and its metrics. For admins.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_FarmServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -127,6 +139,11 @@ def add_FarmServiceServicer_to_server(servicer, server):
                     servicer.ApplyRetention,
                     request_deserializer=etfarm_dot_v1_dot_farm__pb2.ApplyRetentionRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_farm__pb2.ApplyRetentionResponse.SerializeToString,
+            ),
+            'GetServerStatus': grpc.unary_unary_rpc_method_handler(
+                    servicer.GetServerStatus,
+                    request_deserializer=etfarm_dot_v1_dot_farm__pb2.GetServerStatusRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_farm__pb2.ServerStatus.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -240,6 +257,33 @@ class FarmService(object):
             '/etfarm.v1.FarmService/ApplyRetention',
             etfarm_dot_v1_dot_farm__pb2.ApplyRetentionRequest.SerializeToString,
             etfarm_dot_v1_dot_farm__pb2.ApplyRetentionResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def GetServerStatus(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.FarmService/GetServerStatus',
+            etfarm_dot_v1_dot_farm__pb2.GetServerStatusRequest.SerializeToString,
+            etfarm_dot_v1_dot_farm__pb2.ServerStatus.FromString,
             options,
             channel_credentials,
             insecure,

@@ -58,6 +58,8 @@ class FarmServiceStub:
       FAILED_PRECONDITION  BACKUP_RUNNING: a backup reads the store: try again later.
                            CLOCK_IMPLAUSIBLE: something is kept for an age, and the server started with a doubtful clock: set it.
     """
+    GetServerStatus: _grpc.UnaryUnaryMultiCallable[_farm_pb2.GetServerStatusRequest, _farm_pb2.ServerStatus]
+    """Returns the server's settings without secrets, and its metrics. For admins."""
 
 @_typing.type_check_only
 class FarmServiceAsyncStub(FarmServiceStub):
@@ -88,6 +90,8 @@ class FarmServiceAsyncStub(FarmServiceStub):
       FAILED_PRECONDITION  BACKUP_RUNNING: a backup reads the store: try again later.
                            CLOCK_IMPLAUSIBLE: something is kept for an age, and the server started with a doubtful clock: set it.
     """
+    GetServerStatus: _aio.UnaryUnaryMultiCallable[_farm_pb2.GetServerStatusRequest, _farm_pb2.ServerStatus]  # type: ignore[assignment]
+    """Returns the server's settings without secrets, and its metrics. For admins."""
 
 class FarmServiceServicer(metaclass=_abc_1.ABCMeta):
     """The farm as a whole. Outline of the roles: ADMIN, USER and VIEWER may call rpcs that read (Get, List, Watch, TailLog,
@@ -139,5 +143,13 @@ class FarmServiceServicer(metaclass=_abc_1.ABCMeta):
           FAILED_PRECONDITION  BACKUP_RUNNING: a backup reads the store: try again later.
                                CLOCK_IMPLAUSIBLE: something is kept for an age, and the server started with a doubtful clock: set it.
         """
+
+    @_abc_1.abstractmethod
+    def GetServerStatus(
+        self,
+        request: _farm_pb2.GetServerStatusRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_farm_pb2.ServerStatus, _abc.Awaitable[_farm_pb2.ServerStatus]]:
+        """Returns the server's settings without secrets, and its metrics. For admins."""
 
 def add_FarmServiceServicer_to_server(servicer: FarmServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

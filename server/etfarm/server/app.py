@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from asyncio import Event
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -25,6 +25,7 @@ from etfarm.server.jobs.waiting_list import WaitingList
 from etfarm.server.notices.notices import Notices
 from etfarm.server.operation.intake import Intake
 from etfarm.server.operation.monitor import Monitor
+from etfarm.server.operation.settings import Setting
 from etfarm.server.parts import Access, Background, Fleet, Jobs, Storage, now, start_workers
 from etfarm.server.rpc.contract import Servicers, set_serving
 from etfarm.server.rpc.door.accepting import new_server
@@ -50,6 +51,7 @@ from etfarm.server.rpc.services.webhooks import WebhookService
 from etfarm.server.workers.child_pool import ChildPool
 from etfarm.server.workers.jail.measures import JailReport
 from etfarm.server.workers.measurement_lock import MeasurementLock
+from etfarm.v1 import farm_pb2
 from etfarm.wire.channel import SERVER_OPTIONS
 from etfarm.wire.errors import FarmError
 
@@ -76,11 +78,14 @@ class Server:
 
 
 @asynccontextmanager
-async def running(config: Config, on_damaged: Callable[[FarmError], None] = lambda error: None) -> AsyncIterator[Server]:
+async def running(
+    config: Config, on_damaged: Callable[[FarmError], None] = lambda error: None, settings: Sequence[Setting] = ()
+) -> AsyncIterator[Server]:
     """Run a server until the end of the block.
 
     Args:
         on_damaged: called if the database turns out to be damaged, with the error that the server should exit with.
+        settings: the options that `config` follows from, for the server's status.
 
     Raises:
         CannotListen: the address cannot be used.
@@ -123,7 +128,8 @@ async def running(config: Config, on_damaged: Callable[[FarmError], None] = lamb
             [ObservingInterceptor(monitor.metrics), interceptor],
             list((dict(SERVER_OPTIONS) | dict(server_options(open_files))).items()),
         )
-        checks = _servicers(config, storage, access, fleet, jobs, host, notices, intake, certificates).add_to(server)
+        servicers = _servicers(config, storage, access, fleet, jobs, host, notices, intake, certificates, monitor, settings)
+        checks = servicers.add_to(server)
         address = bind(server, config, certificates.credentials())
         await monitor.start(background)
 
@@ -195,6 +201,8 @@ def _servicers(
     notices: Notices,
     intake: Intake,
     certificates: Certificates,
+    monitor: Monitor,
+    settings: Sequence[Setting],
 ) -> Servicers:
     """Return the servicers of the contract, connected to the parts."""
     own_version = version("etfarm")
@@ -252,6 +260,8 @@ def _servicers(
             is_stopping=lambda: intake.is_stopping,
             certificate_expires_at=lambda: certificates.expires_at,
             agent_wheel=fleet.agent_wheel,
+            settings=[farm_pb2.ServerSetting(name=each.name, value=each.public_text, source=each.source) for each in settings],
+            measure=monitor.measure,
         ),
         tokens=TokenService(access.tokens, access.authentication, access.audit, access.projects.load),
         projects=ProjectService(access.projects),

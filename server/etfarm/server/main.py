@@ -7,6 +7,7 @@ import asyncio
 import gc
 import os
 import signal
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import fields
 from functools import partial
@@ -259,7 +260,7 @@ def main(argv: list[str]) -> int:
     shorten_thread_switches()
     with locked(config.data):
         require_restored(config.data)
-        asyncio.run(_serve(config))
+        asyncio.run(_serve(config, sources))
     return 0
 
 
@@ -294,7 +295,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
     )  # fmt: skip
 
 
-async def _serve(config: Config) -> None:
+async def _serve(config: Config, sources: Sequence[settings.Setting]) -> None:
     stop, stop_now = asyncio.Event(), asyncio.Event()
     loop = asyncio.get_running_loop()
 
@@ -319,7 +320,7 @@ async def _serve(config: Config) -> None:
 
     manager = ServiceManager()
     try:
-        async with running(config, on_damaged) as server, AsyncExitStack() as stack:
+        async with running(config, on_damaged, sources) as server, AsyncExitStack() as stack:
             loop.add_signal_handler(signal.SIGHUP, server.reload)
             if config.insecure and not config.listen.is_local:
                 print(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 
@@ -17,6 +18,7 @@ from etfarm.v1 import artifact_pb2, common_pb2, job_pb2
 from etfarm.wire import chunks
 
 _PAGE = 500
+_CONCURRENT = 8
 
 
 class AsyncArtifacts:
@@ -54,6 +56,27 @@ class AsyncArtifacts:
                 break
         return uses
 
+    async def uses_of(self, digest: str, jobs: int = 500, submissions: int = 100) -> Sequence[ArtifactUse]:
+        """Return what the newest jobs use one artifact for, those that were submitted with it first.
+
+        Args:
+            digest: the whole sha256.
+            jobs: maximum number of jobs whose cells are read.
+            submissions: maximum number of the newest of them whose submissions are read, with a call for each.
+        """
+        page = await self._stubs.jobs.List(job_pb2.ListJobsRequest(page_size=min(submissions, _PAGE)))
+        places = asyncio.Semaphore(_CONCURRENT)
+
+        async def of_submission(job_id: str) -> list[ArtifactUse]:
+            async with places:
+                job = await self._stubs.jobs.Get(job_pb2.GetJobRequest(job_id=job_id))
+            return [use for use in _submitted_with(job) if use.digest == digest]
+
+        submitted, by_digest = await asyncio.gather(
+            asyncio.gather(*(of_submission(job.id) for job in page.jobs)), self.uses(jobs)
+        )
+        return [*(use for uses in submitted for use in uses), *by_digest.get(digest, ())]
+
     async def read(self, digest: str) -> AsyncIterator[bytes]:
         """Yield the bytes of an artifact in order. The last ones come after the whole was verified.
 
@@ -77,6 +100,21 @@ class AsyncArtifacts:
         if hasher.hexdigest() != artifact.digest:
             raise chunks.corrupt_download(artifact)
         yield waiting
+
+
+def _submitted_with(job: job_pb2.Job) -> Iterator[ArtifactUse]:
+    """Yield the artifacts that a job was submitted with, but for ready programs, which its cells have."""
+    for candidate in job.spec.candidates:
+        for method, source in sorted(candidate.model.methods.items()):
+            named = candidate.name if method == "forward" else f"{candidate.name} · {method}"
+            artifacts_of_source = [("model", source.exported_program), ("reference", source.reference)]
+            artifacts_of_source += [("calibration", sample) for sample in source.calibration]
+            for kind, artifact in artifacts_of_source:
+                yield ArtifactUse(artifact.digest, job.id, job.name, named, kind)
+        for method, artifact in sorted(candidate.model.constant_methods.items()):
+            yield ArtifactUse(artifact.digest, job.id, job.name, f"{candidate.name} · {method}", "constant")
+    for method, artifact in sorted(job.spec.inputs.items()):
+        yield ArtifactUse(artifact.digest, job.id, job.name, method, "inputs")
 
 
 def _uses_of(job: job_pb2.Job) -> Iterator[ArtifactUse]:

@@ -25,6 +25,7 @@ from etfarm.client.models import (
     RecipeInfo,
     ReservationInfo,
     ServerInfo,
+    ServerStatus,
     Telemetry,
     UpgradeProgress,
 )
@@ -377,3 +378,11 @@ class AsyncInventory(AsyncConnected):
         """Return information about the server, including what it is still starting."""
         request = farm_pb2.GetServerInfoRequest()
         return decode.server_info(await self._open.farm.GetServerInfo(request))
+
+    async def server_status(self) -> ServerStatus:
+        """Return the server's settings without secrets, and its metrics. For admins.
+
+        Raises:
+            EtfarmError: PERMISSION_DENIED.
+        """
+        return decode.server_status(await self._open.farm.GetServerStatus(farm_pb2.GetServerStatusRequest()))

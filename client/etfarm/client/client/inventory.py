@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         RecipeInfo,
         ReservationInfo,
         ServerInfo,
+        ServerStatus,
         Telemetry,
         UpgradeProgress,
     )
@@ -294,3 +295,11 @@ class Inventory(Blocking):
     def info(self) -> ServerInfo:
         """Return information about the server, including what it is still starting."""
         return self._run(self._async.info())
+
+    def server_status(self) -> ServerStatus:
+        """Return the server's settings without secrets, and its metrics. For admins.
+
+        Raises:
+            EtfarmError: PERMISSION_DENIED.
+        """
+        return self._run(self._async.server_status())

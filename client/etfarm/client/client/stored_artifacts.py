@@ -35,6 +35,16 @@ class Artifacts(Blocking):
         """
         return self._run(self._async.uses(jobs))
 
+    def uses_of(self, digest: str, jobs: int = 500, submissions: int = 100) -> Sequence[ArtifactUse]:
+        """Return what the newest jobs use one artifact for, those that were submitted with it first.
+
+        Args:
+            digest: the whole sha256.
+            jobs: maximum number of jobs whose cells are read.
+            submissions: maximum number of the newest of them whose submissions are read, with a call for each.
+        """
+        return self._run(self._async.uses_of(digest, jobs, submissions))
+
     def read(self, digest: str) -> Iterator[bytes]:
         """Yield the bytes of an artifact in order. The last ones come after the whole was verified.
 

@@ -19,6 +19,7 @@ from etfarm.client.transport.stubs import Stubs
 from etfarm.v1 import report_pb2
 from etfarm.wire import changes, selectors
 from etfarm.wire.changes import Change
+from etfarm.wire.comparison import generation, latency
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.report import error_json, report_json
 
@@ -55,7 +56,10 @@ class Point:
     """Its median over that of the previous comparable point: 1.1 is 10 % slower. None if either has no comparable median. Of a
     language model, it compares the times for a token of decode, if the prompt length, depth and number of tokens are the same."""
     overlaps: bool | None
-    """Whether the intervals of the two medians overlap, so that they may be equal; None if unknown."""
+    """Whether the intervals within the two measurements overlap; None if unknown. Those of one program's runs may not."""
+    outcome: str | None
+    """The outcome by the rules of `etfarm compare`: no_difference, faster, slower, inconclusive or too_few; None without a
+    ratio."""
     changes: tuple[Change, ...]
     """What differs from the previous comparable point; without one, from the last point that was measured, or that at least
     has a program: a failed point would hide the changes.
@@ -180,14 +184,15 @@ def trends(entries: Sequence[HistoryEntry]) -> tuple[Series, ...]:
 def describe_change(point: Point) -> tuple[str, str]:
     """Return a point's change from the previous one, and its outcome: `12.3 % slower` and `slower`, `≈ -0.4 %` and `equal`.
 
-    Both are empty without a comparable previous point.
+    The outcome of a difference that separate runs may explain is `inconclusive`: `? +3.1 %`. Both are empty without a comparable
+    previous point.
     """
     if point.ratio is None:
         return "", ""
     percent = (point.ratio - 1) * 100
-    if point.overlaps is not False:
-        return f"≈ {percent:+.1f} %", "equal"
-    return (f"{percent:.1f} % slower", "slower") if percent > 0 else (f"{-percent:.1f} % faster", "faster")
+    if point.outcome in ("slower", "faster"):
+        return f"{abs(percent):.1f} % {point.outcome}", point.outcome
+    return (f"? {percent:+.1f} %", "inconclusive") if point.outcome == "inconclusive" else (f"≈ {percent:+.1f} %", "equal")
 
 
 def describe_doubts(point: Point) -> str:
@@ -259,8 +264,18 @@ def _point(entry: HistoryEntry, base: Point | None) -> Point:
     differing = () if base is None else tuple(changes.changes(base.entry.report.to_dict(), entry.report.to_dict()))
     before = _timed(base.entry.report) if base is not None and base.is_comparable else None
     if timed is None or before is None or _setting(base.entry.report) != _setting(entry.report):  # type: ignore[union-attr]
-        return Point(entry, timed is not None, None, None, differing)
-    return Point(entry, True, timed[0] / before[0], _overlap(before[1], timed[1]), differing)
+        return Point(entry, timed is not None, None, None, None, differing)
+    outcome = _outcome(base.entry.report.to_dict(), entry.report.to_dict())  # type: ignore[union-attr]
+    return Point(entry, True, timed[0] / before[0], _overlap(before[1], timed[1]), outcome, differing)
+
+
+def _outcome(base: dict[str, Any], candidate: dict[str, Any]) -> str | None:
+    """Return the outcome of the comparison of two separate measurements of the same setting."""
+    if candidate["latency"]:
+        change = latency.separate(base, candidate)
+        return latency.outcome(change, same_program=latency.is_same_program(base, candidate)) if change else None
+    compared = generation.generation(base, candidate)
+    return next((point["decode"]["outcome"] for point in compared["points"] if point["decode"]), None) if compared else None
 
 
 def _timed(report: Report) -> tuple[float, tuple[float, float] | None] | None:
@@ -315,6 +330,7 @@ def _series_json(series: Series) -> dict[str, Any]:
                 "p50_ns": point.p50_ns,
                 "ratio": point.ratio,
                 "overlaps": point.overlaps,
+                "outcome": point.outcome,
                 "size_bytes": point.size_bytes,
                 "sqnr_db": point.sqnr_db,
                 "changes": [dict(change) for change in point.changes],

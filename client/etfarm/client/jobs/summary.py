@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from etfarm.client.formats import units
 from etfarm.client.models import JobInfo, QueuedRun
 
@@ -25,6 +27,12 @@ def describe_latencies(job: JobInfo) -> str:
 def describe_progress(job: JobInfo) -> str:
     """Return how many cells are done: `2 of 3`."""
     return f"{sum(cell.state.is_terminal for cell in job.cells)} of {len(job.cells)}"
+
+
+def describe_work(job: JobInfo) -> str:
+    """Return what the live cells of a job do now: `2 waiting for device, 1 running`; empty for a job that has ended."""
+    states = Counter(cell.state for cell in job.cells if not cell.state.is_terminal)
+    return ", ".join(f"{number} {state.value.replace('_', ' ').lower()}" for state, number in states.items())
 
 
 def describe_duration(job: JobInfo) -> str:

@@ -17,11 +17,15 @@ from etfarm.client.models import (
     JobInfo,
     JobState,
     LogLine,
+    Metric,
+    MetricSample,
     Progress,
     Project,
     QueuedRun,
     RecipeInfo,
     ServerInfo,
+    ServerSetting,
+    ServerStatus,
     UpgradeProgress,
     Webhook,
     WebhookDelivery,
@@ -244,6 +248,20 @@ def delivery(message: webhook_pb2.WebhookDelivery) -> WebhookDelivery:
         next_at=from_timestamp(message.next_time) if message.HasField("next_time") else None,
         ended_at=from_timestamp(message.end_time) if message.HasField("end_time") else None,
     )
+
+
+def server_status(message: farm_pb2.ServerStatus) -> ServerStatus:
+    """Return a ServerStatus."""
+    return ServerStatus(
+        tuple(ServerSetting(setting.name, setting.value, setting.source) for setting in message.settings),
+        tuple(
+            Metric(
+                metric.name, metric.help, metric.kind,
+                tuple(MetricSample(sample.suffix, dict(sample.labels), sample.value) for sample in metric.samples),
+            )
+            for metric in message.metrics
+        ),
+    )  # fmt: skip
 
 
 def server_info(message: farm_pb2.ServerInfo) -> ServerInfo:

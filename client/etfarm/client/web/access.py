@@ -6,11 +6,11 @@ from typing import Final
 from urllib.parse import quote
 
 from starlette.requests import Request
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, RedirectResponse, Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from etfarm.client.web.options import WebOptions
-from etfarm.client.web.visitors import Visitors
+from etfarm.client.web.visitors import TooManyRequests, Visitors
 
 SIGN_IN: Final = "/sign-in"
 ENTER: Final = "/enter"
@@ -23,7 +23,7 @@ _AGAIN: Final = '<!doctype html><meta charset="utf-8"><meta http-equiv="refresh"
 
 
 class AccessCheck:
-    """Finds the visitor of each request, and sends others to the sign-in."""
+    """Finds the visitor of each request, whose requests it bounds, and sends others to the sign-in."""
 
     def __init__(self, app: ASGIApp, options: WebOptions, visitors: Visitors) -> None:
         self._app = app
@@ -39,10 +39,14 @@ class AccessCheck:
         visitor = self._visitors.find(request)
         scope.setdefault("state", {})["visitor"] = visitor
         is_open = path in (SIGN_IN, ENTER, HEALTH) or path.startswith(STATIC)
-        if visitor is None and not is_open:
-            await self._send_to_sign_in(request)(scope, receive, send)
+        if visitor is None:
+            await (self._app if is_open else self._send_to_sign_in(request))(scope, receive, send)
             return
-        await self._app(scope, receive, send)
+        try:
+            with self._visitors.occupy(visitor, is_stream=path == LIVE):
+                await self._app(scope, receive, send)
+        except TooManyRequests as error:
+            await PlainTextResponse(f"{error}\n", status_code=429)(scope, receive, send)
 
     def _send_to_sign_in(self, request: Request) -> Response:
         sign_in = f"{self._options.root_path}{SIGN_IN}"

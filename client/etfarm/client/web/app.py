@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Final
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -16,7 +14,6 @@ from starlette.middleware.gzip import GZipMiddleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Mount
-from starlette.staticfiles import StaticFiles
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from etfarm.client.errors import EtfarmError, FarmError, Kind, UserError
@@ -26,6 +23,7 @@ from etfarm.client.web.live import Topic
 from etfarm.client.web.options import WebOptions
 from etfarm.client.web.pages import PAGES
 from etfarm.client.web.security import BodyLimits, BodyTooLarge, ResponseHeaders, TrustedHosts
+from etfarm.client.web.static_files import StaticFiles
 from etfarm.client.web.templating import STATIC_FOLDERS, Templates, render_error
 from etfarm.client.web.uploads import Uploads
 from etfarm.client.web.visitors import Visitor, Visitors
@@ -33,8 +31,6 @@ from etfarm.client.web.visitors import Visitor, Visitors
 __all__ = ["WebOptions", "create_app"]
 
 log = logging.getLogger(__name__)
-
-_STATIC_ENDINGS: Final = (".css", ".js", ".svg", ".png")
 
 
 class PageNotFound(UserError):
@@ -51,41 +47,24 @@ class PageTimedOut(FarmError):
     kind = Kind.DEADLINE_EXCEEDED
 
 
-class _Static(StaticFiles):
-    """Scripts, styles and pictures; their addresses change with them, so browsers may keep them."""
-
-    def __init__(self) -> None:
-        super().__init__(directory=STATIC_FOLDERS[0])
-        self.all_directories = [*STATIC_FOLDERS]
-
-    def lookup_path(self, path: str) -> tuple[str, os.stat_result | None]:
-        return super().lookup_path(path) if path.endswith(_STATIC_ENDINGS) else ("", None)
-
-    def file_response(
-        self, full_path: str | os.PathLike[str], stat_result: os.stat_result, scope: Scope, status_code: int = 200
-    ) -> Response:
-        response = super().file_response(full_path, stat_result, scope, status_code)
-        response.headers["cache-control"] = "public, max-age=31536000, immutable"
-        return response
-
-
 def create_app(options: WebOptions) -> Starlette:
     """Return the application for a farm; it connects to the farm when the first visitor signs in."""
+    files = StaticFiles(STATIC_FOLDERS)
     app = Starlette(
-        routes=[*(route for page in PAGES for route in page.ROUTES), Mount("/static/{version}", _Static())],
+        routes=[*(route for page in PAGES for route in page.ROUTES), Mount("/static/{version}", files)],
         exception_handlers={EtfarmError: _on_error, HTTPException: _on_http_error},
         lifespan=_lifespan,
     )
-    templates = Templates(app, options)
+    templates = Templates(app, options, files.version)
     visitors = Visitors(options, templates.fragment)
     topics: dict[str, Topic] = {topic.name: topic for page in PAGES for topic in getattr(page, "TOPICS", ())}
-    app.state.uploads = Uploads(options.max_upload_bytes)
+    app.state.uploads = Uploads(options.max_upload_bytes, options.max_uploads_bytes)
     app.state.options, app.state.templates, app.state.visitors, app.state.topics = options, templates, visitors, topics
     app.user_middleware = [
         Middleware(_RootPath, root_path=options.root_path),
         Middleware(ResponseHeaders, options=options),
         Middleware(TrustedHosts, options=options),
-        Middleware(GZipMiddleware, minimum_size=1_000),
+        Middleware(GZipMiddleware, minimum_size=1_000, compresslevel=5),
         Middleware(BodyLimits, options=options),
         Middleware(FormCheck, options=options, tokens=visitors.csrf, cookie_name=visitors.cookie_name),
         Middleware(AccessCheck, options=options, visitors=visitors),

@@ -29,7 +29,7 @@ class Row:
     change: str
     mood: str
     is_change: bool
-    """Whether the median differs from the previous one beyond their intervals."""
+    """Whether the median differs from the previous one by more than separate runs explain."""
     doubts: str
     differences: tuple[str, ...]
     """What was another than at the previous point."""

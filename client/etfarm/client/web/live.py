@@ -12,19 +12,21 @@ import json
 import logging
 import secrets
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final
 
+from markupsafe import Markup
+
 from etfarm.client.aio import AsyncFarm
-from etfarm.client.errors import EtfarmError, Kind
+from etfarm.client.errors import EtfarmError, Kind, UserError
 
 MAX_MESSAGES: Final = 128
 """Number of messages in a feed's ring; a stream that is further behind gets a snapshot."""
-MAX_MESSAGE_BYTES: Final = 4 << 20
+MAX_MESSAGE_BYTES: Final = 1 << 20
 """Maximum size of a ring's messages together, but for the last one."""
-MAX_FEEDS: Final = 64
+MAX_FEEDS: Final = 128
 """Maximum number of an account's feeds; the one without a stream for longest ends for a new one."""
 URGENT_S: Final = 0.02
 """Seconds in which changes are gathered into one message."""
@@ -64,6 +66,13 @@ class Topic:
     """Whether the change of a value may be shown up to a second later."""
     max_items: int = 1_000
     """Number of values that are kept; the oldest ones leave for new ones."""
+
+
+class TooManyFeeds(UserError):
+    """Error of a page that shows something live beside too many others of the account."""
+
+    reason = "TOO_MANY_FEEDS"
+    kind = Kind.RESOURCE_EXHAUSTED
 
 
 class FeedEnded(Exception):
@@ -120,6 +129,11 @@ class Feed:
         """The current values by key, as of `position`."""
         self._settle()
         return self._items
+
+    def rows(self, keys: Iterable[str] | None = None) -> list[Markup]:
+        """Return the fragments of some current values, or of all, as of `position`; a fragment is rendered once for all pages."""
+        self._settle()
+        return [Markup(self._fragment(key)) for key in (self._items if keys is None else keys)]
 
     @property
     def position(self) -> str:
@@ -315,14 +329,17 @@ class Feeds:
 
         Raises:
             EtfarmError: the farm refused the values.
+            TooManyFeeds: streams use as many feeds as an account may have.
             FeedEnded: the account has signed out.
         """
+        await self.end_unused()
         if self._is_closed:
             raise FeedEnded
-        await self.end_unused()
         name = f"{topic.name}:{argument}" if argument else topic.name
         feed = self._feeds.get(name)
         if feed is None or feed.is_ended:
+            if len(self._feeds) >= MAX_FEEDS:
+                raise TooManyFeeds(f"Open pages show {MAX_FEEDS} jobs and devices live.", "Close other tabs.", limit=MAX_FEEDS)
             feed = Feed(topic, argument, self._farm, self._render, self._on_refused)
             feed.idle_since_s = asyncio.get_running_loop().time()
             feed.show_connection(is_away=self._is_away)

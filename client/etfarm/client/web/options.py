@@ -32,16 +32,24 @@ class WebOptions:
     """Names that a request's Host header may have, without the port; that of `public_url` is always allowed."""
     is_https: bool = False
     """Whether the page itself serves TLS."""
-    max_body_bytes: int = 1 << 20
+    max_body_bytes: int = 64 << 10
     """Maximum size of a request's body, but for uploads."""
     max_upload_bytes: int = 4 << 30
-    """Maximum size of an uploaded file, a body of the type application/octet-stream."""
+    """Maximum size of an uploaded file, a body of the type application/octet-stream, and of an account's files together."""
+    max_uploads_bytes: int = 8 << 30
+    """Maximum size of all visitors' files together."""
     max_download_bytes: int = 4 << 30
     """Maximum size of an artifact that the page sends."""
     max_sessions: int = 512
     """Maximum number of signed-in visitors; for another, the account with the most loses the one idle longest."""
     max_streams: int = 512
     """Maximum number of open event streams of all visitors."""
+    max_streams_of_account: int = 256
+    """Maximum number of open event streams of visitors with one token."""
+    max_streams_of_visitor: int = 32
+    """Maximum number of open event streams of one visitor."""
+    max_requests_of_visitor: int = 32
+    """Maximum number of one visitor's requests in progress, but for event streams."""
     idle_timeout_s: float = 12 * 3600.0
     """Seconds without a request or an open stream after which a visitor is signed out."""
     session_timeout_s: float = 7 * 86_400.0

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -48,11 +47,11 @@ STATUSES: Final[Mapping[Kind, int]] = {
 class Templates:
     """The environment of all templates."""
 
-    def __init__(self, app: Starlette, options: WebOptions) -> None:
-        """Prepare for the routes of `app`."""
+    def __init__(self, app: Starlette, options: WebOptions, version: str) -> None:
+        """Prepare for the routes of `app`, and static files of a version."""
         self._app = app
         self._root_path = options.root_path
-        self._version = _digest(file for folder in STATIC_FOLDERS for file in sorted(folder.rglob("*.*")))
+        self._version = version
         self._environment = Environment(
             loader=FileSystemLoader([HERE / "templates", REPORT_FOLDER / "templates"]),
             autoescape=True,
@@ -157,18 +156,10 @@ def _coded(text: object) -> Markup:
 
 
 def _breakable(text: object) -> Markup:
-    """Return a path or a module's name, which may break after a slash or a dot, but not within a word."""
-    return Markup("<wbr>").join(re.split(r"(?<=[^\s/.][/.])(?=[^\s/.\d])", str(text)))
+    """Return a path or a name, which may break after a slash, a dot or an underscore, but not within a word."""
+    return Markup("<wbr>").join(re.split(r"(?<=[^\s/._][/._])(?=[^\s/._\d])", str(text)))
 
 
 def _code(enumerated: object) -> str:
     """Return a constant's name in words: `GATE_FAILED` as `gate failed`."""
     return str(getattr(enumerated, "value", enumerated)).replace("_", " ").lower()
-
-
-def _digest(files: Iterable[Path]) -> str:
-    hashed = hashlib.sha256()
-    for file in files:
-        if file.is_file():
-            hashed.update(file.read_bytes())
-    return hashed.hexdigest()[:12]

@@ -10,6 +10,7 @@ import secrets
 import shutil
 import tempfile
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -68,6 +69,8 @@ class Upload:
     id: str
     owner: str = field(repr=False)
     """The cookie of its visitor."""
+    account: str = field(repr=False)
+    """Identifies the token of its visitor."""
     name: str
     """The file's name in the browser, without a folder."""
     path: Path
@@ -82,25 +85,29 @@ class Upload:
 
 
 class Uploads:
-    """The files of all visitors. Their sizes together are bounded."""
+    """The files of all visitors. The sizes of an account's files together are bounded, and those of all."""
 
-    def __init__(self, max_total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, max_account_bytes: int, max_total_bytes: int, clock: Callable[[], float] = time.monotonic) -> None:
         """Prepare without files.
 
         Args:
+            max_account_bytes: maximum size of the files of all visitors with one token.
             max_total_bytes: maximum size of all files together.
         """
+        self._max_account_bytes = max_account_bytes
         self._max_total_bytes = max_total_bytes
         self._clock = clock
         self._folder: Path | None = None
         self._uploads: dict[str, Upload] = {}
-        self._arriving_bytes = 0
+        self._arriving_bytes: Counter[str] = Counter()
+        """Sizes of files that arrive, by account."""
 
-    async def store(self, owner: str, name: str, chunks: AsyncIterator[bytes]) -> Upload:
+    async def store(self, owner: str, account: str, name: str, chunks: AsyncIterator[bytes]) -> Upload:
         """Write a file while it arrives.
 
         Args:
             owner: the cookie of the visitor, who alone can use it.
+            account: identifies the visitor's token.
             name: the file's name in the browser.
 
         Raises:
@@ -116,8 +123,8 @@ class Uploads:
         try:
             with path.open("xb") as file:
                 async for part in _gathered(chunks):
-                    self._require_room(len(part))
-                    self._arriving_bytes += len(part)
+                    self._require_room(account, len(part))
+                    self._arriving_bytes[account] += len(part)
                     size_bytes += len(part)
                     await _write(file, part)
             if not size_bytes:
@@ -126,8 +133,9 @@ class Uploads:
             path.unlink(missing_ok=True)
             raise
         finally:
-            self._arriving_bytes -= size_bytes
-        upload = Upload(identity, owner, name, path, size_bytes, self._clock())
+            self._arriving_bytes[account] -= size_bytes
+            self._arriving_bytes += Counter()  # keeps positive ones
+        upload = Upload(identity, owner, account, name, path, size_bytes, self._clock())
         self._uploads[identity] = upload
         return upload
 
@@ -179,13 +187,19 @@ class Uploads:
         for upload in [each for each in self._uploads.values() if each.stored_s < oldest_s]:
             self.remove(upload)
 
-    def _require_room(self, count_bytes: int) -> None:
-        stored = sum(upload.size_bytes for upload in self._uploads.values())
-        if stored + self._arriving_bytes + count_bytes > self._max_total_bytes:
-            raise UploadFailed(
-                f"The page keeps at most {self._max_total_bytes} bytes of files that wait for their submission.",
-                "Try again later, or use `etfarm bench`.", limit_bytes=self._max_total_bytes,
-            )  # fmt: skip
+    def _require_room(self, account: str, count_bytes: int) -> None:
+        stored = list(self._uploads.values())
+        of_account = sum(upload.size_bytes for upload in stored if upload.account == account) + self._arriving_bytes[account]
+        of_all = sum(upload.size_bytes for upload in stored) + self._arriving_bytes.total()
+        for used, limit, whose in (
+            (of_account, self._max_account_bytes, "one user's"),
+            (of_all, self._max_total_bytes, "all"),
+        ):
+            if used + count_bytes > limit:
+                raise UploadFailed(
+                    f"The page keeps at most {limit} bytes of {whose} files that wait for their submission.",
+                    "Try again later, or use `etfarm bench`.", limit_bytes=limit,
+                )  # fmt: skip
 
     def _open_folder(self) -> Path:
         if self._folder is None:

@@ -10,7 +10,8 @@ import asyncio
 import hashlib
 import secrets
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -52,6 +53,13 @@ class LinkUsed(UserError):
         super().__init__("The sign-in link was used before, or it is too old.", "Sign in with a token of the farm.")
 
 
+class TooManyRequests(UserError):
+    """Error of a request beside too many others."""
+
+    reason = "TOO_MANY_REQUESTS"
+    kind = Kind.RESOURCE_EXHAUSTED
+
+
 @dataclass
 class Account:
     """A token of the farm in use: its client, and the feeds that its visitors share."""
@@ -62,6 +70,8 @@ class Account:
     info: ServerInfo
     """The server, and the principal and role of the token, when it was last asked."""
     visitors: set[str] = field(default_factory=set)
+    streams: int = 0
+    """Number of open event streams of all its visitors."""
 
 
 @dataclass
@@ -75,6 +85,8 @@ class Visitor:
     """Times of the monotonic clock."""
     streams: int = 0
     """Number of open event streams."""
+    requests: int = 0
+    """Number of requests in progress, but for event streams."""
     on_sign_out: set[asyncio.Event] = field(default_factory=set, repr=False)
     """Set when the visitor signs out: the events that open streams wait for."""
 
@@ -166,6 +178,42 @@ class Visitors:
             return None
         visitor.seen_s = self._clock()
         return visitor
+
+    @contextmanager
+    def occupy(self, visitor: Visitor, *, is_stream: bool) -> Iterator[None]:
+        """Count a request of a visitor, or an event stream, until the block ends.
+
+        Raises:
+            TooManyRequests: the visitor, the account or all visitors have too many.
+        """
+        options, account = self._options, visitor.account
+        if not is_stream:
+            if visitor.requests >= options.max_requests_of_visitor:
+                raise TooManyRequests(
+                    f"{visitor.requests} requests of yours are in progress.", "Wait for one of them, or close a tab.",
+                    limit=options.max_requests_of_visitor,
+                )  # fmt: skip
+            visitor.requests += 1
+            try:
+                yield
+            finally:
+                visitor.requests -= 1
+            return
+        if (
+            visitor.streams >= options.max_streams_of_visitor
+            or account.streams >= options.max_streams_of_account
+            or self.streams >= options.max_streams
+        ):
+            raise TooManyRequests("Too many pages are open.", "Close other tabs.", limit=options.max_streams_of_visitor)
+        visitor.streams += 1
+        account.streams += 1
+        self.streams += 1
+        try:
+            yield
+        finally:
+            visitor.streams -= 1
+            account.streams -= 1
+            self.streams -= 1
 
     def is_expired(self, visitor: Visitor) -> bool:
         """Return whether the visitor has been signed out, or the time is up."""

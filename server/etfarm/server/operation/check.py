@@ -8,19 +8,17 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any, Final
 
 from etfarm.server import preflight
 from etfarm.server.access.tokens import has_tokens
 from etfarm.server.artifacts.room import Room
 from etfarm.server.config import DATABASE, LOCAL, Config
-from etfarm.server.operation.settings import Setting
+from etfarm.server.operation.settings import Setting, plain
 from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.workers.cluster.nodes import NoCompileNode, NodeState
 from etfarm.server.workers.cluster.pool import RayMissing, require_ray
 from etfarm.server.workers.jail.measures import NETWORK, JailIncomplete, JailReport, Measure
-from etfarm.wire.channel import Address
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.tls import expiry_of
 
@@ -47,7 +45,7 @@ class Result:
         return {
             "schema": SCHEMA,
             "ok": not self.problems,
-            "settings": [{"name": each.name, "value": _plain(each.value), "source": each.source} for each in self.settings],
+            "settings": [{"name": each.name, "value": plain(each.value), "source": each.source} for each in self.settings],
             "facts": [{"name": name, "text": text} for name, text in self.facts],
             "jail": [{"name": each.name, "active": each.active, "detail": each.detail} for each in self.measures],
             "warnings": self.warnings,
@@ -57,7 +55,7 @@ class Result:
     def lines(self) -> list[str]:
         """Return the result for people."""
         lines = ["configuration"]
-        lines += [f"  {each.name:<{_WIDTH}} {_text(each.value):<28} {each.source}" for each in self.settings]
+        lines += [f"  {each.name:<{_WIDTH}} {each.text:<28} {each.source}" for each in self.settings]
         lines += ["", *(f"  {name:<{_WIDTH}} {text}" for name, text in self.facts)] if self.facts else []
         if self.measures:
             lines.append("jail of compile processes")
@@ -160,21 +158,3 @@ def _tokens(config: Config) -> str:
         *(["the data folder"] if has_tokens(config.data / DATABASE) else []),
     ]
     return " and ".join(places) or "none"
-
-
-def _plain(value: Any) -> Any:
-    """Return a value for JSON."""
-    if isinstance(value, list):
-        return [_plain(item) for item in value]
-    if isinstance(value, Address):
-        return value.text
-    return str(value) if isinstance(value, Path) else value
-
-
-def _text(value: Any) -> str:
-    value = _plain(value)
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, list):
-        return ", ".join(map(str, value)) or "-"
-    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)

@@ -14,7 +14,7 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from etfarm.server.operation.snapshot import Snapshot, state_name
-from etfarm.v1 import common_pb2
+from etfarm.v1 import common_pb2, farm_pb2
 from etfarm.v1.compile_pb2 import Compilation
 from etfarm.v1.job_pb2 import Cell, JobEvent, JobState
 
@@ -140,6 +140,11 @@ class Metrics:
             await asyncio.sleep(_LAG_S)
             self._lag.observe(max(0.0, loop.time() - due))
 
+    def measured(self) -> list[farm_pb2.Metric]:
+        """Return all metrics for people: without the buckets of histograms, and without metrics that have no samples."""
+        metrics = [_message(family) for family in self.registry.collect()]
+        return [metric for metric in metrics if metric.samples]
+
     def render(self, accept: str) -> tuple[str, bytes]:
         """Return the content type and the text of all metrics, in the format that the caller accepts."""
         began_s = time.perf_counter()
@@ -189,6 +194,15 @@ class _Snapshots(Collector):
         if now.stored is not None:
             yield GaugeMetricFamily("etfarm_artifacts", "Stored artifacts.", value=now.stored[0])
             yield GaugeMetricFamily("etfarm_artifact_bytes", "Bytes of stored artifacts.", value=now.stored[1])
+
+
+def _message(family: Metric) -> farm_pb2.Metric:
+    metric = farm_pb2.Metric(name=family.name, help=family.documentation, kind=family.type)
+    for sample in family.samples:
+        suffix = sample.name.removeprefix(family.name)
+        if suffix != "_bucket":
+            metric.samples.add(suffix=suffix, labels=sample.labels, value=sample.value)
+    return metric
 
 
 def _fault_name(error: common_pb2.Error) -> str:

@@ -19,6 +19,7 @@ from etfarm.server.operation.metrics_page import Answer, MetricsPage, probe
 from etfarm.server.operation.snapshot import Snapshot, state_name
 from etfarm.server.operation.tracing import Tracing, open_tracing
 from etfarm.server.parts import Background, Fleet, Jobs, Storage
+from etfarm.v1 import farm_pb2
 from etfarm.v1.device_pb2 import DeviceState, HealthState
 from etfarm.wire import selectors
 
@@ -52,7 +53,7 @@ class Monitor:
         """Address of the metrics; empty without."""
         self.metrics: Metrics | None = None
         """Recorder of metrics; None if they are off."""
-        if config.metrics is not None:
+        if config.metrics is not None or config.web is not None:
             # Imported only if needed: most servers, such as embedded ones, have no metrics.
             from etfarm.server.operation.metrics import Metrics
 
@@ -73,10 +74,11 @@ class Monitor:
         Raises:
             CannotListen: the address cannot be used.
         """
-        if self.metrics is None or self._config.metrics is None:
+        if self.metrics is not None:
+            background.start(self.metrics.measure_lag(), "event-loop-lag")
+        if self._config.metrics is None:
             return
         self.address = await self._page.start(self._config.metrics)
-        background.start(self.metrics.measure_lag(), "event-loop-lag")
         log.info("serving metrics", address=self.address)
 
     async def close(self) -> None:
@@ -93,11 +95,22 @@ class Monitor:
     async def _metrics(self, accept: str) -> Answer:
         assert self.metrics is not None
         async with self._taking:
-            if time.monotonic() - self._taken_s > _FRESH_S:
-                self.metrics.snapshot = await self.take_snapshot()
-                self._taken_s = time.monotonic()
+            await self._refresh(self.metrics)
             kind, text = await asyncio.to_thread(self.metrics.render, accept)
         return HTTPStatus.OK, kind, text
+
+    async def measure(self) -> list[farm_pb2.Metric]:
+        """Return what `/metrics` shows, as messages; empty if metrics are off."""
+        if self.metrics is None:
+            return []
+        async with self._taking:
+            await self._refresh(self.metrics)
+            return await asyncio.to_thread(self.metrics.measured)
+
+    async def _refresh(self, metrics: Metrics) -> None:
+        if time.monotonic() - self._taken_s > _FRESH_S:
+            metrics.snapshot = await self.take_snapshot()
+            self._taken_s = time.monotonic()
 
     async def take_snapshot(self) -> Snapshot:
         """Return the state of the farm. Between slices of the devices, the event loop serves calls."""

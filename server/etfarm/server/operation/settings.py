@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from etfarm.wire.channel import Address
 from etfarm.wire.errors import EtfarmError, UserError
 from etfarm.wire.names import SETTING_PREFIX
 
@@ -23,6 +24,11 @@ _TRUE: Final = frozenset({"1", "true", "yes", "on"})
 _FALSE: Final = frozenset({"0", "false", "no", "off"})
 DEFAULT: Final = "default"
 """The source of a value that nothing sets."""
+HIDDEN: Final = "…"
+"""What is shown in place of a secret."""
+_SECRET_NAME: Final = re.compile("secret|password|token|key")
+_URL: Final = re.compile(r"\b([a-z][a-z0-9+.-]*)://([^/?#\s,]*)([^\s,]*)", re.IGNORECASE)
+_PASSWORD: Final = re.compile(r"\b(\w*(?:secret|password|token|key)\w*)=\S+", re.IGNORECASE)
 
 
 class BadSetting(UserError):
@@ -40,6 +46,18 @@ class Setting:
     value: Any
     source: str
     """Where the value comes from: the option, the variable, the file with the line, or `default`."""
+
+    @property
+    def text(self) -> str:
+        """The value for people."""
+        return _text(self.value)
+
+    @property
+    def public_text(self) -> str:
+        """The value for people, with `HIDDEN` for what may be a secret."""
+        if _SECRET_NAME.search(self.name) and isinstance(self.value, str) and self.value:
+            return HIDDEN
+        return _PASSWORD.sub(rf"\1={HIDDEN}", _URL.sub(_without_secrets, self.text))
 
 
 class _Unset(list[Any]):
@@ -191,3 +209,27 @@ def _convert_one(action: argparse.Action, name: str, value: Any, where: str, fol
         names = ", ".join(map(str, action.choices))
         raise BadSetting(f"{where}: {name!r} must be one of {names}, got {value!r}.", "Correct the value.", setting=name)
     return folder / converted if folder is not None and isinstance(converted, Path) else converted
+
+
+def plain(value: Any) -> Any:
+    """Return an option's value for JSON."""
+    if isinstance(value, list):
+        return [plain(item) for item in value]
+    if isinstance(value, Address):
+        return value.text
+    return str(value) if isinstance(value, Path) else value
+
+
+def _text(value: Any) -> str:
+    value = plain(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, list):
+        return ", ".join(map(str, value)) or "-"
+    return "-" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def _without_secrets(url: re.Match[str]) -> str:
+    """Return a URL's scheme, host and port. Its user and path may be secrets, as a webhook's are."""
+    scheme, authority, rest = url.groups()
+    return f"{scheme}://{authority.rpartition('@')[2]}{f'/{HIDDEN}' if rest.strip('/') else ''}"

@@ -48,6 +48,12 @@ def report(p50_ns: float | None = 1000.0, verdict: str = "VALID", **changed: Any
     return result
 
 
+def observed(p50_ns: float, program: str, spread: float = 0.01) -> dict[str, Any]:
+    """Return a REPORT of a program whose runs are known to vary by that much."""
+    known = {"source": "REPEATS", "runs": 5, "relative_stddev": spread, "p50_ci95_ns": None}
+    return report(p50_ns, compile__program__digest=program * 64, run_spread=known)
+
+
 def entries(*reports: dict[str, Any]) -> list[HistoryEntry]:
     """Newest first, as a farm gives them; the reports are given oldest first."""
     created = [
@@ -63,11 +69,28 @@ def only(*reports: dict[str, Any]) -> Series:
 
 
 def test_points_go_from_the_oldest_to_the_newest_and_each_is_compared_with_the_one_before() -> None:
-    points = only(report(1000), report(1005), report(1200), report(600)).points
+    points = only(observed(1000, "a"), observed(1005, "b"), observed(1200, "c"), observed(600, "d")).points
     assert [point.entry.job for point in points] == ["job0", "job1", "job2", "job3"]
     assert [point.ratio for point in points] == [None, 1.005, pytest.approx(1200 / 1005), 0.5]
     assert [point.overlaps for point in points] == [None, True, False, False]
     assert [cli.change(point)[0] for point in points] == ["", "≈ +0.5 %", "19.4 % slower", "50.0 % faster"]
+
+
+def test_separate_runs_of_one_program_are_neither_faster_nor_slower() -> None:
+    points = only(observed(1000, "a"), observed(1120, "a"), report(1000), report(1120)).points
+    assert [point.overlaps for point in points[1:]] == [False, False, False]
+    assert [point.outcome for point in points] == [None, "inconclusive", "inconclusive", "inconclusive"]
+    assert [cli.change(point)[0] for point in points] == ["", "? +12.0 %", "? -10.7 %", "? +12.0 %"]
+
+
+def test_a_difference_within_the_spread_between_runs_is_none_found() -> None:
+    points = only(observed(1000, "a", 0.05), observed(1050, "b", 0.05)).points
+    assert (points[1].outcome, points[1].overlaps, cli.change(points[1])[0]) == ("no_difference", False, "≈ +5.0 %")
+
+
+def test_other_programs_of_an_unknown_spread_are_not_called_different() -> None:
+    other = report(1120, compile__program__digest="e" * 64)
+    assert [point.outcome for point in only(report(1000), other).points] == [None, "inconclusive"]
 
 
 @pytest.mark.parametrize("verdict", ["INVALID", "NOT_BENCHMARKABLE"])
@@ -163,8 +186,10 @@ def test_the_document_has_every_point_with_its_report_and_is_strict_json() -> No
 
 
 def test_the_table_says_what_became_of_it_and_why(capsys: pytest.CaptureFixture[str]) -> None:
-    slower = report(1500, compile__toolchain__torch="2.14.0")
-    series = only(report(1000), report(1010), report(9000, "INVALID"), slower)
+    slower = observed(1500, "")
+    slower["compile"]["toolchain"]["torch"] = "2.14.0"
+    unknown = report(9000, "INVALID", compile__program__digest="")
+    series = only(observed(1000, ""), observed(1010, ""), unknown, slower)
     cli._show(series, blank=False, to_stderr=False)
     printed = capsys.readouterr().out.splitlines()
     assert printed[0] == "net · xnnpack_fp32 · pi5-a · 4 threads   ▁▁·█   p50 1.00 µs to 1.50 µs"

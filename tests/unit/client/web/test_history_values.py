@@ -26,7 +26,9 @@ def entries(*reports: dict[str, Any]) -> list[HistoryEntry]:
 
 def test_a_change_beyond_the_intervals_is_marked() -> None:
     medians = (1000.0, 1001.0, 1300.0, 900.0)
-    reports = [comparisons.timed("c", value, (value * 0.99, value * 1.01)) for value in medians]
+    reports = [
+        comparisons.observed(cell, value, (value * 0.99, value * 1.01)) for cell, value in zip("abcd", medians, strict=True)
+    ]
     (trend,) = describe_trends(trends(entries(*reports)), {"job2": {"commit": "c0ffee" * 5}}, {"job2": "nightly"})
     assert [row.mood for row in trend.rows] == ["good", "bad", "", ""]
     assert [(row.name, row.commit) for row in trend.rows][1] == ("nightly", "c0ffeec0ff")

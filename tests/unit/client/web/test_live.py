@@ -12,7 +12,7 @@ import pytest
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.errors import EtfarmError, Kind, UserError
 from etfarm.client.web import live
-from etfarm.client.web.live import Feed, FeedEnded, Topic
+from etfarm.client.web.live import Feed, FeedEnded, Feeds, TooManyFeeds, Topic
 
 WAIT_S = 20.0
 
@@ -149,3 +149,34 @@ async def test_a_change_that_does_not_show_is_not_sent() -> None:
     assert snapshot["rows"] == [["a", "<b>1</b>"], ["b", "<b>2</b>"]]
     assert message["rows"] == [["b", "<b>3</b>"]]
     await source.feed.close()
+
+
+class Connected:
+    """A client whose farm answers."""
+
+    async def watch_connection(self) -> AsyncIterator[bool]:
+        yield True
+        await asyncio.Event().wait()
+
+
+async def test_feeds_in_use_are_bounded_and_unused_ones_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "MAX_FEEDS", 2)
+
+    async def load(_: AsyncFarm, argument: str) -> Mapping[str, Any]:
+        return {"a": argument}
+
+    async def watch(_: AsyncFarm, argument: str) -> AsyncIterator[tuple[str, Any | None]]:
+        await asyncio.Event().wait()
+        yield "a", None
+
+    topic = Topic("job", "row", load, watch)
+    feeds = Feeds(cast(AsyncFarm, Connected()), lambda name, **values: str(values["item"]), lambda: None)
+    first, second = await feeds.open(topic, "1"), await feeds.open(topic, "2")
+    with first.listen(asyncio.Event()):
+        with second.listen(asyncio.Event()):
+            with pytest.raises(TooManyFeeds):
+                await feeds.open(topic, "3")
+            assert await feeds.open(topic, "2") is second
+        assert (await feeds.open(topic, "3")).items == {"a": "3"}
+        assert second.is_ended and not first.is_ended
+    await feeds.close()

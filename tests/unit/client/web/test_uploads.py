@@ -13,7 +13,7 @@ from etfarm.client.web.uploads import BadUpload, UploadFailed, UploadGone, Uploa
 
 @pytest.fixture
 async def stored() -> AsyncIterator[Uploads]:
-    kept = Uploads(10_000)
+    kept = Uploads(8_000, 10_000)
     yield kept
     kept.close()
 
@@ -24,7 +24,7 @@ async def chunks(*parts: bytes) -> AsyncIterator[bytes]:
 
 
 async def test_a_file_is_stored_as_it_is_and_removed(stored: Uploads) -> None:
-    upload = await stored.store("ann", "net.PT2", chunks(b"ab", b"", b"c"))
+    upload = await stored.store("ann", "token of ann", "net.PT2", chunks(b"ab", b"", b"c"))
     assert upload.path.read_bytes() == b"abc" and upload.path.suffix == ".pt2"
     assert (upload.name, upload.model_name, upload.size_bytes) == ("net.PT2", "net", 3)
     assert stored.get("ann", upload.id) is upload
@@ -38,35 +38,64 @@ async def test_a_file_is_stored_as_it_is_and_removed(stored: Uploads) -> None:
 
 @pytest.mark.parametrize(("name", "expected"), [("../../x.pte", "x.pte"), ("C:\\models\\x.pte", "x.pte"), ("<b>.pte", "<b>.pte")])
 async def test_a_name_selects_no_folder(stored: Uploads, name: str, expected: str) -> None:
-    upload = await stored.store("ann", name, chunks(b"x"))
+    upload = await stored.store("ann", "token of ann", name, chunks(b"x"))
     assert upload.name == expected
-    assert upload.path.parent == (await stored.store("ann", "y.pte", chunks(b"y"))).path.parent
+    assert upload.path.parent == (await stored.store("ann", "token of ann", "y.pte", chunks(b"y"))).path.parent
 
 
 @pytest.mark.parametrize("name", ["", "x.py", "demo:resnet8", "x.pte.txt", ".pte", "a\nb.pte", "x.pte\x00", "a" * 200 + ".pte"])
 async def test_other_names_are_refused(stored: Uploads, name: str) -> None:
     with pytest.raises(BadUpload):
-        await stored.store("ann", name, chunks(b"x"))
+        await stored.store("ann", "token of ann", name, chunks(b"x"))
 
 
 async def test_all_files_together_are_bounded(stored: Uploads) -> None:
-    await stored.store("ann", "x.pte", chunks(bytes(6_000)))
+    await stored.store("ann", "token of ann", "x.pte", chunks(bytes(6_000)))
     with pytest.raises(UploadFailed):
-        await stored.store("bob", "y.pte", chunks(bytes(6_000)))
-    await stored.store("bob", "y.pte", chunks(bytes(4_000)))
+        await stored.store("bob", "token of bob", "y.pte", chunks(bytes(6_000)))
+    await stored.store("bob", "token of bob", "y.pte", chunks(bytes(4_000)))
+
+
+async def test_one_token_cannot_take_all_the_room(stored: Uploads) -> None:
+    await stored.store("ann", "token of ann", "x.pte", chunks(bytes(6_000)))
+    with pytest.raises(UploadFailed, match="one user's"):
+        await stored.store("ann in another browser", "token of ann", "y.pte", chunks(bytes(3_000)))
+    await stored.store("bob", "token of bob", "z.pte", chunks(bytes(3_000)))
+
+
+async def test_files_that_arrive_at_the_same_time_count_together() -> None:
+    mebibyte = 1 << 20
+    stored = Uploads(3 * mebibyte, 4 * mebibyte)
+    arrived, go_on = asyncio.Event(), asyncio.Event()
+
+    async def slowly() -> AsyncIterator[bytes]:
+        yield bytes(2 * mebibyte)
+        arrived.set()
+        await go_on.wait()
+
+    first = asyncio.create_task(stored.store("ann", "token of ann", "x.pte", slowly()))
+    await arrived.wait()
+    with pytest.raises(UploadFailed, match="one user's"):
+        await stored.store("ann", "token of ann", "y.pte", chunks(bytes(2 * mebibyte)))
+    with pytest.raises(UploadFailed, match="all"):
+        await stored.store("bob", "token of bob", "y.pte", chunks(bytes(3 * mebibyte)))
+    go_on.set()
+    assert (await first).size_bytes == 2 * mebibyte
+    await stored.store("ann", "token of ann", "y.pte", chunks(bytes(mebibyte)))
+    stored.close()
 
 
 async def test_a_visitors_oldest_file_leaves_for_another_one(stored: Uploads) -> None:
-    sent = [await stored.store("ann", "x.pte", chunks(b"x")) for _ in range(uploads.MAX_OF_VISITOR + 1)]
+    sent = [await stored.store("ann", "token of ann", "x.pte", chunks(b"x")) for _ in range(uploads.MAX_OF_VISITOR + 1)]
     assert not sent[0].path.exists() and all(upload.path.exists() for upload in sent[1:])
 
 
 async def test_old_files_and_those_of_visitors_who_sign_out_are_removed() -> None:
     now_s = 0.0
-    stored = Uploads(10_000, lambda: now_s)
-    old = await stored.store("ann", "x.pte", chunks(b"x"))
+    stored = Uploads(8_000, 10_000, lambda: now_s)
+    old = await stored.store("ann", "token of ann", "x.pte", chunks(b"x"))
     now_s = uploads.KEEP_S + 1
-    fresh = await stored.store("bob", "x.pte", chunks(b"x"))
+    fresh = await stored.store("bob", "token of bob", "x.pte", chunks(b"x"))
     assert not old.path.exists()
     stored.remove_of("bob")
     assert not fresh.path.exists()
@@ -83,9 +112,9 @@ async def test_a_browser_that_stops_to_send_is_refused(stored: Uploads, monkeypa
         await asyncio.Event().wait()
 
     with pytest.raises(UploadStalled):
-        await stored.store("ann", "x.pte", stalled())
+        await stored.store("ann", "token of ann", "x.pte", stalled())
 
 
 async def test_an_empty_file_is_refused(stored: Uploads) -> None:
     with pytest.raises(BadUpload):
-        await stored.store("ann", "x.pte", chunks())
+        await stored.store("ann", "token of ann", "x.pte", chunks())

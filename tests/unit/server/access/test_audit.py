@@ -15,6 +15,7 @@ from etfarm.server.rpc.door.roles import ROLES
 from etfarm.server.rpc.door.token_file import LOCAL
 from etfarm.server.state.engine import Database
 from etfarm.v1 import job_pb2, token_pb2
+from tests.support.databases import new_database
 
 
 class Clock:
@@ -26,7 +27,7 @@ class Clock:
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    opened = Database(tmp_path / "farm.sqlite")
+    opened = new_database(tmp_path / "farm.sqlite")
     await opened.open()
     yield opened
     opened.close()

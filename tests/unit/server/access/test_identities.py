@@ -13,6 +13,7 @@ from etfarm.server.access import identities
 from etfarm.server.access.identities import AgentNotFound, AgentNotYours, AgentUnbound, Identities, Identity, TooManyAgents
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import Principal, Role
+from tests.support.databases import new_database
 from tests.support.golden import Golden
 
 ADMIN = Principal(name="root", role=Role.ROLE_ADMIN)
@@ -22,7 +23,7 @@ DESK = Principal(name="desk", role=Role.ROLE_AGENT)
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    created = Database(tmp_path / "farm.sqlite")
+    created = new_database(tmp_path / "farm.sqlite")
     await created.open()
     yield created
     created.close()

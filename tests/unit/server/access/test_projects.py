@@ -22,6 +22,7 @@ from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import ROLE_ADMIN, ROLE_AGENT, ROLE_USER, ROLE_VIEWER, Principal
 from etfarm.wire.errors import Kind
+from tests.support.databases import new_database
 from tests.support.golden import Golden
 
 NOW = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -29,7 +30,7 @@ NOW = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    created = Database(tmp_path / "farm.sqlite")
+    created = new_database(tmp_path / "farm.sqlite")
     await created.open()
     yield created
     created.close()

@@ -31,6 +31,7 @@ from etfarm.v1.artifact_pb2 import Chunk, UploadStatus
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import EtfarmError, Fault, Kind
+from tests.support.databases import new_database
 from tests.support.golden import Golden
 
 DATA = bytes(range(256)) * 40
@@ -39,7 +40,7 @@ WAIT_S = 60.0
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    created = Database(tmp_path / "farm.sqlite")
+    created = new_database(tmp_path / "farm.sqlite")
     await created.open()
     yield created
     created.close()

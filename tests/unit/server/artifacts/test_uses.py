@@ -9,13 +9,13 @@ from sqlalchemy import select
 
 from etfarm.server.artifacts.uses import Uses
 from etfarm.server.state import schema
-from etfarm.server.state.engine import Database
+from tests.support.databases import new_database
 
 USED = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 async def test_a_use_by_a_clock_that_is_behind_does_not_replace_a_later_one(tmp_path: Path) -> None:
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     try:
         stored = []

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.state.engine import Database
 from etfarm.server.workers.jail.isolation import JailOptions
 from etfarm.server.workers.limits import Limits
 from tests.support.compiling_children import MODULE, ROOT, RecordingWorkers, World
+from tests.support.databases import new_database
 
 
 @pytest.fixture
@@ -23,7 +23,7 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     workers = RecordingWorkers(preload=[MODULE], limits=limits, folder=tmp_path / "children", concurrency=3, options=options)
     workers.ran, workers.requests = [], []
     workers.start()
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     yield World(tmp_path, database, workers)
     await workers.stop()

@@ -18,6 +18,7 @@ from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.devices.bundles import BundleMissing, Bundles, NotABundle
 from etfarm.server.state.engine import Database
 from etfarm.wire.errors import FarmError, Kind
+from tests.support.databases import new_database
 
 MANIFEST = {
     "schema": "etfarm.bundle/1", "arch": "aarch64", "executorch": "1.5.1", "source_digest": "s",
@@ -55,7 +56,7 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     yield World(tmp_path, database)
     database.close()

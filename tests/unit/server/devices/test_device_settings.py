@@ -16,10 +16,10 @@ from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.devices.settings import MAX_LABELS
-from etfarm.server.state.engine import Database
 from etfarm.v1.agent_pb2 import Hello
 from etfarm.v1.device_pb2 import Device, DeviceDrain, DeviceState
 from etfarm.wire import selectors
+from tests.support.databases import new_database
 
 NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 IDLE, DRAINING, OFFLINE = (
@@ -31,7 +31,7 @@ class World:
     """A registry, and what a restarted server would know."""
 
     def __init__(self, folder: Path) -> None:
-        self.database = Database(folder / "farm.sqlite")
+        self.database = new_database(folder / "farm.sqlite")
         self.runs = Runs(3600)
         self.bundles = Bundles(Store(folder, self.database), self.database, folder)
         self.registry = self.new_registry()

@@ -17,11 +17,11 @@ from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.devices.watch import DeviceWatch, Watcher
-from etfarm.server.state.engine import Database
 from etfarm.v1.agent_pb2 import Heartbeat, Hello, RunnerBundle
 from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.v1.device_pb2 import Device, DeviceEvent, DeviceRunner, DeviceState, DeviceTelemetry
 from etfarm.wire import selectors
+from tests.support.databases import new_database
 
 IDLE, BUSY, OFFLINE = DeviceState.DEVICE_STATE_IDLE, DeviceState.DEVICE_STATE_BUSY, DeviceState.DEVICE_STATE_OFFLINE
 WAIT_S = 10.0
@@ -33,7 +33,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.seconds = 1000.0
-        self.database = Database(folder / "farm.sqlite")
+        self.database = new_database(folder / "farm.sqlite")
         self.runs = Runs(3600)
         self.bundles = Bundles(Store(folder, self.database), self.database, folder)
         self.registry = Registry(self.database, self.bundles, self.runs, lambda: datetime.fromtimestamp(self.seconds, UTC))

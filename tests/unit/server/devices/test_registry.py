@@ -21,7 +21,7 @@ from etfarm.server.devices.records import DeviceRecords
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import AttemptLost, Runs
 from etfarm.server.devices.session import HEARTBEAT_INTERVAL_S, AgentSession
-from etfarm.server.state.engine import Database, DatabaseFull
+from etfarm.server.state.engine import DatabaseFull
 from etfarm.v1.agent_pb2 import Heartbeat, Hello, RunnerBundle
 from etfarm.v1.common_pb2 import Error, RunnerKind
 from etfarm.v1.device_pb2 import (
@@ -35,6 +35,7 @@ from etfarm.v1.device_pb2 import (
     Reservation,
 )
 from etfarm.wire.errors import Kind
+from tests.support.databases import new_database
 from tests.support.golden import Golden
 
 IDLE, BUSY, OFFLINE = DeviceState.DEVICE_STATE_IDLE, DeviceState.DEVICE_STATE_BUSY, DeviceState.DEVICE_STATE_OFFLINE
@@ -46,7 +47,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.seconds = 1000.0
-        self.database = Database(folder / "farm.sqlite")
+        self.database = new_database(folder / "farm.sqlite")
         self.runs = Runs(3600)
         self.bundles = Bundles(Store(folder, self.database), self.database, folder)
         self.registry = self.new_registry()

@@ -29,10 +29,11 @@ from etfarm.server.devices.schedule import NoSuchDevice, Waiting
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
 from etfarm.server.jobs.cells.placement import Placement
-from etfarm.server.state.engine import Database, DatabaseFull
+from etfarm.server.state.engine import DatabaseFull
 from etfarm.v1.agent_pb2 import Hello
 from etfarm.v1.device_pb2 import Device, DeviceHealth, HealthState, Reservation
 from etfarm.wire import selectors
+from tests.support.databases import new_database
 
 NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 ANN, BOB, ADMIN = (
@@ -45,7 +46,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.time = NOON
-        self.database = Database(folder / "farm.sqlite")
+        self.database = new_database(folder / "farm.sqlite")
         self.bundles = Bundles(Store(folder, self.database), self.database, folder)
         self.ids = map("r{}".format, itertools.count(1))
         self.start()

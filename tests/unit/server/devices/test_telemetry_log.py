@@ -12,8 +12,8 @@ from sqlalchemy import func, select
 from etfarm.server.devices.errors import BadTimeRange
 from etfarm.server.devices.telemetry import TelemetryLog
 from etfarm.server.state import schema
-from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import DeviceTelemetry
+from tests.support.databases import new_database
 
 NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 
@@ -23,7 +23,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.time = NOON
-        self.database = Database(folder / "farm.sqlite")
+        self.database = new_database(folder / "farm.sqlite")
         self.log = TelemetryLog(self.database, lambda: self.time)
 
     def heartbeat(self, degrees: float, *devices: str) -> None:

@@ -12,15 +12,15 @@ from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.devices.upgrades import Upgrades
-from etfarm.server.state.engine import Database
 from etfarm.v1 import agent_pb2, common_pb2
 from etfarm.v1.agent_pb2 import Hello, UpgradePhase
 from etfarm.v1.device_pb2 import Device
 from etfarm.wire.protocol import UPGRADES
+from tests.support.databases import new_database
 
 
 async def test_an_upgrade_waits_for_the_runs_and_no_longer(tmp_path: Path) -> None:
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     try:
         runs = Runs(3600)

@@ -12,8 +12,8 @@ import pytest
 
 from etfarm.server.artifacts.store import Store
 from etfarm.server.devices.wheels import AgentWheel, NotAWheel, read_version
-from etfarm.server.state.engine import Database
 from etfarm.wire import digest
+from tests.support.databases import new_database
 
 AGENT = {"etfarm/device_agents/main.py": ""}
 INFO = "etfarm-0.3.0.dist-info/METADATA"
@@ -73,7 +73,7 @@ async def test_the_configured_wheel_is_stored_when_it_is_needed_and_must_be_the_
     path = wheel(tmp_path, {**AGENT, INFO: "Name: etfarm\nVersion: 0.3.0\n"})
     configured = AgentWheel.read(path)
     assert configured.version == "0.3.0"
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     try:
         store = Store(tmp_path, database)
@@ -101,7 +101,7 @@ async def test_a_wheel_is_hashed_without_holding_up_other_calls(tmp_path: Path, 
         return hashlib.sha256(data).hexdigest()
 
     monkeypatch.setattr(digest, "of_bytes", of_bytes)
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     try:
         store = Store(tmp_path, database)

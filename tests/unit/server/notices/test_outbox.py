@@ -33,6 +33,7 @@ from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.v1.job_pb2 import Job
 from tests.support import receivers
+from tests.support.databases import new_database
 from tests.support.receivers import raw, receiver, status, statuses
 
 ALLOWED = AllowList.of(["127.0.0.1"])
@@ -51,7 +52,7 @@ async def opened(
     folder: Path, clock: Clock, *, sending: bool = True, settings: NoticeSettings | None = None
 ) -> AsyncIterator[Notices]:
     """Notices on the database of a folder, which keeps it."""
-    database = Database(folder / "farm.sqlite")
+    database = new_database(folder / "farm.sqlite")
     await database.open()
     notices = Notices(database, settings or NoticeSettings(allowed=ALLOWED, deadline_s=0.5), clock, "9.9")
     await notices.load()

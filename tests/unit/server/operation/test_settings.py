@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.main import config_of, parser
-from etfarm.server.operation.settings import DEFAULT, BadSetting, parse
+from etfarm.server.operation.settings import DEFAULT, HIDDEN, BadSetting, Setting, parse
 
 
 def write(folder: Path, text: str) -> str:
@@ -128,3 +128,21 @@ def test_every_option_can_be_set_in_a_file(tmp_path: Path) -> None:
             lines.append(f"{name} = 3")
     _, settings = parse(parser(), ["--config", write(tmp_path, "\n".join(lines))], {})
     assert all(each.source.startswith("farm.toml, line ") for each in settings), settings
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "shown"),
+    [
+        ("webhook", ["https://hooks.example/services/T0/B0/secret", "http://ci:hunter2@ci.example:8080"],
+         f"https://hooks.example/{HIDDEN}, http://ci.example:8080"),
+        ("otlp", "https://collector.example:4318/v1?token=hunter2", f"https://collector.example:4318/{HIDDEN}"),
+        ("database", "postgresql://farm:hunter2@db.example/farm", f"postgresql://db.example/{HIDDEN}"),
+        ("database", "host=db.example password=hunter2 user=farm", f"host=db.example password={HIDDEN} user=farm"),
+        ("s3-secret-key", "hunter2", HIDDEN),
+        ("tokens", Path("/etc/etfarm/tokens"), "/etc/etfarm/tokens"),
+        ("tls-key", Path("/etc/etfarm/key.pem"), "/etc/etfarm/key.pem"),
+        ("insecure", False, "no"), ("workers", 2, "2"), ("metrics", None, "-"), ("keep", ["jobs=90d"], "jobs=90d"),
+    ],
+)  # fmt: skip
+def test_what_may_be_a_secret_is_not_public(name: str, value: object, shown: str) -> None:
+    assert Setting(name, value, DEFAULT).public_text == shown

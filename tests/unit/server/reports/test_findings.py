@@ -28,6 +28,7 @@ from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.v1 import report_pb2
 from etfarm.wire import digest
+from tests.support.databases import new_database
 from tests.support.farm import wait_until
 from tests.support.traces import traced
 
@@ -49,7 +50,7 @@ async def workers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncItera
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    created = Database(tmp_path / "farm.sqlite")
+    created = new_database(tmp_path / "farm.sqlite")
     await created.open()
     yield created
     created.close()

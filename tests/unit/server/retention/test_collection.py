@@ -36,6 +36,7 @@ from etfarm.v1.compile_pb2 import Compilation
 from etfarm.v1.job_pb2 import Attempt, Candidate, Cell, Job, MethodSource, Model
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire.chunks import artifact_of
+from tests.support.databases import new_database
 
 LONG_AGO = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 DAY = timedelta(days=1)
@@ -107,7 +108,7 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     created = World(tmp_path, database)
     yield created

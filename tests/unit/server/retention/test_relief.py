@@ -24,6 +24,7 @@ from etfarm.server.state.backup_lock import BackupLock, BackupRunning
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.v1.job_pb2 import Candidate, Job, MethodSource, Model
+from tests.support.databases import new_database
 
 KIB = 1024
 WORK_BYTES = 100 * KIB
@@ -69,7 +70,7 @@ class Disk:
 
 @pytest.fixture
 async def disk(tmp_path: Path) -> AsyncIterator[Disk]:
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     created = Disk(tmp_path, database)
     # `stored_at` is of the real clock, before which nothing may have been used.

@@ -15,6 +15,7 @@ from etfarm.server.retention.clock import ClockImplausible, RetentionClock
 from etfarm.server.state.engine import Database
 from etfarm.server.state.steady_clock import SteadyClock
 from etfarm.v1.job_pb2 import Job
+from tests.support.databases import new_database
 
 START = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
 HOUR = timedelta(hours=1)
@@ -51,7 +52,7 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     yield World(database)
     database.close()

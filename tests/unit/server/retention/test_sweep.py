@@ -30,6 +30,7 @@ from etfarm.server.state.engine import Database
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1.compile_pb2 import Compilation
 from etfarm.v1.job_pb2 import Job
+from tests.support.databases import new_database
 
 START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 DAY = timedelta(days=1)
@@ -84,7 +85,7 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     created = World(tmp_path, database)
     yield created

@@ -25,7 +25,11 @@ _ID_CHARACTERS = 8
 
 _HEADS = ("WHEN", "JOB", "P50", "CHANGE", "VERDICT", "SIZE", "SQNR", "TOP-1", "PERPLEXITY")
 _RIGHT = ("SIZE", "SQNR", "TOP-1", "PERPLEXITY")
-_CHANGE_STYLES = {"equal": "dim", "slower": "red", "faster": "green"}
+_CHANGE_STYLES = {"equal": "dim", "inconclusive": "dim", "slower": "red", "faster": "green"}
+_LEGENDS = {
+    "equal": "≈: no difference found.",
+    "inconclusive": "?: inconclusive. Separate runs of one program may differ as much; `etfarm bench --repeat 5` shows how much.",
+}
 _VERDICT_STYLES = {"VALID": "green", "INVALID": "red", "NOT_BENCHMARKABLE": "yellow", "FAILED": "red"}
 
 
@@ -55,8 +59,9 @@ def history(
 ) -> int:
     """How a model's numbers went: a table for each recipe, device, method and thread count, the newest report last.
 
-    CHANGE is against the VALID report before; ≈ where the 95 % intervals of the two medians overlap. Below a report is what was
-    another than then: toolchain, runner, model, recipe, state of the device.
+    CHANGE is against the VALID report before, by the rules of `etfarm compare`: ≈ where no difference was found, ? where separate
+    runs of one program may differ as much. Below a report is what was another than then: toolchain, runner, model, recipe, state
+    of the device.
     """
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.jobs import history as past
@@ -95,6 +100,7 @@ def _show(series: Series, *, blank: bool, to_stderr: bool) -> None:
     from rich.text import Text
 
     from etfarm.client.cli.terminal import output
+    from etfarm.client.jobs.history import describe_change
 
     head = Text(series.label, style="bold")
     medians = [point.time_ns for point in series.points if point.is_comparable and point.time_ns is not None]
@@ -105,8 +111,8 @@ def _show(series: Series, *, blank: bool, to_stderr: bool) -> None:
         head.append(f"   {sparkline(series.points)}   ", style="not bold cyan")
         head.append(f"{what} {units.time(min(medians))} to {units.time(max(medians))}", style="not bold")
     lines = [*([Text()] if blank else ()), head, *_lines(series.points)]
-    if any(point.overlaps for point in series.points):
-        lines.append(Text("≈: the 95 % intervals of the two medians overlap, so they may be equal.", style="dim"))
+    outcomes = {describe_change(point)[1] for point in series.points}
+    lines += [Text(legend, style="dim") for outcome, legend in _LEGENDS.items() if outcome in outcomes]
     output.say(output.open_console(to_stderr=to_stderr), *lines)
 
 

@@ -15,11 +15,8 @@ from rich.text import Text
 
 from etfarm.client.cli.terminal.capabilities import in_a_line, printable
 
-PIPE_WIDTH = 160
-"""Columns if stdout is not a terminal and COLUMNS is not set: room for source lines."""
-
-UNBOUNDED = 100_000
-"""Columns of sentences if stdout is not a terminal, so that they can be searched as a whole in a file or a pipe."""
+PIPE_WIDTH = 100_000
+"""Columns if stdout is not a terminal and COLUMNS is not set: a file or a pipe has whole names, source lines and sentences."""
 
 WIDEST = 200
 
@@ -57,7 +54,7 @@ def open_console(*, to_stderr: bool = False) -> Console:
     file = sys.stderr if to_stderr else sys.stdout
     width = PIPE_WIDTH if _is_pipe(file) else None
     console = PlainConsole(file=file, width=width)
-    if console.width > WIDEST:
+    if console.width > WIDEST and not _is_pipe(file):
         console.width = WIDEST
     return console
 
@@ -78,7 +75,7 @@ def say(console: Console, *renderables: RenderableType) -> None:
             console.print(renderable)
         return
     if _is_pipe(console.file):
-        console.width = UNBOUNDED
+        console.width = PIPE_WIDTH
     with console.capture() as capture:
         for renderable in renderables:
             console.print(renderable)
@@ -117,7 +114,7 @@ def build_table(
 ) -> Table:
     """Return the table that `show_table` prints on a console."""
     rows = [[_in_a_line(cell) for cell in row] for row in rows]
-    room = UNBOUNDED if _is_pipe(console.file) else console.width
+    room = PIPE_WIDTH if _is_pipe(console.file) else console.width
     widths = {head: max([cell_len(head), *(cell_len(str(row[place])) for row in rows)]) for place, head in enumerate(heads)}
     # rich distributes a lack of room over all columns, and cuts ids and states before sentences.
     for _ in range(sum(widths.values()) + 2 * (len(heads) - 1) - room):

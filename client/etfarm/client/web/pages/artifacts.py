@@ -1,4 +1,4 @@
-"""The artifacts that the farm stores for the visitor's projects: which jobs have them, and their bytes."""
+"""The artifacts that the farm stores for the visitor's projects; an artifact's own page with the jobs that use it; its bytes."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 
+from etfarm.client.admin.artifacts import NoSuchArtifact
 from etfarm.client.errors import Kind, UserError
 from etfarm.client.web.templating import render
 from etfarm.client.web.visitors import farm
@@ -21,6 +22,10 @@ MAX_JOBS: Final = 500
 """Number of the newest jobs whose artifacts the page names."""
 MAX_USES: Final = 5
 """Number of uses that the page shows of an artifact."""
+MAX_SEARCHED: Final = 2_000
+"""Number of the newest artifacts and jobs that an artifact's own page searches."""
+MAX_SUBMISSIONS: Final = 100
+"""Number of the newest jobs whose submissions an artifact's page searches for its digest."""
 MAX_DOWNLOADS: Final = 4
 """Number of downloads at the same time: each is a stream of the farm."""
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
@@ -46,10 +51,27 @@ async def artifacts(request: Request) -> Response:
 
 
 async def artifact(request: Request) -> Response:
+    """Show an artifact by its digest, and all cells that have it or measured it."""
+    digest = _digest(request)
+    client = await farm(request)
+    known, uses = await asyncio.gather(
+        client.artifacts.list(MAX_SEARCHED), client.artifacts.uses_of(digest, MAX_SEARCHED, MAX_SUBMISSIONS)
+    )
+    stored = next((item for item in known if item.digest == digest), None)
+    if stored is None and not uses:
+        raise NoSuchArtifact(
+            f"No artifact {digest[:12]} is among the newest {MAX_SEARCHED} of your projects.",
+            "`etfarm artifacts list` shows all of them.", digest=digest,
+        )  # fmt: skip
+    return render(
+        request, "artifact.html", title=f"Artifact {digest[:12]}", command=f"etfarm artifacts get {digest}", digest=digest,
+        stored=stored, uses=uses, max_jobs=MAX_SEARCHED, max_submissions=MAX_SUBMISSIONS,
+    )  # fmt: skip
+
+
+async def content(request: Request) -> Response:
     """Send an artifact's bytes as a file that the browser saves and never opens."""
-    digest = request.path_params["digest"]
-    if not _DIGEST.fullmatch(digest):
-        raise HTTPException(404)
+    digest = _digest(request)
     if _downloads.locked():
         raise HTTPException(503, "Too many downloads are running: try again in a minute.")
     chunks = (await farm(request)).artifacts.read(digest)
@@ -73,6 +95,13 @@ async def _send(first: bytes, chunks: AsyncIterator[bytes], limit: int) -> Async
             yield chunk
 
 
+def _digest(request: Request) -> str:
+    digest = str(request.path_params["digest"])
+    if not _DIGEST.fullmatch(digest):
+        raise HTTPException(404)
+    return digest
+
+
 def _ending(first: bytes) -> str:
     """Return the ending of a file's name by its first bytes: .pte, .pt2 or .bin."""
     if first[4:6] == b"ET":
@@ -83,4 +112,5 @@ def _ending(first: bytes) -> str:
 ROUTES = (
     Route("/artifacts", artifacts, name="artifacts", methods=["GET"]),
     Route("/artifacts/{digest}", artifact, name="artifact", methods=["GET"]),
+    Route("/artifacts/{digest}/content", content, name="artifact_content", methods=["GET"]),
 )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -14,6 +15,7 @@ from starlette.routing import Route
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.errors import EtfarmError
 from etfarm.client.jobs.report_file import is_named
+from etfarm.client.models import CellState, JobInfo
 from etfarm.client.submit.options import BadOption
 from etfarm.client.web.compare_values import Pair, Scale, describe_pairs, fit_scale
 from etfarm.client.web.templating import render
@@ -23,6 +25,15 @@ from etfarm.wire import comparison
 MAX_REPORTS: Final = 6
 MAX_RECENT_JOBS: Final = 50
 """Number of the newest jobs that the form suggests."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A job that can be chosen for a comparison."""
+
+    job: JobInfo
+    names: list[str]
+    """What is compared then, the base first."""
 
 
 @dataclass(frozen=True)
@@ -37,20 +48,41 @@ class Side:
 
 
 async def compare(request: Request) -> Response:
-    """Compare the first report in `report` with each of the others."""
-    names = [name.strip()[:300] for name in request.query_params.getlist("report") if name.strip()]
-    _require_jobs(names)
+    """Compare the first report in `report` with each of the others; of a single one, or of `candidate`, ask for the other."""
+    query = request.query_params
+    names = [name.strip()[:300] for name in query.getlist("report") if name.strip()]
+    candidate = "" if names else query.get("candidate", "").strip()[:300]
+    _require_jobs([*names, *([candidate] if candidate else ())])
     client = await farm(request)
-    sides, scale = [], Scale(1.0)
+    sides: list[Side] = []
+    choices: list[Choice] = []
+    scale, chosen = Scale(1.0), None
+    recent = await client.jobs(MAX_RECENT_JOBS)
     if len(names) > 1:
         sides = list(await asyncio.gather(*(_compare(client, names[0], name) for name in names[1:])))
         scale = fit_scale([pair for side in sides for pair in side.pairs])
-    recent = await client.jobs(MAX_RECENT_JOBS)
+    else:
+        known = candidate or "".join(names)
+        chosen = (await client.job(comparison.split_choice(known)[0])).info if known else None
+        jobs = _comparable(recent, chosen)
+        choices = [Choice(job, [job.id, candidate] if candidate else [*names, job.id]) for job in jobs]
     command = "; ".join(f"etfarm compare {shlex.quote(names[0])} {shlex.quote(name)}" for name in names[1:])
     return render(
-        request, "compare.html", title="Compare", command=command, names=names, sides=sides, scale=scale, recent=recent,
-        max_reports=MAX_REPORTS, label=comparison.label, job_of=lambda name: comparison.split_choice(name)[0],
+        request, "compare.html", title="Compare", command=command, names=names or (["", candidate] if candidate else []),
+        candidate=candidate, chosen=chosen, choices=choices, sides=sides, scale=scale, recent=recent, max_reports=MAX_REPORTS,
+        label=comparison.label, job_of=lambda name: comparison.split_choice(name)[0],
     )  # fmt: skip
+
+
+def _comparable(recent: Sequence[JobInfo], chosen: JobInfo | None) -> list[JobInfo]:
+    """Return the jobs that have a report; beside a chosen one, those that measured one of its models, without itself."""
+    models = {cell.model for cell in chosen.cells} if chosen is not None else set()
+    return [
+        job
+        for job in recent
+        if any(cell.state is CellState.SUCCEEDED and (chosen is None or cell.model in models) for cell in job.cells)
+        and (chosen is None or job.id != chosen.id)
+    ]
 
 
 def _require_jobs(names: list[str]) -> None:

@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from etfarm.client.models import Device, JobInfo
+from etfarm.client.models import Device, DeviceState, JobInfo
 from etfarm.client.web import device_rows
 from etfarm.client.web.device_facts import facts, health_events
 from etfarm.client.web.live import Topic
@@ -22,6 +22,7 @@ from etfarm.client.web.visitors import farm, visitor_of
 MAX_RECENT_JOBS: Final = 200
 """Number of the newest jobs that a device's runs are looked for in."""
 MAX_RUNS: Final = 50
+STATES: Final = tuple(state.value.lower() for state in DeviceState)
 RANGES: Final[Mapping[str, timedelta]] = {"2h": timedelta(hours=2), "24h": timedelta(days=1), "7d": timedelta(days=7)}
 """Times of the telemetry charts by name."""
 
@@ -29,14 +30,15 @@ RANGES: Final[Mapping[str, timedelta]] = {"2h": timedelta(hours=2), "24h": timed
 async def devices(request: Request) -> Response:
     """Show all devices that match the selector."""
     selector = request.query_params.get("selector", "")
+    wanted = request.query_params.get("state", "")
     feed = await visitor_of(request).account.feeds.open(DEVICES)
     if selector:
         matching = {device.id for device in await (await farm(request)).devices(selector)}
-    items = {key: item for key, item in feed.items.items() if not selector or key in matching}
+    rows = feed.rows([key for key in feed.items if not selector or key in matching])
     command = f"etfarm devices list{f' --device {shlex.quote(selector)}' if selector else ''}"
     return render(
-        request, "devices.html", title="Devices", command=command, items=items, summary_items=feed.items, position=feed.position,
-        selector=selector,
+        request, "devices.html", title="Devices", command=command, rows=rows, items=feed.items, position=feed.position,
+        selector=selector, state=wanted if wanted in STATES else "", states=STATES,
     )  # fmt: skip
 
 

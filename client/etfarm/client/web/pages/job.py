@@ -88,7 +88,10 @@ async def _open(request: Request, handle: AsyncJob) -> Shown:
 async def matrix(request: Request) -> Response:
     """Return the part of the page that shows what the cells measured."""
     handle = await (await farm(request)).job(request.path_params["job_id"])
-    return render(request, "_job_matrix.html", job=handle.info, **await _matrix(request, handle))
+    part = render(request, "_job_matrix.html", job=handle.info, **await _matrix(request, handle))
+    if request.headers.get("hx-trigger") == "measures":  # the visitor's choice, which the page's address keeps
+        part.headers["hx-replace-url"] = templates_of(request).url_for("job", dict(request.query_params), job_id=handle.id)
+    return part
 
 
 async def log(request: Request) -> Response:

@@ -18,7 +18,6 @@ from etfarm.client.web.visitors import Visitor, Visitors, visitor_of
 BEAT_S: Final = 15.0
 """Pause between two signs of life, by which a page notices a lost connection."""
 MAX_TOPICS: Final = 8
-MAX_STREAMS_OF_VISITOR: Final = 32
 
 
 async def live(request: Request) -> Response:
@@ -33,10 +32,8 @@ async def live(request: Request) -> Response:
     is_plain = all(name.isprintable() and " " not in name for name in names)
     if not is_plain or not 0 < len(topics) <= MAX_TOPICS or any(topic is None for topic, _ in topics):
         return PlainTextResponse(f"`topic` must name 1 to {MAX_TOPICS} topics.\n", status_code=400)
-    if visitor.streams >= MAX_STREAMS_OF_VISITOR or visitors.streams >= request.app.state.options.max_streams:
-        return PlainTextResponse("Too many streams are open: close other tabs.\n", status_code=429)
     try:
-        feeds = [await visitor.account.feeds.open(topic, argument) for topic, argument in topics]
+        feeds = await asyncio.gather(*(visitor.account.feeds.open(topic, argument) for topic, argument in topics))
     except FeedEnded:
         return PlainTextResponse("Signed out.\n", status_code=401)
     after = request.headers.get("last-event-id") or request.query_params.get("after", "")
@@ -49,8 +46,6 @@ async def _events(visitors: Visitors, visitor: Visitor, feeds: Sequence[Feed], a
     """Yield messages, each with the positions behind it in all feeds."""
     positions = {position.rpartition("@")[0]: position for position in after.split()}
     changed = asyncio.Event()
-    visitor.streams += 1
-    visitors.streams += 1
     visitor.on_sign_out.add(changed)
     try:
         with ExitStack() as listening:
@@ -75,8 +70,6 @@ async def _events(visitors: Visitors, visitor: Visitor, feeds: Sequence[Feed], a
     except FeedEnded:
         return
     finally:
-        visitor.streams -= 1
-        visitors.streams -= 1
         visitor.on_sign_out.discard(changed)
 
 

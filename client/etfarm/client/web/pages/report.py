@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from typing import Any
+from typing import Any, Final
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -13,18 +13,29 @@ from etfarm.client.formats import NoSuchReport, html
 from etfarm.client.web.templating import render
 from etfarm.client.web.visitors import farm
 
+MAX_REPORTS: Final = 32
+"""Number of reports on one page; each has its samples and operators."""
+MAX_COMPOSED: Final = 4
+"""Number of pages that are composed at the same time, with all reports of a job in memory."""
+
+_composing = asyncio.Semaphore(MAX_COMPOSED)
+
 
 async def report(request: Request) -> Response:
-    """Show all reports of a job, or those of the cells in `cell`."""
+    """Show the reports of a job, or those of the cells in `cell`."""
     handle = await (await farm(request)).job(request.path_params["job_id"])
     cells = request.query_params.getlist("cell")
-    document = _choose(await handle.document(), cells)
-    values = await asyncio.to_thread(html.page_values, document)
+    async with _composing:
+        document = _choose(await handle.document(), cells)
+        count = len(document["reports"])
+        document["reports"] = document["reports"][:MAX_REPORTS]
+        values = await asyncio.to_thread(html.page_values, document)
     values.pop("title")
     command = f"etfarm report show {handle.id}"
     title = f"Report of {handle.info.name or handle.id[:12]}"
     return render(
-        request, "job_report.html", title=title, command=command, info=handle.info, scripts=html.SCRIPTS, **values
+        request, "job_report.html", title=title, command=command, info=handle.info, scripts=html.SCRIPTS,
+        left_out=count - len(document["reports"]), **values,
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.errors import EtfarmError
+from etfarm.client.fleet.recipe_devices import FarmRecipe, describe_missing_device, devices_for
 from etfarm.client.models import Device, DeviceState, RecipeInfo
 from etfarm.client.submit.bench_options import BenchOptions
 from etfarm.client.submit.options import BadOption
@@ -74,7 +75,8 @@ async def upload(request: Request) -> Response:
         _require_submitter(request)
         if request.headers.get("content-type", "").partition(";")[0] != UPLOAD_TYPE:
             raise BadUpload(f"The request's type must be {UPLOAD_TYPE}.", "Send the file itself as the body.")
-        stored = await _uploads(request).store(visitor.cookie, request.query_params.get("name", ""), _chunks(request))
+        name = request.query_params.get("name", "")
+        stored = await _uploads(request).store(visitor.cookie, visitor.account.digest, name, _chunks(request))
         try:
             await asyncio.to_thread(_prepare, stored)
         except EtfarmError as error:
@@ -176,7 +178,7 @@ async def _recipes(client: AsyncFarm) -> list[RecipeInfo]:
 async def _show(request: Request, fields: Fields, upload: Upload | None, error: EtfarmError | None = None) -> Response:
     client = await farm(request)
     known, devices, reservations = await asyncio.gather(_recipes(client), client.devices(), client.reservations())
-    recipes = [_recipe_choice(recipe, _chosen(fields, "recipe")) for recipe in known]
+    recipes = _recipe_choices(known, devices, _chosen(fields, "recipe"))
     boards = [_device_choice(device, _chosen(fields, "device")) for device in devices]
     options = _option_fields(fields)
     file_name = upload.name if upload is not None else "MODEL.pt2"
@@ -188,9 +190,18 @@ async def _show(request: Request, fields: Fields, upload: Upload | None, error: 
     )  # fmt: skip
 
 
-def _recipe_choice(recipe: RecipeInfo, chosen: Sequence[str]) -> Choice:
-    field = Field("recipe", recipe.name, value=recipe.name, flag="--recipe", kind="checkbox", is_checked=recipe.name in chosen)
-    return Choice(field, recipe.summary, "" if recipe.available else recipe.missing or "not available")
+def _recipe_choices(known: Sequence[RecipeInfo], devices: Sequence[Device], chosen: Sequence[str]) -> list[Choice]:
+    """Return the recipes, each with what it lacks: the server's tools, or a device that runs its programs."""
+    rows = [FarmRecipe(**vars(recipe), devices=devices_for(recipe, devices)) for recipe in known]
+    has_devices = any(row.devices for row in rows)  # otherwise, each one would lack the same
+    return [
+        Choice(
+            Field("recipe", row.name, value=row.name, flag="--recipe", kind="checkbox", is_checked=row.name in chosen),
+            row.summary,
+            (row.missing or "not available") if not row.available else describe_missing_device(row) if has_devices else "",
+        )
+        for row in rows
+    ]
 
 
 def _device_choice(device: Device, chosen: Sequence[str]) -> Choice:

@@ -1,31 +1,6 @@
-/** What every page does: live values, keys, copying, times, and the token of requests that change something. */
+/** What every page does: live values, keys, copying and times. */
 import { connect } from "./live.js";
 import { bindKeys } from "./keys.js";
-
-const token = document.querySelector('meta[name="csrf-token"]').content;
-
-document.addEventListener("htmx:configRequest", (event) => (event.detail.headers["X-CSRF-Token"] = token));
-// Errors are fragments that say what to do: show them instead of dropping them.
-document.addEventListener("htmx:beforeSwap", (event) => {
-  if (event.detail.xhr.status >= 400 && event.detail.xhr.responseText) {
-    event.detail.shouldSwap = false;
-    notify(event.detail.xhr.responseText);
-  }
-});
-
-/** Shows a rendered fragment of the server as a notice. */
-export function notify(html) {
-  const notices = document.getElementById("notices");
-  const notice = document.createElement("div");
-  notice.innerHTML = html;
-  const close = document.createElement("button");
-  close.type = "button";
-  close.className = "plain";
-  close.textContent = "Close";
-  close.addEventListener("click", () => notice.remove());
-  notice.append(close);
-  notices.replaceChildren(notice);
-}
 
 document.addEventListener("click", async (event) => {
   const opener = event.target.closest("[data-open]");
@@ -48,7 +23,7 @@ async function copyFrom(button) {
 
 const UNITS = [[120, 1, "s"], [7200, 60, "min"], [172800, 3600, "h"], [604800, 86400, "d"]];
 
-/** Keeps "12 s ago" true; the server has written the same words. */
+/** Keeps "12 s ago" true; the server has written the same words when it last rendered the row. */
 function age() {
   for (const time of document.querySelectorAll("time[datetime]")) {
     const seconds = (Date.now() - Date.parse(time.dateTime)) / 1000;
@@ -57,6 +32,7 @@ function age() {
     if (time.textContent !== text) time.textContent = text;
   }
 }
+age();
 setInterval(age, 5000);
 
 /** Positions bars: the policy forbids style attributes, but not styles that a script sets. */

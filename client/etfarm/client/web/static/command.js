@@ -25,3 +25,4 @@ export function showCommand() {
 }
 
 form?.addEventListener("input", showCommand);
+showCommand(); // somebody may have typed before this script had arrived

@@ -1,23 +1,14 @@
-/** A job's page: reads the matrix again when a cell has ended, and keeps the end of the log in view. */
-const target = document.getElementById("matrix");
-const rows = () => document.querySelectorAll('tr[data-ended="1"]').length;
-let ended = rows();
-let waiting = 0;
+/** A job's page: loads the matrix again when a cell has ended, and keeps the end of the log in view. */
+const matrix = document.getElementById("matrix");
+const countEnded = () => document.querySelectorAll('tr[data-ended="1"]').length;
+let ended = countEnded();
 
 document.addEventListener("etfarm:live", ({ detail }) => {
   if (detail.topic.startsWith("log:")) followLog();
-  if (!detail.topic.startsWith("job:") || rows() === ended || waiting) return;
-  waiting = setTimeout(refresh, 400);
+  if (!detail.topic.startsWith("job:") || countEnded() === ended) return;
+  ended = countEnded();
+  matrix.dispatchEvent(new Event("ended"));
 });
-
-async function refresh() {
-  waiting = 0;
-  const before = rows();
-  const answer = await fetch(target.dataset.source + location.search);
-  if (!answer.ok) return;
-  target.innerHTML = await answer.text();
-  ended = before;
-}
 
 const log = document.querySelector(".log");
 let isAtEnd = true;
@@ -27,6 +18,3 @@ function followLog() {
   if (isAtEnd) log.scrollTop = log.scrollHeight;
 }
 followLog();
-
-// The form is replaced together with the matrix.
-target.addEventListener("change", (event) => event.target.form?.requestSubmit());

@@ -4,7 +4,7 @@ const GO = { d: "Devices", q: "Queue", j: "Jobs", h: "History", s: "Server" };
 export function bindKeys() {
   let prefix = "";
   document.addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select, [contenteditable], dialog")) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || event.target.closest("input, textarea, select, [contenteditable], dialog[open]")) return;
     const key = event.key;
     if (prefix === "g" && GO[key]) go(GO[key]);
     else if (key === "/") document.getElementById("search")?.focus();
@@ -25,7 +25,7 @@ function go(label) {
   for (const link of document.querySelectorAll("nav a")) if (link.textContent === label) link.click();
 }
 
-const rows = () => [...document.querySelectorAll("[data-rows] [data-key], [data-rows] tbody tr")].filter((row) => row.querySelector("a"));
+const rows = () => [...document.querySelectorAll("[data-rows] [data-key], [data-rows] tbody tr")].filter((row) => row.querySelector("a") && row.checkVisibility());
 const selected = () => document.querySelector('[data-rows] [data-selected]');
 
 function move(step) {

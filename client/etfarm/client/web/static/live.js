@@ -1,10 +1,12 @@
 /**
  * Live values: one stream of server-sent events for all topics that the page shows.
  *
- * An element with data-live="TOPIC" has one child for each value, with data-key. Messages are gathered and applied once per frame.
+ * An element with data-live="TOPIC" has one child for each value, with data-key. Messages are applied in frames, a few rows at a time.
  */
 const STALE_MS = 40000;
 const AGAIN_MS = 2000;
+const FRAME_MS = 8;
+const ROWS = 8;
 
 const regions = () => [...document.querySelectorAll("[data-live]")];
 const positions = new Map();
@@ -82,41 +84,65 @@ function show(state) {
   status.title = state === "away" ? lost : "";
 }
 
+/** Applies what waits, for a part of each frame only: a snapshot of all rows at once would block the page. */
 function apply() {
-  for (const [topic, message] of waiting.splice(0)) {
-    lost = message.error || "";
-    for (const region of regions()) if (region.dataset.live === topic) update(region, message);
-    if (message.summary !== undefined)
-      for (const summary of document.querySelectorAll("[data-live-summary]"))
-        if (summary.dataset.liveSummary === topic) summary.innerHTML = message.summary;
-    document.dispatchEvent(new CustomEvent("etfarm:live", { detail: { topic, message } }));
+  const until = performance.now() + FRAME_MS;
+  while (waiting.length && performance.now() < until) {
+    const [topic, message] = waiting[0];
+    const shown = regions().filter((region) => region.dataset.live === topic);
+    if (!message.isBegun) begin(shown, message);
+    for (const [key, html] of message.rows.splice(0, ROWS)) for (const region of shown) put(region, key, html);
+    if (message.rows.length) continue;
+    waiting.shift();
+    finish(topic, message);
   }
-  markAlive();
+  if (waiting.length) requestAnimationFrame(apply);
 }
 
-function update(region, { rows, removed, is_reset }) {
-  const known = new Map([...region.children].map((child) => [child.dataset.key, child]));
+/** Removes what is gone. A filtered list (data-partial) also has rows that the topic does not keep. */
+function begin(shown, message) {
+  message.isBegun = true;
+  const kept = message.is_reset ? new Set(message.rows.map(([key]) => key)) : null;
+  for (const region of shown.filter((each) => !("partial" in each.dataset))) {
+    const known = rowsOf(region);
+    for (const key of kept ? [...known.keys()].filter((each) => !kept.has(each)) : message.removed) {
+      known.get(key)?.remove();
+      known.delete(key);
+    }
+  }
+}
+
+function finish(topic, message) {
+  lost = message.error || "";
+  if (message.summary !== undefined)
+    for (const summary of document.querySelectorAll("[data-live-summary]"))
+      if (summary.dataset.liveSummary === topic) summary.innerHTML = message.summary;
+  document.dispatchEvent(new CustomEvent("etfarm:live", { detail: { topic } }));
+  if (source?.readyState === EventSource.OPEN) show(lost ? "away" : "live");
+}
+
+const known = new WeakMap();
+
+/** The rows of a region by key. */
+function rowsOf(region) {
+  if (!known.has(region)) known.set(region, new Map([...region.children].map((child) => [child.dataset.key, child])));
+  return known.get(region);
+}
+
+function put(region, key, html) {
+  const template = document.createElement("template");
+  template.innerHTML = html.trim();
+  const fresh = template.content.firstElementChild;
+  const former = rowsOf(region).get(key);
   const insert = region.dataset.insert;
-  const isPartial = "partial" in region.dataset; // a filtered list also has rows that the topic does not keep
-  if (is_reset && !isPartial) {
-    const present = new Set(rows.map(([key]) => key));
-    for (const [key, child] of known) if (!present.has(key)) child.remove();
-  }
-  if (!isPartial) for (const key of removed) known.get(key)?.remove();
-  for (const [key, html] of rows) {
-    const template = document.createElement("template");
-    template.innerHTML = html.trim();
-    const fresh = template.content.firstElementChild;
-    const former = known.get(key);
-    if (former && insert === "rank" && former.dataset.order !== fresh.dataset.order) {
-      former.remove();
-      place(region, fresh, insert);
-    } else if (former) replace(former, fresh);
-    else if (insert === "append") region.append(fresh);
-    else if (insert === "prepend") region.prepend(fresh);
+  if (former && (insert !== "rank" || former.dataset.order === fresh.dataset.order)) replace(former, fresh);
+  else {
+    former?.remove();
+    rowsOf(region).delete(key);
+    if (insert === "append") region.append(fresh);
     else if (insert === "newest" || insert === "rank") place(region, fresh, insert);
-    if (fresh.isConnected) known.set(key, fresh);
   }
+  if (fresh.isConnected) rowsOf(region).set(key, fresh);
 }
 
 /** Inserts a row by data-order: by "rank" the smallest number first; by "newest" the latest time first, without those older than all. */

@@ -88,4 +88,6 @@ if (form) {
   });
   const shown = state.textContent.split(",")[0].trim();
   nameInCommand(shown && form.elements.upload.value ? shown : "MODEL.pt2");
+  const [early] = document.getElementById("file").files; // chosen before this script had arrived
+  if (early) send(early);
 }

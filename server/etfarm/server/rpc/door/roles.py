@@ -73,6 +73,7 @@ ROLES: Final[dict[str, frozenset[Role.ValueType]]] = {
     "/etfarm.v1.FarmService/ListBundles": _ALL,
     "/etfarm.v1.FarmService/AddBundle": _ADMINS,
     "/etfarm.v1.FarmService/ApplyRetention": _ADMINS,
+    "/etfarm.v1.FarmService/GetServerStatus": _ADMINS,
     "/etfarm.v1.TokenService/Create": _ADMINS,
     "/etfarm.v1.TokenService/List": _ADMINS,
     "/etfarm.v1.TokenService/Revoke": _ADMINS,

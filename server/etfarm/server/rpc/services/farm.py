@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 
 from etfarm.server.access.scope import Scope
@@ -39,6 +39,8 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
         is_stopping: Callable[[], bool] = lambda: False,
         certificate_expires_at: Callable[[], datetime | None] = lambda: None,
         agent_wheel: AgentWheel | None = None,
+        settings: Sequence[farm_pb2.ServerSetting] = (),
+        measure: Callable[[], Awaitable[Sequence[farm_pb2.Metric]]],
     ) -> None:
         self._registry = registry
         self._bundles = bundles
@@ -51,6 +53,8 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
         self._is_stopping = is_stopping
         self._certificate_expires_at = certificate_expires_at
         self._agent_wheel = agent_wheel
+        self._settings = settings
+        self._measure = measure
 
     async def GetServerInfo(self, request: farm_pb2.GetServerInfoRequest, context: object) -> farm_pb2.ServerInfo:
         seen = scope()
@@ -86,6 +90,9 @@ class FarmService(farm_pb2_grpc.FarmServiceServicer):
             for measure in report.measures:
                 info.jail.add(name=measure.name, active=measure.active, detail=measure.detail)
         return info
+
+    async def GetServerStatus(self, request: farm_pb2.GetServerStatusRequest, context: object) -> farm_pb2.ServerStatus:
+        return farm_pb2.ServerStatus(settings=self._settings, metrics=await self._measure())
 
     async def ListBundles(self, request: farm_pb2.ListBundlesRequest, context: object) -> farm_pb2.ListBundlesResponse:
         bundles, following = page_of(self._bundles.list(), request.page_size, request.page_token)

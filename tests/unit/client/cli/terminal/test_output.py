@@ -6,7 +6,7 @@ import pytest
 
 from etfarm.client.cli.terminal import output
 from etfarm.client.cli.views import render
-from tests.support.rendering import report_document
+from tests.support.rendering import report_document, report_row
 
 
 def test_pipes_get_no_trailing_blanks(capsys: pytest.CaptureFixture[str]) -> None:
@@ -23,6 +23,18 @@ def test_pipes_get_sentences_and_tables_whole(monkeypatch: pytest.MonkeyPatch, c
     output.show(render.report(report_document(state="FAILED", error=error), width=output.PIPE_WIDTH))
     output.show_table(("ID", "WHY"), [("1", sentence.strip())], shrink=("WHY",))
     assert capsys.readouterr().out.count(sentence.strip()) == 2
+
+
+def test_pipes_get_operators_with_whole_names_modules_and_code(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    source = {"file": "torchvision/models/squeezenet.py", "line": 32, "code": "[self.expand1x1_activation(self.expand1x1(x)), x]"}
+    name, module = "Convolution (NHWC, F32) IGEMM " + "#1" * 40, "features.12.expand3x3" * 4
+    rows = [report_row(0, "OPERATOR", name, 0.5, 1e6, module=module, source=source)]
+    output.show(render.report(report_document(operators=rows), width=output.open_console().width))
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "Convolution" in line]
+    assert all(text in line for text in (name, module, "squeezenet.py:32", source["code"])) and "…" not in line
 
 
 def test_tables_shorten_only_what_they_may(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

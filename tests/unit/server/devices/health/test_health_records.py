@@ -14,16 +14,16 @@ from etfarm.server.devices.health.baseline import BASELINE_RUNS
 from etfarm.server.devices.health.book import HealthBook
 from etfarm.server.devices.health.records import HealthRecords
 from etfarm.server.devices.health.standing import Standing
-from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import HealthEvent, HealthEventKind
 from etfarm.wire.errors import DeviceError
+from tests.support.databases import new_database
 
 AT = datetime(2026, 1, 2, tzinfo=UTC)
 
 
 async def test_power_cycles_of_the_last_day_outlive_other_events(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MAX_EVENTS", 3)
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     try:
         health = HealthRecords(database)
@@ -40,7 +40,7 @@ async def test_power_cycles_of_the_last_day_outlive_other_events(tmp_path: Path,
 
 async def test_the_runs_of_the_baseline_outlive_later_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(records, "MAX_MEDIANS", 5)
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     try:
         health = HealthRecords(database)
@@ -62,7 +62,7 @@ async def test_the_runs_of_the_baseline_outlive_later_ones(tmp_path: Path, monke
 
 async def test_a_fault_or_a_forgotten_device_outlasts_the_recovery_of_another(tmp_path: Path) -> None:
     now = AT
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     try:
         book = HealthBook(database, lambda: now)

@@ -23,10 +23,10 @@ from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.runs import Runs
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.state import schema
-from etfarm.server.state.engine import Database
 from etfarm.v1.agent_pb2 import Hello
 from etfarm.v1.device_pb2 import Device, HealthEvent, HealthEventKind, HealthRun
 from etfarm.wire.errors import DeviceError
+from tests.support.databases import new_database
 from tests.support.farm import wait_until
 
 RULE = PowerRule(("/bin/cycle", "{label.pdu}"))
@@ -37,7 +37,7 @@ class World:
 
     def __init__(self, folder: Path) -> None:
         self.at = datetime(2026, 6, 1, 12, tzinfo=UTC)
-        self.database = Database(folder / "farm.sqlite")
+        self.database = new_database(folder / "farm.sqlite")
         self.book = HealthBook(self.database, self.now)
         bundles = Bundles(Store(folder, self.database), self.database, folder)
         self.registry = Registry(self.database, bundles, Runs(60), self.now, fill_health=self.book.apply)

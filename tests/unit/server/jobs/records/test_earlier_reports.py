@@ -15,6 +15,7 @@ from etfarm.server.reports.latency.between_runs import MAX_HISTORY, Earlier
 from etfarm.server.state.engine import Database
 from etfarm.v1 import report_pb2
 from etfarm.v1.job_pb2 import Job
+from tests.support.databases import new_database
 
 START = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
@@ -56,7 +57,7 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     yield World(database)
     database.close()

@@ -16,8 +16,8 @@ from etfarm.server.jobs import model
 from etfarm.server.jobs.records import farm_watch
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.watch import Announcer
-from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import Cell, Job, JobChange, JobSpec, JobState
+from tests.support.databases import new_database
 
 NOON = datetime(2026, 6, 1, 12, tzinfo=UTC)
 WAIT_S = 10.0
@@ -28,7 +28,7 @@ class World:
     """A journal with jobs."""
 
     def __init__(self, folder: Path) -> None:
-        self.database = Database(folder / "farm.sqlite")
+        self.database = new_database(folder / "farm.sqlite")
         self.journal = self.new_journal()
 
     def new_journal(self) -> Journal:

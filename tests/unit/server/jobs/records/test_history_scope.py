@@ -18,6 +18,7 @@ from etfarm.v1.device_pb2 import Device
 from etfarm.v1.job_pb2 import Job
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire import selectors
+from tests.support.databases import new_database
 
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 VISION, AUDIO = Scope(frozenset({"vision"})), Scope(frozenset({"audio"}))
@@ -25,7 +26,7 @@ VISION, AUDIO = Scope(frozenset({"vision"})), Scope(frozenset({"audio"}))
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    created = Database(tmp_path / "farm.sqlite")
+    created = new_database(tmp_path / "farm.sqlite")
     await created.open()
     journal = Journal(created, Announcer(), lambda: AT)
     for index, (project, name, device) in enumerate((("vision", "net", "pi"), ("audio", "net", "xl"), ("audio", "secret", "xl"))):

@@ -27,6 +27,7 @@ from etfarm.v1.agent_pb2 import CandidateResult
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent, JobSpec, JobState, Progress
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire.errors import Kind
+from tests.support.databases import new_database
 from tests.support.golden import Golden
 
 WAIT_S = 60.0
@@ -83,7 +84,7 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     yield World(database)
     database.close()

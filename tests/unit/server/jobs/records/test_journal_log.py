@@ -17,6 +17,7 @@ from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.state.engine import Database
 from etfarm.v1.common_pb2 import LogSource
 from etfarm.v1.job_pb2 import Job, JobSpec, LogLine
+from tests.support.databases import new_database
 
 WAIT_S = 60.0
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -43,7 +44,7 @@ class World:
 
 @pytest.fixture
 async def world(tmp_path: Path) -> AsyncIterator[World]:
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     job = Job(id="j", owner="ann", spec=JobSpec())
     job.create_time.FromDatetime(AT)

@@ -15,16 +15,16 @@ from etfarm.server.jobs import model
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.quotas import Counted, QuotaExceeded, Quotas, UnknownQuota
 from etfarm.server.jobs.records.watch import Announcer
-from etfarm.server.state.engine import Database
 from etfarm.v1.job_pb2 import Job
 from etfarm.wire.errors import Kind
+from tests.support.databases import new_database
 
 AT = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 
 @pytest.fixture
 async def journal(tmp_path: Path) -> AsyncIterator[Journal]:
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     quotas = Quotas(live_jobs_per_user=2, live_jobs_per_project=3, live_cells_per_user=5, live_cells_per_project=50)
     yield Journal(database, Announcer(), lambda: AT, quotas)
@@ -91,7 +91,7 @@ def test_quotas_are_set_by_name() -> None:
 
 
 async def test_the_specs_of_live_jobs_are_counted_in_bytes(tmp_path: Path) -> None:
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     journal = Journal(database, Announcer(), lambda: AT, Quotas(live_spec_bytes_per_user=1_000))
     for name in ("job-0", "job-1"):
@@ -107,7 +107,7 @@ async def test_the_specs_of_live_jobs_are_counted_in_bytes(tmp_path: Path) -> No
 
 
 async def test_a_submission_finds_live_jobs_by_an_index_however_many_have_ended(tmp_path: Path) -> None:
-    database = Database(tmp_path / "farm.sqlite")
+    database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     statements: list[str] = []
 

@@ -13,6 +13,7 @@ from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.jobs.records.tags import MAX_TAGS, TagNotFound, Tags, TooManyTags, tags_of
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
+from tests.support.databases import new_database
 from tests.support.golden import Golden
 
 NOW = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
@@ -20,7 +21,7 @@ NOW = datetime(2025, 1, 2, 3, 4, 5, tzinfo=UTC)
 
 @pytest.fixture
 async def database(tmp_path: Path) -> AsyncIterator[Database]:
-    created = Database(tmp_path / "farm.sqlite")
+    created = new_database(tmp_path / "farm.sqlite")
     await created.open()
     rows = [
         {"id": job, "number": number, "name": "", "owner": "ann", "request_id": job, "priority": 0, "spec": b"",
