@@ -7,6 +7,8 @@ import contextlib
 import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
@@ -16,6 +18,7 @@ import psutil
 import pytest
 
 from etfarm.server.workers.cluster import pool as cluster_pool
+from etfarm.server.workers.cluster.node import LEASE_S
 from etfarm.server.workers.cluster.nodes import NoCompileNode, Node, NodeState
 from etfarm.server.workers.cluster.pool import ClusterPool
 from etfarm.server.workers.errors import ChildDied, ChildTimedOut, WorkersDown
@@ -31,6 +34,7 @@ pytestmark = [
 ]
 pytest.importorskip("ray", reason="pip install 'etfarm[scale]'")
 
+ROOT = Path(__file__).resolve().parents[2]
 TASKS = "tests.support.worker_tasks"
 LIMITS = Limits(memory_bytes=256 << 20, cpu_s=60, threads=1)
 WAIT_S = 90.0
@@ -199,7 +203,7 @@ def other_torch(cluster: RayCluster, folder: Path) -> Iterator[RayNode]:
     metadata = folder / "site" / "torch-9.9.9.dist-info" / "METADATA"
     metadata.parent.mkdir(parents=True, exist_ok=True)
     metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
-    python_path = f"{folder / 'site'}:{Path(__file__).resolve().parents[2]}"
+    python_path = f"{folder / 'site'}:{ROOT}"
     node = cluster.add_node(variables={"PYTHONPATH": python_path})
     try:
         yield node
@@ -234,7 +238,7 @@ async def test_a_wrong_token_is_a_clear_error(cluster: RayCluster, tmp_path: Pat
     async with running_pool(cluster, tmp_path) as pool:
         with pytest.raises(WorkersDown) as refused:
             async with asyncio.timeout(WAIT_S):
-                await pool.ready()
+                await pool.run(f"{TASKS}:echo", 1, deadline_s=60)
     assert cluster.address in refused.value.message
     assert "RAY_AUTH_TOKEN" in refused.value.remedy
 
@@ -251,6 +255,19 @@ async def test_a_killed_connector_is_replaced(pool: ClusterPool) -> None:
     assert pool.connector_pid != first
     run.cancel()
     await asyncio.wait({run})
+
+
+def test_children_end_on_their_nodes_when_the_server_is_killed(cluster: RayCluster, tmp_path: Path) -> None:
+    before = {process.pid for process in lingering()}
+    command = [sys.executable, "-m", "tests.support.cluster_daemon", cluster.address, str(tmp_path / "jobs")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as daemon:
+        assert daemon.stdout is not None
+        assert daemon.stdout.readline() == b"lingers\n"
+        tree = [process for process in lingering() if process.pid not in before]
+        assert tree
+        daemon.kill()
+    _, alive = psutil.wait_procs(tree, timeout=2 * LEASE_S)
+    assert not alive
 
 
 def bench(farm: FarmProcess, folder: Path, model: Path, name: str) -> dict[str, Any]:

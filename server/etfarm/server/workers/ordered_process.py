@@ -106,6 +106,10 @@ class OrderedProcess:
         asyncio.get_running_loop().remove_reader(self._control)
         if not self.warm.done():
             self.warm.set_exception(ForkserverEnded("The forkserver ended while it was warming up."))
+        self._on_end()
+
+    def _on_end(self) -> None:
+        """Handle the end of a process that ended by itself."""
 
     def _on_message(self, message: Mapping[str, Any]) -> None:
         if not self.warm.done():

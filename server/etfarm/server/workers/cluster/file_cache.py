@@ -87,9 +87,10 @@ class FileCache:
         return self._folder / digest
 
     def _make_room(self, needed_bytes: int) -> None:
+        excess = sum(self._sizes.values()) + needed_bytes - self._kept_bytes
         for digest in list(self._sizes):
-            if sum(self._sizes.values()) + needed_bytes <= self._kept_bytes:
+            if excess <= 0:
                 return
             if digest not in self._holders:
                 self.path(digest).unlink(missing_ok=True)
-                del self._sizes[digest]
+                excess -= self._sizes.pop(digest)

@@ -21,6 +21,7 @@ from etfarm.server.workers.child_pool import URGENT
 from etfarm.server.workers.cluster import relay_frames
 from etfarm.server.workers.cluster.file_cache import FileCache
 from etfarm.server.workers.cluster.relayed_child import RelayedChild
+from etfarm.server.workers.errors import NodeLost
 from etfarm.server.workers.jail.isolation import JailOptions
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
@@ -77,13 +78,13 @@ class NodeService:
     async def _open(self, arguments: Any, data: bytes) -> bytes:
         """Open a child with the files of its request, `{digest: size}`. Return the digests of missing files."""
         if len(self._children) >= self._most_children:
-            raise RuntimeError("the node has no place for a further child")
+            raise NodeLost(arguments["task"], "", "it has no place for a further child")
         key = arguments["child"]
         self._children[key] = RelayedChild(self._workers, arguments["task"], time.monotonic)
         return json.dumps(self._files.hold(key, arguments["files"])).encode()
 
     async def _write(self, arguments: Any, data: bytes) -> bytes:
-        self._children[arguments["child"]].touch()
+        self._child(arguments).touch()
         await asyncio.to_thread(self._files.write, arguments["digest"], arguments["offset"], data, arguments["size"])
         return b""
 
@@ -91,14 +92,14 @@ class NodeService:
         """Begin a child with the bytes of its request. `files` has a digest, or null for a missing file, for each file."""
         absent = self._folder / "absent"
         files = [absent if digest is None else self._files.path(digest) for digest in arguments["files"]]
-        self._children[arguments["child"]].begin(self._folder / "children", files, data)
+        self._child(arguments).begin(self._folder / "children", files, data)
         return b""
 
     async def _poll(self, arguments: Any, data: bytes) -> bytes:
-        return relay_frames.join(await self._children[arguments["child"]].read())
+        return relay_frames.join(await self._child(arguments).read())
 
     async def _read(self, arguments: Any, data: bytes) -> bytes:
-        child = self._children[arguments["child"]]
+        child = self._child(arguments)
         return await asyncio.to_thread(child.read_file, arguments["name"], arguments["offset"])
 
     async def _close(self, arguments: Any, data: bytes) -> bytes:
@@ -115,6 +116,11 @@ class NodeService:
         await self._workers.stop()
         await asyncio.to_thread(output_files.delete, self._folder)
         return b""
+
+    def _child(self, arguments: Any) -> RelayedChild:
+        if (child := self._children.get(arguments["child"])) is None:
+            raise NodeLost("", "", f"it ended a child that its server did not ask for within {LEASE_S:g} s")
+        return child
 
     async def _end_abandoned(self) -> None:
         while True:

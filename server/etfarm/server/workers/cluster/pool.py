@@ -32,6 +32,8 @@ NODE_WAIT_S: Final = 60.0
 """Time that a task waits for a node while none is ready."""
 _KEPT_LOST: Final = 20
 """Number of lost nodes that are still listed."""
+_RESTART_S: Final = 1.0
+"""Pause before a connector that has ended is replaced."""
 _STOP_S: Final = 10.0
 _RECONNECT_S: Final = "10"
 """Time for which Ray keeps the actors of a connector whose connection broke."""
@@ -63,10 +65,14 @@ class ConnectorProcess(OrderedProcess):
         folder: existing folder that contains the children's folders.
         settings: as of the module `connector`.
         on_node: called with each node whose state has changed.
+        on_end: called when the connector has ended by itself.
     """
 
-    def __init__(self, folder: Path, settings: Mapping[str, Any], on_node: Callable[[Node], None]) -> None:
+    def __init__(
+        self, folder: Path, settings: Mapping[str, Any], on_node: Callable[[Node], None], on_end: Callable[[], None]
+    ) -> None:
         self._on_node = on_node
+        self._on_own_end = on_end
         home = folder / "home"
         super().__init__(
             "etfarm.server.workers.cluster.connector",
@@ -83,6 +89,9 @@ class ConnectorProcess(OrderedProcess):
                 await asyncio.to_thread(self.process.wait, _STOP_S - 1)
         self.process.kill()
         await asyncio.to_thread(self.process.wait)
+
+    def _on_end(self) -> None:
+        self._on_own_end()
 
     def _on_message(self, message: Mapping[str, Any]) -> None:
         if "node" in message:
@@ -157,8 +166,7 @@ class ClusterPool(ChildPool):
         self._current()
 
     async def ready(self) -> None:
-        """Wait until a node is ready; see `ChildPool.ready`."""
-        await self._connect()
+        """Wait until a node is ready. A cluster that cannot be reached may be so later."""
         await self._wait_for(lambda: bool(self._ready_nodes()))
 
     async def settled(self, timeout_s: float) -> tuple[Node, ...]:
@@ -211,10 +219,11 @@ class ClusterPool(ChildPool):
     async def _wait_for(self, condition: Callable[[], bool]) -> None:
         while not condition():
             self._changed.clear()
-            connector = self._current()
-            if connector.has_ended:
-                continue
-            await self._changed.wait()
+            if not self._current().has_ended:
+                await self._changed.wait()
+            if (connector := self._connector) is not None and connector.has_ended:
+                log.warning("the connection to the Ray cluster has ended", address=self._address, why=_reason_of(connector))
+                await asyncio.sleep(_RESTART_S)
 
     def _ready_nodes(self) -> list[Node]:
         return [node for node in self._nodes.values() if node.state is NodeState.READY]
@@ -228,7 +237,7 @@ class ClusterPool(ChildPool):
             self._nodes.clear()
             self._slots.resize(URGENT)
         if self._connector is None:
-            self._connector = ConnectorProcess(self._folder, self._settings, self._on_node)
+            self._connector = ConnectorProcess(self._folder, self._settings, self._on_node, self._changed.set)
         return self._connector
 
     def _on_node(self, node: Node) -> None:
@@ -244,6 +253,11 @@ class ClusterPool(ChildPool):
     async def _enter_gate(self) -> AsyncIterator[None]:
         async with self._gate_here() if any(node.is_here for node in self._ready_nodes()) else contextlib.nullcontext():
             yield
+
+
+def _reason_of(connector: ConnectorProcess) -> str:
+    is_connected = connector.warm.done() and not connector.warm.cancelled() and connector.warm.exception() is None
+    return "; ".join(connector.warm.result().values()) if is_connected else "the connector ended"
 
 
 def _environment(clean: dict[str, str]) -> dict[str, str]:

@@ -8,7 +8,7 @@ import json
 import os
 import uuid
 from asyncio.streams import FlowControlMixin
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
@@ -25,6 +25,9 @@ from etfarm.wire.errors import EtfarmError
 
 CALL_S: Final = 30.0
 """Time after which a node that does not answer counts as lost."""
+
+_SENDERS: Final = 4
+"""Number of files that are sent to a node for one child at a time."""
 
 
 class NodeGone(Exception):
@@ -56,7 +59,7 @@ class RayNode:
         """Number of children on the node."""
         self.lost = asyncio.Event()
         self._on_change = on_change
-        self._sending: dict[str, asyncio.Lock] = {}
+        self._sending: dict[str, tuple[asyncio.Lock, list[None]]] = {}
         on_change(node)
 
     def change(self, state: NodeState, detail: str = "", **more: Any) -> None:
@@ -89,8 +92,15 @@ class RayNode:
     @contextlib.asynccontextmanager
     async def sending(self, digest: str) -> AsyncIterator[None]:
         """Hold the right to send a file, which several children may need at a time."""
-        async with self._sending.setdefault(digest, asyncio.Lock()):
-            yield
+        lock, users = self._sending.setdefault(digest, (asyncio.Lock(), []))
+        users.append(None)
+        try:
+            async with lock:
+                yield
+        finally:
+            users.pop()
+            if not users:
+                del self._sending[digest]
 
 
 async def relay(order: dict[str, Any], choose: Callable[[], RayNode], ends: Ends) -> None:
@@ -131,6 +141,9 @@ async def _run(
     """Return the status report of a child that has ended."""
     try:
         node = choose()
+    except NodeGone as error:
+        return json.dumps({"lost": error.node, "why": str(error)}).encode()
+    try:
         node.running += 1
         try:
             return await _run_on(node, order, reader, writer, lines)
@@ -139,6 +152,8 @@ async def _run(
     except NodeGone as error:
         return json.dumps({"lost": error.node, "why": str(error)}).encode()
     except EtfarmError as error:
+        if error.reason == errors.NodeLost.reason:
+            return json.dumps({"lost": node.node.name, "why": error.metadata.get("why", "")}).encode()
         writer.write(frames.encode(frames.ERROR, errors.to_json(error)))
         return _report_failure()
 
@@ -158,10 +173,7 @@ async def _run_on(
         sizes = {file[0]: file[1] for file in files if file is not None}
         opened = await node.call("open", {"child": child, "task": order["task"], "files": sizes})
         missing = set(json.loads(opened))
-        for file in files:
-            if file is not None and file[0] in missing:
-                missing.discard(file[0])
-                await _send_file(node, child, *file)
+        await _send_files(node, child, {file[0]: file for file in files if file is not None and file[0] in missing}.values())
         digests_of = [None if file is None else file[0] for file in files]
         await node.call("begin", {"child": child, "files": digests_of}, request)
         report, listed = await _follow(node, child, writer, lines)
@@ -206,6 +218,23 @@ def _describe(paths: list[Path]) -> list[tuple[str, int, Path] | None]:
         else None
         for path in paths
     ]
+
+
+async def _send_files(node: RayNode, child: str, files: Iterable[tuple[str, int, Path]]) -> None:
+    """Send files, several at a time, since there may be tens of thousands of small ones."""
+    waiting = iter(files)
+
+    async def send_on() -> None:
+        for file in waiting:
+            await _send_file(node, child, *file)
+
+    senders = [asyncio.create_task(send_on()) for _ in range(_SENDERS)]
+    try:
+        await asyncio.gather(*senders)
+    finally:
+        for sender in senders:
+            sender.cancel()
+        await asyncio.wait(senders)
 
 
 async def _send_file(node: RayNode, child: str, digest: str, size: int, path: Path) -> None:
