@@ -100,8 +100,9 @@ class Connector:
             except Exception as error:  # noqa: BLE001 - Ray raises many kinds
                 why = str(error).strip().splitlines()[-1:] or [""]
                 node.change(NodeState.REFUSED, f"its service did not start: {type(error).__name__}: {why[0][:300]}")
-            else:
+            if node.node.state is NodeState.READY:
                 await node.lost.wait()
+            node.actor = None  # Ray ends what has no handle
             await asyncio.sleep(_RETRY_S)
             node.lost.clear()
 

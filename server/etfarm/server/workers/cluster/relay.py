@@ -63,9 +63,11 @@ class RayNode:
         on_change(node)
 
     def change(self, state: NodeState, detail: str = "", **more: Any) -> None:
-        """Change the node's state and report it."""
-        self.node = replace(self.node, state=state, detail=detail, **more)
-        self._on_change(self.node)
+        """Change the node's state, and report it if it is another one."""
+        changed = replace(self.node, state=state, detail=detail, **more)
+        if changed != self.node:
+            self.node = changed
+            self._on_change(changed)
 
     async def call(self, method: str, arguments: Any, data: bytes = b"", *, timeout_s: float = CALL_S) -> bytes:
         """Call a method of the node's service.
