@@ -13,6 +13,7 @@ import asyncio
 import json
 import os
 import platform
+import sys
 import tempfile
 import time
 from collections.abc import AsyncIterator, Sequence
@@ -114,7 +115,9 @@ async def measure(count: int, rounds: int) -> dict[str, Any]:
                     async with AsyncExitStack() as stack:
                         pool = await stack.enter_async_context(create(folder / f"{kind}{number}", cores))
                         await compile_all(pool, models[: len(cores)])  # first uses of files and code
-                        results.setdefault(f"{kind}_{len(cores)}_core", []).append(await compile_all(pool, models))
+                        measured = await compile_all(pool, models)
+                        results.setdefault(f"{kind}_{len(cores)}_core", []).append(measured)
+                        print(f"{kind}, {len(cores)} cores: {measured}", file=sys.stderr, flush=True)
     best = {name: max(each["models_per_minute"] for each in tries) for name, tries in results.items()}
     return {
         "schema": "etfarm.bench.compile_nodes/1",
