@@ -193,6 +193,16 @@ def _supervise(cores: str, refused: str, arguments: Sequence[str]) -> None:
             if not os.read(started.stdout.fileno(), 65536):
                 events.unregister(started.stdout)
         _kill_all()
+    if "--head" in arguments:
+        _delete(Path(os.environ["TMPDIR"]))
+
+
+def _delete(folder: Path) -> None:
+    """Delete the cluster's files, which its nodes may still write where the owner was killed: their supervisors end them, too."""
+    until_s = time.monotonic() + 10
+    while folder.exists() and time.monotonic() < until_s:
+        shutil.rmtree(folder, ignore_errors=True)
+        time.sleep(0.2)
 
 
 def _kill_all() -> None:
