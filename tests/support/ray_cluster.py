@@ -46,8 +46,15 @@ class RayNode:
     ) -> None:
         limits = [",".join(map(str, cores)), ",".join(refused)]
         command = [sys.executable, "-m", "tests.support.ray_cluster", *limits, *arguments]
+        # In a session of its own: a signal to the test's group would end the supervisor alone.
         self._supervisor = subprocess.Popen(
-            command, cwd=ROOT, env=dict(environment), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            command,
+            cwd=ROOT,
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
         )
 
     def wait_until_started(self) -> None:
@@ -218,5 +225,5 @@ def _kill_all() -> None:
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the end of stdin follows
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the end of stdin ends it
     _supervise(sys.argv[1], sys.argv[2], sys.argv[3:])
