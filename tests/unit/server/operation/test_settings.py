@@ -112,7 +112,8 @@ def test_unusable_files_and_variables_are_refused(tmp_path: Path) -> None:
 def test_every_option_can_be_set_in_a_file(tmp_path: Path) -> None:
     """An option of a new kind would otherwise be refused only by its first user."""
     address = "127.0.0.1:0"
-    values = {"listen": address, "metrics": address, "web": address, "otlp": "http://127.0.0.1:1", "log-format": "json"}
+    addresses = dict.fromkeys(("listen", "advertise", "metrics", "web"), address)
+    values = {**addresses, "otlp": "http://127.0.0.1:1", "log-format": "json"}
     values["database"] = "postgresql://ann@db/etfarm"
     lines = []
     for action in parser()._actions:
