@@ -167,7 +167,7 @@ async def test_a_reader_that_waits_holds_the_leader_back_and_its_leaving_ends_th
     await asyncio.wait_for(recorder.ended.wait(), 10)
     assert recorder.metadata[PEER].startswith("ipv4:127.0.0.1:") and recorder.metadata[KEY] == SECRET
     assert recorder.metadata["authorization"] == "Bearer x" and recorder.metadata["etfarm-project"] == "p"
-    assert recorder.left_s is not None and 40 < recorder.left_s <= 60
+    assert recorder.left_s is not None and 40 < recorder.left_s < 61, "gRPC rounds what is left up"
 
 
 async def test_a_leader_that_does_not_read_holds_the_writer_back(recorded: tuple[Recorder, grpc.aio.Channel]) -> None:
