@@ -60,7 +60,7 @@ async def bench_killed(servers: Servers, agents: int, jobs: int) -> dict[str, An
         leader.kill9()
         back: list[float] = []
         for agent, connections in zip(fleet, before, strict=True):
-            await agent.until(lambda agent=agent, connections=connections: agent.connections > connections)  # type: ignore[misc]
+            await agent.until(lambda agent=agent, connections=connections: agent.connections > connections)
             back.append(time.monotonic() - began)
         followed = dict(await asyncio.gather(*tasks))
         known = {job.id for job in await calls.all_jobs()}
@@ -90,7 +90,7 @@ async def bench_watching(servers: Servers, agents: int, _: int) -> dict[str, Any
         farm_calls(other.address) as calls, farm_calls(leader.address) as direct,
     ):  # fmt: skip
         await direct.until_online(agents)
-        result = {"agents": agents}
+        result: dict[str, float] = {"agents": agents}
         for name, agent, watcher in (
             ("leader_to_leader", here, direct), ("leader_to_standby", here, calls), ("standby_to_leader", there, direct),
             ("standby_to_standby", there, calls),

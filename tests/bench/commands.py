@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 from tests.support.farm import FarmProcess
 
@@ -47,7 +48,7 @@ def main() -> int:
                 report = farm.bench("demo:ds_cnn", min_time_s=0.0).result().report
                 assert report.state == "SUCCEEDED"
             assert running.server is not None
-            result = {
+            result: dict[str, Any] = {
                 "help": timed("--help"),
                 "devices_list": timed("devices", "list", "--server", running.address),
                 "server_rss_bytes": rss_bytes(running.server.pid),

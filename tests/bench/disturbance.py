@@ -136,7 +136,7 @@ def disturbed(bundle: Bundle, trials: int, folder: Path, *, hog: bool) -> dict[s
 
         threads = 1 + number % 2
         try:
-            begin = start if hog else int
+            begin = start if hog else lambda: None
             pass_results = asyncio.run(measured(bundle, threads, folder, lambda: Sampler(cpus), begin, traced=True))
             of_timed, of_traced = verdicts(*pass_results, folder)
             result.append(of_timed)

@@ -133,8 +133,9 @@ async def attack_with_messages(address: str, rounds: int = 4) -> None:
     async def one() -> None:
         options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
         async with grpc.aio.insecure_channel(address, options=options) as channel:
+            submit: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(SUBMIT)
             with contextlib.suppress(grpc.aio.AioRpcError):
-                await channel.unary_unary(SUBMIT)(message, timeout=60)
+                await submit(message, timeout=60)
 
     for _ in range(rounds):
         await asyncio.gather(*(one() for _ in range(4)))
@@ -152,11 +153,12 @@ def attack_with_bombs(address: str, token: str = "") -> None:
 
 async def attack_with_calls(address: str) -> None:
     async with grpc.aio.insecure_channel(address) as channel:
+        submit: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = channel.unary_unary(SUBMIT)
 
         async def one() -> None:
             while True:
                 with contextlib.suppress(grpc.aio.AioRpcError):
-                    await channel.unary_unary(SUBMIT)(b"", timeout=60)
+                    await submit(b"", timeout=60)
 
         await asyncio.gather(*(one() for _ in range(16)))
 

@@ -55,8 +55,9 @@ async def bare(bundle: Bundle, program: Path, threads: int, folder: Path) -> flo
 
 def farms(farm: Farm, program: Path, threads: int) -> float:
     """p50 in ns of a whole job."""
-    report = farm.bench(program, threads=[threads], profile=False).result().report
-    return float(report.latency.p50_ns)
+    p50_ns = farm.bench(program, threads=[threads], profile=False).result().report.latency.p50_ns
+    assert p50_ns is not None
+    return float(p50_ns)
 
 
 def measure(farm: Farm, bundle: Bundle, program: Path, rounds: int, threads: int, folder: Path) -> dict[str, object]:

@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any, Final
@@ -45,7 +45,7 @@ IDLE, IDLE_PROCESSES, IDLE_S = 1_000, 2, 30.0
 TRIVIAL, AT_ONCE = 600, 20
 CRASHES = 10
 WAIT_S = 900.0
-LIMITS: Final = {
+LIMITS: Final[dict[str, dict[str, float]]] = {
     "faults": {"lost": 0, "twice": 0, "wrong": 0},
     "reconnect": {"killed_s_max": 5.0, "stopped_s_max": 5.0},
     "idle": {"core_share": 0.10, "rss_mb": 200.0},
@@ -180,7 +180,7 @@ async def bench_reconnect(folder: Path) -> dict[str, Any]:
     return {f"{name}_{part}": number(values) for name, values in taken.items() for part, number in PARTS.items()}
 
 
-PARTS: Final = {"median": statistics.median, "max": max}
+PARTS: Final[dict[str, Callable[[list[float]], float]]] = {"median": statistics.median, "max": max}
 
 
 async def bench_idle(folder: Path) -> dict[str, Any]:
@@ -277,7 +277,7 @@ async def bench_crash(folder: Path) -> dict[str, Any]:
     }  # fmt: skip
 
 
-BENCHES: Final = {
+BENCHES: Final[dict[str, Callable[..., Awaitable[dict[str, Any]]]]] = {
     "faults": bench_faults, "reconnect": bench_reconnect, "idle": bench_idle, "jobs": bench_jobs, "crash": bench_crash,
 }  # fmt: skip
 

@@ -151,7 +151,7 @@ class Bench:
 
     async def _agent(self) -> float:
         blobs, server = Blobs(), grpc.aio.server()
-        artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(blobs, server)  # type: ignore[no-untyped-call]
+        artifact_pb2_grpc.add_ArtifactServiceServicer_to_server(blobs, server)
         address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
         await server.start()
         pte = blobs.put(self._program.read_bytes())

@@ -296,7 +296,7 @@ async def job_ids(jobs: Any, *, only_live: bool = False) -> AsyncIterator[str]:
 
 
 ATTACKS: dict[str, Callable[[str, Path], Awaitable[None]]] = {
-    **{f"submit_{kind}_{n}": lambda to, folder, kind=kind, n=n: submit(to, folder, kind, n) for kind in SPECS for n in (1, 4)},  # type: ignore[misc]
+    **{f"submit_{kind}_{n}": lambda to, folder, kind=kind, n=n: submit(to, folder, kind, n) for kind in SPECS for n in (1, 4)},
     "list": lambda to, _: look(to, "list"),
     "get": lambda to, _: look(to, "get"),
     "watch": lambda to, _: look(to, "watch"),

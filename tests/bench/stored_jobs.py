@@ -148,7 +148,7 @@ def print_sizes(connection: Connection) -> None:
     """Print what the tables store for a job, with their indexes."""
     jobs = connection.exec_driver_sql("SELECT count(*) FROM jobs").scalar_one()
     sizes = connection.exec_driver_sql("SELECT name, pgsize FROM dbstat WHERE aggregate = TRUE")
-    owners = dict(connection.exec_driver_sql("SELECT name, tbl_name FROM sqlite_master").all())  # type: ignore[arg-type]
+    owners = {row.name: row.tbl_name for row in connection.exec_driver_sql("SELECT name, tbl_name FROM sqlite_master")}
     bytes_of: dict[str, int] = {}
     for name, size in sizes:
         bytes_of[owners.get(name, name)] = bytes_of.get(owners.get(name, name), 0) + size

@@ -161,8 +161,8 @@ async def measure_devices(address: str, agent: Agent, watchers: int) -> dict[str
     for stream in await asyncio.to_thread(watching.stop):
         for at, message in stream:
             device = device_pb2.DeviceEvent.FromString(message).device
-            if (number := device.labels.get("change", "")) in sent and at >= sent[number]:
-                latencies.append((at - sent[number]) * 1e3)
+            if (change := device.labels.get("change", "")) in sent and at >= sent[change]:
+                latencies.append((at - sent[change]) * 1e3)
     return summary(latencies, CHANGES * watchers)
 
 
