@@ -25,11 +25,11 @@ ACTIONS: Final[dict[Action, int]] = {}
 """The actions with their odds."""
 
 
-def action(odds: int) -> Callable[[Action], Action]:
-    """Add a function to the actions; it returns what it has done, for the timeline."""
+def action(odds: int, among: dict[Action, int] = ACTIONS) -> Callable[[Action], Action]:
+    """Add a function to actions; it returns what it has done, for the timeline."""
 
     def add(function: Action) -> Action:
-        ACTIONS[function] = odds
+        among[function] = odds
         return function
 
     return add
@@ -258,7 +258,7 @@ async def mute(world: World) -> str:
 async def copy_agent(world: World) -> str:
     """Start a copy of a simulated agent, with the same identity and devices."""
     original = world.draws.choice(world.simulated)
-    copy = SimulatedAgent(world.farm.address, original.name, devices=[device.name for device in original.devices.values()])
+    copy = SimulatedAgent(world.addresses, original.name, devices=[device.name for device in original.devices.values()])
     copy.start()
     await asyncio.sleep(world.draws.uniform(0.1, 0.6))
     await copy.stop()

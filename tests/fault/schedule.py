@@ -1,6 +1,6 @@
 """A random schedule of jobs and faults on a real farm, and what must hold afterwards.
 
-    python -m tests.fault.schedule --seed 7 --minutes 1
+    python -m tests.fault.schedule --seed 7 --minutes 1 [--large]
 
 A seed draws the actions and the pauses between them; what they hit depends on the machine. A new kind of fault is a function
 in `tests.fault.actions` with the decorator `action`.
@@ -18,12 +18,14 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, nullcontext
 from pathlib import Path
 from typing import Final
 
 from etfarm.v1 import common_pb2, device_pb2, job_pb2
 from tests.fault.actions import ACTIONS
+from tests.fault.engine_actions import ENGINE_ACTIONS
+from tests.fault.engines import Engines, running_engines
 from tests.fault.shaken_farm import SIMULATED, World, start_time
 from tests.support import invariants
 from tests.support.farm import wait_until
@@ -141,27 +143,41 @@ async def eventually(look: Callable[[], Awaitable[list[str]]], within_s: float =
 
 def check_remains(world: World) -> list[str]:
     """Return what is wrong with what a farm leaves behind that has stopped."""
-    data = world.farm.folder / "server"
-    wrong = invariants.check_database(data / "farm.sqlite")
+    if world.engines is not None:
+        wrong = invariants.check_postgres(world.engines.url)
+    else:
+        wrong = invariants.check_database(world.farm.folder / "server" / "farm.sqlite")
 
     def left() -> list[int]:
         return [pid for pid, started in world.processes.items() if start_time(pid) == started]
 
     if not wait_until(lambda: not left(), 15.0):
         wrong.append(f"processes are left: {left()}")
-    for path in world.farm.folder.glob("*.log"):
+    for path in world.farm.folder.rglob("*.log"):
         text = path.read_text(errors="replace")
         wrong += [f"{path.name}: {text[max(0, place - 200) : place + 2000]}" for bug in BUGS if (place := text.find(bug)) >= 0]
     return wrong
 
 
-async def run(folder: Path, seed: int, seconds: float, *, actions: int | None = None, compiles: bool = True) -> World:
+async def run(
+    folder: Path,
+    seed: int,
+    seconds: float,
+    *,
+    actions: int | None = None,
+    compiles: bool = True,
+    engines: Engines | None = None,
+) -> World:
     """Run the schedule of a seed, for so many seconds or actions at most.
+
+    Args:
+        engines: of a large farm with two servers, which have faults as well.
 
     Raises:
         AssertionError: something does not hold; the message has the timeline, and how to repeat it.
     """
-    plan, world = random.Random(seed), World(folder, seed, compiles=compiles)
+    plan, world = random.Random(seed), World(folder, seed, compiles=compiles, engines=engines)
+    odds = ACTIONS | (ENGINE_ACTIONS if engines else {})
     wrong: list[str] = []
     cause: BaseException | None = None
     try:
@@ -169,7 +185,7 @@ async def run(folder: Path, seed: int, seconds: float, *, actions: int | None = 
             await world.open(closing)
             until = time.monotonic() + seconds
             while time.monotonic() < until and (actions is None or len(world.timeline) < actions):
-                act, number = plan.choices(list(ACTIONS), list(ACTIONS.values()))[0], plan.getrandbits(64)
+                act, number = plan.choices(list(odds), list(odds.values()))[0], plan.getrandbits(64)
                 # A generator of its own for each action: what one of them meets does not change the next ones.
                 world.draws = random.Random(number)
                 world.say(await act(world))
@@ -183,7 +199,8 @@ async def run(folder: Path, seed: int, seconds: float, *, actions: int | None = 
         cause = error
     if wrong:
         live = [f"{each.what}: {each.job.id if each.job else 'not answered'}, {len(each.events)} events" for each in world.live]
-        repeat = f"python -m tests.fault.schedule --seed {seed} --minutes {seconds / 60:g}{'' if compiles else ' --no-compile'}"
+        repeat = f"python -m tests.fault.schedule --seed {seed} --minutes {seconds / 60:g}"
+        repeat += f"{'' if world.compiles else ' --no-compile'}{' --large' if world.engines else ''}"
         raise AssertionError(
             "\n".join([f"seed {seed}", *world.timeline, "", *live, "", *wrong, "", f"Repeat with: {repeat}"])
         ) from cause
@@ -196,6 +213,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=None, help="default: a new one, which is printed")
     parser.add_argument("--minutes", type=float, default=0.25)
     parser.add_argument("--no-compile", action="store_true", help="no compilations, for which each server loads torch")
+    parser.add_argument("--large", action="store_true", help="two servers on PostgreSQL and S3, which have faults as well")
     parser.add_argument("--folder", type=Path, help="where the farm's data and logs stay; default: a temporary folder")
     options = parser.parse_args()
     seed = random.SystemRandom().randrange(1_000_000) if options.seed is None else options.seed
@@ -206,7 +224,10 @@ def main() -> int:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
         try:
-            world = asyncio.run(run(folder, seed, options.minutes * 60, compiles=not options.no_compile))
+            # The S3 server is started by an event loop of its own.
+            with running_engines() if options.large else nullcontext() as engines:
+                work = run(folder, seed, options.minutes * 60, compiles=not options.no_compile, engines=engines)
+                world = asyncio.run(work)
         except AssertionError as error:
             if error.__cause__ is not None:
                 traceback.print_exception(error.__cause__)

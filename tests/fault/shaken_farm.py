@@ -18,6 +18,7 @@ import psutil
 from etfarm.v1 import job_pb2
 from etfarm.wire import recipes
 from etfarm.wire.status import from_rpc_error
+from tests.fault.engines import Engines
 from tests.support import models
 from tests.support.farm import Daemon, FarmProcess, descendants
 from tests.support.farm_calls import LIVE, PAUSE_S, FarmCalls, farm_calls, is_away
@@ -48,14 +49,21 @@ class Submitted:
 
 
 class World:
-    """A farm with simulated agents and a real one behind a link, and everything that was submitted to it."""
+    """A farm with simulated agents and a real one behind a link, and everything that was submitted to it.
 
-    def __init__(self, folder: Path, seed: int, *, compiles: bool) -> None:
+    Args:
+        engines: what a large farm runs on, which also has a second server.
+    """
+
+    def __init__(self, folder: Path, seed: int, *, compiles: bool, engines: Engines | None = None) -> None:
         self.draws = random.Random(seed)
         """Draws of the current action."""
         self._acts = random.Random(seed)
         self.compiles = compiles
-        self.farm = FarmProcess(folder, serve=["--patience", str(PATIENCE_S), "--webhook-allow", "127.0.0.1"])
+        self.engines = engines
+        serve = ["--patience", str(PATIENCE_S), "--webhook-allow", "127.0.0.1", *(engines.arguments if engines else ())]
+        self.farm = FarmProcess(folder, serve=serve)
+        self.second = FarmProcess(folder / "second", serve=serve) if engines else None
         self.submitted: list[Submitted] = []
         self.processes: dict[int, float] = {}
         """Processes of the farm by id, with the times of their starts."""
@@ -76,17 +84,25 @@ class World:
     async def open(self, closing: AsyncExitStack) -> None:
         """Start the farm with its agents."""
         closing.push_async_callback(asyncio.to_thread, self.farm.stop)
-        await asyncio.to_thread(self.farm.start, agents=0)
+        await asyncio.to_thread(self.farm.restart)
+        if self.engines is not None:
+            await asyncio.to_thread(self.server.expect, "leading the farm")
+        await asyncio.to_thread(self.farm.offer_runner)
+        if self.second is not None:
+            self.second.folder.mkdir()
+            closing.push_async_callback(asyncio.to_thread, self.second.stop)
+            await asyncio.to_thread(self.second.restart)
         self.link = closing.enter_context(link_to(self.farm.address))
         self.receiver = closing.enter_context(receiver())
-        self.calls = await closing.enter_async_context(farm_calls(self.farm.address))
+        self.calls = await closing.enter_async_context(farm_calls(self.addresses))
         watching = asyncio.create_task(self._watch_all(), name="watch-all")
         closing.push_async_callback(_end, watching)
-        self.real = await asyncio.to_thread(self.farm.add_agent, "--name", REAL, server=self.link.address)
+        server = self.addresses.replace(self.farm.address, self.link.address)
+        self.real = await asyncio.to_thread(self.farm.add_agent, "--name", REAL, server=server)
         for number in range(SIMULATED):
             name = f"simulated-{number}"
             agent = SimulatedAgent(
-                self.farm.address, name, devices=[f"{name}-a", f"{name}-b"], act=self.draw_act, run_s=0.02 * number
+                self.addresses, name, devices=[f"{name}-a", f"{name}-b"], act=self.draw_act, run_s=0.02 * number
             )
             self.simulated.append(await closing.enter_async_context(agent))
         self.candidates["add"] = await self.calls.program(program("add").bytes, "add")
@@ -112,15 +128,20 @@ class World:
         return [each for each in self.submitted if not each.is_over]
 
     @property
+    def addresses(self) -> str:
+        """The addresses of all servers, as agents and clients take them."""
+        return ",".join(farm.address for farm in (self.farm, self.second) if farm is not None)
+
+    @property
     def server(self) -> Daemon:
-        """The server's process."""
+        """The process of the first server."""
         assert self.farm.server is not None
         return self.farm.server
 
     def note_processes(self) -> None:
         """Remember the farm's processes, to know later whether all of them have ended."""
-        for root in (self.server, self.real):
-            if root.process is None or root.process.poll() is not None:
+        for root in (self.server, self.real, self.second.server if self.second else None):
+            if root is None or root.process is None or root.process.poll() is not None:
                 continue
             for pid in {root.pid, *descendants(root.pid)}:
                 if (start := start_time(pid)) is not None:

@@ -147,11 +147,15 @@ class FarmProcess:
         """Start the server, offer it the runner, and start agents that have connected when this returns."""
         self.restart()
         if self._bundle:
-            with self.client() as farm:
-                farm.add_bundle(runner_archive())
+            self.offer_runner()
         for _ in range(agents):
             self.add_agent()
         return self
+
+    def offer_runner(self) -> None:
+        """Add the runner to the server's bundles."""
+        with self.client() as farm:
+            farm.add_bundle(runner_archive())
 
     def restart(self) -> None:
         """Start the server, on the port that it had before."""

@@ -8,6 +8,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
+import psycopg
+
 from etfarm.server.jobs import model
 from etfarm.v1 import artifact_pb2, common_pb2, device_pb2, job_pb2, report_pb2
 from tests.support.farm_calls import LIVE, FarmCalls
@@ -62,24 +64,37 @@ def check_attempts(jobs: Iterable[job_pb2.Job]) -> list[str]:
     return [f"attempt {attempt}: {count} cells share it" for attempt, count in counts.items() if count > 1]
 
 
+_ROWS: Final = {
+    "cells of ended jobs that are live": "SELECT cells.id FROM cells JOIN jobs ON jobs.id = job_id"
+    " WHERE finished_at IS NOT NULL AND state NOT IN ('SUCCEEDED', 'FAILED', 'CANCELLED')",
+    "ended cells without a report": "SELECT id FROM cells WHERE state IN ('SUCCEEDED', 'FAILED', 'CANCELLED')"
+    " AND id NOT IN (SELECT cell_id FROM reports)",
+    "cells with two reports": "SELECT cell_id FROM reports GROUP BY cell_id HAVING count(*) > 1",
+    "gaps in events": "SELECT job_id FROM events GROUP BY job_id HAVING count(*) != max(sequence) OR min(sequence) != 1",
+    "counts of events": "SELECT id FROM jobs WHERE last_sequence != (SELECT count(*) FROM events WHERE job_id = jobs.id)",
+}
+"""Queries of rows that are wrong, of each database."""
+_SQLITE: Final = {
+    "integrity": "SELECT * FROM pragma_integrity_check WHERE integrity_check != 'ok'",
+    "foreign keys": "SELECT * FROM pragma_foreign_key_check",
+}
+
+
 def check_database(path: Path) -> list[str]:
-    """Return what is wrong with the database of a server that has stopped."""
+    """Return what is wrong with the SQLite database of a server that has stopped."""
     database = sqlite3.connect(f"file:{path}?mode=ro", uri=True, timeout=30)
     try:
-        checks = {
-            "integrity": "SELECT * FROM pragma_integrity_check WHERE integrity_check != 'ok'",
-            "foreign keys": "SELECT * FROM pragma_foreign_key_check",
-            "cells of ended jobs that are live": "SELECT cells.id FROM cells JOIN jobs ON jobs.id = job_id"
-            " WHERE finished_at IS NOT NULL AND state NOT IN ('SUCCEEDED', 'FAILED', 'CANCELLED')",
-            "ended cells without a report": "SELECT id FROM cells WHERE state IN ('SUCCEEDED', 'FAILED', 'CANCELLED')"
-            " AND id NOT IN (SELECT cell_id FROM reports)",
-            "cells with two reports": "SELECT cell_id FROM reports GROUP BY cell_id HAVING count(*) > 1",
-            "gaps in events": "SELECT job_id FROM events GROUP BY job_id HAVING count(*) != max(sequence) OR min(sequence) != 1",
-            "counts of events": "SELECT id FROM jobs WHERE last_sequence != (SELECT count(*) FROM events WHERE job_id = jobs.id)",
-        }
-        return [f"{what}: {rows[:3]}" for what, query in checks.items() if (rows := database.execute(query).fetchall())]
+        results = {what: database.execute(query).fetchall() for what, query in (_SQLITE | _ROWS).items()}
     finally:
         database.close()
+    return [f"{what}: {rows[:3]}" for what, rows in results.items() if rows]
+
+
+def check_postgres(url: str) -> list[str]:
+    """Return what is wrong with the PostgreSQL database of servers that have stopped."""
+    with psycopg.connect(url) as connection:
+        results = {what: connection.execute(query.encode()).fetchall() for what, query in _ROWS.items()}
+    return [f"{what}: {rows[:3]}" for what, rows in results.items() if rows]
 
 
 async def check_store(calls: FarmCalls) -> list[str]:
