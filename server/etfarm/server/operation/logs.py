@@ -7,6 +7,7 @@ import sys
 
 import structlog
 
+from etfarm.wire.errors import EtfarmError, FarmError
 from etfarm.wire.escapes import in_a_line, printable
 
 FORMATS = ("text", "json")
@@ -30,6 +31,7 @@ def configure(log_format: str = "text") -> None:
             structlog.contextvars.merge_contextvars,
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
+            _with_reason,
             structlog.processors.format_exc_info,
             *renderers,
         ],
@@ -54,6 +56,16 @@ class _LibraryLines(logging.Formatter):
         stamped = structlog.processors.TimeStamper(fmt="iso", utc=True)(None, "", event)
         rendered = structlog.processors.JSONRenderer()(None, "", stamped)
         return rendered if isinstance(rendered, str) else rendered.decode()
+
+
+def _with_reason(_: object, __: str, event: structlog.types.EventDict) -> structlog.types.EventDict:
+    """Replace the traceback of an error that has a reason of its own by the reason and its sentence."""
+    raised = event.get("exc_info")
+    error = raised if isinstance(raised, BaseException) else sys.exc_info()[1] if raised else None
+    if isinstance(error, EtfarmError) and error.reason != FarmError.reason:
+        del event["exc_info"]
+        event["error"] = f"{error.reason}: {error}"
+    return event
 
 
 def _without_steering(_: object, __: str, event: structlog.types.EventDict) -> structlog.types.EventDict:

@@ -8,6 +8,8 @@ from contextlib import AsyncExitStack
 from datetime import datetime
 from typing import Any, TypeVar
 
+import structlog
+
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.records.journal import Journal
@@ -16,6 +18,8 @@ from etfarm.v1 import agent_pb2, common_pb2, report_pb2
 from etfarm.v1.job_pb2 import Cell
 
 T = TypeVar("T")
+
+log = structlog.get_logger()
 
 
 class CellTransitions:
@@ -55,10 +59,15 @@ def _finished_result(run: CellRun, after: Cell) -> agent_pb2.CandidateResult | N
 
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:
-    """Await `work`, which completes even if the caller is cancelled, so that the cell in memory and its row agree."""
+    """Await `work`, which completes even if the caller is cancelled, so that the cell in memory and its row agree.
+
+    If it fails after that, the error is logged, as no caller is left to raise it to.
+    """
     task = asyncio.ensure_future(work)
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
         await asyncio.wait([task])
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("what was begun for a cancelled caller has failed", exc_info=error)
         raise
