@@ -14,6 +14,7 @@ import hashlib
 import itertools
 import json
 import os
+import platform
 import random
 import shutil
 import statistics
@@ -352,8 +353,12 @@ def figures(times: list[float]) -> tuple[float, float, float]:
 
 async def prepare(address: str, folder: Path) -> None:
     """Store and compile what the attacks need."""
-    from tests.support import models  # torch: the attackers' processes go without
+    from etfarm.client import Farm  # torch: the attackers' processes go without
+    from tests.support import models
+    from tests.support.runner import runner_archive
 
+    with Farm(address, token=TOKENS["root"]) as farm:
+        farm.add_bundle(runner_archive())
     models.save(models.conv, folder / "model.pt2")
     (folder / "program.pte").write_bytes(program("add").bytes)
     async with channel(address, "mallory") as opened:
@@ -374,7 +379,7 @@ async def prepare(address: str, folder: Path) -> None:
             assert state == job_pb2.JobState.JOB_STATE_SUCCEEDED, state
     async with channel(address, "rack") as opened:
         stream = agent_pb2_grpc.AgentServiceStub(opened).Connect()
-        known = device_pb2.Device(id=DEVICE, name=DEVICE, arch="aarch64", cores=CELLS)
+        known = device_pb2.Device(id=DEVICE, name=DEVICE, arch=platform.machine(), cores=CELLS)
         hello = agent_pb2.Hello(agent_id=AGENT, protocol_version=PROTOCOL_VERSION, devices=[known])
         await stream.write(agent_pb2.AgentMessage(hello=hello))
         await stream.read()
