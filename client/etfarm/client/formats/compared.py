@@ -15,6 +15,7 @@ from etfarm.client.formats.compared_fact import number_fact, show_ratio
 from etfarm.wire import changes
 from etfarm.wire.comparison import EXACT_DB, label, traits
 from etfarm.wire.delegation import GLUE
+from etfarm.wire.sqnr import decibels
 
 Json = Mapping[str, Any]
 
@@ -244,7 +245,7 @@ def _errors(errors: Json | None) -> str:
         return "-"
     if errors["equal"]:
         return "equal"
-    return "-" if errors["sqnr_db"] is None else f"{errors['sqnr_db']:.1f} dB"
+    return "-" if errors["sqnr_db"] is None else decibels(errors["sqnr_db"])
 
 
 def _exactness(output: Json) -> tuple[float, float]:

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 _BARS = "▁▂▃▄▅▆▇█"
 _NO_EVIDENCE = "·"
-_EXACT_DB = 300.0
 _ID_CHARACTERS = 8
 """Number of shown characters of a job's id, which leaves room and still identifies the job."""
 
@@ -167,6 +166,7 @@ def _row(point: Point) -> tuple[Text, ...]:
     from rich.text import Text
 
     from etfarm.client.formats import answers, units
+    from etfarm.wire.sqnr import EXACT_DB, decibels
 
     report = point.entry.report
     latency = answers.latency(report)
@@ -182,7 +182,7 @@ def _row(point: Point) -> tuple[Text, ...]:
         Text(*change(point)),
         Text(point.verdict.replace("_", " "), style=_VERDICT_STYLES.get(point.verdict, "")),
         Text("" if size is None else units.size(size)),
-        Text("" if sqnr is None else "exact" if sqnr >= _EXACT_DB else f"{sqnr:.1f} dB"),
+        Text("" if sqnr is None else "exact" if sqnr >= EXACT_DB else decibels(sqnr)),
         Text("" if point.top1_agreement is None else units.percent(point.top1_agreement)),
         Text("" if point.perplexity is None else f"{point.perplexity:,.4g}"),
     )

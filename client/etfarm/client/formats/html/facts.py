@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from etfarm.client.formats import answers, sentences, units
+from etfarm.wire.sqnr import decibels
 
 Json = Mapping[str, Any]
 Fact = tuple[str, str]
@@ -185,11 +186,11 @@ def _check(check: Json) -> str:
         return f"{which}did not run: {check['why']}"
     if all(output["equal"] for output in check["outputs"] or ()):
         return f"{which}{'equal to eager PyTorch' if check['outputs'] else 'ran'}"
-    decibels = [output["sqnr_db"] for output in check["outputs"] if output["sqnr_db"] is not None]
+    levels = [output["sqnr_db"] for output in check["outputs"] if output["sqnr_db"] is not None]
     shares = [share for output in check["outputs"] if (share := output.get("equal_share")) is not None]
-    if shares and not decibels:
+    if shares and not levels:
         return f"{which}{units.percent(min(shares))} of the integers equal to eager PyTorch's"
-    return f"{which}SQNR {min(decibels):.1f} dB against eager PyTorch" if decibels else f"{which}not comparable"
+    return f"{which}SQNR {decibels(min(levels))} against eager PyTorch" if levels else f"{which}not comparable"
 
 
 def warnings(report: Json) -> list[str]:
