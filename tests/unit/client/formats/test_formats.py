@@ -147,7 +147,7 @@ def test_the_trace_has_the_jobs_phases_by_actor_without_overlap() -> None:
         phase["start_ms"] += 10
     trace = perfetto.trace(document(one, other))
     phases = [event for event in trace["traceEvents"] if event["pid"] == perfetto.JOB_PROCESS and event["ph"] == "X"]
-    assert [event["name"] for event in phases].count("TORCH_EXPORT") == 1, "both cells tell of one export"
+    assert [event["name"] for event in phases].count("compiling TORCH_EXPORT") == 1, "both cells tell of one export"
     assert min(event["ts"] for event in phases) == 0
     threads = {event["tid"] for event in phases}
     for thread in threads:
@@ -231,6 +231,7 @@ def test_phases_that_wait_are_told_from_phases_that_work() -> None:
     ]
     measured = report(timeline=phases)
     assert [bar["waits"] for bar in facts.timeline(measured)] == [False, True, False]
+    assert [bar["phase"] for bar in facts.timeline(measured)] == ["compiling COMPILE", "waiting for an idle machine", "measuring"]
     assert facts.waited(measured) == "3.00 s of work and 500 ms of waiting"
     page = html.write(document(measured)).decode()
     assert page.count('<tr class="waits">') == 1
