@@ -12,6 +12,7 @@ from typing import Any
 from etfarm.client.formats import generation, units
 from etfarm.wire import delegation as delegations
 from etfarm.wire import views
+from etfarm.wire.comparison.uncertainty import MIN_RUNS
 from etfarm.wire.sqnr import decibels
 
 Json = Mapping[str, Any]
@@ -52,7 +53,19 @@ def latency(report: Json) -> Answer:
     if not measured:
         rated = generation.headline(report["generation"]) if report["generation"] else None
         return Answer("") if rated is None else Answer(f"decode {rated[0]}", f"{rated[1]} {rated[2]}".strip())
-    return Answer(*median(measured))
+    text, interval = median(measured)
+    return Answer(text, f"{interval} {interval_name(report)}".strip() if interval else "")
+
+
+def interval_name(report: Json) -> str:
+    """Return what the interval of the median covers: `within-run`, or `between-run` with at least MIN_RUNS valid runs.
+
+    Empty for interleaved programs, whose rounds are neither.
+    """
+    if report["interleaved"]:
+        return ""
+    valid = sum((run["verdict"] or {}).get("status") == "VALID" for run in report["runs"] or ())
+    return "between-run" if valid >= MIN_RUNS else "within-run"
 
 
 def median(measured: Json) -> tuple[str, str]:

@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from etfarm.client.cli.views import render
-from etfarm.client.formats import units
+from etfarm.client.formats import html, units
 from etfarm.wire.delegation import undelegated_reason
+from tests.support import documents
 from tests.support.rendering import render_text, report_document, report_row
 
 
@@ -157,9 +158,25 @@ def _measured(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_spread_has_percentiles_drift_and_the_effective_samples() -> None:
-    text = render_text(_measured())
+    text = render_text(_measured(), width=160)
     assert "p10 1.80 ms · p90 1.90 ms · p99 2.50 ms · drift -2.1 % · worth 42 independent samples" in text
     assert "3,895 iterations in 251 ms, until steady" in text
+
+
+@pytest.mark.parametrize(
+    ("statuses", "name"), [(["VALID"], "within-run"), (["VALID", "VALID"], "within-run"), (["VALID"] * 3, "between-run")]
+)
+def test_the_interval_of_the_median_has_its_name_in_the_table_and_in_the_tile(statuses: list[str], name: str) -> None:
+    runs = [{"p50_ns": 1_840_000, "verdict": {"status": status}} for status in statuses]
+    measured = _measured(runs=runs)
+    (line,) = [line for line in render_text(measured).splitlines() if line.startswith("  spread")]
+    assert line.startswith(f"  spread    [1.82, 1.86] {name} · p10 1.80 ms · ")
+    assert f"<b>1.84 ms</b><span>[1.82, 1.86] {name}</span>" in html.write(documents.document(measured)).decode()
+
+
+def test_the_interval_of_interleaved_programs_is_neither_within_nor_between_runs() -> None:
+    measured = _measured(interleaved={"base_cell": "c1", "rounds": 9})
+    assert "-run" not in render_text(measured)
 
 
 def test_a_timed_pass_that_went_on_until_its_times_settled_says_so() -> None:
