@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from etfarm.client.formats import answers, escapes, gaps, generation, label, sentences, units
+from etfarm.wire.comparison.numbers import ratio_text
 from etfarm.wire.sqnr import decibels
 
 Json = Mapping[str, Any]
@@ -65,8 +66,7 @@ def _paired(report: Json, reports: Sequence[Json]) -> str:
     if not paired or paired["ratio"] is None:
         return ""
     ends = paired["ratio_ci95"]
-    interval = f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else ""
-    return f"{paired['ratio']:.3f}x{interval} of {answers.against(report, reports)}: {sentences.ratio(paired['ratio'], ends)}"
+    return f"{ratio_text(paired['ratio'], ends)} of {answers.against(report, reports)}: {sentences.ratio(paired['ratio'], ends)}"
 
 
 def _report(report: Json) -> Iterator[str]:

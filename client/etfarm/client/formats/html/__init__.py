@@ -18,6 +18,7 @@ from typing import Any, Final
 from etfarm.client.formats import answers, compared, gaps, label, sentences, units
 from etfarm.client.formats.html import cells, charts, delegates, facts, generated
 from etfarm.wire import views
+from etfarm.wire.comparison.numbers import ratio_text
 from etfarm.wire.escapes import printable
 
 Json = Mapping[str, Any]
@@ -48,7 +49,7 @@ def write(document: Json, comparison: Json | None = None) -> bytes:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(units=units, style_attribute="style")
+    environment.globals.update(units=units, ratio_text=ratio_text, style_attribute="style")
     # Sentences contain commands in backticks.
     environment.filters["coded"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
     # Paths and module names may break after a slash or a dot, but not within a word.
@@ -66,8 +67,8 @@ def write(document: Json, comparison: Json | None = None) -> bytes:
 def page_values(document: Json, comparison: Json | None = None) -> dict[str, Any]:
     """Return the values of the template reports.html, which this file and the farm's web page share.
 
-    Its environment has the filters `coded` and `breakable`, and the globals `units` and `style_attribute`: the name of the
-    attribute that positions bars, which is not `style` where a policy forbids it.
+    Its environment has the filters `coded` and `breakable`, and the globals `units`, `ratio_text` and `style_attribute`: the name
+    of the attribute that positions bars, which is not `style` where a policy forbids it.
 
     Args:
         comparison: as in `write`.
