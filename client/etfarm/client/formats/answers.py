@@ -91,7 +91,8 @@ def delegated(report: Json) -> Answer:
     shares = [row["share"] or 0.0 for row in report["operators"] or () if row["parent"] is None and row["delegated"]]
     nodes = delegated_nodes(report)
     if report["operators"]:
-        return Answer(units.percent(sum(shares)), f"of the time; {nodes}" if nodes else "of the time")
+        what = "of the traced time in delegates"
+        return Answer(units.percent(sum(shares)), f"{what}; {nodes}" if nodes else what)
     return Answer(nodes)
 
 

@@ -83,7 +83,7 @@ def brief(
             if share := _share(delegation):
                 parts.append(_of(method, compiled, share))
         if delegated_time is not None:
-            parts.append(f"{units.percent(delegated_time)} of the time")
+            parts.append(f"{units.percent(delegated_time)} of the traced time in delegates")
         yield "program", Text(", ".join(parts))
     if delegates:
         yield from _undelegated(compiled, width, TOP_BRIEF)

@@ -91,6 +91,12 @@ def test_a_ready_program_says_once_why_it_has_no_source_lines() -> None:
     assert lines.index(caption) > lines.index(next(line for line in lines if "0.9" in line or "90.0 %" in line))
 
 
+def test_a_program_says_what_its_share_of_the_time_is() -> None:
+    program = report_document(recipe=None, compile={"stages": [], "program": {"digest": "1" * 64, "size_bytes": 320_512}})
+    assert "program   313 KiB, 80.0 % of the traced time in delegates\n" in f"{render_text(program)}\n"
+    assert "<b>80.0 %</b><span>of the traced time in delegates</span>" in html.write(documents.document(program)).decode()
+
+
 def test_a_model_without_source_lines_is_not_called_a_program() -> None:
     for document in (
         report_document(),
@@ -125,7 +131,7 @@ def test_the_facts_are_reported_with_their_units() -> None:
     assert "linear: SQNR 38.2 dB, max abs error 0.0012, against the program before quantization" in text
     assert "peak 8.00 MiB, planned 24.2 KiB" in text
     assert "cached; took TO_EXECUTORCH 195 ms" in text
-    assert "313 KiB, 36 of 37 nodes delegated in 1 subgraph, 80.0 % of the time" in text
+    assert "313 KiB, 36 of 37 nodes delegated in 1 subgraph, 80.0 % of the traced time in delegates" in text
     assert "forward was calibrated with one input." in text
 
 
