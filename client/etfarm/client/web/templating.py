@@ -24,6 +24,7 @@ from etfarm.client.web.options import WebOptions
 from etfarm.client.web.visitors import Visitors
 from etfarm.wire.comparison.numbers import ratio_text
 from etfarm.wire.escapes import printable
+from etfarm.wire.sqnr import decibels
 
 HERE: Final = Path(__file__).parent
 REPORT_FOLDER: Final = HERE.parent / "formats" / "html"
@@ -70,6 +71,7 @@ class Templates:
             summary=summary,
             phases=phases,
             style_attribute="data-style",
+            decibels=decibels,
             ratio_text=ratio_text,
         )
         self._environment.filters.update(

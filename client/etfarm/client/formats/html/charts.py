@@ -5,6 +5,7 @@ These are pure functions.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,9 @@ BINS = 64
 TAIL = 0.005
 """Part of the samples that may lie above the histogram: a few slow ones would compress all others into one bar."""
 
+
+PAUSE = 3
+"""Number of usual steps between readings from which on a step is a pause between runs."""
 
 FENCE = 3
 """Number of widths of the middle half above which a histogram ends (Tukey's outer fence): a disturbed run has an endless tail."""
@@ -68,6 +72,25 @@ def histogram(samples: Sequence[int], bins: int = BINS) -> dict[str, Any]:
         else:
             beyond += 1
     return {"low": low, "width": width, "counts": counts, "beyond": beyond, "max": ordered[-1]}
+
+
+def separated(readings: Sequence[Json]) -> list[dict[str, Any]]:
+    """Return the readings of the device with an empty one in each pause between the timed passes of several runs.
+
+    Nothing is read while the next run waits and warms up, and a line across would look like readings.
+    """
+    points = [dict(reading) for reading in readings]
+    steps = [later["elapsed_ms"] - earlier["elapsed_ms"] for earlier, later in itertools.pairwise(points)]
+    if not steps:
+        return points
+    pause_ms = PAUSE * sorted(steps)[len(steps) // 4]
+    parted = points[:1]
+    for step, point in zip(steps, points[1:], strict=True):
+        if step > pause_ms > 0:
+            empty = {key: [] if isinstance(value, list) else None for key, value in point.items()}
+            parted.append({**empty, "elapsed_ms": point["elapsed_ms"] - step / 2})
+        parted.append(point)
+    return parted
 
 
 def flame(operators: Sequence[Json], method: str) -> list[dict[str, Any]]:

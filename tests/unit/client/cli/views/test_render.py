@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from etfarm.client.cli.views import render
-from etfarm.client.formats import html, units
+from etfarm.client.formats import html, sentences, units
 from etfarm.wire.delegation import undelegated_reason
 from tests.support import documents
 from tests.support.rendering import render_text, report_document, report_row
@@ -236,6 +236,18 @@ def test_waits_and_settings_that_were_not_applied_have_a_line_each() -> None:
     reported = "12.0 s until the device was below 60 °C; 10.0 s for the device to be idle, in vain: 0.50 tasks per cpu"
     assert f"waited    {reported}" in text
     assert "settings  the governor of cpus 0-3 stayed powersave instead of performance: the agent may not write it" in text
+
+
+def test_the_waits_of_several_runs_are_one_sentence_with_their_range() -> None:
+    def idle(waited_ms: float, measured: float, *, passed: bool) -> dict[str, Any]:
+        return {"gate": "IDLE", "waited_ms": waited_ms, "passed": passed, "measured": measured, "threshold": 0.15}
+
+    waits = [idle(2000.0, 0.1, passed=True), idle(10_000.0, 0.5, passed=False), idle(12_000.0, 0.1, passed=True)]
+    waits += [idle(10_000.0, 0.75, passed=False)]
+    assert sentences.waits(waits) == (
+        "2 times 2.00 s to 12.0 s until the device was idle; "
+        "2 times 10.0 s for the device to be idle, in vain: 0.50 to 0.75 tasks per cpu"
+    )
 
 
 def test_reasons_with_one_remedy_say_it_once() -> None:
