@@ -87,7 +87,7 @@ def separated(readings: Sequence[Json]) -> list[dict[str, Any]]:
     parted = points[:1]
     for step, point in zip(steps, points[1:], strict=True):
         if step > pause_ms > 0:
-            empty = {key: [] if isinstance(value, list) else None for key, value in point.items()}
+            empty: dict[str, Any] = {key: [] if isinstance(value, list) else None for key, value in point.items()}
             parted.append({**empty, "elapsed_ms": point["elapsed_ms"] - step / 2})
         parted.append(point)
     return parted
