@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from etfarm.client import formats
 from etfarm.client.errors import ExtraMissing
 from etfarm.client.formats import (
+    answers,
     csv,
     executorch,
     gaps,
@@ -221,6 +222,22 @@ def test_modules_that_hold_nothing_but_one_submodule_share_its_box() -> None:
     assert _names("a.b.c.d", "a.b.e") == [(0, "forward", ""), (1, "a.b", "a.b"), (2, "c.d", "a.b.c.d"), (2, "e", "a.b.e")]
     assert _names("a", "a.b") == [(0, "forward", ""), (1, "a", "a"), (2, "b", "a.b")], "a has an operator of its own"
     assert _names("a.b", "c.d.e") == [(0, "forward", ""), (1, "a.b", "a.b"), (1, "c.d.e", "c.d.e")]
+
+
+def test_a_box_of_kernels_that_are_too_short_is_their_delegate_with_its_line() -> None:
+    source = {"file": "net.py", "line": 17, "code": "return self.fc(x)"}
+    inside = {"delegated": True, "backend": "XnnpackBackend"}
+    place = {"op_types": ["aten.linear.default"], "module": "fc", "source": source}
+    rows = [
+        row(0, "DELEGATE", "XnnpackBackend", 0.8, 636.0, **inside, **place),
+        row(1, "KERNEL", "Fully Connected GEMM #1", 0.0, None, parent=0, resolution_ns=1000.0, **inside, **place),
+        row(2, "REST", "rest of XnnpackBackend", 0.8, 636.0, parent=0, **inside),
+        row(3, "REST", "rest of forward", 0.2, 158.0),
+    ]
+    measured = report(operators=rows)
+    boxes = {box["row"]: box for box in charts.flame(measured["operators"], "forward") if "row" in box}
+    assert (boxes[0]["w"], boxes[0]["path"]) == (0.8, "fc") and 2 not in boxes
+    assert answers.slowest(measured) == answers.Answer("80.0 %", "net.py:17\nreturn self.fc(x)")
 
 
 def test_phases_that_wait_are_told_from_phases_that_work() -> None:
