@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +12,7 @@ from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.outcome import STDOUT, Outcome
+from etfarm.client.errors import EtfarmError
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -39,7 +41,13 @@ def main(argv: list[str]) -> int:
 
 def history(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's name, or the first characters of its digest.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A model's name, as `bench` takes it or as reports show it, or the first characters of its digest.",
+        ),
+    ],
     device: Annotated[
         str, typer.Option("--device", metavar="SELECTOR", help="Only on devices that match: name=pi5-a or arch=aarch64.")
     ] = "",
@@ -63,6 +71,7 @@ def history(
     of the device.
     """
     from etfarm.client.aio import AsyncFarm
+    from etfarm.client.export.spec import label_of
     from etfarm.client.jobs import history as past
     from etfarm.wire import selectors
 
@@ -73,7 +82,13 @@ def history(
 
     async def fetch() -> list[HistoryEntry]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.history(model, device=device, recipe=recipe, method=method, threads=threads, limit=limit)
+            read = partial(farm.history, device=device, recipe=recipe, method=method, threads=threads, limit=limit)
+            try:
+                return await read(model)
+            except EtfarmError as error:
+                if error.reason != "NO_HISTORY" or (label := label_of(model)) == model:
+                    raise
+                return await read(label)
 
     entries = run_async(fetch, outcome)
     outcome.document = lambda error: past.document(model, entries, error)
