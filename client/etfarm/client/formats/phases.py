@@ -14,6 +14,7 @@ _WORDS: Final = {
     "WAIT_FOR_QUIET": "waiting until the server's own work pauses",
     "WAIT_FOR_COOL": "waiting for a cool device",
     "WAIT_FOR_IDLE": "waiting for an idle machine",
+    "COMPILE": "compiling",
     "BUNDLE": "waiting for the runner",
     "FETCH": "fetching the program",
     "LOAD": "loading the program",

@@ -248,7 +248,7 @@ def test_phases_that_wait_are_told_from_phases_that_work() -> None:
     ]
     measured = report(timeline=phases)
     assert [bar["waits"] for bar in facts.timeline(measured)] == [False, True, False]
-    assert [bar["phase"] for bar in facts.timeline(measured)] == ["compiling COMPILE", "waiting for an idle machine", "measuring"]
+    assert [bar["phase"] for bar in facts.timeline(measured)] == ["compiling", "waiting for an idle machine", "measuring"]
     assert facts.waited(measured) == "3.00 s of work and 500 ms of waiting"
     page = html.write(document(measured)).decode()
     assert page.count('<tr class="waits">') == 1

@@ -202,7 +202,7 @@ def _data(report: Json) -> dict[str, Any]:
 
 def _series(report: Json) -> Sequence[Json]:
     readings = (report["telemetry"] or {}).get("series") or []
-    return charts.separated(readings) if len(report["runs"] or ()) > 1 else readings
+    return charts.joined(readings) if len(report["runs"] or ()) > 1 else readings
 
 
 def _operator(row: Json, undelegated_reason: str) -> Json:

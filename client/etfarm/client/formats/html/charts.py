@@ -74,23 +74,26 @@ def histogram(samples: Sequence[int], bins: int = BINS) -> dict[str, Any]:
     return {"low": low, "width": width, "counts": counts, "beyond": beyond, "max": ordered[-1]}
 
 
-def separated(readings: Sequence[Json]) -> list[dict[str, Any]]:
-    """Return the readings of the device with an empty one in each pause between the timed passes of several runs.
+def joined(readings: Sequence[Json]) -> list[dict[str, Any]]:
+    """Return the readings of several runs' timed passes one right after the other, with an empty reading between two passes.
 
-    Nothing is read while the next run waits and warms up, and a line across would look like readings.
+    Nothing is read while the next run waits and warms up, which often takes longer than all passes, and a line across would look
+    like readings.
     """
     points = [dict(reading) for reading in readings]
     steps = [later["elapsed_ms"] - earlier["elapsed_ms"] for earlier, later in itertools.pairwise(points)]
     if not steps:
         return points
-    pause_ms = PAUSE * sorted(steps)[len(steps) // 4]
-    parted = points[:1]
+    usual_ms = sorted(steps)[len(steps) // 4]
+    left_out_ms = 0.0
+    passes = points[:1]
     for step, point in zip(steps, points[1:], strict=True):
-        if step > pause_ms > 0:
+        if step > PAUSE * usual_ms > 0:
+            left_out_ms += step - usual_ms
             empty: dict[str, Any] = {key: [] if isinstance(value, list) else None for key, value in point.items()}
-            parted.append({**empty, "elapsed_ms": point["elapsed_ms"] - step / 2})
-        parted.append(point)
-    return parted
+            passes.append({**empty, "elapsed_ms": point["elapsed_ms"] - left_out_ms - usual_ms / 2})
+        passes.append({**point, "elapsed_ms": point["elapsed_ms"] - left_out_ms})
+    return passes
 
 
 def flame(operators: Sequence[Json], method: str) -> list[dict[str, Any]]:

@@ -78,13 +78,13 @@ def _readings(*elapsed_ms: float) -> list[dict[str, Any]]:
     return [{"elapsed_ms": at, "frequency_hz": [1e9], "busy_cpus": 1.0} for at in elapsed_ms]
 
 
-def test_the_line_of_the_devices_readings_pauses_between_runs() -> None:
-    readings = _readings(0.0, 10.0, 20.0, 5000.0, 5010.0, 5020.0)
-    points = charts.separated(readings)
-    assert points.pop(3) == {"elapsed_ms": 2510.0, "frequency_hz": [], "busy_cpus": None}
-    assert points == readings
-    assert charts.separated(_readings(0.0, 10.0, 21.0)) == _readings(0.0, 10.0, 21.0)
-    assert charts.separated([]) == []
+def test_the_devices_readings_of_several_runs_are_joined_without_the_waits_between_them() -> None:
+    points = charts.joined(_readings(0.0, 10.0, 20.0, 5000.0, 5010.0, 5020.0, 9000.0))
+    breaks = [points.pop(place) for place in (7, 3)]
+    assert breaks[1] == {"elapsed_ms": 25.0, "frequency_hz": [], "busy_cpus": None}
+    assert points == _readings(0.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+    assert charts.joined(_readings(0.0, 10.0, 21.0)) == _readings(0.0, 10.0, 21.0)
+    assert charts.joined([]) == []
 
 
 def test_a_chart_of_several_runs_says_that_it_spans_them() -> None:
@@ -92,4 +92,4 @@ def test_a_chart_of_several_runs_says_that_it_spans_them() -> None:
     one = report(runs=[{"iterations": 3}], telemetry=telemetry)
     two = report(runs=[{"iterations": 3, "p50_ns": 1e6}, {"iterations": 3, "p50_ns": 1e6}], telemetry=telemetry)
     assert "The device during the timed pass<" in html.write(document(one)).decode()
-    assert "The device during the timed passes of 2 runs; lines pause" in html.write(document(two)).decode()
+    assert "The device during the timed passes of 2 runs, without the waits between them" in html.write(document(two)).decode()
