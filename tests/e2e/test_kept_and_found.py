@@ -197,6 +197,8 @@ def test_the_history_command_prints_text_and_json(kept: Kept, tmp_path: Path) ->
     assert points and all(point["report"]["threads"] == 1 and point["p50_ns"] > 0 for point in points)
     for point in points:
         assert point["job"][:8] in done.stdout and point["verdict"] in done.stdout
+    by_file = etfarm("history", f"gone/{name}.pte", "--threads", "1", "--server", kept.farm.address, cwd=tmp_path)
+    assert (by_file.returncode, by_file.stdout) == (0, done.stdout), "a model as `bench` takes it"
     missing = etfarm("history", "nobody", "--json", "n.json", "--server", kept.farm.address, cwd=tmp_path)
     assert missing.returncode == 2 and name in missing.stderr
     assert json.loads((tmp_path / "n.json").read_text())["error"]["reason"] == "NO_HISTORY"

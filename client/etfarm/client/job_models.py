@@ -153,7 +153,7 @@ class JobChanged:
     job_state: JobState
 
     def __str__(self) -> str:
-        return f"job {self.job.id}: {self.job_state.value}"
+        return f"job {self.job.id}: {phases.describe_state(self.job_state.value)}"
 
 
 @dataclass(frozen=True)
@@ -169,7 +169,7 @@ class CellChanged:
         cell = self.cell
         why = f": {cell.error}" if cell.error is not None else f" ({cell.waiting_for})" if cell.waiting_for else ""
         why = why or (f", {cell.latency}" if cell.latency else "")
-        return f"{cell.label}: {cell.state.value}{why}"
+        return f"{cell.label}: {phases.describe_state(cell.state.value)}{why}"
 
 
 @dataclass(frozen=True)

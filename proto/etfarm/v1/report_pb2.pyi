@@ -31,7 +31,7 @@ class _RunSpreadSourceEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_RunSp
     DESCRIPTOR: _descriptor.EnumDescriptor
     RUN_SPREAD_SOURCE_UNSPECIFIED: _RunSpreadSource.ValueType  # 0
     RUN_SPREAD_SOURCE_REPEATS: _RunSpreadSource.ValueType  # 1
-    """The runs of this report."""
+    """The valid runs of this report, at least three."""
     RUN_SPREAD_SOURCE_HISTORY: _RunSpreadSource.ValueType  # 2
     """Earlier valid reports of the same project with the same program, device, method, threads, cores, inputs and runner, and
     equally many valid runs. Takes precedence over REPEATS where whole reports vary more than their runs explain.
@@ -46,7 +46,7 @@ class RunSpreadSource(_RunSpreadSource, metaclass=_RunSpreadSourceEnumTypeWrappe
 
 RUN_SPREAD_SOURCE_UNSPECIFIED: RunSpreadSource.ValueType  # 0
 RUN_SPREAD_SOURCE_REPEATS: RunSpreadSource.ValueType  # 1
-"""The runs of this report."""
+"""The valid runs of this report, at least three."""
 RUN_SPREAD_SOURCE_HISTORY: RunSpreadSource.ValueType  # 2
 """Earlier valid reports of the same project with the same program, device, method, threads, cores, inputs and runner, and
 equally many valid runs. Takes precedence over REPEATS where whole reports vary more than their runs explain.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint, entry_points, version
 
 from etfarm.wire.errors import EtfarmError
@@ -63,7 +63,16 @@ def main(argv: list[str] | None = None) -> int:
         # Set before a command imports gRPC, which reads the variable on import. Clients report errors themselves; on a server,
         # gRPC's log is the only record of a client's failed handshake.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")
-    commands = {point.name: point for point in entry_points(group=GROUP)}
+    return run(arguments, find_commands())
+
+
+def find_commands() -> dict[str, EntryPoint]:
+    """Return all installed commands. It reads files of every installed distribution."""
+    return {point.name: point for point in entry_points(group=GROUP)}
+
+
+def run(arguments: list[str], commands: Mapping[str, EntryPoint]) -> int:
+    """Run one of the commands, as `main`."""
     point, rest = _find(commands, arguments)
     if point is None:
         return _unknown(commands, arguments)
@@ -81,7 +90,7 @@ def main(argv: list[str] | None = None) -> int:
         return 128 + signal.SIGPIPE
 
 
-def _find(commands: dict[str, EntryPoint], arguments: list[str]) -> tuple[EntryPoint | None, list[str]]:
+def _find(commands: Mapping[str, EntryPoint], arguments: list[str]) -> tuple[EntryPoint | None, list[str]]:
     if len(arguments) > 1 and (point := commands.get(f"{arguments[0]}.{arguments[1]}")):
         return point, arguments[2:]
     return commands.get(arguments[0]), arguments[1:]
@@ -103,7 +112,7 @@ def _load(point: EntryPoint) -> Callable[[list[str]], int | None]:
     return command
 
 
-def _unknown(commands: dict[str, EntryPoint], arguments: list[str]) -> int:
+def _unknown(commands: Mapping[str, EntryPoint], arguments: list[str]) -> int:
     inner = sorted(name.partition(".")[2] for name in commands if name.startswith(f"{arguments[0]}."))
     if inner:
         usage = f"usage: etfarm {arguments[0]} {{{','.join(inner)}}} ..."

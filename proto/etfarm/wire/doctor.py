@@ -18,8 +18,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.metadata import PackageNotFoundError, entry_points, requires, version
+from pathlib import Path
 from typing import Final
 
+from etfarm.wire.atomic_write import write_atomically
 from etfarm.wire.names import CONFIG_VARIABLE, SERVER_VARIABLE, data_folder
 
 GROUP: Final = "etfarm.checks"
@@ -27,6 +29,7 @@ TIME_LIMIT_S: Final = 15.0
 """Seconds that each check may take; all run at the same time."""
 EXTRAS: Final = {"cli": "no command that uses a farm", "agent": "no device here", "server": "no server and no embedded farm here"}
 """The extras for the roles, with the cost of being without each."""
+_STDOUT: Final = "-"
 _THREAD_NAME: Final = "etfarm doctor: "
 _FREE_BYTES: Final = 2 << 30
 _REQUIREMENT: Final = re.compile(r"(?P<name>[\w.-]+)(?P<rest>[^;]*);.*extra == ['\"](?P<extra>\w+)['\"]")
@@ -68,23 +71,34 @@ def main(argv: list[str], checks: Mapping[str, Check] | None = None) -> int:
         checks: the checks by name; `collect_checks` by default.
     """
     parser = argparse.ArgumentParser(prog="etfarm doctor", description="Show what this machine has and lacks, with remedies.")
-    parser.add_argument("--json", action="store_true", help="print the findings as JSON, etfarm.doctor/1")
+    parser.add_argument(
+        "--json", metavar="FILE", nargs="?", const=_STDOUT, help="write the findings as JSON there, etfarm.doctor/1; - is stdout"
+    )
     parser.add_argument("--config", metavar="FILE", help="also check this configuration file of a server (serve --config)")
     options = parser.parse_args(argv)
     if options.config:
         os.environ[CONFIG_VARIABLE] = options.config
     findings = run_checks(collect_checks() if checks is None else checks)
     is_usable = all(finding.status is not Status.MISSING for finding in findings)
-    if options.json:
-        document = {"schema": "etfarm.doctor/1", "usable": is_usable, "findings": [asdict(finding) for finding in findings]}
+    document = {"schema": "etfarm.doctor/1", "usable": is_usable, "findings": [asdict(finding) for finding in findings]}
+    if options.json == _STDOUT:
         print(json.dumps(document, indent=2))
     else:
+        if options.json:
+            _write(parser, Path(options.json), f"{json.dumps(document, indent=2)}\n")
         print("\n".join(format_findings(findings)))
         print("The main job works: `etfarm bench`." if is_usable else "The main job does not work; see MISSING above.")
     sys.stdout.flush()
     if any(thread.name.startswith(_THREAD_NAME) for thread in threading.enumerate()):
         os._exit(0 if is_usable else 1)  # a check that exceeds its time limit must not delay the exit
     return 0 if is_usable else 1
+
+
+def _write(parser: argparse.ArgumentParser, path: Path, text: str) -> None:
+    try:
+        write_atomically(path, text.encode())
+    except OSError as error:
+        parser.error(f"--json cannot write {path}: {error.strerror}. Give another FILE, or - for stdout.")
 
 
 def collect_checks() -> dict[str, Check]:

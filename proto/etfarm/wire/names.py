@@ -54,6 +54,11 @@ def data_folder() -> Path:
     return (Path(base) if base else Path.home() / ".local" / "share") / "etfarm"
 
 
+def embedded_farm_folder() -> Path:
+    """Return the data folder of a user's embedded farm, with its server's in `server` and its agent's in `agent`."""
+    return data_folder() / "farm"
+
+
 def boot_id() -> str:
     """Return the unique id of this boot of this machine (Hello.boot_id); empty if the kernel does not provide it."""
     path = Path("/proc/sys/kernel/random/boot_id")

@@ -1,8 +1,9 @@
 """Groupings of a report's operators by operator, op type, module, source line or backend. Pure; stdlib only.
 
 Takes the rows of `REPORT["operators"]`. Every nanosecond counts once: a delegate with kernels is replaced by them and their REST,
-and any other row counts itself; own shares therefore sum to 1, like those of the leaves. Times are sums of means, which unlike
-medians add up: a row below the clock's resolution has no median, but contributes to a sum.
+and any other row counts itself; own shares therefore sum to 1, like those of the leaves. Where all kernels of a delegate are too
+short for its clock, the delegate counts instead of the REST, which would be all of its time without a place. Times are sums of
+means, which unlike medians add up: a row below the clock's resolution has no median, but contributes to a sum.
 """
 
 from __future__ import annotations
@@ -35,6 +36,12 @@ INSERTED: Final = "inserted by the backend"
 
 UNKNOWN: Final = "not known"
 """The module or line of rows that were not matched with the graph."""
+
+_TIMES: Final = ("mean_ns", "p50_ns", "share", "mean_ci95_ns")
+"""The keys of a row's time."""
+
+_SHOWN_LINES: Final = 3
+"""Number of lines that a delegate is named by."""
 
 _NUMBER = re.compile(r" #\d+$")
 
@@ -88,10 +95,13 @@ def group(operators: Sequence[Row], by: str, sort: str = "own", *, modules: Iter
     """
     check(by, sort)
     parents = {row["index"]: row for row in operators if row["kind"] == "DELEGATE"}
+    kernels = _by_parent(operators)
     keys = _KEYS[by]
     nodes: dict[str, _Node] = {}
     for row in leaves(operators):
         key = keys(row, parents.get(row["parent"]))
+        if by == "line" and row["kind"] == "DELEGATE" and not row["source"]:
+            key = _lines(kernels.get(row["index"], ())) or key
         nodes.setdefault(key, _Node(key)).rows.append(row)
     if by != "module":
         return tuple(node.group(_detail(node, by), 0) for node in _sorted(nodes.values(), sort))
@@ -113,10 +123,38 @@ def check(by: str, sort: str) -> None:
 
 
 def leaves(operators: Iterable[Row]) -> list[Row]:
-    """Return the rows that count, in order of execution: all except delegates with child rows."""
+    """Return the rows that count, in order of execution.
+
+    These are all except delegates with child rows. A delegate whose kernels are all too short to measure stands for their REST.
+    """
     rows = sorted(operators, key=lambda row: row["index"])
-    with_children = {row["parent"] for row in rows if row["parent"] is not None}
-    return [row for row in rows if row["index"] not in with_children]
+    children = _by_parent(rows)
+    rests = {parent: rest for parent, below in children.items() if (rest := _unresolved_rest(below)) is not None}
+    replaced = {rest["index"] for rest in rests.values()}
+    counted: list[Row] = []
+    for row in rows:
+        if (rest := rests.get(row["index"])) is not None:
+            counted.append({**row, **{name: rest[name] for name in _TIMES}})
+        elif row["index"] not in children and row["index"] not in replaced:
+            counted.append(row)
+    return counted
+
+
+def _by_parent(rows: Iterable[Row]) -> dict[int, list[Row]]:
+    """Return the rows below each delegate, by its index."""
+    children: dict[int, list[Row]] = {}
+    for row in rows:
+        if row["parent"] is not None:
+            children.setdefault(row["parent"], []).append(row)
+    return children
+
+
+def _unresolved_rest(rows: Sequence[Row]) -> Row | None:
+    """Return the REST below a delegate if none of its kernels has a time; else None."""
+    rests, kernels = ([row for row in rows if (row["kind"] == "REST") is is_rest] for is_rest in (True, False))
+    if len(rests) != 1 or not kernels or any(row["share"] or row["mean_ns"] for row in kernels):
+        return None
+    return rests[0]
 
 
 def operator_name(row: Row) -> str:
@@ -210,6 +248,13 @@ def _line(row: Row, parent: Row | None) -> str:
     if row["kind"] == "REST":
         return NOT_EXPLAINED
     return line_of(row) or (f"module {row['module']}" if row["module"] else _without_origin(row))
+
+
+def _lines(kernels: Iterable[Row]) -> str:
+    """Return the lines of a delegate's kernels, `net.py:8 + net.py:9`; empty without any."""
+    lines = list(dict.fromkeys(line for row in kernels if (line := line_of(row)) is not None))
+    more = [f"{len(lines) - _SHOWN_LINES} more"] if len(lines) > _SHOWN_LINES else []
+    return " + ".join([*lines[:_SHOWN_LINES], *more])
 
 
 def _without_origin(row: Row) -> str:

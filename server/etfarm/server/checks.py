@@ -19,13 +19,13 @@ from etfarm.server.workers.jail.measures import NETWORK
 from etfarm.wire.channel import Address
 from etfarm.wire.doctor import Check, Finding, Status
 from etfarm.wire.errors import EtfarmError
-from etfarm.wire.names import CONFIG_VARIABLE, data_folder, prebuilt_runner
+from etfarm.wire.names import CONFIG_VARIABLE, embedded_farm_folder, prebuilt_runner
 
 
 def check_jail() -> Iterable[Finding]:
     """Yield the measures that isolate compile processes on this machine, as a real one reports them."""
     name = "compile jail"
-    report = asyncio.run(preflight.find_jail(Config(Address("unix:doctor"), data_folder() / "farm" / "server")))
+    report = asyncio.run(preflight.find_jail(Config(Address("unix:doctor"), embedded_farm_folder() / "server")))
     if not report.missing:
         yield Finding(name, Status.OK, ", ".join(measure.name for measure in report.measures))
     for measure in report.missing:

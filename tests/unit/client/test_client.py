@@ -358,7 +358,7 @@ def test_events_are_plain_values() -> None:
     assert [type(event) for event in events] == [JobChanged, CellChanged, Progress, LogLine]
     assert [event.sequence for event in events if event] == [1, 2, None, None]
     assert decode.event(job_pb2.JobEvent()) is None
-    assert [str(event) for event in events] == ["job j: QUEUED", "m: RUNNING", "cell c: measuring", "runner: hello"]
+    assert [str(event) for event in events] == ["job j: queued", "m: running", "cell c: measuring", "runner: hello"]
 
 
 def _refusal(code: grpc.StatusCode) -> grpc.aio.AioRpcError:

@@ -62,6 +62,21 @@ def test_the_exit_code_and_the_json_say_whether_the_main_job_works(
     assert set(document["findings"][-1]) == {"name", "status", "detail", "cost", "remedy"}
 
 
+def test_the_json_goes_to_stdout_or_to_a_file_beside_the_findings(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--json", "-"], {"a": _fail}) == 0
+    on_stdout = json.loads(capsys.readouterr().out)
+    assert doctor.main(["--json", str(tmp_path / "found.json")], {"a": _fail}) == 0
+    assert "The main job works" in capsys.readouterr().out
+    assert json.loads((tmp_path / "found.json").read_text()) == on_stdout
+
+
+def test_a_file_that_cannot_be_written_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as end:
+        doctor.main(["--json", str(tmp_path / "no" / "found.json")], {"a": _fail})
+    assert end.value.code == 2
+    assert "cannot write" in (text := capsys.readouterr().err) and "Give another FILE, or - for stdout." in text
+
+
 def test_packages_of_one_extra_suffice_for_its_role(monkeypatch: pytest.MonkeyPatch) -> None:
     lacking: set[str] = set()
 

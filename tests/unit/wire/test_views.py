@@ -196,6 +196,48 @@ def test_by_backend_a_delegate_s_rest_is_its_delegate_s() -> None:
     assert result == pytest.approx({"XnnpackBackend": 0.8, views.NOT_DELEGATED: 0.15, views.NOT_EXPLAINED: 0.05})
 
 
+def too_short(*lines: int, source: dict[str, Any] | None = None) -> list[dict[str, Any]]:
+    """Return a delegate with a kernel for each line, all below the clock's resolution."""
+    inside = {"delegated": True, "backend": "XnnpackBackend"}
+    unmeasured = {"parent": 0, "mean_ns": None, "p50_ns": None, "share": 0.0, "resolution_ns": 1000.0, "aligned": True, **inside}
+    kernels = [
+        row(number, "KERNEL", name=f"Clamp #{number}", op_types=["aten.relu.default"], source=line(at), **unmeasured)
+        for number, at in enumerate(lines, 1)
+    ]
+    return [
+        row(
+            0, "DELEGATE", name="XnnpackBackend", op_types=["aten.relu.default"], share=0.8, mean_ns=80.0, source=source, **inside
+        ),
+        *kernels,
+        row(len(lines) + 1, "REST", name="rest of XnnpackBackend", parent=0, share=0.8, mean_ns=80.0, **inside),
+        row(len(lines) + 2, "REST", name="rest of forward", share=0.2, mean_ns=20.0),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("lines", "key"),
+    [
+        ([7], "models/net.py:7"), ([7, 8, 7], "models/net.py:7 + models/net.py:8"),
+        ([1, 2, 3, 4, 5], "models/net.py:1 + models/net.py:2 + models/net.py:3 + 2 more"),
+    ],
+)  # fmt: skip
+def test_the_time_of_a_delegate_whose_kernels_are_all_too_short_has_their_lines(lines: list[int], key: str) -> None:
+    rows = too_short(*lines, source=line(7) if lines == [7] else None)
+    groups = {group.key: group for group in views.group(rows, "line")}
+    assert groups[key].own_share == 0.8 and groups[key].own_ns == 80.0 and 0 in groups[key].indexes
+    assert groups[views.NOT_EXPLAINED].own_share == 0.2, "time outside of the delegate stays unexplained"
+    assert groups.keys() >= {f"models/net.py:{at}" for at in lines}, "lines stay listed"
+    assert views.group(rows, "module")[0].key == views.MODEL and views.group(rows, "op")[0].key == "XnnpackBackend"
+
+
+def test_time_around_kernels_of_which_one_was_measured_is_not_explained() -> None:
+    rows = too_short(7, 8)
+    rows[1] |= {"share": 0.1, "mean_ns": 10.0}
+    rows[3] |= {"share": 0.7, "mean_ns": 70.0}
+    shares = {group.key: group.own_share for group in views.group(rows, "line")}
+    assert shares == {"models/net.py:7": 0.1, "models/net.py:8": 0.0, views.NOT_EXPLAINED: pytest.approx(0.9)}
+
+
 def test_sorting_by_name_and_by_own() -> None:
     assert keys("line", "name") == sorted(keys("line"))
     assert keys("op", "own")[0] == "Convolution (NHWC, F32) IGEMM"

@@ -8,6 +8,7 @@ from typing import Any, Final
 _TYPE: Final = re.compile(r" <[^<>]+>(?=\.*$)")
 _NOTES: Final = re.compile(r"  \[([^\[\]]*)\]$")
 _RANGE: Final = re.compile(r"(?:(-?[\d.]+)<=)?x(?:([<>])=(-?[\d.]+))?")
+_LONGEST_SENTENCE: Final = 1000
 _BEYOND_USE: Final = 2**31 - 1
 """Bounds from here on exist for the contract's integers, and no reader needs them."""
 
@@ -18,7 +19,18 @@ def make_readable(command: Any) -> None:
         # get_help_record is click's interface; how typer composes its texts changes between versions.
         parameter.get_help_record = _Readable(parameter.get_help_record)
     for subcommand in getattr(command, "commands", {}).values():
+        subcommand.get_short_help_str = _Whole(subcommand.get_short_help_str)
         make_readable(subcommand)
+
+
+class _Whole:
+    """A `get_short_help_str` that does not cut the sentence at a line's end; the help continues it on further lines."""
+
+    def __init__(self, get_short_help_str: Any) -> None:
+        self._get_short_help_str = get_short_help_str
+
+    def __call__(self, limit: int = 0) -> str:
+        return str(self._get_short_help_str(_LONGEST_SENTENCE))
 
 
 class _Readable:

@@ -53,7 +53,7 @@ class Place:
     @classmethod
     def of_user(cls) -> Place:
         """Return the place in this user's data folder."""
-        return cls(names.data_folder() / "farm")
+        return cls(names.embedded_farm_folder())
 
     def make(self) -> None:
         """Create the private folders.

@@ -158,6 +158,24 @@ def resolve(text: str) -> ModelSpec:
     raise BadModelArgument(text, f"Did you mean demo:{text}? Else give {FORMS}." if text in DEMOS else "")
 
 
+def label_of(text: str) -> str:
+    """Return the default name of the model that `text`, a MODEL argument, names, whether or not its file still exists.
+
+    Any other text is returned as it is.
+
+    Raises:
+        EtfarmError: the folder of `hf:FOLDER` cannot be read.
+    """
+    if text.startswith("demo:"):
+        return text.removeprefix("demo:")
+    if text.startswith("hf:"):
+        return resolve(text).label
+    if Path(text).suffix.lower() in (".pt2", ".pte"):
+        return Path(text).stem
+    where, _, name = text.rpartition(":")
+    return FileFactory(Path(where), name).label if where.lower().endswith(".py") else text
+
+
 def check_pt2(path: Path) -> None:
     """Check that `path` can be an archive of torch.export.save: a zip whose directory lists an exported program.
 

@@ -12,6 +12,8 @@ from typing import Any
 from etfarm.client.formats import generation, units
 from etfarm.wire import delegation as delegations
 from etfarm.wire import views
+from etfarm.wire.comparison.uncertainty import MIN_RUNS
+from etfarm.wire.sqnr import decibels
 
 Json = Mapping[str, Any]
 
@@ -51,7 +53,19 @@ def latency(report: Json) -> Answer:
     if not measured:
         rated = generation.headline(report["generation"]) if report["generation"] else None
         return Answer("") if rated is None else Answer(f"decode {rated[0]}", f"{rated[1]} {rated[2]}".strip())
-    return Answer(*median(measured))
+    text, interval = median(measured)
+    return Answer(text, f"{interval} {interval_name(report)}".strip() if interval else "")
+
+
+def interval_name(report: Json) -> str:
+    """Return what the interval of the median covers: `within-run`, or `between-run` with at least MIN_RUNS valid runs.
+
+    Empty for interleaved programs, whose rounds are neither.
+    """
+    if report["interleaved"]:
+        return ""
+    valid = sum((run["verdict"] or {}).get("status") == "VALID" for run in report["runs"] or ())
+    return "between-run" if valid >= MIN_RUNS else "within-run"
 
 
 def median(measured: Json) -> tuple[str, str]:
@@ -77,7 +91,8 @@ def delegated(report: Json) -> Answer:
     shares = [row["share"] or 0.0 for row in report["operators"] or () if row["parent"] is None and row["delegated"]]
     nodes = delegated_nodes(report)
     if report["operators"]:
-        return Answer(units.percent(sum(shares)), f"of the time; {nodes}" if nodes else "of the time")
+        what = "of the traced time in delegates"
+        return Answer(units.percent(sum(shares)), f"{what}; {nodes}" if nodes else what)
     return Answer(nodes)
 
 
@@ -113,8 +128,8 @@ def _generation_accuracy(report: Json) -> Answer:
     references = measured.get("references") or ()
     if not references:
         return Answer("")
-    first, decibels, agreement = references[0], references[0]["sqnr_db"], references[0]["top1_agreement"]
-    mood = "fair" if decibels is None else "good" if decibels >= FINE_DB else "bad" if decibels < POOR_DB else "fair"
+    first, level_db, agreement = references[0], references[0]["sqnr_db"], references[0]["top1_agreement"]
+    mood = "fair" if level_db is None else "good" if level_db >= FINE_DB else "bad" if level_db < POOR_DB else "fair"
     top1 = f", top-1 agrees {units.percent(agreement).replace('.0 %', ' %')}" if agreement is not None else ""
     others = [f"{generation.logits(each)} to the {each['reference']}" for each in references[1:]]
     perplexity = [f"perplexity {measured['perplexity']:,.4g}"] if measured["perplexity"] is not None else []
@@ -138,9 +153,9 @@ def _accuracy(reference: str, outputs: Sequence[Json]) -> Answer:
     worst = min(known, key=lambda output: output["sqnr_db"])
     agreements = [output["top1_agreement"] for output in outputs if output["top1_agreement"] is not None]
     top1 = f", top-1 agrees {units.percent(min(agreements)).replace('.0 %', ' %')}" if agreements else ""
-    decibels = worst["sqnr_db"]
-    mood = "good" if decibels >= FINE_DB else "bad" if decibels < POOR_DB else "fair"
-    return Answer(f"{decibels:.1f} dB", f"{against}{top1}", mood)
+    level_db = worst["sqnr_db"]
+    mood = "good" if level_db >= FINE_DB else "bad" if level_db < POOR_DB else "fair"
+    return Answer(decibels(level_db), f"{against}{top1}", mood)
 
 
 def size(report: Json) -> Answer:

@@ -11,10 +11,12 @@ from typing import Any, Final
 
 from etfarm.client.formats import compared_generation, sentences, units
 from etfarm.client.formats.compared_fact import Fact as Fact
-from etfarm.client.formats.compared_fact import number_fact, show_ratio
+from etfarm.client.formats.compared_fact import number_fact
 from etfarm.wire import changes
 from etfarm.wire.comparison import EXACT_DB, label, traits
+from etfarm.wire.comparison.numbers import ratio_text
 from etfarm.wire.delegation import GLUE
+from etfarm.wire.sqnr import decibels
 
 Json = Mapping[str, Any]
 
@@ -57,9 +59,7 @@ def answer(pair: Json) -> str:
     if latency is None or latency["ratio"] is None:
         generated = next(compared_generation.rates(pair, "decode"), None)
         return "no latency on both sides" if generated is None else f"decode {compared_generation.rate_answer(*generated, pair)}"
-    ends = latency["ratio_ci95"]
-    interval = f" [{show_ratio(ends[0])}, {show_ratio(ends[1])}]" if ends else ""
-    return f"{show_ratio(latency['ratio'])}x{interval}  {describe_change(latency)}"
+    return f"{ratio_text(latency['ratio'], latency['ratio_ci95'])}  {describe_change(latency)}"
 
 
 def main_change(pair: Json) -> tuple[str, str]:
@@ -67,7 +67,7 @@ def main_change(pair: Json) -> tuple[str, str]:
     change = pair["latency"]
     if change is None or change["ratio"] is None:
         change = next((rate for _, rate in compared_generation.rates(pair, "decode")), None)
-    return ("?", "") if change is None else (f"{show_ratio(change['ratio'])}x", change["outcome"] or "")
+    return ("?", "") if change is None else (ratio_text(change["ratio"]), change["outcome"] or "")
 
 
 def describe_change(latency: Json) -> str:
@@ -244,7 +244,7 @@ def _errors(errors: Json | None) -> str:
         return "-"
     if errors["equal"]:
         return "equal"
-    return "-" if errors["sqnr_db"] is None else f"{errors['sqnr_db']:.1f} dB"
+    return "-" if errors["sqnr_db"] is None else decibels(errors["sqnr_db"])
 
 
 def _exactness(output: Json) -> tuple[float, float]:

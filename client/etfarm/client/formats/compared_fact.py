@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from etfarm.client.formats import sentences, units
+from etfarm.client.formats import sentences
 
 Json = Mapping[str, Any]
 
@@ -31,8 +31,3 @@ def number_fact(name: str, values: Json | None, shown: Callable[[Any], str]) -> 
         change = sentences.change(values["ratio"] - 1)
         change = "" if change == "0.0 %" else change
     yield Fact(name, shown(values["base"]), shown(values["candidate"]), change)
-
-
-def show_ratio(value: float) -> str:
-    """Return a ratio with three decimals, or more if three would show no difference."""
-    return f"{value:.3f}" if value >= 0.1 else units.significant(value)

@@ -9,8 +9,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
 from etfarm.client.formats import generation, units
-from etfarm.client.formats.compared_fact import Fact, number_fact, show_ratio
+from etfarm.client.formats.compared_fact import Fact, number_fact
 from etfarm.wire.comparison import EXACT_DB
+from etfarm.wire.comparison.numbers import ratio_text
 
 Json = Mapping[str, Any]
 
@@ -29,11 +30,10 @@ def rates(pair: Json, key: str) -> Iterator[tuple[Json, Json]]:
 
 def rate_answer(point: Json, change: Json, pair: Json) -> str:
     """Return `1.052x [1.041, 1.063]  faster (prompt 128)` for a rate, of which more is better."""
-    ends = change["ratio_ci95"]
-    interval = f" [{show_ratio(ends[0])}, {show_ratio(ends[1])}]" if ends else ""
     outcome = (change["outcome"] or "").replace("_", " ")
     same = "same program, " if pair["generation"]["same_program"] else ""
-    return f"{show_ratio(change['ratio'])}x{interval} of the tokens per second  {same}{outcome} ({generation.where(point)})"
+    ratio = ratio_text(change["ratio"], change["ratio_ci95"])
+    return f"{ratio} of the tokens per second  {same}{outcome} ({generation.where(point)})"
 
 
 def rate_facts(pair: Json) -> Iterator[Fact]:

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
+
+from etfarm.wire.sqnr import EXACT_DB
 
 Json = Mapping[str, Any]
-
-EXACT_DB: Final = 300.0
-"""SNR in dB of equal values."""
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from etfarm.client.formats import units
+from etfarm.wire.sqnr import EXACT_DB, decibels
 
 Json = Mapping[str, Any]
 
-EXACT_DB: Final = 300.0
-"""The signal-to-noise ratio of an exact match."""
 COLUMNS: Final = ("prompt", "depth", "first token", "prefill", "decode", "token", "verdict")
 """Headings of the columns of `rows`."""
 
@@ -134,8 +133,8 @@ def accuracy_facts(accuracy: Json | None) -> Iterator[tuple[str, str]]:
 
 def logits(reference: Json) -> str:
     """Return the signal-to-noise ratio of logits: `117.3 dB`, or `equal`."""
-    decibels = reference["sqnr_db"]
-    return "no dB" if decibels is None else "equal" if decibels >= EXACT_DB else f"{decibels:.1f} dB"
+    level_db = reference["sqnr_db"]
+    return "no dB" if level_db is None else "equal" if level_db >= EXACT_DB else decibels(level_db)
 
 
 def _agreement(reference: Json) -> str:

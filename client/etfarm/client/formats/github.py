@@ -14,6 +14,7 @@ from typing import Any, Final
 from etfarm.client.formats import answers, compared, compared_markdown, label, markdown, sentences
 from etfarm.wire import comparison
 from etfarm.wire.escapes import printable
+from etfarm.wire.sqnr import decibels
 
 Json = Mapping[str, Any]
 Place = tuple[str, int] | None
@@ -72,8 +73,8 @@ def _of_reports(document: Json) -> Iterator[tuple[str, str, str, Place]]:
             yield "warning", f"{label(report)}: INVALID", why or "The measurement is not valid.", None
         for row in report["numeric_gap"] or ():
             if row["first_bad"]:
-                decibels = f"{row['snr_db']:.1f} dB" if row["snr_db"] is not None else "no SNR"
-                message = f"The first bad operator is {', '.join(row['ops'])} with {decibels}."
+                level = decibels(row["snr_db"]) if row["snr_db"] is not None else "no SNR"
+                message = f"The first bad operator is {', '.join(row['ops'])} with {level}."
                 yield "warning", f"{label(report)}: numerics", message, _place_of_row(row)
 
 

@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from etfarm.client.formats import answers, escapes, gaps, generation, label, sentences, units
+from etfarm.wire.comparison.numbers import ratio_text
+from etfarm.wire.sqnr import decibels
 
 Json = Mapping[str, Any]
 
@@ -64,8 +66,7 @@ def _paired(report: Json, reports: Sequence[Json]) -> str:
     if not paired or paired["ratio"] is None:
         return ""
     ends = paired["ratio_ci95"]
-    interval = f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else ""
-    return f"{paired['ratio']:.3f}x{interval} of {answers.against(report, reports)}: {sentences.ratio(paired['ratio'], ends)}"
+    return f"{ratio_text(paired['ratio'], ends)} of {answers.against(report, reports)}: {sentences.ratio(paired['ratio'], ends)}"
 
 
 def _report(report: Json) -> Iterator[str]:
@@ -150,14 +151,14 @@ def _accuracy(report: Json) -> Iterator[str]:
         numbers = [
             _number(output[key], form) for key, form in (("max_abs_error", ".3g"), ("mean_abs_error", ".3g"), ("cosine", ".6f"))
         ]
-        decibels = "equal" if output["equal"] else f"{output['sqnr_db']:.1f} dB" if output["sqnr_db"] is not None else ""
-        if not decibels and output.get("equal_share") is not None:
-            decibels = f"{units.percent(output['equal_share'])} equal"
+        level = "equal" if output["equal"] else decibels(output["sqnr_db"]) if output["sqnr_db"] is not None else ""
+        if not level and output.get("equal_share") is not None:
+            level = f"{units.percent(output['equal_share'])} equal"
         yield _row(
             [
                 escapes.text(output["output"] or "output"),
                 escapes.text(output["reference"] or ""),
-                decibels,
+                level,
                 *numbers,
                 units.percent(output["top1_agreement"]),
             ]
@@ -177,11 +178,11 @@ def _gap(report: Json) -> Iterator[str]:
         answer = "none is bad" if judged else "so it is not known whether one is bad"
         yield f"Numerics: {units.count(len(values), 'operator')} compared{note}, {answer}."
     for row in bad:
-        decibels = f"{row['snr_db']:.1f} dB" if row["snr_db"] is not None else "no SNR"
+        level = decibels(row["snr_db"]) if row["snr_db"] is not None else "no SNR"
         where = answers.place(row)
         what, at = escapes.text(", ".join(row["ops"])), f", {escapes.code(where)}" if where else ""
         against = answers.REFERENCES.get(row["reference"], "reference")
-        yield f"Numerics: the first bad operator is {what} with {decibels} against the {against}{at}."
+        yield f"Numerics: the first bad operator is {what} with {level} against the {against}{at}."
     yield ""
 
 

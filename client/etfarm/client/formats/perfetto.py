@@ -15,7 +15,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from etfarm.client.formats import answers, label, units
+from etfarm.client.formats import answers, label, phases, units
 from etfarm.wire.escapes import in_a_line
 
 Json = Mapping[str, Any]
@@ -153,22 +153,22 @@ def _slice(process: int, name: str, start_ns: float, end_ns: float, arguments: J
 
 def _timeline(reports: Sequence[Json], job: str | None) -> list[Json]:
     """Return the phases of all cells, with a thread per actor, and more if cells overlap; the first phase is at 0."""
-    phases = [(phase, label(report)) for report in reports for phase in report["timeline"] or ()]
-    if not phases:
+    entries = [(phase, label(report)) for report in reports for phase in report["timeline"] or ()]
+    if not entries:
         return []
-    first_ms = min(phase["start_ms"] for phase, _ in phases)
-    length_ns = max(phase["start_ms"] + phase["duration_ms"] - first_ms for phase, _ in phases) * 1e6
+    first_ms = min(phase["start_ms"] for phase, _ in entries)
+    length_ns = max(phase["start_ms"] + phase["duration_ms"] - first_ms for phase, _ in entries) * 1e6
     whose = f"job {job}: its phases" if job else "the job's phases"
     events = _named(JOB_PROCESS, f"{whose}, from 0 to {units.time(length_ns)}", sort=len(reports))
     lanes: dict[tuple[str, int], float] = {}
     seen = set()
-    for phase, of in sorted(phases, key=lambda item: (item[0]["start_ms"], -item[0]["duration_ms"])):
+    for phase, of in sorted(entries, key=lambda item: (item[0]["start_ms"], -item[0]["duration_ms"])):
         key = (phase["actor"], phase["phase"], phase["start_ms"], phase["duration_ms"])
         if key in seen:  # cells that share a compilation each contain its phases
             continue
         seen.add(key)
         start_us, length_us = (phase["start_ms"] - first_ms) * 1e3, max(phase["duration_ms"], 0.0) * 1e3
-        lane = next((n for n in range(len(phases)) if lanes.get((phase["actor"], n), 0.0) <= start_us), 0)
+        lane = next((n for n in range(len(entries)) if lanes.get((phase["actor"], n), 0.0) <= start_us), 0)
         if (phase["actor"], lane) not in lanes:
             thread = 1 + len(lanes)
             name = phase["actor"] if lane == 0 else f"{phase['actor']} ({lane + 1})"
@@ -178,7 +178,8 @@ def _timeline(reports: Sequence[Json], job: str | None) -> list[Json]:
             ]
         lanes[phase["actor"], lane] = start_us + length_us
         thread = 1 + list(lanes).index((phase["actor"], lane))
-        arguments, name = {"cell": of, "start_ms": phase["start_ms"]}, in_a_line(phase["phase"] or "")
+        arguments = {"cell": of, "phase": phase["phase"], "start_ms": phase["start_ms"]}
+        name = in_a_line(phases.describe(phase["phase"] or ""))
         events.append(
             {"ph": "X", "pid": JOB_PROCESS, "tid": thread, "name": name, "cat": "phase", "ts": start_us,
              "dur": length_us, "args": arguments}

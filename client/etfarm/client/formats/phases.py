@@ -1,4 +1,4 @@
-"""What a cell does, in words: one table for the phases of servers and agents."""
+"""What a cell does, in words: one table for its states and for the phases of servers and agents."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ _WORDS: Final = {
     "WAIT_FOR_QUIET": "waiting until the server's own work pauses",
     "WAIT_FOR_COOL": "waiting for a cool device",
     "WAIT_FOR_IDLE": "waiting for an idle machine",
+    "COMPILE": "compiling",
     "BUNDLE": "waiting for the runner",
     "FETCH": "fetching the program",
     "LOAD": "loading the program",
@@ -41,6 +42,11 @@ def describe(phase: str) -> str:
     if phase.startswith(_NUMERICS):
         return f"compiling {phase.removeprefix(_NUMERICS)} for the numerics pass"
     return f"compiling {phase}"
+
+
+def describe_state(state: str) -> str:
+    """Return the state of a job or cell: `waiting for device`."""
+    return state.lower().replace("_", " ")
 
 
 def is_wait(phase: str) -> bool:

@@ -7,7 +7,7 @@ The command line, the HTML file and Markdown share them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,28 +202,37 @@ def repeatability(record: Json) -> str:
 
 
 def waits(records: Iterable[Json]) -> str:
-    """Return `12.0 s until it was below 60 °C`; empty without such a wait.
+    """Return `12.0 s until the device was below 60 °C`; empty without such a wait.
 
-    The pause between any two measurements is routine and left out.
+    Each run waits for itself: `5 times 2.00 s to 12.0 s until the device was idle`. The pause between any two measurements is
+    routine and left out.
     """
-    texts = []
+    groups: dict[tuple[str, bool], list[Json]] = {}
     for wait in records:
         limit = wait["threshold"]
         wanted = {
             "COOL": f"below {limit:g} °C" if limit is not None else "cool",
             "IDLE": "idle",
         }.get(wait["gate"])
-        if wanted is None:
-            continue
-        took = units.milliseconds(wait["waited_ms"])
-        last = wait["measured"]
-        seen = "" if last is None else f"{last:.1f} °C" if wait["gate"] == "COOL" else f"{last:.2f} tasks per cpu"
-        texts.append(
-            f"{took} until the device was {wanted}"
-            if wait["passed"]
-            else f"{took} for the device to be {wanted}, in vain{f': {seen}' if seen else ''}"
-        )
-    return "; ".join(texts)
+        if wanted is not None:
+            groups.setdefault((wanted, wait["passed"]), []).append(wait)
+    return "; ".join(_wait(wanted, similar, passed=passed) for (wanted, passed), similar in groups.items())
+
+
+def _wait(wanted: str, similar: Sequence[Json], *, passed: bool) -> str:
+    took = _range([wait["waited_ms"] for wait in similar], units.milliseconds)
+    times = f"{len(similar)} times " if len(similar) > 1 else ""
+    if passed:
+        return f"{times}{took} until the device was {wanted}"
+    readings = [wait["measured"] for wait in similar if wait["measured"] is not None]
+    is_heat = similar[0]["gate"] == "COOL"
+    seen = f"{_range(readings, '{:.1f}'.format if is_heat else '{:.2f}'.format)} {'°C' if is_heat else 'tasks per cpu'}"
+    return f"{times}{took} for the device to be {wanted}, in vain{f': {seen}' if readings else ''}"
+
+
+def _range(values: Sequence[float], shown: Callable[[float], str]) -> str:
+    """Return the least and the largest value, `2.00 s to 12.0 s`; one value if they look alike."""
+    return " to ".join(dict.fromkeys(map(shown, (min(values), max(values))))) if values else ""
 
 
 def settings(records: Iterable[Json]) -> str:

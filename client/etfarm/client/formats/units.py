@@ -21,7 +21,8 @@ def significant(value: float, digits: int = 3) -> str:
     """Return `value` with `digits` significant digits and no exponent: 1.84, 18.4, 184, 1840."""
     if value == 0:
         return "0"
-    before = len(str(int(abs(value)))) if abs(value) >= 1 else 0
+    rounded = float(f"{abs(value):.{digits - 1}e}")  # 9.996 has two digits before the point, as 10.0
+    before = len(str(int(rounded))) if rounded >= 1 else 0
     text = f"{value:.{max(0, digits - before)}f}" if before else f"{value:.{digits - 1}g}"
     return text if "e" not in text else f"{value:.{digits}f}"
 

@@ -418,6 +418,8 @@ class AsyncJob:
         if known.error is not None:
             raise known.error
         if not cell.HasField(what):  # type: ignore[arg-type]
-            why = "it has not reached that stage" if not CellState(known.state).is_terminal else "it produced none"
-            raise NothingThere(f"Cell {index} of job {self.id} has no {what}: {why}.", job=self.id, cell=index)
+            is_live = not CellState(known.state).is_terminal
+            why = "it has not reached that stage" if is_live else "it produced none"
+            remedy = "Wait for the job first: job.result()." if is_live else ""
+            raise NothingThere(f"Cell {index} of job {self.id} has no {what}: {why}.", remedy, job=self.id, cell=index)
         return getattr(cell, what)

@@ -97,7 +97,7 @@ class RunSpreadSource(OpenEnum):
     """Where the spread between runs comes from."""
 
     REPEATS = "REPEATS"
-    """The runs of this report."""
+    """The valid runs of this report, at least three."""
     HISTORY = "HISTORY"
     """Earlier valid reports of the project with the same program, device, method, threads, cores, inputs and runner, and
     equally many valid runs."""

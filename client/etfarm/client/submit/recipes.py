@@ -60,8 +60,17 @@ def chosen_recipes(recipe: Recipes | None, recipes: Recipes | None) -> list[str 
     """Return the recipes of the keywords `recipe` and `recipes` as a list; the default recipe if neither is set.
 
     Raises:
-        BadOption: both are set, or there is no recipe.
+        BadOption: both are set, there is no recipe, or something else is given, such as inputs.
     """
+    from etfarm.wire.recipes import Recipe
+
+    for keyword, value in (("recipe", recipe), ("recipes", recipes)):
+        for each in value if isinstance(value, list | tuple) else [value]:
+            if not isinstance(each, str | Recipe | None):
+                raise BadOption(
+                    f"`{keyword}` must be a recipe's name, a TOML file or a Recipe, got {type(each).__name__}.",
+                    "Give the model's inputs as example_inputs=(x,).", option=keyword,
+                )  # fmt: skip
     chosen = one_spelling("recipe", recipe, "recipes", recipes, DEFAULT_RECIPE)
     listed = list(chosen) if isinstance(chosen, list | tuple) else [chosen]
     require_some("recipes", listed, repr(DEFAULT_RECIPE))

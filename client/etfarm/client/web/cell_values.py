@@ -9,11 +9,10 @@ from typing import Any, Final
 
 from etfarm.client.formats import units
 from etfarm.client.models import Cell
+from etfarm.wire.sqnr import EXACT_DB, decibels
 
 Json = Mapping[str, Any]
 
-EXACT_DB: Final = 300.0
-"""Signal-to-noise ratio of an exact match."""
 HEATS: Final = 8
 """Number of shades after the best value's."""
 
@@ -32,7 +31,7 @@ class Metric:
 
 
 def _decibels(value: float) -> str:
-    return "exact" if value >= EXACT_DB else f"{value:.1f} dB"
+    return "exact" if value >= EXACT_DB else decibels(value)
 
 
 METRICS: Final[Mapping[str, Metric]] = {

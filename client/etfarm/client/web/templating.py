@@ -22,7 +22,9 @@ from etfarm.client.jobs import summary
 from etfarm.client.web.device_facts import readings
 from etfarm.client.web.options import WebOptions
 from etfarm.client.web.visitors import Visitors
+from etfarm.wire.comparison.numbers import ratio_text
 from etfarm.wire.escapes import printable
+from etfarm.wire.sqnr import decibels
 
 HERE: Final = Path(__file__).parent
 REPORT_FOLDER: Final = HERE.parent / "formats" / "html"
@@ -69,6 +71,8 @@ class Templates:
             summary=summary,
             phases=phases,
             style_attribute="data-style",
+            decibels=decibels,
+            ratio_text=ratio_text,
         )
         self._environment.filters.update(
             size=units.size, time=units.time, percent=units.percent, milliseconds=units.milliseconds,

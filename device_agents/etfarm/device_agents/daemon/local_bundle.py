@@ -14,7 +14,7 @@ from etfarm.device_agents.native.toolchain import LOADERS, Compiler, CompilerFai
 from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle, BundleManifest, NotABundle, unpack
 from etfarm.wire.atomic_write import write_atomically
 from etfarm.wire.errors import FarmError
-from etfarm.wire.names import data_folder
+from etfarm.wire.names import data_folder, embedded_farm_folder
 
 
 class RunnerUnbuilt(FarmError):
@@ -43,7 +43,7 @@ async def local_bundle(on_build: Callable[[], None]) -> Bundle:
     archive = cache / f"runner-{platform.machine()}-{executorch}-{sources[:16]}.tar.gz"
     if not archive.exists():
         cache.mkdir(parents=True, exist_ok=True)
-        if (of_farm := await asyncio.to_thread(find_farm_runner, data_folder(), executorch, sources)) is not None:
+        if (of_farm := await asyncio.to_thread(find_farm_runner, embedded_farm_folder(), executorch, sources)) is not None:
             await asyncio.to_thread(lambda: write_atomically(archive, of_farm.read_bytes()))
         else:
             await asyncio.to_thread(_require_compiler)
@@ -52,15 +52,15 @@ async def local_bundle(on_build: Callable[[], None]) -> Bundle:
     return await asyncio.to_thread(unpack, archive, archive.with_name(archive.name.removesuffix(".tar.gz")))
 
 
-def find_farm_runner(data: Path, executorch: str, sources: str) -> Path | None:
+def find_farm_runner(farm: Path, executorch: str, sources: str) -> Path | None:
     """Return the archive of this machine's runner that the embedded farm's agent has in its cache; None without one.
 
     Args:
-        data: the user's data folder.
+        farm: the embedded farm's data folder.
         executorch: the version that the runner must have.
         sources: the digest of the sources that it must be built from.
     """
-    cache = data / "agent" / "cache"
+    cache = farm / "agent" / "cache"
     wanted = platform.machine(), executorch.partition("+")[0], sources
     for file in sorted((cache / "bundles").glob(f"*/{MANIFEST_NAME}")):
         try:

@@ -8,6 +8,7 @@ from typing import Final
 from etfarm.wire.comparison.finding import Finding, percent
 from etfarm.wire.comparison.remedy import SIDES
 from etfarm.wire.report import Json
+from etfarm.wire.sqnr import decibels
 
 EXACT_DB: Final = 100.0
 """SQNR above which outputs count as equally exact: fp32 kernels differ only by rounding, at 120 to 150 dB."""
@@ -89,7 +90,7 @@ def _lost_sqnr(name: str, before: float, after: float, limit: float) -> Finding 
     if (lost := min(before, EXACT_DB) - after) <= limit:
         return None
     counted = f" (counts as {EXACT_DB:g})" if before > EXACT_DB else ""
-    message = f"{name} lost {lost:.1f} dB of SQNR, {before:.1f}{counted} -> {after:.1f} dB"
+    message = f"{name} lost {decibels(lost)} of SQNR, {before:.1f}{counted} -> {decibels(after)}"
     return Finding("LESS_ACCURATE", f"{message}; {limit:g} dB is allowed")
 
 
@@ -109,7 +110,9 @@ def _outputs_sqnr(pair: Json, limit: float) -> Iterator[Finding]:
         if after is None:
             was_equal = output["base"]["equal"] and output["base"]["sqnr_db"] is None
             change = (
-                "was equal to its reference and is not now" if was_equal else f"had an SQNR of {before:.1f} dB and has none now"
+                "was equal to its reference and is not now"
+                if was_equal
+                else f"had an SQNR of {decibels(before)} and has none now"
             )
             yield Finding("LESS_ACCURATE", f"{name} {change}")
         elif (finding := _lost_sqnr(name, before, after, limit)) is not None:

@@ -16,6 +16,7 @@ from etfarm.wire.changes import is_other_program
 from etfarm.wire.comparison import accuracy_gate, uncertainty
 from etfarm.wire.comparison.finding import Finding, percent
 from etfarm.wire.comparison.latency import OBVIOUS
+from etfarm.wire.comparison.numbers import ratio_text
 from etfarm.wire.comparison.remedy import SIDES, how_to_decide, how_to_decide_rates, how_to_measure_again
 from etfarm.wire.comparison.sides import is_live, label
 from etfarm.wire.errors import UserError
@@ -215,7 +216,7 @@ def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
     if ratio is None:
         yield Finding("NO_VALID_EVIDENCE", "no valid evidence: a latency of 0 ns has no ratio")
         return
-    times = f"{ratio:.3f}x of the base's latency" if ends is None else f"{ratio:.3f}x [{ends[0]:.3f}, {ends[1]:.3f}]"
+    times = ratio_text(ratio, ends) + ("" if ends else " of the base's latency")
     unobserved = [side for side in SIDES if not _is_observed(latency, side)]
     if latency["same_program"]:
         if ratio > allowed:
@@ -271,7 +272,7 @@ def _rate(
     change: Json, where: str, limit: float, gate: Gate, remedy: str, *, is_time: bool, same_program: bool
 ) -> Iterator[Finding]:
     ratio, ends, allowed = change["ratio"], change["ratio_ci95"], 1 + limit / 100
-    text = f"{where}: {ratio:.3f}x" + (f" [{ends[0]:.3f}, {ends[1]:.3f}]" if ends else "")
+    text = f"{where}: {ratio_text(ratio, ends)}"
     # As times, of which more is worse.
     time = ratio if is_time else 1 / ratio
     times = ends if is_time or not ends else [1 / ends[1], 1 / ends[0]]

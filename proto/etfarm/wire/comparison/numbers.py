@@ -1,10 +1,14 @@
-"""The comparison of two numbers."""
+"""The comparison of two numbers, and its text."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import Final
 
 from etfarm.wire.report import Json
+
+_MAX_DECIMALS: Final = 12
 
 
 def number(base: float | None, candidate: float | None) -> Json | None:
@@ -31,3 +35,15 @@ def ratio(base: float | None, candidate: float | None) -> float | None:
 def finite(value: float) -> float | None:
     """Return `value`; None for a value that JSON cannot represent."""
     return value if math.isfinite(value) else None
+
+
+def ratio_text(value: float, ends: Sequence[float] | None = None) -> str:
+    """Return a ratio with its interval if it is known: `0.912x [0.905, 0.919]`."""
+    interval = f" [{ratio_digits(ends[0])}, {ratio_digits(ends[1])}]" if ends else ""
+    return f"{ratio_digits(value)}x{interval}"
+
+
+def ratio_digits(value: float) -> str:
+    """Return a ratio with three decimals, or with three significant digits where these are more: `0.912`, `0.0123`."""
+    exponent = int(f"{value:.2e}".partition("e")[2])  # of the value as rounded to three digits
+    return f"{value:.{min(_MAX_DECIMALS, max(3, 2 - exponent))}f}"

@@ -34,7 +34,7 @@ def require_partners(job: job_pb2.Job) -> None:
         if len(cells) < 2:
             alone = cells[0]
             raise BadJob(
-                f"Only {alone.candidate_name} has the method {alone.method!r}, so that there is nothing to interleave it with.",
+                f"Only {alone.candidate_name} runs the method {alone.method!r}, so that there is nothing to interleave it with.",
                 "Choose methods that all candidates have with --method.", method=alone.method,
             )  # fmt: skip
         if len(cells) > groups.MAX_TOGETHER:

@@ -14,6 +14,7 @@ from etfarm.server.reports.runs import NOT_REPEATED
 from etfarm.server.reports.verdict import judge_disturbances, judge_runs
 from etfarm.v1 import agent_pb2, generation_pb2, report_pb2
 from etfarm.wire.generation import METRICS
+from etfarm.wire.sqnr import decibels
 
 Judge = Callable[[agent_pb2.CandidateResult], report_pb2.Verdict]
 """Function that returns whether anything disturbed a run, from its threads, runner and telemetry."""
@@ -168,7 +169,7 @@ def _fill_accuracy(
         least_db = FLOAT_DB if is_float else QUANTIZED_DB
         if each.HasField("sqnr_db") and each.sqnr_db < least_db:
             message = (
-                f"The logits of given tokens have {each.sqnr_db:.1f} dB against {_REFERENCES[each.reference]}; at least "
+                f"The logits of given tokens have {decibels(each.sqnr_db)} against {_REFERENCES[each.reference]}; at least "
                 f"{least_db:g} dB are expected. They agree on the most likely token after {each.top1_agreement:.0%} of them."
             )
             report.compile.warnings.add(code="LOW_ACCURACY", message=message)

@@ -99,7 +99,7 @@ def _fill_medians(report: report_pb2.Report, earlier: Earlier) -> None:
     p50_ns = between_runs.middle(medians)
     if p50_ns <= 0:
         return
-    spread, averaged, source = _spread(medians, p50_ns, earlier)
+    spread, averaged, source = _spread(medians, p50_ns, earlier, is_valid=bool(valid))
     within = between_runs.within(p50_ns, medians)
     covered = between_runs.interval(p50_ns, spread, averaged)
     if within is not None:  # that of a single run can reach further at one end
@@ -109,20 +109,26 @@ def _fill_medians(report: report_pb2.Report, earlier: Earlier) -> None:
     report.run_spread.p50_ci95_ns.extend(covered)
     if len(report.runs) > 1:
         report.latency.p50_ns = p50_ns
-        is_known = len(medians) >= MIN_RUNS
+        is_known = len(valid) >= MIN_RUNS
         report.latency.p50_ci95_ns[:] = (covered if is_known else within) or ()
 
 
 def _spread(
-    medians: Sequence[Median], p50_ns: float, earlier: Earlier
+    medians: Sequence[Median], p50_ns: float, earlier: Earlier, *, is_valid: bool
 ) -> tuple[Spread, int, report_pb2.RunSpreadSource.ValueType]:
     """Return the spread, the number of runs over which it averages, and its source.
 
     Runs of one attempt share the device's temperature, neighbours and boot, so that their median may vary more from attempt to
     attempt than they show.
+
+    Args:
+        is_valid: whether the medians are of valid runs. Those of invalid ones are no observation of the program, but the spread
+            that is assumed instead is at least theirs.
     """
     error, count = between_runs.mean_error(medians), len(medians)
     repeats = between_runs.spread_of([median.p50_ns for median in medians], error)
+    if not is_valid:
+        error, repeats = repeats.stddev if repeats is not None else error, None
     # Earlier medians are over equally many runs: their spread is that of the report's own median.
     history = between_runs.spread_of(earlier.history, error / math.sqrt(count))
     if history is not None and (repeats is None or history.stddev > repeats.stddev / math.sqrt(count)):

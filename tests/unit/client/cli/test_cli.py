@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import os
 import signal
@@ -588,3 +589,29 @@ def test_a_newcomer_s_mistake_is_answered_in_one_line_with_what_to_type(
     printed = capsys.readouterr()
     assert sentence in printed.err and printed.err.count("\n") == 1 and printed.out == ""
     assert not (tmp_path / "data").exists(), "nothing was started"
+
+
+def test_a_named_subcommand_is_built_without_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    built: list[str] = []
+
+    class Other:
+        """A subcommand that notes when its parameters are read."""
+
+        __name__ = "other"
+
+        def __call__(self) -> None:
+            raise AssertionError("not called")
+
+        @property
+        def __signature__(self) -> inspect.Signature:
+            built.append("other")
+            return inspect.Signature()
+
+    def show() -> None:
+        print("shown")
+
+    commands = {"show": show, "other": Other()}
+    assert execute(commands, ["show"], "things", "Shows things.") == 0
+    assert capsys.readouterr().out == "shown\n" and not built
+    execute(commands, ["--help"], "things", "Shows things.")
+    assert built, "the help of the group has all"

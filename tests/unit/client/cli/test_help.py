@@ -30,6 +30,13 @@ def test_help_has_neither_types_nor_ranges_of_python(name: str, capsys: pytest.C
         assert not re.search(r"\[[^\]]*\]\s+\[default:", text), text
 
 
+@pytest.mark.parametrize("name", sorted({point.name.split(".")[0] for point in entry_points(group=top.GROUP)}))
+def test_a_group_has_whole_sentences_about_its_commands(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    section = help_of([name], capsys).partition("Commands:")[2]
+    assert not re.search(r"\.\.\.$", section, re.MULTILINE), section
+    assert max(map(len, section.splitlines()), default=0) <= 120
+
+
 @pytest.mark.parametrize(
     ("text", "words"),
     [

@@ -14,6 +14,7 @@ import torch
 
 from etfarm.client.export import DEMOS, Demo, FileFactory, ModelSource, ModuleFactory, Pt2File, PteFile, load_source, resolve
 from etfarm.client.export import errors as e
+from etfarm.client.export.spec import label_of
 from etfarm.wire.errors import EtfarmError
 from tests.support.golden import Golden
 
@@ -99,7 +100,8 @@ def test_each_form_is_taken_for_what_it_is(folder: Path, pt2: bytes) -> None:
     assert resolve("models/net.py:make") == FileFactory(Path("models/net.py"), "make")
     assert resolve("my_package.models:make") == ModuleFactory("my_package.models", "make")
     assert [resolve(f"demo:{name}") for name in DEMOS] == [Demo(name) for name in DEMOS]
-    assert [resolve(text).label for text in ("a.pt2", "models/net.py:make", "demo:ds_cnn")] == ["a", "net:make", "ds_cnn"]
+    texts = ("a.pt2", "models/net.py:make", "demo:ds_cnn")
+    assert [resolve(text).label for text in texts] == [label_of(text) for text in texts] == ["a", "net:make", "ds_cnn"]
 
 
 @pytest.mark.parametrize("text", ["resnet8", "x.onnx", "", ":make", "a b:make", "x.py:", "net:not-a-name", "model.pt"])
@@ -301,3 +303,11 @@ def test_a_torchvision_for_another_torch_is_named(folder: Path) -> None:
     with pytest.raises(e.FactoryFailed) as failed:
         load_source(FileFactory(Path("models/net.py"), "fails"))
     assert failed.value.remedy.startswith("torchvision was built for another torch")
+
+
+@pytest.mark.parametrize(
+    ("text", "label"),
+    [("gone/x.pte", "x"), ("gone.py:make", "gone:make"), ("package.module:make", "package.module:make"), ("ds_cnn", "ds_cnn")],
+)
+def test_a_model_keeps_its_name_when_its_file_is_gone(text: str, label: str) -> None:
+    assert label_of(text) == label

@@ -61,3 +61,11 @@ def test_no_digit_is_hidden_that_the_interval_resolves(value: float, width: floa
 def test_a_median_without_an_interval_has_three_digits() -> None:
     assert answers.median({"p50_ns": 160_700, "p50_ci95_ns": None}) == ("161 µs", "")
     assert answers.median({"p50_ns": None, "p50_ci95_ns": None}) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(1.84, "1.84"), (9.994, "9.99"), (9.996, "10.0"), (99.96, "100"), (0.184, "0.18"), (0.0, "0"), (1840, "1840")],
+)
+def test_a_number_that_rounds_up_to_another_digit_has_no_digit_more(value: float, shown: str) -> None:
+    assert units.significant(value) == shown

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from etfarm.client import formats
 from etfarm.client.errors import ExtraMissing
 from etfarm.client.formats import (
+    answers,
     csv,
     executorch,
     gaps,
@@ -147,7 +148,7 @@ def test_the_trace_has_the_jobs_phases_by_actor_without_overlap() -> None:
         phase["start_ms"] += 10
     trace = perfetto.trace(document(one, other))
     phases = [event for event in trace["traceEvents"] if event["pid"] == perfetto.JOB_PROCESS and event["ph"] == "X"]
-    assert [event["name"] for event in phases].count("TORCH_EXPORT") == 1, "both cells tell of one export"
+    assert [event["name"] for event in phases].count("compiling TORCH_EXPORT") == 1, "both cells tell of one export"
     assert min(event["ts"] for event in phases) == 0
     threads = {event["tid"] for event in phases}
     for thread in threads:
@@ -223,6 +224,22 @@ def test_modules_that_hold_nothing_but_one_submodule_share_its_box() -> None:
     assert _names("a.b", "c.d.e") == [(0, "forward", ""), (1, "a.b", "a.b"), (1, "c.d.e", "c.d.e")]
 
 
+def test_a_box_of_kernels_that_are_too_short_is_their_delegate_with_its_line() -> None:
+    source = {"file": "net.py", "line": 17, "code": "return self.fc(x)"}
+    inside = {"delegated": True, "backend": "XnnpackBackend"}
+    place = {"op_types": ["aten.linear.default"], "module": "fc", "source": source}
+    rows = [
+        row(0, "DELEGATE", "XnnpackBackend", 0.8, 636.0, **inside, **place),
+        row(1, "KERNEL", "Fully Connected GEMM #1", 0.0, None, parent=0, resolution_ns=1000.0, **inside, **place),
+        row(2, "REST", "rest of XnnpackBackend", 0.8, 636.0, parent=0, **inside),
+        row(3, "REST", "rest of forward", 0.2, 158.0),
+    ]
+    measured = report(operators=rows)
+    boxes = {box["row"]: box for box in charts.flame(measured["operators"], "forward") if "row" in box}
+    assert (boxes[0]["w"], boxes[0]["path"]) == (0.8, "fc") and 2 not in boxes
+    assert answers.slowest(measured) == answers.Answer("80.0 %", "net.py:17\nreturn self.fc(x)")
+
+
 def test_phases_that_wait_are_told_from_phases_that_work() -> None:
     phases = [
         {"actor": "SERVER", "phase": "COMPILE", "start_ms": 0.0, "duration_ms": 2000.0},
@@ -231,6 +248,7 @@ def test_phases_that_wait_are_told_from_phases_that_work() -> None:
     ]
     measured = report(timeline=phases)
     assert [bar["waits"] for bar in facts.timeline(measured)] == [False, True, False]
+    assert [bar["phase"] for bar in facts.timeline(measured)] == ["compiling", "waiting for an idle machine", "measuring"]
     assert facts.waited(measured) == "3.00 s of work and 500 ms of waiting"
     page = html.write(document(measured)).decode()
     assert page.count('<tr class="waits">') == 1

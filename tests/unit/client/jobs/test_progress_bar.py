@@ -59,7 +59,7 @@ def test_a_bar_counts_the_steps_of_all_cells() -> None:
     assert (progress.done, progress.total, progress.text) == (5, 10, "running")
     cell = decode.cell(job_pb2.Cell(id="0", state=common_pb2.CELL_STATE_RUNNING, candidate_name="net"))
     progress.observe(CellChanged(1, NOW, cell, JobState.RUNNING))
-    assert (progress.done, progress.text) == (8, "net: RUNNING")
+    assert (progress.done, progress.text) == (8, "net: running")
     progress.observe(Progress(NOW, "0", "board", "TIMED", None, 50, 200, ""))
     assert str(progress) == "8/10 net: measuring 25 %"
     assert progress._repr_html_() == '<div><progress value="8" max="10"></progress> 8/10 net: measuring 25 %</div>'
@@ -125,5 +125,5 @@ result.report
 """
     (outputs,) = _run(jupyter, code)
     bar, report = outputs
-    assert '<progress value="5" max="5">' in bar.data["text/html"] and "SUCCEEDED" in bar.data["text/html"]
+    assert '<progress value="5" max="5">' in bar.data["text/html"] and ": succeeded, p50 " in bar.data["text/html"]
     assert "<td>program" in report.data["text/html"]

@@ -6,6 +6,7 @@ import inspect
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
+import numpy as np
 import pytest
 
 from etfarm.client import AsyncFarm, Farm, LocalSession
@@ -138,3 +139,10 @@ async def test_a_call_without_recipes_or_with_too_many_is_refused() -> None:
         await AsyncFarm().run("demo:resnet8", recipe=[])
     with pytest.raises(BadOption, match="must be one recipe, got 2"):
         AsyncFarm().session("demo:resnet8", recipes=["portable", "xnnpack_fp32"])
+
+
+@pytest.mark.parametrize("options", [BenchOptions, CompileOptions])
+@pytest.mark.parametrize("value", [(np.zeros(3),), np.zeros(3), ["portable", 3]])
+def test_inputs_in_the_place_of_a_recipe_are_refused_with_their_keyword(options: Any, value: Any) -> None:
+    with pytest.raises(BadOption, match=r"must be a recipe's name, .*example_inputs=\(x,\)"):
+        options(value)

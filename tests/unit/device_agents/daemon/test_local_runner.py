@@ -10,13 +10,14 @@ from pathlib import Path
 
 import pytest
 
+from etfarm.client.embedded.lease import Place
 from etfarm.client.sessions import local
 from etfarm.device_agents.daemon import local_bundle, serve_local
 from etfarm.device_agents.native.build import source_digest
 from etfarm.device_agents.runners.bundle import MANIFEST_NAME, BundledFile, BundleManifest, unpack
 from etfarm.v1 import session_pb2
 from etfarm.wire import digest
-from etfarm.wire.names import DATA_VARIABLE
+from etfarm.wire.names import DATA_VARIABLE, embedded_farm_folder
 from tests.support.runner import runner_archive
 
 
@@ -51,7 +52,9 @@ async def test_the_farms_runner_needs_no_build(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
     built = runner_archive()
     name = digest.of_file(built)
-    cache = tmp_path / "agent" / "cache"
+    farm = embedded_farm_folder()
+    assert farm == Place.of_user().data, "where embedded farms are"
+    cache = farm / "agent" / "cache"
     (cache / "blobs").mkdir(parents=True)
     (cache / "blobs" / name).write_bytes(built.read_bytes())
     unpack(built, cache / "bundles" / name)

@@ -351,6 +351,18 @@ async def test_ready_programs_are_interleaved_whatever_their_methods_are_called(
     assert len(groups.together(job, job.cells)) == 1
 
 
+async def test_a_ready_program_is_interleaved_with_models(world: World) -> None:
+    program = Candidate(name="old")
+    program.program.pte.CopyFrom(await world.stored(b"old"))
+    model, other = await world.model("new"), await world.model("other", encode=b"encode")
+    more: dict[str, Any] = {"devices": [DeviceChoice(selector="id=pi")], "measurement": Measurement(interleave=True)}
+    job = await world.make(JobSpec(candidates=[program, model, model], threads=[1, 2], **more))
+    job.cells[0].method = job.cells[1].method = "run"  # as its inspection tells later
+    assert [[cell.index for cell in cells] for cells in groups.together(job, job.cells)] == [[0, 2, 4], [1, 3, 5]]
+    with pytest.raises(BadJob, match="runs the method"):  # models of different methods have no common one
+        await world.make(JobSpec(candidates=[program, model, other], **more))
+
+
 async def test_a_check_needs_no_sources_and_gives_the_job_as_it_would_be(world: World) -> None:
     spec = JobSpec(
         candidates=[Candidate(name="net", recipe=FP32), Candidate(name="ready")],

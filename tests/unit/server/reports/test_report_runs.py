@@ -186,7 +186,24 @@ def test_an_interleaved_attempt_has_no_runs() -> None:
     assert report.verdict.status == VALID and not report.runs and not report.HasField("run_spread")
 
 
-def test_an_invalid_report_has_the_spread_of_its_own_runs() -> None:
+def test_runs_that_are_all_invalid_show_no_spread_and_no_interval_between_runs() -> None:
     report = filled([100.0, 150.0, 200.0], (1, 2, 3))
-    assert report.verdict.status == INVALID and report.run_spread.source == REPEATS
-    assert report.run_spread.relative_stddev == pytest.approx(0.35, abs=0.01)
+    assert report.verdict.status == INVALID
+    assert (report.run_spread.source, report.run_spread.runs) == (PRIOR, 0), "three valid runs would show it"
+    assert report.run_spread.relative_stddev == pytest.approx(0.35, abs=0.01), "what is assumed is not below what they show"
+    low, high = report.latency.p50_ci95_ns
+    assert high / low - 1 == pytest.approx(0.0012, rel=0.1), "the samples' interval alone"
+
+
+def test_runs_that_are_all_invalid_and_agree_leave_the_assumption() -> None:
+    report = filled([100.0, 100.0, 100.0], (1, 2, 3))
+    assert (report.run_spread.source, report.run_spread.relative_stddev) == (PRIOR, 0.05)
+
+
+def test_an_emulated_device_shows_no_spread() -> None:
+    result = agent_pb2.CandidateResult(runs=[{"iterations": 100}] * 3)
+    statistics = [report_pb2.Run(p50_ns=median, p50_ci95_ns=[median - 1, median + 1]) for median in (100.0, 101.0, 99.0)]
+    unusable = report_pb2.Verdict(status=report_pb2.VERDICT_STATUS_NOT_BENCHMARKABLE)
+    report = report_pb2.Report(latency=report_pb2.Latency(p50_ns=1.0))
+    fill_runs(report, result, statistics, lambda *_: unusable, requested=3, earlier=Earlier())
+    assert report.run_spread.source == PRIOR

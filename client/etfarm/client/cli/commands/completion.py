@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
+from importlib.metadata import EntryPoint
 from typing import Annotated, Final
 
 import typer
@@ -70,13 +71,19 @@ def collect_vocabulary() -> Vocabulary:
     """Return the words of all installed commands and the values of their options, from their help."""
     words: dict[tuple[str, ...], list[str]] = {(): [name for name in top.SUMMARIES if "." not in name]}
     values: dict[str, list[str]] = {"--recipe": list(RECIPES), "--state": [state.value for state in JobState]}
+    commands = top.find_commands()
     for name in words[()]:
-        _collect((name,), words, values)
+        _collect((name,), words, values, commands)
     return Vocabulary(words, values)
 
 
-def _collect(command: tuple[str, ...], words: dict[tuple[str, ...], list[str]], values: dict[str, list[str]]) -> None:
-    text = _help(command)
+def _collect(
+    command: tuple[str, ...],
+    words: dict[tuple[str, ...], list[str]],
+    values: dict[str, list[str]],
+    commands: Mapping[str, EntryPoint],
+) -> None:
+    text = _help(command, commands)
     for names, choices in _CHOICE.findall(text):
         for name in _OPTION.findall(names):
             values[name] = [*dict.fromkeys([*values.get(name, ()), *choices.split("|")])]
@@ -85,15 +92,15 @@ def _collect(command: tuple[str, ...], words: dict[tuple[str, ...], list[str]], 
     options = [option for line in re.findall(r"^ {1,8}(-.*?)(?:  |$)", text, re.MULTILINE) for option in _OPTION.findall(line)]
     words[command] = [*dict.fromkeys(inner), *dict.fromkeys(options)]
     for name in dict.fromkeys(inner):
-        _collect((*command, name), words, values)
+        _collect((*command, name), words, values, commands)
 
 
-def _help(command: Sequence[str]) -> str:
+def _help(command: Sequence[str], commands: Mapping[str, EntryPoint]) -> str:
     """Return a command's help; empty if its extra is not installed."""
     text = io.StringIO()
     # SystemExit is argparse's end, and that of a command whose extra is missing.
     with redirect_stdout(text), redirect_stderr(io.StringIO()), suppress(SystemExit):
-        top.main([*command, "--help"])
+        top.run([*command, "--help"], commands)
     return text.getvalue()
 
 

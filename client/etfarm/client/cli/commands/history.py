@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -11,6 +12,7 @@ from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.outcome import STDOUT, Outcome
+from etfarm.client.errors import EtfarmError
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -19,7 +21,6 @@ if TYPE_CHECKING:
 
 _BARS = "▁▂▃▄▅▆▇█"
 _NO_EVIDENCE = "·"
-_EXACT_DB = 300.0
 _ID_CHARACTERS = 8
 """Number of shown characters of a job's id, which leaves room and still identifies the job."""
 
@@ -40,7 +41,13 @@ def main(argv: list[str]) -> int:
 
 def history(
     context: typer.Context,
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A model's name, or the first characters of its digest.")],
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL",
+            help="A model's name, as `bench` takes it or as reports show it, or the first characters of its digest.",
+        ),
+    ],
     device: Annotated[
         str, typer.Option("--device", metavar="SELECTOR", help="Only on devices that match: name=pi5-a or arch=aarch64.")
     ] = "",
@@ -64,6 +71,7 @@ def history(
     of the device.
     """
     from etfarm.client.aio import AsyncFarm
+    from etfarm.client.export.spec import label_of
     from etfarm.client.jobs import history as past
     from etfarm.wire import selectors
 
@@ -74,7 +82,13 @@ def history(
 
     async def fetch() -> list[HistoryEntry]:
         async with AsyncFarm(server, tls_ca=tls_ca) as farm:
-            return await farm.history(model, device=device, recipe=recipe, method=method, threads=threads, limit=limit)
+            read = partial(farm.history, device=device, recipe=recipe, method=method, threads=threads, limit=limit)
+            try:
+                return await read(model)
+            except EtfarmError as error:
+                if error.reason != "NO_HISTORY" or (label := label_of(model)) == model:
+                    raise
+                return await read(label)
 
     entries = run_async(fetch, outcome)
     outcome.document = lambda error: past.document(model, entries, error)
@@ -167,6 +181,7 @@ def _row(point: Point) -> tuple[Text, ...]:
     from rich.text import Text
 
     from etfarm.client.formats import answers, units
+    from etfarm.wire.sqnr import EXACT_DB, decibels
 
     report = point.entry.report
     latency = answers.latency(report)
@@ -182,7 +197,7 @@ def _row(point: Point) -> tuple[Text, ...]:
         Text(*change(point)),
         Text(point.verdict.replace("_", " "), style=_VERDICT_STYLES.get(point.verdict, "")),
         Text("" if size is None else units.size(size)),
-        Text("" if sqnr is None else "exact" if sqnr >= _EXACT_DB else f"{sqnr:.1f} dB"),
+        Text("" if sqnr is None else "exact" if sqnr >= EXACT_DB else decibels(sqnr)),
         Text("" if point.top1_agreement is None else units.percent(point.top1_agreement)),
         Text("" if point.perplexity is None else f"{point.perplexity:,.4g}"),
     )

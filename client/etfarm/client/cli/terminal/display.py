@@ -268,7 +268,7 @@ def _doing(cell: Cell, progress: Progress | None) -> str:
 
 
 def _state(cell: Cell) -> str:
-    return cell.state.value.lower().replace("_", " ")
+    return phases.describe_state(cell.state.value)
 
 
 def _by(actor: str) -> str:

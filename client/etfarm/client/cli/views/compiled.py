@@ -15,6 +15,7 @@ from rich.text import Text
 
 from etfarm.client.formats import units
 from etfarm.wire import delegation as delegations
+from etfarm.wire.sqnr import decibels
 
 TOP = 5
 """Maximum number of listed operators outside of delegates, and of those that stayed in fp32."""
@@ -82,7 +83,7 @@ def brief(
             if share := _share(delegation):
                 parts.append(_of(method, compiled, share))
         if delegated_time is not None:
-            parts.append(f"{units.percent(delegated_time)} of the time")
+            parts.append(f"{units.percent(delegated_time)} of the traced time in delegates")
         yield "program", Text(", ".join(parts))
     if delegates:
         yield from _undelegated(compiled, width, TOP_BRIEF)
@@ -259,7 +260,7 @@ def _check(check: Json) -> Text:
     sqnr = [output["sqnr_db"] for output in outputs if output["sqnr_db"] is not None]
     errors = [output["max_abs_error"] for output in outputs if output["max_abs_error"] is not None]
     shares = [share for output in outputs if (share := output.get("equal_share")) is not None]
-    parts = [f"SQNR {min(sqnr):.1f} dB"] if sqnr else []
+    parts = [f"SQNR {decibels(min(sqnr))}"] if sqnr else []
     parts += [f"{units.percent(min(shares))} of the integers equal"] if shares else []
     parts += [f"max abs error {max(errors):.3g}"] if errors else []
     worst = f", the worst of {len(outputs)} outputs" if len(outputs) > 1 else ""

@@ -52,7 +52,9 @@ def times(document: Json) -> Iterator[Fact]:
     latency = document["latency"]
     if latency:
         shown = [(name, latency[f"{name}_ns"]) for name in ("p10", "p90", "p99")]
-        parts = [f"{name} {units.time(value)}" for name, value in shown if value is not None]
+        interval = answers.latency(document).detail if answers.interval_name(document) else ""
+        parts = [interval] if interval else []
+        parts += [f"{name} {units.time(value)}" for name, value in shown if value is not None]
         if latency["drift"] is not None:
             parts.append(f"drift {sentences.change(latency['drift'])}")
         samples, worth = answers.sample_count(document), latency["effective_samples"]

@@ -13,7 +13,8 @@ from rich.table import Table
 from rich.text import Text
 
 from etfarm.client.formats import gaps, units
-from etfarm.client.formats.gaps import EXACT_DB, Operator
+from etfarm.client.formats.gaps import Operator
+from etfarm.wire.sqnr import EXACT_DB, decibels
 
 Json = Mapping[str, Any]
 
@@ -37,7 +38,7 @@ def accuracy(output: Json) -> str:
         return f"{name}: equal to the {output['reference']}{remark}"
     parts = []
     if output["sqnr_db"] is not None:
-        parts.append(f"SQNR {output['sqnr_db']:.1f} dB")
+        parts.append(f"SQNR {decibels(output['sqnr_db'])}")
     if output.get("equal_share") is not None:
         parts.append(f"{units.percent(output['equal_share'])} of the integers equal")
     if output["max_abs_error"] is not None:
@@ -87,9 +88,9 @@ def _answer(operators: Sequence[Operator], numerics: Json) -> Text:
         rest = f"; {judged} of {len(operators)} values judged" if judged < len(operators) else ""
         return text.append(result, "not bold green").append(rest, "not bold")
     row = bad.judged
-    decibels = f"{row['snr_db']:.1f} dB" if row["snr_db"] is not None else "no SNR"
+    level = decibels(row["snr_db"]) if row["snr_db"] is not None else "no SNR"
     module = f" in {row['module']}" if row["module"] else ""
-    text.append(f"first bad operator: {_name(row)}{module}", "bold red").append(f", {decibels} against the {against}", "not bold")
+    text.append(f"first bad operator: {_name(row)}{module}", "bold red").append(f", {level} against the {against}", "not bold")
     text.append(f", {threshold} more than rounding explains", "not bold")
     for line in row["sources"] or ([row["source"]] if row["source"] else []):
         code = f"  {line['code'].strip()}" if line["code"] else ""
@@ -140,7 +141,7 @@ def _snr(row: Json | None) -> str:
         return ""
     if row["snr_db"] is None:
         return "-"
-    return "exact" if row["snr_db"] >= EXACT_DB else f"{row['snr_db']:.1f} dB"
+    return "exact" if row["snr_db"] >= EXACT_DB else decibels(row["snr_db"])
 
 
 def _number(value: float | None) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from etfarm.client.formats import sentences, units
+from etfarm.wire.comparison.numbers import ratio_text
 
 Json = Mapping[str, Any]
 
@@ -29,9 +30,7 @@ def comparisons(documents: Iterable[Json]) -> dict[str, Text]:
         name, base_name = _names(document, base, list(by_cell))
         text = Text(f"{name} / {base_name}  ", style="bold")
         ends = paired["ratio_ci95"]
-        text.append(f"{paired['ratio']:.3f}x")
-        if ends:
-            text.append(f" [{ends[0]:.3f}, {ends[1]:.3f}]")
+        text.append(ratio_text(paired["ratio"], ends))
         meaning, style = _meaning(paired["ratio"], ends)
         text.append("  ").append(meaning, style)
         rounds, pairs = units.count(paired["rounds"], "round"), units.count(paired["process_pairs"], "process pair")

@@ -11,6 +11,7 @@ from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.views import render
 from etfarm.client.formats import sentences, units
 from etfarm.client.models import JobResult
+from etfarm.wire.sqnr import decibels
 
 Json = Mapping[str, Any]
 
@@ -151,7 +152,7 @@ class Requirements:
                 message = f"{of} cannot be compared with the {each['reference']}, so {limit} cannot be decided."
                 yield Shortfall(report["id"], "--min-sqnr", INCONCLUSIVE, message)
             elif known < limit_db:
-                message = f"{of} have {known:.1f} dB against the {each['reference']}, below {limit}."
+                message = f"{of} have {decibels(known)} against the {each['reference']}, below {limit}."
                 yield Shortfall(report["id"], "--min-sqnr", WORSE, message)
         if not report["accuracy"] and not references:
             message = f"{render.label(report)}: there is no reference to compare its outputs with, so {limit} cannot be decided."
@@ -170,7 +171,7 @@ class Requirements:
                 yield Shortfall(report["id"], "--min-sqnr", INCONCLUSIVE, message)
             elif not output["equal"] and output["sqnr_db"] < limit_db:
                 yield Shortfall(
-                    report["id"], "--min-sqnr", WORSE, f"{name} has {output['sqnr_db']:.1f} dB {against}, below {limit}."
+                    report["id"], "--min-sqnr", WORSE, f"{name} has {decibels(output['sqnr_db'])} {against}, below {limit}."
                 )
 
 

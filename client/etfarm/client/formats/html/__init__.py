@@ -11,14 +11,16 @@ import base64
 import hashlib
 import itertools
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from etfarm.client.formats import answers, compared, gaps, label, sentences, units
 from etfarm.client.formats.html import cells, charts, delegates, facts, generated
 from etfarm.wire import views
+from etfarm.wire.comparison.numbers import ratio_text
 from etfarm.wire.escapes import printable
+from etfarm.wire.sqnr import decibels
 
 Json = Mapping[str, Any]
 
@@ -48,7 +50,7 @@ def write(document: Json, comparison: Json | None = None) -> bytes:
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    environment.globals.update(units=units, style_attribute="style")
+    environment.globals.update(units=units, decibels=decibels, ratio_text=ratio_text, style_attribute="style")
     # Sentences contain commands in backticks.
     environment.filters["coded"] = lambda text: Markup(re.sub(r"`([^`]+)`", r"<code>\1</code>", str(escape(text))))
     # Paths and module names may break after a slash or a dot, but not within a word.
@@ -66,8 +68,8 @@ def write(document: Json, comparison: Json | None = None) -> bytes:
 def page_values(document: Json, comparison: Json | None = None) -> dict[str, Any]:
     """Return the values of the template reports.html, which this file and the farm's web page share.
 
-    Its environment has the filters `coded` and `breakable`, and the globals `units` and `style_attribute`: the name of the
-    attribute that positions bars, which is not `style` where a policy forbids it.
+    Its environment has the filters `coded` and `breakable`, and the globals `units`, `decibels`, `ratio_text` and
+    `style_attribute`: the name of the attribute that positions bars, which is not `style` where a policy forbids it.
 
     Args:
         comparison: as in `write`.
@@ -193,9 +195,14 @@ def _data(report: Json) -> dict[str, Any]:
         "gap": report["numeric_gap"] or [],
         "values": [_value(value) for value in gaps.operators(report["numeric_gap"] or ())],
         "judged": gaps.judged(list(gaps.operators(report["numeric_gap"] or ())), report["numerics"] or {}),
-        "series": (report["telemetry"] or {}).get("series") or [],
+        "series": _series(report),
         "run_ends": list(itertools.accumulate(run["iterations"] or 0 for run in report["runs"] or ()))[:-1],
     }
+
+
+def _series(report: Json) -> Sequence[Json]:
+    readings = (report["telemetry"] or {}).get("series") or []
+    return charts.joined(readings) if len(report["runs"] or ()) > 1 else readings
 
 
 def _operator(row: Json, undelegated_reason: str) -> Json:

@@ -5,6 +5,7 @@ These are pure functions.
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -25,6 +26,9 @@ BINS = 64
 TAIL = 0.005
 """Part of the samples that may lie above the histogram: a few slow ones would compress all others into one bar."""
 
+
+PAUSE = 3
+"""Number of usual steps between readings from which on a step is a pause between runs."""
 
 FENCE = 3
 """Number of widths of the middle half above which a histogram ends (Tukey's outer fence): a disturbed run has an endless tail."""
@@ -68,6 +72,28 @@ def histogram(samples: Sequence[int], bins: int = BINS) -> dict[str, Any]:
         else:
             beyond += 1
     return {"low": low, "width": width, "counts": counts, "beyond": beyond, "max": ordered[-1]}
+
+
+def joined(readings: Sequence[Json]) -> list[dict[str, Any]]:
+    """Return the readings of several runs' timed passes one right after the other, with an empty reading between two passes.
+
+    Nothing is read while the next run waits and warms up, which often takes longer than all passes, and a line across would look
+    like readings.
+    """
+    points = [dict(reading) for reading in readings]
+    steps = [later["elapsed_ms"] - earlier["elapsed_ms"] for earlier, later in itertools.pairwise(points)]
+    if not steps:
+        return points
+    usual_ms = sorted(steps)[len(steps) // 4]
+    left_out_ms = 0.0
+    passes = points[:1]
+    for step, point in zip(steps, points[1:], strict=True):
+        if step > PAUSE * usual_ms > 0:
+            left_out_ms += step - usual_ms
+            empty: dict[str, Any] = {key: [] if isinstance(value, list) else None for key, value in point.items()}
+            passes.append({**empty, "elapsed_ms": point["elapsed_ms"] - left_out_ms - usual_ms / 2})
+        passes.append({**point, "elapsed_ms": point["elapsed_ms"] - left_out_ms})
+    return passes
 
 
 def flame(operators: Sequence[Json], method: str) -> list[dict[str, Any]]:

@@ -8,13 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from etfarm.client.formats import answers, sentences, units
+from etfarm.client.formats import answers, phases, sentences, units
+from etfarm.wire.sqnr import decibels
 
 Json = Mapping[str, Any]
 Fact = tuple[str, str]
-
-_WAITS = "WAIT_FOR_"
-"""Prefix of the phases in which a cell waits: for a device, for room, for a cool or idle device, for other runs."""
 
 
 def measurement(report: Json) -> Iterator[Fact]:
@@ -185,11 +183,11 @@ def _check(check: Json) -> str:
         return f"{which}did not run: {check['why']}"
     if all(output["equal"] for output in check["outputs"] or ()):
         return f"{which}{'equal to eager PyTorch' if check['outputs'] else 'ran'}"
-    decibels = [output["sqnr_db"] for output in check["outputs"] if output["sqnr_db"] is not None]
+    levels = [output["sqnr_db"] for output in check["outputs"] if output["sqnr_db"] is not None]
     shares = [share for output in check["outputs"] if (share := output.get("equal_share")) is not None]
-    if shares and not decibels:
+    if shares and not levels:
         return f"{which}{units.percent(min(shares))} of the integers equal to eager PyTorch's"
-    return f"{which}SQNR {min(decibels):.1f} dB against eager PyTorch" if decibels else f"{which}not comparable"
+    return f"{which}SQNR {decibels(min(levels))} against eager PyTorch" if levels else f"{which}not comparable"
 
 
 def warnings(report: Json) -> list[str]:
@@ -200,34 +198,34 @@ def warnings(report: Json) -> list[str]:
 def timeline(report: Json) -> list[dict[str, Any]]:
     """Return bars of the cell's phases: {actor, phase, waits, left, width, start, took}.
 
-    `left` and `width` are percentages of the whole. `waits` tells whether the phase waits for a device, a gate or another run
-    instead of working.
+    `phase` describes it in words, and `waits` is whether it waits for a device, a gate or another run instead of working. `left`
+    and `width` are percentages of the whole.
     """
-    phases = report["timeline"] or ()
-    if not phases:
+    entries = report["timeline"] or ()
+    if not entries:
         return []
-    first = min(phase["start_ms"] for phase in phases)
-    whole = max(max(phase["start_ms"] + phase["duration_ms"] for phase in phases) - first, 1e-9)
+    first = min(entry["start_ms"] for entry in entries)
+    whole = max(max(entry["start_ms"] + entry["duration_ms"] for entry in entries) - first, 1e-9)
     return [
         {
-            "actor": phase["actor"],
-            "phase": phase["phase"],
-            "waits": _waits(phase),
-            "left": round(100 * (phase["start_ms"] - first) / whole, 3),
-            "width": round(100 * phase["duration_ms"] / whole, 3),
-            "took": units.milliseconds(phase["duration_ms"]),
-            "start": f"{phase['start_ms'] / 1e3:+.2f} s",
+            "actor": entry["actor"],
+            "phase": phases.describe(str(entry["phase"] or "")),
+            "waits": _waits(entry),
+            "left": round(100 * (entry["start_ms"] - first) / whole, 3),
+            "width": round(100 * entry["duration_ms"] / whole, 3),
+            "took": units.milliseconds(entry["duration_ms"]),
+            "start": f"{entry['start_ms'] / 1e3:+.2f} s",
         }
-        for phase in sorted(phases, key=lambda item: item["start_ms"])
+        for entry in sorted(entries, key=lambda item: item["start_ms"])
     ]
 
 
-def _waits(phase: Json) -> bool:
-    return str(phase["phase"]).startswith(_WAITS)
+def _waits(entry: Json) -> bool:
+    return phases.is_wait(str(entry["phase"]))
 
 
 def waited(report: Json) -> str:
     """Return how long the cell's phases waited, and how long they worked; empty without a timeline."""
-    phases = report["timeline"] or ()
-    waits_ms, works_ms = (sum(phase["duration_ms"] for phase in phases if _waits(phase) is waits) for waits in (True, False))
-    return f"{units.milliseconds(works_ms)} of work and {units.milliseconds(waits_ms)} of waiting" if phases else ""
+    entries = report["timeline"] or ()
+    waits_ms, works_ms = (sum(entry["duration_ms"] for entry in entries if _waits(entry) is waits) for waits in (True, False))
+    return f"{units.milliseconds(works_ms)} of work and {units.milliseconds(waits_ms)} of waiting" if entries else ""

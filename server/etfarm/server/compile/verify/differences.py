@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from etfarm.server.compile.result import OutputCheck
 from etfarm.wire import rounding, tensors
+from etfarm.wire.sqnr import decibels, sqnr_db
 from etfarm.wire.tensors import Scalar, Value
 
 FLOAT_DB: Final = 40.0
@@ -18,9 +19,6 @@ FLOAT_DB: Final = 40.0
 
 QUANTIZED_DB: Final = 10.0
 """Minimum SQNR in dB of a useful quantized program; good int8 has 20 to 45 dB."""
-
-EXACT_DB: Final = 300.0
-"""Cap of the SQNR in dB, and the SQNR of an exact match; float64 itself resolves about 320 dB."""
 
 EQUAL_SHARE: Final = 0.99
 """Minimum fraction of equal integers of a correct float program: rounding changes a class only where two are nearly equal."""
@@ -67,14 +65,19 @@ def find_problem(output: Difference, *, quantized: bool) -> str:
     if quantized:
         if output.is_constant or db is None or db >= QUANTIZED_DB:
             return ""
-        return f"{reported['output']} has {db:.1f} dB, less than the {QUANTIZED_DB:g} dB that quantization should keep"
+        # The report shows the SQNR of the whole output, so this is the number to name, unless only the other one decides.
+        whole_db = reported["sqnr_db"]
+        shown = decibels(db if whole_db is None else whole_db)
+        if whole_db is not None and whole_db >= QUANTIZED_DB:
+            shown += f", but only {decibels(db)} without the mean of its values"
+        return f"{reported['output']} has {shown}, less than the {QUANTIZED_DB:g} dB that quantization should keep"
     error = reported["max_abs_error"] or 0.0
     if reported["equal"] or error <= _ROUNDING:
         return ""
     if reported["sqnr_db"] is None:
         return f"{reported['output']} is up to {error:g} where the model gives zeros" if error > _NOT_ZERO else ""
     return (
-        f"{reported['output']} has {reported['sqnr_db']:.1f} dB, where floats have over 100"
+        f"{reported['output']} has {decibels(reported['sqnr_db'])}, where floats have over 100"
         if reported["sqnr_db"] < FLOAT_DB
         else ""
     )
@@ -122,13 +125,14 @@ def difference(name: str, expected: Value, actual: Value) -> Difference:
     error = largest if math.isfinite(largest) else None
     if is_integer:
         return Difference(_output_check(name, equal, error, equal_share=float(same_at.mean()) if r.size else None), None)
-    reported = _output_check(name, equal, error, _sqnr_db(r, r, a))
+    reported = _output_check(name, equal, error, sqnr_db(r, a))
     if not equal and (np.isfinite(r) != np.isfinite(a)).any():
         return Difference(reported, None, wrong="has NaN or infinity where the model has none, or none where it has some")
     spread = float(np.ptp(r)) if r.size and np.isfinite(r).all() else 0.0
     # float32 noise around a single value is not a signal, and cannot be used to judge a quantizer.
     is_constant = spread <= 1e-6 * float(np.abs(r).max(initial=0.0)) and r.size != 1
-    return Difference(reported, _sqnr_db(r if r.size < 2 else r - r.mean(), r, a), is_constant)
+    varying = r - r.mean() if r.size > 1 and np.isfinite(r).all() else r
+    return Difference(reported, sqnr_db(r, a, varying), is_constant)
 
 
 def _output_check(
@@ -139,20 +143,3 @@ def _output_check(
 
 def _array(value: Value) -> NDArray[np.generic]:
     return np.asarray(value.value) if isinstance(value, Scalar) else tensors.to_array(value)
-
-
-def _sqnr_db(signal: NDArray[np.float64], reference: NDArray[np.float64], actual: NDArray[np.float64]) -> float | None:
-    """10 log10(sum s^2 / sum (r - a)^2), at most EXACT_DB; None where one has a NaN or infinity, or the signal is all zero.
-
-    Source: etfarm.server.reports.numerics.accuracy has the same definition.
-    """
-    if not (np.isfinite(reference).all() and np.isfinite(actual).all()) or not signal.any():
-        return None
-    # Scaled first, since squares of large float64 overflow and of small ones vanish.
-    scale = float(np.abs(signal).max())
-    with np.errstate(over="ignore"):
-        noise = float(np.square((reference - actual) / scale).sum())
-    if noise == 0:
-        return EXACT_DB
-    power = float(np.square(signal / scale).sum())
-    return min(EXACT_DB, 10 * math.log10(power / noise)) if math.isfinite(noise) else None

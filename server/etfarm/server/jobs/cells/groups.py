@@ -28,8 +28,14 @@ def together(job: Job, cells: Iterable[Cell]) -> list[list[Cell]]:
     each cell has its own.
     """
     groups: dict[object, list[Cell]] = {}
+    has_one_method = _has_one_method(job)
     for cell in cells:
-        groups.setdefault(_key(job, cell), []).append(cell)
+        if job.spec.measurement.interleave:
+            is_known = not has_one_method and (job.spec.methods or not _is_program(job, cell))
+            key = (cell.device_index, cell.selector, cell.method if is_known else "", cell.threads)
+            groups.setdefault(key, []).append(cell)
+        else:
+            groups[cell.id] = [cell]
     return list(groups.values())
 
 
@@ -48,13 +54,18 @@ def _name(cell: Cell) -> str:
     return f"{cell.candidate_name} · {cell.recipe_name}" if cell.recipe_name else cell.candidate_name
 
 
-def _key(job: Job, cell: Cell) -> object:
-    if not job.spec.measurement.interleave:
-        return cell.id
-    is_program = model.candidate_of(job, cell).WhichOneof("source") == "program"
-    # The method of a precompiled program may only be known after its inspection.
-    method = "" if is_program and not job.spec.methods else cell.method
-    return cell.device_index, cell.selector, method, cell.threads
+def _has_one_method(job: Job) -> bool:
+    """Return whether every candidate runs one method, as far as their names are known: that of all models, and a program's own.
+
+    A precompiled program's method may only be known after its inspection, whatever its cell says until then.
+    """
+    if job.spec.methods:
+        return len(job.spec.methods) == 1
+    return len({cell.method for cell in job.cells if not _is_program(job, cell)}) <= 1
+
+
+def _is_program(job: Job, cell: Cell) -> bool:
+    return model.candidate_of(job, cell).WhichOneof("source") == "program"
 
 
 Turn = list[tuple[CellRun, asyncio.Future["Turn"]]]

@@ -10,10 +10,8 @@ from numpy.typing import NDArray
 
 from etfarm.wire import tensors
 from etfarm.wire.errors import UserError
+from etfarm.wire.sqnr import energies, sqnr_db
 from etfarm.wire.tensors import Scalar, Value
-
-EXACT_DB = 300.0
-"""Maximum SQNR, also that of an exact match; float64 itself resolves some 320 dB."""
 
 LEAST_CLASSES = 3
 """Minimum number of classes; a smaller output is more likely a pair of numbers than class scores."""
@@ -36,7 +34,7 @@ class Difference:
     cosine: float | None
     """Cosine similarity of the two as vectors, -1 to 1; None if one of them is all zero."""
     sqnr_db: float | None
-    """Signal to quantization noise ratio in dB; see the function `sqnr_db`. None for integers and bools."""
+    """Signal to quantization noise ratio in dB; see `etfarm.wire.sqnr`. None for integers and bools."""
     relative_error: float | None = None
     """Norm of the error over the norm of the reference; None if `sqnr_db` is None."""
     top1_agreement: float | None = None
@@ -124,25 +122,10 @@ def difference(reference: NDArray[np.generic], actual: NDArray[np.generic]) -> D
         )
 
 
-def sqnr_db(reference: NDArray[np.float64], actual: NDArray[np.float64]) -> float | None:
-    """Return the signal to quantization noise ratio, 10 log10(sum r^2 / sum (r - a)^2), in dB; at most 300.
-
-    Equal arrays have 300 dB. Both are float64 of one shape. None if either has a NaN, if the reference is all zero or has an
-    infinity that the other does not share, and if the arrays are empty.
-
-    Source: torchao.quantization.utils.compute_error computes the same with norms.
-    """
-    energies = _energies(reference, actual)
-    if energies is None:
-        return None
-    signal, noise = energies
-    return EXACT_DB if noise == 0 else min(EXACT_DB, 10 * math.log10(signal / noise))
-
-
 def relative_error(reference: NDArray[np.float64], actual: NDArray[np.float64]) -> float | None:
     """Return the norm of the difference over that of the reference, both float64 of one shape; None as in `sqnr_db`."""
-    energies = _energies(reference, actual)
-    return None if energies is None else math.sqrt(energies[1] / energies[0])
+    sums = energies(reference, actual)
+    return None if sums is None else math.sqrt(sums[1] / sums[0])
 
 
 def top1_agreement(reference: NDArray[np.generic], actual: NDArray[np.generic]) -> float | None:
@@ -156,20 +139,6 @@ def top1_agreement(reference: NDArray[np.generic], actual: NDArray[np.generic]) 
         return None
     rows = [np.atleast_2d(array.astype(np.float64)).argmax(-1) for array in (reference, actual)]
     return float((rows[0] == rows[1]).mean())
-
-
-def _energies(reference: NDArray[np.float64], actual: NDArray[np.float64]) -> tuple[float, float] | None:
-    """Return the sums of the squares of the reference and of the difference, scaled alike; None if `sqnr_db` is None."""
-    if np.isnan(reference).any() or np.isnan(actual).any() or not reference.any():
-        return None
-    if np.array_equal(reference, actual):
-        return 1.0, 0.0
-    # Scale first: squares of large float64 overflow, and those of small ones underflow.
-    scale = float(np.abs(reference).max())
-    with np.errstate(over="ignore", invalid="ignore"):
-        signal = float(np.square(reference / scale).sum())
-        noise = float(np.square((reference - actual) / scale).sum())
-    return (signal, noise) if math.isfinite(signal) and math.isfinite(noise) else None
 
 
 def _cosine(r: NDArray[np.float64], a: NDArray[np.float64]) -> float | None:

@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from etfarm.server.reports.numerics.accuracy import EXACT_DB
 from etfarm.v1 import report_pb2
+from etfarm.wire.sqnr import EXACT_DB
 
 BINS: Final = 32
 

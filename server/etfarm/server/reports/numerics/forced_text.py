@@ -12,11 +12,11 @@ from typing import Final, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from etfarm.server.reports.numerics.accuracy import EXACT_DB
 from etfarm.server.reports.request import Scores
 from etfarm.v1 import report_pb2
 from etfarm.wire import generation
 from etfarm.wire.errors import UserError
+from etfarm.wire.sqnr import EXACT_DB
 
 _PART_OF_TIME: Final = 0.7
 """Fraction of the time for the given tokens; the rest is for the text that the device generated."""

@@ -19,13 +19,13 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from etfarm.server.reports.numerics import choices, edge
-from etfarm.server.reports.numerics.accuracy import EXACT_DB
 from etfarm.server.reports.numerics.counterparts import Output
 from etfarm.server.reports.numerics.deviation import Array, Deviation, deviation, histogram, summary
 from etfarm.server.reports.trace import graph
 from etfarm.server.reports.trace.recording import Recording
 from etfarm.v1 import report_pb2
 from etfarm.wire.errors import FarmError
+from etfarm.wire.sqnr import EXACT_DB
 
 if TYPE_CHECKING:
     from torch.fx import Node

@@ -9,11 +9,13 @@ import shutil
 import subprocess
 import time
 from collections.abc import Mapping, Sequence
+from importlib.metadata import EntryPoint
 from pathlib import Path
 
 import pytest
 
 from etfarm.client.cli.commands import completion
+from etfarm.wire import command as top
 
 VOCABULARY = completion.collect_vocabulary()
 WORDS = VOCABULARY.words
@@ -120,3 +122,15 @@ def test_fish_completes(script: Path, tmp_path: Path) -> None:
             capture_output=True, text=True, check=True, timeout=60,
         )  # fmt: skip
         assert set(done.stdout.split()) == offered and done.stderr == ""
+
+
+def test_the_installed_commands_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    known = top.find_commands()
+    reads: list[None] = []
+
+    def count() -> Mapping[str, EntryPoint]:
+        reads.append(None)
+        return {name: point for name, point in known.items() if name in ("jobs", "bundle.list")}
+
+    monkeypatch.setattr(top, "find_commands", count)
+    assert "logs" in completion.collect_vocabulary().words["jobs",] and len(reads) == 1

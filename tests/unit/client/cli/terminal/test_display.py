@@ -37,7 +37,7 @@ def test_lines_come_as_phases_end() -> None:
         display.event(Progress(_now(), "c1", "SERVER", "QUANTIZE", 1234.0, None, None, ""))
         display.event(CellChanged(2, _now(), _cell(CellState.COMPILING), JobState.RUNNING))
     what = "resnet8 · xnnpack_fp32 · 4 threads"
-    assert lines == ["Submitting.", f"{what}: COMPILING", f"{what}: compiling QUANTIZE: 1.23 s"]
+    assert lines == ["Submitting.", f"{what}: compiling", f"{what}: compiling QUANTIZE: 1.23 s"]
 
 
 def test_the_condition_that_a_device_waits_for_is_reported_once_with_its_reading() -> None:
@@ -59,7 +59,7 @@ def test_a_failed_cell_says_why_on_stderr_however_it_is_shown() -> None:
     event = CellChanged(1, _now(), failed, JobState.FAILED)
     lines: list[str] = []
     PlainDisplay(lines.append).event(event)
-    assert lines == ["resnet8 · xnnpack_fp32 · 4 threads: FAILED: It was killed. Look at the log."]
+    assert lines == ["resnet8 · xnnpack_fp32 · 4 threads: failed: It was killed. Look at the log."]
     live = LiveDisplay()
     live.event(event)
     assert live._failures() == ["etfarm: It was killed. Look at the log."]
@@ -98,11 +98,24 @@ def test_a_latency_is_shown_as_soon_as_it_is_measured() -> None:
     what = "resnet8 · xnnpack_fp32 · 4 threads"
     assert lines == [
         f"{what}: measuring: 1.00 s on pi5-a, p50 1.84 ms",
-        f"{what}: SUCCEEDED, p50 1.84 ms [1.82, 1.86] NOT BENCHMARKABLE",
+        f"{what}: succeeded, p50 1.84 ms [1.82, 1.86] NOT BENCHMARKABLE",
     ]
     assert "running  p50 1.84 ms, measuring on pi5-a" in shown[0]
     assert "running  p50 1.84 ms, tracing operators 50 % on pi5-a" in shown[1]
     assert "succeeded  p50 1.84 ms [1.82, 1.86] NOT BENCHMARKABLE" in shown[2]
+
+
+@pytest.mark.parametrize("state", list(CellState))
+def test_a_pipe_has_the_words_of_the_live_table_for_each_state(state: CellState) -> None:
+    cell, console = _cell(state), Console(width=110, color_system=None)
+    live, lines = LiveDisplay(), list[str]()
+    live.cells([cell])
+    PlainDisplay(lines.append).event(CellChanged(1, _now(), cell, JobState.RUNNING))
+    with console.capture() as capture:
+        console.print(live)
+    words = lines[0].removeprefix("resnet8 · xnnpack_fp32 · 4 threads: ")
+    assert words == phases.describe_state(state.value) and words in capture.get()
+    assert not any(word.isupper() or "_" in word for word in words.split())
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,9 @@ import pytest
 from rich.console import Console
 
 from etfarm.client.cli.views import render
-from etfarm.client.formats import units
+from etfarm.client.formats import html, sentences, units
 from etfarm.wire.delegation import undelegated_reason
+from tests.support import documents
 from tests.support.rendering import render_text, report_document, report_row
 
 
@@ -90,6 +91,12 @@ def test_a_ready_program_says_once_why_it_has_no_source_lines() -> None:
     assert lines.index(caption) > lines.index(next(line for line in lines if "0.9" in line or "90.0 %" in line))
 
 
+def test_a_program_says_what_its_share_of_the_time_is() -> None:
+    program = report_document(recipe=None, compile={"stages": [], "program": {"digest": "1" * 64, "size_bytes": 320_512}})
+    assert "program   313 KiB, 80.0 % of the traced time in delegates\n" in f"{render_text(program)}\n"
+    assert "<b>80.0 %</b><span>of the traced time in delegates</span>" in html.write(documents.document(program)).decode()
+
+
 def test_a_model_without_source_lines_is_not_called_a_program() -> None:
     for document in (
         report_document(),
@@ -124,7 +131,7 @@ def test_the_facts_are_reported_with_their_units() -> None:
     assert "linear: SQNR 38.2 dB, max abs error 0.0012, against the program before quantization" in text
     assert "peak 8.00 MiB, planned 24.2 KiB" in text
     assert "cached; took TO_EXECUTORCH 195 ms" in text
-    assert "313 KiB, 36 of 37 nodes delegated in 1 subgraph, 80.0 % of the time" in text
+    assert "313 KiB, 36 of 37 nodes delegated in 1 subgraph, 80.0 % of the traced time in delegates" in text
     assert "forward was calibrated with one input." in text
 
 
@@ -157,9 +164,25 @@ def _measured(**changes: Any) -> dict[str, Any]:
 
 
 def test_the_spread_has_percentiles_drift_and_the_effective_samples() -> None:
-    text = render_text(_measured())
+    text = render_text(_measured(), width=160)
     assert "p10 1.80 ms · p90 1.90 ms · p99 2.50 ms · drift -2.1 % · worth 42 independent samples" in text
     assert "3,895 iterations in 251 ms, until steady" in text
+
+
+@pytest.mark.parametrize(
+    ("statuses", "name"), [(["VALID"], "within-run"), (["VALID", "VALID"], "within-run"), (["VALID"] * 3, "between-run")]
+)
+def test_the_interval_of_the_median_has_its_name_in_the_table_and_in_the_tile(statuses: list[str], name: str) -> None:
+    runs = [{"p50_ns": 1_840_000, "verdict": {"status": status}} for status in statuses]
+    measured = _measured(runs=runs)
+    (line,) = [line for line in render_text(measured).splitlines() if line.startswith("  spread")]
+    assert line.startswith(f"  spread    [1.82, 1.86] {name} · p10 1.80 ms · ")
+    assert f"<b>1.84 ms</b><span>[1.82, 1.86] {name}</span>" in html.write(documents.document(measured)).decode()
+
+
+def test_the_interval_of_interleaved_programs_is_neither_within_nor_between_runs() -> None:
+    measured = _measured(interleaved={"base_cell": "c1", "rounds": 9})
+    assert "-run" not in render_text(measured)
 
 
 def test_a_timed_pass_that_went_on_until_its_times_settled_says_so() -> None:
@@ -213,6 +236,18 @@ def test_waits_and_settings_that_were_not_applied_have_a_line_each() -> None:
     reported = "12.0 s until the device was below 60 °C; 10.0 s for the device to be idle, in vain: 0.50 tasks per cpu"
     assert f"waited    {reported}" in text
     assert "settings  the governor of cpus 0-3 stayed powersave instead of performance: the agent may not write it" in text
+
+
+def test_the_waits_of_several_runs_are_one_sentence_with_their_range() -> None:
+    def idle(waited_ms: float, measured: float, *, passed: bool) -> dict[str, Any]:
+        return {"gate": "IDLE", "waited_ms": waited_ms, "passed": passed, "measured": measured, "threshold": 0.15}
+
+    waits = [idle(2000.0, 0.1, passed=True), idle(10_000.0, 0.5, passed=False), idle(12_000.0, 0.1, passed=True)]
+    waits += [idle(10_000.0, 0.75, passed=False)]
+    assert sentences.waits(waits) == (
+        "2 times 2.00 s to 12.0 s until the device was idle; "
+        "2 times 10.0 s for the device to be idle, in vain: 0.50 to 0.75 tasks per cpu"
+    )
 
 
 def test_reasons_with_one_remedy_say_it_once() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from etfarm.client.formats import html
-from etfarm.client.formats.html import cells
+from etfarm.client.formats.html import cells, charts
 from tests.support.documents import document, report
 
 
@@ -72,3 +72,24 @@ def test_a_phase_or_a_run_without_its_values_is_still_shown() -> None:
 def test_a_page_without_reports_has_no_contents() -> None:
     assert b'aria-label="Contents">' in html.write(document(report()))
     assert b'aria-label="Contents" hidden>' in html.write(document())
+
+
+def _readings(*elapsed_ms: float) -> list[dict[str, Any]]:
+    return [{"elapsed_ms": at, "frequency_hz": [1e9], "busy_cpus": 1.0} for at in elapsed_ms]
+
+
+def test_the_devices_readings_of_several_runs_are_joined_without_the_waits_between_them() -> None:
+    points = charts.joined(_readings(0.0, 10.0, 20.0, 5000.0, 5010.0, 5020.0, 9000.0))
+    breaks = [points.pop(place) for place in (7, 3)]
+    assert breaks[1] == {"elapsed_ms": 25.0, "frequency_hz": [], "busy_cpus": None}
+    assert points == _readings(0.0, 10.0, 20.0, 30.0, 40.0, 50.0, 60.0)
+    assert charts.joined(_readings(0.0, 10.0, 21.0)) == _readings(0.0, 10.0, 21.0)
+    assert charts.joined([]) == []
+
+
+def test_a_chart_of_several_runs_says_that_it_spans_them() -> None:
+    telemetry = {"series": _readings(0.0, 10.0, 20.0, 5000.0, 5010.0)}
+    one = report(runs=[{"iterations": 3}], telemetry=telemetry)
+    two = report(runs=[{"iterations": 3, "p50_ns": 1e6}, {"iterations": 3, "p50_ns": 1e6}], telemetry=telemetry)
+    assert "The device during the timed pass<" in html.write(document(one)).decode()
+    assert "The device during the timed passes of 2 runs, without the waits between them" in html.write(document(two)).decode()

@@ -199,7 +199,7 @@ function seriesChart(target, data) {
     return;
   }
   const strokes = ["--accent", "--portable", "--good", "--bad", "--fair"];
-  const axes = [{ label: "ms of the timed pass", labelSize: 18 }, { size: 48 }];
+  const axes = [{ label: data.run_ends.length ? "ms of the timed passes" : "ms of the timed pass", labelSize: 18 }, { size: 48 }];
   if (kept.some(([, scale]) => scale === "share")) axes.push({ scale: "share", side: 1, size: 52, values: (_, ticks) => ticks.map((one) => `${Math.round(one * 100)} %`), grid: { show: false } });
   if (kept.some(([, scale]) => scale === "heat")) axes.push({ scale: "heat", side: 1, size: 52, values: (_, ticks) => ticks.map((one) => `${one} °C`), grid: { show: false } });
   chart(

@@ -1,0 +1,60 @@
+"""The signal to quantization noise ratio: one definition and one rounding, for servers and for what users read.
+
+numpy is imported only by the functions that take arrays.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+EXACT_DB: Final = 300.0
+"""Maximum SQNR, also that of an exact match; float64 itself resolves some 320 dB."""
+
+
+def decibels(value_db: float) -> str:
+    """Return `41.2 dB`; a ratio that rounds to zero has no sign."""
+    return f"{value_db:.1f} dB" if abs(value_db) >= 0.05 else "0.0 dB"
+
+
+def sqnr_db(
+    reference: NDArray[np.float64], actual: NDArray[np.float64], signal: NDArray[np.float64] | None = None
+) -> float | None:
+    """Return the signal to quantization noise ratio, 10 log10(sum s^2 / sum (r - a)^2), in dB; at most EXACT_DB.
+
+    Equal arrays have EXACT_DB. All are float64 of one shape. None if either has a NaN, if the signal is all zero or has an
+    infinity that the other does not share, and if the arrays are empty.
+
+    Args:
+        signal: the part of the reference that counts; all of it by default.
+
+    Source: torchao.quantization.utils.compute_error computes the same with norms.
+    """
+    sums = energies(reference, actual, signal)
+    if sums is None:
+        return None
+    power, noise = sums
+    return EXACT_DB if noise == 0 else min(EXACT_DB, 10 * math.log10(power / noise))
+
+
+def energies(
+    reference: NDArray[np.float64], actual: NDArray[np.float64], signal: NDArray[np.float64] | None = None
+) -> tuple[float, float] | None:
+    """Return the sums of the squares of the signal and of the difference, scaled alike; None if `sqnr_db` is None."""
+    import numpy as np
+
+    signal = reference if signal is None else signal
+    if np.isnan(reference).any() or np.isnan(actual).any() or not signal.any():
+        return None
+    if np.array_equal(reference, actual):
+        return 1.0, 0.0
+    # Scale first: squares of large float64 overflow, and those of small ones underflow.
+    scale = float(np.abs(signal).max())
+    with np.errstate(over="ignore", invalid="ignore"):
+        power = float(np.square(signal / scale).sum())
+        noise = float(np.square((reference - actual) / scale).sum())
+    return (power, noise) if math.isfinite(power) and math.isfinite(noise) else None
