@@ -15,16 +15,6 @@ let source = null;
 let watchdog = 0;
 let lost = "";
 
-/** Connects while the page is visible: a browser has six connections to a host for all of its tabs. */
-export function connect() {
-  for (const region of regions()) positions.set(region.dataset.live, region.dataset.position);
-  if (!positions.size) return;
-  document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
-  addEventListener("pagehide", close);
-  addEventListener("pageshow", () => document.hidden || open());
-  if (!document.hidden) open();
-}
-
 function address() {
   const query = new URLSearchParams();
   for (const topic of positions.keys()) query.append("topic", topic);
@@ -161,4 +151,13 @@ function replace(former, fresh) {
   fresh.classList.add("changed");
   former.replaceWith(fresh);
   if (focused >= 0) fresh.querySelectorAll("a, button, input")[focused]?.focus({ preventScroll: true });
+}
+
+// A page connects while it is visible: a browser has six connections to a host for all of its tabs.
+for (const region of regions()) positions.set(region.dataset.live, region.dataset.position);
+if (positions.size) {
+  document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
+  addEventListener("pagehide", close);
+  addEventListener("pageshow", () => document.hidden || open());
+  if (!document.hidden) open();
 }
