@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
@@ -29,7 +30,7 @@ MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_FEEDS: Final = 128
 """Maximum number of an account's feeds; the one without a stream for longest ends for a new one."""
 URGENT_S: Final = 0.02
-"""Seconds in which changes are gathered into one message."""
+"""Minimum pause between two messages: a change after a longer one is sent at once, and those within it are one message."""
 MINOR_S: Final = 1.0
 """Seconds in which minor changes, such as telemetry, are gathered into one message."""
 LINGER_S: Final = 30.0
@@ -104,8 +105,12 @@ class Feed:
         self._messages: deque[bytes] = deque()
         self._size_bytes = 0
         self._snapshot: bytes | None = None
+        self._summary = ""
+        """The summary in the last message that had one; empty if streams have another."""
         self._listeners: set[asyncio.Event] = set()
         self._publishing: asyncio.TimerHandle | None = None
+        self._published_s = -math.inf
+        """The event loop's time of the last message of changes."""
         self._error: EtfarmError | None = None
         self._is_farm_away = False
         self._loaded = asyncio.Event()
@@ -227,6 +232,7 @@ class Feed:
             self._rendered.clear()
             self._dirty.clear()
             self._messages.clear()
+            self._summary = ""
             self._size_bytes = 0
             self._sequence += 1
             self._snapshot = None
@@ -246,7 +252,8 @@ class Feed:
                 self._mark_dirty(oldest)
                 del self._items[oldest]
         is_minor = before is not None and value is not None and self._topic.is_minor(before, value)
-        self._publish_in(MINOR_S if is_minor else URGENT_S)
+        now_s = asyncio.get_running_loop().time()
+        self._publish_at(now_s + MINOR_S if is_minor else max(now_s, self._published_s + URGENT_S))
 
     def _mark_dirty(self, key: str) -> None:
         """Remember how a value looks before its first change since the last message."""
@@ -265,16 +272,16 @@ class Feed:
         self._loaded.set()
         self._append(self._compose({}, ()))
 
-    def _publish_in(self, delay_s: float) -> None:
-        loop = asyncio.get_running_loop()
+    def _publish_at(self, at_s: float) -> None:
         if self._publishing is not None:
-            if self._publishing.when() <= loop.time() + delay_s:
+            if self._publishing.when() <= at_s:
                 return
             self._publishing.cancel()
-        self._publishing = loop.call_later(delay_s, self._publish)
+        self._publishing = asyncio.get_running_loop().call_at(at_s, self._publish)
 
     def _publish(self) -> None:
         self._publishing = None
+        self._published_s = asyncio.get_running_loop().time()
         dirty, self._dirty = self._dirty, {}
         removed = [key for key, before in dirty.items() if key not in self._items and before is not None]
         # A change that does not show, such as a heartbeat's time, is not sent.
@@ -306,8 +313,12 @@ class Feed:
         rows = [[key, self._fragment(key)] for key in values]
         error = self._error.message if self._error is not None else FARM_AWAY if self._is_farm_away else None
         content: dict[str, Any] = {"rows": rows, "removed": list(removed), "error": error, "is_reset": is_reset}
-        if self._topic.summary and (rows or removed or is_reset):
+        if self._topic.summary and is_reset:
             content["summary"] = self._render(self._topic.summary, items=self._items)
+        elif self._topic.summary and (rows or removed):
+            summary = self._render(self._topic.summary, items=self._items)
+            if summary != self._summary:
+                content["summary"] = self._summary = summary
         return _event(self.name, content)
 
 
