@@ -160,7 +160,8 @@ class Tab:
         self.page.goto(f"{self.url}{path}")
         self.page.fill("#token", token)
         self.page.click("main button")
-        self.page.wait_for_url(f"{self.url}{path if path != '/' else '/'}*")
+        wanted = urlsplit(f"{self.url}{path}").path
+        self.page.wait_for_url(lambda address: urlsplit(address).path == wanted)
         return self.page
 
     def wait_until_live(self) -> None:
