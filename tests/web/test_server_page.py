@@ -94,7 +94,7 @@ def test_the_command_shows_others_the_server_alone(
     monkeypatch.setenv("ETFARM_TOKEN", TOKENS[role])
     assert server.main(["--server", served[0]]) == 0
     shown = capsys.readouterr().out
-    assert f"{role}, {role}" in shown and "An admin also sees" in shown and "workers  " not in shown
+    assert f"{role}, {role}" in shown and "An admin also sees" in shown and "SETTING" not in shown
     assert server.main(["--server", served[0], "--json", "-"]) == 0
     document = json.loads(capsys.readouterr().out)["server"]
     assert document["role"] == role.upper() and document["settings"] is None and document["metrics"] is None
