@@ -25,6 +25,7 @@ COMPILED_MS: Final = 240_000
 def submit(page: Page, model: Path, name: str, *, is_dropped: bool) -> None:
     """Submit a model with the form, by drag and drop or with the file dialog, and watch it until its end."""
     page.get_by_role("link", name="Submit", exact=True).click()
+    page.wait_for_url("**/submit")
     if is_dropped:
         drop(page, model.name, model.read_bytes())
     else:

@@ -31,6 +31,7 @@ def test_a_visit_under_a_path_stays_below_it(simulated: SimulatedWebFarm, browse
         page.locator("#telemetry canvas, #telemetry p").first.wait_for()
 
         page.get_by_role("link", name="Submit", exact=True).click()
+        page.wait_for_url("**/farm/submit")
         drop(page, "add.pte", program("add").bytes)
         expect(page.locator("#file-state")).to_contain_text("add.pte")
         page.get_by_label(DEVICE).check()
