@@ -50,6 +50,13 @@ def test_a_jobs_report_page_is_bounded_and_leads_to_the_other_reports(simulated:
     assert "The first" not in rest.text
 
 
+@pytest.mark.parametrize(
+    ("path", "command"), [("/compare", "etfarm compare BASE CANDIDATE"), ("/history", "etfarm history MODEL")]
+)
+def test_a_page_that_asks_for_a_choice_names_it_in_its_command(viewer: Visit, path: str, command: str) -> None:
+    assert f'<code id="command">{command}</code>' in viewer.get(path).text
+
+
 def test_the_count_of_idle_devices_says_how_many_are_reserved(simulated: SimulatedWebFarm, viewer: Visit) -> None:
     assert wait_until(lambda: "reserved</li>" not in viewer.get("/devices").text)
     with simulated.client("user") as farm:
