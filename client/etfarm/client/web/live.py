@@ -11,6 +11,7 @@ import asyncio
 import json
 import logging
 import math
+import re
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
@@ -39,6 +40,9 @@ RETRY_S: Final = 2.0
 """Pause before a feed connects to a farm again that it has lost."""
 
 FARM_AWAY: Final = "The farm's server does not answer. The page goes on when it is back."
+
+_AGE: Final = re.compile(r"(?<=>)[^<]*(?=</time>)")
+"""The words of an age, such as `12 s ago`, which pages keep current by themselves."""
 
 log = logging.getLogger(__name__)
 
@@ -101,7 +105,7 @@ class Feed:
         self._rendered: dict[str, str] = {}
         """The fragments of current values, as far as they are rendered."""
         self._dirty: dict[str, str | None] = {}
-        """The values that have changed since the last message, each with its former fragment; None for a new value."""
+        """The values that have changed since the last message, each with its former look; None for a new value."""
         self._messages: deque[bytes] = deque()
         self._size_bytes = 0
         self._snapshot: bytes | None = None
@@ -258,7 +262,7 @@ class Feed:
     def _mark_dirty(self, key: str) -> None:
         """Remember how a value looks before its first change since the last message."""
         if key not in self._dirty:
-            self._dirty[key] = self._fragment(key) if key in self._items else None
+            self._dirty[key] = self._look(key) if key in self._items else None
         self._rendered.pop(key, None)
 
     def _settle(self) -> None:
@@ -285,7 +289,7 @@ class Feed:
         dirty, self._dirty = self._dirty, {}
         removed = [key for key, before in dirty.items() if key not in self._items and before is not None]
         # A change that does not show, such as a heartbeat's time, is not sent.
-        changed = {key: self._items[key] for key, before in dirty.items() if key in self._items and self._fragment(key) != before}
+        changed = {key: self._items[key] for key, before in dirty.items() if key in self._items and self._look(key) != before}
         self._snapshot = None
         if changed or removed:
             self._append(self._compose(changed, removed))
@@ -308,6 +312,10 @@ class Feed:
         if fragment is None:
             fragment = self._rendered[key] = self._render(self._topic.template, item=self._items[key])
         return fragment
+
+    def _look(self, key: str) -> str:
+        """Return the fragment of a value without ages, which differ whenever it is rendered."""
+        return _AGE.sub("", self._fragment(key))
 
     def _compose(self, values: Mapping[str, Any], removed: Collection[str], *, is_reset: bool = False) -> bytes:
         rows = [[key, self._fragment(key)] for key in values]

@@ -188,6 +188,22 @@ async def test_a_change_that_does_not_show_is_not_sent() -> None:
     await source.feed.close()
 
 
+async def test_an_age_that_differs_is_no_change() -> None:
+    source = Source()
+    source.values = {"a": '<time datetime="1">now</time>', "b": 2}
+    await source.feed.ready()
+    position = source.feed.position
+    source.changes.put_nowait(("a", '<time datetime="1">5 s ago</time>'))
+    source.changes.put_nowait(("b", 3))
+    (message,) = await next_messages(source.feed, position)
+    assert [key for key, _ in message["rows"]] == ["b"]
+    position = source.feed.position
+    source.changes.put_nowait(("a", '<time datetime="2">now</time>'))
+    (message,) = await next_messages(source.feed, position)
+    assert [key for key, _ in message["rows"]] == ["a"], "another instant is a change"
+    await source.feed.close()
+
+
 class Connected:
     """A client whose farm answers."""
 
