@@ -22,6 +22,7 @@ from etfarm.client.cli.commands import (
     projects,
     recipes,
     retention,
+    server,
     tokens,
     webhooks,
 )
@@ -180,6 +181,7 @@ COMMANDS = [
     ("collected", artifacts.main, ["collect", "--dry-run"]),
     ("retention", retention.main, ["--dry-run"]),
     ("bundles", bundle.list_, []),
+    ("server", server.main, ["--all"]),
     ("tokens", tokens.main, ["list"]),
     ("audit", audit.main, []),
     pytest.param("recipes", recipes.main, ["list"], marks=pytest.mark.slow(reason="a child of the server imports torch")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -89,6 +90,19 @@ def forge(page: Page, path: str, **fields: str) -> int:
         [path, fields],
     )
     return status
+
+
+def drop(page: Page, name: str, content: bytes) -> None:
+    """Drop a file on the form of a submission."""
+    page.evaluate(
+        """([name, encoded]) => {
+          const bytes = Uint8Array.from(atob(encoded), (character) => character.charCodeAt(0));
+          const dataTransfer = new DataTransfer();
+          dataTransfer.items.add(new File([bytes], name));
+          document.getElementById("drop").dispatchEvent(new DragEvent("drop", {dataTransfer, bubbles: true, cancelable: true}));
+        }""",
+        [name, base64.b64encode(content).decode()],
+    )
 
 
 def has_sideways_scroll(page: Page) -> bool:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import urlencode, urlsplit
 
+import psutil
 from playwright.sync_api import Browser, BrowserContext, ConsoleMessage, Page, expect, sync_playwright
 
 from etfarm.client import Farm
@@ -61,6 +62,12 @@ def start_page(server: str, log: Path, *options: str, environment: dict[str, str
     page = Daemon(["web", "--server", server, "--listen", "127.0.0.1:0", "--exit-with-stdin", *options], log, environment)
     page.start()
     return page, page.expect("the page of").rpartition(" ")[2].rstrip("/")
+
+
+def listening_port(pid: int) -> int:
+    """Return the port on which a process listens."""
+    (port,) = {each.laddr.port for each in psutil.Process(pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN}
+    return int(port)
 
 
 @dataclass(frozen=True)
@@ -160,7 +167,8 @@ class Tab:
         self.page.goto(f"{self.url}{path}")
         self.page.fill("#token", token)
         self.page.click("main button")
-        self.page.wait_for_url(f"{self.url}{path if path != '/' else '/'}*")
+        wanted = urlsplit(f"{self.url}{path}").path
+        self.page.wait_for_url(lambda address: urlsplit(address).path == wanted)
         return self.page
 
     def wait_until_live(self) -> None:

@@ -14,7 +14,7 @@ from etfarm.client import Job
 from etfarm.client.models import JobState
 from tests.support.programs import program
 from tests.support.simulated_web import SimulatedWebFarm
-from tests.support.visits import BROKEN, DEVICE, OTHER, STUCK, Visits, forge
+from tests.support.visits import BROKEN, DEVICE, OTHER, STUCK, Visits, drop, forge
 from tests.support.web import CHROMIUM
 
 pytestmark = [
@@ -206,19 +206,6 @@ def test_a_file_belongs_to_its_visitor_and_names_no_file_of_the_page(visits: Vis
         assert forge(page, "/submit", upload=sent["id"], recipe="/etc/hostname.toml") == 400
         assert send_file(page, "demo:resnet8", b"x")["reason"] == "MODEL_FILE_REFUSED"
         assert send_file(page, "empty.pte", b"")["reason"] == "MODEL_FILE_REFUSED"
-
-
-def drop(page: Page, name: str, content: bytes) -> None:
-    """Drop a file on the form."""
-    page.evaluate(
-        """([name, encoded]) => {
-          const bytes = Uint8Array.from(atob(encoded), (character) => character.charCodeAt(0));
-          const dataTransfer = new DataTransfer();
-          dataTransfer.items.add(new File([bytes], name));
-          document.getElementById("drop").dispatchEvent(new DragEvent("drop", {dataTransfer, bubbles: true, cancelable: true}));
-        }""",
-        [name, base64.b64encode(content).decode()],
-    )
 
 
 def send_file(page: Page, name: str, content: bytes) -> dict[str, str]:

@@ -42,6 +42,7 @@ def test_two_browsers_see_a_change_at_once(web: WebFarm, browser: Browser, tab: 
         expect(row).to_contain_text("DRAINING")
         expect(row).to_contain_text("new fan")
         expect(each.page.locator(".counts")).to_contain_text("1 draining")
+        expect(each.page.locator("tr.changed"), "a change is marked for a moment").to_have_count(0)
         each.must_be_quiet()
     other.context.close()
 

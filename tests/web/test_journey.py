@@ -10,6 +10,7 @@ import pytest
 from playwright.sync_api import Page, expect
 
 from tests.support import models
+from tests.support.visits import drop
 from tests.support.web import CHROMIUM, Tab, WebFarm
 
 pytestmark = [
@@ -21,10 +22,14 @@ COMPILED_MS: Final = 240_000
 """Patience with a server that loads its compiler first."""
 
 
-def submit(page: Page, model: Path, name: str) -> None:
-    """Submit a model with the form, and watch it until its end."""
+def submit(page: Page, model: Path, name: str, *, is_dropped: bool) -> None:
+    """Submit a model with the form, by drag and drop or with the file dialog, and watch it until its end."""
     page.get_by_role("link", name="Submit", exact=True).click()
-    page.set_input_files("#file", model)
+    page.wait_for_url("**/submit")
+    if is_dropped:
+        drop(page, model.name, model.read_bytes())
+    else:
+        page.set_input_files("#file", model)
     expect(page.locator("#file-state")).to_contain_text(model.name)
     page.fill("[name=name]", name)
     page.fill("[name=iterations]", "20")
@@ -46,12 +51,12 @@ def test_a_colleague_needs_no_terminal(web: WebFarm, tab: Tab, tmp_path: Path) -
     expect(page.locator("table.devices tbody tr:visible")).to_have_count(1)
     device = page.locator("table.devices tbody th a").inner_text()
 
-    submit(page, model, "last week")
+    submit(page, model, "last week", is_dropped=True)
     page.get_by_role("link", name="Tag").click()
     page.fill("[name=tag]", "last-week")
     page.get_by_role("button", name="Tag").click()
     expect(page.locator("[data-key=job]")).to_contain_text("last-week")
-    submit(page, model, "this week")
+    submit(page, model, "this week", is_dropped=False)
 
     page.get_by_role("link", name="All reports").click()
     expect(page.locator("article .tiles")).to_contain_text("How fast?")

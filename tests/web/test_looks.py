@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from typing import Final
 from urllib.parse import quote
@@ -11,6 +12,7 @@ from playwright.sync_api import Page, expect
 
 from etfarm.client.models import JobState
 from etfarm.client.submit.prepared import PreparedModel
+from etfarm.client.web.pages import PAGES
 from tests.support import axe
 from tests.support.documents import HOSTILE
 from tests.support.programs import program
@@ -29,11 +31,11 @@ NARROW: Final = {"width": 400, "height": 800}
 
 @pytest.fixture(scope="module")
 def jobs(simulated: SimulatedWebFarm) -> dict[str, str]:
-    """Two finished jobs with hostile names, on a device with one."""
+    """The ids of two finished jobs with hostile names, on a device with one, and their program's digest."""
     simulated.agents.add("evil", devices=(EVIL_DEVICE,), shown_name=HOSTILE)
     with simulated.client("user") as farm:
         model = PreparedModel(HOSTILE, program=program("add").path)
-        ids = {}
+        ids = {"digest": hashlib.sha256(program("add").path.read_bytes()).hexdigest()}
         for name in ("job", "again"):
             submitted = farm.bench(
                 model, devices=[f"id=id-of-{DEVICE}", f"id=id-of-{EVIL_DEVICE}"], name=HOSTILE, labels={"evil": HOSTILE},
@@ -45,51 +47,72 @@ def jobs(simulated: SimulatedWebFarm) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
-def troubled(simulated: SimulatedWebFarm) -> Iterator[None]:
-    """A drained and a reserved device with hostile reasons."""
+def troubled(simulated: SimulatedWebFarm) -> Iterator[dict[str, str]]:
+    """A drained and a reserved device with hostile reasons; the reservation's id."""
     with simulated.client() as farm:
         farm.drain_device(f"id-of-{OTHER}", HOSTILE)
         reserved = farm.reserve_devices(f"id=id-of-{EVIL_DEVICE}", reason=HOSTILE)
-        yield
+        yield {"reservation": reserved.id}
         farm.release_reservation(reserved.id)
         farm.undrain_device(f"id-of-{OTHER}")
 
 
-@pytest.mark.parametrize(
-    ("role", "path", "status"),
-    [
-        ("", "/sign-in", 200),
-        ("admin", "/devices", 200),
-        ("admin", f"/devices/id-of-{EVIL_DEVICE}", 200),
-        ("admin", f"/devices/id-of-{OTHER}", 200),
-        ("admin", f"/devices/id-of-{EVIL_DEVICE}/drain", 200),
-        ("admin", f"/devices/id-of-{EVIL_DEVICE}/labels", 200),
-        ("user", "/reservations", 200),
-        ("user", "/reserve", 200),
-        ("user", "/submit", 200),
-        ("viewer", "/queue", 200),
-        ("viewer", "/jobs", 200),
-        ("user", "/jobs/{job}", 200),
-        ("user", "/jobs/{job}/tag", 200),
-        ("viewer", "/jobs/{job}/report", 200),
-        ("viewer", "/compare?report={job}&report={again}", 200),
-        ("viewer", f"/history?model={quote(HOSTILE)}", 200),
-        ("viewer", "/recipes", 200),
-        ("viewer", "/artifacts", 200),
-        ("viewer", "/server", 200),
-        ("viewer", "/search?q=script", 200),
-        ("viewer", "/nothing", 404),
-    ],
+VISITS: Final = (
+    ("", "/sign-in", 200),
+    ("", "/enter?code=a-code", 200),
+    ("viewer", "/", 200),
+    ("admin", "/devices", 200),
+    ("admin", f"/devices/id-of-{EVIL_DEVICE}", 200),
+    ("admin", f"/devices/id-of-{OTHER}", 200),
+    ("admin", f"/devices/id-of-{EVIL_DEVICE}/drain", 200),
+    ("admin", f"/devices/id-of-{OTHER}/undrain", 200),
+    ("admin", f"/devices/id-of-{EVIL_DEVICE}/labels", 200),
+    ("user", "/reservations", 200),
+    ("user", "/reserve", 200),
+    ("admin", "/reservations/{reservation}/renew", 200),
+    ("admin", "/reservations/{reservation}/release", 200),
+    ("user", "/submit", 200),
+    ("viewer", "/queue", 200),
+    ("viewer", "/jobs", 200),
+    ("user", "/jobs/{job}", 200),
+    ("user", "/jobs/{job}/cancel", 200),
+    ("user", "/jobs/{job}/retry", 200),
+    ("user", "/jobs/{job}/tag", 200),
+    ("user", "/jobs/{job}/tags/a-tag/remove", 200),
+    ("viewer", "/jobs/{job}/report", 200),
+    ("viewer", "/compare", 200),
+    ("viewer", "/compare?report={job}&report={again}", 200),
+    ("viewer", "/history", 200),
+    ("viewer", f"/history?model={quote(HOSTILE)}", 200),
+    ("viewer", "/recipes", 200),
+    ("viewer", "/artifacts", 200),
+    ("viewer", "/artifacts/{digest}", 200),
+    ("viewer", "/server", 200),
+    ("admin", "/server", 200),
+    ("viewer", "/search?q=script", 200),
+    ("viewer", "/nothing", 404),
 )
+"""Role, address and status of the visits, in which every page is seen."""
+NO_PAGES: Final = {"health", "device_telemetry", "job_matrix", "job_log", "artifact_content", "live"}
+"""Names of the routes that answer with data, or with a part of a page."""
+
+
+def test_the_visits_are_to_every_page() -> None:
+    shown = {route.name: route for page in PAGES for route in page.ROUTES if "GET" in (route.methods or ())}
+    paths = [path.partition("?")[0] for _, path, _ in VISITS]
+    assert {name for name, route in shown.items() if not any(map(route.path_regex.fullmatch, paths))} == NO_PAGES
+
+
+@pytest.mark.parametrize(("role", "path", "status"), VISITS)
 def test_every_page_is_legible_and_shows_hostile_names_as_text(
-    visits: Visits, jobs: dict[str, str], troubled: None, role: str, path: str, status: int
+    visits: Visits, jobs: dict[str, str], troubled: dict[str, str], role: str, path: str, status: int
 ) -> None:
     if path == "/recipes":
         with visits.web.client() as farm:
             farm.recipes()  # which need the compiler, and this server loads it when somebody asks
     # What has just changed has another ground for a second, which would be measured now and then.
     with visits.visit(
-        role, path.format(**jobs), expected=status, viewport=NARROW, color_scheme="dark", reduced_motion="reduce"
+        role, path.format(**jobs, **troubled), expected=status, viewport=NARROW, color_scheme="dark", reduced_motion="reduce"
     ) as page:
         page.locator("h1").first.wait_for()
         assert not has_sideways_scroll(page), "at 400 px"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -9,6 +11,7 @@ from typing import Final
 import pytest
 
 from etfarm.client import EtfarmError, Farm
+from etfarm.client.cli.commands import server
 from tests.support.farm import Daemon
 from tests.support.simulated_web import TOKENS
 from tests.support.web import Visit, WebFarm
@@ -31,17 +34,17 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]
     signing.write_text(f"{SIGNING}\n")
     options = ["--tokens", str(tokens), "--workers", "3", "--webhook-secret", str(signing)]
     options += ["--webhook", f"https://hooks.example/services/{SECRET}"]
-    server = Daemon(
+    daemon = Daemon(
         ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "data"), "--no-bundle", "--no-prewarm", "--exit-with-stdin",
          "--web", "127.0.0.1:0", *options],
         folder / "serve.log",
     )  # fmt: skip
-    server.start()
+    daemon.start()
     try:
-        address = server.expect("listening on").rpartition(" ")[2]
-        yield address, server.expect("web page at").rpartition(" ")[2].rstrip("/")
+        address = daemon.expect("listening on").rpartition(" ")[2]
+        yield address, daemon.expect("web page at").rpartition(" ")[2].rstrip("/")
     finally:
-        assert server.stop() == 0
+        assert daemon.stop() == 0
 
 
 def show(url: str, role: str) -> str:
@@ -62,6 +65,39 @@ def test_an_admin_sees_settings_and_metrics_without_secrets(served: tuple[str, s
         assert f">{name}<" in metrics
     for secret in (SECRET, SIGNING, *TOKENS.values()):
         assert secret not in text
+
+
+def test_the_command_of_the_page_prints_the_same(
+    served: tuple[str, str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert '<code id="command">etfarm server</code>' in show(served[1], "admin")
+    monkeypatch.setenv("ETFARM_TOKEN", TOKENS["admin"])
+    assert server.main(["--server", served[0]]) == 0
+    brief = capsys.readouterr().out
+    assert re.search(r"^You are +admin, admin$", brief, re.MULTILINE)
+    assert re.search(r"^workers +3 +--workers$", brief, re.MULTILINE)
+    assert re.search(r"^etfarm_disk_free_bytes +- +[\d.]+ [GT]iB ", brief, re.MULTILINE)
+    assert "etfarm_rpcs " not in brief and "process_resident_memory_bytes" not in brief
+    assert server.main(["--server", served[0], "--all"]) == 0
+    everything = capsys.readouterr().out
+    assert re.search(r"^webhook +https://hooks.example/… ", everything, re.MULTILINE)
+    assert re.search(r"^[\w-]+ +.* default$", everything, re.MULTILINE)
+    assert re.search(r"^etfarm_rpcs +.*rpc=", everything, re.MULTILINE) and "process_resident_memory_bytes" in everything
+    for secret in (SECRET, SIGNING, *TOKENS.values()):
+        assert secret not in everything
+
+
+@pytest.mark.parametrize("role", ["user", "viewer"])
+def test_the_command_shows_others_the_server_alone(
+    served: tuple[str, str], role: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ETFARM_TOKEN", TOKENS[role])
+    assert server.main(["--server", served[0]]) == 0
+    shown = capsys.readouterr().out
+    assert f"{role}, {role}" in shown and "An admin also sees" in shown and "SETTING" not in shown
+    assert server.main(["--server", served[0], "--json", "-"]) == 0
+    document = json.loads(capsys.readouterr().out)["server"]
+    assert document["role"] == role.upper() and document["settings"] is None and document["metrics"] is None
 
 
 @pytest.mark.parametrize("role", ["user", "viewer"])

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import psutil
 import pytest
 
 from etfarm.client.web.security import CONTENT_SECURITY_POLICY
-from tests.support.web import Visit, WebFarm, csrf_of, start_page
+from tests.support.web import Visit, WebFarm, csrf_of, listening_port, start_page
 
 pytestmark = pytest.mark.slow(reason="starts a server, an agent and the page")
 
@@ -127,7 +126,7 @@ def test_the_page_is_served_under_a_path_behind_a_proxy(web: WebFarm, tmp_path: 
     page, url = start_page(web.process.address, tmp_path / "web.log", "--public-url", "https://farm.example/etfarm")
     try:
         assert url == "https://farm.example/etfarm"
-        local = f"http://127.0.0.1:{page_port(page.pid)}"
+        local = f"http://127.0.0.1:{listening_port(page.pid)}"
         visit = Visit(local)
         proxied = {"host": "farm.example", "origin": "https://farm.example"}
         for prefix in ("/etfarm", ""):  # a proxy may remove the path, or keep it
@@ -146,9 +145,3 @@ def test_the_page_is_served_under_a_path_behind_a_proxy(web: WebFarm, tmp_path: 
             assert visit.get(script.removeprefix("/etfarm") if not prefix else script, host="farm.example").status == 200
     finally:
         assert page.stop() == 0
-
-
-def page_port(pid: int) -> int:
-    """Return the port on which a process listens."""
-    (port,) = {each.laddr.port for each in psutil.Process(pid).net_connections("tcp") if each.status == psutil.CONN_LISTEN}
-    return int(port)

@@ -38,6 +38,7 @@ SUMMARIES = {
     "backup": "copy a server's database and artifacts to a folder, while the server runs",
     "restore": "make a server's data folder from a backup",
     "webhooks": "add, list, test and remove webhooks, and show what was sent to them",
+    "server": "show the server's version, state, settings and metrics",
     "serve": "run the compile server",
     "agent": "serve this machine as a device",
     "doctor": "check what this machine has and lacks, with remedies",

@@ -10,6 +10,8 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
+import re
 import secrets
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Iterator, Mapping
@@ -29,7 +31,7 @@ MAX_MESSAGE_BYTES: Final = 1 << 20
 MAX_FEEDS: Final = 128
 """Maximum number of an account's feeds; the one without a stream for longest ends for a new one."""
 URGENT_S: Final = 0.02
-"""Seconds in which changes are gathered into one message."""
+"""Minimum pause between two messages: a change after a longer one is sent at once, and those within it are one message."""
 MINOR_S: Final = 1.0
 """Seconds in which minor changes, such as telemetry, are gathered into one message."""
 LINGER_S: Final = 30.0
@@ -38,6 +40,9 @@ RETRY_S: Final = 2.0
 """Pause before a feed connects to a farm again that it has lost."""
 
 FARM_AWAY: Final = "The farm's server does not answer. The page goes on when it is back."
+
+_AGE: Final = re.compile(r"(?<=>)[^<]*(?=</time>)")
+"""The words of an age, such as `12 s ago`, which pages keep current by themselves."""
 
 log = logging.getLogger(__name__)
 
@@ -100,12 +105,16 @@ class Feed:
         self._rendered: dict[str, str] = {}
         """The fragments of current values, as far as they are rendered."""
         self._dirty: dict[str, str | None] = {}
-        """The values that have changed since the last message, each with its former fragment; None for a new value."""
+        """The values that have changed since the last message, each with its former look; None for a new value."""
         self._messages: deque[bytes] = deque()
         self._size_bytes = 0
         self._snapshot: bytes | None = None
+        self._summary = ""
+        """The summary in the last message that had one; empty if streams have another."""
         self._listeners: set[asyncio.Event] = set()
         self._publishing: asyncio.TimerHandle | None = None
+        self._published_s = -math.inf
+        """The event loop's time of the last message of changes."""
         self._error: EtfarmError | None = None
         self._is_farm_away = False
         self._loaded = asyncio.Event()
@@ -227,6 +236,7 @@ class Feed:
             self._rendered.clear()
             self._dirty.clear()
             self._messages.clear()
+            self._summary = ""
             self._size_bytes = 0
             self._sequence += 1
             self._snapshot = None
@@ -246,12 +256,13 @@ class Feed:
                 self._mark_dirty(oldest)
                 del self._items[oldest]
         is_minor = before is not None and value is not None and self._topic.is_minor(before, value)
-        self._publish_in(MINOR_S if is_minor else URGENT_S)
+        now_s = asyncio.get_running_loop().time()
+        self._publish_at(now_s + MINOR_S if is_minor else max(now_s, self._published_s + URGENT_S))
 
     def _mark_dirty(self, key: str) -> None:
         """Remember how a value looks before its first change since the last message."""
         if key not in self._dirty:
-            self._dirty[key] = self._fragment(key) if key in self._items else None
+            self._dirty[key] = self._look(key) if key in self._items else None
         self._rendered.pop(key, None)
 
     def _settle(self) -> None:
@@ -265,20 +276,20 @@ class Feed:
         self._loaded.set()
         self._append(self._compose({}, ()))
 
-    def _publish_in(self, delay_s: float) -> None:
-        loop = asyncio.get_running_loop()
+    def _publish_at(self, at_s: float) -> None:
         if self._publishing is not None:
-            if self._publishing.when() <= loop.time() + delay_s:
+            if self._publishing.when() <= at_s:
                 return
             self._publishing.cancel()
-        self._publishing = loop.call_later(delay_s, self._publish)
+        self._publishing = asyncio.get_running_loop().call_at(at_s, self._publish)
 
     def _publish(self) -> None:
         self._publishing = None
+        self._published_s = asyncio.get_running_loop().time()
         dirty, self._dirty = self._dirty, {}
         removed = [key for key, before in dirty.items() if key not in self._items and before is not None]
         # A change that does not show, such as a heartbeat's time, is not sent.
-        changed = {key: self._items[key] for key, before in dirty.items() if key in self._items and self._fragment(key) != before}
+        changed = {key: self._items[key] for key, before in dirty.items() if key in self._items and self._look(key) != before}
         self._snapshot = None
         if changed or removed:
             self._append(self._compose(changed, removed))
@@ -302,12 +313,20 @@ class Feed:
             fragment = self._rendered[key] = self._render(self._topic.template, item=self._items[key])
         return fragment
 
+    def _look(self, key: str) -> str:
+        """Return the fragment of a value without ages, which differ whenever it is rendered."""
+        return _AGE.sub("", self._fragment(key))
+
     def _compose(self, values: Mapping[str, Any], removed: Collection[str], *, is_reset: bool = False) -> bytes:
         rows = [[key, self._fragment(key)] for key in values]
         error = self._error.message if self._error is not None else FARM_AWAY if self._is_farm_away else None
         content: dict[str, Any] = {"rows": rows, "removed": list(removed), "error": error, "is_reset": is_reset}
-        if self._topic.summary and (rows or removed or is_reset):
+        if self._topic.summary and is_reset:
             content["summary"] = self._render(self._topic.summary, items=self._items)
+        elif self._topic.summary and (rows or removed):
+            summary = self._render(self._topic.summary, items=self._items)
+            if summary != self._summary:
+                content["summary"] = self._summary = summary
         return _event(self.name, content)
 
 

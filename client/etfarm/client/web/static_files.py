@@ -6,7 +6,7 @@ import gzip
 import hashlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Final
 
 from starlette.datastructures import Headers
@@ -18,6 +18,12 @@ MEDIA_TYPES: Final[Mapping[str, str]] = {
     ".css": "text/css; charset=utf-8", ".js": "text/javascript; charset=utf-8", ".svg": "image/svg+xml",
 }  # fmt: skip
 """The endings of files that are sent, with their types; the folders also have templates and licences."""
+
+BUNDLES: Final[Mapping[str, tuple[str, ...]]] = {
+    "page.css": ("templates/theme.css", "app.css"),
+    "page.js": ("app.js", "keys.js", "live.js"),
+}
+"""What every page needs, as one file of each kind: a request costs more than these files."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +45,13 @@ class StaticFiles:
         Args:
             folders: the first one with a path has the file.
         """
-        self._files = {name: file for folder in reversed(folders) for name, file in _read(folder)}
+        contents = {name: content for folder in reversed(folders) for name, content in _read(folder)}
+        for name, parts in BUNDLES.items():
+            contents[name] = b"".join(_as_part(part, contents.pop(part)) for part in parts)
+        self._files = {
+            name: StaticFile(content, gzip.compress(content, mtime=0), MEDIA_TYPES[PurePosixPath(name).suffix])
+            for name, content in contents.items()
+        }
         digest = hashlib.sha256()
         for name, file in sorted(self._files.items()):
             digest.update(f"{name} {len(file.content)} ".encode() + file.content)
@@ -63,11 +75,12 @@ class StaticFiles:
         await Response(content, headers=headers, media_type=file.media_type)(scope, receive, send)
 
 
-def _read(folder: Path) -> Iterator[tuple[str, StaticFile]]:
+def _read(folder: Path) -> Iterator[tuple[str, bytes]]:
     for path in sorted(folder.rglob("*")):
         if path.suffix in MEDIA_TYPES and path.is_file():
-            content = path.read_bytes()
-            yield (
-                path.relative_to(folder).as_posix(),
-                StaticFile(content, gzip.compress(content, mtime=0), MEDIA_TYPES[path.suffix]),
-            )
+            yield path.relative_to(folder).as_posix(), path.read_bytes()
+
+
+def _as_part(name: str, content: bytes) -> bytes:
+    """Return a file as a part of a bundle: a script is a block, whose names the other scripts do not see."""
+    return b"{\n%b\n}\n" % content if name.endswith(".js") else content

@@ -24,10 +24,12 @@ class Source:
         self.values: dict[str, Any] = {"a": 1, "b": 2}
         self.changes: asyncio.Queue[tuple[str, Any | None] | EtfarmError] = asyncio.Queue()
         self.refusals = 0
-        topic = Topic(
-            "things", "row", self._load, self._watch, is_minor=lambda before, after: after == "minor", max_items=max_items
-        )
-        self.feed = Feed(topic, "", cast(AsyncFarm, None), lambda name, **values: f"<b>{values['item']}</b>", self._refuse)
+        topic = Topic("things", "row", self._load, self._watch, "summary", lambda before, after: after == "minor", max_items)
+        self.feed = Feed(topic, "", cast(AsyncFarm, None), self._render, self._refuse)
+
+    @staticmethod
+    def _render(name: str, **values: Any) -> str:
+        return f"<b>{values['item']}</b>" if name == "row" else f"{len(values['items'])} things"
 
     async def _load(self, _: AsyncFarm, argument: str) -> Mapping[str, Any]:
         return self.values
@@ -38,6 +40,7 @@ class Source:
             if isinstance(change, EtfarmError):
                 raise change
             yield change
+            self.changes.task_done()
 
     def _refuse(self) -> None:
         self.refusals += 1
@@ -63,6 +66,40 @@ async def test_changes_in_a_moment_are_one_message_with_the_last_value() -> None
     source.changes.put_nowait(("b", None))
     (message,) = await next_messages(source.feed, position)
     assert (message["rows"], message["removed"], message["is_reset"]) == ([["a", "<b>49</b>"]], ["b"], False)
+    await source.feed.close()
+
+
+async def test_a_change_after_a_pause_is_sent_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live, "URGENT_S", 3_600.0)
+    source = Source()
+    await source.feed.ready()
+    position = source.feed.position
+    source.changes.put_nowait(("a", "first"))
+    (message,) = await next_messages(source.feed, position)
+    assert message["rows"] == [["a", "<b>first</b>"]]
+    position = source.feed.position
+    source.changes.put_nowait(("a", "second"))
+    changed = asyncio.Event()
+    with source.feed.listen(changed):
+        await source.changes.join()
+        assert not changed.is_set(), "what follows soon is gathered"
+        assert source.feed.items["a"] == "second", "who reads the values has it published"
+        assert changed.is_set()
+    await source.feed.close()
+
+
+async def test_a_summary_is_sent_when_it_has_changed() -> None:
+    source = Source()
+    await source.feed.ready()
+    sent = []
+    for change in (("a", 3), ("a", 4), ("c", 5), ("b", 6), ("b", None)):
+        position = source.feed.position
+        source.changes.put_nowait(change)
+        (message,) = await next_messages(source.feed, position)
+        sent.append(message.get("summary"))
+    assert sent == ["2 things", None, "3 things", None, "2 things"]
+    (snapshot,) = await next_messages(source.feed, "")
+    assert snapshot["summary"] == "2 things"
     await source.feed.close()
 
 
@@ -148,6 +185,22 @@ async def test_a_change_that_does_not_show_is_not_sent() -> None:
     (message,) = await next_messages(source.feed, position)
     assert snapshot["rows"] == [["a", "<b>1</b>"], ["b", "<b>2</b>"]]
     assert message["rows"] == [["b", "<b>3</b>"]]
+    await source.feed.close()
+
+
+async def test_an_age_that_differs_is_no_change() -> None:
+    source = Source()
+    source.values = {"a": '<time datetime="1">now</time>', "b": 2}
+    await source.feed.ready()
+    position = source.feed.position
+    source.changes.put_nowait(("a", '<time datetime="1">5 s ago</time>'))
+    source.changes.put_nowait(("b", 3))
+    (message,) = await next_messages(source.feed, position)
+    assert [key for key, _ in message["rows"]] == ["b"]
+    position = source.feed.position
+    source.changes.put_nowait(("a", '<time datetime="2">now</time>'))
+    (message,) = await next_messages(source.feed, position)
+    assert [key for key, _ in message["rows"]] == ["a"], "another instant is a change"
     await source.feed.close()
 
 

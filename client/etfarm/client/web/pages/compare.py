@@ -66,12 +66,19 @@ async def compare(request: Request) -> Response:
         chosen = (await client.job(comparison.split_choice(known)[0])).info if known else None
         jobs = _comparable(recent, chosen)
         choices = [Choice(job, [job.id, candidate] if candidate else [*names, job.id]) for job in jobs]
-    command = "; ".join(f"etfarm compare {shlex.quote(names[0])} {shlex.quote(name)}" for name in names[1:])
     return render(
-        request, "compare.html", title="Compare", command=command, names=names or (["", candidate] if candidate else []),
-        candidate=candidate, chosen=chosen, choices=choices, sides=sides, scale=scale, recent=recent, max_reports=MAX_REPORTS,
-        label=comparison.label, job_of=lambda name: comparison.split_choice(name)[0],
+        request, "compare.html", title="Compare", command=_command(names, candidate),
+        names=names or (["", candidate] if candidate else []), candidate=candidate, chosen=chosen, choices=choices,
+        sides=sides, scale=scale, recent=recent, max_reports=MAX_REPORTS, label=comparison.label,
+        job_of=lambda name: comparison.split_choice(name)[0],
     )  # fmt: skip
+
+
+def _command(names: list[str], candidate: str) -> str:
+    """Return the commands that compare the same; words in capitals stand for what is still to be chosen."""
+    base = shlex.quote(names[0]) if names else "BASE"
+    others = [shlex.quote(name) for name in (*names[1:], candidate) if name] or ["CANDIDATE"]
+    return "; ".join(f"etfarm compare {base} {other}" for other in others)
 
 
 def _comparable(recent: Sequence[JobInfo], chosen: JobInfo | None) -> list[JobInfo]:

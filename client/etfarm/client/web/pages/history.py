@@ -35,8 +35,8 @@ async def history(request: Request) -> Response:
     if not model:
         models = sorted({cell.model for job in await client.jobs(MAX_RECENT_JOBS) for cell in job.cells if cell.model})
         return render(
-            request, "history.html", title="History", command="", model="", models=models, trends=[], filters=filters,
-            threads=threads, has_commits=False, by="time", is_cut=False,
+            request, "history.html", title="History", command=_command("MODEL", filters, threads), model="", models=models,
+            trends=[], filters=filters, threads=threads, has_commits=False, by="time", is_cut=False,
         )  # fmt: skip
     entries, jobs = await asyncio.gather(
         client.history(model, threads=threads, limit=MAX_REPORTS, **filters), client.jobs(MAX_RECENT_JOBS, model=model)

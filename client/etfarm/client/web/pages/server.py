@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from datetime import datetime
-from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from etfarm.client.admin.server_report import describe_metrics, describe_server
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.errors import EtfarmError, Kind
-from etfarm.client.models import ServerInfo, ServerStatus
-from etfarm.client.web.server_values import describe_metrics
+from etfarm.client.models import ServerStatus
 from etfarm.client.web.templating import render
 from etfarm.client.web.visitors import farm, visitor_of
-
-CALLS: Final = ("etfarm_rpcs", "etfarm_rpc_seconds", "etfarm_rpcs_open")
-"""Metrics with a value for each call of the contract, which are many."""
 
 
 async def server(request: Request) -> Response:
@@ -28,8 +23,8 @@ async def server(request: Request) -> Response:
         client.info(), client.bundles(), client.projects.list(), _status(client, is_admin=visitor_of(request).is_admin)
     )
     return render(
-        request, "server.html", title="Server", command="etfarm doctor", info=info, facts=_facts(info, client.address),
-        bundles=bundles, projects=projects, reported=reported, calls=CALLS,
+        request, "server.html", title="Server", command="etfarm server", info=info,
+        facts=describe_server(info, client.address), bundles=bundles, projects=projects, reported=reported,
         measures=describe_metrics(reported.metrics) if reported else (),
     )  # fmt: skip
 
@@ -44,23 +39,6 @@ async def _status(client: AsyncFarm, *, is_admin: bool) -> ServerStatus | None:
         if error.kind in (Kind.UNIMPLEMENTED, Kind.PERMISSION_DENIED):
             return None
         raise
-
-
-def _facts(info: ServerInfo, address: str) -> list[tuple[str, str]]:
-    """Return the server's facts as names and values, without missing ones."""
-
-    def instant(time: datetime | None) -> str:
-        return f"{time:%Y-%m-%d %H:%M} UTC" if time is not None else ""
-
-    facts = (
-        ("Version", f"etfarm {info.version}, contract {info.protocol_version}"),
-        ("Address", address),
-        ("You are", f"{info.principal}, {info.role.lower()}" if info.principal else info.role.lower()),
-        ("Your token ends", instant(info.token_expires_at)),
-        ("The certificate ends", instant(info.certificate_expires_at)),
-        ("Clock", instant(info.server_time)),
-    )
-    return [(name, value) for name, value in facts if value]
 
 
 ROUTES = (Route("/server", server, name="server", methods=["GET"]),)

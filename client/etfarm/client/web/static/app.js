@@ -1,6 +1,4 @@
-/** What every page does: live values, keys, copying and times. */
-import { connect } from "./live.js";
-import { bindKeys } from "./keys.js";
+/** What every page does: copying, times, and what the policy leaves to a script. */
 
 document.addEventListener("click", async (event) => {
   const opener = event.target.closest("[data-open]");
@@ -49,6 +47,3 @@ const scrolled = new ResizeObserver((entries) => {
   }
 });
 for (const region of document.querySelectorAll(".scroll")) scrolled.observe(region);
-
-bindKeys();
-connect();

@@ -7,6 +7,7 @@ const STALE_MS = 40000;
 const AGAIN_MS = 2000;
 const FRAME_MS = 8;
 const ROWS = 8;
+const CHANGED_MS = 1200;
 
 const regions = () => [...document.querySelectorAll("[data-live]")];
 const positions = new Map();
@@ -14,16 +15,6 @@ const waiting = [];
 let source = null;
 let watchdog = 0;
 let lost = "";
-
-/** Connects while the page is visible: a browser has six connections to a host for all of its tabs. */
-export function connect() {
-  for (const region of regions()) positions.set(region.dataset.live, region.dataset.position);
-  if (!positions.size) return;
-  document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
-  addEventListener("pagehide", close);
-  addEventListener("pageshow", () => document.hidden || open());
-  if (!document.hidden) open();
-}
 
 function address() {
   const query = new URLSearchParams();
@@ -158,7 +149,18 @@ function replace(former, fresh) {
   if (former.isEqualNode(fresh)) return;
   const focused = former.contains(document.activeElement) ? [...former.querySelectorAll("a, button, input")].indexOf(document.activeElement) : -1;
   fresh.toggleAttribute("data-selected", former.hasAttribute("data-selected"));
-  fresh.classList.add("changed");
   former.replaceWith(fresh);
+  // Another ground for a moment. An animation would have each frame drawn anew, for as long as something changes each second.
+  fresh.classList.add("changed");
+  setTimeout(() => fresh.classList.remove("changed"), CHANGED_MS);
   if (focused >= 0) fresh.querySelectorAll("a, button, input")[focused]?.focus({ preventScroll: true });
+}
+
+// A page connects while it is visible: a browser has six connections to a host for all of its tabs.
+for (const region of regions()) positions.set(region.dataset.live, region.dataset.position);
+if (positions.size) {
+  document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
+  addEventListener("pagehide", close);
+  addEventListener("pageshow", () => document.hidden || open());
+  if (!document.hidden) open();
 }

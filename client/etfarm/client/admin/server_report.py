@@ -1,16 +1,19 @@
-"""What a server measures of itself, as rows of its page. Pure functions."""
+"""What a server reports of itself, in rows for people: its facts, and what it measures. Pure functions."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from typing import Final
 
 from etfarm.client.formats import units
-from etfarm.client.models import Metric, MetricSample
+from etfarm.client.models import FarmServer, Metric, MetricSample, ServerInfo
 
 OWN: Final = "etfarm_"
 """How names of metrics begin that are about the farm; others are about the process."""
+CALLS: Final = ("etfarm_rpcs", "etfarm_rpc_seconds", "etfarm_rpcs_open")
+"""Metrics with a value for each call of the contract, which are many."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +26,38 @@ class Measure:
     """Whether it is about the farm, not about the server's process."""
     rows: tuple[tuple[str, str], ...]
     """Labels as `state=IDLE health=GOOD`, and the value with its unit."""
+
+    @property
+    def is_of_calls(self) -> bool:
+        """Whether it has a value for each call of the contract."""
+        return self.name in CALLS
+
+
+def describe_server(info: ServerInfo, address: str) -> list[tuple[str, str]]:
+    """Return a server's facts as names and values, without missing ones.
+
+    Args:
+        address: the address that the client uses.
+    """
+    facts = (
+        ("Version", f"etfarm {info.version}, contract {info.protocol_version}"),
+        ("Address", address),
+        ("Servers", ", ".join(_describe_member(server) for server in info.servers)),
+        ("Forwarded by", info.forwarded_by),
+        ("You are", f"{info.principal}, {info.role.lower()}" if info.principal else info.role.lower()),
+        ("Your token ends", _instant(info.token_expires_at)),
+        ("The certificate ends", _instant(info.certificate_expires_at)),
+        ("Clock", _instant(info.server_time)),
+    )
+    return [(name, value) for name, value in facts if value]
+
+
+def _describe_member(server: FarmServer) -> str:
+    return f"{server.address} ({'leads' if server.leads else 'stands by'}, etfarm {server.version})"
+
+
+def _instant(time: datetime | None) -> str:
+    return f"{time:%Y-%m-%d %H:%M} UTC" if time is not None else ""
 
 
 def describe_metrics(metrics: Sequence[Metric]) -> list[Measure]:

@@ -1,9 +1,11 @@
-"""What a server's metrics look like on its page."""
+"""What a server's facts and metrics look like, on its page and in a terminal."""
 
 from __future__ import annotations
 
-from etfarm.client.models import Metric, MetricSample
-from etfarm.client.web.server_values import describe_metrics
+from datetime import UTC, datetime
+
+from etfarm.client.admin.server_report import describe_metrics, describe_server
+from etfarm.client.models import FarmServer, Metric, MetricSample, ServerInfo
 
 
 def metric(name: str, kind: str, *samples: tuple[str, dict[str, str], float]) -> Metric:
@@ -24,6 +26,20 @@ def test_values_have_units_and_labels() -> None:
         ("etfarm_oldest_wait_seconds", (("", "250 ms"),)),
         ("etfarm_build", (("", "version=1.2"),)),
         ("process_resident_memory_bytes", (("", "3.00 MiB"),)),
+    ]
+
+
+def test_facts_name_the_servers_of_a_farm_and_leave_out_what_is_missing() -> None:
+    at = datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC)
+    members = (FarmServer("a:1", "0.3.0", True, at), FarmServer("b:1", "0.2.0", False, at))
+    info = ServerInfo("0.3.0", "", "ADMIN", True, 1, 2, 0, "", None, token_expires_at=at, servers=members, forwarded_by="b:1")
+    assert describe_server(info, "b:1,a:1") == [
+        ("Version", "etfarm 0.3.0, contract 2"),
+        ("Address", "b:1,a:1"),
+        ("Servers", "a:1 (leads, etfarm 0.3.0), b:1 (stands by, etfarm 0.2.0)"),
+        ("Forwarded by", "b:1"),
+        ("You are", "admin"),
+        ("Your token ends", "2026-01-02 03:04 UTC"),
     ]
 
 
