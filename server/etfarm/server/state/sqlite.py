@@ -72,15 +72,15 @@ class SqliteDatabase(Database):
 
     def _on_begin(self, connection: Connection) -> None:
         if self.guard is not None:
-            self.guard(connection)
+            self.guard.check(connection.exec_driver_sql(self.guard.statement).one())
 
-    async def write(self, do: Callable[[Connection], T], *, durable: bool = False) -> T:
+    async def _write(self, do: Callable[[Connection], T], *, durable: bool) -> T:
         if self._damage is not None:
             # Further writes could increase the damage.
             raise self._damage
         return await self._run(self._writer.run(do, durable=durable))
 
-    async def read(self, do: Callable[[Connection], T]) -> T:
+    async def _read(self, do: Callable[[Connection], T]) -> T:
         return await self._run(self._reader.run(do))
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:

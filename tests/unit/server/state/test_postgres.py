@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from pathlib import Path
 
 import psycopg
@@ -157,11 +157,14 @@ async def test_the_guard_refuses_a_transaction_as_a_whole(database: Database) ->
     class Fenced(FarmError):
         """A lease that is over."""
 
-    def guard(connection: Connection) -> None:
-        if "fence" in digests(connection):
-            raise Fenced("fenced")
+    class Guard:
+        statement = "SELECT count(*) FROM artifacts WHERE digest = 'fence'"
 
-    database.guard = guard
+        def check(self, row: Sequence[int]) -> None:
+            if row[0]:
+                raise Fenced("fenced")
+
+    database.guard = Guard()
     await database.write(lambda c: add(c, "a"))
     await database.write(lambda c: add(c, "fence"))
     with pytest.raises(Fenced):

@@ -10,7 +10,7 @@ from sqlalchemy.exc import DBAPIError
 
 from etfarm.server.state.damage import DatabaseUnusable
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.server.state.engine import DatabaseFull, DatabaseUnavailable
+from etfarm.server.state.engine import DatabaseFull, DatabaseUnavailable, QueryTooSlow
 from etfarm.wire.errors import FarmError, Kind
 
 _REPEATABLE: Final = (errors.SerializationFailure, errors.DeadlockDetected, errors.LockNotAvailable)
@@ -82,7 +82,7 @@ def _known(url: DatabaseUrl, error: Exception) -> FarmError | None:
     if isinstance(original, errors.DiskFull):
         return DatabaseFull("The disk of the database is full.", "Free space on its server; etfarm goes on by itself.")
     if isinstance(original, errors.QueryCanceled):
-        return DatabaseUnavailable(
+        return QueryTooSlow(
             f"The database {url} took too long for a query.", "Nothing was changed. Try again; see what else it does.", url=url
         )
     return refused(url, error)

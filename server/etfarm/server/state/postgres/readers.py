@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from sqlalchemy import Connection
 
-from etfarm.server.state.postgres.connections import Connections, discard, driver_of, execute, is_lost, pauses
+from etfarm.server.state.postgres.connections import Connections, driver_of, execute, is_lost, pauses
 from etfarm.server.state.postgres.failures import DRIVER_ERRORS, is_repeatable, translated
 
 T = TypeVar("T")
@@ -50,8 +50,8 @@ class Readers:
                 self._give_back(connection, error)
                 if not is_broken and not is_repeatable(error):
                     raise translated(self._connections.url, error) from error.__cause__
-                if self._idle:
-                    continue  # they are broken too, most likely, which shows at once
+                if is_broken:
+                    self._discard_idle()  # they are broken too, most likely
                 self._connections.wait(pause_s, until_s, error)
             except BaseException as error:
                 self._give_back(connection, error)
@@ -70,7 +70,7 @@ class Readers:
     def _give_back(self, connection: Connection, error: BaseException) -> None:
         """Keep a connection after a failure, if it still works."""
         if is_lost(connection, error):
-            discard(connection)
+            self._connections.discard(connection, is_lost=True)
             return
         driver_of(connection).rollback()
         connection.rollback()
@@ -79,5 +79,12 @@ class Readers:
     def close(self) -> None:
         """End the threads after their queued work."""
         self._threads.shutdown()
-        while self._idle:
-            discard(self._idle.pop())
+        self._discard_idle()
+
+    def _discard_idle(self) -> None:
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return
+            self._connections.discard(connection)
