@@ -80,7 +80,7 @@ class SqliteDatabase(Database):
             raise self._damage
         return await self._run(self._writer.run(do, durable=durable))
 
-    async def _read(self, do: Callable[[Connection], T]) -> T:
+    async def _read(self, do: Callable[[Connection], T], *, is_single: bool) -> T:
         return await self._run(self._reader.run(do))
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:

@@ -77,8 +77,8 @@ class PostgresDatabase(Database):
                 self.on_damaged(error)
             raise
 
-    async def _read(self, do: Callable[[Connection], T]) -> T:
-        return await self._readers.run(do)
+    async def _read(self, do: Callable[[Connection], T], *, is_single: bool) -> T:
+        return await self._readers.run(do, is_single=is_single)
 
     def notify(self, connection: Connection, channel: str, payload: str) -> None:
         listening.notify(connection, self._transactor.id, channel, payload)

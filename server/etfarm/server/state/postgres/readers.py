@@ -30,18 +30,23 @@ class Readers:
         self._threads = ThreadPoolExecutor(_COUNT, thread_name_prefix="db-reader")
         self._idle: deque[Connection] = deque()
 
-    async def run(self, do: Callable[[Connection], T]) -> T:
-        """Run `do` on a snapshot, and return its result. If the connection breaks, it runs again on another one."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, do, time.monotonic())
+    async def run(self, do: Callable[[Connection], T], *, is_single: bool) -> T:
+        """Run `do` on a snapshot, and return its result. If the connection breaks, it runs again on another one.
 
-    def _run(self, do: Callable[[Connection], T], since_s: float) -> T:
+        Args:
+            is_single: whether it executes one statement, which needs no transaction.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, do, is_single, time.monotonic())
+
+    def _run(self, do: Callable[[Connection], T], is_single: bool, since_s: float) -> T:
         until_s = since_s + self._connections.limit_s
         for pause_s in pauses():
             connection = self._take(until_s)
             try:
-                execute(driver_of(connection), _BEGIN)
+                if not is_single:
+                    execute(driver_of(connection), _BEGIN)
                 result = do(connection)
-                connection.rollback()
+                connection.commit()  # after a rollback, the driver would prepare its statements anew
             except StopIteration as error:
                 self._give_back(connection, error)
                 raise RuntimeError("the function raised StopIteration") from None  # which a future refuses
