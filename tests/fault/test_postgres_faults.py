@@ -4,12 +4,14 @@ done twice."""
 from __future__ import annotations
 
 import asyncio
+import json
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import grpc
 import psycopg
@@ -23,7 +25,7 @@ from etfarm.server.state.engine import DatabaseUnavailable
 from etfarm.v1 import job_pb2
 from etfarm.wire.status import from_rpc_error
 from tests.support import invariants
-from tests.support.farm import FarmProcess
+from tests.support.farm import FarmProcess, etfarm
 from tests.support.farm_calls import FarmCalls, farm_calls
 from tests.support.postgres import PostgresServer, postgres_server
 from tests.support.programs import program
@@ -136,6 +138,57 @@ async def test_jobs_outlive_a_database_that_stands_still(postgres: PostgresServe
         assert "Traceback" not in (tmp_path / "serve.log").read_text()
     finally:
         farm.stop()
+
+
+@contextmanager
+def without_free_connections(postgres: PostgresServer, url: str) -> Iterator[None]:
+    """Take every connection that the role of a URL may have, also those of the farm."""
+    held: list[psycopg.Connection[Any]] = []
+    others = "FROM pg_stat_activity WHERE usename = 'farm' AND pid <> ALL(%s)"
+    with psycopg.connect(postgres.url("farm"), autocommit=True) as admin:
+        try:
+            for _ in range(1000):
+                with suppress(psycopg.OperationalError):
+                    while True:
+                        held.append(psycopg.connect(url))
+                pids = [each.info.backend_pid for each in held]
+                if admin.execute(f"SELECT pg_terminate_backend(pid, 5000) {others}", [pids]).rowcount == 0:
+                    break
+            assert admin.execute(f"SELECT count(*) {others}", [pids]).fetchone() == (0,)
+            yield
+        finally:
+            for each in held:
+                each.close()
+
+
+async def test_jobs_outlive_a_database_without_free_connections(tmp_path: Path) -> None:
+    with postgres_server({**SETTINGS, "max_connections": "16", "superuser_reserved_connections": "3"}) as postgres:
+        postgres.execute("CREATE ROLE {} LOGIN", "farm")
+        postgres.execute("CREATE DATABASE {} OWNER {}", "farm", "farm")
+        url = postgres.url("farm").replace("postgres@", "farm@")
+        farm = farm_on(tmp_path, url, "--database-wait", "2")
+        try:
+            farm.start(agents=0)
+            async with working(farm) as calls, asyncio.timeout(WAIT_S):
+                progress = asyncio.Event()
+                submitting = asyncio.create_task(submit_all(calls, JOBS, progress))
+                await progress.wait()
+                with without_free_connections(postgres, url):
+                    with pytest.raises(grpc.aio.AioRpcError) as failed:
+                        await calls.jobs.List(job_pb2.ListJobsRequest(page_size=1))
+                    error = from_rpc_error(failed.value, server="here")
+                    assert error.reason == "DATABASE_UNAVAILABLE" and "max_connections" in error.remedy
+                    check = ("serve", "--check", "--json", "--data", "other", "--database", url, "--database-wait", "1")
+                    refused = await asyncio.to_thread(etfarm, *check, cwd=tmp_path, environment={})
+                    assert refused.returncode == 1
+                    (problem,) = json.loads(refused.stdout)["problems"]
+                    assert problem["reason"] == "DATABASE_UNAVAILABLE" and "connection" in problem["message"]
+                    assert "max_connections" in problem["remedy"]
+                await assert_all_succeed_once(calls, await submitting, JOBS)
+            assert farm.server is not None and farm.server.process is not None and farm.server.process.poll() is None
+            assert "Traceback" not in (tmp_path / "serve.log").read_text()
+        finally:
+            farm.stop()
 
 
 async def test_a_commit_that_a_database_does_not_answer_is_done_once(postgres: PostgresServer) -> None:

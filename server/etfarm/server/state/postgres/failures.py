@@ -20,6 +20,11 @@ _REFUSALS: Final = (
 )  # fmt: skip
 _REFUSED_STARTS: Final = ("authentication failed", "no password supplied", "does not exist", "no pg_hba.conf entry")
 
+_FULL: Final = ("too many clients", "connection slots are reserved", "too many connections")
+"""PostgreSQL's words for the limits of all connections, of those that are not a superuser's, and of a role or database."""
+_NEEDED: Final = 6
+"""Maximum number of connections of a server: one that writes, four that read, and one for the lease."""
+
 _WITHOUT_CODE: Final = (psycopg.OperationalError, psycopg.DatabaseError)
 
 DRIVER_ERRORS: Final = (DBAPIError, psycopg.Error)
@@ -65,11 +70,14 @@ def is_standby(error: BaseException) -> bool:
 
 def unavailable(url: DatabaseUrl, error: BaseException, limit_s: float) -> DatabaseUnavailable:
     """Return the error for work that has waited for too long."""
-    return DatabaseUnavailable(
-        f"The database {url} was not available for {limit_s:g} s: {one_line(error)}.",
-        "Nothing was changed. Try again when it is back; the server connects by itself.",
-        url=url,
-    )  # fmt: skip
+    why = one_line(error)
+    remedy = "Nothing was changed. Try again when it is back; the server connects by itself."
+    if any(text in why for text in _FULL):
+        remedy = (
+            "Nothing was changed. End connections of other programs, or raise max_connections: each server of the farm needs "
+            f"{_NEEDED}. The server connects by itself."
+        )
+    return DatabaseUnavailable(f"The database {url} was not available for {limit_s:g} s: {why}.", remedy, url=url)
 
 
 def translated(url: DatabaseUrl, error: Exception) -> Exception:
