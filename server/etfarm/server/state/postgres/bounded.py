@@ -25,25 +25,27 @@ class BoundedConnection(psycopg.Connection[Any]):
     limit: Callable[[], float] = staticmethod(no_limit)
     """Returns the longest silence, in seconds."""
     on_wait: Callable[[], None] = staticmethod(lambda: None)
-    """Called before each wait for an answer."""
+    """Called when an answer has to be waited for."""
 
     def wait(self, gen: PQGen[RV], *arguments: Any, **options: Any) -> RV:
         """Run one of the driver's generators to its end."""
-        self.on_wait()
-        return super().wait(_while_answered(gen, self.pgconn, self.limit), *arguments, **options)
+        return super().wait(_while_answered(gen, self.pgconn, self.limit, self.on_wait), *arguments, **options)
 
 
 class BoundedAsyncConnection(psycopg.AsyncConnection[Any]):
     """`BoundedConnection` for asyncio."""
 
     limit: Callable[[], float] = staticmethod(no_limit)
+    on_wait: Callable[[], None] = staticmethod(lambda: None)
 
     async def wait(self, gen: PQGen[RV], *arguments: Any, **options: Any) -> RV:
         """Run one of the driver's generators to its end."""
-        return await super().wait(_while_answered(gen, self.pgconn, self.limit), *arguments, **options)
+        return await super().wait(_while_answered(gen, self.pgconn, self.limit, self.on_wait), *arguments, **options)
 
 
-def _while_answered(gen: PQGen[RV], connection: pq.abc.PGconn, limit: Callable[[], float]) -> PQGen[RV]:
+def _while_answered(
+    gen: PQGen[RV], connection: pq.abc.PGconn, limit: Callable[[], float], on_wait: Callable[[], None]
+) -> PQGen[RV]:
     """Delegate to a generator, which the driver resumes at least every tenth of a second, with 0 if nothing has come.
 
     Raises:
@@ -52,6 +54,7 @@ def _while_answered(gen: PQGen[RV], connection: pq.abc.PGconn, limit: Callable[[
     since_s = time.monotonic()
     try:
         state = next(gen)
+        on_wait()
         while True:
             ready = yield state
             if ready:
