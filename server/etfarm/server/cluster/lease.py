@@ -8,9 +8,9 @@ not know it yet, such as a process that stood still, writes nothing.
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import psycopg
 import structlog
@@ -135,24 +135,22 @@ class Fence:
         self._on_fenced = on_fenced
         # It lets renewals go on, and a server that takes the lease wait. The name is that of `_END_WRITERS`.
         self.statement: Final = (
-            f"SELECT token, released, set_config('application_name', '{writer_name(token)}', false) "
+            f"SELECT token = {token} AND NOT released, set_config('application_name', '{writer_name(token)}', false) "
             "FROM etfarm_cluster.lease WHERE id = 1 FOR KEY SHARE"
         )
 
-    def check(self, row: Sequence[Any]) -> None:
-        """Check the lease as the transaction reads it, which keeps it from being taken until its end.
+    def refuse(self) -> NoReturn:
+        """Refuse a transaction, since another server has taken the lease. One that is permitted keeps it until its end.
 
         Raises:
-            Fenced: another server has taken the lease.
+            Fenced: always.
         """
-        token, is_released, _ = row
-        if token != self._token or is_released:
-            self._on_fenced()
-            raise Fenced(
-                "This server no longer leads the farm, so it changes nothing.",
-                "Try again; the server that leads now answers.",
-                token=self._token,
-            )
+        self._on_fenced()
+        raise Fenced(
+            "This server no longer leads the farm, so it changes nothing.",
+            "Try again; the server that leads now answers.",
+            token=self._token,
+        )
 
 
 async def create_tables(session: Session) -> None:

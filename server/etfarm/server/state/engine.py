@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequenc
 from contextlib import AbstractAsyncContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Final, Protocol, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 import structlog
 from sqlalchemy import Connection, Executable, Row
@@ -62,10 +62,10 @@ class Guard(Protocol):
 
     @property
     def statement(self) -> str:
-        """A query of one row, without parameters."""
+        """A query of one row without parameters, whose first column is true if the transaction is permitted."""
 
-    def check(self, row: Sequence[Any]) -> None:
-        """Raise an error if the row does not permit the transaction."""
+    def refuse(self) -> NoReturn:
+        """Raise the error of a transaction that is not permitted."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Database(ABC):
         self.on_damaged: Callable[[FarmError], None] = lambda error: None
         """Called on the event loop if nothing can be written any more, with the error that the server should exit with."""
         self.guard: Guard | None = None
-        """Checked at the start of each transaction of `write`, in its thread. If it raises, nothing of the transaction is done,
+        """Asked at the start of each transaction of `write`, in its thread. If it refuses, nothing of the transaction is done,
         and the error is that of all functions that share it. No other process writes until the end of the transaction."""
         self.on_transaction: Callable[[str, float], None] = lambda kind, seconds: None
         """Called on the event loop at the end of each `read` and `write` with that name and its duration, waiting included."""

@@ -71,8 +71,8 @@ class SqliteDatabase(Database):
                 revisions.upgrade(connection, self._path.parent, revision)
 
     def _on_begin(self, connection: Connection) -> None:
-        if self.guard is not None:
-            self.guard.check(connection.exec_driver_sql(self.guard.statement).one())
+        if self.guard is not None and not connection.exec_driver_sql(self.guard.statement).scalar_one():
+            self.guard.refuse()
 
     async def _write(self, do: Callable[[Connection], T], *, durable: bool) -> T:
         if self._damage is not None:

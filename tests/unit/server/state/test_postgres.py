@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import signal
 import threading
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import psycopg
 import pytest
@@ -158,11 +159,10 @@ async def test_the_guard_refuses_a_transaction_as_a_whole(database: Database) ->
         """A lease that is over."""
 
     class Guard:
-        statement = "SELECT count(*) FROM artifacts WHERE digest = 'fence'"
+        statement = "SELECT count(*) = 0 FROM artifacts WHERE digest = 'fence'"
 
-        def check(self, row: Sequence[int]) -> None:
-            if row[0]:
-                raise Fenced("fenced")
+        def refuse(self) -> NoReturn:
+            raise Fenced("fenced")
 
     database.guard = Guard()
     await database.write(lambda c: add(c, "a"))

@@ -8,8 +8,10 @@ from threading import Event
 from typing import Any, Final
 
 import psycopg
+from psycopg import generators, pq
 from psycopg.adapt import Loader
 from psycopg.conninfo import conninfo_to_dict
+from psycopg.errors import error_from_result
 from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.pool import NullPool
 
@@ -154,13 +156,14 @@ def driver_of(connection: Connection) -> BoundedConnection:
     return driver
 
 
-def execute(driver: BoundedConnection, *statements: str) -> psycopg.Cursor[Any]:
-    """Execute statements without parameters in one round trip, and return the cursor of the last one."""
-    # Several statements cannot be prepared.
-    cursor = driver.execute("; ".join(statements).encode(), prepare=False)
-    while cursor.nextset():
-        pass
-    return cursor
+def execute(driver: BoundedConnection, *statements: str) -> pq.abc.PGresult:
+    """Execute statements without parameters in one round trip, and return the result of the last one."""
+    # Every transaction begins with this: a cursor would take half as long again.
+    driver.pgconn.send_query("; ".join(statements).encode())
+    result = driver.wait(generators.execute(driver.pgconn))[-1]
+    if result.status not in (pq.ExecStatus.COMMAND_OK, pq.ExecStatus.TUPLES_OK):
+        raise error_from_result(result)
+    return result
 
 
 def is_lost(connection: Connection, error: BaseException) -> bool:

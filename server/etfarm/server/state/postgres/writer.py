@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import psycopg
 import structlog
@@ -115,11 +115,11 @@ class Writer:
         """Run functions in one transaction."""
         driver = driver_of(connection)
         guard = self._guard()
-        row = self._begin(driver, guard, durable=any(work.durable for work in batch))
+        is_permitted = self._begin(driver, guard, durable=any(work.durable for work in batch))
         transaction = connection.begin()
         try:
-            if guard is not None:
-                guard.check(row)
+            if guard is not None and not is_permitted:
+                guard.refuse()
             outcomes = self._run(connection, batch, with_savepoints=with_savepoints)
             if driver.info.transaction_status != pq.TransactionStatus.INTRANS:
                 raise RuntimeError("a function has gone on after an error of the database, which undid the transaction")
@@ -137,14 +137,14 @@ class Writer:
         self._committed = self._number
         return outcomes
 
-    def _begin(self, driver: BoundedConnection, guard: Guard | None, *, durable: bool) -> Sequence[Any]:
-        """Begin a transaction in one round trip, number it, and return the guard's row."""
+    def _begin(self, driver: BoundedConnection, guard: Guard | None, *, durable: bool) -> bool:
+        """Begin a transaction in one round trip, number it, and return whether the guard permits it."""
         self._number += 1
         lower = [] if durable or not self._is_lowerable else ["SET LOCAL synchronous_commit TO off"]
         number = f"UPDATE commits SET number = {self._number}, at = timezone('utc', now()) WHERE writer = '{self.id}'"
         try:
-            cursor = execute(driver, "BEGIN", *lower, LOCK_STATEMENT, number, *([guard.statement] if guard else []))
-            return (cursor.fetchone() or ()) if guard else ()
+            result = execute(driver, "BEGIN", *lower, LOCK_STATEMENT, number, *([guard.statement] if guard else []))
+            return guard is None or result.get_value(0, 0) == b"t"
         except psycopg.Error as error:
             if not is_loss(error):
                 driver.rollback()
