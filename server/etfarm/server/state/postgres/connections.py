@@ -160,7 +160,7 @@ def execute(driver: BoundedConnection, *statements: str) -> pq.abc.PGresult:
     """Execute statements without parameters in one round trip, and return the result of the last one."""
     # Every transaction begins with this: a cursor would take half as long again.
     driver.pgconn.send_query("; ".join(statements).encode())
-    result = driver.wait(generators.execute(driver.pgconn))[-1]
+    result: pq.abc.PGresult = driver.wait(generators.execute(driver.pgconn))[-1]
     if result.status not in (pq.ExecStatus.COMMAND_OK, pq.ExecStatus.TUPLES_OK):
         raise error_from_result(result)
     return result
