@@ -17,6 +17,7 @@ import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any, Final
+from urllib.request import urlopen
 
 import psycopg
 
@@ -74,7 +75,8 @@ async def _measure(jobs: int, rounds: int) -> dict[str, Any]:
         calls: dict[str, FarmCalls] = {}
         for name, options in (("sqlite", []), ("postgresql", ["--database", postgres.url("farm")])):
             (folder / name).mkdir()
-            farm = FarmProcess(folder / name, bundle=False, serve=[*options, "--quota", "live_jobs_per_user=2000"])
+            limits = ["--quota", "live_jobs_per_user=2000"]
+            farm = FarmProcess(folder / name, bundle=False, serve=[*options, *limits, "--metrics", "127.0.0.1:0"])
             stack.callback(farm.stop)
             farm.start(agents=0)
             await stack.enter_async_context(SimulatedAgent(farm.address, "quick"))
@@ -83,11 +85,12 @@ async def _measure(jobs: int, rounds: int) -> dict[str, Any]:
             # It occupies the device that the submitted jobs wait for.
             await calls[name].submit(await _spec(calls[name], "id=id-of-busy"))
             await _one_by_one(calls[name], 5)
-        before = _transactions(postgres.url("farm"))
+        before, round_trips = _transactions(postgres.url("farm")), await asyncio.to_thread(_round_trips, farm)
         for _ in range(rounds):
             for name in calls:
                 seconds[name] += await _one_by_one(calls[name], jobs)
         per_job = (_transactions(postgres.url("farm")) - before) / (jobs * rounds)
+        round_trips = (await asyncio.to_thread(_round_trips, farm) - round_trips) / (jobs * rounds)
         for _ in range(rounds):
             for name in calls:
                 rates[name].append(await _submitted(calls[name], jobs))
@@ -96,8 +99,18 @@ async def _measure(jobs: int, rounds: int) -> dict[str, Any]:
         "job_ms": {name: round(median * 1e3, 2) for name, median in medians.items()},
         "job_ratio": round(medians["postgresql"] / medians["sqlite"], 2),
         "write_transactions_per_job": round(per_job, 1),
+        "round_trips_per_job": round(round_trips, 1),
         "submitted_per_s": {name: round(statistics.median(each), 1) for name, each in rates.items()},
     }
+
+
+def _round_trips(farm: FarmProcess) -> float:
+    """Return the number of messages to the database that a server has waited for."""
+    assert farm.server is not None
+    address = next(line for line in farm.server.lines if "metrics on" in line).rpartition(" ")[2]
+    with urlopen(f"http://{address}/metrics", timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(line.split()[1]) for line in lines if line.startswith("etfarm_database_round_trips_total "))
 
 
 def _transactions(url: str) -> int:

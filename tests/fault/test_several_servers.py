@@ -10,14 +10,16 @@ import uuid
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
+from importlib.metadata import version
 from pathlib import Path
 
 import psycopg
 import pytest
 
 from etfarm.server.cluster import lease
+from etfarm.server.state import revisions
 from etfarm.v1 import farm_pb2, job_pb2
-from tests.support import invariants
+from tests.support import invariants, next_release, source_tree
 from tests.support.clock import skewed_by
 from tests.support.databases import PostgresDatabases
 from tests.support.farm_calls import FarmCalls, farm_calls
@@ -233,6 +235,44 @@ async def test_a_server_does_not_lead_on_tables_of_a_newer_version(servers: Serv
     with pytest.raises(AssertionError):
         await asyncio.to_thread(older.wait_until_leading, 2 * lease.LEASE_S)
     assert re.search("a newer version of etfarm has migrated the database", older.log)
+
+
+async def test_servers_of_two_versions_are_one_farm_during_an_upgrade(servers: Servers, tmp_path: Path) -> None:
+    """The newer one stands by, takes the lead with its migration, and leads the older one's agents and jobs on."""
+    newer_tree = source_tree.environment(next_release.make_tree(tmp_path / "next"))
+    former, newer = servers.add(), servers.add(environment=newer_tree)
+    own, revision = version("etfarm"), "SELECT version_num FROM alembic_version"
+    async with simulated_agents(servers.addresses) as agents, farm_calls(servers.addresses) as calls:
+        spec, turns = await trivial_spec(calls), asyncio.Semaphore(AT_ONCE)
+        async with farm_calls(newer.address) as through_newer, asyncio.timeout(BACK_S):
+            while len((info := await info_of(through_newer)).servers) < 2:  # noqa: ASYNC110 - the leader looks once a second
+                await asyncio.sleep(0.05)
+            assert (info.version, info.forwarded_by) == (own, newer.address)
+            assert [server.version for server in info.servers] == [own, next_release.VERSION]
+        assert servers.query(revision) == [(revisions.HEAD,)], "a server migrated the database of another one's lead"
+        jobs = [asyncio.create_task(lead_job(calls, spec, turns)) for _ in range(JOBS)]
+        await agents[0].until(lambda: len(agents[0].acknowledged) >= 2)
+        before, running = [agent.connections for agent in agents], [set(agent.active) for agent in agents]
+        former.signal(signal.SIGTERM)
+        await asyncio.to_thread(newer.wait_until_leading)
+        await wait_until_back(agents, before)
+        assert servers.query(revision) == [(next_release.REVISION,)]
+        assert former.daemon is not None and former.daemon.process is not None
+        await asyncio.to_thread(former.daemon.process.wait, BACK_S)
+        former.start()  # not upgraded yet
+        async with farm_calls(former.address) as through_former:
+            info = await info_of(through_former)
+            assert (info.version, info.forwarded_by) == (next_release.VERSION, former.address)
+            jobs += [asyncio.create_task(lead_job(through_former, spec, turns)) for _ in range(AT_ONCE)]
+            followed = dict(await asyncio.gather(*jobs))
+        await check(calls, followed)
+        for agent, attempts in zip(agents, running, strict=True):
+            assert {agent.started[attempt] for attempt in attempts} <= {1}, "a running attempt was restarted, not adopted"
+    assert servers.query("SELECT DISTINCT rating FROM jobs") == [(0,)]
+    newer.signal(signal.SIGTERM)
+    with pytest.raises(AssertionError):
+        await asyncio.to_thread(former.wait_until_leading, 2 * lease.LEASE_S)
+    assert re.search("a newer version of etfarm has migrated the database", former.log)
 
 
 async def test_a_server_with_other_blobs_is_refused(servers: Servers, tmp_path: Path) -> None:

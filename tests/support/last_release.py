@@ -1,7 +1,6 @@
 """etfarm 0.2.0, the last release, from this repository's history: its agent, client and server.
 
-The tree of its commit is extracted beside the other things that tests keep in the user's cache, and runs with the installed
-packages of this environment: PYTHONPATH puts its code before the current one.
+The tree of its commit is extracted beside the other things that tests keep in the user's cache.
 """
 
 from __future__ import annotations
@@ -13,17 +12,16 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import tomllib
 from pathlib import Path
 from typing import Final
 
+from tests.support import source_tree
 from tests.support.farm import WAIT_FOR_NOTHING, Daemon
 from tests.support.programs import cache_folder
 from tests.support.runner import know_own_runners
 
 VERSION: Final = "0.2.0"
 _ROOT: Final = Path(__file__).parents[2]
-_PACKAGES: Final = ("proto", "server", "client", "device_agents")
 
 
 def commit() -> str:
@@ -45,21 +43,19 @@ def tree() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not folder.exists():
             archive = subprocess.run(
-                ["git", "archive", commit(), *_PACKAGES, "pyproject.toml"], cwd=_ROOT, capture_output=True, check=True
+                ["git", "archive", commit(), *source_tree.PACKAGES, "pyproject.toml"], cwd=_ROOT, capture_output=True, check=True
             )
             part = Path(tempfile.mkdtemp(dir=cache_folder()))
             with tarfile.open(fileobj=io.BytesIO(archive.stdout)) as files:
                 files.extractall(part, filter="data")
-            _describe(part)
-            for package in _PACKAGES:
-                _close(part / package / "etfarm")
+            source_tree.make_runnable(part)
             part.rename(folder)
     return folder
 
 
 def environment() -> dict[str, str]:
     """Return the variables with which this Python runs the release."""
-    return {"PYTHONPATH": os.pathsep.join(str(tree() / package) for package in _PACKAGES)}
+    return source_tree.environment(tree())
 
 
 def run(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -82,20 +78,3 @@ def server(folder: Path) -> Daemon:
     """Return a server of the release, not yet started."""
     arguments = ["serve", "--listen", "127.0.0.1:0", "--data", str(folder / "server"), "--exit-with-stdin", "--no-bundle"]
     return Daemon([*arguments, "--no-prewarm"], folder / "serve.log", environment(), knows_health=False)
-
-
-def _close(folder: Path) -> None:
-    """Make every folder a package of its own, which the current one of the same name cannot extend or replace."""
-    for path in folder.rglob("*.py"):
-        for inner in path.relative_to(folder).parents[:-1]:
-            (folder / inner / "__init__.py").touch()
-
-
-def _describe(folder: Path) -> None:
-    """Write the package's metadata, which name its version and its commands as an installation would."""
-    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
-    about = folder / "proto" / f"etfarm-{VERSION}.dist-info"
-    about.mkdir()
-    (about / "METADATA").write_text(f"Metadata-Version: 2.1\nName: etfarm\nVersion: {project['version']}\n")
-    lines = [f"{name} = {target}" for name, target in project["entry-points"]["etfarm.commands"].items()]
-    (about / "entry_points.txt").write_text("\n".join(["[etfarm.commands]", *lines, ""]))

@@ -10,10 +10,11 @@ import subprocess
 import tempfile
 import threading
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from queue import Queue
 
+import psutil
 import psycopg
 import pytest
 from psycopg import sql
@@ -88,6 +89,23 @@ class PostgresServer:
             self.process.send_signal(number)
             self.process.wait(60)
             self.process = None
+
+    def freeze(self) -> None:
+        """It stands still with all its processes: connections stay open, new ones are accepted by the kernel, nothing answers."""
+        self._signal_all(signal.SIGSTOP)
+
+    def thaw(self) -> None:
+        """It goes on."""
+        self._signal_all(signal.SIGCONT)
+
+    def _signal_all(self, number: signal.Signals) -> None:
+        assert self.process is not None
+        # The postmaster first, so that it starts no further process.
+        postmaster = psutil.Process(self.process.pid)
+        postmaster.send_signal(number)
+        for child in postmaster.children(recursive=True):
+            with suppress(psutil.NoSuchProcess):
+                child.send_signal(number)
 
     def remove(self) -> None:
         """End it, and delete its files."""

@@ -10,11 +10,16 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 
 class Link:
     """Forwards a loopback port to another; `cut` drops what is open and refuses what comes, `stall` holds back all bytes without
-    closing anything, and `heal` lets everything through again."""
+    closing anything, and `heal` lets everything through again.
 
-    def __init__(self, target: str) -> None:
+    Args:
+        source: the loopback address that the target sees, such as 127.0.0.2.
+    """
+
+    def __init__(self, target: str, source: str = "") -> None:
         self._host, _, port = target.rpartition(":")
         self._port = int(port)
+        self._from = (source, 0) if source else None
         self._loop = asyncio.new_event_loop()
         self._whole = True
         self._flowing = asyncio.Event()
@@ -33,7 +38,7 @@ class Link:
             writer.close()
             return
         try:
-            there_reader, there_writer = await asyncio.open_connection(self._host, self._port)
+            there_reader, there_writer = await asyncio.open_connection(self._host, self._port, local_addr=self._from)
         except OSError:  # the server is away
             writer.close()
             return
@@ -102,6 +107,6 @@ class Link:
             self._loop.close()
 
 
-def link_to(target: str) -> AbstractContextManager[Link]:
+def link_to(target: str, source: str = "") -> AbstractContextManager[Link]:
     """A link to `target`, in a thread of its own."""
-    return Link(target).running()
+    return Link(target, source).running()

@@ -48,3 +48,17 @@ def test_what_is_wrong_is_a_warning_with_a_remedy() -> None:
 
 def test_a_server_that_does_not_tell_its_time_has_no_clock() -> None:
     assert set(findings(None)) == {"server"}
+
+
+def test_the_servers_of_a_farm_are_named() -> None:
+    def detail(*standbys: str) -> str:
+        info = farm_pb2.ServerInfo(version=version("etfarm"), servers=[{"address": "a:1", "version": "1", "leads": True}])
+        for address in standbys:
+            info.servers.add(address=address, version="2")
+        (finding,) = [each for each in describe("server", "farm:1", Asked(info, None, 0.02), NOW) if each.name == "servers"]
+        assert finding.status is Status.OK
+        return finding.detail
+
+    assert detail() == "a:1 is the farm's only server."
+    assert detail("b:1") == "a:1 leads; b:1 (etfarm 2) stands by"
+    assert detail("b:1", "c:1") == "a:1 leads; b:1 (etfarm 2), c:1 (etfarm 2) stand by"

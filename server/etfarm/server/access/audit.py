@@ -12,7 +12,7 @@ import structlog
 from sqlalchemy import Connection, func, insert, select
 
 from etfarm.server.state import schema
-from etfarm.server.state.engine import Database
+from etfarm.server.state.engine import Database, DatabaseUnavailable
 from etfarm.v1 import audit_pb2, common_pb2
 
 log = structlog.get_logger()
@@ -132,6 +132,9 @@ class AuditLog:
             self.summarize()
             try:
                 await self.flush()
+            except DatabaseUnavailable as error:
+                log.warning("the audit log could not be written; it is tried again", error=error.message)
+                await asyncio.sleep(SAME_S / 12)
             except Exception:
                 log.exception("the audit log could not be written; it is tried again")
                 await asyncio.sleep(SAME_S / 12)

@@ -77,7 +77,7 @@ class Holdings:
         for start in range(0, len(wanted), _READ_BATCH):
             some = {"digests": json.dumps(wanted[start : start + _READ_BATCH]), "holders": json.dumps(sorted(allowed_holders))}
             # One read per batch, so that other reads can run in between.
-            rows.update(await self._database.read(lambda connection, some=some: connection.execute(_HELD, some).scalars().all()))  # type: ignore[misc]
+            rows.update(row.digest for row in await self._database.query(_HELD, some))
         return rows
 
     async def add(
@@ -136,8 +136,7 @@ class Holdings:
         sizes = dict[str, int]()
         for start in range(0, len(digests), _READ_BATCH):
             some = {"digests": json.dumps(digests[start : start + _READ_BATCH])}
-            rows = await self._database.read(lambda connection, some=some: connection.execute(_SIZES, some).all())  # type: ignore[misc]
-            sizes |= {row.digest: row.size_bytes for row in rows}
+            sizes |= {row.digest: row.size_bytes for row in await self._database.query(_SIZES, some)}
         return sizes
 
     async def all_sizes(self) -> AsyncIterator[tuple[str, int]]:

@@ -10,12 +10,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import psycopg
 import structlog
 from psycopg.rows import namedtuple_row
-from sqlalchemy import Connection, text
 
 from etfarm.server.cluster.errors import Fenced
 from etfarm.server.cluster.leadership import Leader
@@ -91,11 +90,6 @@ SELECT id, address, version, started_at FROM etfarm_cluster.servers
 WHERE seen_at > clock_timestamp() - make_interval(secs => %(present_s)s) ORDER BY started_at, id
 """
 _FORGET: Final = "DELETE FROM etfarm_cluster.servers WHERE seen_at < clock_timestamp() - make_interval(secs => %(present_s)s)"
-_CHECK: Final = text(
-    "SELECT token, released, set_config('application_name', :name, false) FROM etfarm_cluster.lease WHERE id = 1 FOR KEY SHARE"
-)
-"""Lets renewals go on, and a server that takes the lease wait. The name is that of `_END_WRITERS`."""
-
 Session = psycopg.AsyncConnection[Any]
 
 
@@ -139,21 +133,24 @@ class Fence:
     def __init__(self, token: int, on_fenced: Callable[[], object] = lambda: None) -> None:
         self._token = token
         self._on_fenced = on_fenced
+        # It lets renewals go on, and a server that takes the lease wait. The name is that of `_END_WRITERS`.
+        self.statement: Final = (
+            f"SELECT token = {token} AND NOT released, set_config('application_name', '{writer_name(token)}', false) "
+            "FROM etfarm_cluster.lease WHERE id = 1 FOR KEY SHARE"
+        )
 
-    def __call__(self, connection: Connection) -> None:
-        """Check the lease, and keep it from being taken until the transaction ends.
+    def refuse(self) -> NoReturn:
+        """Refuse a transaction, since another server has taken the lease. One that is permitted keeps it until its end.
 
         Raises:
-            Fenced: another server has taken the lease.
+            Fenced: always.
         """
-        row = connection.execute(_CHECK, {"name": writer_name(self._token)}).one()
-        if row.token != self._token or row.released:
-            self._on_fenced()
-            raise Fenced(
-                "This server no longer leads the farm, so it changes nothing.",
-                "Try again; the server that leads now answers.",
-                token=self._token,
-            )
+        self._on_fenced()
+        raise Fenced(
+            "This server no longer leads the farm, so it changes nothing.",
+            "Try again; the server that leads now answers.",
+            token=self._token,
+        )
 
 
 async def create_tables(session: Session) -> None:

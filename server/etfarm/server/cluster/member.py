@@ -19,6 +19,7 @@ from etfarm.server.cluster.errors import OtherBlobs
 from etfarm.server.cluster.leadership import Leader, Leadership
 from etfarm.server.cluster.lease import Fence, ServerRow, Session
 from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.postgres.bounded import BoundedAsyncConnection
 from etfarm.server.state.postgres.failures import refused
 
 log = structlog.get_logger()
@@ -34,6 +35,11 @@ _CONNECT: Final[dict[str, Any]] = {
     "connect_timeout": 2, "tcp_user_timeout": 3000, "keepalives_idle": 1, "keepalives_interval": 1, "keepalives_count": 3,
     "application_name": "etfarm lease", "target_session_attrs": "read-write",
 }  # fmt: skip
+
+
+def _answer_s() -> float:
+    """Return the time after which another connection is tried. Statements wait for locks for less."""
+    return 2 * lease.LEASE_S
 
 
 @dataclass(frozen=True)
@@ -149,7 +155,8 @@ class Member:
         logged_s = -_LOG_AGAIN_S
         while not self.lost.is_set():
             try:
-                async with await psycopg.AsyncConnection.connect(self._url.text, autocommit=True, **_CONNECT) as session:
+                async with await BoundedAsyncConnection.connect(self._url.text, autocommit=True, **_CONNECT) as session:
+                    session.limit = _answer_s
                     await self._take_part(session)
             except psycopg.Error as error:
                 if not self._joined.done():

@@ -150,8 +150,8 @@ class Cache:
         return outcome
 
     async def _read(self, table: Table, key: str) -> Compilation | None:
-        body = await self._database.read(lambda connection: connection.execute(_BODIES[table.name], {"of_key": key}).scalar())
-        return None if body is None else Compilation.FromString(body)
+        rows = await self._database.query(_BODIES[table.name], {"of_key": key})
+        return Compilation.FromString(rows[0].body) if rows else None
 
     async def _write(self, table: Table, compilation: Compilation, time_column: str) -> None:
         values = {"body": compilation.SerializeToString(), time_column: datetime.now(UTC)}

@@ -16,6 +16,7 @@ from etfarm.server.jobs.cells.stages import CellStages
 from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.jobs.takeups import CARE_S, HANDLED, IN_SERVER, MOST, STABLE_S, SetAside, Takeups, is_handled
+from etfarm.server.state.engine import wait_without_limit
 from etfarm.v1.job_pb2 import Job, JobEvent
 from etfarm.wire.errors import EtfarmError, FarmError, Fault
 
@@ -190,6 +191,7 @@ class Conductor:
         """Lead a cell to its end. The end is always written to the journal, unless the server itself ends."""
         to, failure = model.FAILED, None
         structlog.contextvars.bind_contextvars(job=run.job.id, cell=run.cell.id)
+        wait_without_limit()
         try:
             await run.lead(self._stages)
             return

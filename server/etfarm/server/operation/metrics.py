@@ -10,10 +10,11 @@ from typing import Final
 
 import prometheus_client
 from prometheus_client import CollectorRegistry, exposition
-from prometheus_client.core import GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from etfarm.server.operation.snapshot import Snapshot, state_name
+from etfarm.server.state.engine import ConnectionCounts
 from etfarm.v1 import common_pb2, farm_pb2
 from etfarm.v1.compile_pb2 import Compilation
 from etfarm.v1.job_pb2 import Cell, JobEvent, JobState
@@ -26,6 +27,7 @@ _RPC_BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 
 _WAIT_BUCKETS: Final = (0.01, 0.1, 0.5, 1.0, 5.0, 15.0, 60.0, 300.0, 900.0, 3600.0, 4 * 3600.0, 24 * 3600.0)
 _STAGE_BUCKETS: Final = (0.01, 0.05, 0.1, 0.5, 1.0, 2.5, 5.0, 15.0, 60.0, 300.0, 1800.0)
 _LAG_BUCKETS: Final = (0.001, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0)
+_DATABASE_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 1.0, 5.0, 30.0)
 _LAG_S: Final = 0.25
 """Interval at which the event loop's lag is measured."""
 
@@ -79,6 +81,10 @@ class Metrics:
             "etfarm_rpc_seconds", "Duration of unary calls.", ["rpc"], buckets=_RPC_BUCKETS, registry=add
         )
         self._rpcs_open = prometheus_client.Gauge("etfarm_rpcs_open", "Calls in progress.", ["rpc"], registry=add)
+        self._transactions = prometheus_client.Histogram(
+            "etfarm_database_seconds", "Duration of reads and writes of the database, waiting included.", ["kind"],
+            buckets=_DATABASE_BUCKETS, registry=add,
+        )  # fmt: skip
         self._lag = prometheus_client.Histogram(
             "etfarm_event_loop_lag_seconds", "Delay of a timer of the event loop.", buckets=_LAG_BUCKETS, registry=add
         )
@@ -123,6 +129,10 @@ class Metrics:
         for stage in () if cached else compilation.stages:
             if not stage.cached and stage.where == common_pb2.ACTOR_SERVER:
                 self._stages.labels(stage.stage).observe(stage.duration_ms / 1e3)
+
+    def on_transaction(self, kind: str, seconds: float) -> None:
+        """Count a read or write of the database."""
+        self._transactions.labels(kind).observe(seconds)
 
     def label_of(self, project: str) -> str:
         """Return a project's label; its number of values is bounded."""
@@ -194,6 +204,19 @@ class _Snapshots(Collector):
         if now.stored is not None:
             yield GaugeMetricFamily("etfarm_artifacts", "Stored artifacts.", value=now.stored[0])
             yield GaugeMetricFamily("etfarm_artifact_bytes", "Bytes of stored artifacts.", value=now.stored[1])
+        if now.connections is not None:
+            yield from _connections(now.connections)
+
+
+def _connections(counts: ConnectionCounts) -> Iterator[Metric]:
+    yield GaugeMetricFamily("etfarm_database_connections", "Open connections to PostgreSQL.", value=counts.open)
+    for name, text, value in (
+        ("connections_opened", "Connections to PostgreSQL that were opened.", counts.opened),
+        ("connections_lost", "Connections to PostgreSQL that broke.", counts.lost),
+        ("round_trips", "Messages to PostgreSQL that were waited for.", counts.round_trips),
+        ("away_seconds", "Time for which PostgreSQL accepted no connection.", counts.away_s),
+    ):
+        yield CounterMetricFamily(f"etfarm_database_{name}", text, value=value)
 
 
 def _message(family: Metric) -> farm_pb2.Metric:

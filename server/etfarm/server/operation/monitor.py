@@ -60,6 +60,7 @@ class Monitor:
             self.metrics = Metrics(version, jobs.conductor.project_of)
             jobs.announcer.on_event(self.metrics.on_event)
             jobs.compiler.on_compiled = self.metrics.on_compiled
+            storage.database.on_transaction = self.metrics.on_transaction
         self._tracing: Tracing | None = None
         if config.otlp is not None:
             self._tracing = open_tracing(config.otlp, version)
@@ -128,6 +129,7 @@ class Monitor:
             oldest_wait_s=max(0.0, oldest),
             disk=self._storage.store.room.measure(),
             stored=await self._stored(),
+            connections=self._storage.database.connections,
             sessions=len(self._jobs.sessions),
             is_stopping=self._intake.is_stopping,
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from etfarm.server.artifacts.room import DiskSpace
+from etfarm.server.state.engine import ConnectionCounts
 from etfarm.v1 import common_pb2
 
 
@@ -24,6 +25,8 @@ class Snapshot:
     disk: DiskSpace | None = None
     stored: tuple[int, int] | None = None
     """Number of stored artifacts, and their bytes."""
+    connections: ConnectionCounts | None = None
+    """The connections to PostgreSQL; None with SQLite."""
     sessions: int = 0
     is_stopping: bool = False
 

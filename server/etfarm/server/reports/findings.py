@@ -218,11 +218,11 @@ class Findings:
 
     async def _known(self, key: str, caller: _Caller) -> report_pb2.Report | None:
         """Return a stored result, if its file is still stored, too."""
-        body = await self._database.read(lambda connection: connection.execute(_BODY, {"of_key": key}).scalar())
-        if body is None:
+        rows = await self._database.query(_BODY, {"of_key": key})
+        if not rows:
             return None
         self._store.uses.mark(key, "analysis")
-        report = await asyncio.to_thread(report_pb2.Report.FromString, body)
+        report = await asyncio.to_thread(report_pb2.Report.FromString, rows[0].body)
         if held := [times.artifact.digest for times in _series_of(report)]:
             if await self._store.absent(held):
                 return None

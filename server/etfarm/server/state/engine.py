@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
+from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Final, TypeVar
+from typing import Any, Final, NoReturn, Protocol, TypeVar
 
 import structlog
-from sqlalchemy import Connection
+from sqlalchemy import Connection, Executable, Row
 
 from etfarm.wire.errors import FarmError, Kind
 
@@ -36,6 +38,10 @@ class DatabaseUnavailable(FarmError):
     kind = Kind.UNAVAILABLE
 
 
+class QueryTooSlow(DatabaseUnavailable):
+    """A query that the database server has cut short. Another attempt would end likewise."""
+
+
 class DatabaseTooNew(FarmError):
     """A database that a newer etfarm has written."""
 
@@ -51,6 +57,30 @@ class Notification:
     """The payload; None after each (re)connection: read what the channel is about again."""
 
 
+class Guard(Protocol):
+    """A condition of every transaction that writes."""
+
+    @property
+    def statement(self) -> str:
+        """A query of one row without parameters, whose first column is true if the transaction is permitted."""
+
+    def refuse(self) -> NoReturn:
+        """Raise the error of a transaction that is not permitted."""
+
+
+@dataclass(frozen=True)
+class ConnectionCounts:
+    """What a database's connections to its server have done since this process started."""
+
+    open: int
+    opened: int
+    lost: int
+    """Number of connections that broke."""
+    round_trips: int
+    away_s: float
+    """Time for which the server accepted no connection."""
+
+
 class Database(ABC):
     """A database. Work is passed as functions of a connection, each of which runs in its own transaction.
 
@@ -60,15 +90,21 @@ class Database(ABC):
     def __init__(self) -> None:
         self.on_damaged: Callable[[FarmError], None] = lambda error: None
         """Called on the event loop if nothing can be written any more, with the error that the server should exit with."""
-        self.guard: Callable[[Connection], None] | None = None
-        """Called at the start of each transaction of `write`, on its connection and in its thread. If it raises, nothing of the
-        transaction is done, and the error is that of all functions that share it. No other process writes until the end of
-        the transaction."""
+        self.guard: Guard | None = None
+        """Asked at the start of each transaction of `write`, in its thread. If it refuses, nothing of the transaction is done,
+        and the error is that of all functions that share it. No other process writes until the end of the transaction."""
+        self.on_transaction: Callable[[str, float], None] = lambda kind, seconds: None
+        """Called on the event loop at the end of each `read` and `write` with that name and its duration, waiting included."""
 
     @property
     @abstractmethod
     def is_shared(self) -> bool:
         """Whether other processes may write to the database meanwhile."""
+
+    @property
+    def connections(self) -> ConnectionCounts | None:
+        """The connections to the database's server; None without one."""
+        return None
 
     @abstractmethod
     async def open(self) -> None:
@@ -80,7 +116,6 @@ class Database(ABC):
             DatabaseFull: the disk has no space for the tables. The database is unchanged.
         """
 
-    @abstractmethod
     async def write(self, do: Callable[[Connection], T], *, durable: bool = False) -> T:
         """Run `do` in a transaction, in order with all other writes, and return its result.
 
@@ -92,14 +127,44 @@ class Database(ABC):
         Raises:
             DatabaseUnavailable: the database server was away for too long. Nothing is done.
         """
+        return await self._measure("write", lambda: self._write(do, durable=durable))
 
-    @abstractmethod
     async def read(self, do: Callable[[Connection], T]) -> T:
         """Run `do` on a snapshot that includes every completed write, and return its result.
 
         Raises:
             DatabaseUnavailable: the database server was away for too long, or a query took too long.
         """
+        return await self._measure("read", lambda: self._read(do, is_single=False))
+
+    async def query(self, statement: Executable, parameters: Mapping[str, Any] | None = None) -> Sequence[Row[Any]]:
+        """Return the rows of one statement, as `read` would.
+
+        A statement is a snapshot by itself: over a network, this saves `read` the beginning and the end of a transaction.
+        """
+        return await self._measure("read", lambda: self._read(lambda c: c.execute(statement, parameters).all(), is_single=True))
+
+    async def _measure(self, kind: str, work: Callable[[], Awaitable[T]]) -> T:
+        began_s = time.monotonic()
+        try:
+            while True:
+                try:
+                    return await work()
+                except QueryTooSlow:
+                    raise
+                except DatabaseUnavailable as error:
+                    if not _is_patient.get():
+                        raise
+                    log.warning("the database is away, waiting", error=error.message)
+                await asyncio.sleep(_RETRY_S)
+        finally:
+            self.on_transaction(kind, time.monotonic() - began_s)
+
+    @abstractmethod
+    async def _write(self, do: Callable[[Connection], T], *, durable: bool) -> T: ...
+
+    @abstractmethod
+    async def _read(self, do: Callable[[Connection], T], *, is_single: bool) -> T: ...
 
     @abstractmethod
     def notify(self, connection: Connection, channel: str, payload: str) -> None:
@@ -122,6 +187,14 @@ class Database(ABC):
     @abstractmethod
     def close(self) -> None:
         """Stop the threads after their queued work."""
+
+
+_is_patient: ContextVar[bool] = ContextVar("is_patient", default=False)
+
+
+def wait_without_limit() -> None:
+    """Let reads and writes of the current task wait for a database that is away for as long as it takes."""
+    _is_patient.set(True)
 
 
 async def retry_until_written(work: Callable[[], Awaitable[T]]) -> T:

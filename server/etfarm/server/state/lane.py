@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Final, Protocol, TypeVar
 
@@ -39,6 +40,10 @@ class Outcome:
     error: BaseException | None = None
 
 
+class NotBegun(Exception):
+    """A function that has waited for the thread for too long, and was not run."""
+
+
 class Transactor(Protocol):
     """A connection that runs functions in transactions. Only the lane's thread uses it."""
 
@@ -67,7 +72,7 @@ class Lane:
         self._is_called = False
         """Whether the thread will look for functions that wait."""
 
-    async def run(self, do: Callable[[Connection], T], *, durable: bool = False) -> T:
+    async def run(self, do: Callable[[Connection], T], *, durable: bool = False, wait_s: float | None = None) -> T:
         """Run `do` in a transaction, in order, and return its result once that is committed.
 
         A function that fails leaves nothing. An error that undoes the transaction, such as a full disk, is that of all
@@ -75,6 +80,10 @@ class Lane:
 
         Args:
             durable: whether the commit waits for the disk.
+            wait_s: how long `do` waits for the thread; None for as long as it takes.
+
+        Raises:
+            NotBegun: the thread was busy for that long. `do` does not run any more.
         """
         loop = asyncio.get_running_loop()
         work = Work(do, durable, loop.create_future(), loop)
@@ -86,8 +95,19 @@ class Lane:
             except RuntimeError:
                 self._is_called = False  # closed: further work must be refused as well, not wait
                 raise
-        result: T = await work.result
+        timer = None if wait_s is None else loop.call_later(wait_s, self._give_up, work)
+        try:
+            result: T = await work.result
+        finally:
+            if timer is not None:
+                timer.cancel()
         return result
+
+    def _give_up(self, work: Work) -> None:
+        # Either this or the thread removes it from the queue, never both.
+        with suppress(ValueError):
+            self._waiting.remove(work)
+            work.result.set_exception(NotBegun())
 
     def close(self) -> None:
         """End the thread after the functions that wait for it."""

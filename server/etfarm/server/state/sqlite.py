@@ -71,16 +71,16 @@ class SqliteDatabase(Database):
                 revisions.upgrade(connection, self._path.parent, revision)
 
     def _on_begin(self, connection: Connection) -> None:
-        if self.guard is not None:
-            self.guard(connection)
+        if self.guard is not None and not connection.exec_driver_sql(self.guard.statement).scalar_one():
+            self.guard.refuse()
 
-    async def write(self, do: Callable[[Connection], T], *, durable: bool = False) -> T:
+    async def _write(self, do: Callable[[Connection], T], *, durable: bool) -> T:
         if self._damage is not None:
             # Further writes could increase the damage.
             raise self._damage
         return await self._run(self._writer.run(do, durable=durable))
 
-    async def read(self, do: Callable[[Connection], T]) -> T:
+    async def _read(self, do: Callable[[Connection], T], *, is_single: bool) -> T:
         return await self._run(self._reader.run(do))
 
     async def _run(self, work: Coroutine[Any, Any, T]) -> T:

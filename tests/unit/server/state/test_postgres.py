@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import psycopg
 import pytest
@@ -157,11 +158,13 @@ async def test_the_guard_refuses_a_transaction_as_a_whole(database: Database) ->
     class Fenced(FarmError):
         """A lease that is over."""
 
-    def guard(connection: Connection) -> None:
-        if "fence" in digests(connection):
+    class Guard:
+        statement = "SELECT count(*) = 0 FROM artifacts WHERE digest = 'fence'"
+
+        def refuse(self) -> NoReturn:
             raise Fenced("fenced")
 
-    database.guard = guard
+    database.guard = Guard()
     await database.write(lambda c: add(c, "a"))
     await database.write(lambda c: add(c, "fence"))
     with pytest.raises(Fenced):

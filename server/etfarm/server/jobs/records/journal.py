@@ -12,7 +12,7 @@ from sqlalchemy import Connection, bindparam, func, select, update
 from etfarm.server.access.scope import DEFAULT_PROJECT, Scope
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.farm_watch import FarmWatch
-from etfarm.server.jobs.records.listing import LIST_BYTES, brief, listed_events, listed_job, state_of
+from etfarm.server.jobs.records.listing import LIST_BYTES, STATES, brief, listed_events, listed_job, state_of
 from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.jobs.records.reports import ReportRecords, report_row
 from etfarm.server.jobs.records.rows import job_not_found, job_row, resolve_job, state_name, to_utc, write_attempt
@@ -49,16 +49,23 @@ _COUNT_EVENT: Final = (
     update(schema.jobs)
     .where(schema.jobs.c.id == bindparam("job"))
     .values(last_sequence=schema.jobs.c.last_sequence + 1)
+    .returning(schema.jobs.c.last_sequence, STATES.label("states"))
+)
+_END_JOB: Final = (
+    update(schema.jobs)
+    .where(schema.jobs.c.id == bindparam("job"))
+    .values(finished_at=bindparam("end"), last_sequence=schema.jobs.c.last_sequence + 1)
     .returning(schema.jobs.c.last_sequence)
 )
-_END_JOB: Final = update(schema.jobs).where(schema.jobs.c.id == bindparam("job")).values(finished_at=bindparam("end"))
+_LAST_EVENT: Final = select(schema.jobs.c.last_sequence, STATES.label("states")).where(schema.jobs.c.id == bindparam("job"))
 _ADD_EVENT: Final = schema.events.insert()
 _ADD_REPORT: Final = schema.reports.insert()
 _OF_REQUEST: Final = select(schema.jobs.c.id).where(
     schema.jobs.c.owner == bindparam("of_owner"), schema.jobs.c.request_id == bindparam("request")
 )
-_LAST_NUMBER: Final = select(func.max(schema.jobs.c.number))
-_ADD_JOB: Final = schema.jobs.insert()
+_ADD_JOB: Final = schema.jobs.insert().values(
+    number=select(func.coalesce(func.max(schema.jobs.c.number), 0) + 1).scalar_subquery()
+)
 _ADD_CELLS: Final = schema.cells.insert()
 _ADD_MODELS: Final = schema.job_models.insert()
 
@@ -106,19 +113,17 @@ class Journal:
         if (job_id := connection.execute(_OF_REQUEST, {"of_owner": job.owner, "request": request_id}).scalar()) is not None:
             return job_row(connection, job_id), None
         self._quotas.check_job(connection, job)
-        number = (connection.execute(_LAST_NUMBER).scalar() or 0) + 1
         connection.execute(
             _ADD_JOB,
             {
                 "id": job.id,
-                "number": number,
                 "name": job.name,
                 "owner": job.owner,
                 "request_id": request_id,
                 "priority": job.spec.priority,
                 "project": job.project or DEFAULT_PROJECT,
                 "spec": job.spec.SerializeToString(),
-                "last_sequence": 0,
+                "last_sequence": 1,
                 "submitted_at": to_utc(job.create_time),
             },
         )
@@ -144,7 +149,9 @@ class Journal:
         job.state, job.project = model.job_state(job.cells), job.project or DEFAULT_PROJECT
         job.labels.update(job.spec.labels)
         job.spec.SetInParent()
-        return job, self._append(connection, job.id, JobEvent(job=brief(job)), job.state)
+        event = self._event(JobEvent(job=brief(job)), 1, job.state)
+        _add_events(connection, job.id, [event])
+        return job, event
 
     async def submitted(self, owner: str, request_id: str) -> Job | None:
         """Return the job that the owner submitted with this request_id; None if it does not exist."""
@@ -207,31 +214,31 @@ class Journal:
             write_attempt(connection, after, result)
         if report is not None:
             connection.execute(_ADD_REPORT, report_row(after, report))
-        state = state_of(connection, after.job_id)
-        written = [self._append(connection, after.job_id, JobEvent(cell=after), state)]
+        counted = connection.execute(_COUNT_EVENT, {"job": after.job_id}).one()
+        state = state_of(counted.states)
+        written = [self._event(JobEvent(cell=after), counted.last_sequence, state)]
         if after.state in model.TERMINAL and model.is_terminal(state):
             written.append(self._end_job(connection, after.job_id, state))
+        _add_events(connection, after.job_id, written)
         return written
 
     def _end_job(self, connection: Connection, job_id: str, state: job_pb2.JobState.ValueType) -> JobEvent:
-        """Write the end of a job whose cells are terminal, with its notices, and return its event."""
+        """Write the end of a job whose cells are terminal, with its notices, and return its event, which is not written yet."""
         is_awaited = self._outbox is not None and self._outbox.awaits_end(connection, job_id)
         job = listed_job(connection, job_id, with_cells=is_awaited)
         assert job is not None, job_id
         job.state = state
         job.end_time.FromDatetime(self._now())
-        connection.execute(_END_JOB, {"job": job_id, "end": to_utc(job.end_time)})
+        sequence = connection.execute(_END_JOB, {"job": job_id, "end": to_utc(job.end_time)}).scalar_one()
         if self._outbox is not None and is_awaited:
             self._outbox.job_ended(connection, job)
         job.ClearField("cells")
-        return self._append(connection, job_id, JobEvent(job=job), state)
+        return self._event(JobEvent(job=job), sequence, state)
 
-    def _append(self, connection: Connection, job_id: str, event: JobEvent, state: job_pb2.JobState.ValueType) -> JobEvent:
-        event.sequence = connection.execute(_COUNT_EVENT, {"job": job_id}).scalar_one()
+    def _event(self, event: JobEvent, sequence: int, state: job_pb2.JobState.ValueType) -> JobEvent:
+        event.sequence = sequence
         event.time.FromDatetime(self._now())
         event.job_state = state
-        row = {"job_id": job_id, "sequence": event.sequence, "body": event.SerializeToString()}
-        connection.execute(_ADD_EVENT, row)
         return event
 
     async def get(self, key: str, scope: Scope) -> Job:
@@ -330,6 +337,11 @@ class Journal:
         return {row.cell_id: agent_pb2.CandidateResult.FromString(row.result or b"") for row in rows}
 
 
+def _add_events(connection: Connection, job_id: str, events: Sequence[JobEvent]) -> None:
+    rows = [{"job_id": job_id, "sequence": event.sequence, "body": event.SerializeToString()} for event in events]
+    connection.execute(_ADD_EVENT, rows)
+
+
 def _state_after(event: JobEvent, before: job_pb2.JobState.ValueType) -> job_pb2.JobState.ValueType:
     """Return the job's state for a watcher: the job's own event ends the job, not that of its last cell."""
     return event.job_state if event.WhichOneof("event") == "job" else before
@@ -337,7 +349,7 @@ def _state_after(event: JobEvent, before: job_pb2.JobState.ValueType) -> job_pb2
 
 def _beginning(connection: Connection, job_id: str, after: int) -> tuple[job_pb2.JobState.ValueType, int, Sequence[JobEvent]]:
     """Return a job's state, the number of its last event, and the first of its events after a number."""
-    last = connection.execute(select(schema.jobs.c.last_sequence).where(schema.jobs.c.id == job_id)).scalar()
-    if last is None:
+    row = connection.execute(_LAST_EVENT, {"job": job_id}).one_or_none()
+    if row is None:
         raise job_not_found(job_id)
-    return state_of(connection, job_id), last, listed_events(connection, job_id, after)
+    return state_of(row.states), row.last_sequence, listed_events(connection, job_id, after)

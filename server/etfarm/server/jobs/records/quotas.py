@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from typing import Final
 
-from sqlalchemy import Connection, bindparam, func, select
+from sqlalchemy import Connection, bindparam, func, literal_column, select, union_all
 
 from etfarm.server.access.scope import DEFAULT_PROJECT
 from etfarm.server.jobs import model
@@ -17,20 +17,24 @@ from etfarm.v1.common_pb2 import CellState
 from etfarm.v1.job_pb2 import Job
 from etfarm.wire.errors import Kind, UserError
 
-_HOLDERS: Final = {"user": schema.jobs.c.owner, "project": schema.jobs.c.project}
 _TERMINAL: Final = [CellState.Name(state).removeprefix("CELL_STATE_") for state in sorted(model.TERMINAL)]
-_LIVE_JOBS: Final = {
-    kind: select(func.count(), func.coalesce(func.sum(func.length(schema.jobs.c.spec)), 0)).where(
-        schema.jobs.c.finished_at.is_(None), column == bindparam("whose")
-    )
-    for kind, column in _HOLDERS.items()
-}
-_LIVE_CELLS: Final = {
-    kind: select(func.count())
-    .select_from(schema.cells.join(schema.jobs, schema.jobs.c.id == schema.cells.c.job_id))
-    .where(schema.jobs.c.finished_at.is_(None), column == bindparam("whose"), schema.cells.c.state.not_in(_TERMINAL))
-    for kind, column in _HOLDERS.items()
-}
+_IS_OF: Final = {"user": schema.jobs.c.owner == bindparam("owner"), "project": schema.jobs.c.project == bindparam("project")}
+_IS_LIVE: Final = schema.jobs.c.finished_at.is_(None)
+_SPEC_BYTES: Final = func.coalesce(func.sum(func.length(schema.jobs.c.spec)), 0)
+_CELLS: Final = schema.cells.join(schema.jobs, schema.jobs.c.id == schema.cells.c.job_id)
+# One statement for both holders, since every job that is submitted takes it.
+_LIVE: Final = union_all(
+    *(
+        select(literal_column(f"'{kind}'").label("kind"), func.count().label("jobs"), _SPEC_BYTES.label("spec_bytes"),
+               literal_column("0").label("cells")).where(_IS_LIVE, is_of)
+        for kind, is_of in _IS_OF.items()
+    ),
+    *(
+        select(literal_column(f"'{kind}'"), literal_column("0"), literal_column("0"), func.count())
+        .select_from(_CELLS).where(_IS_LIVE, is_of, schema.cells.c.state.not_in(_TERMINAL))
+        for kind, is_of in _IS_OF.items()
+    ),
+)  # fmt: skip
 
 
 class QuotaExceeded(UserError):
@@ -91,18 +95,16 @@ class Quotas:
         Raises:
             QuotaExceeded: the owner or the project would exceed a quota.
         """
-        project = job.project or DEFAULT_PROJECT
+        holders = {"owner": job.owner, "project": job.project or DEFAULT_PROJECT}
         remedy = "Wait until some are done, or cancel them with `etfarm jobs cancel`."
-        for kind, name in (("user", job.owner), ("project", project)):
+        added = {"jobs": 1, "cells": len(job.cells), "spec_bytes": job.spec.ByteSize()}
+        live: Counter[tuple[str, str]] = Counter()
+        for row in connection.execute(_LIVE, holders).mappings():
+            live.update({(row["kind"], what): row[what] for what in added})
+        for kind, name in zip(_IS_OF, holders.values(), strict=True):
             holder = f"The {kind} {name}"
-            live_jobs, live_bytes = connection.execute(_LIVE_JOBS[kind], {"whose": name}).one()
-            live_cells = connection.execute(_LIVE_CELLS[kind], {"whose": name}).scalar_one()
-            counts = {
-                "jobs": live_jobs + 1,
-                "cells": live_cells + len(job.cells),
-                "spec_bytes": live_bytes + job.spec.ByteSize(),
-            }
-            for what, got in counts.items():
+            for what, number in added.items():
+                got = live[kind, what] + number
                 quota = f"live_{what}_per_{kind}"
                 if got > getattr(self, quota):
                     words = "bytes of live jobs' specs" if what == "spec_bytes" else f"live {what}"

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from threading import Event
 from typing import Any, Final
 
 import psycopg
-from psycopg import pq
+from psycopg import generators, pq
 from psycopg.adapt import Loader
 from psycopg.conninfo import conninfo_to_dict
 from psycopg.errors import error_from_result
-from sqlalchemy import Connection, create_engine
+from sqlalchemy import Connection, create_engine, event
 from sqlalchemy.pool import NullPool
 
 from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
+from etfarm.server.state.postgres.bounded import BoundedConnection
 from etfarm.server.state.postgres.failures import driver_error, is_loss, refused, unavailable
+from etfarm.server.state.postgres.tally import Tally
 
-STATEMENT_S: Final = 60
-"""Time limit of one statement."""
+_STATEMENT_S: Final = 10.0, 60.0
+"""Least and greatest time limit of one statement. Within them, it is the time for which work waits for the server."""
+_MARGIN_S: Final = 5.0
+"""Time after a statement's limit at which its server counts as standing still."""
+_CLOSING_S: Final = 5.0
+"""Time limit of an answer while the database closes."""
+_CONNECT_S: Final = 2, 5
+"""Least and greatest time limit of an attempt to connect."""
 _IDLE_S: Final = 5
 """Time for which a transaction may wait for its server: then it ends, so that a frozen server does not hold up the others."""
 _LOCK_S: Final = 10
@@ -29,7 +37,6 @@ _LONGEST_PAUSE_S: Final = 1.0
 
 _DEFAULTS: Final[dict[str, Any]] = {
     "application_name": "etfarm",
-    "connect_timeout": 5,
     # A server that does not accept writes is none to wait at: with several hosts, the next one is tried.
     "target_session_attrs": "read-write",
     # A peer whose machine is gone is noticed within about ten seconds.
@@ -49,7 +56,7 @@ class Connections:
     """Opens connections, whose transactions the caller begins and ends with `execute`.
 
     Args:
-        limit_s: how long work waits for a server that is away.
+        limit_s: how long work waits for a server that is away, or stands still.
     """
 
     def __init__(self, url: DatabaseUrl, limit_s: float) -> None:
@@ -57,15 +64,24 @@ class Connections:
         self.limit_s = limit_s
         self.closing = Event()
         """Set when the database closes: nothing waits any longer."""
-        self.parameters = _parameters(url)
+        self.tally = Tally()
+        least_s, most_s = _STATEMENT_S
+        self._statement_s = min(most_s, max(least_s, limit_s))
+        self.parameters = _parameters(url, self._statement_s, max(_CONNECT_S[0], min(_CONNECT_S[1], round(limit_s))))
         self._engine = create_engine("postgresql+psycopg://", poolclass=NullPool, creator=self._connect, use_native_hstore=False)
+        event.listen(self._engine, "do_executemany", _execute_single)
 
-    def _connect(self) -> psycopg.Connection[Any]:
+    def _connect(self) -> BoundedConnection:
         # Transactions begin with statements of ours, which say more than BEGIN.
         # The same few statements run all the time: the server keeps their plans from the second time on.
-        connection = psycopg.connect(**self.parameters, autocommit=True, prepare_threshold=1)
+        connection = BoundedConnection.connect(**self.parameters, autocommit=True, prepare_threshold=1)
+        connection.limit, connection.on_wait = self._answer_s, self.tally.add_round_trip
         connection.adapters.register_loader("numeric", _Whole)
         return connection
+
+    def _answer_s(self) -> float:
+        """Return the time after which an answer is overdue. The server itself ends a statement before."""
+        return _CLOSING_S if self.closing.is_set() else self._statement_s + _MARGIN_S
 
     def connect(self, until_s: float | None) -> Connection:
         """Return a new connection; wait for a server that is away.
@@ -77,12 +93,19 @@ class Connections:
             DatabaseUnusable: the server refuses the role or the database.
             DatabaseUnavailable: the server was away until then.
         """
+        if until_s is not None and time.monotonic() > until_s:
+            # It has waited behind other work, which the server did not answer.
+            overdue = TimeoutError("it does not answer")
+            raise unavailable(self.url, overdue, self.limit_s)
         for pause_s in pauses():
             try:
-                return self._engine.connect()
+                connection = self._engine.connect()
+                self.tally.on_opened()
+                return connection
             except Exception as error:
                 if driver_error(error) is None:
                     raise
+                self.tally.on_refused()
                 if until_s is not None and (known := refused(self.url, error)) is not None:
                     raise known from error
                 self.wait(pause_s, until_s, error)
@@ -98,9 +121,24 @@ class Connections:
         if left_s <= 0 or self.closing.wait(left_s):
             raise unavailable(self.url, error, self.limit_s) from error
 
+    def discard(self, connection: Connection, *, is_lost: bool = False) -> None:
+        """Close a connection, whatever its state is."""
+        self.tally.on_closed(is_lost=is_lost)
+        if not connection.closed and not connection.invalidated:
+            driver_of(connection).close()
+            connection.invalidate()
+        connection.close()
+
     def close(self) -> None:
         """Forget the engine's state."""
         self._engine.dispose()
+
+
+def _execute_single(cursor: psycopg.Cursor[Any], statement: bytes, rows: Sequence[Any], _context: object) -> bool:
+    """Execute a statement for a list of one row in one round trip: the driver takes three for a list of any length."""
+    if len(rows) == 1:
+        cursor.execute(statement, rows[0])
+    return len(rows) == 1
 
 
 def pauses() -> Iterator[float]:
@@ -111,16 +149,18 @@ def pauses() -> Iterator[float]:
         pause_s = min(pause_s * 2, _LONGEST_PAUSE_S)
 
 
-def driver_of(connection: Connection) -> psycopg.Connection[Any]:
+def driver_of(connection: Connection) -> BoundedConnection:
     """Return the driver's connection."""
     driver = connection.connection.driver_connection
-    assert isinstance(driver, psycopg.Connection)
+    assert isinstance(driver, BoundedConnection)
     return driver
 
 
-def execute(driver: psycopg.Connection[Any], *statements: str) -> pq.abc.PGresult:
+def execute(driver: BoundedConnection, *statements: str) -> pq.abc.PGresult:
     """Execute statements without parameters in one round trip, and return the result of the last one."""
-    result = driver.pgconn.exec_("; ".join(statements).encode())
+    # Every transaction begins with this: a cursor would take half as long again.
+    driver.pgconn.send_query("; ".join(statements).encode())
+    result: pq.abc.PGresult = driver.wait(generators.execute(driver.pgconn))[-1]
     if result.status not in (pq.ExecStatus.COMMAND_OK, pq.ExecStatus.TUPLES_OK):
         raise error_from_result(result)
     return result
@@ -134,22 +174,15 @@ def is_lost(connection: Connection, error: BaseException) -> bool:
     return is_loss(error) or connection.closed or connection.invalidated or driver_of(connection).closed
 
 
-def discard(connection: Connection) -> None:
-    """Close a connection, whatever its state is."""
-    if not connection.closed and not connection.invalidated:
-        driver_of(connection).close()
-        connection.invalidate()
-    connection.close()
-
-
-def _parameters(url: DatabaseUrl) -> dict[str, Any]:
+def _parameters(url: DatabaseUrl, statement_s: float, connect_s: int) -> dict[str, Any]:
     try:
         of_url = conninfo_to_dict(url.text)
     except psycopg.ProgrammingError:
         # The driver's sentence may quote the password.
         raise BadDatabaseUrl("the driver cannot read it") from None
     options = (
-        f"-c statement_timeout={STATEMENT_S}s -c idle_in_transaction_session_timeout={_IDLE_S}s -c lock_timeout={_LOCK_S}s "
-        "-c timezone=UTC"
+        f"-c statement_timeout={statement_s * 1e3:.0f} -c idle_in_transaction_session_timeout={_IDLE_S}s "
+        f"-c lock_timeout={_LOCK_S}s -c timezone=UTC"
     )
-    return {**_DEFAULTS, **of_url, "client_encoding": "utf8", "options": f"{options} {of_url.get('options') or ''}".strip()}
+    options = f"{options} {of_url.get('options') or ''}".strip()
+    return {**_DEFAULTS, "connect_timeout": connect_s, **of_url, "client_encoding": "utf8", "options": options}

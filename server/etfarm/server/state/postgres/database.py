@@ -13,11 +13,11 @@ import structlog
 from sqlalchemy import Connection
 
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.server.state.engine import Database, Notification
-from etfarm.server.state.lane import Lane
+from etfarm.server.state.engine import ConnectionCounts, Database, Notification
+from etfarm.server.state.lane import Lane, NotBegun
 from etfarm.server.state.postgres import listening
 from etfarm.server.state.postgres.connections import Connections
-from etfarm.server.state.postgres.failures import WritesLost
+from etfarm.server.state.postgres.failures import WritesLost, unavailable
 from etfarm.server.state.postgres.opening import open_tables
 from etfarm.server.state.postgres.readers import Readers
 from etfarm.server.state.postgres.writer import Writer
@@ -44,7 +44,7 @@ class PostgresDatabase(Database):
         self._data = data
         self._loss: WritesLost | None = None
         self._connections = Connections(url, limit_s)
-        self._transactor = Writer(self._connections, self._on_begin)
+        self._transactor = Writer(self._connections, lambda: self.guard)
         self._writer = Lane(self._transactor, "db-writer", most=_SHARED)
         self._readers = Readers(self._connections)
 
@@ -52,20 +52,24 @@ class PostgresDatabase(Database):
     def is_shared(self) -> bool:
         return True
 
+    @property
+    def connections(self) -> ConnectionCounts:
+        return self._connections.tally.counts()
+
     async def open(self) -> None:
         do = partial(open_tables, url=self._url, data=self._data)
         await asyncio.get_running_loop().run_in_executor(self._writer.thread, self._transactor.open, do)
 
-    def _on_begin(self, connection: Connection) -> None:
-        if self.guard is not None:
-            self.guard(connection)
-
-    async def write(self, do: Callable[[Connection], T], *, durable: bool = False) -> T:
+    async def _write(self, do: Callable[[Connection], T], *, durable: bool) -> T:
         if self._loss is not None:
             # What the server has in memory is no longer what the database has.
             raise self._loss
         try:
-            return await self._writer.run(do, durable=durable)
+            return await self._writer.run(do, durable=durable, wait_s=self._connections.limit_s)
+        except NotBegun:
+            raise unavailable(
+                self._url, TimeoutError("other work is waiting for its answer"), self._connections.limit_s
+            ) from None
         except WritesLost as error:
             if self._loss is None:
                 self._loss = error
@@ -73,8 +77,8 @@ class PostgresDatabase(Database):
                 self.on_damaged(error)
             raise
 
-    async def read(self, do: Callable[[Connection], T]) -> T:
-        return await self._readers.run(do)
+    async def _read(self, do: Callable[[Connection], T], *, is_single: bool) -> T:
+        return await self._readers.run(do, is_single=is_single)
 
     def notify(self, connection: Connection, channel: str, payload: str) -> None:
         listening.notify(connection, self._transactor.id, channel, payload)

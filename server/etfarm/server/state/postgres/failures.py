@@ -10,7 +10,7 @@ from sqlalchemy.exc import DBAPIError
 
 from etfarm.server.state.damage import DatabaseUnusable
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.server.state.engine import DatabaseFull, DatabaseUnavailable
+from etfarm.server.state.engine import DatabaseFull, DatabaseUnavailable, QueryTooSlow
 from etfarm.wire.errors import FarmError, Kind
 
 _REPEATABLE: Final = (errors.SerializationFailure, errors.DeadlockDetected, errors.LockNotAvailable)
@@ -19,6 +19,11 @@ _REFUSALS: Final = (
     errors.UndefinedFile,
 )  # fmt: skip
 _REFUSED_STARTS: Final = ("authentication failed", "no password supplied", "does not exist", "no pg_hba.conf entry")
+
+_FULL: Final = ("too many clients", "connection slots are reserved", "too many connections")
+"""PostgreSQL's words for the limits of all connections, of those that are not a superuser's, and of a role or database."""
+_NEEDED: Final = 6
+"""Maximum number of connections of a server: one that writes, four that read, and one for the lease."""
 
 _WITHOUT_CODE: Final = (psycopg.OperationalError, psycopg.DatabaseError)
 
@@ -65,11 +70,14 @@ def is_standby(error: BaseException) -> bool:
 
 def unavailable(url: DatabaseUrl, error: BaseException, limit_s: float) -> DatabaseUnavailable:
     """Return the error for work that has waited for too long."""
-    return DatabaseUnavailable(
-        f"The database {url} was not available for {limit_s:g} s: {one_line(error)}.",
-        "Nothing was changed. Try again when it is back; the server connects by itself.",
-        url=url,
-    )  # fmt: skip
+    why = one_line(error)
+    remedy = "Nothing was changed. Try again when it is back; the server connects by itself."
+    if any(text in why for text in _FULL):
+        remedy = (
+            "Nothing was changed. End connections of other programs, or raise max_connections: each server of the farm needs "
+            f"{_NEEDED}. The server connects by itself."
+        )
+    return DatabaseUnavailable(f"The database {url} was not available for {limit_s:g} s: {why}.", remedy, url=url)
 
 
 def translated(url: DatabaseUrl, error: Exception) -> Exception:
@@ -82,7 +90,7 @@ def _known(url: DatabaseUrl, error: Exception) -> FarmError | None:
     if isinstance(original, errors.DiskFull):
         return DatabaseFull("The disk of the database is full.", "Free space on its server; etfarm goes on by itself.")
     if isinstance(original, errors.QueryCanceled):
-        return DatabaseUnavailable(
+        return QueryTooSlow(
             f"The database {url} took too long for a query.", "Nothing was changed. Try again; see what else it does.", url=url
         )
     return refused(url, error)

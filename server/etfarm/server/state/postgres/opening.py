@@ -13,7 +13,7 @@ from etfarm.server.state.damage import DatabaseUnusable
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.engine import DatabaseTooNew
 from etfarm.server.state.postgres import tables
-from etfarm.server.state.postgres.connections import Connections, discard, driver_of
+from etfarm.server.state.postgres.connections import Connections, driver_of
 
 _OLDEST: Final = 14
 """The oldest major version of PostgreSQL."""
@@ -72,5 +72,5 @@ def has_rows(url: DatabaseUrl, table: str, wait_s: float) -> bool:
             return False
         return connection.execute(text(f"SELECT 1 FROM {table} LIMIT 1")).first() is not None
     finally:
-        discard(connection)
+        connections.discard(connection)
         connections.close()

@@ -11,7 +11,7 @@ from typing import Final, TypeVar
 
 from sqlalchemy import Connection
 
-from etfarm.server.state.postgres.connections import Connections, discard, driver_of, execute, is_lost, pauses
+from etfarm.server.state.postgres.connections import Connections, driver_of, execute, is_lost, pauses
 from etfarm.server.state.postgres.failures import DRIVER_ERRORS, is_repeatable, translated
 
 T = TypeVar("T")
@@ -30,18 +30,23 @@ class Readers:
         self._threads = ThreadPoolExecutor(_COUNT, thread_name_prefix="db-reader")
         self._idle: deque[Connection] = deque()
 
-    async def run(self, do: Callable[[Connection], T]) -> T:
-        """Run `do` on a snapshot, and return its result. If the connection breaks, it runs again on another one."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, do, time.monotonic())
+    async def run(self, do: Callable[[Connection], T], *, is_single: bool) -> T:
+        """Run `do` on a snapshot, and return its result. If the connection breaks, it runs again on another one.
 
-    def _run(self, do: Callable[[Connection], T], since_s: float) -> T:
+        Args:
+            is_single: whether it executes one statement, which needs no transaction.
+        """
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._run, do, is_single, time.monotonic())
+
+    def _run(self, do: Callable[[Connection], T], is_single: bool, since_s: float) -> T:
         until_s = since_s + self._connections.limit_s
         for pause_s in pauses():
             connection = self._take(until_s)
             try:
-                execute(driver_of(connection), _BEGIN)
+                if not is_single:
+                    execute(driver_of(connection), _BEGIN)
                 result = do(connection)
-                connection.rollback()
+                connection.commit()  # after a rollback, the driver would prepare its statements anew
             except StopIteration as error:
                 self._give_back(connection, error)
                 raise RuntimeError("the function raised StopIteration") from None  # which a future refuses
@@ -50,8 +55,8 @@ class Readers:
                 self._give_back(connection, error)
                 if not is_broken and not is_repeatable(error):
                     raise translated(self._connections.url, error) from error.__cause__
-                if self._idle:
-                    continue  # they are broken too, most likely, which shows at once
+                if is_broken:
+                    self._discard_idle()  # they are broken too, most likely
                 self._connections.wait(pause_s, until_s, error)
             except BaseException as error:
                 self._give_back(connection, error)
@@ -70,7 +75,7 @@ class Readers:
     def _give_back(self, connection: Connection, error: BaseException) -> None:
         """Keep a connection after a failure, if it still works."""
         if is_lost(connection, error):
-            discard(connection)
+            self._connections.discard(connection, is_lost=True)
             return
         driver_of(connection).rollback()
         connection.rollback()
@@ -79,5 +84,12 @@ class Readers:
     def close(self) -> None:
         """End the threads after their queued work."""
         self._threads.shutdown()
-        while self._idle:
-            discard(self._idle.pop())
+        self._discard_idle()
+
+    def _discard_idle(self) -> None:
+        while True:
+            try:
+                connection = self._idle.pop()
+            except IndexError:
+                return
+            self._connections.discard(connection)

@@ -5,16 +5,17 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Callable, Sequence
-from typing import Any, Final
+from typing import Final
 
 import psycopg
 import structlog
 from psycopg import pq
 from sqlalchemy import Connection
 
-from etfarm.server.state.engine import DatabaseUnavailable
+from etfarm.server.state.engine import DatabaseUnavailable, Guard
 from etfarm.server.state.lane import SHARE_S, Outcome, Work
-from etfarm.server.state.postgres.connections import Connections, discard, driver_of, execute, is_lost, pauses
+from etfarm.server.state.postgres.bounded import BoundedConnection, no_limit
+from etfarm.server.state.postgres.connections import Connections, driver_of, execute, is_lost, pauses
 from etfarm.server.state.postgres.failures import (
     DRIVER_ERRORS,
     WritesLost,
@@ -57,12 +58,12 @@ class Writer:
     """The transactor of the writing lane.
 
     Args:
-        on_begin: called at the start of each transaction.
+        guard: returns the condition of transactions; None without one.
     """
 
-    def __init__(self, connections: Connections, on_begin: Callable[[Connection], None]) -> None:
+    def __init__(self, connections: Connections, guard: Callable[[], Guard | None]) -> None:
         self._connections = connections
-        self._on_begin = on_begin
+        self._guard = guard
         self._connection: Connection | None = None
         self._is_lowerable = True
         self.id = uuid.uuid4().hex
@@ -99,20 +100,26 @@ class Writer:
     def open(self, do: Callable[[Connection], None]) -> None:
         """Connect, and run a function in a transaction without time limits; its errors are final."""
         self._connection = self._connections.connect(time.monotonic() + self._connections.limit_s)
+        driver = driver_of(self._connection)
+        driver.limit, limit = no_limit, driver.limit
         try:
-            execute(driver_of(self._connection), "BEGIN", *(f"SET LOCAL {each} TO 0" for each in _LIMITS), LOCK_STATEMENT)
+            execute(driver, "BEGIN", *(f"SET LOCAL {each} TO 0" for each in _LIMITS), LOCK_STATEMENT)
             with self._connection.begin():
                 do(self._connection)
         except DRIVER_ERRORS as error:
             raise translated(self._connections.url, error) from error.__cause__
+        finally:
+            driver.limit = limit
 
     def _attempt(self, connection: Connection, batch: Sequence[Work], *, with_savepoints: bool) -> list[Outcome]:
         """Run functions in one transaction."""
         driver = driver_of(connection)
-        self._begin(driver, durable=any(work.durable for work in batch))
+        guard = self._guard()
+        is_permitted = self._begin(driver, guard, durable=any(work.durable for work in batch))
         transaction = connection.begin()
         try:
-            self._on_begin(connection)
+            if guard is not None and not is_permitted:
+                guard.refuse()
             outcomes = self._run(connection, batch, with_savepoints=with_savepoints)
             if driver.info.transaction_status != pq.TransactionStatus.INTRANS:
                 raise RuntimeError("a function has gone on after an error of the database, which undid the transaction")
@@ -130,13 +137,14 @@ class Writer:
         self._committed = self._number
         return outcomes
 
-    def _begin(self, driver: Any, *, durable: bool) -> None:
-        """Begin a transaction in one round trip, and number it."""
+    def _begin(self, driver: BoundedConnection, guard: Guard | None, *, durable: bool) -> bool:
+        """Begin a transaction in one round trip, number it, and return whether the guard permits it."""
         self._number += 1
         lower = [] if durable or not self._is_lowerable else ["SET LOCAL synchronous_commit TO off"]
         number = f"UPDATE commits SET number = {self._number}, at = timezone('utc', now()) WHERE writer = '{self.id}'"
         try:
-            execute(driver, "BEGIN", *lower, LOCK_STATEMENT, number)
+            result = execute(driver, "BEGIN", *lower, LOCK_STATEMENT, number, *([guard.statement] if guard else []))
+            return guard is None or result.get_value(0, 0) == b"t"
         except psycopg.Error as error:
             if not is_loss(error):
                 driver.rollback()
@@ -193,11 +201,12 @@ class Writer:
             self._is_verified = True
         return self._connection
 
-    def _verify(self, driver: Any) -> None:
+    def _verify(self, driver: BoundedConnection) -> None:
         """Read the number of the last commit, once no transaction of an earlier connection is left."""
         if not self._is_registered:
             forget = "DELETE FROM commits WHERE at < timezone('utc', now()) - interval '30 days'"
-            execute(driver, "BEGIN", LOCK_STATEMENT, forget, f"INSERT INTO commits VALUES ('{self.id}', 0)", "COMMIT")
+            register = f"INSERT INTO commits VALUES ('{self.id}', 0) ON CONFLICT DO NOTHING"  # the answer may have been lost
+            execute(driver, "BEGIN", LOCK_STATEMENT, forget, register, "COMMIT")
             self._is_registered = True
         execute(driver, "BEGIN", LOCK_STATEMENT)
         query = "SELECT number, current_setting('synchronous_commit') FROM commits WHERE writer = %s"
@@ -222,10 +231,10 @@ class Writer:
                 self._connections.wait(pause_s, None, error)
         raise AssertionError
 
-    def _disconnect(self) -> None:
+    def _disconnect(self, *, is_lost: bool = True) -> None:
         if self._connection is not None:
-            discard(self._connection)
+            self._connections.discard(self._connection, is_lost=is_lost)
             self._connection = None
 
     def close(self) -> None:
-        self._disconnect()
+        self._disconnect(is_lost=False)
