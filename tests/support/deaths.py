@@ -1,6 +1,6 @@
 """A function of etfarm in processes that are killed before their n-th change of the disk: n from 1 on tries each of its steps.
 
-Run as `python -m tests.support.deaths MODULE:FUNCTION`; `Deaths` is the other end. The functions get command lines.
+Run as `python -m tests.support.deaths MODULE:FUNCTION [NAME ...]`; `Deaths` is the other end. The functions get command lines.
 """
 
 from __future__ import annotations
@@ -31,11 +31,15 @@ _ROOT: Final = Path(__file__).parents[2]
 
 
 class Deaths:
-    """A process that has loaded the function, and forks one for each call; use it in a with statement."""
+    """A process that has loaded the function, and forks one for each call; use it in a with statement.
 
-    def __init__(self, function: str) -> None:
+    Args:
+        also: names of functions of Python before which a process may be killed, too, such as those that change a database server.
+    """
+
+    def __init__(self, function: str, *also: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.deaths", function], cwd=_ROOT,
+            [sys.executable, "-m", "tests.support.deaths", function, *also], cwd=_ROOT,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
@@ -57,22 +61,22 @@ class Deaths:
         return int(self._process.stdout.readline())
 
 
-def _serve(function: Callable[[list[str]], int]) -> None:
+def _serve(function: Callable[[list[str]], int], also: frozenset[str]) -> None:
     for line in sys.stdin:
         step, *arguments = json.loads(line)
         if (pid := os.fork()) == 0:
-            os._exit(_call(function, arguments, step))
+            os._exit(_call(function, arguments, step, also))
         _, status = os.waitpid(pid, 0)
         print(os.waitstatus_to_exitcode(status), flush=True)
 
 
-def _call(function: Callable[[list[str]], int], arguments: list[str], step: int) -> int:
+def _call(function: Callable[[list[str]], int], arguments: list[str], step: int, also: frozenset[str]) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     left = step
 
-    def on_call(_: FrameType, event: str, called: Any) -> None:
+    def on_call(frame: FrameType, event: str, called: Any) -> None:
         nonlocal left
-        if event == "c_call" and called.__name__ in _CHANGES:
+        if (event == "c_call" and called.__name__ in _CHANGES) or (event == "call" and frame.f_code.co_name in also):
             left -= 1
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -90,4 +94,4 @@ def _call(function: Callable[[list[str]], int], arguments: list[str], step: int)
 
 if __name__ == "__main__":
     module, _, name = sys.argv[1].partition(":")
-    _serve(getattr(importlib.import_module(module), name))
+    _serve(getattr(importlib.import_module(module), name), frozenset(sys.argv[2:]))
