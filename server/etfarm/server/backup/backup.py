@@ -2,7 +2,7 @@
 
 The database is copied as one snapshot, so each job in it is complete as far as it had come. SQLite copies its own file; the rows
 of a PostgreSQL database go to a new one, so that either engine can restore them. Artifacts never change, and the server deletes
-none while the backup holds the folder's lock, so those that the snapshot names are there.
+none while the backup holds the farm's locks, so those that the snapshot names are there.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import os
 import sqlite3
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -30,6 +30,7 @@ from etfarm.server.config import DATABASE
 from etfarm.server.state import damage, schema
 from etfarm.server.state.backup_lock import BackupLock, BackupRunning
 from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.databases import backing_up
 from etfarm.server.state.revisions import HEAD, known_revisions
 from etfarm.server.state.sqlite import merge_log
 from etfarm.server.transfer import rows
@@ -97,7 +98,7 @@ def back_up(
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
-        with _lock(data):
+        with _lock(data, source):
             part = _copy_database(source, folder, on_progress)
             sha256 = digests.of_file(part)
             with closing(sqlite3.connect(part)) as connection:
@@ -172,23 +173,21 @@ def _require_target(data: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _lock(data: Path) -> Iterator[None]:
-    """Keep the server from deleting artifacts; wait while it does."""
+def _lock(data: Path, source: FarmDatabase) -> Iterator[None]:
+    """Keep the servers from deleting artifacts; wait while one does."""
     ends_s = time.monotonic() + _LOCK_WAIT_S
     while True:
-        held = BackupLock(data).backing_up()
-        try:
-            held.__enter__()
-        except BackupRunning:
-            if time.monotonic() > ends_s:
-                raise
-            time.sleep(_LOCK_POLL_S)
-            continue
-        try:
-            yield
-        finally:
-            held.__exit__(None, None, None)
-        return
+        with ExitStack() as held:
+            try:
+                held.enter_context(BackupLock(data).backing_up())
+                held.enter_context(backing_up(source.url))
+            except BackupRunning:
+                if time.monotonic() > ends_s:
+                    raise
+            else:
+                yield
+                return
+        time.sleep(_LOCK_POLL_S)
 
 
 def _copy_database(source: FarmDatabase, folder: Path, on_progress: OnProgress) -> Path:

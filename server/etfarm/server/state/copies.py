@@ -25,16 +25,16 @@ moved: Final = Table("moved", MARKS, Column("place", String, primary_key=True))
 
 
 class CopyUnfinished(FarmError):
-    """A database to which a farm is being copied."""
+    """A database or a bucket to which a farm is being copied."""
 
     reason = "COPY_UNFINISHED"
     kind = Kind.FAILED_PRECONDITION
 
-    def __init__(self, database: object, source: str) -> None:
+    def __init__(self, target: object, source: str) -> None:
         super().__init__(
-            f"The database {database} has an unfinished copy of {source}.",
-            "Run the same `etfarm migrate` or `etfarm restore` again: it continues. Or empty the database.",
-            database=database, source=source,
+            f"{target} has an unfinished copy of {source}.",
+            "Run the same `etfarm migrate` or `etfarm restore` again: it continues. Or empty what it copies to.",
+            target=target, source=source,
         )  # fmt: skip
 
 

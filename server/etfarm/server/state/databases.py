@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
@@ -57,6 +57,22 @@ def connected(path: Path, url: DatabaseUrl | None, wait_s: float = WAIT_S) -> Ab
     from etfarm.server.state.postgres import single
 
     return single.connected(url, wait_s)
+
+
+def backing_up(url: DatabaseUrl | None, wait_s: float = WAIT_S) -> AbstractContextManager[None]:
+    """Keep the servers of a PostgreSQL database from deleting artifacts; for SQLite, the lock of the data folder does.
+
+    Raises:
+        BackupRunning: another backup is running, or a server deletes artifacts at this moment.
+        ExtraMissing: the driver of PostgreSQL is not installed.
+        DatabaseUnusable, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
+    """
+    if url is None:
+        return nullcontext()
+    require_driver()
+    from etfarm.server.state.postgres import backups
+
+    return backups.backing_up(url, wait_s)
 
 
 def has_rows(table: Table, path: Path, url: DatabaseUrl | None, wait_s: float) -> bool:

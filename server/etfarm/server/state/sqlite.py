@@ -98,6 +98,10 @@ class SqliteDatabase(Database):
     def notify(self, connection: Connection, channel: str, payload: str) -> None:
         """Do nothing: there are no other processes."""
 
+    def is_backed_up(self, connection: Connection) -> bool:
+        """Return False: the lock of the data folder says it."""
+        return False
+
     @asynccontextmanager
     async def listen(self, *channels: str) -> AsyncIterator[AsyncIterator[Notification]]:
         yield _only_beginnings(channels)

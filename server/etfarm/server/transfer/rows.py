@@ -151,8 +151,9 @@ def _compare(target: Connection, expected: Sequence[_Tally], on_progress: OnProg
                 if actual.count % _BATCH_ROWS == 0:
                     on_progress("rows compared", done + actual.count, total)
             if actual != tally:
+                how = "rows with other values" if actual.count == tally.count else f"{actual.count} rows instead of {tally.count}"
                 raise CopyDiffers(
-                    f"The copy of the table {table.name!r} differs: it has {actual.count} rows, the farm {tally.count}.",
+                    f"The copy of the table {table.name!r} has {how}.",
                     "The farm was changed during the copy, or a disk fails. Stop what uses both databases, and copy again.",
                     table=table.name,
                 )  # fmt: skip
