@@ -6,12 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
+from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.restore import restore
 from etfarm.server.operation.blob_options import add_blob_options, location_of
 from etfarm.server.operation.data_option import add_data_option, data_of, require_owner
 from etfarm.server.operation.database_option import add_database_option, database_of
 from etfarm.server.operation.progress import Progress, size_text
+from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import locked
 
 
@@ -65,6 +67,10 @@ def restore_main(argv: list[str]) -> int:
         manifest = restore(arguments.backup, folder, database=database, blobs=blobs, on_progress=progress.show)
     print(
         f"{folder}: restored the backup of {manifest.created_at} by etfarm {manifest.version}, {manifest.artifacts} artifacts. "
-        f"Start it: etfarm serve --data {folder}"
+        f"Start it: etfarm serve --data {folder}{_options(database, blobs)}"
     )
     return 0
+
+
+def _options(database: DatabaseUrl | None, blobs: BucketLocation | None) -> str:
+    return (f" --database {database}" if database else "") + (f" --blobs {blobs.url}" if blobs else "")

@@ -18,6 +18,7 @@ _CONNECT: Final[dict[str, Any]] = {
     "connect_timeout": 5,
     "application_name": "etfarm command",
     "target_session_attrs": "read-write",
+    "keepalives_idle": 30,
 }
 _SETTINGS: Final = "SET lock_timeout = '5s'; SET idle_in_transaction_session_timeout = 0"
 _LOCK: Final = "SELECT address FROM etfarm_cluster.lease WHERE id = 1 FOR UPDATE"

@@ -26,3 +26,17 @@ class ArtifactsLost(FarmError):
             "Put them back from a backup, or leave them behind with --skip-damaged; then run it again.",
             digests=",".join(lost[:100]),
         )  # fmt: skip
+
+
+class MoveFailed(FarmError):
+    """A move that ended because files of the data folder could not be read or written, such as for lack of space."""
+
+    reason = "MOVE_FAILED"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, folder: object, why: str) -> None:
+        super().__init__(
+            f"The farm of {folder} is not moved, since its files cannot be read or written: {why}.",
+            "Nothing has changed for the farm. Correct that, for example free disk, and run it again: it continues.",
+            why=why,
+        )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 from typing import Final
@@ -98,7 +99,7 @@ class DataFolder:
         if self._blobs_copy.exists():
             self._blobs_copy.replace(self._blobs)
         self._blobs.mkdir(parents=True, exist_ok=True)
-        sync_folder(self._artifacts)
+        os.sync()  # the files are on the disk, and now also their names
         shutil.rmtree(self._cache, ignore_errors=True)
 
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from sqlalchemy import Connection, func, insert, inspect, select
+from sqlalchemy import func, insert, inspect, select
 
 from etfarm.server.artifacts.s3.location import BucketLocation
-from etfarm.server.migrate.errors import ArtifactsLost, NothingToMove
+from etfarm.server.migrate.errors import ArtifactsLost, MoveFailed, NothingToMove
 from etfarm.server.migrate.folder import DataFolder
 from etfarm.server.state import copies, schema
 from etfarm.server.state.database_url import DatabaseUrl
@@ -28,6 +28,8 @@ from etfarm.server.transfer.rows import OnProgress
 if TYPE_CHECKING:
     from etfarm.server.cluster.stopped import StoppedFarm
 
+_PAGE_ROWS: Final = 1_000
+"""Number of artifacts that are looked up at a time."""
 _SCRATCH: Final = "migrating"
 """Folder of artifacts on their way from one bucket to another."""
 
@@ -87,8 +89,15 @@ class Migration:
             ServersRunning: a server of the farm runs.
             ArtifactsLost: artifacts are missing or damaged.
             CopyDiffers, RowRefused: a copy failed.
+            MoveFailed: a file cannot be read or written.
             EtfarmError: a database or a bucket cannot be used.
         """
+        try:
+            return self._run()
+        except OSError as error:
+            raise MoveFailed(self._folder.path, error.strerror or str(error)) from error
+
+    def _run(self) -> Moved:
         if not self._moves_rows and not self._moves_artifacts:
             raise NothingToMove("The farm is where it is to be moved to.", "Name another place with --to-database or --to-blobs.")
         self._folder.require_free(
@@ -118,13 +127,13 @@ class Migration:
     def _copy(self) -> Moved:
         """Copy what the target lacks; the source is unchanged."""
         database, moved = self._open_source(), Moved()
-        with database.connected() as connection, connection.begin():
-            if self._moves_rows:
+        if self._moves_rows:
+            with database.connected() as connection, connection.begin():
                 moved.row_count = copy_rows(connection, self._target_database(), self._name, self._on_progress)
-            if self._moves_artifacts:
-                moved.artifacts = asyncio.run(self._copy_artifacts(connection))
-                if moved.artifacts.lost and not self._skip_lost:
-                    raise ArtifactsLost(moved.artifacts.lost)
+        if self._moves_artifacts:
+            moved.artifacts = asyncio.run(self._copy_artifacts(database))
+            if moved.artifacts.lost and not self._skip_lost:
+                raise ArtifactsLost(moved.artifacts.lost)
         return moved
 
     def _open_source(self) -> FarmDatabase:
@@ -157,7 +166,7 @@ class Migration:
     def _target_database(self) -> FarmDatabase:
         return FarmDatabase(self._folder.database_copy, self._target.database)
 
-    async def _copy_artifacts(self, connection: Connection) -> Copied:
+    async def _copy_artifacts(self, database: FarmDatabase) -> Copied:
         source, target = artifacts_of(self._source.blobs, self._folder.former_blobs, self._scratch), self._target_artifacts()
         for each in (source, target):
             if isinstance(each, BucketArtifacts):
@@ -167,8 +176,9 @@ class Migration:
             raise NothingToMove(f"The artifacts of {self._folder.path} are in a bucket.", "Name it with --blobs.")
         if isinstance(target, BucketArtifacts) and not is_resumed:
             await target.begin(self._artifacts_name)
-        total = connection.execute(select(func.count()).select_from(schema.artifacts)).scalar_one()
-        return await copy_artifacts(source, target, _wanted(connection), total, self._on_progress)
+        with database.connected() as connection, connection.begin():
+            total = connection.execute(select(func.count()).select_from(schema.artifacts)).scalar_one()
+        return await copy_artifacts(source, target, _wanted(database), total, self._on_progress)
 
     def _target_artifacts(self) -> Artifacts:
         return artifacts_of(self._target.blobs, self._folder.blobs_copy, self._scratch)
@@ -206,11 +216,17 @@ class Migration:
             self._folder.settle_database()
 
 
-def _wanted(connection: Connection) -> Iterator[tuple[str, int]]:
-    names = [column.name for column in schema.artifacts.columns]
-    digest, size_bytes = names.index("digest"), names.index("size_bytes")
-    for row in rows.rows_of(connection, schema.artifacts):
-        yield row[digest], row[size_bytes]
+def _wanted(database: FarmDatabase) -> Iterator[tuple[str, int]]:
+    """Yield digest and size of each artifact. Between two reads, no transaction waits for transfers."""
+    artifacts, after = schema.artifacts.c, ""
+    while True:
+        query = select(artifacts.digest, artifacts.size_bytes).where(artifacts.digest > after)
+        with database.connected() as connection, connection.begin():
+            page = connection.execute(query.order_by(artifacts.digest).limit(_PAGE_ROWS)).all()
+        if not page:
+            return
+        yield from ((row.digest, row.size_bytes) for row in page)
+        after = page[-1].digest
 
 
 def _stopped(url: DatabaseUrl) -> AbstractContextManager[StoppedFarm]:
