@@ -8,7 +8,7 @@ import pytest
 
 from etfarm.client import Farm
 from tests.support.databases import PostgresDatabases
-from tests.support.farm import FarmProcess, etfarm
+from tests.support.farm import START_S, FarmProcess, etfarm
 from tests.support.programs import program
 from tests.support.s3 import S3Server, environment_of
 
@@ -87,9 +87,15 @@ def test_a_farm_is_moved_out_and_back_with_its_reports(
             measure(client)
     finally:
         home.stop()
-    refused = etfarm("serve", "--listen", "127.0.0.1:0", "--data", str(tmp_path / "other"), *there, "--no-bundle",
-                     "--exit-with-stdin", cwd=tmp_path)  # fmt: skip
-    assert refused.returncode != 0 and "was moved to" in refused.stderr
+    former = FarmProcess(tmp_path / "former", bundle=False, serve=there)
+    former.folder.mkdir()
+    try:
+        former.restart()
+        assert former.server is not None and former.server.process is not None
+        assert former.server.process.wait(START_S) == 1, "it ends as soon as it leads"
+        assert f"was moved to {data}" in former.server.log.read_text()
+    finally:
+        former.stop()
 
     elsewhere = s3_server.new_location()
     places = {"files": [], "s3": ["--database", server.url("restored"), "--blobs", elsewhere.url]}

@@ -42,6 +42,8 @@ class Deaths:
             [sys.executable, "-m", "tests.support.deaths", function, *also], cwd=_ROOT,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        self.steps = 0
+        """Number of steps of the last call that was not killed."""
 
     def __enter__(self) -> Deaths:
         return self
@@ -58,19 +60,25 @@ class Deaths:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([step, *map(str, arguments)]) + "\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        code, steps = map(int, self._process.stdout.readline().split())
+        self.steps = steps or self.steps
+        return code
 
 
 def _serve(function: Callable[[list[str]], int], also: frozenset[str]) -> None:
     for line in sys.stdin:
         step, *arguments = json.loads(line)
+        reading, writing = os.pipe()
         if (pid := os.fork()) == 0:
-            os._exit(_call(function, arguments, step, also))
+            os._exit(_call(function, arguments, step, also, writing))
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            steps = pipe.read() or "0"
         _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        print(os.waitstatus_to_exitcode(status), steps, flush=True)
 
 
-def _call(function: Callable[[list[str]], int], arguments: list[str], step: int, also: frozenset[str]) -> int:
+def _call(function: Callable[[list[str]], int], arguments: list[str], step: int, also: frozenset[str], counts: int) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     left = step
 
@@ -86,7 +94,9 @@ def _call(function: Callable[[list[str]], int], arguments: list[str], step: int,
             become_unprivileged()  # root may write what an ordinary user may not
         threading.setprofile(on_call)
         sys.setprofile(on_call)
-        return function(arguments)
+        code = function(arguments)
+        os.write(counts, str(step - left).encode())
+        return code
     except BaseException:  # noqa: BLE001 - a forked process must not return
         traceback.print_exc()
         return 1

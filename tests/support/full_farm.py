@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -23,6 +23,8 @@ _TEXTS = ("", "ü€𝄞 \N{ZERO WIDTH JOINER}", "endless " * 5_000, "a\0b", "';
 _WHOLES = (0, 1, -1, 2**63 - 1, -(2**63), 10**12, 7)
 _FLOATS = (0.1, -0.0, float("inf"), 1e-300, -1.5, 123456789.123456789, 3.0)
 _BYTES = (b"", b"\0", bytes(range(256)) * 20, b"'", b"\xff" * 100_000, b"{}", b"\\x00")
+SIZES = (17 << 20, 0, 100, 10_000, 200_000)
+"""Sizes of artifacts, one of them too large for one request to a bucket."""
 _MOST = 20
 """Size of the values of further rows."""
 _TIMES = (
@@ -70,20 +72,22 @@ def _value(table: Table, column: Column[Any], index: int, keys: dict[Column[Any]
     return 3 * index + 1 if is_key else _WHOLES[index % COUNT]
 
 
-def add_artifacts(data: Path, connection: Connection, count: int = 5, seed: int = 1) -> list[str]:
-    """Store artifacts in files, one of them too large for one request to a bucket; return their digests."""
-    source, names = random.Random(seed), list[str]()
-    for number in range(count):
-        artifact = write_blob(data, source.randbytes(17 << 20 if number == 0 else 100 * number))
-        names.append(artifact.digest)
+def add_artifacts(data: Path, connection: Connection, sizes: Sequence[int]) -> None:
+    """Store artifacts in files."""
+    source = random.Random(1)
+    for size_bytes in sizes:
+        artifact = write_blob(data, source.randbytes(size_bytes))
         row = {"digest": artifact.digest, "size_bytes": artifact.size_bytes, "owner": "ann", "stored_at": _TIMES[3]}
         with connection.begin():
             connection.execute(insert(schema.artifacts).values(row))
-    return names
 
 
-def new_farm(data: Path, *, count: int = COUNT) -> FarmDatabase:
-    """Make the data folder of a farm whose rows are all odd, and whose artifacts exist."""
+def new_farm(data: Path, *, count: int = COUNT, sizes: Sequence[int] = SIZES) -> FarmDatabase:
+    """Make the data folder of a farm whose rows are all odd, and whose artifacts exist.
+
+    Args:
+        sizes: those of the artifacts in bytes.
+    """
     data.mkdir(mode=0o700, parents=True)
     database = FarmDatabase(data / DATABASE)
     database.open()
@@ -91,7 +95,7 @@ def new_farm(data: Path, *, count: int = COUNT) -> FarmDatabase:
         fill(connection, count)
         with connection.begin():
             connection.execute(schema.artifacts.delete())
-        add_artifacts(data, connection)
+        add_artifacts(data, connection, sizes)
     (data / ARTIFACTS / "uploads").mkdir()
     return database
 
