@@ -37,6 +37,6 @@ class MoveFailed(FarmError):
     def __init__(self, folder: object, why: str) -> None:
         super().__init__(
             f"The farm of {folder} is not moved, since its files cannot be read or written: {why}.",
-            "Nothing has changed for the farm. Correct that, for example free disk, and run it again: it continues.",
+            "Correct that, for example free disk, and run it again: it continues.",
             why=why,
         )  # fmt: skip

@@ -16,16 +16,18 @@ from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.cluster import lease
 from etfarm.server.cluster.errors import ServersRunning
-from etfarm.server.migrate.errors import ArtifactsLost, NothingToMove
+from etfarm.server.migrate.commands import main
+from etfarm.server.migrate.errors import ArtifactsLost, MoveFailed, NothingToMove
 from etfarm.server.migrate.migration import Migration, Moved, Place
 from etfarm.server.state.copies import CopyUnfinished, FarmMoved
-from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
 from etfarm.server.state.engine import DatabaseTooNew
 from etfarm.server.transfer.database import FarmDatabase
 from etfarm.server.transfer.errors import TargetNotEmpty
 from etfarm.server.transfer.rows import OnProgress
+from etfarm.wire.errors import UserError
 from tests.support.full_farm import blobs_of, committed, contents, new_farm
-from tests.support.s3 import S3Server
+from tests.support.s3 import S3Server, environment_of
 from tests.support.stores import damage
 
 LOCAL = Place(None, None)
@@ -312,3 +314,34 @@ def test_the_farm_forgets_where_its_blobs_were(farm: FarmDatabase, database: Dat
     asyncio.run(_end_in_order(database, token))
     move(farm, Place(database, None), Place(database, location))
     assert asyncio.run(claim(location.url)) == location.url
+
+
+def test_a_file_that_cannot_be_written_is_named_and_the_move_goes_on(farm: FarmDatabase, location: BucketLocation) -> None:
+    files, there = blobs_of(blobs(farm)), Place(None, location)
+    move(farm, LOCAL, there)
+    blobs(farm, "blobs.copying").touch()
+    with pytest.raises(MoveFailed, match="Not a directory"):
+        move(farm, there, LOCAL)
+    blobs(farm, "blobs.copying").unlink()
+    move(farm, there, LOCAL)
+    assert blobs_of(blobs(farm)) == files
+
+
+def test_the_command_says_what_to_change_and_what_it_left_behind(
+    farm: FarmDatabase, location: BucketLocation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in environment_of(location).items():
+        monkeypatch.setenv(name, value)
+    data = str(farm.path.parent)
+    with pytest.raises(UserError, match="does not say where"):
+        main(["--data", data])
+    with pytest.raises(BadDatabaseUrl):
+        main(["--data", data, "--to-database", "mysql://host/farm"])
+    with pytest.raises(UserError, match="is not a server's data folder"):
+        main(["--data", f"{data}/elsewhere", "--to-blobs", location.url])
+    rotten = min(blobs_of(blobs(farm)))
+    damage(place_of(blobs(farm), rotten))
+    assert main(["--data", data, "--to-blobs", location.url, "--skip-damaged"]) == 1
+    printed = capsys.readouterr()
+    assert f'blobs = "{location.url}"' in printed.out and f'blobs-endpoint = "{location.endpoint}"' in printed.out
+    assert "blobs.moved" in printed.out and rotten in printed.err
