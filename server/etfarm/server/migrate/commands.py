@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.server.migrate.migration import Migration, Moved, Place
-from etfarm.server.operation.blob_options import add_blob_options, add_bucket_options, location_of
+from etfarm.server.operation.blob_options import add_bucket_options, location_of
 from etfarm.server.operation.data_option import add_data_option, data_of, require_owner
 from etfarm.server.operation.database_option import add_database_option, database_of
 from etfarm.server.operation.progress import Progress, size_text
@@ -54,8 +54,10 @@ def _parser() -> argparse.ArgumentParser:
                         "a password belongs into PGPASSFILE (default: they stay)")  # fmt: skip
     parser.add_argument("--skip-damaged", action="store_true",
                         help="leave artifacts behind that are missing or damaged in the farm")  # fmt: skip
-    add_blob_options(parser)
-    group = parser.add_argument_group("where to move the artifacts")
+    group = parser.add_argument_group("where the artifacts are")
+    group.add_argument("--blobs", metavar="URL", help="bucket that has them, as for `etfarm serve` (default: files in --data)")
+    add_bucket_options(group, "--blobs")
+    group = parser.add_argument_group("where to move the artifacts", "S3 needs etfarm[scale].")
     group.add_argument("--to-blobs", metavar="URL",
                        help=f"move them to this empty folder of a bucket, as s3://BUCKET/PREFIX, or, as {_FILES!r}, to files "
                        "in --data (default: they stay)")  # fmt: skip
