@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
@@ -130,6 +130,21 @@ def each_database(request: pytest.FixtureRequest) -> Iterator[str]:
     finally:
         _chosen.release()
         _chosen = None
+
+
+@pytest.fixture
+def new_postgres(postgres_databases: PostgresDatabases) -> Iterator[Callable[[], DatabaseUrl]]:
+    """Create databases without tables, which are dropped after the test."""
+    server, names = postgres_databases.server, list[str]()
+
+    def create() -> DatabaseUrl:
+        names.append(f"new_{len(names)}")
+        server.execute("CREATE DATABASE {}", names[-1])
+        return DatabaseUrl.parse(server.url(names[-1]))
+
+    yield create
+    for name in names:
+        server.execute("DROP DATABASE {} WITH (FORCE)", name)
 
 
 sqlite_only = pytest.mark.parametrize("each_database", ["sqlite"], indirect=True)

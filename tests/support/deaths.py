@@ -1,6 +1,6 @@
 """A function of etfarm in processes that are killed before their n-th change of the disk: n from 1 on tries each of its steps.
 
-Run as `python -m tests.support.deaths MODULE:FUNCTION`; `Deaths` is the other end. The functions get command lines.
+Run as `python -m tests.support.deaths MODULE:FUNCTION [NAME ...]`; `Deaths` is the other end. The functions get command lines.
 """
 
 from __future__ import annotations
@@ -31,13 +31,19 @@ _ROOT: Final = Path(__file__).parents[2]
 
 
 class Deaths:
-    """A process that has loaded the function, and forks one for each call; use it in a with statement."""
+    """A process that has loaded the function, and forks one for each call; use it in a with statement.
 
-    def __init__(self, function: str) -> None:
+    Args:
+        also: names of functions of Python before which a process may be killed, too, such as those that change a database server.
+    """
+
+    def __init__(self, function: str, *also: str) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.deaths", function], cwd=_ROOT,
+            [sys.executable, "-m", "tests.support.deaths", function, *also], cwd=_ROOT,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
+        self.steps = 0
+        """Number of steps of the last call that was not killed."""
 
     def __enter__(self) -> Deaths:
         return self
@@ -54,25 +60,31 @@ class Deaths:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([step, *map(str, arguments)]) + "\n")
         self._process.stdin.flush()
-        return int(self._process.stdout.readline())
+        code, steps = map(int, self._process.stdout.readline().split())
+        self.steps = steps or self.steps
+        return code
 
 
-def _serve(function: Callable[[list[str]], int]) -> None:
+def _serve(function: Callable[[list[str]], int], also: frozenset[str]) -> None:
     for line in sys.stdin:
         step, *arguments = json.loads(line)
+        reading, writing = os.pipe()
         if (pid := os.fork()) == 0:
-            os._exit(_call(function, arguments, step))
+            os._exit(_call(function, arguments, step, also, writing))
+        os.close(writing)
+        with os.fdopen(reading) as pipe:
+            steps = pipe.read() or "0"
         _, status = os.waitpid(pid, 0)
-        print(os.waitstatus_to_exitcode(status), flush=True)
+        print(os.waitstatus_to_exitcode(status), steps, flush=True)
 
 
-def _call(function: Callable[[list[str]], int], arguments: list[str], step: int) -> int:
+def _call(function: Callable[[list[str]], int], arguments: list[str], step: int, also: frozenset[str], counts: int) -> int:
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
     left = step
 
-    def on_call(_: FrameType, event: str, called: Any) -> None:
+    def on_call(frame: FrameType, event: str, called: Any) -> None:
         nonlocal left
-        if event == "c_call" and called.__name__ in _CHANGES:
+        if (event == "c_call" and called.__name__ in _CHANGES) or (event == "call" and frame.f_code.co_name in also):
             left -= 1
             if left == 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -82,7 +94,9 @@ def _call(function: Callable[[list[str]], int], arguments: list[str], step: int)
             become_unprivileged()  # root may write what an ordinary user may not
         threading.setprofile(on_call)
         sys.setprofile(on_call)
-        return function(arguments)
+        code = function(arguments)
+        os.write(counts, str(step - left).encode())
+        return code
     except BaseException:  # noqa: BLE001 - a forked process must not return
         traceback.print_exc()
         return 1
@@ -90,4 +104,4 @@ def _call(function: Callable[[list[str]], int], arguments: list[str], step: int)
 
 if __name__ == "__main__":
     module, _, name = sys.argv[1].partition(":")
-    _serve(getattr(importlib.import_module(module), name))
+    _serve(getattr(importlib.import_module(module), name), frozenset(sys.argv[2:]))

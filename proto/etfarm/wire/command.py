@@ -37,6 +37,7 @@ SUMMARIES = {
     "retention": "delete what the retention limits no longer keep, or show what that would be",
     "backup": "copy a server's database and artifacts to a folder, while the server runs",
     "restore": "make a server's data folder from a backup",
+    "migrate": "move a stopped farm to PostgreSQL and S3, or back to SQLite and files",
     "webhooks": "add, list, test and remove webhooks, and show what was sent to them",
     "server": "show the server's version, state, settings and metrics",
     "serve": "run the compile server",

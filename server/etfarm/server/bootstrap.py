@@ -5,21 +5,18 @@ from __future__ import annotations
 import argparse
 import asyncio
 import getpass
-import os
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Final
 
 from etfarm.server.access.audit import AuditLog, Entry
 from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
 from etfarm.server.config import DATABASE
+from etfarm.server.operation.data_option import add_data_option, data_of, require_owner
+from etfarm.server.operation.database_option import add_database_option, database_of
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import create_database
 from etfarm.v1.common_pb2 import ROLE_ADMIN
 from etfarm.wire.errors import UserError
-from etfarm.wire.names import SETTING_PREFIX, data_folder
-
-_DATABASE: Final = f"{SETTING_PREFIX}DATABASE"
 
 
 def main(argv: list[str]) -> int:
@@ -31,24 +28,15 @@ def main(argv: list[str]) -> int:
         "every caller for a token.",
     )
     parser.add_argument("name", metavar="NAME", help="name of the admin: letters, digits, dots, dashes and underscores")
-    parser.add_argument("--data", type=Path, metavar="DIR",
-                        help=f"the server's data folder (default: {data_folder() / 'server'})".replace("%", "%%"))  # fmt: skip
-    parser.add_argument(
-        "--database",
-        type=DatabaseUrl.parse,
-        metavar="URL",
-        help=f"the server's PostgreSQL database (default: {_DATABASE}, else the SQLite file in --data)",
-    )
+    add_data_option(parser)
+    add_database_option(parser)
     arguments = parser.parse_args(argv)
-    variable = os.environ.get(_DATABASE)
-    url = arguments.database or (DatabaseUrl.parse(variable) if variable else None)
-    folder = arguments.data or data_folder() / "server"
+    url, folder = database_of(arguments), data_of(arguments)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
         raise UserError(f"The data folder {folder} cannot be used: {error.strerror}.", "Choose another --data.") from None
-    if (owner := folder.stat().st_uid) != os.geteuid():
-        raise UserError(f"The data folder {folder} belongs to user {owner}.", f"Run it as that user: `sudo -u '#{owner}' ...`.")
+    require_owner(folder)
     print(asyncio.run(_create(folder, url, arguments.name)))
     return 0
 

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from tests.support.databases import each_database, postgres_databases  # noqa: F401 - fixtures
+from tests.support.databases import each_database, new_postgres, postgres_databases  # noqa: F401 - fixtures

@@ -1,33 +1,43 @@
-"""A backup of a data folder while its server runs: first the database, then every artifact that it has a row of.
+"""A backup of a farm while its server runs: first the database, then every artifact that it has a row of.
 
-The database is copied by SQLite as one snapshot, so each job in it is complete as far as it had come. Artifacts never change, and
-the server deletes none while the backup holds the folder's lock, so those that the snapshot names are there.
+The database is copied as one snapshot, so each job in it is complete as far as it had come. SQLite copies its own file; the rows
+of a PostgreSQL database go to a new one, so that either engine can restore them. Artifacts never change, and the server deletes
+none while the backup holds the farm's locks, so those that the snapshot names are there.
 """
 
 from __future__ import annotations
 
+import asyncio
 import os
 import sqlite3
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
+from collections.abc import Iterator
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, CACHE, place_of
+from sqlalchemy import select
+
+from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, CACHE
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup import manifest as manifests
-from etfarm.server.backup.copying import Differs, copy_verified, link_or_copy, sync_folder
 from etfarm.server.backup.errors import BackupRefused
 from etfarm.server.backup.manifest import Manifest
-from etfarm.server.backup.sources import BucketArtifacts, bucket_artifacts
 from etfarm.server.config import DATABASE
-from etfarm.server.state import damage
+from etfarm.server.state import damage, schema
 from etfarm.server.state.backup_lock import BackupLock, BackupRunning
+from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.databases import backing_up
 from etfarm.server.state.revisions import HEAD, known_revisions
+from etfarm.server.state.sqlite import merge_log
+from etfarm.server.transfer import rows
+from etfarm.server.transfer.artifacts import Artifacts, BucketArtifacts, Copied, FileArtifacts, copy_artifacts
+from etfarm.server.transfer.database import FarmDatabase, copy_rows, require_this_version
+from etfarm.server.transfer.files import sync_folder
+from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire import digest as digests
 from etfarm.wire.errors import FarmError, Kind
 
@@ -56,24 +66,23 @@ class Done:
     """Digests that the farm has, and whose files are missing or damaged there."""
 
 
-OnProgress = Callable[[int, int], None]
-"""Called with the number of artifacts that are backed up, out of the second number."""
-
-
 def back_up(
     data: Path,
     folder: Path,
     *,
     link: bool = False,
+    database: DatabaseUrl | None = None,
     blobs: BucketLocation | None = None,
-    on_progress: OnProgress = lambda done, total: None,
+    on_progress: OnProgress = lambda what, done, total: None,
 ) -> Done:
-    """Make a backup of a data folder, or bring an earlier one in `folder` up to date.
+    """Make a backup of a farm, or bring an earlier one in `folder` up to date.
 
     Until the new manifest replaces the earlier one, the earlier backup stays complete.
 
     Args:
+        data: the data folder of its server.
         link: whether to make hard links of artifacts where both folders are on one file system.
+        database: the PostgreSQL database of the farm; None if it is a SQLite file in `data`.
         blobs: the bucket of the farm's artifacts; None if they are files in `data`.
 
     Raises:
@@ -81,28 +90,21 @@ def back_up(
         BackupRunning: another backup of the data folder is running.
         BackupFailed: a file cannot be written.
         DatabaseDamaged, DatabaseTooNew: the database cannot be backed up.
+        EtfarmError: PostgreSQL or the bucket cannot be used.
     """
-    source = data / DATABASE
-    if not source.is_file() and (data / ARTIFACTS).is_dir():
-        raise BackupRefused(
-            f"{data} has no {DATABASE}: its server has a PostgreSQL database, which `etfarm backup` does not copy.",
-            f"Run pg_dump, and only then copy {data / ARTIFACTS}.",
-        )
-    if not source.is_file():
-        raise BackupRefused(f"{data} has no {DATABASE}: it is not a server's data folder.", "Name the folder with --data.")
-    if blobs is None and (data / ARTIFACTS / CACHE).is_dir():
-        raise BackupRefused(f"The artifacts of {data} are in a bucket.", "Name it with --blobs, as for `etfarm serve`.")
+    source = FarmDatabase(data / DATABASE, database)
+    _require_source(data, source, blobs)
     _require_target(data, folder)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         folder.chmod(0o700)
-        with bucket_artifacts(blobs) as bucket, _lock(data):
-            part = _copy_database(source, folder)
+        with _lock(data, source):
+            part = _copy_database(source, folder, on_progress)
             sha256 = digests.of_file(part)
             with closing(sqlite3.connect(part)) as connection:
                 (revision,) = connection.execute("SELECT version_num FROM alembic_version").fetchone()
                 wanted = dict(connection.execute("SELECT digest, size_bytes FROM artifacts ORDER BY digest"))
-            missing, copied, copied_bytes = _copy_artifacts(data, folder, wanted, bucket, link=link, on_progress=on_progress)
+            copied = asyncio.run(_copy_artifacts(data, folder, blobs, wanted, on_progress, link=link))
     except OSError as error:
         raise BackupFailed(
             f"The backup in {folder} cannot be written: {error.strerror or error}.",
@@ -110,6 +112,7 @@ def back_up(
         ) from error
     name = f"farm-{sha256[:16]}.sqlite"
     part.replace(folder / name)
+    missing = sorted(copied.lost)
     kept = {digest: size for digest, size in wanted.items() if digest not in missing}
     manifest = Manifest(
         version=version("etfarm"), revision=revision, created_at=datetime.now(UTC).isoformat(timespec="seconds"),
@@ -120,14 +123,30 @@ def back_up(
     manifest.write(folder)
     sync_folder(folder)
     _remove_former(folder, name, kept)
-    return Done(manifest, copied, copied_bytes, _still_listed(source, missing))
+    return Done(manifest, copied.new_count, copied.new_bytes, _still_listed(source, missing))
 
 
-def _still_listed(source: Path, missing: list[str]) -> tuple[str, ...]:
+def _require_source(data: Path, source: FarmDatabase, blobs: BucketLocation | None) -> None:
+    if source.url is None and not source.path.is_file():
+        if (data / ARTIFACTS).is_dir():
+            raise BackupRefused(f"{data} has no {DATABASE}: its server has a PostgreSQL database.", "Name it with --database.")
+        raise BackupRefused(f"{data} has no {DATABASE}: it is not a server's data folder.", "Name the folder with --data.")
+    if not (data / ARTIFACTS).is_dir() and source.url is not None:
+        raise BackupRefused(f"{data} is not a server's data folder.", "Name the folder of the farm's server with --data.")
+    if blobs is None and (data / ARTIFACTS / CACHE).is_dir():
+        raise BackupRefused(f"The artifacts of {data} are in a bucket.", "Name it with --blobs, as for `etfarm serve`.")
+
+
+def _still_listed(source: FarmDatabase, missing: list[str]) -> tuple[str, ...]:
     """Return those of the digests that the farm still has: tensors of a session that has ended since are no loss."""
-    with closing(_connect(source)) as connection:
+    if not missing:
+        return ()
+    with source.connected() as connection:
+        listed = select(schema.artifacts.c.digest)
         return tuple(
-            digest for digest in missing if connection.execute("SELECT 1 FROM artifacts WHERE digest = ?", [digest]).fetchone()
+            digest
+            for digest in missing
+            if connection.execute(listed.where(schema.artifacts.c.digest == digest)).first() is not None
         )
 
 
@@ -154,30 +173,38 @@ def _require_target(data: Path, folder: Path) -> None:
 
 
 @contextmanager
-def _lock(data: Path) -> Iterator[None]:
-    """Keep the server from deleting artifacts; wait while it does."""
+def _lock(data: Path, source: FarmDatabase) -> Iterator[None]:
+    """Keep the servers from deleting artifacts; wait while one does."""
     ends_s = time.monotonic() + _LOCK_WAIT_S
     while True:
-        held = BackupLock(data).backing_up()
-        try:
-            held.__enter__()
-        except BackupRunning:
-            if time.monotonic() > ends_s:
-                raise
-            time.sleep(_LOCK_POLL_S)
-            continue
-        try:
-            yield
-        finally:
-            held.__exit__(None, None, None)
-        return
+        with ExitStack() as held:
+            try:
+                held.enter_context(BackupLock(data).backing_up())
+                held.enter_context(backing_up(source.url))
+            except BackupRunning:
+                if time.monotonic() > ends_s:
+                    raise
+            else:
+                yield
+                return
+        time.sleep(_LOCK_POLL_S)
 
 
-def _copy_database(source: Path, folder: Path) -> Path:
+def _copy_database(source: FarmDatabase, folder: Path, on_progress: OnProgress) -> Path:
     """Copy the database as one snapshot, and check the copy."""
     part = folder / manifests.PART
-    part.unlink(missing_ok=True)
+    FarmDatabase(part).clear()
     part.touch(mode=0o600)
+    if source.url is None:
+        _copy_pages(source.path, part, folder)
+    else:
+        _copy_rows(source, part, on_progress)
+    damage.check(part, HEAD, known_revisions(), whole=True)
+    _sync(part)
+    return part
+
+
+def _copy_pages(source: Path, part: Path, folder: Path) -> None:
     try:
         with closing(_connect(source)) as reader, closing(sqlite3.connect(part)) as writer:
             # All pages in one step: with several, each write of the server would begin the copy again.
@@ -187,9 +214,17 @@ def _copy_database(source: Path, folder: Path) -> Path:
         if "full" in str(error):
             raise BackupFailed(f"The disk of {folder} is full.", "Free disk there, and run it again: it continues.") from error
         raise damage.error_of(source, error) or error from error
-    damage.check(part, HEAD, known_revisions(), whole=True)
-    _sync(part)
-    return part
+
+
+def _copy_rows(source: FarmDatabase, part: Path, on_progress: OnProgress) -> None:
+    """Write the rows of a PostgreSQL database to a SQLite file, which is the same on each engine."""
+    target = FarmDatabase(part)
+    with source.connected() as connection, connection.begin():
+        require_this_version(connection, source)
+        copy_rows(connection, target, str(source), on_progress)
+    with target.connected() as connection:
+        rows.finish(connection)
+    merge_log(part)
 
 
 def _sync(path: Path) -> None:
@@ -197,32 +232,18 @@ def _sync(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def _copy_artifacts(
-    data: Path,
-    folder: Path,
-    wanted: dict[str, int],
-    bucket: BucketArtifacts | None,
-    *,
-    link: bool,
-    on_progress: OnProgress,
-) -> tuple[list[str], int, int]:
-    """Copy what the backup lacks. Return the digests without an intact file, and the number and size of what was copied."""
-    missing, copied, copied_bytes = list[str](), 0, 0
-    sources, targets = data / ARTIFACTS / BLOBS, folder / ARTIFACTS / BLOBS
-    for done, (digest, size_bytes) in enumerate(wanted.items(), 1):
-        target = place_of(targets, digest)
-        if not (target.is_file() and target.stat().st_size == size_bytes):
-            try:
-                target.unlink(missing_ok=True)
-                if bucket is not None:
-                    copied_bytes += bucket.read(digest, target)
-                else:
-                    copied_bytes += (link_or_copy if link else copy_verified)(place_of(sources, digest), target, digest)
-                copied += 1
-            except (FileNotFoundError, Differs):
-                missing.append(digest)
-        on_progress(done, len(wanted))
-    return missing, copied, copied_bytes
+async def _copy_artifacts(
+    data: Path, folder: Path, blobs: BucketLocation | None, wanted: dict[str, int], on_progress: OnProgress, *, link: bool
+) -> Copied:
+    """Copy what the backup lacks."""
+    target = FileArtifacts(folder / ARTIFACTS / BLOBS)
+    if blobs is None:
+        source: Artifacts = FileArtifacts(data / ARTIFACTS / BLOBS, link=link)
+    else:
+        bucket = BucketArtifacts(blobs, folder)
+        await bucket.bucket.check()
+        source = bucket
+    return await copy_artifacts(source, target, iter(wanted.items()), len(wanted), on_progress)
 
 
 def _remove_former(folder: Path, database: str, kept: dict[str, int]) -> None:

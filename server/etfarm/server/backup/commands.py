@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
+from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.restore import restore
 from etfarm.server.operation.blob_options import add_blob_options, location_of
+from etfarm.server.operation.data_option import add_data_option, data_of, require_owner
+from etfarm.server.operation.database_option import add_database_option, database_of
+from etfarm.server.operation.progress import Progress, size_text
+from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import locked
-from etfarm.wire.errors import UserError
-from etfarm.wire.names import data_folder
 
 
 def backup_main(argv: list[str]) -> int:
@@ -24,20 +26,21 @@ def backup_main(argv: list[str]) -> int:
         "only its owner may read it. Token files and TLS files are not part of it.",
     )
     parser.add_argument("folder", type=Path, metavar="FOLDER", help="folder of the backup; created if it does not exist")
-    _add_data(parser)
+    add_data_option(parser)
+    add_database_option(parser)
     parser.add_argument("--link", action="store_true",
                         help="link artifacts instead of copying them, where both folders are on one file system: takes no space, "
                         "and does not protect from a failing disk")  # fmt: skip
     add_blob_options(parser)
     arguments = parser.parse_args(argv)
-    folder, blobs = _data(arguments), location_of(arguments)
-    _require_owner(folder)
-    done = back_up(folder, arguments.folder, link=arguments.link, blobs=blobs, on_progress=_show)
+    folder, database, blobs = data_of(arguments), database_of(arguments), location_of(arguments)
+    require_owner(folder)
+    with Progress() as progress:
+        done = back_up(folder, arguments.folder, link=arguments.link, database=database, blobs=blobs, on_progress=progress.show)
     manifest = done.manifest
-    _end_progress()
     print(
-        f"{arguments.folder}: the database ({_size(manifest.database_bytes)}) and {manifest.artifacts} artifacts "
-        f"({_size(manifest.artifact_bytes)}), {done.copied} of them new ({_size(done.copied_bytes)})."
+        f"{arguments.folder}: the database ({size_text(manifest.database_bytes)}) and {manifest.artifacts} artifacts "
+        f"({size_text(manifest.artifact_bytes)}), {done.copied} of them new ({size_text(done.copied_bytes)})."
     )
     for digest in done.lost:
         print(f"missing or damaged in the farm: {digest}", file=sys.stderr)
@@ -52,50 +55,22 @@ def restore_main(argv: list[str]) -> int:
         "empty or missing; an interrupted restore of the same backup continues. A backup of an older etfarm is converted.",
     )
     parser.add_argument("backup", type=Path, metavar="FOLDER", help="folder of the backup")
-    _add_data(parser)
+    add_data_option(parser)
+    add_database_option(parser)
     add_blob_options(parser)
     arguments = parser.parse_args(argv)
-    folder, blobs = _data(arguments), location_of(arguments)
+    folder, database, blobs = data_of(arguments), database_of(arguments), location_of(arguments)
     created = not folder.exists()
     if created and not (arguments.backup / "manifest.json").is_file():
         restore(arguments.backup, folder, blobs=blobs)  # refuses before anything is created
-    with locked(folder):
-        manifest = restore(arguments.backup, folder, blobs=blobs, on_progress=_show)
-    _end_progress()
+    with locked(folder), Progress() as progress:
+        manifest = restore(arguments.backup, folder, database=database, blobs=blobs, on_progress=progress.show)
     print(
         f"{folder}: restored the backup of {manifest.created_at} by etfarm {manifest.version}, {manifest.artifacts} artifacts. "
-        f"Start it: etfarm serve --data {folder}"
+        f"Start it: etfarm serve --data {folder}{_options(database, blobs)}"
     )
     return 0
 
 
-def _add_data(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--data", type=Path, metavar="DIR",
-                        help=f"the server's data folder (default: {data_folder() / 'server'})".replace("%", "%%"))  # fmt: skip
-
-
-def _data(arguments: argparse.Namespace) -> Path:
-    folder: Path = arguments.data or data_folder() / "server"
-    return folder.absolute()
-
-
-def _require_owner(folder: Path) -> None:
-    if folder.exists() and (owner := folder.stat().st_uid) != os.geteuid():
-        raise UserError(f"The data folder {folder} belongs to user {owner}.", f"Run it as that user: `sudo -u '#{owner}' ...`.")
-
-
-def _show(done: int, total: int) -> None:
-    if sys.stderr.isatty() and (done % 50 == 0 or done == total):
-        print(f"\r{done} of {total} artifacts ", end="", file=sys.stderr, flush=True)
-
-
-def _end_progress() -> None:
-    if sys.stderr.isatty():
-        print("\r", end="", file=sys.stderr, flush=True)
-
-
-def _size(size_bytes: int) -> str:
-    for unit, shift in (("GiB", 30), ("MiB", 20), ("KiB", 10)):
-        if size_bytes >= 1 << shift:
-            return f"{size_bytes / (1 << shift):.1f} {unit}"
-    return f"{size_bytes} B"
+def _options(database: DatabaseUrl | None, blobs: BucketLocation | None) -> str:
+    return (f" --database {database}" if database else "") + (f" --blobs {blobs.url}" if blobs else "")

@@ -1,4 +1,4 @@
-"""A data folder from a backup: artifacts first, each compared with its digest; the database last, when all are there."""
+"""A farm from a backup: artifacts first, each compared with its digest; the database last, when all are there."""
 
 from __future__ import annotations
 
@@ -10,24 +10,33 @@ from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
 
-from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, place_of
+from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup import manifest as manifests
-from etfarm.server.backup.backup import BackupFailed, OnProgress
-from etfarm.server.backup.copying import Differs, copy_verified, sync_folder
+from etfarm.server.backup.backup import BackupFailed
 from etfarm.server.backup.errors import BackupDamaged, BackupRefused
 from etfarm.server.backup.manifest import Manifest
-from etfarm.server.backup.sources import BucketArtifacts, bucket_artifacts
 from etfarm.server.config import DATABASE
 from etfarm.server.state import damage
+from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import LOCK, RESTORING
 from etfarm.server.state.revisions import HEAD, known_revisions
-from etfarm.server.state.sqlite import SqliteDatabase
+from etfarm.server.state.sqlite import merge_log
+from etfarm.server.transfer import rows
+from etfarm.server.transfer.artifacts import BucketArtifacts, FileArtifacts, artifacts_of, copy_artifacts
+from etfarm.server.transfer.database import FarmDatabase, copy_rows
+from etfarm.server.transfer.files import sync_folder
+from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire import digest as digests
 
 
 def restore(
-    backup: Path, data: Path, *, blobs: BucketLocation | None = None, on_progress: OnProgress = lambda done, total: None
+    backup: Path,
+    data: Path,
+    *,
+    database: DatabaseUrl | None = None,
+    blobs: BucketLocation | None = None,
+    on_progress: OnProgress = lambda what, done, total: None,
 ) -> Manifest:
     """Make a data folder from a backup, and migrate its database to this version. Return the backup's manifest.
 
@@ -35,9 +44,11 @@ def restore(
 
     Args:
         data: a folder that does not exist, is empty, or has an interrupted restore of the same backup.
+        database: the PostgreSQL database that the rows are for, which is empty; None to restore them as a SQLite file.
         blobs: the bucket that the artifacts are for; None to restore them as files.
 
     Raises:
+        TargetNotEmpty, CopyUnfinished: the PostgreSQL database has something else.
         BackupRefused: the backup is incomplete or of a newer etfarm, or the data folder has other files.
         BackupDamaged: a file of the backup is missing or has other contents.
         BackupFailed: a file cannot be written.
@@ -62,13 +73,16 @@ def restore(
         part.touch(mode=0o600)
         shutil.copyfile(source, part)
         damage.check(part, HEAD, known_revisions(), whole=True)
-        with bucket_artifacts(blobs) as bucket:
-            _copy_artifacts(backup, data, part, manifest, bucket, on_progress)
-        _sync(part)
-        _remove_logs(data)
-        part.replace(data / DATABASE)
+        asyncio.run(_copy_artifacts(backup, data, part, manifest, blobs, on_progress))
+        _migrate(part)
+        asyncio.run(_move_artifacts(data, blobs))
+        if database is None:
+            _sync(part)
+            _remove_logs(data)
+            part.replace(data / DATABASE)
+        else:
+            _copy_rows(part, FarmDatabase(data / DATABASE, database), manifest, on_progress)
         sync_folder(data)
-        asyncio.run(_migrate(data))
         (data / RESTORING).unlink()
         sync_folder(data)
     except OSError as error:
@@ -98,13 +112,8 @@ def _remove_logs(data: Path) -> None:
         (data / f"{DATABASE}{suffix}").unlink(missing_ok=True)
 
 
-def _copy_artifacts(
-    backup: Path,
-    data: Path,
-    database: Path,
-    manifest: Manifest,
-    bucket: BucketArtifacts | None,
-    on_progress: OnProgress,
+async def _copy_artifacts(
+    backup: Path, data: Path, database: Path, manifest: Manifest, blobs: BucketLocation | None, on_progress: OnProgress
 ) -> None:
     with closing(sqlite3.connect(database)) as connection:
         wanted = dict(connection.execute("SELECT digest, size_bytes FROM artifacts ORDER BY digest"))
@@ -112,30 +121,45 @@ def _copy_artifacts(
         # Names of files are made of it.
         what = f"The backup's database names the artifact {str(strange[0])[:80]!r}, which is no sha256."
         raise BackupDamaged(what, "Use another backup.")
-    sources, targets, missing = backup / ARTIFACTS / BLOBS, data / ARTIFACTS / BLOBS, set(manifest.missing)
-    for done, digest in enumerate(wanted, 1):
-        target = place_of(targets, digest)
-        if digest not in missing and not target.is_file():
-            try:
-                if bucket is not None:
-                    bucket.write(digest, place_of(sources, digest))
-                else:
-                    copy_verified(place_of(sources, digest), target, digest)
-            except (FileNotFoundError, Differs):
-                raise BackupDamaged(
-                    f"The backup's artifact {digest[:12]} is missing or has other contents.",
-                    "Use another backup; or back up the farm to an empty folder, if it still runs.", digest=digest,
-                ) from None  # fmt: skip
-        on_progress(done, len(wanted))
+    for digest in manifest.missing:
+        wanted.pop(digest, None)
+    source, target = FileArtifacts(backup / ARTIFACTS / BLOBS), artifacts_of(blobs, data / ARTIFACTS / BLOBS, data)
+    if isinstance(target, BucketArtifacts):
+        await target.bucket.check()
+    copied = await copy_artifacts(source, target, iter(wanted.items()), len(wanted), on_progress)
+    if copied.lost:
+        digest = min(copied.lost)
+        raise BackupDamaged(
+            f"The backup's artifact {digest[:12]} is missing or has other contents.",
+            "Use another backup; or back up the farm to an empty folder, if it still runs.", digest=digest,
+        )  # fmt: skip
 
 
-async def _migrate(data: Path) -> None:
-    database = SqliteDatabase(data / DATABASE)
-    try:
-        await database.open()
-    finally:
-        database.close()
-    (data / DATABASE).chmod(0o600)
+def _migrate(part: Path) -> None:
+    """Convert the backup's database for this version, which may store artifacts as files of the data folder."""
+    FarmDatabase(part).open()
+    merge_log(part)
+    part.chmod(0o600)
+
+
+async def _move_artifacts(data: Path, blobs: BucketLocation | None) -> None:
+    """Move the artifacts that the conversion stored to the bucket that has the others."""
+    folder = data / ARTIFACTS / BLOBS
+    if blobs is None or not folder.is_dir():
+        return
+    source, target = FileArtifacts(folder), BucketArtifacts(blobs, data)
+    for path in folder.glob("??/*"):
+        await target.write(path.name, source)
+    shutil.rmtree(folder)
+
+
+def _copy_rows(part: Path, target: FarmDatabase, manifest: Manifest, on_progress: OnProgress) -> None:
+    source = FarmDatabase(part)
+    with source.connected() as connection, connection.begin():
+        copy_rows(connection, target, f"the backup {manifest.database_sha256}", on_progress)
+    with target.connected() as connection:
+        rows.finish(connection)
+    source.clear()
 
 
 def _sync(path: Path) -> None:

@@ -23,3 +23,13 @@ class OtherBlobs(UserError):
     """A server whose blobs are not those of the farm's other servers."""
 
     reason = "OTHER_BLOBS"
+
+
+class ServersRunning(FarmError):
+    """A farm with a server that runs, for a command that needs all of them stopped."""
+
+    reason = "SERVERS_RUNNING"
+    kind = Kind.FAILED_PRECONDITION
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what, "Stop all servers of the farm, and run it again.")

@@ -1,4 +1,4 @@
-"""The options that name a bucket for artifacts, of `etfarm serve`, `etfarm backup` and `etfarm restore`."""
+"""Options that choose the bucket of the artifacts, of `etfarm serve` and of the commands that read or write artifacts."""
 
 from __future__ import annotations
 
@@ -14,29 +14,38 @@ def add_blob_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup
     group = parser.add_argument_group(
         "artifacts in S3", "Off by default: then artifacts are files in --data. Needs etfarm[scale]."
     )  # fmt: skip
-    add = group.add_argument
-    add("--blobs", metavar="URL",
+    group.add_argument("--blobs", metavar="URL",
         help="keep artifacts in this bucket, as s3://BUCKET/PREFIX; --data then has copies of those in use")  # fmt: skip
-    add("--blobs-endpoint", metavar="URL",
-        help="S3 server, as https://s3.example:8333 (default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, or AWS itself)")  # fmt: skip
-    add("--blobs-region", metavar="NAME", help=f"its region (default: AWS_REGION, AWS_DEFAULT_REGION, or {DEFAULT_REGION})")
-    add("--blobs-credentials", type=Path, metavar="FILE",
-        help="file of ACCESS_KEY SECRET_KEY, which only its owner may read (default: AWS_ACCESS_KEY_ID and "
-        "AWS_SECRET_ACCESS_KEY; nothing else is asked for credentials)")  # fmt: skip
-    add("--blobs-ca", type=Path, metavar="FILE",
-        help="PEM certificates that the S3 server's may be signed by, besides the system's")  # fmt: skip
+    add_bucket_options(group, "--blobs")
     return group
 
 
-def location_of(arguments: argparse.Namespace) -> BucketLocation | None:
+def add_bucket_options(group: argparse._ArgumentGroup, option: str) -> None:
+    """Add the options that say how to reach the bucket of an option."""
+    add = group.add_argument
+    add(f"{option}-endpoint", metavar="URL",
+        help="S3 server, as https://s3.example:8333 (default: AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, or AWS itself)")  # fmt: skip
+    add(f"{option}-region", metavar="NAME", help=f"its region (default: AWS_REGION, AWS_DEFAULT_REGION, or {DEFAULT_REGION})")
+    add(f"{option}-credentials", type=Path, metavar="FILE",
+        help="file of ACCESS_KEY SECRET_KEY, which only its owner may read (default: AWS_ACCESS_KEY_ID and "
+        "AWS_SECRET_ACCESS_KEY; nothing else is asked for credentials)")  # fmt: skip
+    add(f"{option}-ca", type=Path, metavar="FILE",
+        help="PEM certificates that the S3 server's may be signed by, besides the system's")  # fmt: skip
+
+
+def location_of(arguments: argparse.Namespace, option: str = "blobs") -> BucketLocation | None:
     """Return the bucket that parsed options and AWS_* variables name; None for files.
+
+    Args:
+        option: the destination of the option that names the bucket.
 
     Raises:
         BadBlobs: an option is missing or not valid.
     """
-    if not arguments.blobs:
+    values = vars(arguments)
+    if not values[option]:
         return None
     return BucketLocation.of(
-        arguments.blobs, os.environ, endpoint=arguments.blobs_endpoint, region=arguments.blobs_region,
-        credentials=arguments.blobs_credentials, authorities=arguments.blobs_ca,
+        values[option], os.environ, endpoint=values[f"{option}_endpoint"], region=values[f"{option}_region"],
+        credentials=values[f"{option}_credentials"], authorities=values[f"{option}_ca"],
     )  # fmt: skip

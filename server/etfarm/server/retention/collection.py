@@ -19,7 +19,7 @@ from etfarm.server.artifacts.uses import ARTIFACT, GRANULARITY_S, LEASE_S
 from etfarm.server.retention.errors import ArtifactInUse
 from etfarm.server.retention.references import References, is_needed_by, is_referred_to
 from etfarm.server.state import schema
-from etfarm.server.state.backup_lock import BackupLock
+from etfarm.server.state.backup_lock import BackupLock, BackupRunning
 from etfarm.server.state.engine import Database
 
 log = structlog.get_logger()
@@ -155,8 +155,17 @@ class ArtifactCollection:
 
     async def _find(self, cutoff_s: float, after: tuple[datetime, str] | None) -> Sequence[_Unused]:
         """Return the least recently used artifacts that nothing refers to."""
+
         # A write, in order with others: what was written before is seen.
-        return await self._database.write(lambda connection: _find_unused(connection, self._cutoff(cutoff_s), after))
+        def find(connection: Connection) -> Sequence[_Unused]:
+            self._require_no_backup(connection)
+            return _find_unused(connection, self._cutoff(cutoff_s), after)
+
+        return await self._database.write(find)
+
+    def _require_no_backup(self, connection: Connection) -> None:
+        if self._database.is_backed_up(connection):
+            raise BackupRunning("A backup of the farm is running, which needs every stored artifact.")
 
     def _cutoff(self, cutoff_s: float) -> datetime:
         granularity_s = min(GRANULARITY_S, self._lease_s)
@@ -193,7 +202,12 @@ class ArtifactCollection:
             await self._references.update()
             await self._store.uses.write()
             with self._backups.deleting():
-                facts = await self._database.write(lambda connection: _facts_of(connection, digest))
+
+                def find(connection: Connection) -> tuple[datetime, set[str]] | None:
+                    self._require_no_backup(connection)
+                    return _facts_of(connection, digest)
+
+                facts = await self._database.write(find)
                 if facts is None:
                     raise ArtifactNotFound(digest)
                 used_at, holders = facts

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
-from sqlalchemy import Table
+from sqlalchemy import Connection, Table
 
 from etfarm.server.state import sqlite
 from etfarm.server.state.database_url import DatabaseUrl
@@ -37,10 +38,41 @@ def create_database(path: Path, url: DatabaseUrl | None = None, wait_s: float = 
     """
     if url is None:
         return SqliteDatabase(path)
-    _require_driver()
+    require_driver()
     from etfarm.server.state.postgres.database import PostgresDatabase
 
     return PostgresDatabase(url, path.parent, wait_s)
+
+
+def connected(path: Path, url: DatabaseUrl | None, wait_s: float = WAIT_S) -> AbstractContextManager[Connection]:
+    """Connect to a database that has its tables, for a command that works on it alone. A transaction is one snapshot.
+
+    Raises:
+        ExtraMissing: the driver of PostgreSQL is not installed.
+        DatabaseUnusable, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
+    """
+    if url is None:
+        return sqlite.connected(path)
+    require_driver()
+    from etfarm.server.state.postgres import single
+
+    return single.connected(url, wait_s)
+
+
+def backing_up(url: DatabaseUrl | None, wait_s: float = WAIT_S) -> AbstractContextManager[None]:
+    """Keep the servers of a PostgreSQL database from deleting artifacts; for SQLite, the lock of the data folder does.
+
+    Raises:
+        BackupRunning: another backup is running, or a server deletes artifacts at this moment.
+        ExtraMissing: the driver of PostgreSQL is not installed.
+        DatabaseUnusable, DatabaseUnavailable: the PostgreSQL server refuses the connection, or cannot be reached.
+    """
+    if url is None:
+        return nullcontext()
+    require_driver()
+    from etfarm.server.state.postgres import backups
+
+    return backups.backing_up(url, wait_s)
 
 
 def has_rows(table: Table, path: Path, url: DatabaseUrl | None, wait_s: float) -> bool:
@@ -52,12 +84,17 @@ def has_rows(table: Table, path: Path, url: DatabaseUrl | None, wait_s: float) -
     """
     if url is None:
         return sqlite.has_rows(path, table.name)
-    _require_driver()
+    require_driver()
     from etfarm.server.state.postgres import opening
 
     return opening.has_rows(url, table.name, wait_s)
 
 
-def _require_driver() -> None:
+def require_driver() -> None:
+    """Refuse a PostgreSQL database without its driver.
+
+    Raises:
+        ExtraMissing: it is not installed.
+    """
     if find_spec("psycopg") is None:
         raise ExtraMissing("A PostgreSQL database needs etfarm[scale].", "Install it: pip install 'etfarm[scale]'.")

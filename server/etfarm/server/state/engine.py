@@ -185,6 +185,14 @@ class Database(ABC):
         """
 
     @abstractmethod
+    def is_backed_up(self, connection: Connection) -> bool:
+        """Return whether a backup is being made, perhaps on another machine. Until it has ended, no artifact may be deleted.
+
+        Args:
+            connection: that of a function that writes.
+        """
+
+    @abstractmethod
     def close(self) -> None:
         """Stop the threads after their queued work."""
 

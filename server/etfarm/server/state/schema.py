@@ -24,7 +24,10 @@ from sqlalchemy import (
 )  # fmt: skip
 from sqlalchemy.types import TypeEngine
 
-_POSTGRESQL: Final = "postgresql"
+POSTGRESQL: Final = "postgresql"
+"""The name of PostgreSQL's dialect."""
+NUL_SYMBOL: Final = "\N{SYMBOL FOR NULL}"
+"""What PostgreSQL stores for a NUL character."""
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -50,17 +53,17 @@ class Text(TypeDecorator[str]):
     cache_ok = True
 
     def load_dialect_impl(self, dialect: Dialect) -> TypeEngine[str]:
-        return String(collation="C") if dialect.name == _POSTGRESQL else self.impl_instance
+        return String(collation="C") if dialect.name == POSTGRESQL else self.impl_instance
 
     def bind_processor(self, dialect: Dialect) -> Any:
-        return _without_nul if dialect.name == _POSTGRESQL else self.impl_instance.bind_processor(dialect)
+        return _without_nul if dialect.name == POSTGRESQL else self.impl_instance.bind_processor(dialect)
 
 
 def _without_nul(value: str | None) -> str | None:
-    return value if value is None or "\0" not in value else value.replace("\0", "\N{SYMBOL FOR NULL}")
+    return value if value is None or "\0" not in value else value.replace("\0", NUL_SYMBOL)
 
 
-Whole = Integer().with_variant(BigInteger(), _POSTGRESQL)
+Whole = Integer().with_variant(BigInteger(), POSTGRESQL)
 """A whole number of 64 bits, which SQLite's integers always have."""
 
 metadata = MetaData()

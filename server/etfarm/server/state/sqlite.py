@@ -18,6 +18,7 @@ from sqlalchemy.exc import DatabaseError
 from sqlalchemy.pool import NullPool
 
 from etfarm.server.state import damage, revisions
+from etfarm.server.state.copies import FarmMoved
 from etfarm.server.state.engine import Database, DatabaseFull, Notification
 from etfarm.server.state.lane import SHARE_S, Lane, Outcome, Work
 from etfarm.wire.errors import FarmError
@@ -26,6 +27,8 @@ log = structlog.get_logger()
 
 T = TypeVar("T")
 
+MOVED: Final = ".moved"
+"""Suffix of what `etfarm migrate` has moved elsewhere, and leaves as the way back."""
 _SHARED: Final = 100
 """Maximum number of writes that share a transaction."""
 
@@ -37,9 +40,7 @@ class SqliteDatabase(Database):
         super().__init__()
         self._path = path
         self._damage: FarmError | None = None
-        self._engine = create_engine(f"sqlite:///{path}", poolclass=NullPool, connect_args={"check_same_thread": False})
-        event.listen(self._engine, "connect", _configure)
-        event.listen(self._engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+        self._engine = _create_engine(path)
         self._writer = Lane(_SqliteTransactor(self._engine, path, self._on_begin), "db-writer", most=_SHARED)
         self._reader = Lane(_SqliteTransactor(self._engine, path, None), "db-reader")
 
@@ -51,6 +52,7 @@ class SqliteDatabase(Database):
         await asyncio.get_running_loop().run_in_executor(self._writer.thread, self._open)
 
     def _open(self) -> None:
+        _require_unmoved(self._path)
         damage.check(self._path, revisions.HEAD, revisions.known_revisions())
         try:
             with _translated(self._path):
@@ -95,6 +97,10 @@ class SqliteDatabase(Database):
 
     def notify(self, connection: Connection, channel: str, payload: str) -> None:
         """Do nothing: there are no other processes."""
+
+    def is_backed_up(self, connection: Connection) -> bool:
+        """Return False: the lock of the data folder says it."""
+        return False
 
     @asynccontextmanager
     async def listen(self, *channels: str) -> AsyncIterator[AsyncIterator[Notification]]:
@@ -208,6 +214,45 @@ def _translated(path: Path) -> Iterator[None]:
 def _is_read_only_error(error: BaseException | None) -> bool:
     """Return whether a read-only transaction tried to write, which is a bug and no problem of the file."""
     return getattr(error, "sqlite_errorcode", None) == sqlite3.SQLITE_READONLY
+
+
+def _create_engine(path: Path) -> Engine:
+    engine = create_engine(f"sqlite:///{path}", poolclass=NullPool, connect_args={"check_same_thread": False})
+    event.listen(engine, "connect", _configure)
+    event.listen(engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN"))
+    return engine
+
+
+@contextmanager
+def connected(path: Path) -> Iterator[Connection]:
+    """Connect to a file that a server has opened before, for a command that works on it alone."""
+    engine = _create_engine(path)
+    try:
+        with _translated(path), engine.connect() as connection:
+            yield connection
+    finally:
+        engine.dispose()
+
+
+def merge_log(path: Path) -> None:
+    """Merge the write-ahead log of a file into it, so that the file is the whole database.
+
+    Raises:
+        DatabaseUnusable: another program uses the file.
+    """
+    with _translated(path), closing(sqlite3.connect(path)) as connection:
+        connection.execute("PRAGMA journal_mode=DELETE")
+
+
+def _require_unmoved(path: Path) -> None:
+    """Refuse to begin with an empty farm where `etfarm migrate` has moved one to PostgreSQL.
+
+    Raises:
+        FarmMoved: the file is the former one.
+    """
+    moved = path.with_name(path.name + MOVED)
+    if moved.exists() and not path.exists():
+        raise FarmMoved(path.parent, "a PostgreSQL database", f"rename {moved.name} to {path.name}")
 
 
 def _configure(connection: object, _record: object) -> None:

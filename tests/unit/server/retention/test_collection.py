@@ -29,6 +29,7 @@ from etfarm.server.retention.errors import ArtifactInUse
 from etfarm.server.retention.references import References
 from etfarm.server.state import schema
 from etfarm.server.state.backup_lock import BackupLock, BackupRunning
+from etfarm.server.state.databases import backing_up
 from etfarm.server.state.engine import Database
 from etfarm.v1.agent_pb2 import CandidateResult
 from etfarm.v1.common_pb2 import Artifact
@@ -36,7 +37,7 @@ from etfarm.v1.compile_pb2 import Compilation
 from etfarm.v1.job_pb2 import Attempt, Candidate, Cell, Job, MethodSource, Model
 from etfarm.v1.report_pb2 import Report
 from etfarm.wire.chunks import artifact_of
-from tests.support.databases import new_database
+from tests.support.databases import PostgresDatabases, new_database
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
@@ -303,6 +304,21 @@ async def test_a_backup_keeps_collections_out(world: World) -> None:
             await world.collection().collect()
         with pytest.raises(BackupRunning):
             await world.collection().delete(artifact.digest)
+    assert (await world.collection().collect()).count == 1
+
+
+@pytest.mark.parametrize("each_database", ["postgresql"], indirect=True)
+async def test_a_backup_on_another_machine_keeps_collections_and_other_backups_out(
+    world: World, postgres_databases: PostgresDatabases
+) -> None:
+    artifact, url = await world.put("old"), postgres_databases.url(world.folder / "farm.sqlite")
+    with backing_up(url):
+        with pytest.raises(BackupRunning):
+            await world.collection().collect()
+        with pytest.raises(BackupRunning):
+            await world.collection().delete(artifact.digest)
+        with pytest.raises(BackupRunning), backing_up(url):
+            pass
     assert (await world.collection().collect()).count == 1
 
 

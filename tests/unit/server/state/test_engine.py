@@ -29,7 +29,6 @@ from etfarm.server.jobs.records.journal import Journal
 from etfarm.server.jobs.records.rows import JobNotFound
 from etfarm.server.jobs.records.selection import JobFilter, select_jobs
 from etfarm.server.jobs.records.watch import Announcer
-from etfarm.server.state import revisions as revisions_module
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database, DatabaseFull, DatabaseTooNew
 from etfarm.server.state.revisions import HEAD
@@ -41,9 +40,7 @@ from etfarm.v1.job_pb2 import Cell
 from etfarm.wire import digest
 from etfarm.wire.release_0_1.messages import message_class
 from etfarm.wire.series import decode_samples, decode_trace_times, encode_samples
-
-NOW = "2025-01-02 03:04:05"
-MIGRATIONS = Path(revisions_module.__file__).parent / "migrations"
+from tests.support.old_database import MIGRATIONS, NOW, database_of_0006
 
 
 @pytest.fixture
@@ -312,32 +309,6 @@ def end(connection, cursor, statement, *_):
 
 asyncio.run(SqliteDatabase(path).open())
 """
-
-
-def database_of_0006(folder: Path, reports: int) -> Path:
-    """Return a database of etfarm 0.1.0 with reports that have samples."""
-    path = folder / "farm.sqlite"
-    engine = create_engine(f"sqlite:///{path}")
-    config = Config()
-    config.set_main_option("script_location", str(MIGRATIONS))
-    with engine.begin() as connection:
-        config.attributes["connection"] = connection
-        command.upgrade(config, "0003")
-        connection.execute(text(f"INSERT INTO jobs VALUES ('j', 1, '', 'ann', 'r', 0, x'', '{NOW}', '{NOW}', 0)"))
-        for number in range(reports):
-            report = message_class("Report")(id=f"r{number}", recipe="portable", state="SUCCEEDED")
-            report.latency.samples_ns.extend([1000 + number] * 5)
-            report.samples.digest, report.samples.size_bytes = digest.of_bytes(encode_samples([1000 + number] * 5)), 40
-            report.profile.iterations = 1
-            report.profile.times_ns.append(2000 + number)
-            connection.execute(text(f"INSERT INTO cells VALUES ('c{number}', 'j', {number}, 'SUCCEEDED', 1, x'')"))
-            connection.execute(
-                text(f"INSERT INTO reports VALUES (:id, 'j', :cell, 'net', '', 'board', NULL, '{NOW}', :body)"),
-                {"id": report.id, "cell": f"c{number}", "body": report.SerializeToString()},
-            )
-        command.upgrade(config, "0006")
-    engine.dispose()
-    return path
 
 
 def revision_of(path: Path) -> str:

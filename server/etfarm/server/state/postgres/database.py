@@ -15,7 +15,7 @@ from sqlalchemy import Connection
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.engine import ConnectionCounts, Database, Notification
 from etfarm.server.state.lane import Lane, NotBegun
-from etfarm.server.state.postgres import listening
+from etfarm.server.state.postgres import backups, listening
 from etfarm.server.state.postgres.connections import Connections
 from etfarm.server.state.postgres.failures import WritesLost, unavailable
 from etfarm.server.state.postgres.opening import open_tables
@@ -82,6 +82,9 @@ class PostgresDatabase(Database):
 
     def notify(self, connection: Connection, channel: str, payload: str) -> None:
         listening.notify(connection, self._transactor.id, channel, payload)
+
+    def is_backed_up(self, connection: Connection) -> bool:
+        return backups.is_running(connection)
 
     def listen(self, *channels: str) -> AbstractAsyncContextManager[AsyncIterator[Notification]]:
         return listening.listening(self._connections, self._transactor.id, channels)

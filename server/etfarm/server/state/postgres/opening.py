@@ -8,7 +8,7 @@ from typing import Final
 
 from sqlalchemy import Connection, inspect, text
 
-from etfarm.server.state import revisions, schema
+from etfarm.server.state import copies, revisions, schema
 from etfarm.server.state.damage import DatabaseUnusable
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.engine import DatabaseTooNew
@@ -25,6 +25,7 @@ def open_tables(connection: Connection, url: DatabaseUrl, data: Path) -> None:
     Raises:
         DatabaseUnusable: it is not the database of etfarm, or not one that can be.
         DatabaseTooNew: a newer etfarm has written it.
+        CopyUnfinished, FarmMoved: the farm is not, or no longer, there.
     """
     _check_server(connection, url)
     present = set(inspect(connection).get_table_names())
@@ -33,6 +34,7 @@ def open_tables(connection: Connection, url: DatabaseUrl, data: Path) -> None:
         return
     if "alembic_version" not in present:
         raise _foreign(url, f"it has the tables {', '.join(sorted(present)[:5])}")
+    copies.require_current(connection, url)
     revision = str(connection.execute(text("SELECT version_num FROM alembic_version")).scalar())
     if revision not in revisions.known_revisions():
         if revision.isdigit() and len(revision) == len(revisions.HEAD) and revision > revisions.HEAD:

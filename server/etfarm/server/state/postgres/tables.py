@@ -7,7 +7,7 @@ from typing import Final
 
 from sqlalchemy import BigInteger, Column, Connection, DateTime, MetaData, Table, Text, func, insert, text
 
-from etfarm.server.state import revisions, schema
+from etfarm.server.state import copies, revisions, schema
 
 _OWN: Final = MetaData()
 
@@ -47,6 +47,16 @@ def create(connection: Connection) -> None:
     connection.execute(insert(schema.projects), project)
     connection.exec_driver_sql("CREATE TABLE alembic_version (version_num VARCHAR(32) PRIMARY KEY)")
     connection.execute(text("INSERT INTO alembic_version VALUES (:head)"), {"head": revisions.HEAD})
+
+
+def drop(connection: Connection) -> None:
+    """Drop everything that `create` creates, in the transaction of the connection."""
+    copies.MARKS.drop_all(connection)
+    schema.metadata.drop_all(connection)
+    _OWN.drop_all(connection)
+    for name in _FUNCTIONS:
+        connection.exec_driver_sql(f"DROP FUNCTION IF EXISTS {name}()")
+    connection.exec_driver_sql("DROP TABLE IF EXISTS alembic_version")
 
 
 def _triggers() -> list[str]:

@@ -1,0 +1,99 @@
+"""A farm of which no server runs: a command holds its lease, so that none takes the lead meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import psycopg
+
+from etfarm.server.cluster.errors import ServersRunning
+from etfarm.server.cluster.lease import PRESENT_S
+from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.engine import DatabaseUnavailable
+from etfarm.server.state.postgres.failures import one_line, refused
+
+_CONNECT: Final[dict[str, Any]] = {
+    "connect_timeout": 5,
+    "application_name": "etfarm command",
+    "target_session_attrs": "read-write",
+    "keepalives_idle": 30,
+}
+_SETTINGS: Final = "SET lock_timeout = '5s'; SET idle_in_transaction_session_timeout = 0"
+_LOCK: Final = "SELECT address FROM etfarm_cluster.lease WHERE id = 1 FOR UPDATE"
+"""Keeps the lease from being taken, as a write of a leader does that does not end."""
+_RUNNING: Final = """
+SELECT address FROM etfarm_cluster.servers WHERE seen_at > clock_timestamp() - make_interval(secs => %(present_s)s)
+UNION ALL
+SELECT address FROM etfarm_cluster.lease WHERE NOT released AND expires_at > clock_timestamp()
+LIMIT 1
+"""
+
+
+class StoppedFarm:
+    """The hold on the lease of a farm; of a database that no server has used yet, nothing needs to be held.
+
+    Args:
+        session: a connection; None for a database without a lease.
+    """
+
+    def __init__(self, session: psycopg.Connection[Any] | None) -> None:
+        self._session = session
+
+    def require(self) -> None:
+        """Check that the lease was held until now.
+
+        Raises:
+            ServersRunning: the connection broke, so that servers may have started.
+        """
+        try:
+            if self._session is not None:
+                self._session.execute("SELECT 1")
+        except psycopg.Error as error:
+            raise ServersRunning(f"The connection that kept servers from starting was lost: {one_line(error)}.") from error
+
+    def forget_blobs(self) -> None:
+        """Let the next server say where the farm's blobs are."""
+        if self._session is not None:
+            self._session.execute("UPDATE etfarm_cluster.lease SET blobs = '' WHERE id = 1")
+            self._session.commit()
+            self._session.execute(_LOCK)
+
+
+@contextmanager
+def stopped(url: DatabaseUrl) -> Iterator[StoppedFarm]:
+    """Require that no server of a farm runs, and let none lead until the end of the block.
+
+    Raises:
+        ServersRunning: a server runs, or one that was killed was seen a few seconds ago.
+        DatabaseUnusable, DatabaseUnavailable: the database refuses the connection, or cannot be reached.
+    """
+    try:
+        session = psycopg.connect(url.text, **_CONNECT)
+    except psycopg.Error as error:
+        if (refusal := refused(url, error)) is not None:
+            raise refusal from None
+        what = f"The database {url} cannot be reached: {one_line(error)}."
+        raise DatabaseUnavailable(what, "Check its server and the URL.", url=url) from None
+    try:
+        session.execute(_SETTINGS)
+        session.commit()
+        yield StoppedFarm(session if _hold(session) else None)
+    finally:
+        session.close()
+
+
+def _hold(session: psycopg.Connection[Any]) -> bool:
+    """Lock the lease until the end of the transaction; return False if there is none."""
+    exists = session.execute("SELECT to_regclass('etfarm_cluster.lease') IS NOT NULL").fetchone()
+    if exists is None or not exists[0]:
+        return False
+    try:
+        session.execute(_LOCK)
+    except psycopg.errors.LockNotAvailable:
+        raise ServersRunning("A server of the farm is writing to its database.") from None
+    running = session.execute(_RUNNING, {"present_s": PRESENT_S}).fetchone()
+    if running is not None:
+        raise ServersRunning(f"A server of the farm runs at {running[0]}, or did so within the last {PRESENT_S:g} s.")
+    return True

@@ -1,0 +1,108 @@
+"""The command `etfarm migrate`, which runs on the server's machine."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Final
+
+from etfarm.server.migrate.migration import Migration, Moved, Place
+from etfarm.server.operation.blob_options import add_bucket_options, location_of
+from etfarm.server.operation.data_option import add_data_option, data_of, require_owner
+from etfarm.server.operation.database_option import add_database_option, database_of
+from etfarm.server.operation.progress import Progress, size_text
+from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.folder import locked, require_restored
+from etfarm.wire.errors import UserError
+
+_SQLITE: Final = "sqlite"
+_FILES: Final = "files"
+
+
+def main(argv: list[str]) -> int:
+    """Run `etfarm migrate`. Exit with 1 if artifacts were left behind."""
+    arguments = _parser().parse_args(argv)
+    if arguments.to_database is None and arguments.to_blobs is None:
+        raise UserError("The command does not say where to move the farm.", "Give --to-database, --to-blobs, or both.")
+    data = data_of(arguments)
+    require_owner(data)
+    source = Place(database_of(arguments), location_of(arguments))
+    target = _target(arguments, source)
+    if not data.is_dir() and source.database is None:
+        raise UserError(f"{data} is not a server's data folder.", "Name the folder with --data.")
+    with locked(data), Progress() as progress:
+        require_restored(data)
+        moved = Migration(data, source, target, progress.show, skip_lost=arguments.skip_damaged).run()
+    print("\n".join(_lines(data, source, target, moved)))
+    for digest in moved.artifacts.lost:
+        print(f"left behind, missing or damaged in the farm: {digest}", file=sys.stderr)
+    return 1 if moved.artifacts.lost else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="etfarm migrate",
+        description="Move a farm to other engines: its rows between SQLite and PostgreSQL, its artifacts between files and S3. "
+        "All servers of the farm must be stopped. Everything is copied and compared first; what was there before stays as the "
+        "way back, under another name. If it is interrupted, run it again: it continues.",
+    )
+    add_data_option(parser)
+    add_database_option(parser)
+    parser.add_argument("--to-database", metavar="URL",
+                        help=f"move the rows to this empty PostgreSQL database, or, as {_SQLITE!r}, to a SQLite file in --data; "
+                        "a password belongs into PGPASSFILE (default: they stay)")  # fmt: skip
+    parser.add_argument("--skip-damaged", action="store_true",
+                        help="leave artifacts behind that are missing or damaged in the farm")  # fmt: skip
+    group = parser.add_argument_group("where the artifacts are")
+    group.add_argument("--blobs", metavar="URL", help="bucket that has them, as for `etfarm serve` (default: files in --data)")
+    add_bucket_options(group, "--blobs")
+    group = parser.add_argument_group("where to move the artifacts", "S3 needs etfarm[scale].")
+    group.add_argument("--to-blobs", metavar="URL",
+                       help=f"move them to this empty folder of a bucket, as s3://BUCKET/PREFIX, or, as {_FILES!r}, to files "
+                       "in --data (default: they stay)")  # fmt: skip
+    add_bucket_options(group, "--to-blobs")
+    return parser
+
+
+def _target(arguments: argparse.Namespace, source: Place) -> Place:
+    database, blobs = source.database, source.blobs
+    if arguments.to_database is not None:
+        database = None if arguments.to_database == _SQLITE else DatabaseUrl.parse(arguments.to_database)
+    if arguments.to_blobs is not None:
+        blobs = None if arguments.to_blobs == _FILES else location_of(arguments, "to_blobs")
+    return Place(database, blobs)
+
+
+def _lines(data: Path, source: Place, target: Place, moved: Moved) -> list[str]:
+    """Return what was done, what to change in the configuration, and what is the way back."""
+    done = []
+    if source.database != target.database:
+        done.append(f"{moved.row_count:,} rows to {f'SQLite in {data}' if target.database is None else target.database}")
+    if source.blobs_name != target.blobs_name:
+        done.append(f"{moved.artifacts.count:,} artifacts ({size_text(moved.artifacts.size_bytes)}) to {target.blobs_name}")
+    return [
+        f"Moved and compared: {', '.join(done)}.",
+        "Before the server starts, change its configuration:",
+        *(f"    {line}" for line in _settings(source, target)),
+        "The state before the move, which you may delete once the farm runs as it should:",
+        *(f"    {each}" for each in moved.former),
+    ]
+
+
+def _settings(source: Place, target: Place) -> list[str]:
+    lines = []
+    if source.database != target.database:
+        lines.append("remove database" if target.database is None else f'database = "{target.database}"')
+    if source.blobs_name == target.blobs_name:
+        return lines
+    if target.blobs is None:
+        return [*lines, "remove blobs, and the settings that begin with blobs-"]
+    blobs = target.blobs
+    lines.append(f'blobs = "{blobs.url}"')
+    if blobs.endpoint:
+        lines.append(f'blobs-endpoint = "{blobs.endpoint}"')
+    lines.append(f'blobs-region = "{blobs.region}"')
+    if blobs.credentials_file is not None:
+        lines.append(f'blobs-credentials = "{blobs.credentials_file.absolute()}"')
+    return lines

@@ -1,0 +1,236 @@
+"""The move of a stopped farm's rows and artifacts to other engines: copied, compared, and only then taken into use.
+
+Up to the last step, the farm is where it was. Each step may be interrupted, and the command repeated: what is copied stays.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Final
+
+from sqlalchemy import func, insert, inspect, select
+
+from etfarm.server.artifacts.s3.location import BucketLocation
+from etfarm.server.migrate.errors import ArtifactsLost, MoveFailed, NothingToMove
+from etfarm.server.migrate.folder import DataFolder
+from etfarm.server.state import copies, schema
+from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.databases import require_driver
+from etfarm.server.transfer import rows
+from etfarm.server.transfer.artifacts import Artifacts, BucketArtifacts, Copied, artifacts_of, copy_artifacts
+from etfarm.server.transfer.database import FarmDatabase, copy_rows
+from etfarm.server.transfer.rows import OnProgress
+
+if TYPE_CHECKING:
+    from etfarm.server.cluster.stopped import StoppedFarm
+
+_PAGE_ROWS: Final = 1_000
+"""Number of artifacts that are looked up at a time."""
+_SCRATCH: Final = "migrating"
+"""Folder of artifacts on their way from one bucket to another."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where a farm's rows and artifacts are."""
+
+    database: DatabaseUrl | None
+    """The PostgreSQL database; None for SQLite in the data folder."""
+    blobs: BucketLocation | None
+    """The bucket; None for files in the data folder."""
+
+    @property
+    def blobs_name(self) -> str:
+        """The place of the artifacts, for people and for comparisons."""
+        return "files" if self.blobs is None else self.blobs.place
+
+
+@dataclass
+class Moved:
+    """What was moved."""
+
+    row_count: int = 0
+    artifacts: Copied = field(default_factory=Copied)
+    former: list[str] = field(default_factory=list)
+    """What has the farm's state before the move."""
+
+
+class Migration:
+    """The move of a farm.
+
+    Args:
+        data: the data folder, which the caller has locked.
+        skip_lost: whether to go on without artifacts that are missing or damaged.
+    """
+
+    def __init__(self, data: Path, source: Place, target: Place, on_progress: OnProgress, *, skip_lost: bool = False) -> None:
+        self._folder = DataFolder(data)
+        self._scratch = data / _SCRATCH
+        self._source = source
+        self._target = target
+        self._on_progress = on_progress
+        self._skip_lost = skip_lost
+        self._moves_rows = source.database != target.database
+        self._moves_artifacts = source.blobs_name != target.blobs_name
+        self._name = str(self._folder.database if source.database is None else source.database)
+        """The name of the source, by which an interrupted move is recognized."""
+        self._target_name = str(self._folder.database if target.database is None else target.database)
+
+    def run(self) -> Moved:
+        """Move the farm.
+
+        Raises:
+            NothingToMove: source and target are the same, or the source has no farm.
+            TargetNotEmpty, CopyUnfinished: the target has something else.
+            ServersRunning: a server of the farm runs.
+            ArtifactsLost: artifacts are missing or damaged.
+            CopyDiffers, RowRefused: a copy failed.
+            MoveFailed: a file cannot be read or written.
+            EtfarmError: a database or a bucket cannot be used.
+        """
+        try:
+            return self._run()
+        except OSError as error:
+            raise MoveFailed(self._folder.path, error.strerror or str(error)) from error
+
+    def _run(self) -> Moved:
+        if not self._moves_rows and not self._moves_artifacts:
+            raise NothingToMove("The farm is where it is to be moved to.", "Name another place with --to-database or --to-blobs.")
+        self._folder.require_free(
+            database=self._moves_rows and self._source.database is None,
+            blobs=self._moves_artifacts and self._source.blobs is None,
+        )
+        with ExitStack() as stack:
+            holds = {url: stack.enter_context(_stopped(url)) for url in self._urls()}
+            moved = self._copy()
+            for hold in holds.values():
+                hold.require()
+            if self._moves_rows:
+                self._leave_rows(moved)
+            if self._target.database is not None and self._moves_artifacts:
+                holds[self._target.database].forget_blobs()
+            if self._moves_artifacts:
+                self._take_artifacts(moved)
+            if self._moves_rows:
+                self._take_rows()
+            if self._moves_artifacts and self._target.blobs is not None:
+                asyncio.run(BucketArtifacts(self._target.blobs, self._scratch).finish())
+        return moved
+
+    def _urls(self) -> list[DatabaseUrl]:
+        return [url for url in dict.fromkeys([self._source.database, self._target.database]) if url is not None]
+
+    def _copy(self) -> Moved:
+        """Copy what the target lacks; the source is unchanged."""
+        database, moved = self._open_source(), Moved()
+        if self._moves_rows:
+            with database.connected() as connection, connection.begin():
+                moved.row_count = copy_rows(connection, self._target_database(), self._name, self._on_progress)
+        if self._moves_artifacts:
+            moved.artifacts = asyncio.run(self._copy_artifacts(database))
+            if moved.artifacts.lost and not self._skip_lost:
+                raise ArtifactsLost(moved.artifacts.lost)
+        return moved
+
+    def _open_source(self) -> FarmDatabase:
+        """Return the source's database with the tables of this version."""
+        database = FarmDatabase(self._folder.database, self._source.database)
+        if self._is_nearly_moved(database):
+            return FarmDatabase(self._folder.former_database, database.url)
+        if not self._has_farm(database):
+            raise NothingToMove(
+                f"{database} has no farm.", "Name the farm's data folder with --data, its database with --database."
+            )
+        database.open()
+        return database
+
+    def _has_farm(self, database: FarmDatabase) -> bool:
+        if database.url is None:
+            return self._folder.former_database.exists()
+        with database.connected() as connection:
+            return inspect(connection).has_table("alembic_version")
+
+    def _is_nearly_moved(self, database: FarmDatabase) -> bool:
+        """Return whether an earlier run has left the rows of the source, and ended before it took those of the target."""
+        if not self._moves_rows or self._target_database().source_of_copy() != self._name:
+            return False
+        if database.url is None:
+            return self._folder.former_database != database.path
+        with database.connected() as connection, connection.begin():
+            return copies.moved_to(connection) == self._target_name
+
+    def _target_database(self) -> FarmDatabase:
+        return FarmDatabase(self._folder.database_copy, self._target.database)
+
+    async def _copy_artifacts(self, database: FarmDatabase) -> Copied:
+        source, target = artifacts_of(self._source.blobs, self._folder.former_blobs, self._scratch), self._target_artifacts()
+        for each in (source, target):
+            if isinstance(each, BucketArtifacts):
+                await each.bucket.check()
+        is_resumed = isinstance(target, BucketArtifacts) and await target.is_begun(self._artifacts_name)
+        if self._source.blobs is None and self._folder.is_in_bucket and not is_resumed:
+            raise NothingToMove(f"The artifacts of {self._folder.path} are in a bucket.", "Name it with --blobs.")
+        if isinstance(target, BucketArtifacts) and not is_resumed:
+            await target.begin(self._artifacts_name)
+        with database.connected() as connection, connection.begin():
+            total = connection.execute(select(func.count()).select_from(schema.artifacts)).scalar_one()
+        return await copy_artifacts(source, target, _wanted(database), total, self._on_progress)
+
+    def _target_artifacts(self) -> Artifacts:
+        return artifacts_of(self._target.blobs, self._folder.blobs_copy, self._scratch)
+
+    @property
+    def _artifacts_name(self) -> str:
+        return f"{self._name}, {self._source.blobs_name}"
+
+    def _leave_rows(self, moved: Moved) -> None:
+        """Keep servers from opening the source's database."""
+        if self._source.database is None:
+            moved.former.append(str(self._folder.leave_database()))
+            return
+        with FarmDatabase(self._folder.database, self._source.database).connected() as connection, connection.begin():
+            if copies.moved_to(connection) is None:
+                copies.moved.create(connection)
+                connection.execute(insert(copies.moved).values(place=self._target_name))
+        moved.former.append(f"the database {self._source.database}, whose table `moved` keeps servers from opening it")
+
+    def _take_artifacts(self, moved: Moved) -> None:
+        """Let servers read the artifacts of the target."""
+        if self._source.blobs is None:
+            moved.former.append(str(self._folder.leave_blobs()))
+        else:
+            moved.former.append(f"the bucket {self._source.blobs.place}")
+        if self._target.blobs is None:
+            self._folder.settle_blobs()
+
+    def _take_rows(self) -> None:
+        """Let servers open the target's database."""
+        target = self._target_database()
+        with target.connected() as connection:
+            rows.finish(connection)
+        if target.url is None:
+            self._folder.settle_database()
+
+
+def _wanted(database: FarmDatabase) -> Iterator[tuple[str, int]]:
+    """Yield digest and size of each artifact. Between two reads, no transaction waits for transfers."""
+    artifacts, after = schema.artifacts.c, ""
+    while True:
+        query = select(artifacts.digest, artifacts.size_bytes).where(artifacts.digest > after)
+        with database.connected() as connection, connection.begin():
+            page = connection.execute(query.order_by(artifacts.digest).limit(_PAGE_ROWS)).all()
+        if not page:
+            return
+        yield from ((row.digest, row.size_bytes) for row in page)
+        after = page[-1].digest
+
+
+def _stopped(url: DatabaseUrl) -> AbstractContextManager[StoppedFarm]:
+    require_driver()
+    from etfarm.server.cluster.stopped import stopped  # needs etfarm[scale]
+
+    return stopped(url)

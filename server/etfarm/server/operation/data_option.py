@@ -1,0 +1,32 @@
+"""The option that names the data folder, of the commands that work on a farm's data themselves."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from pathlib import Path
+
+from etfarm.wire.errors import UserError
+from etfarm.wire.names import data_folder
+
+
+def add_data_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option to a command."""
+    parser.add_argument("--data", type=Path, metavar="DIR",
+                        help=f"the server's data folder (default: {data_folder() / 'server'})".replace("%", "%%"))  # fmt: skip
+
+
+def data_of(arguments: argparse.Namespace) -> Path:
+    """Return the folder that a parsed option names."""
+    folder: Path = arguments.data or data_folder() / "server"
+    return folder.absolute()
+
+
+def require_owner(folder: Path) -> None:
+    """Refuse a folder of another user.
+
+    Raises:
+        UserError: the folder exists, and belongs to another user than that of this process.
+    """
+    if folder.exists() and (owner := folder.stat().st_uid) != os.geteuid():
+        raise UserError(f"The data folder {folder} belongs to user {owner}.", f"Run it as that user: `sudo -u '#{owner}' ...`.")

@@ -1,0 +1,43 @@
+"""A connection of a command that works on a database by itself, with transactions that may take long."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Final
+
+from sqlalchemy import Connection
+
+from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.postgres.connections import Connections, discard
+from etfarm.server.state.postgres.failures import DRIVER_ERRORS, is_loss, translated, unavailable
+
+_STATEMENT_MS: Final = 3_600_000
+"""Time limit of one statement, such as the count of a large table's rows."""
+_IDLE_MS: Final = 600_000
+"""Time for which a transaction may wait for its command, such as one that was suspended."""
+
+
+@contextmanager
+def connected(url: DatabaseUrl, wait_s: float) -> Iterator[Connection]:
+    """Connect for the time of the context. Each transaction is one snapshot.
+
+    Raises:
+        DatabaseUnusable, DatabaseUnavailable: the server refuses the connection, cannot be reached, or has gone away.
+    """
+    connections = Connections(url, wait_s)
+    try:
+        connection = connections.connect(time.monotonic() + wait_s)
+        connection.execution_options(isolation_level="REPEATABLE READ")
+        try:
+            with connection.begin():
+                connection.exec_driver_sql(f"SET statement_timeout = {_STATEMENT_MS}")
+                connection.exec_driver_sql(f"SET idle_in_transaction_session_timeout = {_IDLE_MS}")
+            yield connection
+        finally:
+            discard(connection)
+    except DRIVER_ERRORS as error:
+        raise (unavailable(url, error, wait_s) if is_loss(error) else translated(url, error)) from error
+    finally:
+        connections.close()

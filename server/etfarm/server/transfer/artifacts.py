@@ -1,0 +1,261 @@
+"""Where the artifacts of a farm are: files, or a bucket; and copies from one to the other, each compared with its digest."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import os
+import uuid
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final, Protocol
+
+from etfarm.server.artifacts.blobs import BLOBS, place_of
+from etfarm.server.artifacts.s3.blobs import key_of
+from etfarm.server.artifacts.s3.bucket import Bucket
+from etfarm.server.artifacts.s3.location import BucketLocation
+from etfarm.server.state.copies import CopyUnfinished
+from etfarm.server.transfer.errors import CopyDiffers, TargetNotEmpty
+from etfarm.server.transfer.files import Differs, copy_verified, link_or_copy
+from etfarm.server.transfer.rows import OnProgress
+
+_AT_ONCE: Final = 8
+"""Number of artifacts that are copied at a time."""
+_MARK: Final = "copying"
+"""Key of the object that names what is copied to a bucket."""
+
+
+class Artifacts(Protocol):
+    """The artifacts of a farm. Each operation raises FileNotFoundError or Differs for one that is missing or damaged."""
+
+    async def size(self, digest: str) -> int | None:
+        """Return the size of an artifact; None if it is missing."""
+
+    def file(self, digest: str) -> AbstractAsyncContextManager[Path]:
+        """Yield a file with the bytes of an artifact, which need not be verified."""
+
+    async def read(self, digest: str, target: Path) -> int:
+        """Copy an artifact to a file, which exists only once its sha256 is the digest. Return its size in bytes."""
+
+    async def write(self, digest: str, source: Artifacts) -> None:
+        """Store an artifact of another place, compared with its digest on arrival."""
+
+
+class FileArtifacts:
+    """Artifacts in files.
+
+    Args:
+        folder: the folder `blobs` of a store.
+        link: whether another file of the same artifact may be a link to this one's.
+    """
+
+    def __init__(self, folder: Path, *, link: bool = False) -> None:
+        self._folder = folder
+        self._copy = link_or_copy if link else copy_verified
+
+    def place(self, digest: str) -> Path:
+        """Return the path of an artifact, whether or not it exists."""
+        return place_of(self._folder, digest)
+
+    async def size(self, digest: str) -> int | None:
+        """Return the size of an artifact; None if it is missing."""
+        try:
+            return self.place(digest).stat().st_size
+        except FileNotFoundError:
+            return None
+
+    @asynccontextmanager
+    async def file(self, digest: str) -> AsyncIterator[Path]:
+        """Yield the file itself."""
+        yield self.place(digest)
+
+    async def read(self, digest: str, target: Path) -> int:
+        """Copy an artifact to a file."""
+        return await asyncio.to_thread(self._copy, self.place(digest), target, digest)
+
+    async def write(self, digest: str, source: Artifacts) -> None:
+        """Store an artifact of another place."""
+        await source.read(digest, self.place(digest))
+
+
+class BucketArtifacts:
+    """Artifacts in a bucket.
+
+    Args:
+        scratch: folder for artifacts on their way to another bucket; created when it is needed.
+    """
+
+    def __init__(self, location: BucketLocation, scratch: Path) -> None:
+        self.bucket = Bucket(location)
+        self._scratch = scratch
+
+    async def size(self, digest: str) -> int | None:
+        """Return the size of an artifact; None if it is missing."""
+        return await self.bucket.size(key_of(digest))
+
+    @asynccontextmanager
+    async def file(self, digest: str) -> AsyncIterator[Path]:
+        """Yield a copy, which is deleted afterwards."""
+        path = self._scratch / uuid.uuid4().hex
+        try:
+            await self.read(digest, path)
+            yield path
+        finally:
+            path.unlink(missing_ok=True)
+
+    async def read(self, digest: str, target: Path) -> int:
+        """Copy an artifact to a file.
+
+        Raises:
+            BlobsUnavailable: the bucket's server failed.
+        """
+        size_bytes = await self.bucket.size(key_of(digest))
+        if size_bytes is None:
+            raise FileNotFoundError(digest)
+        part, hasher = target.with_name(f"{target.name}.part"), hashlib.sha256()
+        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        part.unlink(missing_ok=True)
+        try:
+            with part.open("wb") as writer:
+                async for piece in self.bucket.pieces(key_of(digest), size_bytes):
+                    hasher.update(piece)
+                    writer.write(piece)
+                if hasher.hexdigest() != digest:
+                    raise Differs
+                writer.flush()
+                os.fsync(writer.fileno())
+                os.fchmod(writer.fileno(), 0o444)
+            part.replace(target)
+        finally:
+            part.unlink(missing_ok=True)
+        return size_bytes
+
+    async def is_begun(self, name: str) -> bool:
+        """Return whether the bucket's folder is marked as the copy of a farm's artifacts.
+
+        Raises:
+            CopyUnfinished: it has an unfinished copy of another farm.
+            BlobsUnavailable: the bucket's server failed.
+        """
+        size_bytes = await self.bucket.size(_MARK)
+        if size_bytes is None:
+            return False
+        former = b"".join([piece async for piece in self.bucket.pieces(_MARK, size_bytes)]).decode()
+        if former != name:
+            raise CopyUnfinished(self.bucket.location.place, former)
+        return True
+
+    async def begin(self, name: str) -> None:
+        """Mark the bucket's folder as the copy of a farm's artifacts.
+
+        Raises:
+            TargetNotEmpty: it has artifacts of another farm.
+            BlobsUnavailable: the bucket's server failed.
+        """
+        async for _ in self.bucket.list(BLOBS):
+            raise TargetNotEmpty(
+                f"{self.bucket.location.place} has artifacts already.", "Name an empty folder of the bucket: one for each farm."
+            )
+        await self.bucket.put(_MARK, name.encode())
+
+    async def finish(self) -> None:
+        """Take the mark away.
+
+        Raises:
+            BlobsUnavailable: the bucket's server failed.
+        """
+        await self.bucket.delete(_MARK)
+
+    async def write(self, digest: str, source: Artifacts) -> None:
+        """Store an artifact of another place, and read it back.
+
+        Raises:
+            CopyDiffers: the bucket returns other bytes.
+            BlobsUnavailable: the bucket's server failed.
+        """
+        async with source.file(digest) as path:
+            if await asyncio.to_thread(_sha256_of, path) != digest:
+                raise Differs
+            await self.bucket.put(key_of(digest), path)
+            size_bytes = path.stat().st_size
+        hasher = hashlib.sha256()
+        async for piece in self.bucket.pieces(key_of(digest), size_bytes):
+            hasher.update(piece)
+        if hasher.hexdigest() != digest:
+            await self.bucket.delete(key_of(digest))
+            raise CopyDiffers(
+                f"{self.bucket.location.place} returns other bytes of the artifact {digest[:12]} than it was sent.",
+                "Check the S3 server and its disks, and copy again.", digest=digest,
+            )  # fmt: skip
+
+
+def artifacts_of(location: BucketLocation | None, blobs: Path, scratch: Path) -> Artifacts:
+    """Return the artifacts of a farm.
+
+    Args:
+        location: the bucket; None for files.
+        blobs: folder of the files.
+        scratch: folder for artifacts on their way to another bucket.
+    """
+    return FileArtifacts(blobs) if location is None else BucketArtifacts(location, scratch)
+
+
+def _sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+@dataclass
+class Copied:
+    """What a copy of artifacts did."""
+
+    count: int = 0
+    size_bytes: int = 0
+    new_count: int = 0
+    """Number of those that the target did not have before."""
+    new_bytes: int = 0
+    lost: list[str] = field(default_factory=list)
+    """Digests of those that are missing or damaged where they were to be copied from."""
+
+
+async def copy_artifacts(
+    source: Artifacts, target: Artifacts, wanted: Iterator[tuple[str, int]], total: int, on_progress: OnProgress
+) -> Copied:
+    """Copy the artifacts that the target lacks.
+
+    Args:
+        wanted: digests and sizes; read as they are needed.
+        total: their number.
+
+    Raises:
+        CopyDiffers: the target has other bytes than were written.
+        BlobsUnavailable: a bucket's server failed.
+        OSError: a file cannot be written.
+    """
+    copied, done = Copied(), 0
+
+    async def work() -> None:
+        nonlocal done
+        for digest, size_bytes in wanted:
+            try:
+                if await target.size(digest) != size_bytes:
+                    await target.write(digest, source)
+                    copied.new_count += 1
+                    copied.new_bytes += size_bytes
+                copied.count += 1
+                copied.size_bytes += size_bytes
+            except (FileNotFoundError, Differs):
+                copied.lost.append(digest)
+            done += 1
+            on_progress("artifacts copied", done, total)
+
+    workers = [asyncio.create_task(work(), name="copy artifacts") for _ in range(_AT_ONCE)]
+    try:
+        await asyncio.gather(*workers)
+    finally:
+        for worker in workers:
+            worker.cancel()
+        await asyncio.gather(*workers, return_exceptions=True)
+    return copied

@@ -1,0 +1,108 @@
+"""The database of a farm, for a command that works on it while no server does, or beside one: a SQLite file, or PostgreSQL."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from sqlalchemy import Connection
+
+from etfarm.server.state import copies, databases, revisions
+from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.transfer import rows
+from etfarm.server.transfer.errors import CopyDiffers, OtherVersion, RowRefused
+from etfarm.server.transfer.rows import OnProgress
+
+_LOGS: Final = ("", "-journal", "-wal", "-shm")
+"""Suffixes of the files of a SQLite database."""
+
+
+@dataclass(frozen=True)
+class FarmDatabase:
+    """A database of either engine."""
+
+    path: Path
+    """The SQLite file; with PostgreSQL, a file in the data folder, which need not exist."""
+    url: DatabaseUrl | None = None
+
+    def __str__(self) -> str:
+        return str(self.path if self.url is None else self.url)
+
+    def open(self) -> None:
+        """Check it, and create or migrate its tables, as a server does at its start.
+
+        Raises:
+            EtfarmError: it cannot be used.
+        """
+        database = databases.create_database(self.path, self.url)
+        try:
+            asyncio.run(database.open())
+        finally:
+            database.close()
+
+    def connected(self) -> AbstractContextManager[Connection]:
+        """Connect to it; it has its tables."""
+        return databases.connected(self.path, self.url)
+
+    def source_of_copy(self) -> str | None:
+        """Return what is being copied to it; None if it is empty or complete."""
+        if self.url is None and not self.path.exists():
+            return None
+        with self.connected() as connection, connection.begin():
+            return copies.source_of(connection)
+
+    def clear(self) -> None:
+        """Delete an unfinished copy; the database then has no tables."""
+        if self.url is None:
+            for suffix in _LOGS:
+                self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
+            return
+        from etfarm.server.state.postgres import tables
+
+        with self.connected() as connection, connection.begin():
+            tables.drop(connection)
+
+
+def copy_rows(source: Connection, target: FarmDatabase, name: str, on_progress: OnProgress) -> int:
+    """Copy all rows of a farm to an empty database, or go on with an interrupted copy of it. Return the number of rows.
+
+    The target stays marked, so that no server opens it.
+
+    Args:
+        source: a connection in a transaction, which sees one snapshot.
+        name: the name of the source.
+
+    Raises:
+        TargetNotEmpty: the target has a farm of its own.
+        CopyUnfinished: the target has an unfinished copy of another source.
+        CopyDiffers: what the target has is not what was copied.
+        RowRefused: the target cannot store a row.
+    """
+    if target.source_of_copy() is None:
+        target.open()
+    with target.connected() as connection:
+        is_resumed = rows.begin(connection, target, name)
+        try:
+            return rows.copy(source, connection, on_progress)
+        except (CopyDiffers, RowRefused):
+            if not is_resumed:
+                raise
+    # The source was used since the copy was interrupted.
+    target.clear()
+    return copy_rows(source, target, name, on_progress)
+
+
+def require_this_version(connection: Connection, database: FarmDatabase) -> None:
+    """Refuse a database without a complete farm of this version of etfarm.
+
+    Raises:
+        CopyUnfinished, FarmMoved: the farm is not, or no longer, there.
+        OtherVersion: another version of etfarm has written it.
+    """
+    revision = revisions.revision_of(connection)
+    if revision != revisions.HEAD:
+        raise OtherVersion(database, revision)
+    copies.require_current(connection, database)

@@ -1,0 +1,119 @@
+"""Moves of a farm that are killed at many of their steps: the farm is at one place only, and the command goes on."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.artifacts.s3.bucket import Bucket
+from etfarm.server.artifacts.s3.location import BucketLocation
+from etfarm.server.migrate.migration import Migration, Place
+from etfarm.server.state.copies import CopyUnfinished, FarmMoved
+from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.transfer.database import FarmDatabase
+from tests.support.databases import PostgresDatabases
+from tests.support.deaths import Deaths
+from tests.support.full_farm import blobs_of, contents, new_farm
+from tests.support.s3 import S3Server, environment_of
+
+pytestmark = pytest.mark.slow(reason="kills moves of a farm at many of their steps")
+
+KILLED = -signal.SIGKILL
+SERVED = ("do_commit", "put", "delete")
+"""Functions that change a database or a bucket."""
+EARLY, LATE = 12, 40
+"""Number of steps before which a move is killed while it copies, and of its last steps, of which each second one is tried."""
+LOCAL = Place(None, None)
+
+
+@pytest.fixture
+def database(postgres_databases: PostgresDatabases) -> DatabaseUrl:
+    """The name of a database that each attempt creates anew."""
+    server = postgres_databases.server
+    server.folder.chmod(0o711)  # the killed processes are not the server's user
+    return DatabaseUrl.parse(server.url("killed"))
+
+
+@contextmanager
+def created(postgres_databases: PostgresDatabases) -> Iterator[None]:
+    server = postgres_databases.server
+    server.execute("CREATE DATABASE {}", "killed")
+    try:
+        yield
+    finally:
+        server.execute("DROP DATABASE {} WITH (FORCE)", "killed")
+
+
+def is_farm(database: FarmDatabase) -> bool:
+    """Return whether a server would open a database, and has the farm then."""
+    if database.url is None and not database.path.exists() and not database.path.with_name("farm.sqlite.moved").exists():
+        return False
+    try:
+        database.open()
+    except (CopyUnfinished, FarmMoved) as error:
+        assert error.remedy
+        return False
+    return len(contents(database)["jobs"]) > 0
+
+
+def objects_of(location: BucketLocation) -> set[str]:
+    """Return the digests of the artifacts of a bucket."""
+
+    async def read() -> set[str]:
+        return {each.key.rpartition("/")[2] async for page in Bucket(location).list("blobs") for each in page}
+
+    return asyncio.run(read())
+
+
+@pytest.mark.parametrize("direction", ["out", "back"])
+def test_a_killed_move_is_repeated_and_the_farm_is_whole(
+    postgres_databases: PostgresDatabases,
+    database: DatabaseUrl,
+    s3_server: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    direction: str,
+) -> None:
+    first = new_farm(tmp_path / "first" / "data", sizes=(0, 10, 1_000, 100_000))
+    expected, files = contents(first), blobs_of(first.path.parent / "artifacts" / "blobs")
+    for name, value in environment_of(s3_server.new_location()).items():
+        monkeypatch.setenv(name, value)
+    data = tmp_path / "data"
+    local, scaled = FarmDatabase(data / "farm.sqlite"), FarmDatabase(data / "farm.sqlite", database)
+    source, target = (local, scaled) if direction == "out" else (scaled, local)
+    with Deaths("etfarm.server.migrate.commands:main", *SERVED) as command:
+        for step in steps_of(command):
+            with created(postgres_databases):
+                location = s3_server.new_location()
+                shutil.copytree(first.path.parent, data)
+                arguments = ["--data", data, "--to-database", database.text, "--to-blobs", location.url]
+                if direction == "back":
+                    Migration(data, LOCAL, Place(database, location), lambda what, done, total: None).run()
+                    (data / "farm.sqlite.moved").unlink()
+                    arguments = ["--data", data, "--database", database.text, "--blobs", location.url,
+                                 "--to-database", "sqlite", "--to-blobs", "files"]  # fmt: skip
+                code = command.call(*arguments, step=step)
+                assert code in (0, KILLED), step
+                places = [is_farm(source), is_farm(target)]
+                assert places in ([[False, True]] if code == 0 else [[True, False], [False, False], [False, True]]), step
+                if not places[1]:
+                    assert command.call(*arguments) == 0, step
+                assert contents(target) == expected, step
+                stored = objects_of(location) if direction == "out" else blobs_of(data / "artifacts" / "blobs").keys()
+                assert stored == files.keys(), step
+                shutil.rmtree(data)
+
+
+def steps_of(command: Deaths) -> Iterator[int]:
+    """Yield 0, for a whole move, and then the steps before which it is killed."""
+    yield 0
+    total = command.steps
+    assert total > EARLY + LATE
+    yield from range(1, total - LATE, (total - LATE) // EARLY)
+    yield from range(total - LATE, total + 1, 2)

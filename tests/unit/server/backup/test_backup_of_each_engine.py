@@ -1,0 +1,189 @@
+"""Backups of farms in SQLite and files, and in PostgreSQL and S3, each restored to both."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from sqlalchemy import func, insert, select
+
+from etfarm.server.artifacts.s3.blobs import key_of
+from etfarm.server.artifacts.s3.bucket import Bucket
+from etfarm.server.artifacts.s3.location import BucketLocation
+from etfarm.server.backup.backup import back_up
+from etfarm.server.backup.errors import BackupRefused
+from etfarm.server.backup.restore import restore
+from etfarm.server.migrate.migration import Migration, Place
+from etfarm.server.state import schema
+from etfarm.server.state.copies import CopyUnfinished
+from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.folder import RestoreUnfinished, require_restored
+from etfarm.server.state.revisions import HEAD
+from etfarm.server.transfer.database import FarmDatabase
+from etfarm.server.transfer.errors import OtherVersion, TargetNotEmpty
+from tests.support.full_farm import blobs_of, committed, contents, new_farm
+from tests.support.old_database import database_of_0006
+from tests.support.s3 import S3Server
+
+LOCAL = Place(None, None)
+
+
+@pytest.fixture
+def new_place(new_postgres: Callable[[], DatabaseUrl], s3_server: S3Server) -> Callable[[], Place]:
+    """Create an empty PostgreSQL database and an empty folder of a bucket."""
+    return lambda: Place(new_postgres(), s3_server.new_location())
+
+
+@pytest.fixture
+def farm(tmp_path: Path) -> FarmDatabase:
+    """A farm in SQLite and files."""
+    return new_farm(tmp_path / "data")
+
+
+@pytest.fixture(params=["local", "scaled"])
+def place(request: pytest.FixtureRequest, farm: FarmDatabase, new_place: Callable[[], Place]) -> Place:
+    """Where the farm is, once here and once there."""
+    if request.param == "local":
+        return LOCAL
+    there = new_place()
+    move(farm, there)
+    return there
+
+
+def move(farm: FarmDatabase, place: Place) -> None:
+    Migration(farm.path.parent, LOCAL, place, lambda what, done, total: None).run()
+
+
+def objects_of(location: BucketLocation) -> dict[str, str]:
+    async def read() -> dict[str, str]:
+        bucket, digests = Bucket(location), dict[str, str]()
+        async for page in bucket.list("blobs"):
+            for each in page:
+                data = b"".join([piece async for piece in bucket.pieces(each.key, each.size_bytes)])
+                digests[each.key.rpartition("/")[2]] = hashlib.sha256(data).hexdigest()
+        return digests
+
+    return asyncio.run(read())
+
+
+def test_a_backup_of_each_engine_is_restored_on_both(
+    farm: FarmDatabase, place: Place, new_place: Callable[[], Place], tmp_path: Path
+) -> None:
+    before, artifacts = contents(FarmDatabase(farm.path, place.database)), set(_digests(farm, place))
+    backup = tmp_path / "backup"
+    done = back_up(farm.path.parent, backup, database=place.database, blobs=place.blobs)
+    assert (done.copied, done.lost) == (len(artifacts), ())
+    assert blobs_of(backup / "artifacts" / "blobs") == {digest: digest for digest in artifacts}
+    for number, target in enumerate((LOCAL, new_place())):
+        data = tmp_path / f"restored-{number}"
+        manifest = restore(backup, data, database=target.database, blobs=target.blobs)
+        assert manifest.artifacts == len(artifacts)
+        restored = FarmDatabase(data / "farm.sqlite", target.database)
+        restored.open()
+        assert contents(restored) == before
+        stored = blobs_of(data / "artifacts" / "blobs") if target.blobs is None else objects_of(target.blobs)
+        assert stored == {digest: digest for digest in artifacts}
+        assert restored.path.exists() == (target.database is None)
+        assert not list(data.glob("*.part*"))
+
+
+def _digests(farm: FarmDatabase, place: Place) -> list[str]:
+    with committed(FarmDatabase(farm.path, place.database)) as connection:
+        return list(connection.execute(select(schema.artifacts.c.digest)).scalars())
+
+
+def test_a_backup_is_brought_up_to_date(farm: FarmDatabase, place: Place, tmp_path: Path) -> None:
+    database, backup = FarmDatabase(farm.path, place.database), tmp_path / "backup"
+    first = back_up(farm.path.parent, backup, database=place.database, blobs=place.blobs)
+    with committed(database) as connection:
+        connection.execute(
+            schema.artifacts.delete().where(schema.artifacts.c.digest == min(blobs_of(backup / "artifacts/blobs")))
+        )
+        connection.execute(insert(schema.trusted_times).values(name="later", at=func.now()))
+    second = back_up(farm.path.parent, backup, database=place.database, blobs=place.blobs)
+    assert (first.copied, second.copied) == (5, 0)
+    assert len(blobs_of(backup / "artifacts" / "blobs")) == second.manifest.artifacts == 4
+    restore(backup, tmp_path / "restored")
+    assert contents(FarmDatabase(tmp_path / "restored" / "farm.sqlite")) == contents(database)
+
+
+def test_lost_artifacts_of_each_engine_are_named(farm: FarmDatabase, place: Place, tmp_path: Path) -> None:
+    digest = min(_digests(farm, place))
+    if place.blobs is None:
+        (farm.path.parent / "artifacts" / "blobs" / digest[:2] / digest).unlink()
+    else:
+        asyncio.run(Bucket(place.blobs).put(key_of(digest), b"other bytes"))
+    done = back_up(farm.path.parent, tmp_path / "backup", database=place.database, blobs=place.blobs)
+    assert done.lost == done.manifest.missing == (digest,)
+
+
+def test_an_interrupted_restore_to_postgresql_continues(
+    farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path
+) -> None:
+    before, target = contents(farm), new_place()
+    backup, data = tmp_path / "backup", tmp_path / "restored"
+    back_up(farm.path.parent, backup)
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        if what == "rows copied" and done > total // 2:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        restore(backup, data, database=target.database, on_progress=interrupt)
+    with pytest.raises(RestoreUnfinished):
+        require_restored(data)
+    with pytest.raises(CopyUnfinished, match="unfinished copy of the backup"):
+        FarmDatabase(data / "farm.sqlite", target.database).open()
+    with pytest.raises(CopyUnfinished):
+        back_up(farm.path.parent, tmp_path / "other", database=target.database)
+    restore(backup, data, database=target.database)
+    require_restored(data)
+    assert contents(FarmDatabase(data / "farm.sqlite", target.database)) == before
+
+
+def test_a_restore_overwrites_no_other_farm(farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path) -> None:
+    target = new_place()
+    back_up(farm.path.parent, tmp_path / "backup")
+    move(new_farm(tmp_path / "other"), Place(target.database, None))
+    before = contents(FarmDatabase(farm.path, target.database))
+    with pytest.raises(TargetNotEmpty, match="is not empty"):
+        restore(tmp_path / "backup", tmp_path / "restored", database=target.database)
+    assert contents(FarmDatabase(farm.path, target.database)) == before
+
+
+def test_a_backup_says_which_options_are_missing(farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path) -> None:
+    there = new_place()
+    move(farm, there)
+    farm.path.with_name("farm.sqlite.moved").unlink()
+    with pytest.raises(BackupRefused, match="has a PostgreSQL database") as refused:
+        back_up(farm.path.parent, tmp_path / "backup")
+    assert "--database" in refused.value.remedy
+    with pytest.raises(BackupRefused, match="in a bucket"):
+        back_up(farm.path.parent, tmp_path / "backup", database=there.database)
+
+
+@pytest.mark.parametrize("revision", ["0001", "9999"])
+def test_a_server_of_another_version_is_backed_up_by_its_own(
+    farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path, revision: str
+) -> None:
+    there = new_place()
+    move(farm, Place(there.database, None))
+    with committed(FarmDatabase(farm.path, there.database)) as connection:
+        connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{revision}'")
+    with pytest.raises(OtherVersion, match=f"revision {revision}, this etfarm copies {HEAD}"):
+        back_up(farm.path.parent, tmp_path / "backup", database=there.database)
+
+
+def test_artifacts_that_a_conversion_stores_go_to_the_bucket(s3_server: S3Server, tmp_path: Path) -> None:
+    (tmp_path / "data").mkdir()
+    database_of_0006(tmp_path / "data", 3)
+    location, data = s3_server.new_location(), tmp_path / "restored"
+    back_up(tmp_path / "data", tmp_path / "backup")
+    restore(tmp_path / "backup", data, blobs=location)
+    with committed(FarmDatabase(data / "farm.sqlite")) as connection:
+        named = set(connection.execute(select(schema.artifacts.c.digest)).scalars())
+    assert len(named) == 6 and objects_of(location) == {digest: digest for digest in named}
+    assert not (data / "artifacts" / "blobs").exists()

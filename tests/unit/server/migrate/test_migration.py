@@ -1,0 +1,347 @@
+"""Farms that are moved between SQLite with files and PostgreSQL with S3: row by row and blob by blob, or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+from collections.abc import Callable
+from pathlib import Path
+
+import psycopg
+import pytest
+
+from etfarm.server.artifacts.blobs import place_of
+from etfarm.server.artifacts.s3.blobs import key_of
+from etfarm.server.artifacts.s3.bucket import Bucket
+from etfarm.server.artifacts.s3.location import BucketLocation
+from etfarm.server.cluster import lease
+from etfarm.server.cluster.errors import ServersRunning
+from etfarm.server.migrate.commands import main
+from etfarm.server.migrate.errors import ArtifactsLost, MoveFailed, NothingToMove
+from etfarm.server.migrate.migration import Migration, Moved, Place
+from etfarm.server.state.copies import CopyUnfinished, FarmMoved
+from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
+from etfarm.server.state.engine import DatabaseTooNew
+from etfarm.server.transfer.database import FarmDatabase
+from etfarm.server.transfer.errors import TargetNotEmpty
+from etfarm.server.transfer.rows import OnProgress
+from etfarm.wire.errors import UserError
+from tests.support.full_farm import blobs_of, committed, contents, new_farm
+from tests.support.s3 import S3Server, environment_of
+from tests.support.stores import damage
+
+LOCAL = Place(None, None)
+
+
+class Interrupted(Exception):
+    """What ends a move before its time."""
+
+
+@pytest.fixture
+def farm(tmp_path: Path) -> FarmDatabase:
+    """A farm in SQLite and files."""
+    return new_farm(tmp_path / "data")
+
+
+@pytest.fixture
+def database(new_postgres: Callable[[], DatabaseUrl]) -> DatabaseUrl:
+    """An empty PostgreSQL database."""
+    return new_postgres()
+
+
+@pytest.fixture
+def location(s3_server: S3Server) -> BucketLocation:
+    """An empty folder of a bucket."""
+    return s3_server.new_location()
+
+
+def move(
+    farm: FarmDatabase,
+    source: Place,
+    target: Place,
+    on_progress: OnProgress = lambda what, done, total: None,
+    *,
+    skip_lost: bool = False,
+) -> Moved:
+    return Migration(farm.path.parent, source, target, on_progress, skip_lost=skip_lost).run()
+
+
+def objects_of(location: BucketLocation) -> dict[str, str]:
+    """Return the digest of each artifact of a bucket by its name, and the keys of everything else."""
+
+    async def read() -> dict[str, str]:
+        bucket, digests = Bucket(location), dict[str, str]()
+        async for page in bucket.list(""):
+            for each in page:
+                data = b"".join([piece async for piece in bucket.pieces(each.key, each.size_bytes)])
+                digests[each.key.rpartition("/")[2]] = hashlib.sha256(data).hexdigest()
+        return digests
+
+    return asyncio.run(read())
+
+
+def names(folder: Path) -> set[str]:
+    return {path.name for path in folder.iterdir()}
+
+
+def blobs(farm: FarmDatabase, name: str = "blobs") -> Path:
+    return farm.path.parent / "artifacts" / name
+
+
+def test_a_farm_is_moved_to_postgresql_and_s3_and_back(
+    farm: FarmDatabase, database: DatabaseUrl, location: BucketLocation
+) -> None:
+    before, files = contents(farm), blobs_of(blobs(farm))
+    scaled = Place(database, location)
+    moved = move(farm, LOCAL, scaled)
+    assert moved.row_count == sum(map(len, before.values()))
+    assert (moved.artifacts.count, moved.artifacts.lost) == (len(files), [])
+    assert contents(FarmDatabase(farm.path, database)) == before
+    assert objects_of(location) == files
+    assert names(farm.path.parent) == {"artifacts", "farm.sqlite.moved"}
+    assert names(farm.path.parent / "artifacts") == {"blobs.moved", "cache", "uploads"}
+    assert blobs_of(blobs(farm, "blobs.moved")) == files, "the way back"
+
+    (farm.path.parent / "farm.sqlite.moved").unlink()
+    (blobs(farm, "cache") / "ab").mkdir()
+    move(farm, scaled, LOCAL)
+    assert contents(farm) == before
+    assert blobs_of(blobs(farm)) == files
+    assert names(farm.path.parent) == {"artifacts", "farm.sqlite"}
+    assert names(farm.path.parent / "artifacts") == {"blobs", "blobs.moved", "uploads"}
+    assert farm.path.stat().st_mode & 0o777 == 0o600
+    with pytest.raises(FarmMoved, match="was moved to"):
+        FarmDatabase(farm.path, database).open()
+    farm.open()
+
+
+@pytest.mark.parametrize("scaled", ["database", "blobs"])
+def test_rows_and_artifacts_are_moved_alone(
+    farm: FarmDatabase, database: DatabaseUrl, location: BucketLocation, scaled: str
+) -> None:
+    before, files = contents(farm), blobs_of(blobs(farm))
+    target = Place(database, None) if scaled == "database" else Place(None, location)
+    move(farm, LOCAL, target)
+    assert contents(FarmDatabase(farm.path, target.database)) == before
+    assert farm.path.exists() == (scaled == "blobs")
+    assert (blobs_of(blobs(farm)) if scaled == "database" else objects_of(location)) == files
+    move(farm, target, LOCAL)
+    assert contents(farm) == before and blobs_of(blobs(farm)) == files
+
+
+def test_a_farm_is_moved_to_other_servers_of_the_same_kind(
+    farm: FarmDatabase, new_postgres: Callable[[], DatabaseUrl], s3_server: S3Server
+) -> None:
+    before, files = contents(farm), blobs_of(blobs(farm))
+    first, second = (Place(new_postgres(), s3_server.new_location()) for _ in range(2))
+    move(farm, LOCAL, first)
+    move(farm, first, second)
+    assert contents(FarmDatabase(farm.path, second.database)) == before
+    assert second.blobs is not None and objects_of(second.blobs) == files
+    assert "migrating" not in names(farm.path.parent) or not names(farm.path.parent / "migrating")
+
+
+def test_what_is_moved_cannot_be_mistaken_for_the_farm(
+    farm: FarmDatabase, database: DatabaseUrl, location: BucketLocation
+) -> None:
+    move(farm, LOCAL, Place(database, location))
+    with pytest.raises(FarmMoved, match=r"rename farm\.sqlite\.moved to farm\.sqlite"):
+        farm.open()
+    assert not farm.path.exists()
+
+
+@pytest.mark.parametrize("what", ["rows copied", "rows compared", "artifacts copied"])
+def test_an_interrupted_move_leaves_the_farm_where_it_was_and_goes_on(
+    farm: FarmDatabase, database: DatabaseUrl, location: BucketLocation, what: str
+) -> None:
+    before, files = contents(farm), blobs_of(blobs(farm))
+    target = Place(database, location)
+
+    def interrupt(happening: str, done: int, total: int) -> None:
+        if happening == what and done > total // 3:
+            raise Interrupted
+
+    for start, end in ((LOCAL, target), (target, LOCAL)):
+        with pytest.raises(Interrupted):
+            move(farm, start, end, interrupt)
+        source = FarmDatabase(farm.path, start.database)
+        source.open()
+        assert contents(source) == before
+        move(farm, start, end)
+        assert contents(FarmDatabase(farm.path, end.database)) == before
+        for path in (farm.path.with_name("farm.sqlite.moved"),):
+            path.unlink(missing_ok=True)
+    assert blobs_of(blobs(farm)) == files
+    assert objects_of(location) == files
+
+
+def test_a_damaged_artifact_ends_a_move_or_is_left_behind(farm: FarmDatabase, location: BucketLocation) -> None:
+    files = blobs_of(blobs(farm))
+    rotten, missing, *whole = sorted(files)
+    damage(place_of(blobs(farm), rotten))
+    place_of(blobs(farm), missing).unlink()
+    target = Place(None, location)
+    with pytest.raises(ArtifactsLost, match="2 of its artifacts") as error:
+        move(farm, LOCAL, target)
+    assert all(digest in error.value.metadata["digests"] for digest in (rotten, missing))
+    assert blobs(farm).exists() and not blobs(farm, "cache").exists()
+    moved = move(farm, LOCAL, target, skip_lost=True)
+    assert sorted(moved.artifacts.lost) == [rotten, missing]
+    assert objects_of(location) == {digest: files[digest] for digest in whole}
+
+
+def test_a_damaged_object_of_a_bucket_is_not_taken(farm: FarmDatabase, location: BucketLocation) -> None:
+    files = blobs_of(blobs(farm))
+    move(farm, LOCAL, Place(None, location))
+    rotten = sorted(files)[0]
+    asyncio.run(Bucket(location).put(key_of(rotten), b"other bytes"))
+    with pytest.raises(ArtifactsLost, match=rotten[:12]):
+        move(farm, Place(None, location), LOCAL)
+    assert rotten not in blobs_of(blobs(farm, "blobs.copying"))
+
+
+def test_what_something_else_uses_is_no_target(
+    farm: FarmDatabase, database: DatabaseUrl, location: BucketLocation, s3_server: S3Server, tmp_path: Path
+) -> None:
+    asyncio.run(Bucket(location).put(key_of("ab" * 32), b"of another farm"))
+    with pytest.raises(TargetNotEmpty, match="has artifacts already"):
+        move(farm, LOCAL, Place(None, location))
+    other = new_farm(tmp_path / "other")
+    move(other, LOCAL, Place(database, None))
+    with pytest.raises(TargetNotEmpty, match="is not empty"):
+        move(farm, LOCAL, Place(database, None))
+    with pytest.raises(NothingToMove, match="where it is"):
+        move(farm, LOCAL, LOCAL)
+    with pytest.raises(FarmMoved):
+        move(other, LOCAL, Place(None, s3_server.new_location()))
+    move(farm, LOCAL, Place(None, s3_server.new_location()))
+    with pytest.raises(NothingToMove, match="are in a bucket"):
+        move(farm, LOCAL, Place(None, s3_server.new_location()))
+
+
+def test_a_refused_move_changes_nothing(farm: FarmDatabase, location: BucketLocation) -> None:
+    asyncio.run(Bucket(location).put(key_of("ab" * 32), b"of another farm"))
+    with pytest.raises(TargetNotEmpty, match="has artifacts already"):
+        move(farm, LOCAL, Place(None, location))
+    assert list(objects_of(location)) == ["ab" * 32]
+    farm.open()
+    assert farm.path.exists() and blobs(farm).exists()
+
+
+def test_the_unfinished_copy_of_another_farm_is_no_target(farm: FarmDatabase, database: DatabaseUrl, tmp_path: Path) -> None:
+    other = new_farm(tmp_path / "other")
+
+    def interrupt(happening: str, done: int, total: int) -> None:
+        raise Interrupted
+
+    with pytest.raises(Interrupted):
+        move(other, LOCAL, Place(database, None), interrupt)
+    with pytest.raises(CopyUnfinished, match=str(other.path)):
+        move(farm, LOCAL, Place(database, None))
+
+
+def test_what_an_earlier_move_left_is_not_overwritten(farm: FarmDatabase, new_postgres: Callable[[], DatabaseUrl]) -> None:
+    first = Place(new_postgres(), None)
+    move(farm, LOCAL, first)
+    move(farm, first, LOCAL)
+    with pytest.raises(TargetNotEmpty, match=r"farm\.sqlite\.moved is left of an earlier move"):
+        move(farm, LOCAL, Place(new_postgres(), None))
+    farm.path.with_name("farm.sqlite.moved").unlink()
+    move(farm, LOCAL, Place(new_postgres(), None))
+
+
+def test_a_folder_or_a_database_without_a_farm_is_refused(tmp_path: Path, new_postgres: Callable[[], DatabaseUrl]) -> None:
+    nothing = FarmDatabase(tmp_path / "farm.sqlite")
+    with pytest.raises(NothingToMove, match="has no farm"):
+        move(nothing, LOCAL, Place(new_postgres(), None))
+    with pytest.raises(NothingToMove, match="has no farm"):
+        move(nothing, Place(new_postgres(), None), LOCAL)
+
+
+def test_a_farm_of_a_newer_etfarm_is_refused(farm: FarmDatabase, database: DatabaseUrl) -> None:
+    with committed(farm) as connection:
+        connection.exec_driver_sql("UPDATE alembic_version SET version_num = '9999'")
+    with pytest.raises(DatabaseTooNew, match="revision 9999"):
+        move(farm, LOCAL, Place(database, None))
+
+
+async def _begin_to_lead(url: DatabaseUrl) -> int:
+    """Take the lease, as a server does."""
+    async with await psycopg.AsyncConnection.connect(url.text, autocommit=True) as session:
+        await lease.create_tables(session)
+        taken = await lease.take(session, "a", "farm-a:7433", "1", "")
+        assert taken is not None
+        return taken[0].token
+
+
+async def _try_to_lead(url: DatabaseUrl) -> bool:
+    async with await psycopg.AsyncConnection.connect(url.text, autocommit=True) as session:
+        return await lease.take(session, "b", "farm-b:7433", "1", "") is not None
+
+
+async def _end_in_order(url: DatabaseUrl, token: int) -> None:
+    async with await psycopg.AsyncConnection.connect(url.text, autocommit=True) as session:
+        await lease.release(session, token)
+
+
+def test_a_farm_with_a_server_is_not_moved_and_none_leads_meanwhile(farm: FarmDatabase, database: DatabaseUrl) -> None:
+    before, scaled = contents(farm), Place(database, None)
+    move(farm, LOCAL, scaled)
+    token = asyncio.run(_begin_to_lead(database))
+    with pytest.raises(ServersRunning, match="farm-a:7433"):
+        move(farm, scaled, LOCAL)
+    asyncio.run(_end_in_order(database, token))
+    led = list[bool]()
+
+    def lead(happening: str, done: int, total: int) -> None:
+        if not led:
+            led.append(asyncio.run(_try_to_lead(database)))
+
+    move(farm, scaled, LOCAL, lead)
+    assert led == [False]
+    assert contents(farm) == before
+
+
+def test_the_farm_forgets_where_its_blobs_were(farm: FarmDatabase, database: DatabaseUrl, location: BucketLocation) -> None:
+    move(farm, LOCAL, Place(database, None))
+    token = asyncio.run(_begin_to_lead(database))
+
+    async def claim(blobs: str) -> str:
+        async with await psycopg.AsyncConnection.connect(database.text, autocommit=True) as session:
+            return await lease.claim_blobs(session, blobs)
+
+    assert asyncio.run(claim("folder 1")) == "folder 1"
+    asyncio.run(_end_in_order(database, token))
+    move(farm, Place(database, None), Place(database, location))
+    assert asyncio.run(claim(location.url)) == location.url
+
+
+def test_a_file_that_cannot_be_written_is_named_and_the_move_goes_on(farm: FarmDatabase, location: BucketLocation) -> None:
+    files, there = blobs_of(blobs(farm)), Place(None, location)
+    move(farm, LOCAL, there)
+    blobs(farm, "blobs.copying").touch()
+    with pytest.raises(MoveFailed, match="Not a directory"):
+        move(farm, there, LOCAL)
+    blobs(farm, "blobs.copying").unlink()
+    move(farm, there, LOCAL)
+    assert blobs_of(blobs(farm)) == files
+
+
+def test_the_command_says_what_to_change_and_what_it_left_behind(
+    farm: FarmDatabase, location: BucketLocation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in environment_of(location).items():
+        monkeypatch.setenv(name, value)
+    data = str(farm.path.parent)
+    with pytest.raises(UserError, match="does not say where"):
+        main(["--data", data])
+    with pytest.raises(BadDatabaseUrl):
+        main(["--data", data, "--to-database", "mysql://host/farm"])
+    with pytest.raises(UserError, match="is not a server's data folder"):
+        main(["--data", f"{data}/elsewhere", "--to-blobs", location.url])
+    rotten = min(blobs_of(blobs(farm)))
+    damage(place_of(blobs(farm), rotten))
+    assert main(["--data", data, "--to-blobs", location.url, "--skip-damaged"]) == 1
+    printed = capsys.readouterr()
+    assert f'blobs = "{location.url}"' in printed.out and f'blobs-endpoint = "{location.endpoint}"' in printed.out
+    assert "blobs.moved" in printed.out and rotten in printed.err
