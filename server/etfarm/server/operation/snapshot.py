@@ -24,6 +24,8 @@ class Snapshot:
     disk: DiskSpace | None = None
     stored: tuple[int, int] | None = None
     """Number of stored artifacts, and their bytes."""
+    downloaded: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that callers downloaded since the start of the server, by their way."""
     sessions: int = 0
     is_stopping: bool = False
 

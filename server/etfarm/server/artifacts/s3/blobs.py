@@ -27,7 +27,7 @@ from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.cache import Cache
 from etfarm.server.artifacts.s3.errors import BlobsUnavailable, BlobsUnusable
 from etfarm.server.artifacts.s3.fetch import Fetch, Overtaken
-from etfarm.v1 import common_pb2
+from etfarm.v1 import artifact_pb2, common_pb2
 
 log = structlog.get_logger()
 
@@ -339,6 +339,14 @@ class BucketBlobs:
         verified = asyncio.ensure_future(is_whole())
         verified.add_done_callback(_retrieve)
         return Reading(file, transfer.size_bytes, reach, verified)
+
+    async def link(self, digest: str) -> artifact_pb2.ArtifactLink | None:
+        """Return a link to an artifact's object; None if the bucket signs no links."""
+        if not self.bucket.signs:
+            return None
+        return artifact_pb2.ArtifactLink(
+            url=await self.bucket.sign(key_of(digest)), certificates=self.bucket.location.authorities or b""
+        )
 
     def withdraw(self, digest: str) -> bool:
         """Hide an artifact, and take away its copy; return False if it is looked up, sent, received or read."""
