@@ -80,7 +80,10 @@ class Blobs(Protocol):
         """Return a link by which everybody can read a stored artifact for a while; None if there is no way but this server."""
 
     def withdraw(self, digest: str) -> bool:
-        """Hide an artifact until `delete`; return False if it is in use."""
+        """Hide an artifact until `delete` or `restore`; return False if it is in use."""
+
+    def restore(self, digests: Collection[str]) -> None:
+        """Show artifacts again that were withdrawn, since the database may still name them."""
 
     async def delete(self, digests: Collection[str]) -> None:
         """Delete artifacts that were withdrawn, once nothing in the database names them."""

@@ -101,6 +101,16 @@ class FileBlobs:
             self.place(digest).replace(self._withdrawn(digest))
         return True
 
+    def restore(self, digests: Collection[str]) -> None:
+        """Rename files back; those that were stored again in the meantime stay."""
+        for digest in digests:
+            withdrawn, place = self._withdrawn(digest), self.place(digest)
+            with suppress(FileNotFoundError):
+                if place.exists():
+                    withdrawn.unlink()
+                else:
+                    withdrawn.replace(place)
+
     async def delete(self, digests: Collection[str]) -> None:
         """Delete the files of artifacts that were withdrawn."""
         for digest in digests:

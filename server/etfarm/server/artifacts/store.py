@@ -367,12 +367,18 @@ class Store:
         return removed
 
     async def _delete(self, withdrawn: Collection[str]) -> None:
-        """Delete artifacts that were withdrawn. What is uploaded again in the meantime is recorded after this."""
+        """Delete artifacts that were withdrawn. What is uploaded again in the meantime is recorded after this.
+
+        Nothing is lost if the rows cannot be deleted, for example because another server leads the farm.
+        """
+        if not withdrawn:
+            return
         try:
-            if withdrawn:
-                await self.holdings.forget(list(withdrawn))
-        finally:
-            await self.blobs.delete(withdrawn)
+            await self.holdings.forget(list(withdrawn))
+        except BaseException:
+            self.blobs.restore(withdrawn)
+            raise
+        await self.blobs.delete(withdrawn)
 
     async def chunks(self, digest: str, offset: int) -> AsyncIterator[artifact_pb2.Chunk]:
         """Yield the artifact's bytes from `offset` on. The last chunk is sent only after this process has verified all bytes.

@@ -47,6 +47,9 @@ _ORPHANS_S: Final = 60.0
 """Interval at which deletions that failed are tried again."""
 _ORPHAN_AGE: Final = timedelta(days=1)
 """Age from which a verification deletes an object that the database does not name: a younger one may be about to be recorded."""
+_DELETION_S: Final = 2.0
+"""Time after the check of the lease in which objects are deleted, less than another server needs to take the lead and to store
+one of them again. Later, the lease is checked again."""
 _PROGRESS_S: Final = 0.2
 
 
@@ -268,6 +271,8 @@ class BucketBlobs:
             )  # fmt: skip
 
     async def _quarantine(self, digest: str, actual: str, size_bytes: int) -> None:
+        # A server that has lost the lead must not move what the one that leads has stored meanwhile.
+        await self._holdings.require_lead([digest])
         self._lost.add(digest)
         target = f"{QUARANTINE}/{digest}.{time.time_ns()}"
         try:
@@ -356,28 +361,39 @@ class BucketBlobs:
             self._withdrawn[digest] = asyncio.Event()
         return True
 
+    def restore(self, digests: Collection[str]) -> None:
+        """Show artifacts again; their objects are untouched."""
+        for digest in digests:
+            self._withdrawn.pop(digest).set()
+
     async def delete(self, digests: Collection[str]) -> None:
         """Delete the objects and the copies of artifacts that were withdrawn.
 
-        What cannot be deleted now is deleted later. What the database still names, or names again, stays.
+        What cannot be deleted at once is deleted later. What the database still names, or names again, stays.
+
+        Raises:
+            Fenced: another server leads the farm, and may store the artifacts again; nothing was deleted.
         """
         try:
             files = [path for digest in digests for path in self.cache.drop(digest)]
             await self._run(caches.delete, files)
-            named = await self._holdings.sizes(list(digests))
-            await asyncio.gather(*(self._delete_object(digest) for digest in digests if digest not in named))
+            checked_s = asyncio.get_running_loop().time()
+            named = await self._holdings.require_lead(list(digests))
+            ends_s = checked_s + _DELETION_S
+            await asyncio.gather(*(self._delete_object(digest, ends_s) for digest in digests if digest not in named))
         finally:
-            for digest in digests:
-                self._withdrawn.pop(digest).set()
+            self.restore(digests)
 
-    async def _delete_object(self, digest: str) -> None:
+    async def _delete_object(self, digest: str, ends_s: float) -> None:
         self._orphans.discard(digest)
         self._lost.discard(digest)
         try:
-            await self.bucket.delete(key_of(digest))
-        except BlobsUnavailable as error:
+            async with asyncio.timeout_at(ends_s):
+                await self.bucket.delete(key_of(digest))
+        except (BlobsUnavailable, TimeoutError) as error:
             self._orphans.add(digest)
-            log.warning("an artifact could not be deleted from S3; that is tried again", digest=digest, why=error.message)
+            why = error.message if isinstance(error, BlobsUnavailable) else f"it takes longer than {_DELETION_S:g} s"
+            log.warning("an artifact could not be deleted from S3; that is tried again", digest=digest, why=why)
 
     async def verify(self) -> AsyncIterator[Verified]:
         """Compare the bucket with the database, and read every artifact.
