@@ -40,7 +40,7 @@ PATIENCE_S: Final = 60.0
 SIGNED_S: Final = 300.0
 """Time for which a presigned URL can be used: long enough for clocks that differ by some minutes, since it is used at once."""
 _CHECK_S: Final = 5.0
-"""Time for which a check before the start waits for a server that does not answer."""
+"""Time for which a check before the start waits at most for a server that does not answer."""
 _WHY_CHARACTERS: Final = 200
 
 BOUNDS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, math.inf)
@@ -261,7 +261,7 @@ class Bucket:
         Raises:
             BlobsUnusable: that failed.
         """
-        probing = Bucket(self.location, patience_s=_CHECK_S, timeout_s=_CHECK_S)
+        probing = Bucket(self.location, patience_s=min(_CHECK_S, self._patience_s), timeout_s=_CHECK_S)
         key = f"{PROBE}-{random.randbytes(8).hex()}"
         try:
             await probing.put(key, PROBE.encode())
