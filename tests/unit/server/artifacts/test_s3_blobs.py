@@ -6,6 +6,7 @@ import asyncio
 import hashlib
 import os
 import shutil
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -23,7 +24,7 @@ from etfarm.server.artifacts.s3.bucket import PIECE_BYTES, Bucket
 from etfarm.server.artifacts.s3.errors import BlobsUnavailable, BlobsUnusable
 from etfarm.server.artifacts.s3.location import BucketLocation, Credentials
 from etfarm.server.artifacts.store import Store
-from etfarm.server.state.engine import Database
+from etfarm.server.state.engine import Database, DatabaseUnavailable
 from etfarm.v1.artifact_pb2 import Chunk
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.wire.chunks import artifact_of
@@ -280,6 +281,28 @@ async def test_a_deletion_that_fails_is_made_up_for(world: World) -> None:
     assert await world.object_of(DIGEST) == DATA
     world.proxy.heal()
     tending = asyncio.create_task(world.blobs.tend())
+    await asyncio.to_thread(world.proxy.wait_for, world.proxy.answered, "DELETE", 3)  # after those of the two checks
+    tending.cancel()
+    assert await world.object_of(DIGEST) is None
+
+
+async def test_deletions_go_on_after_the_database_was_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etfarm.server.artifacts.s3.blobs._ORPHANS_S", 0.0)
+    await send(world.store, DATA)
+    await world.reopen(patience_s=0.2)
+    world.proxy.answer_503("DELETE")
+    assert await world.store.remove([DIGEST], unused_since_s=world.store.uses.clock() + 1) == {DIGEST}
+    world.proxy.heal()
+    refused = threading.Event()
+
+    def refuse(_: object) -> None:
+        refused.set()
+        raise DatabaseUnavailable("The database is away.", "Try again.")
+
+    world.database.guard = refuse
+    tending = asyncio.create_task(world.blobs.tend())
+    assert await asyncio.to_thread(refused.wait, WAIT_S)
+    world.database.guard = None
     await asyncio.to_thread(world.proxy.wait_for, world.proxy.answered, "DELETE", 3)  # after those of the two checks
     tending.cancel()
     assert await world.object_of(DIGEST) is None

@@ -28,6 +28,7 @@ from etfarm.server.artifacts.s3.cache import Cache
 from etfarm.server.artifacts.s3.errors import BlobsUnavailable, BlobsUnusable
 from etfarm.server.artifacts.s3.fetch import Fetch, Overtaken
 from etfarm.v1 import artifact_pb2, common_pb2
+from etfarm.wire.errors import EtfarmError
 
 log = structlog.get_logger()
 
@@ -472,7 +473,10 @@ class BucketBlobs:
                 await self._run(caches.delete, self.cache.evict(lacking))
             if self._orphans and loop.time() > due_s:
                 due_s = loop.time() + _ORPHANS_S
-                await self.delete([digest for digest in self._orphans if self.withdraw(digest)])
+                try:
+                    await self.delete([digest for digest in self._orphans if self.withdraw(digest)])
+                except EtfarmError as error:  # the database is away, or another server leads
+                    log.warning("artifacts could not be deleted from S3; that is tried again", why=error.message)
             await asyncio.sleep(_ROOM_POLL_S)
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
