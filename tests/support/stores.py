@@ -41,6 +41,7 @@ class Stores:
         location: BucketLocation | None = None,
         patience_s: float = 20.0,
         timeout_s: float = 10.0,
+        presign: str = "",
     ) -> Store:
         """Return a store, without opening it.
 
@@ -48,7 +49,7 @@ class Stores:
             location: another way to the folder of the bucket.
         """
         location = location or self.location
-        bucket = None if location is None else Bucket(location, patience_s=patience_s, timeout_s=timeout_s)
+        bucket = None if location is None else Bucket(location, patience_s=patience_s, timeout_s=timeout_s, presign=presign)
         store = Store(folder, database, limits, clock, bucket)
         self._created.append(store)
         return store

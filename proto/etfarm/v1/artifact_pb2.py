@@ -26,7 +26,7 @@ from etfarm.v1 import common_pb2 as etfarm_dot_v1_dot_common__pb2
 from google.protobuf import timestamp_pb2 as google_dot_protobuf_dot_timestamp__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65tfarm/v1/artifact.proto\x12\tetfarm.v1\x1a\x16\x65tfarm/v1/common.proto\x1a\x1fgoogle/protobuf/timestamp.proto\".\n\x1b\x46indMissingArtifactsRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\"/\n\x1c\x46indMissingArtifactsResponse\x12\x0f\n\x07missing\x18\x01 \x03(\t\"(\n\x16GetUploadStatusRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"I\n\x0cUploadStatus\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x17\n\x0f\x63ommitted_bytes\x18\x02 \x01(\x03\x12\x10\n\x08\x63omplete\x18\x03 \x01(\x08\"p\n\x15UploadArtifactRequest\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x17.etfarm.v1.UploadHeaderH\x00\x12!\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x10.etfarm.v1.ChunkH\x00\x42\t\n\x07message\"5\n\x0cUploadHeader\x12%\n\x08\x61rtifact\x18\x01 \x01(\x0b\x32\x13.etfarm.v1.Artifact\"%\n\x05\x43hunk\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\"9\n\x17\x44ownloadArtifactRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\"=\n\x14ListArtifactsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"\x88\x01\n\x0eStoredArtifact\x12%\n\x08\x61rtifact\x18\x01 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12\r\n\x05owner\x18\x02 \x01(\t\x12/\n\x0b\x63reate_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07project\x18\x04 \x01(\t\"^\n\x15ListArtifactsResponse\x12,\n\tartifacts\x18\x01 \x03(\x0b\x32\x19.etfarm.v1.StoredArtifact\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"6\n\x15\x44\x65leteArtifactRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"\x18\n\x16\x44\x65leteArtifactResponse\"R\n\x17\x43ollectArtifactsRequest\x12\x17\n\nkeep_bytes\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\x42\r\n\x0b_keep_bytes\"t\n\x18\x43ollectArtifactsResponse\x12\x15\n\rdeleted_bytes\x18\x01 \x01(\x03\x12\x15\n\rdeleted_count\x18\x02 \x01(\x03\x12\x12\n\nkept_bytes\x18\x03 \x01(\x03\x12\x16\n\x0ereleased_bytes\x18\x04 \x01(\x03\"\x18\n\x16VerifyArtifactsRequest\"p\n\x17VerifyArtifactsProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\x03\x12\r\n\x05total\x18\x02 \x01(\x03\x12\x12\n\ndone_bytes\x18\x03 \x01(\x03\x12$\n\x07\x64\x61maged\x18\x04 \x03(\x0b\x32\x13.etfarm.v1.Artifact2\x8c\x05\n\x0f\x41rtifactService\x12^\n\x0b\x46indMissing\x12&.etfarm.v1.FindMissingArtifactsRequest\x1a\'.etfarm.v1.FindMissingArtifactsResponse\x12M\n\x0fGetUploadStatus\x12!.etfarm.v1.GetUploadStatusRequest\x1a\x17.etfarm.v1.UploadStatus\x12\x45\n\x06Upload\x12 .etfarm.v1.UploadArtifactRequest\x1a\x17.etfarm.v1.UploadStatus(\x01\x12\x42\n\x08\x44ownload\x12\".etfarm.v1.DownloadArtifactRequest\x1a\x10.etfarm.v1.Chunk0\x01\x12I\n\x04List\x12\x1f.etfarm.v1.ListArtifactsRequest\x1a .etfarm.v1.ListArtifactsResponse\x12M\n\x06\x44\x65lete\x12 .etfarm.v1.DeleteArtifactRequest\x1a!.etfarm.v1.DeleteArtifactResponse\x12R\n\x07\x43ollect\x12\".etfarm.v1.CollectArtifactsRequest\x1a#.etfarm.v1.CollectArtifactsResponse\x12Q\n\x06Verify\x12!.etfarm.v1.VerifyArtifactsRequest\x1a\".etfarm.v1.VerifyArtifactsProgress0\x01\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18\x65tfarm/v1/artifact.proto\x12\tetfarm.v1\x1a\x16\x65tfarm/v1/common.proto\x1a\x1fgoogle/protobuf/timestamp.proto\".\n\x1b\x46indMissingArtifactsRequest\x12\x0f\n\x07\x64igests\x18\x01 \x03(\t\"/\n\x1c\x46indMissingArtifactsResponse\x12\x0f\n\x07missing\x18\x01 \x03(\t\"(\n\x16GetUploadStatusRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\"I\n\x0cUploadStatus\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x17\n\x0f\x63ommitted_bytes\x18\x02 \x01(\x03\x12\x10\n\x08\x63omplete\x18\x03 \x01(\x08\"p\n\x15UploadArtifactRequest\x12)\n\x06header\x18\x01 \x01(\x0b\x32\x17.etfarm.v1.UploadHeaderH\x00\x12!\n\x05\x63hunk\x18\x02 \x01(\x0b\x32\x10.etfarm.v1.ChunkH\x00\x42\t\n\x07message\"5\n\x0cUploadHeader\x12%\n\x08\x61rtifact\x18\x01 \x01(\x0b\x32\x13.etfarm.v1.Artifact\"Z\n\x05\x43hunk\x12\x0e\n\x06offset\x18\x01 \x01(\x03\x12\x0c\n\x04\x64\x61ta\x18\x02 \x01(\x0c\x12*\n\x04link\x18\x03 \x01(\x0b\x32\x17.etfarm.v1.ArtifactLinkH\x00\x88\x01\x01\x42\x07\n\x05_link\"1\n\x0c\x41rtifactLink\x12\x0b\n\x03url\x18\x01 \x01(\t\x12\x14\n\x0c\x63\x65rtificates\x18\x02 \x01(\x0c\"O\n\x17\x44ownloadArtifactRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\x0e\n\x06offset\x18\x02 \x01(\x03\x12\x14\n\x0c\x61\x63\x63\x65pts_link\x18\x03 \x01(\x08\"=\n\x14ListArtifactsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"\x88\x01\n\x0eStoredArtifact\x12%\n\x08\x61rtifact\x18\x01 \x01(\x0b\x32\x13.etfarm.v1.Artifact\x12\r\n\x05owner\x18\x02 \x01(\t\x12/\n\x0b\x63reate_time\x18\x03 \x01(\x0b\x32\x1a.google.protobuf.Timestamp\x12\x0f\n\x07project\x18\x04 \x01(\t\"^\n\x15ListArtifactsResponse\x12,\n\tartifacts\x18\x01 \x03(\x0b\x32\x19.etfarm.v1.StoredArtifact\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"6\n\x15\x44\x65leteArtifactRequest\x12\x0e\n\x06\x64igest\x18\x01 \x01(\t\x12\r\n\x05\x66orce\x18\x02 \x01(\x08\"\x18\n\x16\x44\x65leteArtifactResponse\"R\n\x17\x43ollectArtifactsRequest\x12\x17\n\nkeep_bytes\x18\x01 \x01(\x03H\x00\x88\x01\x01\x12\x0f\n\x07\x64ry_run\x18\x02 \x01(\x08\x42\r\n\x0b_keep_bytes\"t\n\x18\x43ollectArtifactsResponse\x12\x15\n\rdeleted_bytes\x18\x01 \x01(\x03\x12\x15\n\rdeleted_count\x18\x02 \x01(\x03\x12\x12\n\nkept_bytes\x18\x03 \x01(\x03\x12\x16\n\x0ereleased_bytes\x18\x04 \x01(\x03\"\x18\n\x16VerifyArtifactsRequest\"p\n\x17VerifyArtifactsProgress\x12\x0c\n\x04\x64one\x18\x01 \x01(\x03\x12\r\n\x05total\x18\x02 \x01(\x03\x12\x12\n\ndone_bytes\x18\x03 \x01(\x03\x12$\n\x07\x64\x61maged\x18\x04 \x03(\x0b\x32\x13.etfarm.v1.Artifact2\x8c\x05\n\x0f\x41rtifactService\x12^\n\x0b\x46indMissing\x12&.etfarm.v1.FindMissingArtifactsRequest\x1a\'.etfarm.v1.FindMissingArtifactsResponse\x12M\n\x0fGetUploadStatus\x12!.etfarm.v1.GetUploadStatusRequest\x1a\x17.etfarm.v1.UploadStatus\x12\x45\n\x06Upload\x12 .etfarm.v1.UploadArtifactRequest\x1a\x17.etfarm.v1.UploadStatus(\x01\x12\x42\n\x08\x44ownload\x12\".etfarm.v1.DownloadArtifactRequest\x1a\x10.etfarm.v1.Chunk0\x01\x12I\n\x04List\x12\x1f.etfarm.v1.ListArtifactsRequest\x1a .etfarm.v1.ListArtifactsResponse\x12M\n\x06\x44\x65lete\x12 .etfarm.v1.DeleteArtifactRequest\x1a!.etfarm.v1.DeleteArtifactResponse\x12R\n\x07\x43ollect\x12\".etfarm.v1.CollectArtifactsRequest\x1a#.etfarm.v1.CollectArtifactsResponse\x12Q\n\x06Verify\x12!.etfarm.v1.VerifyArtifactsRequest\x1a\".etfarm.v1.VerifyArtifactsProgress0\x01\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -46,27 +46,29 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_UPLOADHEADER']._serialized_start=424
   _globals['_UPLOADHEADER']._serialized_end=477
   _globals['_CHUNK']._serialized_start=479
-  _globals['_CHUNK']._serialized_end=516
-  _globals['_DOWNLOADARTIFACTREQUEST']._serialized_start=518
-  _globals['_DOWNLOADARTIFACTREQUEST']._serialized_end=575
-  _globals['_LISTARTIFACTSREQUEST']._serialized_start=577
-  _globals['_LISTARTIFACTSREQUEST']._serialized_end=638
-  _globals['_STOREDARTIFACT']._serialized_start=641
-  _globals['_STOREDARTIFACT']._serialized_end=777
-  _globals['_LISTARTIFACTSRESPONSE']._serialized_start=779
-  _globals['_LISTARTIFACTSRESPONSE']._serialized_end=873
-  _globals['_DELETEARTIFACTREQUEST']._serialized_start=875
-  _globals['_DELETEARTIFACTREQUEST']._serialized_end=929
-  _globals['_DELETEARTIFACTRESPONSE']._serialized_start=931
-  _globals['_DELETEARTIFACTRESPONSE']._serialized_end=955
-  _globals['_COLLECTARTIFACTSREQUEST']._serialized_start=957
-  _globals['_COLLECTARTIFACTSREQUEST']._serialized_end=1039
-  _globals['_COLLECTARTIFACTSRESPONSE']._serialized_start=1041
-  _globals['_COLLECTARTIFACTSRESPONSE']._serialized_end=1157
-  _globals['_VERIFYARTIFACTSREQUEST']._serialized_start=1159
-  _globals['_VERIFYARTIFACTSREQUEST']._serialized_end=1183
-  _globals['_VERIFYARTIFACTSPROGRESS']._serialized_start=1185
-  _globals['_VERIFYARTIFACTSPROGRESS']._serialized_end=1297
-  _globals['_ARTIFACTSERVICE']._serialized_start=1300
-  _globals['_ARTIFACTSERVICE']._serialized_end=1952
+  _globals['_CHUNK']._serialized_end=569
+  _globals['_ARTIFACTLINK']._serialized_start=571
+  _globals['_ARTIFACTLINK']._serialized_end=620
+  _globals['_DOWNLOADARTIFACTREQUEST']._serialized_start=622
+  _globals['_DOWNLOADARTIFACTREQUEST']._serialized_end=701
+  _globals['_LISTARTIFACTSREQUEST']._serialized_start=703
+  _globals['_LISTARTIFACTSREQUEST']._serialized_end=764
+  _globals['_STOREDARTIFACT']._serialized_start=767
+  _globals['_STOREDARTIFACT']._serialized_end=903
+  _globals['_LISTARTIFACTSRESPONSE']._serialized_start=905
+  _globals['_LISTARTIFACTSRESPONSE']._serialized_end=999
+  _globals['_DELETEARTIFACTREQUEST']._serialized_start=1001
+  _globals['_DELETEARTIFACTREQUEST']._serialized_end=1055
+  _globals['_DELETEARTIFACTRESPONSE']._serialized_start=1057
+  _globals['_DELETEARTIFACTRESPONSE']._serialized_end=1081
+  _globals['_COLLECTARTIFACTSREQUEST']._serialized_start=1083
+  _globals['_COLLECTARTIFACTSREQUEST']._serialized_end=1165
+  _globals['_COLLECTARTIFACTSRESPONSE']._serialized_start=1167
+  _globals['_COLLECTARTIFACTSRESPONSE']._serialized_end=1283
+  _globals['_VERIFYARTIFACTSREQUEST']._serialized_start=1285
+  _globals['_VERIFYARTIFACTSREQUEST']._serialized_end=1309
+  _globals['_VERIFYARTIFACTSPROGRESS']._serialized_start=1311
+  _globals['_VERIFYARTIFACTSPROGRESS']._serialized_end=1423
+  _globals['_ARTIFACTSERVICE']._serialized_start=1426
+  _globals['_ARTIFACTSERVICE']._serialized_end=2078
 # @@protoc_insertion_point(module_scope)

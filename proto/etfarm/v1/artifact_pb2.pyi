@@ -158,23 +158,64 @@ class Chunk(_message.Message):
 
     OFFSET_FIELD_NUMBER: _builtins.int
     DATA_FIELD_NUMBER: _builtins.int
+    LINK_FIELD_NUMBER: _builtins.int
     offset: _builtins.int
     """Position of the first byte in the artifact."""
     data: _builtins.bytes
     """At most 1 MiB."""
+    @_builtins.property
+    def link(self) -> Global___ArtifactLink:
+        """Only in an answer to a DownloadArtifactRequest with `accepts_link`: where to read the bytes. The message has no `data` then."""
+
     def __init__(
         self,
         *,
         offset: _builtins.int = ...,
         data: _builtins.bytes = ...,
+        link: Global___ArtifactLink | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_link", b"_link", "link", b"link"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_link", b"_link", "data", b"data", "link", b"link", "offset", b"offset"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    _WhichOneofReturnType__link: _TypeAlias = _typing.Literal["link"]  # noqa: Y015
+    _WhichOneofArgType__link: _TypeAlias = _typing.Literal["_link", b"_link"]  # noqa: Y015
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__link) -> _WhichOneofReturnType__link | None: ...
+
+Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
+
+@_typing.final
+class ArtifactLink(_message.Message):
+    """A presigned URL of the farm's S3 server. The bytes that it yields are not verified by the farm: the reader verifies their
+    sha256, and if reading fails in any way, it downloads again without `accepts_link`.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    URL_FIELD_NUMBER: _builtins.int
+    CERTIFICATES_FIELD_NUMBER: _builtins.int
+    url: _builtins.str
+    """https, or http to a loopback address; at most 8,192 characters. Whoever has it can read the artifact, and nothing else, for a
+    few minutes, so it is a secret: it is neither logged nor stored. A GET with the header Range reads a part. Neither a redirect
+    nor a proxy is to be followed.
+    """
+    certificates: _builtins.bytes
+    """PEM certificates that the S3 server's may be signed by, besides those that the reader trusts anyway; at most 64 KiB, mostly
+    empty.
+    """
+    def __init__(
+        self,
+        *,
+        url: _builtins.str = ...,
+        certificates: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["data", b"data", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["certificates", b"certificates", "url", b"url"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___Chunk: _TypeAlias = Chunk  # noqa: Y015
+Global___ArtifactLink: _TypeAlias = ArtifactLink  # noqa: Y015
 
 @_typing.final
 class DownloadArtifactRequest(_message.Message):
@@ -182,18 +223,24 @@ class DownloadArtifactRequest(_message.Message):
 
     DIGEST_FIELD_NUMBER: _builtins.int
     OFFSET_FIELD_NUMBER: _builtins.int
+    ACCEPTS_LINK_FIELD_NUMBER: _builtins.int
     digest: _builtins.str
     offset: _builtins.int
     """Number of bytes to skip."""
+    accepts_link: _builtins.bool
+    """Whether the caller can read from the farm's S3 server, if it has one, what `Chunk.link` refers to. Servers that do not know
+    this field send the bytes.
+    """
     def __init__(
         self,
         *,
         digest: _builtins.str = ...,
         offset: _builtins.int = ...,
+        accepts_link: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "offset", b"offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["accepts_link", b"accepts_link", "digest", b"digest", "offset", b"offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

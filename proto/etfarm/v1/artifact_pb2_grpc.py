@@ -128,6 +128,7 @@ class ArtifactServiceServicer(object):
 
     def Download(self, request, context):
         """Sends the bytes from `offset` on, in order, in chunks of at most 1 MiB. The receiver verifies the sha256 of the whole file.
+        If the caller accepts a link, the server may send one message with `link` instead, and ends the stream.
 
         Errors:
         NOT_FOUND            ARTIFACT_NOT_FOUND: none of the caller's projects holds the artifact: upload it.

@@ -68,6 +68,7 @@ class ArtifactServiceStub:
     """
     Download: _grpc.UnaryStreamMultiCallable[_artifact_pb2.DownloadArtifactRequest, _artifact_pb2.Chunk]
     """Sends the bytes from `offset` on, in order, in chunks of at most 1 MiB. The receiver verifies the sha256 of the whole file.
+    If the caller accepts a link, the server may send one message with `link` instead, and ends the stream.
 
     Errors:
       NOT_FOUND            ARTIFACT_NOT_FOUND: none of the caller's projects holds the artifact: upload it.
@@ -146,6 +147,7 @@ class ArtifactServiceAsyncStub(ArtifactServiceStub):
     """
     Download: _aio.UnaryStreamMultiCallable[_artifact_pb2.DownloadArtifactRequest, _artifact_pb2.Chunk]  # type: ignore[assignment]
     """Sends the bytes from `offset` on, in order, in chunks of at most 1 MiB. The receiver verifies the sha256 of the whole file.
+    If the caller accepts a link, the server may send one message with `link` instead, and ends the stream.
 
     Errors:
       NOT_FOUND            ARTIFACT_NOT_FOUND: none of the caller's projects holds the artifact: upload it.
@@ -245,6 +247,7 @@ class ArtifactServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_artifact_pb2.Chunk], _abc.AsyncIterator[_artifact_pb2.Chunk]]:
         """Sends the bytes from `offset` on, in order, in chunks of at most 1 MiB. The receiver verifies the sha256 of the whole file.
+        If the caller accepts a link, the server may send one message with `link` instead, and ends the stream.
 
         Errors:
           NOT_FOUND            ARTIFACT_NOT_FOUND: none of the caller's projects holds the artifact: upload it.

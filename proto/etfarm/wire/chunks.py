@@ -5,8 +5,9 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import os
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from concurrent.futures import Executor
+from contextlib import aclosing
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -35,6 +36,14 @@ class CorruptDownload(FarmError):
 
     reason = "DIGEST_MISMATCH"
     kind = Kind.DATA_LOSS
+
+
+class LinkFailed(Exception):
+    """A link that could not be followed, or led to other bytes. Its text never has the link."""
+
+
+FollowLink = Callable[[artifact_pb2.ArtifactLink, common_pb2.Artifact, int], AsyncGenerator[bytes, None]]
+"""Function that takes a link, its artifact and an offset, and yields the bytes from the offset on; it raises LinkFailed."""
 
 
 def spans(offset: int, size: int, chunk: int = CHUNK_BYTES) -> Iterator[tuple[int, int]]:
@@ -126,13 +135,18 @@ async def download(
     path: Path,
     *,
     on_progress: Progressed | None = None,
+    follow: FollowLink | None = None,
 ) -> None:
     """Download an artifact to `path`.
 
     Bytes are written to `path`.part, from which the next call resumes after an interrupted stream. A file at `path` is always
     complete and verified.
 
+    Args:
+        follow: reads from the farm's S3 server if the server answers with a link to it; None to let the server send the bytes.
+
     Raises:
+        LinkFailed: the link could not be followed; the next attempt resumes. Or it led to other bytes, and the next starts at 0.
         CorruptDownload: the digest differs; the part file is deleted, so that the next attempt starts at 0.
         grpc.aio.AioRpcError: as documented for ArtifactService.Download.
     """
@@ -147,20 +161,36 @@ async def download(
         if resume_at:
             hasher = await asyncio.to_thread(_hash_so_far, part)
             done = resume_at
-        async for chunk in stub.Download(artifact_pb2.DownloadArtifactRequest(digest=artifact.digest, offset=resume_at)):
-            done += len(chunk.data)
+        link: artifact_pb2.ArtifactLink | None = None
+        # Without a known size, what a link yields could not be bounded.
+        accepts_link = follow is not None and resume_at < artifact.size_bytes
+        request = artifact_pb2.DownloadArtifactRequest(digest=artifact.digest, offset=resume_at, accepts_link=accepts_link)
+
+        async def keep(data: bytes) -> None:
+            nonlocal done
+            done += len(data)
             try:
                 _require_room(artifact, done)
             except CorruptDownload:
                 part.unlink()
                 raise
-            await append(file.fileno(), hasher, chunk.data)
+            await append(file.fileno(), hasher, data)
             if on_progress is not None:
                 on_progress(done, artifact.size_bytes)
+
+        async for chunk in stub.Download(request):
+            if chunk.HasField("link"):
+                link = chunk.link
+            else:
+                await keep(chunk.data)
+        if link is not None and follow is not None:
+            async with aclosing(follow(link, artifact, done)) as pieces:
+                async for data in pieces:
+                    await keep(data)
         await asyncio.to_thread(os.fsync, file.fileno())
     if hasher.hexdigest() != artifact.digest:
         part.unlink()
-        raise corrupt_download(artifact)
+        raise LinkFailed("other bytes arrived") if link is not None else corrupt_download(artifact)
     part.replace(path)
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from etfarm.server.artifacts.limits import StoreLimits
+from etfarm.server.artifacts.s3.bucket import PATIENCE_S
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.devices.health.power import PowerRule
@@ -49,6 +50,10 @@ class Config:
     """Bucket of the artifacts; None to keep them as files in the data folder."""
     blobs_cache_bytes: int = 50 << 30
     """Size up to which copies of the bucket's artifacts are kept in the data folder."""
+    blobs_presign: str = ""
+    """URL at which agents reach the bucket's server, to read artifacts from there; empty to read them through this server."""
+    blobs_wait_s: float = PATIENCE_S
+    """Time for which a request is repeated while the bucket's server fails."""
     tokens: Path | None = None
     """Token file. Without tokens, everyone who reaches the server is an admin."""
     tls_cert: Path | None = None
@@ -185,6 +190,8 @@ class Config:
             )
         if self.database is None and self.advertise is not None:
             raise UserError("--advertise is for a farm of several servers.", "Give --database, or leave it out.")
+        if self.blobs is None and self.blobs_presign:
+            raise UserError("--blobs-presign is for artifacts in a bucket.", "Give --blobs, or leave it out.")
         if self.tls_client_ca is not None and self.web is not None:
             raise UserError("--web has no client certificate for --tls-client-ca.", "Leave one of them out.")
         self.identity(), self.client_ca()

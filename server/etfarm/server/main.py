@@ -11,6 +11,8 @@ from pathlib import Path
 
 import structlog
 
+from etfarm.server.artifacts.s3.bucket import PATIENCE_S
+from etfarm.server.artifacts.s3.location import read_endpoint
 from etfarm.server.compile.screening import operators
 from etfarm.server.config import Config
 from etfarm.server.devices.health.file import read_settings
@@ -62,10 +64,15 @@ def parser() -> argparse.ArgumentParser:
                        "A password belongs into the file or the variable (default: a SQLite file in --data)")  # fmt: skip
     serve.add_argument("--database-wait", type=_seconds, default=WAIT_S, metavar="S",
                        help="how long work waits for a PostgreSQL server that is away (default %(default)g s)")  # fmt: skip
-    add_blob_options(serve).add_argument(
-        "--blobs-cache-gib", type=_positive, default=50, metavar="N",
-        help="size up to which copies are kept in --data; those in use stay (default %(default)s)",
-    )  # fmt: skip
+    blobs = add_blob_options(serve)
+    blobs.add_argument("--blobs-cache-gib", type=_positive, default=50, metavar="N",
+                       help="size up to which copies are kept in --data; those in use stay (default %(default)s)")  # fmt: skip
+    blobs.add_argument("--blobs-presign", metavar="URL",
+                       help="let agents read artifacts from the S3 server, which they reach at this URL, by links that are "
+                       "valid for 5 minutes; what they cannot read comes through this server (default: everything "
+                       "does)")  # fmt: skip
+    blobs.add_argument("--blobs-wait", type=_seconds, default=PATIENCE_S, metavar="S",
+                       help="how long a request is repeated while the S3 server fails (default %(default)g s)")  # fmt: skip
     serve.add_argument(
         "--tokens",
         type=Path,
@@ -276,7 +283,8 @@ def config_of(arguments: argparse.Namespace) -> Config:
     return Config(
         listen=parse_address(arguments.listen), data=folder, database=arguments.database,
         database_wait_s=arguments.database_wait, blobs=location_of(arguments),
-        blobs_cache_bytes=arguments.blobs_cache_gib << 30, tokens=arguments.tokens,
+        blobs_cache_bytes=arguments.blobs_cache_gib << 30, blobs_wait_s=arguments.blobs_wait,
+        blobs_presign=read_endpoint(arguments.blobs_presign or "", "--blobs-presign"), tokens=arguments.tokens,
         tls_cert=arguments.tls_cert, tls_key=arguments.tls_key, tls_client_ca=arguments.tls_client_ca,
         insecure=arguments.insecure, workers=arguments.workers, threads=arguments.threads,
         memory_bytes=arguments.memory_gib << 30, cpu_s=arguments.cpu_limit, compile_deadline_s=arguments.compile_timeout,

@@ -153,7 +153,9 @@ class Storage:
         """
         database = create_database(config.data / DATABASE, config.database, config.database_wait_s)
         database.on_damaged = on_damaged
-        bucket = None if config.blobs is None else Bucket(config.blobs)
+        bucket = None
+        if config.blobs is not None:
+            bucket = Bucket(config.blobs, patience_s=config.blobs_wait_s, presign=config.blobs_presign)
         return cls(database, Store(config.data / ARTIFACTS, database, config.store_limits, bucket=bucket), Readers())
 
     async def open(self) -> None:

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager, contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from etfarm.device_agents.attempts.links import Links
 from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.errors import DiskFull, MalformedDigest
 from etfarm.device_agents.runners.bundle import Bundle, NotABundle, unpack
@@ -52,6 +53,7 @@ class Cache:
         self._verified: set[str] = set()
         self._locks: dict[str, asyncio.Lock] = {}
         self._leases: list[Lease] = []
+        self._links = Links()
         for path in (self._blobs, self._bundles):
             path.mkdir(parents=True, exist_ok=True)
         # Runners get links to the files of their own attempt and must not reach anything else here.
@@ -112,7 +114,7 @@ class Cache:
                     path.unlink()
             if artifact.digest not in self._verified or not path.exists():
                 try:
-                    await transfers.download(artifact, path, on_progress)
+                    await transfers.download(artifact, path, on_progress, self._links)
                 except OSError as error:
                     if error.errno in _NO_ROOM:
                         raise _disk_full(artifact, path) from error

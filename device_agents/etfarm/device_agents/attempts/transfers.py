@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Final, TypeVar
 
 import grpc
 
+from etfarm.device_agents.attempts.links import AVOID_S, Links
 from etfarm.device_agents.jail.box import require_plain_file
 from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import chunks
@@ -51,9 +52,29 @@ class Transfers:
         self._stub = stub
         self._pauses = pauses
 
-    async def download(self, artifact: common_pb2.Artifact, path: Path, on_progress: Progressed | None = None) -> None:
-        """Download the artifact to `path`, whole and verified; see `etfarm.wire.chunks.download`."""
-        await self._persist(lambda: chunks.download(self._stub, artifact, path, on_progress=on_progress))
+    async def download(
+        self, artifact: common_pb2.Artifact, path: Path, on_progress: Progressed | None = None, links: Links | None = None
+    ) -> None:
+        """Download the artifact to `path`, whole and verified; see `etfarm.wire.chunks.download`.
+
+        Args:
+            links: reads from the farm's S3 server where the server answers with a link; if that fails, and without it, the
+                bytes come through the server.
+        """
+
+        async def download() -> None:
+            if links is not None and links.are_usable:
+                try:
+                    return await chunks.download(self._stub, artifact, path, on_progress=on_progress, follow=links.follow)
+                except chunks.LinkFailed as error:
+                    links.avoid()
+                    log.warning(
+                        "%s could not be read from the farm's S3 server (%s); it comes through the server, as others do for %g s",
+                        artifact.digest[:12], error, AVOID_S,
+                    )  # fmt: skip
+            await chunks.download(self._stub, artifact, path, on_progress=on_progress)
+
+        await self._persist(download)
 
     async def upload(self, source: bytes | Path, on_progress: Progressed | None = None) -> common_pb2.Artifact:
         """Upload `source` and return its artifact, once the server holds it whole."""

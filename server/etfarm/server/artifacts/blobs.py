@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, BinaryIO, Final, Protocol
 
-from etfarm.v1 import common_pb2
+from etfarm.v1 import artifact_pb2, common_pb2
 from etfarm.wire import digest as digests
 
 if TYPE_CHECKING:
@@ -76,8 +76,14 @@ class Blobs(Protocol):
     async def read(self, digest: str) -> Reading | None:
         """Open an artifact; None if it is missing or damaged."""
 
+    async def link(self, digest: str) -> artifact_pb2.ArtifactLink | None:
+        """Return a link by which everybody can read a stored artifact for a while; None if there is no way but this server."""
+
     def withdraw(self, digest: str) -> bool:
-        """Hide an artifact until `delete`; return False if it is in use."""
+        """Hide an artifact until `delete` or `restore`; return False if it is in use."""
+
+    def restore(self, digests: Collection[str]) -> None:
+        """Show artifacts again that were withdrawn, since the database may still name them."""
 
     async def delete(self, digests: Collection[str]) -> None:
         """Delete artifacts that were withdrawn, once nothing in the database names them."""

@@ -92,11 +92,24 @@ class FileBlobs:
             return None
         return Reading(file, os.fstat(file.fileno()).st_size, _reach, asyncio.ensure_future(self.integrity.is_whole(digest)))
 
+    async def link(self, digest: str) -> None:
+        """Return None: files are read through this server."""
+
     def withdraw(self, digest: str) -> bool:
         """Rename an artifact's file, so that it does not exist any more."""
         with suppress(FileNotFoundError):
             self.place(digest).replace(self._withdrawn(digest))
         return True
+
+    def restore(self, digests: Collection[str]) -> None:
+        """Rename files back; those that were stored again in the meantime stay."""
+        for digest in digests:
+            withdrawn, place = self._withdrawn(digest), self.place(digest)
+            with suppress(FileNotFoundError):
+                if place.exists():
+                    withdrawn.unlink()
+                else:
+                    withdrawn.replace(place)
 
     async def delete(self, digests: Collection[str]) -> None:
         """Delete the files of artifacts that were withdrawn."""

@@ -139,6 +139,16 @@ class Holdings:
             sizes |= {row.digest: row.size_bytes for row in await self._database.query(_SIZES, some)}
         return sizes
 
+    async def require_lead(self, digests: Sequence[str]) -> set[str]:
+        """Return those of `digests` that the table of artifacts has at this moment, if this server may write.
+
+        Raises:
+            Fenced: another server leads the farm, so that nothing may be deleted from what the servers share.
+        """
+        some = {"digests": json.dumps(list(digests))}
+        # A write, which checks the lease.
+        return await self._database.write(lambda connection: set(connection.execute(_SIZES, some).scalars()))
+
     async def all_sizes(self) -> AsyncIterator[tuple[str, int]]:
         """Yield the digest and the size of every artifact in the order of digests."""
         table, after = schema.artifacts, ""

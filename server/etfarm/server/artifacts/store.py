@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import shutil
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Hashable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import UTC, datetime, timedelta
@@ -108,6 +109,8 @@ class Store:
         self._adopting: set[str] = set()
         self._unshared: set[str] = set()
         """New uploads that only their uploader knows, so that nothing else can refer to them."""
+        self.downloaded = Counter[str]()
+        """Bytes that callers downloaded since the start of this server: through it (`server`), or by links (`s3`)."""
 
     @property
     def integrity(self) -> Integrity:
@@ -364,12 +367,18 @@ class Store:
         return removed
 
     async def _delete(self, withdrawn: Collection[str]) -> None:
-        """Delete artifacts that were withdrawn. What is uploaded again in the meantime is recorded after this."""
+        """Delete artifacts that were withdrawn. What is uploaded again in the meantime is recorded after this.
+
+        Nothing is lost if the rows cannot be deleted, for example because another server leads the farm.
+        """
+        if not withdrawn:
+            return
         try:
-            if withdrawn:
-                await self.holdings.forget(list(withdrawn))
-        finally:
-            await self.blobs.delete(withdrawn)
+            await self.holdings.forget(list(withdrawn))
+        except BaseException:
+            self.blobs.restore(withdrawn)
+            raise
+        await self.blobs.delete(withdrawn)
 
     async def chunks(self, digest: str, offset: int) -> AsyncIterator[artifact_pb2.Chunk]:
         """Yield the artifact's bytes from `offset` on. The last chunk is sent only after this process has verified all bytes.
@@ -396,9 +405,19 @@ class Store:
                     data = await self._run(os.pread, file.fileno(), length, start)
                     if (start + length == size or verified.done()) and not await verified:
                         raise self._missing_error(digest)
+                    self.downloaded["server"] += len(data)
                     yield artifact_pb2.Chunk(offset=start, data=data)
             finally:
                 verified.cancel()
+
+    async def link(self, digest: str, offset: int) -> artifact_pb2.ArtifactLink | None:
+        """Return a link to read a stored artifact from `offset` on, which is a secret; None if `chunks` is the way to read it."""
+        size_bytes = (await self.sizes([digest], for_now=True)).get(digest, 0)
+        link = await self.blobs.link(digest) if 0 <= offset < size_bytes else None
+        if link is not None:
+            self.uses.mark(digest)
+            self.downloaded["s3"] += size_bytes - offset
+        return link
 
     def place(self, digest: str) -> Path:
         """Return the path of an artifact's file, whether or not it exists. Read the file, never write it."""

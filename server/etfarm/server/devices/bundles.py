@@ -20,6 +20,7 @@ import structlog
 from sqlalchemy import Connection, select
 
 from etfarm.server.access.scope import FARM_HOLDER
+from etfarm.server.artifacts.s3.waiting import retry_while_away
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
@@ -196,7 +197,7 @@ class Bundles:
     async def build_own(self) -> None:
         """Build the bundle for the server's own architecture if it is missing or was built from other sources."""
         try:
-            await self._build_own()
+            await retry_while_away(self._build_own)
         except EtfarmError as error:
             self._own_error = error
             log.error("no runner bundle", arch=self._own_arch, error=str(error))

@@ -139,6 +139,8 @@ def _check_blobs(result: Result, config: Config) -> None:
     if config.blobs is None:
         return
     result.facts.append(("artifacts", config.blobs.place))
+    if config.blobs_presign:
+        result.facts.append(("agents read artifacts at", config.blobs_presign))
     try:
         asyncio.run(Bucket(config.blobs).check())
     except EtfarmError as error:

@@ -201,6 +201,13 @@ class _Snapshots(Collector):
                 "etfarm_disk_work_bytes", "Free space below which new work is refused.", value=now.disk.work_bytes
             )
             yield GaugeMetricFamily("etfarm_disk_full", "Whether new work is refused.", value=float(now.disk.is_full))
+        downloads = CounterMetricFamily(
+            "etfarm_download_bytes", "Bytes of artifacts that were downloaded: through the server, or by links to S3.",
+            labels=["via"],
+        )  # fmt: skip
+        for via, number in sorted(now.downloaded.items()):
+            downloads.add_metric([via], number)
+        yield downloads
         if now.stored is not None:
             yield GaugeMetricFamily("etfarm_artifacts", "Stored artifacts.", value=now.stored[0])
             yield GaugeMetricFamily("etfarm_artifact_bytes", "Bytes of stored artifacts.", value=now.stored[1])

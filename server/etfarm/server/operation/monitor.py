@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Final
 
 import structlog
 
+from etfarm.server.artifacts.s3.blobs import BucketBlobs
 from etfarm.server.config import Config
 from etfarm.server.devices.registry import Registry
 from etfarm.server.jobs import model
@@ -61,6 +62,10 @@ class Monitor:
             jobs.announcer.on_event(self.metrics.on_event)
             jobs.compiler.on_compiled = self.metrics.on_compiled
             storage.database.on_transaction = self.metrics.on_transaction
+            if isinstance(storage.store.blobs, BucketBlobs):
+                from etfarm.server.operation.s3_metrics import S3Metrics
+
+                self.metrics.registry.register(S3Metrics(storage.store.blobs))
         self._tracing: Tracing | None = None
         if config.otlp is not None:
             self._tracing = open_tracing(config.otlp, version)
@@ -130,6 +135,7 @@ class Monitor:
             disk=self._storage.store.room.measure(),
             stored=await self._stored(),
             connections=self._storage.database.connections,
+            downloaded=dict(self._storage.store.downloaded),
             sessions=len(self._jobs.sessions),
             is_stopping=self._intake.is_stopping,
         )

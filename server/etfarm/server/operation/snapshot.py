@@ -27,6 +27,8 @@ class Snapshot:
     """Number of stored artifacts, and their bytes."""
     connections: ConnectionCounts | None = None
     """The connections to PostgreSQL; None with SQLite."""
+    downloaded: Mapping[str, int] = field(default_factory=dict)
+    """Bytes that callers downloaded since the start of the server, by their way."""
     sessions: int = 0
     is_stopping: bool = False
 

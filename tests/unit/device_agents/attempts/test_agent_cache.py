@@ -9,6 +9,7 @@ import json
 import os
 import tarfile
 from collections.abc import AsyncIterator, Iterator
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire.chunks import CorruptDownload, artifact_of
 from etfarm.wire.errors import DeviceError, Fault
+from tests.support.receivers import Answer, receiver, status
 
 
 class Store(artifact_pb2_grpc.ArtifactServiceServicer):
@@ -32,6 +34,7 @@ class Store(artifact_pb2_grpc.ArtifactServiceServicer):
         self.blobs: dict[str, bytes] = {}
         self.asked: list[tuple[str, int]] = []
         self.cut_after: int | None = None
+        self.link: artifact_pb2.ArtifactLink | None = None
         self.received: dict[str, bytes] = {}
 
     def put(self, data: bytes) -> common_pb2.Artifact:
@@ -43,6 +46,9 @@ class Store(artifact_pb2_grpc.ArtifactServiceServicer):
         self.asked.append((request.digest, request.offset))
         if request.digest not in self.blobs:
             await context.abort(grpc.StatusCode.NOT_FOUND, "no such artifact")
+        if request.accepts_link and self.link is not None:
+            yield artifact_pb2.Chunk(offset=request.offset, link=self.link)
+            return
         data = self.blobs[request.digest]
         for start in range(request.offset, len(data), 1000):
             if self.cut_after is not None and start >= self.cut_after:
@@ -109,6 +115,71 @@ async def test_a_cut_download_goes_on_where_it_was(store: Store, transfers: Tran
     with Cache(tmp_path, 1 << 20).lease(transfers) as lease:
         assert (await lease.fetch(artifact)).read_bytes() == store.blobs[artifact.digest]
     assert store.asked == [(artifact.digest, 0), (artifact.digest, 4000)]
+
+
+SECRET = "?X-Amz-Signature=0123456789abcdef"
+
+
+def s3(data: bytes, cut_after: int | None = None) -> Answer:
+    """Answer as an S3 server that has these bytes; `cut_after` breaks off after as many."""
+
+    def answer(request: BaseHTTPRequestHandler) -> None:
+        start = int((request.headers.get("Range") or "bytes=0-").removeprefix("bytes=").rstrip("-"))
+        request.send_response(206 if start else 200)
+        request.send_header("Content-Length", str(len(data) - start))
+        request.send_header("Content-Range", f"bytes {start}-{len(data) - 1}/{len(data)}")
+        request.end_headers()
+        request.wfile.write(data[start:cut_after])
+
+    return answer
+
+
+async def test_a_link_is_followed_and_goes_on_where_an_earlier_download_was(
+    store: Store, transfers: Transfers, tmp_path: Path
+) -> None:
+    first, second = store.put(os.urandom(10_000)), store.put(os.urandom(10_000))
+    (tmp_path / "blobs").mkdir()
+    (tmp_path / "blobs" / f"{second.digest}.part").write_bytes(store.blobs[second.digest][:3000])
+    cache = Cache(tmp_path, 1 << 20)
+    for artifact, start in ((first, None), (second, "bytes=3000-")):
+        with receiver(s3(store.blobs[artifact.digest])) as bucket, cache.lease(transfers) as lease:
+            store.link = artifact_pb2.ArtifactLink(url=bucket.url(f"/key{SECRET}"))
+            assert (await lease.fetch(artifact)).read_bytes() == store.blobs[artifact.digest]
+            assert bucket.requests.get_nowait().headers.get("Range") == start
+    assert store.asked == [(first.digest, 0), (second.digest, 3000)]
+
+
+@pytest.mark.parametrize(
+    ("answer", "resumed_at"),
+    [
+        (status(403), 0), (status(302, Location="http://127.0.0.1/"), 0), (s3(bytes(2 << 20)), 0),
+        (s3(os.urandom(2 << 20), cut_after=1 << 20), 1 << 20),
+    ],
+    ids=["refused", "redirected", "other bytes", "cut"],
+)  # fmt: skip
+async def test_what_a_link_does_not_yield_comes_through_the_server(
+    store: Store, transfers: Transfers, tmp_path: Path, caplog: pytest.LogCaptureFixture, answer: Answer, resumed_at: int
+) -> None:
+    artifact, other = store.put(os.urandom(2 << 20)), store.put(b"other" * 1000)
+    if resumed_at:  # what arrived before the cut was right
+        answer = s3(store.blobs[artifact.digest], cut_after=resumed_at)
+    with receiver(answer) as bucket, Cache(tmp_path, 4 << 20).lease(transfers) as lease:
+        store.link = artifact_pb2.ArtifactLink(url=bucket.url(f"/key{SECRET}"))
+        assert (await lease.fetch(artifact)).read_bytes() == store.blobs[artifact.digest]
+        assert store.asked == [(artifact.digest, 0), (artifact.digest, resumed_at)]
+        assert (await lease.fetch(other)).read_bytes() == store.blobs[other.digest]
+        assert bucket.requests.qsize() == 1, "after a failure, no link is followed for a while"
+    assert "it comes through the server" in caplog.text
+    assert "Signature" not in caplog.text
+
+
+@pytest.mark.parametrize("url", ["file:///etc/hostname", "http://192.0.2.1/key", "http://localhost.example/", "https://a b/", ""])
+async def test_a_hostile_link_is_not_followed(store: Store, transfers: Transfers, tmp_path: Path, url: str) -> None:
+    artifact = store.put(b"program" * 1000)
+    store.link = artifact_pb2.ArtifactLink(url=url)
+    with Cache(tmp_path, 1 << 20).lease(transfers) as lease:
+        assert (await lease.fetch(artifact)).read_bytes() == store.blobs[artifact.digest]
+    assert store.asked == [(artifact.digest, 0)] * 2
 
 
 async def test_a_file_that_was_damaged_meanwhile_is_fetched_again(store: Store, transfers: Transfers, tmp_path: Path) -> None:

@@ -6,10 +6,14 @@ import asyncio
 import hashlib
 import os
 import shutil
+import threading
+import urllib.error
+import urllib.request
 from collections.abc import AsyncIterator, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
@@ -20,7 +24,7 @@ from etfarm.server.artifacts.s3.bucket import PIECE_BYTES, Bucket
 from etfarm.server.artifacts.s3.errors import BlobsUnavailable, BlobsUnusable
 from etfarm.server.artifacts.s3.location import BucketLocation, Credentials
 from etfarm.server.artifacts.store import Store
-from etfarm.server.state.engine import Database
+from etfarm.server.state.engine import Database, DatabaseUnavailable
 from etfarm.v1.artifact_pb2 import Chunk
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.wire.chunks import artifact_of
@@ -54,20 +58,29 @@ class World:
         assert isinstance(self.store.blobs, BucketBlobs)
         return self.store.blobs
 
-    async def reopen(self, limits: StoreLimits | None = None, *, folder: str = "other", patience_s: float = 20.0) -> None:
+    async def reopen(
+        self, limits: StoreLimits | None = None, *, folder: str = "other", patience_s: float = 20.0, presign: str = ""
+    ) -> None:
         """Replace the store by one of another server, whose folder is empty."""
         self.store.close()
-        self.store = self.create(limits, folder=folder, patience_s=patience_s)
+        self.store = self.create(limits, folder=folder, patience_s=patience_s, presign=presign)
         await self.store.open()
 
     def create(
-        self, limits: StoreLimits | None = None, *, folder: str, patience_s: float = 20.0, timeout_s: float = 10.0
+        self,
+        limits: StoreLimits | None = None,
+        *,
+        folder: str,
+        patience_s: float = 20.0,
+        timeout_s: float = 10.0,
+        presign: str = "",
     ) -> Store:
         assert self.stores.location is not None
         there = replace(self.stores.location, endpoint=f"http://{self.proxy.address}")
         return self.stores.create(
-            self.folder / folder, self.database, limits, location=there, patience_s=patience_s, timeout_s=timeout_s
-        )
+            self.folder / folder, self.database, limits,
+            location=there, patience_s=patience_s, timeout_s=timeout_s, presign=presign,
+        )  # fmt: skip
 
     async def object_of(self, digest: str) -> bytes | None:
         """Return the bytes of an artifact's object; None if there is none."""
@@ -142,6 +155,49 @@ async def test_an_artifact_is_recorded_only_after_the_bucket_has_it(world: World
     world.proxy.heal()
     assert await sending
     assert await world.store.has(DIGEST)
+
+
+async def test_a_link_permits_to_read_one_object_for_five_minutes_and_nothing_else(world: World, s3_server: S3Server) -> None:
+    other = b"other" * 1000
+    await send(world.store, DATA)
+    await send(world.store, other)
+    assert await world.store.link(DIGEST, 0) is None, "a bucket signs nothing unless it is configured"
+    presign = f"http://{s3_server.address}"
+    await world.reopen(presign=presign)
+    link = await world.store.link(DIGEST, 0)
+    assert link is not None and link.url.startswith(presign) and link.certificates == b""
+    assert parse_qs(urlsplit(link.url).query)["X-Amz-Expires"] == ["300"]
+    assert world.blobs.bucket.location.credentials.secret_key not in link.url
+    assert await asyncio.to_thread(http, link.url) == (200, DATA)
+    assert await asyncio.to_thread(http, link.url, Range="bytes=90000-") == (206, DATA[90_000:])
+    for method in ("PUT", "DELETE"):
+        assert (await asyncio.to_thread(http, link.url, method))[0] == 403
+    assert (await asyncio.to_thread(http, link.url.replace(DIGEST, artifact_of(other).digest)))[0] == 403
+    assert (await asyncio.to_thread(http, link.url.replace("X-Amz-Expires=300", "X-Amz-Expires=3600")))[0] == 403
+    assert (await asyncio.to_thread(http, link.url.partition("?")[0]))[0] == 403
+    assert world.store.downloaded == {"s3": len(DATA)}
+    assert world.blobs.bucket.use.signed == 1
+
+
+async def test_there_is_no_link_to_what_is_not_stored(world: World) -> None:
+    await world.reopen(presign="https://s3.example")
+    await send(world.store, DATA)
+    assert await world.store.link("a" * 64, 0) is None
+    assert await world.store.link(DIGEST, len(DATA)) is None
+    assert await world.store.link(DIGEST, -1) is None
+    assert await world.store.remove([DIGEST], unused_since_s=world.store.uses.clock() + 1) == {DIGEST}
+    assert await world.store.link(DIGEST, 0) is None
+    assert not world.store.downloaded
+
+
+def http(url: str, method: str = "GET", **headers: str) -> tuple[int, bytes]:
+    """Return the status and the body of a request without credentials."""
+    request = urllib.request.Request(url, b"" if method == "PUT" else None, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=30) as answer:
+            return answer.status, answer.read()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read()
 
 
 async def test_many_callers_share_one_transfer(world: World) -> None:
@@ -225,6 +281,28 @@ async def test_a_deletion_that_fails_is_made_up_for(world: World) -> None:
     assert await world.object_of(DIGEST) == DATA
     world.proxy.heal()
     tending = asyncio.create_task(world.blobs.tend())
+    await asyncio.to_thread(world.proxy.wait_for, world.proxy.answered, "DELETE", 3)  # after those of the two checks
+    tending.cancel()
+    assert await world.object_of(DIGEST) is None
+
+
+async def test_deletions_go_on_after_the_database_was_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("etfarm.server.artifacts.s3.blobs._ORPHANS_S", 0.0)
+    await send(world.store, DATA)
+    await world.reopen(patience_s=0.2)
+    world.proxy.answer_503("DELETE")
+    assert await world.store.remove([DIGEST], unused_since_s=world.store.uses.clock() + 1) == {DIGEST}
+    world.proxy.heal()
+    refused = threading.Event()
+
+    def refuse(_: object) -> None:
+        refused.set()
+        raise DatabaseUnavailable("The database is away.", "Try again.")
+
+    world.database.guard = refuse
+    tending = asyncio.create_task(world.blobs.tend())
+    assert await asyncio.to_thread(refused.wait, WAIT_S)
+    world.database.guard = None
     await asyncio.to_thread(world.proxy.wait_for, world.proxy.answered, "DELETE", 3)  # after those of the two checks
     tending.cancel()
     assert await world.object_of(DIGEST) is None

@@ -27,7 +27,8 @@ from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.cache import Cache
 from etfarm.server.artifacts.s3.errors import BlobsUnavailable, BlobsUnusable
 from etfarm.server.artifacts.s3.fetch import Fetch, Overtaken
-from etfarm.v1 import common_pb2
+from etfarm.v1 import artifact_pb2, common_pb2
+from etfarm.wire.errors import EtfarmError
 
 log = structlog.get_logger()
 
@@ -47,6 +48,9 @@ _ORPHANS_S: Final = 60.0
 """Interval at which deletions that failed are tried again."""
 _ORPHAN_AGE: Final = timedelta(days=1)
 """Age from which a verification deletes an object that the database does not name: a younger one may be about to be recorded."""
+_DELETION_S: Final = 2.0
+"""Time after the check of the lease in which objects are deleted, less than another server needs to take the lead and to store
+one of them again. Later, the lease is checked again."""
 _PROGRESS_S: Final = 0.2
 
 
@@ -268,6 +272,8 @@ class BucketBlobs:
             )  # fmt: skip
 
     async def _quarantine(self, digest: str, actual: str, size_bytes: int) -> None:
+        # A server that has lost the lead must not move what the one that leads has stored meanwhile.
+        await self._holdings.require_lead([digest])
         self._lost.add(digest)
         target = f"{QUARANTINE}/{digest}.{time.time_ns()}"
         try:
@@ -340,6 +346,14 @@ class BucketBlobs:
         verified.add_done_callback(_retrieve)
         return Reading(file, transfer.size_bytes, reach, verified)
 
+    async def link(self, digest: str) -> artifact_pb2.ArtifactLink | None:
+        """Return a link to an artifact's object; None if the bucket signs no links."""
+        if not self.bucket.signs:
+            return None
+        return artifact_pb2.ArtifactLink(
+            url=await self.bucket.sign(key_of(digest)), certificates=self.bucket.location.authorities or b""
+        )
+
     def withdraw(self, digest: str) -> bool:
         """Hide an artifact, and take away its copy; return False if it is looked up, sent, received or read."""
         if self._asked[digest] or self._sending[digest] or digest in self._flights or self.cache.is_pinned(digest):
@@ -348,28 +362,39 @@ class BucketBlobs:
             self._withdrawn[digest] = asyncio.Event()
         return True
 
+    def restore(self, digests: Collection[str]) -> None:
+        """Show artifacts again; their objects are untouched."""
+        for digest in digests:
+            self._withdrawn.pop(digest).set()
+
     async def delete(self, digests: Collection[str]) -> None:
         """Delete the objects and the copies of artifacts that were withdrawn.
 
-        What cannot be deleted now is deleted later. What the database still names, or names again, stays.
+        What cannot be deleted at once is deleted later. What the database still names, or names again, stays.
+
+        Raises:
+            Fenced: another server leads the farm, and may store the artifacts again; nothing was deleted.
         """
         try:
             files = [path for digest in digests for path in self.cache.drop(digest)]
             await self._run(caches.delete, files)
-            named = await self._holdings.sizes(list(digests))
-            await asyncio.gather(*(self._delete_object(digest) for digest in digests if digest not in named))
+            checked_s = asyncio.get_running_loop().time()
+            named = await self._holdings.require_lead(list(digests))
+            ends_s = checked_s + _DELETION_S
+            await asyncio.gather(*(self._delete_object(digest, ends_s) for digest in digests if digest not in named))
         finally:
-            for digest in digests:
-                self._withdrawn.pop(digest).set()
+            self.restore(digests)
 
-    async def _delete_object(self, digest: str) -> None:
+    async def _delete_object(self, digest: str, ends_s: float) -> None:
         self._orphans.discard(digest)
         self._lost.discard(digest)
         try:
-            await self.bucket.delete(key_of(digest))
-        except BlobsUnavailable as error:
+            async with asyncio.timeout_at(ends_s):
+                await self.bucket.delete(key_of(digest))
+        except (BlobsUnavailable, TimeoutError) as error:
             self._orphans.add(digest)
-            log.warning("an artifact could not be deleted from S3; that is tried again", digest=digest, why=error.message)
+            why = error.message if isinstance(error, BlobsUnavailable) else f"it takes longer than {_DELETION_S:g} s"
+            log.warning("an artifact could not be deleted from S3; that is tried again", digest=digest, why=why)
 
     async def verify(self) -> AsyncIterator[Verified]:
         """Compare the bucket with the database, and read every artifact.
@@ -448,7 +473,10 @@ class BucketBlobs:
                 await self._run(caches.delete, self.cache.evict(lacking))
             if self._orphans and loop.time() > due_s:
                 due_s = loop.time() + _ORPHANS_S
-                await self.delete([digest for digest in self._orphans if self.withdraw(digest)])
+                try:
+                    await self.delete([digest for digest in self._orphans if self.withdraw(digest)])
+                except EtfarmError as error:  # the database is away, or another server leads
+                    log.warning("artifacts could not be deleted from S3; that is tried again", why=error.message)
             await asyncio.sleep(_ROOM_POLL_S)
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import importlib.util
+import math
 import random
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -34,10 +35,16 @@ _AT_ONCE: Final = 16
 """Maximum number of transfers at a time; further ones wait."""
 _FIRST_PAUSE_S: Final = 0.1
 _LAST_PAUSE_S: Final = 5.0
+PATIENCE_S: Final = 60.0
+"""Time for which a failed request is repeated by default."""
+SIGNED_S: Final = 300.0
+"""Time for which a presigned URL can be used: long enough for clocks that differ by some minutes, since it is used at once."""
 _CHECK_S: Final = 5.0
-"""Time for which a check before the start waits for a server that does not answer."""
+"""Time for which a check before the start waits at most for a server that does not answer."""
 _WHY_CHARACTERS: Final = 200
 
+BOUNDS_S: Final = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, math.inf)
+"""Upper bounds by which the durations of operations are counted."""
 PROBE: Final = "probe"
 """Key of the object that a check writes."""
 
@@ -48,9 +55,21 @@ class BucketUse:
 
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Numbers of operations, by name and outcome: ok, missing, or failed."""
+    durations: Counter[tuple[str, float]] = field(default_factory=Counter)
+    """Numbers of operations, by name and by the first of BOUNDS_S that they did not exceed."""
+    seconds: dict[str, float] = field(default_factory=dict)
+    """Total time of operations by name, with the pauses between tries."""
     retries: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
+    signed: int = 0
+    """Number of presigned URLs."""
+
+    def count(self, operation: str, outcome: str, seconds: float) -> None:
+        """Count an operation that ended."""
+        self.requests[operation, outcome] += 1
+        self.durations[operation, next(bound_s for bound_s in BOUNDS_S if seconds <= bound_s)] += 1
+        self.seconds[operation] = self.seconds.get(operation, 0.0) + seconds
 
 
 @dataclass(frozen=True)
@@ -68,9 +87,12 @@ class Bucket:
     Args:
         patience_s: time for which a failed request is repeated.
         timeout_s: time limit of one request.
+        presign: URL at which the readers of presigned URLs reach the server; empty to sign none.
     """
 
-    def __init__(self, location: BucketLocation, *, patience_s: float = 60.0, timeout_s: float = 30.0) -> None:
+    def __init__(
+        self, location: BucketLocation, *, patience_s: float = PATIENCE_S, timeout_s: float = 30.0, presign: str = ""
+    ) -> None:
         if importlib.util.find_spec("obstore") is None:
             raise BadBlobs(
                 "Artifacts in S3 need obstore, which is not installed.",
@@ -81,19 +103,19 @@ class Bucket:
         self._patience_s = patience_s
         self._timeout_s = timeout_s
         self._turns = asyncio.Semaphore(_AT_ONCE)
-        self._store = self._open(timeout_s)
+        self._store = self._open(timeout_s, location.endpoint)
+        # The host is a part of what is signed.
+        self._signer = self._open(timeout_s, presign) if presign else None
 
-    def _open(self, timeout_s: float) -> S3Store:
+    def _open(self, timeout_s: float, endpoint: str) -> S3Store:
         from obstore.store import S3Store  # only where --blobs is given
 
         location, client = self.location, dict[str, Any]()
         client |= {"timeout": timedelta(seconds=timeout_s), "connect_timeout": timedelta(seconds=min(5.0, timeout_s))}
-        client |= {"allow_http": location.endpoint.startswith("http://")}
+        client |= {"allow_http": endpoint.startswith("http://")}
         if location.authorities is not None:
             client["root_certificate"] = location.authorities
-        settings: dict[str, Any] = {"endpoint": location.endpoint} if location.endpoint else {}
-        if location.endpoint:
-            settings["aws_endpoint_url_s3"] = location.endpoint
+        settings: dict[str, Any] = {"endpoint": endpoint, "aws_endpoint_url_s3": endpoint} if endpoint else {}
         if location.credentials.session_token:
             settings["session_token"] = location.credentials.session_token
         return S3Store(
@@ -220,11 +242,18 @@ class Bucket:
             yield [Stored(each["path"], each["size"], each["last_modified"].astimezone(UTC)) for each in page]
             after = page[-1]["path"]
 
-    async def sign(self, key: str, seconds: float) -> str:
-        """Return a link with which everybody can read an object for a while."""
+    @property
+    def signs(self) -> bool:
+        """Whether it signs URLs."""
+        return self._signer is not None
+
+    async def sign(self, key: str) -> str:
+        """Return a URL with which everybody can read an object, and nothing else, for SIGNED_S. Asks no server."""
         import obstore
 
-        return str(await obstore.sign_async(self._store, "GET", key, timedelta(seconds=seconds)))
+        assert self._signer is not None
+        self.use.signed += 1
+        return str(await obstore.sign_async(self._signer, "GET", key, timedelta(seconds=SIGNED_S)))
 
     async def check(self) -> None:
         """Write, read and delete a small object.
@@ -232,7 +261,7 @@ class Bucket:
         Raises:
             BlobsUnusable: that failed.
         """
-        probing = Bucket(self.location, patience_s=_CHECK_S, timeout_s=_CHECK_S)
+        probing = Bucket(self.location, patience_s=min(_CHECK_S, self._patience_s), timeout_s=_CHECK_S)
         key = f"{PROBE}-{random.randbytes(8).hex()}"
         try:
             await probing.put(key, PROBE.encode())
@@ -255,23 +284,23 @@ class Bucket:
         from obstore.exceptions import BaseError, PermissionDeniedError, UnauthenticatedError
 
         loop = asyncio.get_running_loop()
-        ends_s, pause_s = loop.time() + self._patience_s, _FIRST_PAUSE_S
+        began_s, pause_s = loop.time(), _FIRST_PAUSE_S
         while True:
             try:
                 answer = await call()
             except FileNotFoundError:
-                self.use.requests[operation, "missing"] += 1
+                self.use.count(operation, "missing", loop.time() - began_s)
                 raise
             except (PermissionDeniedError, UnauthenticatedError) as error:
-                self.use.requests[operation, "failed"] += 1
+                self.use.count(operation, "failed", loop.time() - began_s)
                 raise self._unavailable(operation, key, f"the server refuses the credentials ({_why(error)})") from None
             except (BaseError, OSError) as error:
                 wait_s = pause_s * random.uniform(0.5, 1.0)
-                if loop.time() + wait_s > ends_s:
-                    self.use.requests[operation, "failed"] += 1
+                if loop.time() + wait_s > began_s + self._patience_s:
+                    self.use.count(operation, "failed", loop.time() - began_s)
                     raise self._unavailable(operation, key, _why(error)) from None
             else:
-                self.use.requests[operation, "ok"] += 1
+                self.use.count(operation, "ok", loop.time() - began_s)
                 return answer
             self.use.retries += 1
             await asyncio.sleep(wait_s)

@@ -96,7 +96,7 @@ class BucketLocation:
         return cls(
             bucket,
             prefix,
-            _endpoint(endpoint or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or ""),
+            read_endpoint(endpoint or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or ""),
             region or environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or DEFAULT_REGION,
             _from_file(credentials) if credentials is not None else _from_environment(environment),
             credentials,
@@ -104,8 +104,11 @@ class BucketLocation:
         )
 
 
-def _endpoint(url: str) -> str:
+def read_endpoint(url: str, option: str = "--blobs-endpoint") -> str:
     """Return a server's URL without a slash at its end.
+
+    Args:
+        option: the option that names it, for errors.
 
     Raises:
         BadBlobs: it is no http or https URL, or plain http to another machine.
@@ -119,10 +122,10 @@ def _endpoint(url: str) -> str:
         parts, host = urlsplit(""), None
     if parts.scheme not in ("http", "https") or not host or parts.query or parts.fragment or parts.username is not None:
         shown = url[:100] if "@" not in url else "a URL with a password"
-        raise BadBlobs(f"--blobs-endpoint is not a URL of an S3 server: {shown}.", "Give it as https://s3.example:8333.")
+        raise BadBlobs(f"{option} is not a URL of an S3 server: {shown}.", "Give it as https://s3.example:8333.")
     if parts.scheme == "http" and host not in _LOOPBACK:
         raise BadBlobs(
-            f"--blobs-endpoint is plain http to another machine: {url[:100]}.",
+            f"{option} is plain http to another machine: {url[:100]}.",
             "Use https; --blobs-ca names the certificate of your own authority.",
         )
     return url.rstrip("/")

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Final
 
 from etfarm.server.access.scope import DEFAULT_PROJECT
+from etfarm.server.artifacts.s3.waiting import retry_while_away
 from etfarm.server.artifacts.store import Store
 from etfarm.server.devices.runs import Runs
 from etfarm.server.jobs.cells.cell_run import CellRun
@@ -146,7 +147,7 @@ class Results:
             foreign = next((each for each in named if each not in own), None)
             if foreign is not None and not candidate.HasField("error"):
                 raise ImplausibleResult(f"it names the artifact {foreign[:12]!r}, which its agent did not upload")
-            await self._store.require_whole(own)
+            await retry_while_away(lambda: self._store.require_whole(own))
             await self._readers.run(check_candidate, candidate, plan, self._store.path)
         except ImplausibleResult as error:
             return error

@@ -10,6 +10,7 @@ from typing import Final
 
 import structlog
 
+from etfarm.server.artifacts.s3.waiting import retry_while_away
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells.analysis import CellAnalysis
@@ -95,15 +96,15 @@ class CellStages:
         require_in_time(run.job.spec, self._now())
         if run.cell.state == model.QUEUED:
             await self._transitions.advance([run], model.COMPILING)
-        await self._compilation.compile(run)
+        await retry_while_away(partial(self._compilation.compile, run))
         await self._take_turn()
         assert run.compilation is not None
         if run.compilation.HasField("program"):
-            await self._requirements.check_inputs(run)
+            await retry_while_away(partial(self._requirements.check_inputs, run))
         if not run.cell.HasField("device_index"):
             await self.finish(run, model.SUCCEEDED)
             return
-        await self._compilation.compile_numerics(run)
+        await retry_while_away(partial(self._compilation.compile_numerics, run))
         await self._transitions.advance([run], model.WAITING)
 
     async def recover(self, run: CellRun) -> None:
@@ -127,7 +128,8 @@ class CellStages:
             run.device = self._dispatch.device_of(run.cell)
         phase = self._timer.start(run.job)
         self._progress.announce_phase([run], "ANALYZE")
-        run.analysis = await retry_until_written(partial(self._analysis.analyze, run, results))
+        analyze = partial(self._analysis.analyze, run, results)
+        run.analysis = await retry_until_written(partial(retry_while_away, analyze))
         measured = self._analysis.report(run, run.cell, "", at=self._now())
         run.earlier = await self._journal.reports.find_earlier(run.job.project, measured)
         phase.record("ANALYZE", run)

@@ -102,6 +102,9 @@ class ArtifactService(artifact_pb2_grpc.ArtifactServiceServicer):
         principal = caller()
         if not await self._may_read(principal, request.digest):
             raise ArtifactNotFound(request.digest)
+        if request.accepts_link and (link := await self._store.link(request.digest, request.offset)) is not None:
+            yield artifact_pb2.Chunk(offset=request.offset, link=link)
+            return
         limits = self._store.limits
         turn = self._downloads.setdefault(principal.name, asyncio.Semaphore(limits.downloads))
         async with turn:

@@ -11,7 +11,7 @@ from sqlalchemy import Connection
 
 from etfarm.server.state.backup_lock import BackupRunning
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.server.state.postgres.connections import Connections, discard, driver_of
+from etfarm.server.state.postgres.connections import Connections, driver_of
 
 _LOCK: Final = 0x65746662
 """The advisory lock of a backup. A server looks whether it is held; between that look and its deletions a backup may begin, whose
@@ -40,5 +40,5 @@ def backing_up(url: DatabaseUrl, wait_s: float) -> Iterator[None]:
             raise BackupRunning("The server is deleting artifacts, or another backup is running.")
         yield
     finally:
-        discard(connection)
+        connections.discard(connection)
         connections.close()

@@ -1,0 +1,31 @@
+"""Work of the farm itself, for which no call waits, over times in which the bucket's server is away."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Final, TypeVar
+
+import structlog
+
+from etfarm.server.artifacts.s3.errors import BlobsUnavailable
+from etfarm.wire.errors import FarmError
+
+log = structlog.get_logger()
+
+T = TypeVar("T")
+
+_PAUSE_S: Final = 1.0
+"""Pause between attempts; each of them repeats its requests for some time already."""
+
+
+async def retry_while_away(work: Callable[[], Awaitable[T]]) -> T:
+    """Await `work`, and repeat it while the bucket's server is away. To stop, cancel the task."""
+    while True:
+        try:
+            return await work()
+        except FarmError as error:
+            if error.reason != BlobsUnavailable.reason:  # the error may have passed through another process
+                raise
+            log.warning("the artifacts' S3 server is away, trying again", error=error.message, seconds=_PAUSE_S)
+        await asyncio.sleep(_PAUSE_S)

@@ -1,0 +1,170 @@
+"""A farm whose S3 server is slow, fails or is away while jobs run: calls end with an error, and jobs go on afterwards."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+
+from etfarm.client.models import CellChanged, CellState, Progress
+from etfarm.v1 import artifact_pb2_grpc
+from etfarm.wire.channel import Access, open_channel
+from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.status import from_rpc_error
+from tests.support import models
+from tests.support.farm import FarmProcess, etfarm, wait_until
+from tests.support.programs import program
+from tests.support.s3 import S3Server, environment_of
+from tests.support.s3_proxy import S3Proxy, proxy_to
+
+pytestmark = pytest.mark.slow(reason="starts an S3 server, and breaks farms of its own")
+
+LONG = {"threads": [1], "iterations": 50, "min_time_s": 2.0}
+SHORT = {"threads": [1], "iterations": 20, "warmup": 2, "min_time_s": 0.01}
+AWAY = "the artifacts' S3 server is away, trying again"
+
+
+@dataclass
+class Shaken:
+    """A farm, and the proxy between its server and the S3 server."""
+
+    farm: FarmProcess
+    proxy: S3Proxy
+
+    @property
+    def log(self) -> str:
+        assert self.farm.server is not None
+        return self.farm.server.log.read_text()
+
+    def refuse_all(self) -> None:
+        """Answer every request with 503."""
+        for method in ("GET", "PUT", "HEAD", "POST", "DELETE"):
+            self.proxy.answer_503(method)
+
+    def forget_copies(self) -> None:
+        """Restart the server without its copies of artifacts."""
+        assert self.farm.server is not None
+        self.farm.server.stop()
+        shutil.rmtree(self.farm.folder / "server" / "artifacts" / "cache")
+        self.farm.restart()
+
+    def check(self, job_id: str) -> None:
+        """Check that a job has succeeded with one attempt, and that no artifact is missing or damaged."""
+        with self.farm.client() as client:
+            (report,) = client.job(job_id).result().reports
+            assert report.state == "SUCCEEDED", report.error
+            assert client.job(job_id).info.cells[0].attempts == 1
+        done = etfarm("artifacts", "verify", cwd=self.farm.folder, environment={"ETFARM_SERVER": self.farm.address})
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.fixture
+def shaken(tmp_path: Path, s3_server: S3Server, monkeypatch: pytest.MonkeyPatch) -> Iterator[Shaken]:
+    with proxy_to(s3_server.address) as proxy:
+        location = s3_server.new_location(proxy.address)
+        for name, value in environment_of(location).items():
+            monkeypatch.setenv(name, value)
+        farm = FarmProcess(tmp_path, serve=["--blobs", location.url, "--blobs-wait", "1"])
+        try:
+            yield Shaken(farm, proxy)
+        finally:
+            proxy.heal()
+            farm.stop()
+
+
+def until(job: Any, phase: str) -> None:
+    for event in job.watch():
+        if isinstance(event, Progress) and event.phase == phase:
+            return
+        if isinstance(event, CellChanged) and event.cell.state in (CellState.FAILED, CellState.SUCCEEDED):
+            raise AssertionError(f"the cell ended before {phase}: {event.cell.error}")
+    raise AssertionError(f"the job ended before {phase}")
+
+
+async def put(farm: FarmProcess, data: bytes) -> None:
+    async with open_channel(Access(farm.address)) as channel:
+        await upload(artifact_pb2_grpc.ArtifactServiceStub(channel), artifact_of(data), data)
+
+
+async def test_a_result_waits_for_the_s3_server_and_calls_do_not(shaken: Shaken) -> None:
+    shaken.farm.start()
+    with shaken.farm.client() as client:
+        job = client.bench(program("conv").path, **LONG)
+        until(job, "TIMED")
+        shaken.refuse_all()
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await put(shaken.farm, b"new" * 1000)
+        error = from_rpc_error(refused.value, server="here")
+        assert (error.reason, error.metadata["why"]) == ("BLOBS_UNAVAILABLE", "SlowDown")
+        agent = shaken.farm.agents[0]
+        assert wait_until(lambda: "a transfer was cut (UNAVAILABLE)" in agent.log.read_text()), agent.log.read_text()
+        shaken.proxy.heal()
+        job.result()
+        await put(shaken.farm, b"new" * 1000)
+    shaken.check(job.id)
+
+
+def test_a_program_waits_for_the_s3_server(shaken: Shaken) -> None:
+    (agent,) = shaken.farm.start().agents
+    agent.stop()
+    with shaken.farm.client() as client:
+        job = client.bench(program("add").path, **SHORT)
+        until(job, "WAIT_FOR_DEVICE")
+    shaken.forget_copies()
+    shaken.refuse_all()
+    agent.start()
+    assert wait_until(lambda: "a transfer was cut (UNAVAILABLE)" in agent.log.read_text()), agent.log.read_text()
+    shaken.proxy.heal()
+    shaken.check(job.id)
+
+
+def test_a_compilation_waits_for_the_s3_server(shaken: Shaken, tmp_path: Path) -> None:
+    shaken.farm.start()
+    with shaken.farm.client() as client:
+        job = client.bench(models.save(models.conv, tmp_path / "conv.pt2"), **SHORT)
+        until(job, "TO_EDGE_TRANSFORM_AND_LOWER")
+        shaken.proxy.answer_503("PUT")
+        assert wait_until(lambda: AWAY in shaken.log), shaken.log
+        shaken.proxy.heal()
+    shaken.check(job.id)
+
+
+FAULTS: dict[str, Callable[[S3Proxy], None]] = {
+    "slow": lambda proxy: proxy.stall(),
+    "cut": lambda proxy: [proxy.cut(method, 20) for method in ("GET", "PUT")] and None,
+    "503": lambda proxy: [proxy.answer_503(method, 5) for method in ("GET", "PUT", "HEAD")] and None,
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_job_goes_on_after_a_fault(shaken: Shaken, fault: str) -> None:
+    shaken.farm.start()
+    with shaken.farm.client() as client:
+        job = client.bench(program("conv").path, **LONG)
+        until(job, "TIMED")
+        before = len(shaken.proxy.requests)
+        FAULTS[fault](shaken.proxy)
+        assert wait_until(lambda: len(shaken.proxy.requests) > before + (0 if fault == "slow" else 4))
+        shaken.proxy.heal()
+        job.result()
+    shaken.check(job.id)
+
+
+def test_a_server_whose_bucket_is_away_does_not_start_and_takes_up_its_jobs_later(shaken: Shaken) -> None:
+    shaken.farm.start(agents=1)
+    with shaken.farm.client() as client:
+        job = client.bench(program("conv").path, **LONG)
+        until(job, "TIMED")
+    shaken.farm.kill9()
+    shaken.refuse_all()
+    with pytest.raises(AssertionError, match="it ended before 'listening on'"):
+        shaken.farm.restart()
+    assert "Artifacts cannot be stored" in shaken.log and "SlowDown" in shaken.log
+    shaken.proxy.heal()
+    shaken.farm.restart()
+    shaken.check(job.id)
