@@ -22,7 +22,7 @@ MODULES: Final = (
     "device_agents.runners.emulator", "device_agents.runners.errors", "device_agents.targets.phones.errors",
     "server.access.projects", "server.artifacts.errors", "server.compile.errors", "server.compile.inputs",
     "server.compile.screening.errors", "server.compile.screening.expressions", "server.devices.bundles", "server.devices.errors",
-    "server.jobs.cells.plausibility", "server.jobs.takeups", "server.state.damage", "server.workers.errors",
+    "server.extras", "server.jobs.cells.plausibility", "server.jobs.takeups", "server.state.damage", "server.workers.errors",
     "server.workers.request_files", "wire.recipes.errors",
 )  # fmt: skip
 """Modules whose error classes build their own sentence."""

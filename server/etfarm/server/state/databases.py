@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from sqlalchemy import Table
 
+from etfarm.server.extras import require_extra
 from etfarm.server.state import sqlite
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sqlite import SqliteDatabase
-from etfarm.wire.errors import UserError
 
 WAIT_S: Final = 30.0
 """Default time for which work waits for a PostgreSQL server that is away."""
-
-
-class ExtraMissing(UserError):
-    """A configuration that needs packages that are not installed."""
-
-    reason = "EXTRA_MISSING"
 
 
 def create_database(path: Path, url: DatabaseUrl | None = None, wait_s: float = WAIT_S) -> Database:
@@ -59,5 +52,4 @@ def has_rows(table: Table, path: Path, url: DatabaseUrl | None, wait_s: float) -
 
 
 def _require_driver() -> None:
-    if find_spec("psycopg") is None:
-        raise ExtraMissing("A PostgreSQL database needs etfarm[scale].", "Install it: pip install 'etfarm[scale]'.")
+    require_extra("A PostgreSQL database", "scale", "psycopg")
