@@ -147,3 +147,19 @@ def many_stages(request: object, folder: Path, emit: Emit) -> bytes:
         while time.process_time() < until:
             pass
     return b""
+
+
+def read_files(request: dict[str, Path], folder: Path, emit: Emit) -> bytes:
+    """Return the texts of the request's files, None for those that do not exist, and leave a file."""
+    emit(b'{"stage": "ONE", "phase": "START"}')
+    (folder / "file.txt").write_text("kept")
+    return json.dumps({name: path.read_text() if path.exists() else None for name, path in request.items()}).encode()
+
+
+def copy_file(request: Path, folder: Path, emit: Emit) -> bytes:
+    (folder / "copy").write_bytes(request.read_bytes())
+    return b""
+
+
+def environment(request: object, folder: Path, emit: Emit) -> bytes:
+    return json.dumps(dict(os.environ)).encode()

@@ -22,7 +22,7 @@ MODULES: Final = (
     "device_agents.runners.emulator", "device_agents.runners.errors", "device_agents.targets.phones.errors",
     "server.access.projects", "server.artifacts.errors", "server.cluster.errors", "server.compile.errors",
     "server.compile.inputs", "server.compile.screening.errors", "server.compile.screening.expressions", "server.devices.bundles",
-    "server.devices.errors", "server.jobs.cells.plausibility", "server.jobs.takeups", "server.migrate.errors",
+    "server.devices.errors", "server.extras", "server.jobs.cells.plausibility", "server.jobs.takeups", "server.migrate.errors",
     "server.state.copies", "server.state.damage", "server.transfer.errors", "server.workers.errors",
     "server.workers.request_files", "wire.recipes.errors",
 )  # fmt: skip

@@ -16,7 +16,7 @@ import structlog
 
 from etfarm.server import preflight
 from etfarm.server.compile.upload_screening import Screening
-from etfarm.server.config import Config
+from etfarm.server.config import LOCAL, Config
 from etfarm.server.devices.health.power import PowerCycles
 from etfarm.server.devices.watch import DeviceWatch
 from etfarm.server.jobs.cells.subjects import restore_use
@@ -51,9 +51,9 @@ from etfarm.server.rpc.services.reports import ReportService
 from etfarm.server.rpc.services.sessions import SessionService
 from etfarm.server.rpc.services.tokens import TokenService
 from etfarm.server.rpc.services.webhooks import WebhookService
+from etfarm.server.workers.child_pool import ChildPool
 from etfarm.server.workers.jail.measures import JailReport
 from etfarm.server.workers.measurement_lock import MeasurementLock
-from etfarm.server.workers.pool import Workers
 from etfarm.v1 import farm_pb2
 from etfarm.wire.channel import SERVER_OPTIONS
 from etfarm.wire.errors import FarmError
@@ -110,7 +110,8 @@ async def running(
     open_files = raise_file_limit()
     config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     (config.data / "work").mkdir(exist_ok=True)
-    jail = await preflight.require_jail(config) if config.is_jail_required else None
+    is_local = config.compile_pool == LOCAL  # else each node's jail is required
+    jail = await preflight.require_jail(config) if is_local and config.is_jail_required else None
     storage, clean_end = Storage.create(config, on_damaged), CleanEnd(config.data) if lead is None else lead
     started = children or Children.start(config)
     workers, quiet = started.workers, started.quiet
@@ -299,7 +300,7 @@ def _servicers(
 class _Host:
     """Preparation of the server's machine: warm child processes, their jail, and the runner for its own architecture."""
 
-    def __init__(self, config: Config, fleet: Fleet, workers: Workers, quiet: MeasurementLock, jail: JailReport | None) -> None:
+    def __init__(self, config: Config, fleet: Fleet, workers: ChildPool, quiet: MeasurementLock, jail: JailReport | None) -> None:
         self._config = config
         self._bundles = fleet.bundles
         self._workers = workers
@@ -331,6 +332,10 @@ class _Host:
             await self._bundles.build_own()
 
     async def _examine_jail(self) -> None:
+        if self._config.compile_pool != LOCAL:
+            await self._workers.ready()
+            self.jail = await self._workers.describe_jail()
+            return  # the log has the jail of each node
         self.jail = self.jail or await preflight.find_jail(self._config)
         for measure in self.jail.missing:
             log.warning("a measure of the compile processes' jail is missing", measure=measure.name, why=measure.detail)

@@ -13,8 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.server import preflight
-from etfarm.server.config import Config
+from etfarm.server.config import LOCAL, Config
 from etfarm.server.devices.bundles import find_difference, read_manifest, run_bundle_build
+from etfarm.server.workers.cluster.nodes import NodeState
 from etfarm.server.workers.jail.measures import NETWORK
 from etfarm.wire.channel import Address
 from etfarm.wire.doctor import Check, Finding, Status
@@ -92,6 +93,14 @@ def check_configuration(environment: Mapping[str, str] = os.environ) -> Iterable
             yield Finding("server bucket", Status.OK, config.blobs.place)
         except EtfarmError as error:
             yield Finding("server bucket", Status.WARNING, error.message, "the server does not start with it.", error.remedy)
+    if config.compile_pool != LOCAL:
+        try:
+            nodes = asyncio.run(preflight.find_nodes(config))
+        except EtfarmError as error:
+            yield Finding("compile nodes", Status.WARNING, error.message, "nothing is compiled.", error.remedy)
+        for node in nodes:
+            status = Status.OK if node.state is NodeState.READY else Status.WARNING
+            yield Finding("compile node", status, node.text, "" if status is Status.OK else "nothing is compiled there.")
     if config.data.is_dir():
         space = Room(config.data, config.keep_free_bytes, config.store_limits.work_bytes).measure()
         text = f"{config.data}, {space.free_bytes / 1e9:.1f} GB free; new work is refused below {space.work_bytes / 1e9:.1f} GB"

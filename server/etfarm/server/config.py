@@ -20,9 +20,13 @@ from etfarm.server.retention.limits import Limits
 from etfarm.server.state import schema
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import WAIT_S, has_rows
+from etfarm.server.workers.cluster.pool import require_ray
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import UserError
 from etfarm.wire.tls import read_certificates, read_identity
+
+LOCAL = "local"
+"""The pool of children of the server's own machine."""
 
 DATABASE = "farm.sqlite"
 """File name of the database within the data folder."""
@@ -68,6 +72,8 @@ class Config:
     """Address at which the farm's other servers reach this one; None for `listen`."""
     workers: int = 1
     """Maximum number of concurrent compilations and analyses."""
+    compile_pool: str = LOCAL
+    """Where compilations and analyses run: `local`, or `ray://HOST:PORT` of a Ray cluster's client server."""
     threads: int = 2
     """Number of threads of each compilation."""
     memory_bytes: int = 8 << 30
@@ -175,6 +181,7 @@ class Config:
 
         Raises:
             NotAWheel: the agents' wheel is not a wheel of etfarm.
+            ExtraMissing: the compile pool is a Ray cluster, and Ray is not installed.
             Exposed: others can reach the address, and TLS or tokens are missing.
             BadTlsFile: a TLS file cannot be read, or has other content.
             UserError: a certificate has no key, or a key no certificate.
@@ -194,6 +201,8 @@ class Config:
             raise UserError("--blobs-presign is for artifacts in a bucket.", "Give --blobs, or leave it out.")
         if self.tls_client_ca is not None and self.web is not None:
             raise UserError("--web has no client certificate for --tls-client-ca.", "Leave one of them out.")
+        if self.compile_pool != LOCAL:
+            require_ray()
         self.identity(), self.client_ca()
         if self.agent_wheel is not None:
             AgentWheel.read(self.agent_wheel)

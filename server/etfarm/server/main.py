@@ -14,7 +14,7 @@ import structlog
 from etfarm.server.artifacts.s3.bucket import PATIENCE_S
 from etfarm.server.artifacts.s3.location import read_endpoint
 from etfarm.server.compile.screening import operators
-from etfarm.server.config import Config
+from etfarm.server.config import LOCAL, Config
 from etfarm.server.devices.health.file import read_settings
 from etfarm.server.devices.health.standing import HealthPolicy
 from etfarm.server.devices.reservations import MAX_DURATION_S
@@ -30,6 +30,7 @@ from etfarm.server.serving import Process, restart
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import WAIT_S
 from etfarm.server.state.folder import locked, require_restored
+from etfarm.server.workers.cluster.pool import PREFIX
 from etfarm.server.workers.pacing import shorten_thread_switches
 from etfarm.wire.channel import parse_address
 from etfarm.wire.errors import UserError
@@ -87,6 +88,10 @@ def parser() -> argparse.ArgumentParser:
                        "(default: --listen)")  # fmt: skip
     serve.add_argument("--insecure", action="store_true", help="listen for other machines without TLS and tokens")
     serve.add_argument("--workers", type=_positive, default=1, metavar="N", help="compilations at a time (default %(default)s)")
+    serve.add_argument("--compile-pool", type=_pool, default=LOCAL, metavar="POOL",
+                       help="where compilations and analyses run: local, or ray://HOST:PORT of a Ray cluster's client server, "
+                       "each node of which runs as many at a time as it has cpus, and needs etfarm[server,scale] of this "
+                       "server's versions; needs etfarm[scale] (default %(default)s)")  # fmt: skip
     serve.add_argument(
         "--threads", type=_positive, default=os.cpu_count() or 1, metavar="N", help="threads of a compilation (default: cpus)"
     )
@@ -223,6 +228,13 @@ def _storage(text: str) -> int:
     return value
 
 
+def _pool(text: str) -> str:
+    host, _, port = text.removeprefix(PREFIX).rpartition(":")
+    if text != LOCAL and not (text.startswith(PREFIX) and host and port.isdigit() and 0 < int(port) < 65536):
+        raise argparse.ArgumentTypeError(f"must be {LOCAL} or {PREFIX}HOST:PORT")
+    return text
+
+
 def _pause(text: str) -> float:
     return 0.0 if float(text) == 0 else _seconds(text)
 
@@ -286,7 +298,7 @@ def config_of(arguments: argparse.Namespace) -> Config:
         blobs_cache_bytes=arguments.blobs_cache_gib << 30, blobs_wait_s=arguments.blobs_wait,
         blobs_presign=read_endpoint(arguments.blobs_presign or "", "--blobs-presign"), tokens=arguments.tokens,
         tls_cert=arguments.tls_cert, tls_key=arguments.tls_key, tls_client_ca=arguments.tls_client_ca,
-        insecure=arguments.insecure, workers=arguments.workers, threads=arguments.threads,
+        insecure=arguments.insecure, workers=arguments.workers, compile_pool=arguments.compile_pool, threads=arguments.threads,
         memory_bytes=arguments.memory_gib << 30, cpu_s=arguments.cpu_limit, compile_deadline_s=arguments.compile_timeout,
         stage_deadline_s=arguments.stage_timeout, analysis_deadline_s=arguments.analysis_timeout,
         patience_s=arguments.patience, address_file=arguments.address_file, advertise=arguments.advertise,

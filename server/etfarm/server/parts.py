@@ -24,7 +24,7 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.prewarm import PRELOAD as COMPILE_PRELOAD
 from etfarm.server.compile.upload_screening import Screening, screen_before_loading
-from etfarm.server.config import DATABASE, Config
+from etfarm.server.config import DATABASE, LOCAL, Config
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.health.book import HealthBook
 from etfarm.server.devices.registry import Registry
@@ -59,6 +59,7 @@ from etfarm.server.sessions.sessions import Sessions
 from etfarm.server.state.databases import create_database
 from etfarm.server.state.engine import Database
 from etfarm.server.state.steady_clock import SteadyClock
+from etfarm.server.workers.child_pool import ChildPool
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.server.workers.pool import Workers
 from etfarm.server.workers.reader_threads import Readers
@@ -82,8 +83,12 @@ def new_id() -> str:
     return uuid.uuid4().hex[:16]
 
 
-def start_workers(config: Config, quiet: MeasurementLock) -> Workers:
+def start_workers(config: Config, quiet: MeasurementLock) -> ChildPool:
     """Return the started pool of child processes. Call it before gRPC starts threads, since it forks."""
+    if config.compile_pool != LOCAL:
+        cluster = preflight.cluster_pool(config, config.data / "work" / "children", PRELOAD, quiet.work)
+        cluster.start()
+        return cluster
     workers = Workers(
         preload=PRELOAD,
         light_preload=LIGHT_PRELOAD,
@@ -267,7 +272,7 @@ class Jobs:
         config: Config,
         storage: Storage,
         fleet: Fleet,
-        workers: Workers,
+        workers: ChildPool,
         quiet: MeasurementLock,
         screening: Screening,
         notices: Notices,

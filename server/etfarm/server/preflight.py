@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from pathlib import Path
+from typing import Final
 
 from etfarm.server.config import Config
+from etfarm.server.workers.cluster.nodes import Node
+from etfarm.server.workers.cluster.pool import ClusterPool, log_node
 from etfarm.server.workers.jail.isolation import JailOptions, NetworkNotRemoved
 from etfarm.server.workers.jail.measures import NETWORK, JailIncomplete, JailReport
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.wire.errors import EtfarmError, UserError
+
+_SETTLE_S: Final = 60.0
+"""Time that the nodes of a cluster may take to be checked."""
 
 
 def jail_options(config: Config) -> JailOptions:
@@ -31,6 +39,35 @@ def limits(config: Config) -> Limits:
     # A compilation, and the runs that try its program, use several thread pools (OpenMP, ATen, XNNPACK).
     processes = max(512, 16 * config.threads)
     return Limits(memory_bytes=config.memory_bytes, cpu_s=config.cpu_s, threads=config.threads, processes=processes)
+
+
+def cluster_pool(
+    config: Config,
+    folder: Path,
+    preload: Sequence[str],
+    gate: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
+    report: Callable[[Node], None] = log_node,
+) -> ClusterPool:
+    """Return the pool on the configuration's Ray cluster."""
+    return ClusterPool(
+        address=config.compile_pool, preload=preload, limits=limits(config), folder=folder, gate=gate,
+        required=config.is_jail_required, report=report,
+    )  # fmt: skip
+
+
+async def find_nodes(config: Config) -> tuple[Node, ...]:
+    """Return the nodes of the configuration's Ray cluster with their states, without loading torch there.
+
+    Raises:
+        WorkersDown: the cluster cannot be reached.
+    """
+    folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="etfarm-nodes-")
+    pool = cluster_pool(config, Path(folder), (), report=lambda node: None)
+    pool.start()
+    try:
+        return await pool.settled(_SETTLE_S)
+    finally:
+        await pool.stop()
 
 
 async def find_jail(config: Config) -> JailReport:

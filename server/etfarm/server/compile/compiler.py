@@ -22,8 +22,8 @@ from etfarm.server.compile.request import InspectRequest, LowerRequest, Quantize
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.compile.single_flight import Listener, SingleFlight, Subscribers
 from etfarm.server.state.engine import Database
+from etfarm.server.workers.child_pool import ChildPool
 from etfarm.server.workers.errors import BadWorkerAnswer
-from etfarm.server.workers.pool import Workers
 from etfarm.v1 import common_pb2, compile_pb2, job_pb2
 from etfarm.v1.compile_pb2 import Compilation
 from etfarm.wire.errors import EtfarmError
@@ -71,7 +71,7 @@ class Compiler:
 
     def __init__(
         self,
-        workers: Workers,
+        workers: ChildPool,
         store: Store,
         database: Database,
         *,

@@ -8,7 +8,7 @@ from typing import Final
 
 from etfarm.server.compile import answers
 from etfarm.server.compile.errors import RecipeUnavailable
-from etfarm.server.workers.pool import Workers
+from etfarm.server.workers.child_pool import ChildPool
 from etfarm.v1 import common_pb2, compile_pb2
 from etfarm.wire import recipes
 from etfarm.wire.errors import UserError
@@ -36,7 +36,7 @@ class RecipeCatalog:
         deadline_s: wall-clock seconds of the child.
     """
 
-    def __init__(self, workers: Workers, task: str, *, deadline_s: float) -> None:
+    def __init__(self, workers: ChildPool, task: str, *, deadline_s: float) -> None:
         self._workers = workers
         self._task = task
         self._deadline_s = deadline_s

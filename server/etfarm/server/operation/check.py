@@ -13,9 +13,11 @@ from typing import Any, Final
 from etfarm.server import preflight
 from etfarm.server.artifacts.room import Room
 from etfarm.server.artifacts.s3.bucket import Bucket
-from etfarm.server.config import Config
+from etfarm.server.config import LOCAL, Config
+from etfarm.server.extras import ExtraMissing
 from etfarm.server.operation.settings import Setting, plain
 from etfarm.server.rpc.door.token_file import Tokens
+from etfarm.server.workers.cluster.nodes import NoCompileNode, NodeState
 from etfarm.server.workers.jail.measures import NETWORK, JailIncomplete, JailReport, Measure
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.tls import expiry_of
@@ -100,6 +102,9 @@ def _check(result: Result, config: Config) -> None:
     _check_blobs(result, config)
     if config.metrics is not None and not config.metrics.is_local:
         result.warnings.append(f"Everybody who reaches {config.metrics.text} can read the metrics, which name projects.")
+    if config.compile_pool != LOCAL:
+        _check_nodes(result, config)
+        return
     report: JailReport = asyncio.run(preflight.find_jail(config))
     result.measures = report.measures
     if report.missing:
@@ -122,6 +127,20 @@ def _check_database(result: Result, config: Config) -> Config:
         result.problems.append(error)
         return replace(config, database=None)
     return config
+
+
+def _check_nodes(result: Result, config: Config) -> None:
+    """Check the cluster. A server starts without nodes, and uses those that join."""
+    try:
+        nodes = asyncio.run(preflight.find_nodes(config))
+    except ExtraMissing:
+        return  # a problem already
+    except EtfarmError as error:
+        result.problems.append(error)
+        return
+    result.facts += [("compile node", node.text) for node in nodes]
+    if not any(node.state is NodeState.READY for node in nodes):
+        result.warnings.append(NoCompileNode(config.compile_pool, nodes).message)
 
 
 def _check_folder(result: Result, config: Config) -> None:

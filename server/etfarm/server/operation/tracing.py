@@ -10,7 +10,7 @@ import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
-from etfarm.server.state.databases import ExtraMissing
+from etfarm.server.extras import ExtraMissing
 from etfarm.v1 import common_pb2
 from etfarm.v1.job_pb2 import Cell, JobEvent, JobState
 
@@ -122,10 +122,7 @@ def open_tracing(endpoint: str, version: str) -> Tracing:
         from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
         from opentelemetry.sdk.trace.export import BatchSpanProcessor
     except ImportError as error:
-        raise ExtraMissing(
-            f"Traces need OpenTelemetry, and {error.name or 'a part of it'} is not installed.",
-            "Install etfarm[server,otel], or leave out --otlp.",
-        ) from None
+        raise ExtraMissing("--otlp", "otel", error.name or "a part of OpenTelemetry") from None
     processor = BatchSpanProcessor(OTLPSpanExporter(endpoint=endpoint, timeout=_SEND_S), max_queue_size=_MAX_QUEUED)
     return Tracing(_sender(processor, version), processor.shutdown)
 

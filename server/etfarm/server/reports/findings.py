@@ -28,8 +28,8 @@ from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
 from etfarm.server.workers import answers, output_files
+from etfarm.server.workers.child_pool import ChildPool
 from etfarm.server.workers.errors import BadAnswer, BadWorkerAnswer, ChildDied, ChildOutOfMemory, ChildTimedOut
-from etfarm.server.workers.pool import Workers
 from etfarm.v1 import common_pb2, compile_pb2, report_pb2
 from etfarm.wire import digest as digests
 from etfarm.wire import series
@@ -106,7 +106,7 @@ class Findings:
 
     def __init__(
         self,
-        workers: Workers,
+        workers: ChildPool,
         store: Store,
         database: Database,
         now: Callable[[], datetime],

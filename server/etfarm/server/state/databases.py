@@ -3,26 +3,19 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Final
 
 from sqlalchemy import Connection, Table
 
+from etfarm.server.extras import require_extra
 from etfarm.server.state import sqlite
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sqlite import SqliteDatabase
-from etfarm.wire.errors import UserError
 
 WAIT_S: Final = 30.0
 """Default time for which work waits for a PostgreSQL server that is away."""
-
-
-class ExtraMissing(UserError):
-    """A configuration that needs packages that are not installed."""
-
-    reason = "EXTRA_MISSING"
 
 
 def create_database(path: Path, url: DatabaseUrl | None = None, wait_s: float = WAIT_S) -> Database:
@@ -96,5 +89,4 @@ def require_driver() -> None:
     Raises:
         ExtraMissing: it is not installed.
     """
-    if find_spec("psycopg") is None:
-        raise ExtraMissing("A PostgreSQL database needs etfarm[scale].", "Install it: pip install 'etfarm[scale]'.")
+    require_extra("A PostgreSQL database", "scale", "psycopg")

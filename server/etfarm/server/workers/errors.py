@@ -53,6 +53,21 @@ class SupervisorKilled(ChildDied):
         super().__init__(task, -signal.SIGKILL, stage, log)
 
 
+class NodeLost(FarmError):
+    """The Ray node of a child stopped to answer, or the pool's connection to the cluster was lost."""
+
+    reason = "COMPILE_NODE_LOST"
+    kind = Kind.UNAVAILABLE
+
+    def __init__(self, task: str, node: str, why: str, stage: str = "") -> None:
+        where = f" in {stage}" if stage else ""
+        super().__init__(
+            f"The compile node {node or 'of the job'} was lost{where}: {why}",
+            "Retry the job; `etfarm serve --check` lists the nodes of the cluster and their state.",
+            stage=stage, task=task, node=node, why=why,
+        )  # fmt: skip
+
+
 class ChildOutOfMemory(UserError):
     """A child needed more memory than a job may use."""
 

@@ -45,6 +45,12 @@ class FairSlots:
         finally:
             self._release(project, urgent)
 
+    def resize(self, slots: int) -> None:
+        """Change the number of slots; those that are held above it end with their holders."""
+        self._free += slots - (self._shared + self._reserved)
+        self._shared = slots - self._reserved
+        self._hand_out()
+
     async def _wait(self, project: str, urgent: bool) -> None:
         queues = self._urgent if urgent else self._waiting
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()

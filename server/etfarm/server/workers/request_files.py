@@ -1,8 +1,13 @@
-"""The files that a request names, which are the only stored files that a child may read."""
+"""The files that a request names, which are the only stored files that a child may read.
+
+The bytes of a request name its files by their indices, so that the request is valid wherever the files are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import io
+import pickle
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from pathlib import Path
 
@@ -32,6 +37,46 @@ def files_of(request: object) -> list[Path]:
     if len(files) > MAX_READABLE:
         raise TooManyFiles(len(files))
     return files
+
+
+def encode(request: object, files: Sequence[Path]) -> bytes:
+    """Return a request's bytes for `decode`.
+
+    Args:
+        files: from `files_of`.
+    """
+    indices = {path: index for index, path in enumerate(files)}
+    data = io.BytesIO()
+    _Encoder(data, indices).dump(request)
+    return data.getvalue()
+
+
+def decode(data: bytes, files: Sequence[Path]) -> object:
+    """Return the request of `encode`, which only the daemon may have called.
+
+    Args:
+        files: where the request's files are for the caller, in the order of `files_of`.
+    """
+    return _Decoder(io.BytesIO(data), files).load()
+
+
+class _Encoder(pickle.Pickler):
+    def __init__(self, data: io.BytesIO, indices: Mapping[Path, int]) -> None:
+        super().__init__(data)
+        self._indices = indices
+
+    def persistent_id(self, value: object) -> int | None:
+        return self._indices.get(value) if isinstance(value, Path) else None
+
+
+class _Decoder(pickle.Unpickler):
+    def __init__(self, data: io.BytesIO, files: Sequence[Path]) -> None:
+        super().__init__(data)
+        self._files = files
+
+    def persistent_load(self, index: object) -> Path:
+        assert isinstance(index, int)
+        return self._files[index]
 
 
 def _paths(value: object) -> Iterator[Path]:

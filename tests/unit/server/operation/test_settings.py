@@ -82,6 +82,7 @@ def test_quotas_may_be_a_table_and_a_higher_source_replaces_a_list(tmp_path: Pat
         ("drain-timeout = -1", "'drain-timeout' must be 0 s to a day, got -1."),
         ("insecure = 'perhaps'", "'insecure' must be true or false, got 'perhaps'."),
         ("log-format = 'xml'", "'log-format' must be one of text, json, got 'xml'."),
+        ("compile-pool = 'here:1'", "'compile-pool' must be local or ray://HOST:PORT, got 'here:1'."),
         ("metrics = 'here'", "'metrics' is not valid, got 'here'."),
         ("jail-readable = '/srv'", "'jail-readable' must be a list, got '/srv'."),
         ("workers = ", "is not valid TOML"),
@@ -114,7 +115,7 @@ def test_every_option_can_be_set_in_a_file(tmp_path: Path) -> None:
     address = "127.0.0.1:0"
     addresses = dict.fromkeys(("listen", "advertise", "metrics", "web"), address)
     values = {**addresses, "otlp": "http://127.0.0.1:1", "log-format": "json"}
-    values["database"] = "postgresql://ann@db/etfarm"
+    values |= {"database": "postgresql://ann@db/etfarm", "compile-pool": "ray://127.0.0.1:1"}
     lines = []
     for action in parser()._actions:
         name = next(o for o in action.option_strings if o.startswith("--")).removeprefix("--")

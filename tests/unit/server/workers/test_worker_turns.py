@@ -150,3 +150,26 @@ async def test_analyses_go_on_when_the_compilation_that_they_wait_for_is_cancell
     assert last in queue.running and len(queue.running) == 2
     while queue.running:
         await queue.end(queue.running[0])
+
+
+async def test_more_slots_are_handed_out_at_once_and_fewer_as_their_holders_end() -> None:
+    queue = Queue(1, reserved=1)
+    await queue.add("a1", "a2", "a3")
+    assert queue.running == []
+    queue.turns.resize(3)
+    await asyncio.sleep(0)
+    assert queue.running == ["a1", "a2"]
+    queue.turns.resize(2)
+    assert await queue.end("a1") == ["a2"]
+    assert await queue.end("a2") == ["a3"]
+    await queue.add("a4")
+    queue.turns.resize(1)
+    assert await queue.end("a3") == []
+    await queue.add("b1!")
+    assert queue.running == ["b1!"]
+    queue.turns.resize(2)
+    await asyncio.sleep(0)
+    assert queue.running == ["b1!"]  # nothing else starts beside an urgent one
+    queue.turns.resize(3)
+    await asyncio.sleep(0)
+    assert queue.running == ["b1!", "a4"]

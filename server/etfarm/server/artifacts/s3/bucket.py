@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import math
 import random
 from collections import Counter, deque
@@ -16,7 +15,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from etfarm.server.artifacts.s3.errors import BlobsUnavailable, BlobsUnusable
-from etfarm.server.artifacts.s3.location import BadBlobs, BucketLocation
+from etfarm.server.artifacts.s3.location import BucketLocation
+from etfarm.server.extras import require_extra
 from etfarm.wire.chunks import spans
 
 if TYPE_CHECKING:
@@ -88,16 +88,15 @@ class Bucket:
         patience_s: time for which a failed request is repeated.
         timeout_s: time limit of one request.
         presign: URL at which the readers of presigned URLs reach the server; empty to sign none.
+
+    Raises:
+        ExtraMissing: obstore is not installed.
     """
 
     def __init__(
         self, location: BucketLocation, *, patience_s: float = PATIENCE_S, timeout_s: float = 30.0, presign: str = ""
     ) -> None:
-        if importlib.util.find_spec("obstore") is None:
-            raise BadBlobs(
-                "Artifacts in S3 need obstore, which is not installed.",
-                "Run pip install 'etfarm[scale]': it needs etfarm[scale].",
-            )
+        require_extra("A bucket for artifacts", "scale", "obstore")
         self.location = location
         self.use = BucketUse()
         self._patience_s = patience_s

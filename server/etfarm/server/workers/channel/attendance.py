@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import os
-import pickle
 import signal
 import socket
 from collections.abc import Callable, Sequence
@@ -31,10 +30,10 @@ class Answer:
     cpu_s: float
 
 
-def encode_request(files: Sequence[Path], request: object) -> bytes:
-    """Return the frames to send to a child: the files that it may read, then the request."""
+def encode_request(files: Sequence[Path], request: bytes) -> bytes:
+    """Return the frames to send to a child: the files that it may read, then the request's bytes."""
     paths = json.dumps([str(path) for path in files]).encode()
-    return frames.encode(frames.FILES, paths) + frames.encode(frames.REQUEST, pickle.dumps(request))
+    return frames.encode(frames.FILES, paths) + frames.encode(frames.REQUEST, request)
 
 
 async def attend(
@@ -66,11 +65,11 @@ async def attend(
             stage_clock.reschedule(asyncio.get_running_loop().time() + stage_deadline_s)
 
     reader, writer = await asyncio.open_unix_connection(sock=channel)
-    ended, hang_up = await asyncio.open_unix_connection(sock=status)
-    lines = await _open_log(log)
+    ended, status_writer = await asyncio.open_unix_connection(sock=status)
+    lines = await open_log(log)
     try:
         async with asyncio.timeout(deadline_s), stage_clock, asyncio.TaskGroup() as group:
-            group.create_task(_send(writer, data), name=f"request of {task}")
+            group.create_task(send(writer, data), name=f"request of {task}")
             group.create_task(read_frames(reader, output, on_event, on_stage), name=f"channel of {task}")
             group.create_task(read_log(lines, output, on_log), name=f"log of {task}")
             final = group.create_task(ended.read(), name=f"status of {task}")
@@ -82,7 +81,7 @@ async def attend(
         raise _first_error(failed) from None
     finally:
         # The supervisor takes this as the order to kill. If it has already ended, nothing happens.
-        await asyncio.shield(_hang_up(hang_up, ended))
+        await asyncio.shield(hang_up(status_writer, ended))
         writer.close()
     return conclude(task, limits, output, final.result())
 
@@ -91,15 +90,18 @@ def conclude(task: str, limits: Limits, output: ChildOutput, report: bytes) -> A
     """Return the answer of a child that has ended.
 
     Args:
-        report: the supervisor's report; empty if it was killed as well.
+        report: the supervisor's report; empty if it was killed as well. A connector's report has `lost`, the name of the
+            child's node, and `why`.
 
     Raises:
         EtfarmError: the child has no answer; as `Workers.run`.
     """
     try:
         status_report = json.loads(report)
+        if (node := status_report.get("lost")) is not None:
+            raise errors.NodeLost(task, str(node), str(status_report["why"]), output.stage)
         status = int(status_report["exit"])
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         raise errors.SupervisorKilled(task, output.stage, "\n".join(output.tail)) from None
     if output.result is None or status != 0:
         # A process of the tree was refused or killed for this, however the child handled it.
@@ -127,14 +129,16 @@ def conclude(task: str, limits: Limits, output: ChildOutput, report: bytes) -> A
     raise errors.ChildDied(task, status, output.stage, log)
 
 
-async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
+async def send(writer: asyncio.StreamWriter, data: bytes) -> None:
+    """Send a child its request."""
     # A child whose jail fails answers before it has read its request.
     with contextlib.suppress(ConnectionError):
         writer.write(data)
         await writer.drain()
 
 
-async def _open_log(descriptor: int) -> asyncio.StreamReader:
+async def open_log(descriptor: int) -> asyncio.StreamReader:
+    """Return a reader of a child's log."""
     reader = asyncio.StreamReader()
     await asyncio.get_running_loop().connect_read_pipe(
         lambda: asyncio.StreamReaderProtocol(reader),
@@ -143,7 +147,12 @@ async def _open_log(descriptor: int) -> asyncio.StreamReader:
     return reader
 
 
-async def _hang_up(writer: asyncio.StreamWriter, ended: asyncio.StreamReader) -> None:
+async def hang_up(writer: asyncio.StreamWriter, ended: asyncio.StreamReader) -> None:
+    """Have a child's supervisor kill the child, and wait until it has, at most `_KILL_S`.
+
+    Args:
+        writer, ended: the daemon's end of the status socket.
+    """
     try:
         writer.write_eof()
         async with asyncio.timeout(_KILL_S):

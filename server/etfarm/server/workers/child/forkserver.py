@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> None:
     """Serve until the daemon closes CONTROL or dies."""
     control = socket.socket(fileno=int(arguments[0]))
     alive = int(arguments[1])
-    _exit_with_daemon(alive)
+    exit_with_daemon(alive)
     _acquire_rights()
     forks = namespaces.PidNamespaceForks()
     # Ended supervisors are reaped by the kernel.
@@ -103,7 +103,8 @@ def _acquire_rights() -> None:
             namespaces.enter_user_namespace()
 
 
-def _exit_with_daemon(alive: int) -> None:
+def exit_with_daemon(alive: int) -> None:
+    """End this process when the daemon, which holds the other end of the pipe, ends."""
     # SIGIO's default action ends this process as soon as the pipe's last writer is gone, even during an import.
     # PR_SET_PDEATHSIG would already fire when the thread of the daemon that started this process ends.
     signal.signal(signal.SIGIO, signal.SIG_DFL)

@@ -6,7 +6,6 @@ import importlib
 import json
 import logging
 import os
-import pickle
 import socket
 import sys
 import traceback
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, NoReturn
 
-from etfarm.server.workers import errors
+from etfarm.server.workers import errors, request_files
 from etfarm.server.workers.channel import frames
 from etfarm.server.workers.jail import isolation
 from etfarm.server.workers.jail.file_view import Step
@@ -49,9 +48,10 @@ def run(
         kind, data = frames.receive(channel)
         if kind != frames.FILES:
             raise FarmError(f"The child was sent a frame of kind {kind!r} first.")
+        files = [Path(path) for path in json.loads(data)]
         report = isolation.enter(
-            folder, order.limits, order.jail, log=log, channel=channel.fileno(), shared=shared,
-            files=[Path(path) for path in json.loads(data)], group=group, is_first_process=supervisor == 1, watches_memory=True,
+            folder, order.limits, order.jail, log=log, channel=channel.fileno(), shared=shared, files=files, group=group,
+            is_first_process=supervisor == 1, watches_memory=True,
         )  # fmt: skip
         described.append(report)
         syscalls.die_with_parent(supervisor)
@@ -61,7 +61,7 @@ def run(
         if kind != frames.REQUEST:
             raise FarmError(f"The child was sent a frame of kind {kind!r} as its request.")
         task = _load_task(order.task)
-        result = task(pickle.loads(data), folder, lambda event: answers.send(frames.EVENT, event))
+        result = task(request_files.decode(data, files), folder, lambda event: answers.send(frames.EVENT, event))
         sys.stdout.flush()
         sys.stderr.flush()
         answers.send(frames.RESULT, result)

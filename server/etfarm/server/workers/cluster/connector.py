@@ -1,0 +1,183 @@
+"""The connector: the daemon's process that speaks with Ray, which blocks and unpickles what nodes answer.
+
+Run as `python -m etfarm.server.workers.cluster.connector CONTROL ALIVE SETTINGS`, with the descriptors of `OrderedProcess` and
+SETTINGS as JSON: the cluster's `address`, the server's `versions`, and what each node's service takes. It sends
+`{"failed": {}}` once it is connected, then `{"node": {...}}` whenever a node's state changes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+from typing import Any, Final
+
+import ray
+from ray import cloudpickle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from etfarm.server.workers.child.forkserver import exit_with_daemon
+from etfarm.server.workers.cluster import actor, versions
+from etfarm.server.workers.cluster.node import boot_id
+from etfarm.server.workers.cluster.nodes import Node, NodeState
+from etfarm.server.workers.cluster.relay import NodeGone, RayNode, answer_of, relay
+from etfarm.server.workers.jail.measures import NETWORK, JailReport
+from etfarm.wire.errors import EtfarmError
+
+_POLL_S: Final = 1.0
+"""Interval of the look at the cluster's nodes; Ray's client has no notice of them."""
+_RETRY_S: Final = 30.0
+"""Pause before a refused or lost node is tried again."""
+_PROBE_S: Final = 60.0
+_START_S: Final = 300.0
+"""Time that a node's service may take to load the toolchain."""
+_STOP_S: Final = 3.0
+_MAX_ORDER_BYTES: Final = 1 << 16
+
+
+class Connector:
+    """The nodes of a cluster, and the children on them."""
+
+    def __init__(self, control: socket.socket, settings: dict[str, Any]) -> None:
+        self._control = control
+        self._settings = settings
+        self._nodes: dict[str, RayNode] = {}
+        self._admissions: dict[str, asyncio.Task[None]] = {}
+        self._relays: set[asyncio.Task[None]] = set()
+
+    async def run(self) -> None:
+        """Serve until the daemon closes its end."""
+        try:
+            await asyncio.to_thread(self._connect)
+        except Exception as error:  # noqa: BLE001 - Ray raises many kinds
+            self._send({"failed": {self._settings["address"]: f"{type(error).__name__}: {str(error).strip()[:500]}"}})
+            return
+        self._send({"failed": {}})
+        watch = asyncio.create_task(self._watch(), name="nodes")
+        ended = asyncio.create_task(self._take_orders(), name="orders")
+        await asyncio.wait({watch, ended}, return_when=asyncio.FIRST_COMPLETED)
+        if watch.done():
+            print(f"etfarm: the connection to the Ray cluster was lost: {watch.exception()}", file=sys.stderr, flush=True)
+            return
+        watch.cancel()
+        await self._stop()
+
+    def _connect(self) -> None:
+        cloudpickle.register_pickle_by_value(actor)
+        cloudpickle.register_pickle_by_value(versions)
+        ray.init(self._settings["address"], namespace="etfarm", log_to_driver=False, logging_level=logging.ERROR)
+        self._probe = ray.remote(num_cpus=0, max_retries=0)(versions.describe)
+        self._actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1000)(actor.NodeActor)
+
+    async def _watch(self) -> None:
+        """Admit the nodes that join, and forget those that leave."""
+        while True:
+            alive = {each["NodeID"]: each for each in await asyncio.to_thread(ray.nodes) if each["Alive"]}
+            for node_id, listed in alive.items():
+                if listed["Resources"].get("CPU", 0) >= 1 and node_id not in self._nodes:
+                    address = f"{listed['NodeManagerHostname']} ({listed['NodeManagerAddress']}, {node_id[:8]})"
+                    node = Node(node_id, address, int(listed["Resources"]["CPU"]), NodeState.PREPARING)
+                    self._nodes[node_id] = RayNode(node, self._report)
+                    self._admissions[node_id] = asyncio.create_task(self._admit(self._nodes[node_id]), name=f"admit {address}")
+            for node_id in self._nodes.keys() - alive.keys():
+                self._nodes.pop(node_id).change(NodeState.LOST, "it left the cluster")
+                self._admissions.pop(node_id).cancel()
+            await asyncio.sleep(_POLL_S)
+
+    async def _admit(self, node: RayNode) -> None:
+        """Check a node and start its service; do both again after it was refused or lost."""
+        while True:
+            try:
+                await self._start(node)
+            except TimeoutError:
+                node.change(NodeState.REFUSED, "it did not answer in time")
+            except EtfarmError as error:
+                node.change(NodeState.REFUSED, error.message)
+            except Exception as error:  # noqa: BLE001 - Ray raises many kinds
+                why = str(error).strip().splitlines()[-1:] or [""]
+                node.change(NodeState.REFUSED, f"its service did not start: {type(error).__name__}: {why[0][:300]}")
+            if node.node.state is NodeState.READY:
+                await node.lost.wait()
+            node.actor = None  # Ray ends what has no handle
+            await asyncio.sleep(_RETRY_S)
+            node.lost.clear()
+
+    async def _start(self, node: RayNode) -> None:
+        affinity = NodeAffinitySchedulingStrategy(node.node.id, soft=False)
+        async with asyncio.timeout(_PROBE_S):
+            described = await answer_of(self._probe.options(scheduling_strategy=affinity).remote())
+        parsed = json.loads(described) if isinstance(described, str) else None
+        difference = versions.find_difference(parsed if isinstance(parsed, dict) else {}, self._settings["versions"])
+        if difference:
+            node.change(NodeState.REFUSED, difference)
+            return
+        service = {name: self._settings[name] for name in ("preload", "limits", "required")}
+        settings = json.dumps(service | {"concurrency": node.node.cpus}).encode()
+        node.actor = self._actor.options(scheduling_strategy=affinity).remote(settings)
+        answer = json.loads(await node.call("start", {}, timeout_s=_START_S))
+        report = JailReport.from_json(json.dumps(answer["jail"]).encode())
+        missing = tuple(f"{measure.name}: {measure.detail}" for measure in report.missing)
+        if any(measure.name == NETWORK for measure in report.missing):
+            node.change(NodeState.REFUSED, f"its children would have a network. {missing[0]}")
+            return
+        node.change(NodeState.READY, is_here=answer["boot"] == boot_id(), jail=missing)
+
+    async def _take_orders(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            readable = asyncio.Event()
+            loop.add_reader(self._control, readable.set)
+            await readable.wait()
+            loop.remove_reader(self._control)
+            message, descriptors, _, _ = socket.recv_fds(self._control, _MAX_ORDER_BYTES, 3)
+            if not message:
+                return
+            channel, log, status = descriptors
+            task = asyncio.create_task(
+                relay(json.loads(message), self._choose_node, (socket.socket(fileno=channel), log, socket.socket(fileno=status)))
+            )
+            self._relays.add(task)
+            task.add_done_callback(self._relays.discard)
+
+    def _choose_node(self) -> RayNode:
+        """Return the ready node with the most free cpus.
+
+        Raises:
+            NodeGone: no node is ready.
+        """
+        ready = [node for node in self._nodes.values() if node.node.state is NodeState.READY]
+        if not ready:
+            raise NodeGone("", "no node is ready")
+        return max(ready, key=lambda node: node.node.cpus - node.running)
+
+    def _report(self, node: Node) -> None:
+        self._send({"node": node.to_message()})
+
+    def _send(self, message: dict[str, Any]) -> None:
+        with contextlib.suppress(OSError):  # the daemon has closed its end
+            self._control.send(json.dumps(message).encode())
+
+    async def _stop(self) -> None:
+        for task in (*self._relays, *self._admissions.values()):
+            task.cancel()
+        if self._relays:
+            await asyncio.wait(self._relays, timeout=_STOP_S)
+        calls = [node.call("stop", {}, timeout_s=_STOP_S) for node in self._nodes.values() if node.node.state is NodeState.READY]
+        await asyncio.gather(*calls, return_exceptions=True)
+        await asyncio.to_thread(ray.shutdown)
+
+
+def main(arguments: list[str]) -> None:
+    """Run the connector; see the module."""
+    exit_with_daemon(int(arguments[1]))
+    logging.getLogger("ray").setLevel(logging.ERROR)
+    asyncio.run(Connector(socket.socket(fileno=int(arguments[0])), json.loads(arguments[2])).run())
+    os._exit(0)  # Ray's threads may wait for a cluster that is gone
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

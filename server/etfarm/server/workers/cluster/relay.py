@@ -1,0 +1,282 @@
+"""One child of the cluster, as the connector relays it: its files to the node, its bytes and files to the daemon."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import uuid
+from asyncio.streams import FlowControlMixin
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Final
+
+from etfarm.server.workers import errors
+from etfarm.server.workers.channel import frames
+from etfarm.server.workers.channel.room import require_room
+from etfarm.server.workers.cluster import relay_frames
+from etfarm.server.workers.cluster.file_cache import FileDiffers
+from etfarm.server.workers.cluster.nodes import Node, NodeState
+from etfarm.server.workers.ordered_process import Ends
+from etfarm.wire import digest as digests
+from etfarm.wire.errors import EtfarmError
+
+CALL_S: Final = 30.0
+"""Time after which a node that does not answer counts as lost."""
+
+_SENDERS: Final = 4
+"""Number of files that are sent to a node for one child at a time."""
+
+
+class NodeGone(Exception):
+    """A node does not answer."""
+
+    def __init__(self, node: str, why: str) -> None:
+        super().__init__(why)
+        self.node = node
+
+
+async def answer_of(reference: Any) -> Any:
+    """Return what a call of Ray answers. Ray's client fails in its own thread when a future that it sets was cancelled."""
+    answer = asyncio.wrap_future(reference.future())
+    answer.add_done_callback(lambda done: done.cancelled() or done.exception())
+    return await asyncio.shield(answer)
+
+
+class RayNode:
+    """A node of the cluster with the actor on it.
+
+    Args:
+        on_change: called with each new state.
+    """
+
+    def __init__(self, node: Node, on_change: Callable[[Node], None]) -> None:
+        self.node = node
+        self.actor: Any = None
+        self.running = 0
+        """Number of children on the node."""
+        self.lost = asyncio.Event()
+        self._on_change = on_change
+        self._sending: dict[str, tuple[asyncio.Lock, list[None]]] = {}
+        on_change(node)
+
+    def change(self, state: NodeState, detail: str = "", **more: Any) -> None:
+        """Change the node's state, and report it if it is another one."""
+        changed = replace(self.node, state=state, detail=detail, **more)
+        if changed != self.node:
+            self.node = changed
+            self._on_change(changed)
+
+    async def call(self, method: str, arguments: Any, data: bytes = b"", *, timeout_s: float = CALL_S) -> bytes:
+        """Call a method of the node's service.
+
+        Raises:
+            EtfarmError: the service raised it.
+            NodeGone: the node did not answer, or Ray reports that it or the actor has ended.
+        """
+        try:
+            async with asyncio.timeout(timeout_s):
+                answer = await answer_of(self.actor.call.remote(method, json.dumps(arguments).encode(), data))
+        except TimeoutError:
+            raise self._lose(f"It did not answer for {timeout_s:g} s.") from None
+        except Exception as error:
+            raise self._lose(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}") from error
+        return relay_frames.decode_answer(answer)
+
+    def _lose(self, why: str) -> NodeGone:
+        if self.node.state is NodeState.READY:
+            self.change(NodeState.LOST, why)
+            self.lost.set()
+        return NodeGone(self.node.name, why)
+
+    @contextlib.asynccontextmanager
+    async def sending(self, digest: str) -> AsyncIterator[None]:
+        """Hold the right to send a file, which several children may need at a time."""
+        lock, users = self._sending.setdefault(digest, (asyncio.Lock(), []))
+        users.append(None)
+        try:
+            async with lock:
+                yield
+        finally:
+            users.pop()
+            if not users:
+                del self._sending[digest]
+
+
+async def relay(order: dict[str, Any], choose: Callable[[], RayNode], ends: Ends) -> None:
+    """Run one child on a node. The daemon's hang-up kills it; without a status report, what ran it was lost."""
+    channel, log, status = ends
+    reader, writer = await asyncio.open_unix_connection(sock=channel)
+    hang_up, reporter = await asyncio.open_unix_connection(sock=status)
+    lines = await _open_log(log)
+    work = asyncio.create_task(_run(order, choose, reader, writer, lines), name=f"relay of {order['task']}")
+    cancelled = asyncio.create_task(hang_up.read(), name=f"hang-up of {order['task']}")
+    try:
+        await asyncio.wait({work, cancelled}, return_when=asyncio.FIRST_COMPLETED)
+        if not work.done():
+            work.cancel()
+            await asyncio.wait({work})
+        if not work.cancelled():
+            reporter.write(work.result())
+    finally:
+        work.cancel()
+        cancelled.cancel()
+        for end in (writer, lines, reporter):  # the report last, since its end means the child's
+            end.close()
+
+
+async def _open_log(descriptor: int) -> asyncio.StreamWriter:
+    loop = asyncio.get_running_loop()
+    transport, protocol = await loop.connect_write_pipe(FlowControlMixin, os.fdopen(descriptor, "wb", buffering=0))
+    return asyncio.StreamWriter(transport, protocol, None, loop)
+
+
+async def _run(
+    order: dict[str, Any],
+    choose: Callable[[], RayNode],
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    lines: asyncio.StreamWriter,
+) -> bytes:
+    """Return the status report of a child that has ended."""
+    try:
+        node = choose()
+    except NodeGone as error:
+        return json.dumps({"lost": error.node, "why": str(error)}).encode()
+    try:
+        node.running += 1
+        try:
+            return await _run_on(node, order, reader, writer, lines)
+        finally:
+            node.running -= 1
+    except NodeGone as error:
+        return json.dumps({"lost": error.node, "why": str(error)}).encode()
+    except EtfarmError as error:
+        if error.reason == errors.NodeLost.reason:
+            return json.dumps({"lost": node.node.name, "why": error.metadata.get("why", "")}).encode()
+        writer.write(frames.encode(frames.ERROR, errors.to_json(error)))
+        return _report_failure()
+
+
+async def _run_on(
+    node: RayNode,
+    order: dict[str, Any],
+    reader: asyncio.StreamReader,
+    writer: asyncio.StreamWriter,
+    lines: asyncio.StreamWriter,
+) -> bytes:
+    received = [await frames.read(reader), await frames.read(reader)]
+    (_, names), (_, request) = [frame for frame in received if frame is not None]
+    files = await asyncio.to_thread(_describe, [Path(name) for name in json.loads(names)])
+    child = uuid.uuid4().hex
+    try:
+        sizes = {file[0]: file[1] for file in files if file is not None}
+        opened = await node.call("open", {"child": child, "task": order["task"], "files": sizes})
+        missing = set(json.loads(opened))
+        await _send_files(node, child, {file[0]: file for file in files if file is not None and file[0] in missing}.values())
+        digests_of = [None if file is None else file[0] for file in files]
+        await node.call("begin", {"child": child, "files": digests_of}, request)
+        report, listed = await _follow(node, child, writer, lines)
+        for name, size, digest in listed:
+            await _fetch_file(node, child, Path(order["folder"]), name, size, digest, order["reserve_bytes"])
+        return report
+    finally:
+        if node.node.state is NodeState.READY:
+            await asyncio.shield(_close(node, child))
+
+
+async def _close(node: RayNode, child: str) -> None:
+    with contextlib.suppress(NodeGone):
+        await node.call("close", {"child": child})
+
+
+async def _follow(
+    node: RayNode, child: str, writer: asyncio.StreamWriter, lines: asyncio.StreamWriter
+) -> tuple[bytes, list[tuple[str, int, str]]]:
+    """Pass on what a child writes. Return its supervisor's report, and its files with sizes and digests."""
+    report = b""
+    while True:
+        for kind, data in relay_frames.split(await node.call("poll", {"child": child})):
+            if kind == relay_frames.CHANNEL:
+                writer.write(data)
+                await writer.drain()
+            elif kind == relay_frames.LOG:
+                lines.write(data)
+                await lines.drain()
+            elif kind == relay_frames.STATUS:
+                report = data
+            elif kind == relay_frames.END:
+                return report, [(str(name), int(size), str(digest)) for name, size, digest in json.loads(data)]
+
+
+def _describe(paths: list[Path]) -> list[tuple[str, int, Path] | None]:
+    """Return the digest, size and path of each file; None for those that do not exist."""
+    # The store names its files by their digests, which the node verifies.
+    return [
+        (path.name if digests.is_digest(path.name) else digests.of_file(path), path.stat().st_size, path)
+        if path.is_file()
+        else None
+        for path in paths
+    ]
+
+
+async def _send_files(node: RayNode, child: str, files: Iterable[tuple[str, int, Path]]) -> None:
+    """Send files, several at a time, since there may be tens of thousands of small ones."""
+    waiting = iter(files)
+
+    async def send_on() -> None:
+        for file in waiting:
+            await _send_file(node, child, *file)
+
+    senders = [asyncio.create_task(send_on()) for _ in range(_SENDERS)]
+    try:
+        await asyncio.gather(*senders)
+    finally:
+        for sender in senders:
+            sender.cancel()
+        await asyncio.wait(senders)
+
+
+async def _send_file(node: RayNode, child: str, digest: str, size: int, path: Path) -> None:
+    async with node.sending(digest):
+        with path.open("rb") as file:
+            offset = 0
+            while True:
+                data = await asyncio.to_thread(file.read, relay_frames.PIECE_BYTES)
+                where = {"child": child, "digest": digest, "offset": offset, "size": size}
+                await node.call("write", where, data)
+                offset += len(data)
+                if offset >= size:
+                    return
+                if not data:
+                    raise FileDiffers("A stored file is shorter than it was.", "Retry the job.")
+
+
+async def _fetch_file(node: RayNode, child: str, folder: Path, name: str, size: int, digest: str, reserve_bytes: int) -> None:
+    """Write a child's file to the daemon's folder of the child.
+
+    Raises:
+        FileDiffers: the file has another size or digest than the node listed.
+        ChildDiskFull: the disk has no room.
+    """
+    if not name or "/" in name or "\0" in name or name in (".", ".."):
+        raise errors.BadWorkerAnswer(f"A compile node names {name[:100]!r}, which is not a file in a folder.")
+    path = folder / name
+    require_room(folder, size + reserve_bytes)
+    with path.open("xb") as file:
+        while file.tell() < size:
+            data = await node.call("read", {"child": child, "name": name, "offset": file.tell()})
+            if not data or file.tell() + len(data) > size:
+                raise FileDiffers(
+                    f"The child's file {name[:100]!r} does not have the {size} bytes of its list.", "Retry the job."
+                )
+            await asyncio.to_thread(file.write, data)
+    if await asyncio.to_thread(digests.of_file, path) != digest:
+        raise FileDiffers(f"The child's file {name[:100]!r} arrived with another digest.", "Retry the job.")
+
+
+def _report_failure() -> bytes:
+    usage = {"peak_rss_bytes": 0, "cpu_s": 0.0}
+    return json.dumps(usage | {"exit": 1, "out_of_memory": False, "disk_full": False, "too_many_processes": False}).encode()

@@ -1,0 +1,318 @@
+"""Compilations and analyses on the nodes of a Ray cluster, which the tests launch on 127.0.0.1."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from etfarm.server.workers.cluster import pool as cluster_pool
+from etfarm.server.workers.cluster.node import LEASE_S
+from etfarm.server.workers.cluster.nodes import NoCompileNode, Node, NodeState
+from etfarm.server.workers.cluster.pool import ClusterPool
+from etfarm.server.workers.errors import ChildDied, ChildTimedOut, WorkersDown
+from etfarm.server.workers.limits import Limits
+from etfarm.wire.errors import EtfarmError, Fault
+from tests.support import models
+from tests.support.farm import FarmProcess, etfarm
+from tests.support.ray_cluster import RayCluster, RayNode, running_cluster
+
+pytestmark = [
+    pytest.mark.slow(reason="launches a Ray cluster, and kills nodes of it"),
+    pytest.mark.timeout(300),
+]
+pytest.importorskip("ray", reason="pip install 'etfarm[scale]'")
+
+ROOT = Path(__file__).resolve().parents[2]
+TASKS = "tests.support.worker_tasks"
+LIMITS = Limits(memory_bytes=256 << 20, cpu_s=60, threads=1)
+WAIT_S = 90.0
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    """A head, and one node with one cpu."""
+    with running_cluster() as cluster:
+        cluster.start()
+        cluster.add_node()
+        yield cluster
+
+
+@pytest.fixture(autouse=True)
+def _credentials(cluster: RayCluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in cluster.credentials.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("ETFARM_TOKEN", "s3cret")
+
+
+@contextlib.asynccontextmanager
+async def running_pool(cluster: RayCluster, folder: Path, **more: Any) -> AsyncIterator[ClusterPool]:
+    pool = ClusterPool(address=cluster.address, preload=[TASKS], limits=LIMITS, folder=folder / "jobs", **more)
+    pool.start()
+    try:
+        yield pool
+    finally:
+        await pool.stop()
+
+
+@pytest.fixture
+async def pool(cluster: RayCluster, tmp_path: Path) -> AsyncIterator[ClusterPool]:
+    async with running_pool(cluster, tmp_path) as pool, asyncio.timeout(WAIT_S):
+        await pool.ready()
+        yield pool
+
+
+async def until(pool: ClusterPool, condition: Callable[[Node], bool]) -> Node:
+    """Wait until a node of the pool meets a condition, and return it."""
+    async with asyncio.timeout(WAIT_S):
+        await pool.settled(WAIT_S)
+        while not (nodes := [node for node in pool.nodes if condition(node)]):
+            await pool.changed()
+    return nodes[0]
+
+
+def lingering() -> list[psutil.Process]:
+    """Return the grandchildren that `linger` starts."""
+    return [each for each in psutil.process_iter(["cmdline"]) if each.info["cmdline"] == ["sleep", "600"]]
+
+
+async def test_files_events_log_and_result_are_those_of_a_local_child(pool: ClusterPool, tmp_path: Path) -> None:
+    file = tmp_path / "input.txt"
+    file.write_text("of the server")
+    request = {"here": file, "absent": tmp_path / "absent"}
+    for _ in range(2):  # the second time, the node has the file
+        events: list[bytes] = []
+        run = await pool.run(f"{TASKS}:read_files", request, deadline_s=60, on_event=events.append)
+        async with run as finished:
+            assert json.loads(finished.result) == {"here": "of the server", "absent": None}
+            assert (finished.folder / "file.txt").read_text() == "kept"
+            assert finished.peak_rss_bytes > 1 << 20
+        assert events == [b'{"stage": "ONE", "phase": "START"}']
+        assert not finished.folder.exists()
+    log: list[str] = []
+    async with await pool.run(f"{TASKS}:talk", None, deadline_s=60, on_log=log.append):
+        assert sorted(log) == ["from C", "from Python", "from a raw write", "from a subprocess", "from stderr"]
+
+
+async def test_a_large_file_arrives_whole_in_both_directions(pool: ClusterPool, tmp_path: Path) -> None:
+    file = tmp_path / "large"
+    file.write_bytes(os.urandom(9_000_001))
+    async with await pool.run(f"{TASKS}:copy_file", file, deadline_s=60) as finished:
+        assert (finished.folder / "copy").read_bytes() == file.read_bytes()
+
+
+async def test_a_child_on_a_node_sees_neither_tokens_nor_a_network(pool: ClusterPool) -> None:
+    jail = await pool.describe_jail()
+    assert not jail.missing
+    async with await pool.run(f"{TASKS}:environment", None, deadline_s=60) as finished:
+        assert not [name for name in json.loads(finished.result) if "TOKEN" in name or name.startswith("RAY_")]
+
+
+async def test_cancelling_ends_the_child_on_its_node_within_a_second(pool: ClusterPool) -> None:
+    lingers = asyncio.Event()
+    before = {process.pid for process in lingering()}
+    run = asyncio.create_task(pool.run(f"{TASKS}:linger", None, deadline_s=60, on_event=lambda _: lingers.set()))
+    async with asyncio.timeout(WAIT_S):
+        await lingers.wait()
+    tree = [process for process in lingering() if process.pid not in before]
+    assert tree
+    start_s = time.monotonic()
+    run.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await run
+    psutil.wait_procs(tree, timeout=5)
+    assert time.monotonic() - start_s < 1
+    assert not any(process.is_running() for process in tree)
+    async with await pool.run(f"{TASKS}:echo", 1, deadline_s=60) as finished:  # its place is free again
+        assert finished.result == b"1"
+
+
+async def test_deadlines_end_a_child_and_name_the_stage(pool: ClusterPool) -> None:
+    with pytest.raises(ChildTimedOut) as whole:
+        await pool.run(f"{TASKS}:spin", None, deadline_s=1)
+    assert whole.value.metadata["clock"] == "wall"
+    with pytest.raises(ChildTimedOut) as stage:
+        await pool.run(f"{TASKS}:hang_in_the_second_stage", None, deadline_s=60, stage_deadline_s=2)
+    assert (stage.value.stage, stage.value.metadata["clock"]) == ("SECOND", "stage")
+
+
+async def test_errors_and_deaths_are_those_of_a_local_child(pool: ClusterPool) -> None:
+    with pytest.raises(EtfarmError) as refused:
+        await pool.run(f"{TASKS}:refuse", None, deadline_s=60)
+    assert (refused.value.fault, refused.value.reason, refused.value.stage) == (Fault.USER, "TOO_TALL", "MEASURE")
+    with pytest.raises(ChildDied) as died:
+        await pool.run(f"{TASKS}:crash", int(signal.SIGSEGV), deadline_s=60)
+    assert died.value.metadata["signal"] == "SIGSEGV"
+    assert died.value.stage == "TO_EXECUTORCH"
+    assert "last words" in died.value.metadata["log"]
+
+
+async def test_a_task_whose_node_is_killed_is_placed_on_another(pool: ClusterPool, cluster: RayCluster) -> None:
+    (old,) = [node for node in pool.nodes if node.state is NodeState.READY]
+    # Two cpus, so that the task goes to the new node.
+    node = cluster.add_node(cpus=2)
+    try:
+        new = await until(pool, lambda node: node.id != old.id and node.state is NodeState.READY)
+        lingers: asyncio.Queue[bytes] = asyncio.Queue()
+        restarts: list[None] = []
+        run = asyncio.create_task(
+            pool.run(
+                f"{TASKS}:linger", None, deadline_s=120, on_event=lingers.put_nowait, on_restart=lambda: restarts.append(None)
+            )
+        )
+        async with asyncio.timeout(WAIT_S):
+            await lingers.get()
+            node.kill()
+            await lingers.get()
+        assert len(restarts) == 1
+        assert {each.id: each.state for each in pool.nodes}[new.id] is NodeState.LOST
+        run.cancel()
+        await asyncio.wait({run})
+    finally:
+        node.end()
+
+
+async def test_without_a_ready_node_a_task_fails_as_the_farms_fault(
+    cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cluster_pool, "NODE_WAIT_S", 10.0)
+    described = json.dumps({"torch": "1.0", "Python": "3.11"})
+    monkeypatch.setattr(cluster_pool.versions, "describe", lambda: described)  # of a server with another torch
+    async with running_pool(cluster, tmp_path) as pool:
+        await until(pool, lambda node: node.state is NodeState.REFUSED)
+        with pytest.raises(NoCompileNode) as none:
+            await pool.run(f"{TASKS}:echo", 1, deadline_s=60)
+    assert none.value.fault is Fault.FARM
+    assert "the server has 1.0" in none.value.message
+
+
+@contextlib.contextmanager
+def other_torch(cluster: RayCluster, folder: Path) -> Iterator[RayNode]:
+    """A node whose Python has another torch, by its metadata."""
+    metadata = folder / "site" / "torch-9.9.9.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True, exist_ok=True)
+    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
+    python_path = f"{folder / 'site'}:{ROOT}"
+    node = cluster.add_node(variables={"PYTHONPATH": python_path})
+    try:
+        yield node
+    finally:
+        node.end()
+
+
+async def test_a_node_with_another_torch_is_refused_by_name(cluster: RayCluster, tmp_path: Path) -> None:
+    with other_torch(cluster, tmp_path):
+        async with running_pool(cluster, tmp_path) as pool:
+            refused = await until(pool, lambda node: "torch 9.9.9, and the server has 2." in node.detail)
+            assert refused.state is NodeState.REFUSED
+            async with await pool.run(f"{TASKS}:echo", 1, deadline_s=60):
+                pass  # on the other node
+
+
+async def test_a_node_that_lacks_a_measure_is_refused_where_the_jail_is_required(cluster: RayCluster, tmp_path: Path) -> None:
+    node = cluster.add_node(refused=["mount"])
+    try:
+        async with running_pool(cluster, tmp_path, required=True) as pool:
+            refused = await until(pool, lambda node: "mounts" in node.detail)
+            assert refused.state is NodeState.REFUSED
+        async with running_pool(cluster, tmp_path, required=False) as pool:
+            accepted = await until(pool, lambda node: node.state is NodeState.READY and bool(node.jail))
+            assert [text.partition(":")[0] for text in accepted.jail] == ["mounts"]
+    finally:
+        node.end()
+
+
+async def test_a_wrong_token_is_a_clear_error(cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "0" * 64)
+    async with running_pool(cluster, tmp_path) as pool:
+        with pytest.raises(WorkersDown) as refused:
+            async with asyncio.timeout(WAIT_S):
+                await pool.run(f"{TASKS}:echo", 1, deadline_s=60)
+    assert cluster.address in refused.value.message
+    assert "RAY_AUTH_TOKEN" in refused.value.remedy
+
+
+async def test_a_killed_connector_is_replaced(pool: ClusterPool) -> None:
+    assert pool.connector_pid is not None
+    lingers: asyncio.Queue[bytes] = asyncio.Queue()
+    run = asyncio.create_task(pool.run(f"{TASKS}:linger", None, deadline_s=120, on_event=lingers.put_nowait))
+    async with asyncio.timeout(WAIT_S):
+        await lingers.get()
+        first = pool.connector_pid
+        os.kill(first, signal.SIGKILL)
+        await lingers.get()
+    assert pool.connector_pid != first
+    run.cancel()
+    await asyncio.wait({run})
+
+
+def test_children_end_on_their_nodes_when_the_server_is_killed(cluster: RayCluster, tmp_path: Path) -> None:
+    before = {process.pid for process in lingering()}
+    command = [sys.executable, "-m", "tests.support.cluster_daemon", cluster.address, str(tmp_path / "jobs")]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as daemon:
+        assert daemon.stdout is not None
+        assert daemon.stdout.readline() == b"lingers\n"
+        tree = [process for process in lingering() if process.pid not in before]
+        assert tree
+        daemon.kill()
+    _, alive = psutil.wait_procs(tree, timeout=2 * LEASE_S)
+    assert not alive
+
+
+def bench(farm: FarmProcess, folder: Path, model: Path, name: str) -> dict[str, Any]:
+    """Return the report of a model that was measured on a farm."""
+    done = etfarm("bench", str(model), "--server", farm.address, "--json", f"{name}.json", cwd=folder, environment={})
+    assert done.returncode == 0, done.stderr + done.stdout
+    (report,) = json.loads((folder / f"{name}.json").read_text())["reports"]
+    assert isinstance(report, dict)
+    return report
+
+
+def test_a_model_compiles_and_is_analyzed_as_on_the_servers_machine(cluster: RayCluster, tmp_path: Path) -> None:
+    model = models.save(models.resnet8, tmp_path / "resnet8.pt2")
+    reports = []
+    for name, options in (("local", ()), ("nodes", ("--compile-pool", cluster.address))):
+        (tmp_path / name).mkdir()
+        farm = FarmProcess(tmp_path / name, serve=options)
+        try:
+            farm.start()
+            reports.append(bench(farm, tmp_path, model, name))
+        finally:
+            farm.stop()
+    local, nodes = reports
+    assert nodes["state"] == "SUCCEEDED"
+    assert nodes["compile"]["program"] == local["compile"]["program"]
+    assert nodes["compile"]["cached"] is False
+    assert [row["name"] for row in nodes["operators"]] == [row["name"] for row in local["operators"]]
+    assert nodes["accuracy"] and nodes["accuracy"][0]["sqnr_db"] > 60
+
+
+def check(address: str, folder: Path) -> dict[str, Any]:
+    """Return the document of `serve --check` with a compile pool."""
+    arguments = ("serve", "--check", "--json", "--data", str(folder / "data"), "--compile-pool", address)
+    document = json.loads(etfarm(*arguments, cwd=folder).stdout)
+    assert isinstance(document, dict)
+    return document
+
+
+def test_a_check_lists_the_nodes(cluster: RayCluster, tmp_path: Path) -> None:
+    checked = check(cluster.address, tmp_path)
+    assert checked["ok"], checked
+    assert any(fact["name"] == "compile node" and ", ready" in fact["text"] for fact in checked["facts"])
+
+
+def test_a_check_fails_where_there_is_no_cluster(cluster: RayCluster, tmp_path: Path) -> None:
+    (problem,) = check("ray://127.0.0.1:1", tmp_path)["problems"]
+    assert problem["reason"] == "WORKERS_DOWN"
+    assert "ray://127.0.0.1:1" in problem["message"]

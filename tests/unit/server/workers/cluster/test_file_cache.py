@@ -1,0 +1,62 @@
+"""The files of requests on a node: verified, kept while they are used, and bounded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from etfarm.server.workers.cluster.file_cache import FileCache, FileDiffers
+from etfarm.server.workers.errors import ChildDiskFull
+from etfarm.wire import digest as digests
+
+
+def store(cache: FileCache, holder: str, data: bytes) -> str:
+    digest = digests.of_bytes(data)
+    if cache.hold(holder, {digest: len(data)}):
+        middle = len(data) // 2
+        cache.write(digest, 0, data[:middle], len(data))
+        cache.write(digest, middle, data[middle:], len(data))
+    return digest
+
+
+def test_a_file_is_sent_once(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path)
+    digest = store(cache, "one", b"some bytes")
+    assert cache.hold("two", {digest: 10}) == []
+    assert cache.path(digest).read_bytes() == b"some bytes"
+    assert [path.name for path in tmp_path.iterdir()] == [digest]
+
+
+def test_other_bytes_than_those_of_the_digest_are_not_kept(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path)
+    digest = digests.of_bytes(b"some bytes")
+    with pytest.raises(FileDiffers):
+        cache.write(digest, 0, b"SOME BYTES", 10)
+    assert list(tmp_path.iterdir()) == []
+    assert cache.hold("one", {digest: 10}) == [digest]
+
+
+@pytest.mark.parametrize("name", ["../x", "x", "", "a" * 63])
+def test_a_name_that_is_no_digest_is_refused(tmp_path: Path, name: str) -> None:
+    with pytest.raises(ValueError, match="is not a digest"):
+        FileCache(tmp_path).write(name, 0, b"", 0)
+
+
+def test_files_that_nothing_uses_make_room_the_one_used_longest_ago_first(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path, kept_bytes=30)
+    first, second, held = (store(cache, holder, holder[0].encode() * 10) for holder in ("first", "second", "held"))
+    cache.release("first")
+    cache.release("second")
+    assert cache.hold("again", {first: 10}) == []
+    cache.release("again")
+    store(cache, "fourth", b"4" * 10)
+    assert not cache.path(second).exists()
+    assert cache.path(first).exists()
+    assert cache.path(held).exists()
+
+
+def test_a_full_disk_is_said_before_it_is_written(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path, reserve_bytes=1 << 60)
+    with pytest.raises(ChildDiskFull):
+        store(cache, "one", b"some bytes")
