@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow(reason="kills moves of a farm at many of their ste
 KILLED = -signal.SIGKILL
 SERVED = ("do_commit", "put", "delete")
 """Functions that change a database or a bucket."""
-EARLY, LATE = 12, 40
+EARLY, LATE = 8, 30
 """Number of steps before which a move is killed while it copies, and of its last steps, of which each second one is tried."""
 LOCAL = Place(None, None)
 
