@@ -106,6 +106,9 @@ def test_a_farm_is_moved_out_and_back_with_its_reports(
         assert done.returncode == 0, done.stderr
         try:
             restored.restart()
+            if options:
+                assert restored.server is not None
+                restored.server.expect("leading the farm")
             with restored.client() as client:
                 assert shown(client) == after, name
         finally:

@@ -13,9 +13,11 @@ import pytest
 
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.location import BucketLocation
+from etfarm.server.backup.backup import back_up
 from etfarm.server.migrate.migration import Migration, Place
 from etfarm.server.state.copies import CopyUnfinished, FarmMoved
 from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.folder import RestoreUnfinished, require_restored
 from etfarm.server.transfer.database import FarmDatabase
 from tests.support.databases import PostgresDatabases
 from tests.support.deaths import Deaths
@@ -27,7 +29,7 @@ pytestmark = pytest.mark.slow(reason="kills moves of a farm at many of their ste
 KILLED = -signal.SIGKILL
 SERVED = ("do_commit", "put", "delete")
 """Functions that change a database or a bucket."""
-EARLY, LATE = 12, 40
+EARLY, LATE = 8, 30
 """Number of steps before which a move is killed while it copies, and of its last steps, of which each second one is tried."""
 LOCAL = Place(None, None)
 
@@ -108,6 +110,31 @@ def test_a_killed_move_is_repeated_and_the_farm_is_whole(
                 stored = objects_of(location) if direction == "out" else blobs_of(data / "artifacts" / "blobs").keys()
                 assert stored == files.keys(), step
                 shutil.rmtree(data)
+
+
+def test_a_killed_restore_to_postgresql_is_repeated(
+    postgres_databases: PostgresDatabases, database: DatabaseUrl, tmp_path: Path
+) -> None:
+    farm = new_farm(tmp_path / "farm" / "data", sizes=(0, 10))
+    back_up(farm.path.parent, tmp_path / "backup")
+    expected, data = contents(farm), tmp_path / "restored"
+    arguments = [tmp_path / "backup", "--data", data, "--database", database.text]
+    with Deaths("etfarm.server.backup.commands:restore_main", *SERVED) as command:
+        for step in steps_of(command):
+            with created(postgres_databases):
+                restored = FarmDatabase(data / "farm.sqlite", database)
+                if command.call(*arguments, step=step) == KILLED and not (is_farm(restored) and is_restored(data)):
+                    assert command.call(*arguments) == 0, step
+                assert contents(restored) == expected and is_restored(data), step
+                shutil.rmtree(data)
+
+
+def is_restored(data: Path) -> bool:
+    try:
+        require_restored(data)
+    except RestoreUnfinished:
+        return False
+    return True
 
 
 def steps_of(command: Deaths) -> Iterator[int]:

@@ -9,6 +9,7 @@ import sqlite3
 from contextlib import closing
 from importlib.metadata import version
 from pathlib import Path
+from typing import Final
 
 from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS
 from etfarm.server.artifacts.s3.location import BucketLocation
@@ -28,6 +29,9 @@ from etfarm.server.transfer.database import FarmDatabase, copy_rows
 from etfarm.server.transfer.files import sync_folder
 from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire import digest as digests
+
+_COPIED: Final = " copied"
+"""End of the marker of a restore whose rows are all in the PostgreSQL database."""
 
 
 def restore(
@@ -81,7 +85,7 @@ def restore(
             _remove_logs(data)
             part.replace(data / DATABASE)
         else:
-            _copy_rows(part, FarmDatabase(data / DATABASE, database), manifest, on_progress)
+            _copy_rows(part, FarmDatabase(data / DATABASE, database), manifest, data / RESTORING, on_progress)
         sync_folder(data)
         (data / RESTORING).unlink()
         sync_folder(data)
@@ -101,9 +105,11 @@ def _prepare(data: Path, manifest: Manifest) -> None:
         raise BackupRefused(f"{data} is not empty.", "Move it aside, or choose another --data.")
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     # An empty marker is that of a restore that was killed before it copied anything.
-    if marker.exists() and marker.read_text() not in ("", manifest.database_sha256):
+    former = marker.read_text() if marker.exists() else ""
+    if former.removesuffix(_COPIED) not in ("", manifest.database_sha256):
         raise BackupRefused(f"{data} has an interrupted restore of another backup.", "Delete it, or choose another --data.")
-    marker.write_text(manifest.database_sha256)
+    if not former:
+        marker.write_text(manifest.database_sha256)
 
 
 def _remove_logs(data: Path) -> None:
@@ -153,12 +159,15 @@ async def _move_artifacts(data: Path, blobs: BucketLocation | None) -> None:
     shutil.rmtree(folder)
 
 
-def _copy_rows(part: Path, target: FarmDatabase, manifest: Manifest, on_progress: OnProgress) -> None:
+def _copy_rows(part: Path, target: FarmDatabase, manifest: Manifest, marker: Path, on_progress: OnProgress) -> None:
     source = FarmDatabase(part)
-    with source.connected() as connection, connection.begin():
-        copy_rows(connection, target, f"the backup {manifest.database_sha256}", on_progress)
-    with target.connected() as connection:
-        rows.finish(connection)
+    if not (marker.read_text().endswith(_COPIED) and target.is_complete()):
+        with source.connected() as connection, connection.begin():
+            copy_rows(connection, target, f"the backup {manifest.database_sha256}", on_progress)
+        marker.write_text(f"{manifest.database_sha256}{_COPIED}")
+        _sync(marker)
+        with target.connected() as connection:
+            rows.finish(connection)
     source.clear()
 
 

@@ -210,10 +210,12 @@ class Migration:
     def _take_rows(self) -> None:
         """Let servers open the target's database."""
         target = self._target_database()
+        if target.url is None:
+            # Its name keeps servers from the file: from the next step on, the farm is there.
+            self._folder.settle_database()
+            target = FarmDatabase(self._folder.database)
         with target.connected() as connection:
             rows.finish(connection)
-        if target.url is None:
-            self._folder.settle_database()
 
 
 def _wanted(database: FarmDatabase) -> Iterator[tuple[str, int]]:

@@ -54,6 +54,11 @@ class FarmDatabase:
         with self.connected() as connection, connection.begin():
             return copies.source_of(connection)
 
+    def is_complete(self) -> bool:
+        """Return whether it has a farm, and no unfinished copy of one."""
+        with self.connected() as connection, connection.begin():
+            return revisions.revision_of(connection) is not None and copies.source_of(connection) is None
+
     def clear(self) -> None:
         """Delete an unfinished copy; the database then has no tables."""
         if self.url is None:
