@@ -239,6 +239,25 @@ async def test_a_server_ends_while_its_database_stands_still(postgres: PostgresS
         postgres.thaw()
 
 
+async def test_a_server_ends_while_its_jobs_wait_for_a_database_that_is_gone(postgres: PostgresServer, tmp_path: Path) -> None:
+    farm = farm_on(tmp_path, postgres.url("farm"))
+    try:
+        farm.start(agents=0)
+        async with working(farm) as calls:
+            progress = asyncio.Event()
+            submitting = asyncio.create_task(submit_all(calls, JOBS, progress))
+            await progress.wait()
+            postgres.stop(signal.SIGQUIT)
+            await asyncio.sleep(1.0)  # jobs come to wait
+            submitting.cancel()
+            await asyncio.gather(submitting, return_exceptions=True)
+            began_s = time.monotonic()
+            await asyncio.to_thread(farm.stop)
+            assert time.monotonic() - began_s < 2 * SILENT_S
+    finally:
+        farm.stop()
+
+
 async def test_jobs_outlive_a_failover_to_a_standby(tmp_path: Path) -> None:
     settings = {**SETTINGS, "synchronous_standby_names": "*", "wal_level": "replica"}
     with postgres_server(SETTINGS) as primary:

@@ -204,6 +204,7 @@ async def running(
             yield Server(address, monitor.address, certificates.reload, drain, in_progress, partial(server.stop, None))
         finally:
             intake.is_stopping = True
+            storage.database.stop_waiting()
             await checks.enter_graceful_shutdown()
             await jobs.probing.drain()
             jobs.sessions.stop()

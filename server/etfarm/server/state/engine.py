@@ -90,6 +90,7 @@ class Database(ABC):
     def __init__(self) -> None:
         self.on_damaged: Callable[[FarmError], None] = lambda error: None
         """Called on the event loop if nothing can be written any more, with the error that the server should exit with."""
+        self._is_ending = False
         self.guard: Guard | None = None
         """Asked at the start of each transaction of `write`, in its thread. If it refuses, nothing of the transaction is done,
         and the error is that of all functions that share it. No other process writes until the end of the transaction."""
@@ -153,7 +154,7 @@ class Database(ABC):
                 except QueryTooSlow:
                     raise
                 except DatabaseUnavailable as error:
-                    if not _is_patient.get():
+                    if self._is_ending or not _is_patient.get():
                         raise
                     log.warning("the database is away, waiting", error=error.message)
                 await asyncio.sleep(_RETRY_S)
@@ -183,6 +184,10 @@ class Database(ABC):
         The iterator begins with a notification without a payload for each channel, and has them again whenever the connection
         was lost meanwhile. It ends only with the context.
         """
+
+    def stop_waiting(self) -> None:
+        """Let nothing wait any longer for a database that is away, since the server ends."""
+        self._is_ending = True
 
     @abstractmethod
     def is_backed_up(self, connection: Connection) -> bool:

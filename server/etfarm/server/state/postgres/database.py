@@ -89,8 +89,12 @@ class PostgresDatabase(Database):
     def listen(self, *channels: str) -> AbstractAsyncContextManager[AsyncIterator[Notification]]:
         return listening.listening(self._connections, self._transactor.id, channels)
 
-    def close(self) -> None:
+    def stop_waiting(self) -> None:
+        super().stop_waiting()
         self._connections.closing.set()
+
+    def close(self) -> None:
+        self.stop_waiting()
         self._writer.close()
         self._readers.close()
         self._connections.close()
