@@ -10,7 +10,9 @@ import signal
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +23,11 @@ from etfarm.server.workers.cluster import pool as cluster_pool
 from etfarm.server.workers.cluster.node import LEASE_S
 from etfarm.server.workers.cluster.nodes import NoCompileNode, Node, NodeState
 from etfarm.server.workers.cluster.pool import ClusterPool
+from etfarm.server.workers.cluster.tenure import Tenure
 from etfarm.server.workers.errors import ChildDied, ChildTimedOut, WorkersDown
 from etfarm.server.workers.limits import Limits
 from etfarm.wire.errors import EtfarmError, Fault
+from etfarm.wire.names import CONFIG_VARIABLE
 from tests.support import models
 from tests.support.farm import FarmProcess, etfarm
 from tests.support.ray_cluster import RayCluster, RayNode, running_cluster
@@ -38,6 +42,9 @@ ROOT = Path(__file__).resolve().parents[2]
 TASKS = "tests.support.worker_tasks"
 LIMITS = Limits(memory_bytes=256 << 20, cpu_s=60, threads=1)
 WAIT_S = 90.0
+POOL_METRICS = ("etfarm_compile_slots", "etfarm_compile_running", "etfarm_compile_waiting", "etfarm_compile_nodes")
+SOON_S = LEASE_S / 2
+"""Time that only an orderly end keeps to."""
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +110,16 @@ async def test_files_events_log_and_result_are_those_of_a_local_child(pool: Clus
     log: list[str] = []
     async with await pool.run(f"{TASKS}:talk", None, deadline_s=60, on_log=log.append):
         assert sorted(log) == ["from C", "from Python", "from a raw write", "from a subprocess", "from stderr"]
+
+
+async def test_log_lines_arrive_while_the_child_runs(pool: ClusterPool) -> None:
+    lines: asyncio.Queue[str] = asyncio.Queue()
+    run = asyncio.create_task(pool.run(f"{TASKS}:print_and_wait", None, deadline_s=60, on_log=lines.put_nowait))
+    async with asyncio.timeout(WAIT_S):
+        assert await lines.get() == "while it runs"
+    assert not run.done()
+    run.cancel()
+    await asyncio.wait({run})
 
 
 async def test_a_large_file_arrives_whole_in_both_directions(pool: ClusterPool, tmp_path: Path) -> None:
@@ -197,12 +214,17 @@ async def test_without_a_ready_node_a_task_fails_as_the_farms_fault(
     assert "the server has 1.0" in none.value.message
 
 
+def write_metadata(site: Path, package: str, version: str) -> None:
+    """Write what makes a package appear in another version, without its code."""
+    metadata = site / f"{package}-{version}.dist-info" / "METADATA"
+    metadata.parent.mkdir(parents=True)
+    metadata.write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+
+
 @contextlib.contextmanager
 def other_torch(cluster: RayCluster, folder: Path) -> Iterator[RayNode]:
     """A node whose Python has another torch, by its metadata."""
-    metadata = folder / "site" / "torch-9.9.9.dist-info" / "METADATA"
-    metadata.parent.mkdir(parents=True, exist_ok=True)
-    metadata.write_text("Metadata-Version: 2.1\nName: torch\nVersion: 9.9.9\n")
+    write_metadata(folder / "site", "torch", "9.9.9")
     python_path = f"{folder / 'site'}:{ROOT}"
     node = cluster.add_node(variables={"PYTHONPATH": python_path})
     try:
@@ -218,6 +240,33 @@ async def test_a_node_with_another_torch_is_refused_by_name(cluster: RayCluster,
             assert refused.state is NodeState.REFUSED
             async with await pool.run(f"{TASKS}:echo", 1, deadline_s=60):
                 pass  # on the other node
+
+
+def virtual_environment(folder: Path) -> Path:
+    """Create an environment with this one's packages. Return its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    paths = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "shared.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in paths))
+    return folder / "bin" / "python"
+
+
+async def test_a_node_compiles_in_the_environment_that_the_server_names(cluster: RayCluster, tmp_path: Path) -> None:
+    python = virtual_environment(tmp_path / "environment")
+    async with (
+        running_pool(cluster, tmp_path, python=str(python)) as pool,
+        asyncio.timeout(WAIT_S),
+        await pool.run(f"{TASKS}:prefix", None, deadline_s=60) as finished,
+    ):
+        assert finished.result.decode() == str(tmp_path / "environment")
+
+
+async def test_an_environment_with_other_versions_is_refused(cluster: RayCluster, tmp_path: Path) -> None:
+    python = virtual_environment(tmp_path / "environment")
+    write_metadata(next((tmp_path / "environment").glob("lib/python*/site-packages")), "executorch", "9.9.9")
+    async with running_pool(cluster, tmp_path, python=str(python)) as pool:
+        refused = await until(pool, lambda node: node.state is NodeState.REFUSED)
+    assert "executorch 9.9.9, and the server has 1." in refused.detail
 
 
 async def test_a_node_that_lacks_a_measure_is_refused_where_the_jail_is_required(cluster: RayCluster, tmp_path: Path) -> None:
@@ -243,6 +292,33 @@ async def test_a_wrong_token_is_a_clear_error(cluster: RayCluster, tmp_path: Pat
     assert "RAY_AUTH_TOKEN" in refused.value.remedy
 
 
+async def test_a_later_leader_ends_the_children_of_a_former_one(cluster: RayCluster, tmp_path: Path) -> None:
+    before = {process.pid for process in lingering()}
+    async with AsyncExitStack() as stack:
+
+        async def lead(term: int) -> ClusterPool:
+            tenure = Tenure.of_leader("secret", term)
+            return await stack.enter_async_context(running_pool(cluster, tmp_path / str(term), tenure=tenure))
+
+        former = await lead(1)
+        lingers = asyncio.Event()
+        run = asyncio.create_task(former.run(f"{TASKS}:linger", None, deadline_s=300, on_event=lambda _: lingers.set()))
+        async with asyncio.timeout(WAIT_S):
+            await lingers.wait()
+        tree = [process for process in lingering() if process.pid not in before]
+        assert tree
+        leader = await lead(2)
+        await until(leader, lambda node: node.state is NodeState.READY)
+        _, alive = psutil.wait_procs(tree, timeout=SOON_S)
+        assert not alive
+        run.cancel()
+        again = await lead(1)  # as a former leader whose process stood still
+        refused = await until(again, lambda node: node.state is NodeState.REFUSED)
+        assert "a later leader" in refused.detail
+        async with await leader.run(f"{TASKS}:echo", 1, deadline_s=60) as finished:
+            assert finished.result == b"1"
+
+
 async def test_a_killed_connector_is_replaced(pool: ClusterPool) -> None:
     assert pool.connector_pid is not None
     lingers: asyncio.Queue[bytes] = asyncio.Queue()
@@ -257,7 +333,11 @@ async def test_a_killed_connector_is_replaced(pool: ClusterPool) -> None:
     await asyncio.wait({run})
 
 
-def test_children_end_on_their_nodes_when_the_server_is_killed(cluster: RayCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lost", "within_s"), [("server", SOON_S), ("machine", 2 * LEASE_S)])
+def test_children_end_on_their_nodes_when_the_server_is_killed(
+    cluster: RayCluster, tmp_path: Path, lost: str, within_s: float
+) -> None:
+    """A connector whose server is killed ends the children; where it is killed as well, their node does."""
     before = {process.pid for process in lingering()}
     command = [sys.executable, "-m", "tests.support.cluster_daemon", cluster.address, str(tmp_path / "jobs")]
     with subprocess.Popen(command, stdout=subprocess.PIPE, cwd=ROOT) as daemon:
@@ -265,8 +345,10 @@ def test_children_end_on_their_nodes_when_the_server_is_killed(cluster: RayClust
         assert daemon.stdout.readline() == b"lingers\n"
         tree = [process for process in lingering() if process.pid not in before]
         assert tree
-        daemon.kill()
-    _, alive = psutil.wait_procs(tree, timeout=2 * LEASE_S)
+        connectors = psutil.Process(daemon.pid).children() if lost == "machine" else []
+        for process in (daemon, *connectors):
+            process.kill()
+    _, alive = psutil.wait_procs(tree, timeout=within_s)
     assert not alive
 
 
@@ -279,15 +361,29 @@ def bench(farm: FarmProcess, folder: Path, model: Path, name: str) -> dict[str, 
     return report
 
 
+def read_pool(farm: FarmProcess) -> dict[str, float]:
+    """Return the metrics of the pool that are not of an empty state of nodes."""
+    assert farm.server is not None
+    line = next(line for line in farm.server.lines if "metrics on" in line)
+    with urllib.request.urlopen(f"http://{line.rpartition(' ')[2]}/metrics", timeout=30) as answer:
+        samples = [each.rsplit(" ", 1) for each in answer.read().decode().splitlines() if not each.startswith("#")]
+    shown = {name: float(value) for name, value in samples if name.startswith(POOL_METRICS)}
+    return {name: value for name, value in shown.items() if value or "{" not in name}
+
+
 def test_a_model_compiles_and_is_analyzed_as_on_the_servers_machine(cluster: RayCluster, tmp_path: Path) -> None:
     model = models.save(models.resnet8, tmp_path / "resnet8.pt2")
     reports = []
-    for name, options in (("local", ()), ("nodes", ("--compile-pool", cluster.address))):
+    metrics = ("--metrics", "127.0.0.1:0")
+    for name, options in (("local", metrics), ("nodes", (*metrics, "--compile-pool", cluster.address))):
         (tmp_path / name).mkdir()
         farm = FarmProcess(tmp_path / name, serve=options)
         try:
             farm.start()
             reports.append(bench(farm, tmp_path, model, name))
+            assert read_pool(farm) == {"etfarm_compile_slots": 1, "etfarm_compile_running": 0, "etfarm_compile_waiting": 0} | (
+                {'etfarm_compile_nodes{state="ready"}': 1} if name == "nodes" else {}
+            )
         finally:
             farm.stop()
     local, nodes = reports
@@ -310,6 +406,18 @@ def test_a_check_lists_the_nodes(cluster: RayCluster, tmp_path: Path) -> None:
     checked = check(cluster.address, tmp_path)
     assert checked["ok"], checked
     assert any(fact["name"] == "compile node" and ", ready" in fact["text"] for fact in checked["facts"])
+
+
+def test_doctor_lists_the_nodes_of_the_servers_configuration(cluster: RayCluster, tmp_path: Path) -> None:
+    config = tmp_path / "farm.toml"
+    config.write_text(f'data = "{tmp_path / "data"}"\ncompile-pool = "{cluster.address}"\n')
+
+    def is_listed() -> bool:
+        done = etfarm("doctor", "--json", cwd=tmp_path, environment={CONFIG_VARIABLE: str(config)})
+        nodes = [each for each in json.loads(done.stdout)["findings"] if each["name"] == "compile node"]
+        return [(node["status"], "1 cpus, ready" in node["detail"]) for node in nodes] == [("OK", True)]
+
+    assert any(is_listed() for _ in range(5))  # a node of a busy machine is not checked within the doctor's time limit
 
 
 def test_a_check_fails_where_there_is_no_cluster(cluster: RayCluster, tmp_path: Path) -> None:

@@ -70,6 +70,11 @@ class RayNode:
         """Return the node's processes: names of executables with their process ids."""
         return {child.name(): child.pid for child in psutil.Process(self._supervisor.pid).children(recursive=True)}
 
+    def actors(self) -> list[psutil.Process]:
+        """Return the processes of etfarm's actors on the node."""
+        processes = psutil.Process(self._supervisor.pid).children(recursive=True)
+        return [each for each in processes if _title_of(each).startswith("ray::NodeActor")]
+
     def kill(self) -> None:
         """Kill all processes of the node at once, as a power cut would."""
         for child in psutil.Process(self._supervisor.pid).children(recursive=True):
@@ -81,6 +86,13 @@ class RayNode:
         assert self._supervisor.stdin is not None
         self._supervisor.stdin.close()
         self._supervisor.wait(30)
+
+
+def _title_of(process: psutil.Process) -> str:
+    try:
+        return "".join(process.cmdline()[:1])
+    except psutil.NoSuchProcess:
+        return ""
 
 
 class RayCluster:
@@ -98,13 +110,15 @@ class RayCluster:
         self.credentials = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
         """The environment variables that a client of the cluster needs."""
         self._environment = {
-            **os.environ, **self.credentials, **variables,
+            **os.environ, **self.credentials,
             "PYTHONPATH": str(ROOT),
             "TMPDIR": str(folder),
             "RAY_USAGE_STATS_ENABLED": "0",
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # see _LAUNCH
             "RAY_memory_monitor_refresh_ms": "0",  # the machine's memory is not the test's
             "RAY_enable_metrics_collection": "0",
+            "RAY_worker_niceness": "0",  # 15 by default, with which other work of the machine leaves little to the nodes
+            **variables,
         }  # fmt: skip
         self._nodes: list[RayNode] = []
 

@@ -161,5 +161,16 @@ def copy_file(request: Path, folder: Path, emit: Emit) -> bytes:
     return b""
 
 
+def print_and_wait(request: object, folder: Path, emit: Emit) -> bytes:
+    """Print a line, and wait forever."""
+    print("while it runs", flush=True)
+    signal.pause()
+    return b""
+
+
+def prefix(request: object, folder: Path, emit: Emit) -> bytes:
+    return sys.prefix.encode()
+
+
 def environment(request: object, folder: Path, emit: Emit) -> bytes:
     return json.dumps(dict(os.environ)).encode()

@@ -113,7 +113,7 @@ async def running(
     is_local = config.compile_pool == LOCAL  # else each node's jail is required
     jail = await preflight.require_jail(config) if is_local and config.is_jail_required else None
     storage, clean_end = Storage.create(config, on_damaged), CleanEnd(config.data) if lead is None else lead
-    started = children or Children.start(config)
+    started = children or Children.start(config, None if lead is None else lead.tenure)
     workers, quiet = started.workers, started.quiet
     screening, background = Screening(storage.store.path, config.operators), Background()
     async with AsyncExitStack() as closing:  # calls these in reverse order
@@ -136,7 +136,7 @@ async def running(
         jobs = Jobs.create(config, storage, fleet, workers, quiet, screening, notices)
         host = _Host(config, fleet, workers, quiet, jail)
         intake, certificates = Intake(storage.store.room), Certificates(config)
-        monitor = Monitor(config, storage, fleet, jobs, intake, version("etfarm"))
+        monitor = Monitor(config, storage, fleet, jobs, workers, intake, version("etfarm"))
         closing.push_async_callback(monitor.close)
         if lead is not None and monitor.metrics is not None:
             monitor.metrics.registry.register(lead.metrics)

@@ -22,6 +22,9 @@ from etfarm.wire.doctor import Check, Finding, Status
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.names import CONFIG_VARIABLE, embedded_farm_folder, prebuilt_runner
 
+_NODES_S: Final = 10.0
+"""Time for the nodes of a cluster, less than the doctor's limit for a check."""
+
 
 def check_jail() -> Iterable[Finding]:
     """Yield the measures that isolate compile processes on this machine, as a real one reports them."""
@@ -93,14 +96,6 @@ def check_configuration(environment: Mapping[str, str] = os.environ) -> Iterable
             yield Finding("server bucket", Status.OK, config.blobs.place)
         except EtfarmError as error:
             yield Finding("server bucket", Status.WARNING, error.message, "the server does not start with it.", error.remedy)
-    if config.compile_pool != LOCAL:
-        try:
-            nodes = asyncio.run(preflight.find_nodes(config))
-        except EtfarmError as error:
-            yield Finding("compile nodes", Status.WARNING, error.message, "nothing is compiled.", error.remedy)
-        for node in nodes:
-            status = Status.OK if node.state is NodeState.READY else Status.WARNING
-            yield Finding("compile node", status, node.text, "" if status is Status.OK else "nothing is compiled there.")
     if config.data.is_dir():
         space = Room(config.data, config.keep_free_bytes, config.store_limits.work_bytes).measure()
         text = f"{config.data}, {space.free_bytes / 1e9:.1f} GB free; new work is refused below {space.work_bytes / 1e9:.1f} GB"
@@ -109,6 +104,35 @@ def check_configuration(environment: Mapping[str, str] = os.environ) -> Iterable
         yield Finding("server disk", status, text, cost, remedy)
 
 
+def check_compile_nodes(environment: Mapping[str, str] = os.environ) -> Iterable[Finding]:
+    """Yield the nodes of the Ray cluster of ETFARM_SERVE_CONFIG's file; nothing without one."""
+    path = environment.get(CONFIG_VARIABLE)
+    if not path:
+        return
+    from etfarm.server.main import config_of, parser
+    from etfarm.server.operation import settings
+
+    try:
+        arguments, _ = settings.parse(parser(), (), environment)
+        config = config_of(arguments)
+    except EtfarmError:
+        return  # a finding of check_configuration
+    if config.compile_pool == LOCAL:
+        return
+    try:
+        nodes = asyncio.run(preflight.find_nodes(config, _NODES_S))
+    except EtfarmError as error:
+        yield Finding("compile nodes", Status.WARNING, error.message, "nothing is compiled.", error.remedy)
+        return
+    if not nodes:
+        yield Finding("compile nodes", Status.WARNING, f"{config.compile_pool} has no node with cpus", "nothing is compiled.")
+    for node in nodes:
+        is_ready = node.state is NodeState.READY
+        cost = "" if is_ready else "nothing is compiled there."
+        yield Finding("compile node", Status.OK if is_ready else Status.WARNING, node.text, cost)
+
+
 CHECKS: Final[Mapping[str, Check]] = {
     "compile jail": check_jail, "prebuilt runner": check_prebuilt, "server configuration": check_configuration,
+    "compile nodes": check_compile_nodes,
 }  # fmt: skip

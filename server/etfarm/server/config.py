@@ -74,6 +74,8 @@ class Config:
     """Maximum number of concurrent compilations and analyses."""
     compile_pool: str = LOCAL
     """Where compilations and analyses run: `local`, or `ray://HOST:PORT` of a Ray cluster's client server."""
+    compile_python: str | None = None
+    """Path of the Python that compiles on each node of the cluster; None for the one that started Ray there."""
     threads: int = 2
     """Number of threads of each compilation."""
     memory_bytes: int = 8 << 30
@@ -203,6 +205,8 @@ class Config:
             raise UserError("--web has no client certificate for --tls-client-ca.", "Leave one of them out.")
         if self.compile_pool != LOCAL:
             require_ray()
+        elif self.compile_python is not None:
+            raise UserError("--compile-python is for a Ray cluster.", "Give --compile-pool ray://HOST:PORT, or leave it out.")
         self.identity(), self.client_ca()
         if self.agent_wheel is not None:
             AgentWheel.read(self.agent_wheel)

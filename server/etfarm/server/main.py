@@ -92,6 +92,9 @@ def parser() -> argparse.ArgumentParser:
                        help="where compilations and analyses run: local, or ray://HOST:PORT of a Ray cluster's client server, "
                        "each node of which runs as many at a time as it has cpus, and needs etfarm[server,scale] of this "
                        "server's versions; needs etfarm[scale] (default %(default)s)")  # fmt: skip
+    serve.add_argument("--compile-python", type=_absolute, metavar="PATH",
+                       help="Python of the virtual environment that compiles on each node of the Ray cluster, such as "
+                       "/opt/etfarm/bin/python (default: the Python that started Ray there)")  # fmt: skip
     serve.add_argument(
         "--threads", type=_positive, default=os.cpu_count() or 1, metavar="N", help="threads of a compilation (default: cpus)"
     )
@@ -235,6 +238,12 @@ def _pool(text: str) -> str:
     return text
 
 
+def _absolute(text: str) -> str:
+    if not text.startswith("/"):
+        raise argparse.ArgumentTypeError("must be an absolute path")
+    return text
+
+
 def _pause(text: str) -> float:
     return 0.0 if float(text) == 0 else _seconds(text)
 
@@ -298,7 +307,8 @@ def config_of(arguments: argparse.Namespace) -> Config:
         blobs_cache_bytes=arguments.blobs_cache_gib << 30, blobs_wait_s=arguments.blobs_wait,
         blobs_presign=read_endpoint(arguments.blobs_presign or "", "--blobs-presign"), tokens=arguments.tokens,
         tls_cert=arguments.tls_cert, tls_key=arguments.tls_key, tls_client_ca=arguments.tls_client_ca,
-        insecure=arguments.insecure, workers=arguments.workers, compile_pool=arguments.compile_pool, threads=arguments.threads,
+        insecure=arguments.insecure, workers=arguments.workers, compile_pool=arguments.compile_pool,
+        compile_python=arguments.compile_python, threads=arguments.threads,
         memory_bytes=arguments.memory_gib << 30, cpu_s=arguments.cpu_limit, compile_deadline_s=arguments.compile_timeout,
         stage_deadline_s=arguments.stage_timeout, analysis_deadline_s=arguments.analysis_timeout,
         patience_s=arguments.patience, address_file=arguments.address_file, advertise=arguments.advertise,

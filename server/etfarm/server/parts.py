@@ -60,6 +60,7 @@ from etfarm.server.state.databases import create_database
 from etfarm.server.state.engine import Database
 from etfarm.server.state.steady_clock import SteadyClock
 from etfarm.server.workers.child_pool import ChildPool
+from etfarm.server.workers.cluster.tenure import Tenure
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.server.workers.pool import Workers
 from etfarm.server.workers.reader_threads import Readers
@@ -83,10 +84,10 @@ def new_id() -> str:
     return uuid.uuid4().hex[:16]
 
 
-def start_workers(config: Config, quiet: MeasurementLock) -> ChildPool:
+def start_workers(config: Config, quiet: MeasurementLock, tenure: Tenure | None = None) -> ChildPool:
     """Return the started pool of child processes. Call it before gRPC starts threads, since it forks."""
     if config.compile_pool != LOCAL:
-        cluster = preflight.cluster_pool(config, config.data / "work" / "children", PRELOAD, quiet.work)
+        cluster = preflight.cluster_pool(config, config.data / "work" / "children", PRELOAD, quiet.work, tenure=tenure)
         cluster.start()
         return cluster
     workers = Workers(
@@ -107,14 +108,18 @@ def start_workers(config: Config, quiet: MeasurementLock) -> ChildPool:
 class Children:
     """The pool of child processes, and the lock that keeps it quiet while this machine measures."""
 
-    workers: Workers
+    workers: ChildPool
     quiet: MeasurementLock
 
     @classmethod
-    def start(cls, config: Config) -> Children:
-        """Start the pool. Call it before gRPC starts threads, since it forks."""
+    def start(cls, config: Config, tenure: Tenure | None = None) -> Children:
+        """Start the pool. Call it before gRPC starts threads, since it forks; a pool on a cluster does not.
+
+        Args:
+            tenure: of the leader of a farm of several servers, for a pool on a cluster.
+        """
         quiet = MeasurementLock()
-        return cls(start_workers(config, quiet), quiet)
+        return cls(start_workers(config, quiet, tenure), quiet)
 
 
 class Background:

@@ -12,13 +12,14 @@ from typing import Final
 from etfarm.server.config import Config
 from etfarm.server.workers.cluster.nodes import Node
 from etfarm.server.workers.cluster.pool import ClusterPool, log_node
+from etfarm.server.workers.cluster.tenure import Tenure
 from etfarm.server.workers.jail.isolation import JailOptions, NetworkNotRemoved
 from etfarm.server.workers.jail.measures import NETWORK, JailIncomplete, JailReport
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.wire.errors import EtfarmError, UserError
 
-_SETTLE_S: Final = 60.0
+SETTLE_S: Final = 60.0
 """Time that the nodes of a cluster may take to be checked."""
 
 
@@ -47,25 +48,26 @@ def cluster_pool(
     preload: Sequence[str],
     gate: Callable[[], AbstractAsyncContextManager[None]] = nullcontext,
     report: Callable[[Node], None] = log_node,
+    tenure: Tenure | None = None,
 ) -> ClusterPool:
     """Return the pool on the configuration's Ray cluster."""
     return ClusterPool(
         address=config.compile_pool, preload=preload, limits=limits(config), folder=folder, gate=gate,
-        required=config.is_jail_required, report=report,
+        required=config.is_jail_required, python=config.compile_python, report=report, tenure=tenure,
     )  # fmt: skip
 
 
-async def find_nodes(config: Config) -> tuple[Node, ...]:
+async def find_nodes(config: Config, within_s: float = SETTLE_S) -> tuple[Node, ...]:
     """Return the nodes of the configuration's Ray cluster with their states, without loading torch there.
 
     Raises:
-        WorkersDown: the cluster cannot be reached.
+        WorkersDown: the cluster cannot be reached, or does not answer within the time.
     """
     folder = await asyncio.to_thread(tempfile.mkdtemp, prefix="etfarm-nodes-")
     pool = cluster_pool(config, Path(folder), (), report=lambda node: None)
     pool.start()
     try:
-        return await pool.settled(_SETTLE_S)
+        return await pool.settled(within_s)
     finally:
         await pool.stop()
 

@@ -17,7 +17,7 @@ import structlog
 
 from etfarm.server.app import Server, running
 from etfarm.server.artifacts.blobs import ARTIFACTS
-from etfarm.server.config import Config
+from etfarm.server.config import LOCAL, Config
 from etfarm.server.operation import web_page
 from etfarm.server.operation.service_manager import ServiceManager
 from etfarm.server.operation.settings import Setting
@@ -103,9 +103,11 @@ class Process:
         from etfarm.server.cluster.standby import standing_by
 
         config = self._config
-        children = Children.start(config)
+        # A forkserver has to start before gRPC does. The nodes of a cluster are the leader's alone.
+        children = Children.start(config) if config.compile_pool == LOCAL else None
         async with AsyncExitStack() as stack:
-            stack.push_async_callback(children.workers.stop)
+            if children is not None:
+                stack.push_async_callback(children.workers.stop)
             member = _member(config)
             metrics = ClusterMetrics(member)
             standby = await stack.enter_async_context(AsyncExitStack())

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from etfarm.server.cluster.member import Member, Term
 from etfarm.server.cluster.metrics import ClusterMetrics
+from etfarm.server.workers.cluster.tenure import Tenure
 from etfarm.v1.farm_pb2 import FarmServer
 
 
@@ -24,6 +25,8 @@ class Lead:
         self._was_clean = term.was_clean
         self.secret = term.leader.secret
         """The secret by which calls of other servers are recognized."""
+        self.tenure = Tenure.of_leader(term.leader.secret, term.leader.token)
+        """Whose the children on a compile cluster are."""
         self.fence = member.fence()
         """The check of each write transaction."""
         self.take_address = take_address

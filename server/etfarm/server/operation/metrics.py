@@ -195,6 +195,18 @@ class _Snapshots(Collector):
         yield GaugeMetricFamily("etfarm_oldest_wait_seconds", "Age of the oldest cell that waits.", value=now.oldest_wait_s)
         yield GaugeMetricFamily("etfarm_sessions", "Open sessions.", value=now.sessions)
         yield GaugeMetricFamily("etfarm_stopping", "Whether the server accepts no new work.", value=float(now.is_stopping))
+        if now.pool is not None:
+            yield GaugeMetricFamily(
+                "etfarm_compile_slots", "Compilations and analyses that may run at a time.", value=now.pool.slots
+            )
+            yield GaugeMetricFamily("etfarm_compile_running", "Compilations and analyses that run.", value=now.pool.running)
+            yield GaugeMetricFamily(
+                "etfarm_compile_waiting", "Compilations and analyses that wait for their turn.", value=now.pool.waiting
+            )
+            nodes = GaugeMetricFamily("etfarm_compile_nodes", "Nodes of the Ray cluster.", labels=["state"])
+            for state, number in now.pool.nodes.items():
+                nodes.add_metric([state], number)
+            yield nodes
         if now.disk is not None:
             yield GaugeMetricFamily("etfarm_disk_free_bytes", "Free space of the data's disk.", value=now.disk.free_bytes)
             yield GaugeMetricFamily(

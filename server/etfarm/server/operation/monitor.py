@@ -20,6 +20,7 @@ from etfarm.server.operation.metrics_page import Answer, MetricsPage, probe
 from etfarm.server.operation.snapshot import Snapshot, state_name
 from etfarm.server.operation.tracing import Tracing, open_tracing
 from etfarm.server.parts import Background, Fleet, Jobs, Storage
+from etfarm.server.workers.child_pool import ChildPool
 from etfarm.v1 import farm_pb2
 from etfarm.v1.device_pb2 import DeviceState, HealthState
 from etfarm.wire import selectors
@@ -39,11 +40,14 @@ _NO_LIMIT: Final = 1 << 40
 class Monitor:
     """Metrics, traces and health of a server. Off unless configured: then nothing is counted and nothing listens."""
 
-    def __init__(self, config: Config, storage: Storage, fleet: Fleet, jobs: Jobs, intake: Intake, version: str) -> None:
+    def __init__(
+        self, config: Config, storage: Storage, fleet: Fleet, jobs: Jobs, workers: ChildPool, intake: Intake, version: str
+    ) -> None:
         self._config = config
         self._storage = storage
         self._registry = fleet.registry
         self._jobs = jobs
+        self._workers = workers
         self._intake = intake
         self._taking = asyncio.Lock()
         self._taken_s = -_FRESH_S
@@ -132,6 +136,7 @@ class Monitor:
             live_jobs=self._jobs.conductor.live_by_project(),
             devices=await count_devices(self._registry),
             oldest_wait_s=max(0.0, oldest),
+            pool=self._workers.measure(),
             disk=self._storage.store.room.measure(),
             stored=await self._stored(),
             connections=self._storage.database.connections,

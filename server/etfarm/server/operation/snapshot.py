@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from etfarm.server.artifacts.room import DiskSpace
 from etfarm.server.state.engine import ConnectionCounts
+from etfarm.server.workers.child_pool import PoolUse
 from etfarm.v1 import common_pb2
 
 
@@ -22,6 +23,8 @@ class Snapshot:
     """Numbers of devices by state and health."""
     oldest_wait_s: float = 0.0
     """Age of the cell that has waited longest for a device."""
+    pool: PoolUse | None = None
+    """Use of the pool that compiles and analyzes."""
     disk: DiskSpace | None = None
     stored: tuple[int, int] | None = None
     """Number of stored artifacts, and their bytes."""

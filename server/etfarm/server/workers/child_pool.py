@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,6 +35,19 @@ _TRIES: Final = 3
 
 URGENT: Final = 1
 """Number of children beyond a pool's concurrency that only urgent tasks may start."""
+
+
+@dataclass(frozen=True)
+class PoolUse:
+    """The use of a pool at one moment."""
+
+    slots: int
+    """Number of children that may run at a time, without urgent ones."""
+    running: int
+    waiting: int
+    """Number of tasks that wait for their turn, or for the pool's warm-up."""
+    nodes: Mapping[str, int]
+    """Numbers of the cluster's nodes by state; empty for a pool of this host."""
 
 
 @dataclass(frozen=True)
@@ -76,6 +89,10 @@ class ChildPool(ABC):
         self._gate = gate
         self._is_started = False
         self._running: set[asyncio.Task[object]] = set()
+
+    def measure(self) -> PoolUse:
+        """Return the pool's use."""
+        return PoolUse(self._slots.shared, self._slots.held, len(self._running) - self._slots.held, {})
 
     @abstractmethod
     def start(self) -> None:

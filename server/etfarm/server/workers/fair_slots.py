@@ -33,6 +33,16 @@ class FairSlots:
         self._urgent: _Queues = OrderedDict()
         self._waiting: _Queues = OrderedDict()
 
+    @property
+    def shared(self) -> int:
+        """Number of slots for all callers."""
+        return self._shared
+
+    @property
+    def held(self) -> int:
+        """Number of slots that are held."""
+        return self._shared + self._reserved - self._free
+
     @asynccontextmanager
     async def take(self, project: str, *, urgent: bool = False) -> AsyncIterator[None]:
         """Hold a slot; earlier callers of the same project go first, and urgent callers before others, but not for ever."""

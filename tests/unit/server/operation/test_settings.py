@@ -115,7 +115,11 @@ def test_every_option_can_be_set_in_a_file(tmp_path: Path) -> None:
     address = "127.0.0.1:0"
     addresses = dict.fromkeys(("listen", "advertise", "metrics", "web"), address)
     values = {**addresses, "otlp": "http://127.0.0.1:1", "log-format": "json"}
-    values |= {"database": "postgresql://ann@db/etfarm", "compile-pool": "ray://127.0.0.1:1"}
+    values |= {
+        "database": "postgresql://ann@db/etfarm",
+        "compile-pool": "ray://127.0.0.1:1",
+        "compile-python": "/opt/etfarm/bin/python",
+    }
     lines = []
     for action in parser()._actions:
         name = next(o for o in action.option_strings if o.startswith("--")).removeprefix("--")

@@ -1,8 +1,9 @@
 """The connector: the daemon's process that speaks with Ray, which blocks and unpickles what nodes answer.
 
 Run as `python -m etfarm.server.workers.cluster.connector CONTROL ALIVE SETTINGS`, with the descriptors of `OrderedProcess` and
-SETTINGS as JSON: the cluster's `address`, the server's `versions`, and what each node's service takes. It sends
-`{"failed": {}}` once it is connected, then `{"node": {...}}` whenever a node's state changes.
+SETTINGS as JSON: the cluster's `address`, the server's `versions` and `tenure`, the nodes' `python`, and what each node's service
+takes. It sends `{"failed": {}}` once it is connected, then `{"node": {...}}` whenever a node's state changes. When the daemon
+ends, however it does, the connector ends the children on the nodes before itself.
 """
 
 from __future__ import annotations
@@ -12,19 +13,21 @@ import contextlib
 import json
 import logging
 import os
+import shlex
 import socket
 import sys
+import traceback
 from typing import Any, Final
 
 import ray
 from ray import cloudpickle
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from etfarm.server.workers.child.forkserver import exit_with_daemon
 from etfarm.server.workers.cluster import actor, versions
 from etfarm.server.workers.cluster.node import boot_id
 from etfarm.server.workers.cluster.nodes import Node, NodeState
 from etfarm.server.workers.cluster.relay import NodeGone, RayNode, answer_of, relay
+from etfarm.server.workers.cluster.tenure import Tenure
 from etfarm.server.workers.jail.measures import NETWORK, JailReport
 from etfarm.wire.errors import EtfarmError
 
@@ -45,20 +48,23 @@ class Connector:
     def __init__(self, control: socket.socket, settings: dict[str, Any]) -> None:
         self._control = control
         self._settings = settings
+        self._tenure = Tenure(**settings["tenure"])
         self._nodes: dict[str, RayNode] = {}
         self._admissions: dict[str, asyncio.Task[None]] = {}
         self._relays: set[asyncio.Task[None]] = set()
 
     async def run(self) -> None:
-        """Serve until the daemon closes its end."""
-        try:
-            await asyncio.to_thread(self._connect)
-        except Exception as error:  # noqa: BLE001 - Ray raises many kinds
+        """Serve until the daemon closes its end, or ends."""
+        ended = asyncio.create_task(self._take_orders(), name="orders")
+        connected = asyncio.create_task(asyncio.to_thread(self._connect), name="connection")
+        await asyncio.wait({ended, connected}, return_when=asyncio.FIRST_COMPLETED)
+        if not connected.done():
+            return
+        if (error := connected.exception()) is not None:
             self._send({"failed": {self._settings["address"]: f"{type(error).__name__}: {str(error).strip()[:500]}"}})
             return
         self._send({"failed": {}})
         watch = asyncio.create_task(self._watch(), name="nodes")
-        ended = asyncio.create_task(self._take_orders(), name="orders")
         await asyncio.wait({watch, ended}, return_when=asyncio.FIRST_COMPLETED)
         if watch.done():
             print(f"etfarm: the connection to the Ray cluster was lost: {watch.exception()}", file=sys.stderr, flush=True)
@@ -69,9 +75,18 @@ class Connector:
     def _connect(self) -> None:
         cloudpickle.register_pickle_by_value(actor)
         cloudpickle.register_pickle_by_value(versions)
-        ray.init(self._settings["address"], namespace="etfarm", log_to_driver=False, logging_level=logging.ERROR)
-        self._probe = ray.remote(num_cpus=0, max_retries=0)(versions.describe)
-        self._actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1000)(actor.NodeActor)
+        try:
+            self._init()
+        except ConnectionAbortedError:
+            # The cluster's proxy forks a server for each client. A fork while other clients' calls are in its gRPC may not start.
+            self._init()
+        python = self._settings["python"]
+        environment = {"py_executable": shlex.quote(python)} if python else {}
+        self._probe = ray.remote(num_cpus=0, max_retries=0, runtime_env=environment)(versions.describe)
+        self._actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1000, runtime_env=environment)(actor.NodeActor)
+
+    def _init(self) -> None:
+        ray.init(self._settings["address"], namespace=self._tenure.farm, log_to_driver=False, logging_level=logging.ERROR)
 
     async def _watch(self) -> None:
         """Admit the nodes that join, and forget those that leave."""
@@ -94,7 +109,8 @@ class Connector:
             try:
                 await self._start(node)
             except TimeoutError:
-                node.change(NodeState.REFUSED, "it did not answer in time")
+                python = f"; is {self._settings['python']} there?" if self._settings["python"] else ""
+                node.change(NodeState.REFUSED, f"it did not answer in time{python}")
             except EtfarmError as error:
                 node.change(NodeState.REFUSED, error.message)
             except Exception as error:  # noqa: BLE001 - Ray raises many kinds
@@ -117,14 +133,35 @@ class Connector:
             return
         service = {name: self._settings[name] for name in ("preload", "limits", "required")}
         settings = json.dumps(service | {"concurrency": node.node.cpus}).encode()
-        node.actor = self._actor.options(scheduling_strategy=affinity).remote(settings)
-        answer = json.loads(await node.call("start", {}, timeout_s=_START_S))
-        report = JailReport.from_json(json.dumps(answer["jail"]).encode())
+        name = self._tenure.name(node.node.id)
+        node.actor = self._actor.options(scheduling_strategy=affinity, name=name).remote(settings)
+        is_here = (await node.call("boot_id", {}, timeout_s=_PROBE_S)).decode() == boot_id()
+        if not await asyncio.to_thread(self._take_over, name):
+            node.change(NodeState.REFUSED, "a later leader of the farm compiles there")
+            return
+        report = JailReport.from_json(await node.call("start", {}, timeout_s=_START_S))
         missing = tuple(f"{measure.name}: {measure.detail}" for measure in report.missing)
         if any(measure.name == NETWORK for measure in report.missing):
             node.change(NodeState.REFUSED, f"its children would have a network. {missing[0]}")
             return
-        node.change(NodeState.READY, is_here=answer["boot"] == boot_id(), jail=missing)
+        node.change(NodeState.READY, is_here=is_here, jail=missing)
+
+    def _take_over(self, own: str) -> bool:
+        """End the actors that earlier leaders of the farm, or earlier connectors of this one, have left on a node. Blocking.
+
+        Both of two servers that start an actor at the same moment look here afterwards, so that the later leader's stays.
+
+        Args:
+            own: name of this connector's actor there.
+
+        Returns:
+            Whether no later leader is there.
+        """
+        former = self._tenure.list_former(ray.util.list_named_actors(), own)
+        for name in former or ():
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                ray.kill(ray.get_actor(name))
+        return former is not None
 
     async def _take_orders(self) -> None:
         loop = asyncio.get_running_loop()
@@ -168,15 +205,25 @@ class Connector:
             await asyncio.wait(self._relays, timeout=_STOP_S)
         calls = [node.call("stop", {}, timeout_s=_STOP_S) for node in self._nodes.values() if node.node.state is NodeState.READY]
         await asyncio.gather(*calls, return_exceptions=True)
-        await asyncio.to_thread(ray.shutdown)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_STOP_S):
+                await asyncio.to_thread(ray.shutdown)
+
+
+async def run(arguments: list[str]) -> None:
+    """Run the connector, and end this process."""
+    try:
+        await Connector(socket.socket(fileno=int(arguments[0])), json.loads(arguments[2])).run()
+    except Exception:  # noqa: BLE001 - the daemon starts another one
+        traceback.print_exc()
+    finally:
+        os._exit(0)  # Ray's threads may wait for a cluster that is gone
 
 
 def main(arguments: list[str]) -> None:
     """Run the connector; see the module."""
-    exit_with_daemon(int(arguments[1]))
     logging.getLogger("ray").setLevel(logging.ERROR)
-    asyncio.run(Connector(socket.socket(fileno=int(arguments[0])), json.loads(arguments[2])).run())
-    os._exit(0)  # Ray's threads may wait for a cluster that is gone
+    asyncio.run(run(arguments))
 
 
 if __name__ == "__main__":

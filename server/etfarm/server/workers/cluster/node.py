@@ -56,8 +56,8 @@ class NodeService:
         self._most_children = values["concurrency"] + URGENT
         self._children: dict[str, RelayedChild] = {}
         self._methods: Mapping[str, Callable[[Any, bytes], Awaitable[bytes]]] = {
-            "start": self._start, "open": self._open, "write": self._write, "begin": self._begin, "poll": self._poll,
-            "read": self._read, "close": self._close, "stop": self._stop,
+            "boot_id": self._boot_id, "start": self._start, "open": self._open, "write": self._write, "begin": self._begin,
+            "poll": self._poll, "read": self._read, "close": self._close, "stop": self._stop,
         }  # fmt: skip
 
     async def call(self, method: str, arguments: bytes, data: bytes) -> bytes:
@@ -68,12 +68,15 @@ class NodeService:
             return relay_frames.encode_error(error)
 
     async def _start(self, arguments: Any, data: bytes) -> bytes:
-        """Start the pool, and return the jail of a child and this machine's boot id."""
+        """Start the pool, and return the jail of a child."""
         self._workers.start()
         self._watch = asyncio.create_task(self._end_abandoned(), name="leases")
         jail = await self._workers.describe_jail()
         await self._workers.ready()
-        return json.dumps({"jail": json.loads(jail.to_json()), "boot": boot_id()}).encode()
+        return jail.to_json()
+
+    async def _boot_id(self, arguments: Any, data: bytes) -> bytes:
+        return boot_id().encode()
 
     async def _open(self, arguments: Any, data: bytes) -> bytes:
         """Open a child with the files of its request, `{digest: size}`. Return the digests of missing files."""

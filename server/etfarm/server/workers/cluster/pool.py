@@ -6,9 +6,10 @@ import asyncio
 import contextlib
 import json
 import os
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -16,9 +17,10 @@ import structlog
 
 from etfarm.server.extras import require_extra
 from etfarm.server.workers import output_files
-from etfarm.server.workers.child_pool import URGENT, ChildPool, delete
+from etfarm.server.workers.child_pool import URGENT, ChildPool, PoolUse, delete
 from etfarm.server.workers.cluster import versions
 from etfarm.server.workers.cluster.nodes import NoCompileNode, Node, NodeState
+from etfarm.server.workers.cluster.tenure import Tenure
 from etfarm.server.workers.errors import WorkersDown
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.server.workers.jail import isolation
@@ -106,6 +108,8 @@ class ClusterPool(ChildPool):
         folder: existing or new folder for the files that children leave; `start` deletes its contents.
         gate: entered for each child's lifetime while a ready node is on this machine.
         required: whether a node that lacks a measure of the jail is refused.
+        python: path of the Python on each node that compiles; None for the one that started Ray there.
+        tenure: whose the children are; None for a server that shares its farm with none.
         report: called with each node whose state has changed.
 
     Raises:
@@ -121,6 +125,8 @@ class ClusterPool(ChildPool):
         folder: Path,
         gate: Callable[[], AbstractAsyncContextManager[None]] = contextlib.nullcontext,
         required: bool = False,
+        python: str | None = None,
+        tenure: Tenure | None = None,
         report: Callable[[Node], None] = log_node,
     ) -> None:
         require_ray()
@@ -129,7 +135,7 @@ class ClusterPool(ChildPool):
         self._address = address
         self._settings = {
             "address": address, "versions": json.loads(versions.describe()), "preload": list(preload),
-            "limits": asdict(limits), "required": required,
+            "limits": asdict(limits), "required": required, "python": python, "tenure": asdict(tenure or Tenure.of_lone_server()),
         }  # fmt: skip
         self._gate_here = gate
         self._report = report
@@ -146,6 +152,13 @@ class ClusterPool(ChildPool):
     def connector_pid(self) -> int | None:
         """The process id of the connector; None before the start and after `stop`."""
         return None if self._connector is None else self._connector.process.pid
+
+    def measure(self) -> PoolUse:
+        """Return the pool's use, with the numbers of nodes by state."""
+        states = Counter(node.state for node in self._nodes.values() if node.state is not NodeState.LOST)
+        return replace(
+            super().measure(), nodes={state.value: states[state] for state in NodeState if state is not NodeState.LOST}
+        )
 
     async def changed(self) -> None:
         """Wait until a node's state changes."""
@@ -167,14 +180,17 @@ class ClusterPool(ChildPool):
         """Return the nodes once there are some and each is ready or refused, or after a time.
 
         Raises:
-            WorkersDown: the cluster cannot be reached.
+            WorkersDown: the cluster cannot be reached, or does not answer within the time.
         """
-        await self._connect()
+        connector = self._current()
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
+                await self._connect()
                 await self._wait_for(
                     lambda: bool(self._nodes) and all(node.state is not NodeState.PREPARING for node in self._nodes.values())
                 )
+        if not connector.warm.done():
+            raise self._unusable(f"it did not answer for {timeout_s:g} s")
         return self.nodes
 
     async def stop(self) -> None:
@@ -202,13 +218,16 @@ class ClusterPool(ChildPool):
 
     async def _connect(self) -> None:
         failed = await asyncio.shield(self._current().warm)
-        for address, why in failed.items():
-            raise WorkersDown(
-                f"The Ray cluster {address} cannot be used: {why}.",
-                "Check the address of its client server, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH.",
-                entry=address,
-                why=why,
-            )
+        for why in failed.values():
+            raise self._unusable(why)
+
+    def _unusable(self, why: str) -> WorkersDown:
+        return WorkersDown(
+            f"The Ray cluster {self._address} cannot be used: {why}.",
+            "Check the address of its client server, and RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH.",
+            entry=self._address,
+            why=why,
+        )
 
     async def _wait_for(self, condition: Callable[[], bool]) -> None:
         while not condition():
