@@ -7,10 +7,12 @@ from __future__ import annotations
 
 import asyncio
 import tempfile
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from pathlib import Path
+from typing import NoReturn
 
 import psycopg
 import pytest
@@ -20,6 +22,7 @@ from etfarm.server.state import schema
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import create_database
 from etfarm.server.state.engine import Database
+from etfarm.wire.errors import FarmError
 from tests.support.postgres import QUICK, PostgresServer, postgres_server
 
 _TEMPLATE = "template_etfarm"
@@ -74,6 +77,20 @@ def _empty() -> Iterator[str]:
             yield f"ALTER SEQUENCE {table.name}_number_seq RESTART"
     yield "UPDATE projects SET storage_limit_bytes = NULL"
     yield "DELETE FROM commits"
+
+
+class Refusal:
+    """A guard that refuses every transaction that writes, with an error."""
+
+    statement = "SELECT 1 = 0"
+
+    def __init__(self, error: FarmError) -> None:
+        self._error = error
+        self.has_refused = threading.Event()
+
+    def refuse(self) -> NoReturn:
+        self.has_refused.set()
+        raise self._error
 
 
 _chosen: PostgresDatabases | None = None

@@ -14,7 +14,7 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.cluster.errors import Fenced
 from etfarm.server.state.engine import Database
 from etfarm.wire.chunks import artifact_of
-from tests.support.databases import new_database
+from tests.support.databases import Refusal, new_database
 from tests.support.stores import Stores
 
 DATA = os.urandom(10_000)
@@ -32,11 +32,7 @@ class Two:
 
     def take_lead(self) -> None:
         """Let the database refuse what the former leader writes, as its fence does."""
-
-        def refuse(_: object) -> None:
-            raise Fenced("This server no longer leads the farm, so it changes nothing.", "Try again.")
-
-        self.database.guard = refuse
+        self.database.guard = Refusal(Fenced("This server no longer leads the farm, so it changes nothing.", "Try again."))
 
     async def read(self) -> bytes:
         """Return the artifact's bytes from where they are stored, not from a copy."""

@@ -6,7 +6,6 @@ import asyncio
 import hashlib
 import os
 import shutil
-import threading
 import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Iterator
@@ -29,7 +28,7 @@ from etfarm.v1.artifact_pb2 import Chunk
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.wire.chunks import artifact_of
 from etfarm.wire.errors import Kind
-from tests.support.databases import new_database
+from tests.support.databases import Refusal, new_database
 from tests.support.golden import Golden
 from tests.support.s3 import S3Server
 from tests.support.s3_proxy import S3Proxy, proxy_to
@@ -286,22 +285,16 @@ async def test_a_deletion_that_fails_is_made_up_for(world: World) -> None:
     assert await world.object_of(DIGEST) is None
 
 
-async def test_deletions_go_on_after_the_database_was_away(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("etfarm.server.artifacts.s3.blobs._ORPHANS_S", 0.0)
+async def test_deletions_go_on_after_the_database_was_away(world: World) -> None:
     await send(world.store, DATA)
     await world.reopen(patience_s=0.2)
     world.proxy.answer_503("DELETE")
     assert await world.store.remove([DIGEST], unused_since_s=world.store.uses.clock() + 1) == {DIGEST}
     world.proxy.heal()
-    refused = threading.Event()
-
-    def refuse(_: object) -> None:
-        refused.set()
-        raise DatabaseUnavailable("The database is away.", "Try again.")
-
-    world.database.guard = refuse
+    world.blobs.repeat_s = 0.0
+    world.database.guard = guard = Refusal(DatabaseUnavailable("The database is away.", "Try again."))
     tending = asyncio.create_task(world.blobs.tend())
-    assert await asyncio.to_thread(refused.wait, WAIT_S)
+    assert await asyncio.to_thread(guard.has_refused.wait, WAIT_S)
     world.database.guard = None
     await asyncio.to_thread(world.proxy.wait_for, world.proxy.answered, "DELETE", 3)  # after those of the two checks
     tending.cancel()

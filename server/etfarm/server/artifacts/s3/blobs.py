@@ -44,8 +44,6 @@ QUARANTINE: Final = "quarantine"
 """Key of the folder of damaged artifacts, for an admin to inspect."""
 _ROOM_POLL_S: Final = 1.0
 """Interval at which copies are deleted if the disk is nearly full."""
-_ORPHANS_S: Final = 60.0
-"""Interval at which deletions that failed are tried again."""
 _ORPHAN_AGE: Final = timedelta(days=1)
 """Age from which a verification deletes an object that the database does not name: a younger one may be about to be recorded."""
 _DELETION_S: Final = 2.0
@@ -108,6 +106,8 @@ class BucketBlobs:
         self._holdings = holdings
         self._pool = pool
         self._floor_bytes = floor_bytes
+        self.repeat_s = 60.0
+        """Interval at which deletions that failed are tried again."""
         self._free = free
         self._coming_bytes = 0
         self._transfers = asyncio.Semaphore(_TRANSFERS)
@@ -472,7 +472,7 @@ class BucketBlobs:
             if lacking > 0:
                 await self._run(caches.delete, self.cache.evict(lacking))
             if self._orphans and loop.time() > due_s:
-                due_s = loop.time() + _ORPHANS_S
+                due_s = loop.time() + self.repeat_s
                 try:
                     await self.delete([digest for digest in self._orphans if self.withdraw(digest)])
                 except EtfarmError as error:  # the database is away, or another server leads

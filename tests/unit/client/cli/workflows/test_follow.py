@@ -71,12 +71,12 @@ async def test_a_command_that_is_not_verbose_asks_for_no_log() -> None:
     job = Job(1, [_line(1, 0, "words")])
     result, shown = await _followed(job, verbose=False)
     assert result.state is JobState.SUCCEEDED and not job.asked_for_log
-    assert shown == ["net0 · xnnpack_fp32: SUCCEEDED"]
+    assert shown == ["net0 · xnnpack_fp32: succeeded"]
 
 
 async def test_lines_of_the_only_cell_have_no_label() -> None:
     _, shown = await _followed(Job(1, [_line(1, 0, "words")]), verbose=True)
-    assert sorted(shown) == ["compile: words", "net0 · xnnpack_fp32: SUCCEEDED"]
+    assert sorted(shown) == ["compile: words", "net0 · xnnpack_fp32: succeeded"]
 
 
 async def test_lines_of_several_cells_say_whose_they_are() -> None:
