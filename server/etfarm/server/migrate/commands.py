@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     with locked(data), Progress() as progress:
         require_restored(data)
         moved = Migration(data, source, target, progress.show, skip_lost=arguments.skip_damaged).run()
-    print("\n".join(_lines(data, source, target, moved)))
+    print("\n".join(_lines(data, source, target, moved, arguments.to_blobs_ca)))
     for digest in moved.artifacts.lost:
         print(f"left behind, missing or damaged in the farm: {digest}", file=sys.stderr)
     return 1 if moved.artifacts.lost else 0
@@ -44,16 +44,16 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="etfarm migrate",
         description="Move a farm to other engines: its rows between SQLite and PostgreSQL, its artifacts between files and S3. "
-        "All servers of the farm must be stopped. Everything is copied and compared first; what was there before stays as the "
-        "way back, under another name. If it is interrupted, run it again: it continues.",
+        "All servers of the farm must be stopped. Everything is copied and compared first; the former state is kept, so that "
+        "you can return to it. If it is interrupted, run it again: it continues.",
     )
     add_data_option(parser)
     add_database_option(parser)
     parser.add_argument("--to-database", metavar="URL",
-                        help=f"move the rows to this empty PostgreSQL database, or, as {_SQLITE!r}, to a SQLite file in --data; "
-                        "a password belongs into PGPASSFILE (default: they stay)")  # fmt: skip
+                        help=f"move the rows to this empty PostgreSQL database, or, as {_SQLITE!r}, to a SQLite file in --data. "
+                        "Keep a password out of the arguments: use passfile=FILE in the URL (default: they stay)")  # fmt: skip
     parser.add_argument("--skip-damaged", action="store_true",
-                        help="leave artifacts behind that are missing or damaged in the farm")  # fmt: skip
+                        help="leave behind artifacts that are missing or damaged in the farm, and exit with 1")  # fmt: skip
     group = parser.add_argument_group("where the artifacts are")
     group.add_argument("--blobs", metavar="URL", help="bucket that has them, as for `etfarm serve` (default: files in --data)")
     add_bucket_options(group, "--blobs")
@@ -74,8 +74,12 @@ def _target(arguments: argparse.Namespace, source: Place) -> Place:
     return Place(database, blobs)
 
 
-def _lines(data: Path, source: Place, target: Place, moved: Moved) -> list[str]:
-    """Return what was done, what to change in the configuration, and what is the way back."""
+def _lines(data: Path, source: Place, target: Place, moved: Moved, authorities: Path | None) -> list[str]:
+    """Return what was done, what to change in the configuration, and what has the former state.
+
+    Args:
+        authorities: file of the certificates of the target's bucket.
+    """
     done = []
     if source.database != target.database:
         done.append(f"{moved.row_count:,} rows to {f'SQLite in {data}' if target.database is None else target.database}")
@@ -84,13 +88,13 @@ def _lines(data: Path, source: Place, target: Place, moved: Moved) -> list[str]:
     return [
         f"Moved and compared: {', '.join(done)}.",
         "Before the server starts, change its configuration:",
-        *(f"    {line}" for line in _settings(source, target)),
+        *(f"    {line}" for line in _settings(source, target, authorities)),
         "The state before the move, which you may delete once the farm runs as it should:",
         *(f"    {each}" for each in moved.former),
     ]
 
 
-def _settings(source: Place, target: Place) -> list[str]:
+def _settings(source: Place, target: Place, authorities: Path | None) -> list[str]:
     lines = []
     if source.database != target.database:
         lines.append("remove database" if target.database is None else f'database = "{target.database}"')
@@ -105,4 +109,6 @@ def _settings(source: Place, target: Place) -> list[str]:
     lines.append(f'blobs-region = "{blobs.region}"')
     if blobs.credentials_file is not None:
         lines.append(f'blobs-credentials = "{blobs.credentials_file.absolute()}"')
+    if authorities is not None:
+        lines.append(f'blobs-ca = "{authorities.absolute()}"')
     return lines

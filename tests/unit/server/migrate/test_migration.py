@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+import trustme
 
 from etfarm.server.artifacts.blobs import place_of
 from etfarm.server.artifacts.s3.blobs import key_of
@@ -341,7 +342,10 @@ def test_the_command_says_what_to_change_and_what_it_left_behind(
         main(["--data", f"{data}/elsewhere", "--to-blobs", location.url])
     rotten = min(blobs_of(blobs(farm)))
     damage(place_of(blobs(farm), rotten))
-    assert main(["--data", data, "--to-blobs", location.url, "--skip-damaged"]) == 1
+    authorities = farm.path.parent / "authorities.pem"
+    trustme.CA().cert_pem.write_to_path(authorities)
+    assert main(["--data", data, "--to-blobs", location.url, "--to-blobs-ca", str(authorities), "--skip-damaged"]) == 1
     printed = capsys.readouterr()
     assert f'blobs = "{location.url}"' in printed.out and f'blobs-endpoint = "{location.endpoint}"' in printed.out
+    assert f'blobs-ca = "{authorities}"' in printed.out
     assert "blobs.moved" in printed.out and rotten in printed.err
