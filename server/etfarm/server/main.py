@@ -62,16 +62,17 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--data", type=Path, metavar="DIR", help=f"its files (default: {default_folder()})".replace("%", "%%"))
     serve.add_argument("--database", type=DatabaseUrl.parse, metavar="URL",
                        help="PostgreSQL database for jobs and devices, as postgresql://etfarm@host/etfarm; needs etfarm[scale]. "
-                       "A password belongs into the file or the variable (default: a SQLite file in --data)")  # fmt: skip
+                       f"Keep a password out of the arguments: use --config, {SETTING_PREFIX}DATABASE, or passfile=FILE in the "
+                       "URL (default: a SQLite file in --data)")  # fmt: skip
     serve.add_argument("--database-wait", type=_seconds, default=WAIT_S, metavar="S",
-                       help="how long work waits for a PostgreSQL server that is away (default %(default)g s)")  # fmt: skip
+                       help="how long work waits while the PostgreSQL server is unavailable (default %(default)g s)")  # fmt: skip
     blobs = add_blob_options(serve)
     blobs.add_argument("--blobs-cache-gib", type=_positive, default=50, metavar="N",
                        help="size up to which copies are kept in --data; those in use stay (default %(default)s)")  # fmt: skip
     blobs.add_argument("--blobs-presign", metavar="URL",
                        help="let agents read artifacts from the S3 server, which they reach at this URL, by links that are "
-                       "valid for 5 minutes; what they cannot read comes through this server (default: everything "
-                       "does)")  # fmt: skip
+                       "valid for 5 minutes; what they cannot read there comes through this server (default: "
+                       "everything does)")  # fmt: skip
     blobs.add_argument("--blobs-wait", type=_seconds, default=PATIENCE_S, metavar="S",
                        help="how long a request is repeated while the S3 server fails (default %(default)g s)")  # fmt: skip
     serve.add_argument(
@@ -90,8 +91,8 @@ def parser() -> argparse.ArgumentParser:
     serve.add_argument("--workers", type=_positive, default=1, metavar="N", help="compilations at a time (default %(default)s)")
     serve.add_argument("--compile-pool", type=_pool, default=LOCAL, metavar="POOL",
                        help="where compilations and analyses run: local, or ray://HOST:PORT of a Ray cluster's client server, "
-                       "each node of which runs as many at a time as it has cpus, and needs etfarm[server,scale] of this "
-                       "server's versions; needs etfarm[scale] (default %(default)s)")  # fmt: skip
+                       "whose nodes run as many at a time as they have cpus. Needs etfarm[scale] here, and "
+                       "etfarm[server,scale] in the same versions on each node (default %(default)s)")  # fmt: skip
     serve.add_argument("--compile-python", type=_absolute, metavar="PATH",
                        help="Python of the virtual environment that compiles on each node of the Ray cluster, such as "
                        "/opt/etfarm/bin/python (default: the Python that started Ray there)")  # fmt: skip

@@ -45,8 +45,8 @@ def describe_server(info: ServerInfo, address: str) -> list[tuple[str, str]]:
         ("Servers", ", ".join(_describe_member(server) for server in info.servers)),
         ("Forwarded by", info.forwarded_by),
         ("You are", f"{info.principal}, {info.role.lower()}" if info.principal else info.role.lower()),
-        ("Your token ends", _instant(info.token_expires_at)),
-        ("The certificate ends", _instant(info.certificate_expires_at)),
+        ("Your token expires", _instant(info.token_expires_at)),
+        ("Certificate expires", _instant(info.certificate_expires_at)),
         ("Clock", _instant(info.server_time)),
     )
     return [(name, value) for name, value in facts if value]

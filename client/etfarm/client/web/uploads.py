@@ -49,7 +49,7 @@ class UploadGone(UserError):
 
 
 class UploadStalled(UserError):
-    """Error of a browser that has stopped to send its file."""
+    """Error of a browser that has stopped sending its file."""
 
     reason = "MODEL_FILE_STALLED"
     kind = Kind.DEADLINE_EXCEEDED
@@ -112,7 +112,7 @@ class Uploads:
 
         Raises:
             BadUpload: it is not a .pt2 or .pte, or it is empty.
-            UploadStalled: the browser stops to send.
+            UploadStalled: the browser stops sending.
             UploadFailed: there is no room for it.
         """
         name = _checked_name(name)

@@ -31,7 +31,7 @@ def backup_main(argv: list[str]) -> int:
     parser.add_argument("--link", action="store_true",
                         help="link artifacts instead of copying them, where both folders are on one file system: takes no space, "
                         "and does not protect from a failing disk")  # fmt: skip
-    add_blob_options(parser)
+    add_blob_options(parser, "bucket that has the artifacts, as for `etfarm serve`")
     arguments = parser.parse_args(argv)
     folder, database, blobs = data_of(arguments), database_of(arguments), location_of(arguments)
     require_owner(folder)
@@ -51,13 +51,14 @@ def restore_main(argv: list[str]) -> int:
     """Run `etfarm restore`."""
     parser = argparse.ArgumentParser(
         prog="etfarm restore",
-        description="Make a server's data folder from a backup, and compare every file with its sha256. The data folder must be "
-        "empty or missing; an interrupted restore of the same backup continues. A backup of an older etfarm is converted.",
+        description="Make a farm from a backup, and compare every file with its sha256. The data folder must be empty or "
+        "missing, and a PostgreSQL database empty; an interrupted restore of the same backup continues. A backup of an older "
+        "etfarm is converted.",
     )
     parser.add_argument("backup", type=Path, metavar="FOLDER", help="folder of the backup")
     add_data_option(parser)
-    add_database_option(parser)
-    add_blob_options(parser)
+    add_database_option(parser, "restore the rows to this PostgreSQL database, which is empty")
+    add_blob_options(parser, "restore the artifacts to this bucket, as s3://BUCKET/PREFIX")
     arguments = parser.parse_args(argv)
     folder, database, blobs = data_of(arguments), database_of(arguments), location_of(arguments)
     created = not folder.exists()

@@ -5,17 +5,23 @@ from __future__ import annotations
 import argparse
 import os
 from pathlib import Path
+from typing import Final
 
 from etfarm.server.artifacts.s3.location import DEFAULT_REGION, BucketLocation
 
+_KEEP: Final = "keep artifacts in this bucket, as s3://BUCKET/PREFIX; --data then has copies of those in use"
 
-def add_blob_options(parser: argparse.ArgumentParser) -> argparse._ArgumentGroup:
-    """Add the options to a command."""
+
+def add_blob_options(parser: argparse.ArgumentParser, purpose: str = _KEEP) -> argparse._ArgumentGroup:
+    """Add the options to a command.
+
+    Args:
+        purpose: what the command does with the bucket, as help of the option that names it.
+    """
     group = parser.add_argument_group(
         "artifacts in S3", "Off by default: then artifacts are files in --data. Needs etfarm[scale]."
     )  # fmt: skip
-    group.add_argument("--blobs", metavar="URL",
-        help="keep artifacts in this bucket, as s3://BUCKET/PREFIX; --data then has copies of those in use")  # fmt: skip
+    group.add_argument("--blobs", metavar="URL", help=purpose)
     add_bucket_options(group, "--blobs")
     return group
 

@@ -12,11 +12,15 @@ from etfarm.wire.names import SETTING_PREFIX
 _VARIABLE: Final = f"{SETTING_PREFIX}DATABASE"
 
 
-def add_database_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option to a command."""
+def add_database_option(parser: argparse.ArgumentParser, purpose: str = "the server's PostgreSQL database") -> None:
+    """Add the option to a command.
+
+    Args:
+        purpose: what the command does with the database, as help.
+    """
     parser.add_argument(
         "--database", type=DatabaseUrl.parse, metavar="URL",
-        help=f"the server's PostgreSQL database (default: {_VARIABLE}, else the SQLite file in --data)",
+        help=f"{purpose} (default: {_VARIABLE}, else the SQLite file in --data)",
     )  # fmt: skip
 
 

@@ -36,6 +36,6 @@ class OtherVersion(UserError):
     def __init__(self, database: object, revision: str | None) -> None:
         what = f"has revision {revision}" if revision else "has no farm"
         super().__init__(
-            f"The database {database} {what}, this etfarm copies {HEAD} only.",
+            f"The database {database} {what}, this etfarm copies revision {HEAD} only.",
             "Run the command with the version of etfarm that its server has.", database=database,
         )  # fmt: skip

@@ -54,7 +54,7 @@ class SupervisorKilled(ChildDied):
 
 
 class NodeLost(FarmError):
-    """The Ray node of a child stopped to answer, or the pool's connection to the cluster was lost."""
+    """The Ray node of a child stopped answering, or the pool's connection to the cluster was lost."""
 
     reason = "COMPILE_NODE_LOST"
     kind = Kind.UNAVAILABLE

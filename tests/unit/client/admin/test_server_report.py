@@ -39,7 +39,7 @@ def test_facts_name_the_servers_of_a_farm_and_leave_out_what_is_missing() -> Non
         ("Servers", "a:1 (leads, etfarm 0.3.0), b:1 (stands by, etfarm 0.2.0)"),
         ("Forwarded by", "b:1"),
         ("You are", "admin"),
-        ("Your token ends", "2026-01-02 03:04 UTC"),
+        ("Your token expires", "2026-01-02 03:04 UTC"),
     ]
 
 

@@ -173,7 +173,7 @@ def test_a_server_of_another_version_is_backed_up_by_its_own(
     move(farm, Place(there.database, None))
     with committed(FarmDatabase(farm.path, there.database)) as connection:
         connection.exec_driver_sql(f"UPDATE alembic_version SET version_num = '{revision}'")
-    with pytest.raises(OtherVersion, match=f"revision {revision}, this etfarm copies {HEAD}"):
+    with pytest.raises(OtherVersion, match=f"revision {revision}, this etfarm copies revision {HEAD}"):
         back_up(farm.path.parent, tmp_path / "backup", database=there.database)
 
 

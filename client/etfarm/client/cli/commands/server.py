@@ -1,4 +1,4 @@
-"""`etfarm server`: what a farm's server says of itself, its settings and its metrics."""
+"""`etfarm server`: the state of a farm's server, its settings and its metrics."""
 
 from __future__ import annotations
 
@@ -27,16 +27,20 @@ def main(argv: list[str]) -> int:
 def show(
     context: typer.Context,
     all_: Annotated[
-        bool, typer.Option("--all", help="Also options with their default, and metrics of calls and of the server's process.")
+        bool,
+        typer.Option(
+            "--all", help="Also show options that have their default, and metrics of calls and of the server's process."
+        ),
     ] = False,
     json: options.ListJson = None,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> None:
-    """Show the farm's server: version, state, disk and who you are; for admins, its settings and metrics.
+    """Show the farm's server: version, state, disk and your role; for admins, its settings and metrics.
 
-    Settings have the option, variable or line of a file that they come from. Secrets are not shown: of URLs, only the host.
+    Each setting is shown with the option, variable or line of a file that it comes from. Secrets are not shown, and of URLs only
+    the host.
     """
     from etfarm.client.aio import AsyncFarm
 
@@ -54,7 +58,7 @@ def show(
 
 
 async def _fetch_status(farm: AsyncFarm, info: ServerInfo) -> ServerStatus | None:
-    """Return the settings and metrics; None for those who are no admins, and of a server that does not report them."""
+    """Return the settings and metrics; None if the caller is not an admin, or the server does not report them."""
     if info.role.upper() != "ADMIN":
         return None
     try:
@@ -101,7 +105,7 @@ def _show(address: str, info: ServerInfo, status: ServerStatus | None, *, is_all
         tell("")
         output.show_table(("SETTING", "VALUE", "FROM"), settings, shrink=("VALUE", "FROM"))
     if not status.metrics:
-        tell("The server does not measure itself: it does with `etfarm serve --metrics HOST:PORT` or `--web`.")
+        tell("The server does not measure itself. Start it with `etfarm serve --metrics HOST:PORT` or `--web`.")
         return
     measures = [each for each in describe_metrics(status.metrics) if is_all or (each.is_own and not each.is_of_calls)]
     rows = [(measure.name, labels or "-", value, measure.about) for measure in measures for labels, value in measure.rows]

@@ -136,7 +136,7 @@ class BucketBlobs:
         if next(self._former.glob("??/*"), None) is not None:
             raise BlobsUnusable(
                 f"{self._former} has artifacts, which --blobs {self.bucket.location.url} would leave out.",
-                "Start the server without --blobs, or with another --data; or move the farm to the bucket.",
+                "Start the server without --blobs, or with another --data; or move the artifacts with `etfarm migrate`.",
             )
         await self.bucket.check()
         async for page in self.bucket.list(QUARANTINE):
