@@ -87,7 +87,7 @@ def number_of(presigned: Presigned) -> int:
     return len(presigned.farm.agents) - 1
 
 
-def test_the_bytes_do_not_pass_the_server(presigned: Presigned, agent: Daemon) -> None:
+def test_the_bytes_do_not_pass_through_the_server(presigned: Presigned, agent: Daemon) -> None:
     downloaded = presigned.measure(number_of(presigned))
     assert downloaded["server"] == 0
     assert downloaded["s3"] > _BUNDLE_BYTES
@@ -116,7 +116,7 @@ def test_an_agent_falls_back_to_the_server(presigned: Presigned, agent: Daemon, 
     assert agent.log.read_text().count("could not be read from the farm's S3 server") == 1
 
 
-def test_the_urls_are_nowhere(presigned: Presigned, agent: Daemon, tmp_path: Path) -> None:
+def test_the_urls_are_in_no_file_report_or_audit_entry(presigned: Presigned, agent: Daemon, tmp_path: Path) -> None:
     presigned.measure(number_of(presigned))
     assert sum(_SECRET.decode() in request for request in presigned.proxy.requests) >= 2
     environment = {"ETFARM_SERVER": presigned.farm.address}

@@ -109,7 +109,7 @@ async def test_jobs_outlive_restarts_of_the_database(postgres: PostgresServer, t
         farm.stop()
 
 
-async def test_jobs_outlive_a_database_that_stands_still(postgres: PostgresServer, tmp_path: Path) -> None:
+async def test_jobs_outlive_a_database_that_hangs(postgres: PostgresServer, tmp_path: Path) -> None:
     farm = farm_on(tmp_path, postgres.url("farm"), "--database-wait", "2")
     try:
         farm.start(agents=0)
@@ -227,7 +227,7 @@ async def test_a_commit_that_a_database_does_not_answer_is_done_once(postgres: P
         await asyncio.to_thread(database.close)
 
 
-async def test_a_server_ends_while_its_database_stands_still(postgres: PostgresServer, tmp_path: Path) -> None:
+async def test_a_server_ends_while_its_database_hangs(postgres: PostgresServer, tmp_path: Path) -> None:
     farm = farm_on(tmp_path, postgres.url("farm"), "--database-wait", "2")
     farm.start(agents=0)
     postgres.freeze()

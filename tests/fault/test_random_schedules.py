@@ -31,6 +31,6 @@ async def test_no_schedule_loses_a_job_or_leaves_a_process(tmp_path: Path, seed:
 
 
 @pytest.mark.parametrize("seed", [1, TODAY])
-async def test_no_schedule_of_two_servers_and_their_engines_does_either(tmp_path: Path, engines: Engines, seed: int) -> None:
+async def test_no_schedule_of_two_servers_and_their_engines_loses_a_job(tmp_path: Path, engines: Engines, seed: int) -> None:
     world = await run(tmp_path, seed, MOST_S, actions=ACTIONS, compiles=False, engines=engines)
     assert world.submitted, world.timeline

@@ -26,7 +26,7 @@ class Lead:
         self.secret = term.leader.secret
         """The secret by which calls of other servers are recognized."""
         self.tenure = Tenure.of_leader(term.leader.secret, term.leader.token)
-        """Whose the children on a compile cluster are."""
+        """The owner of the children on a compile cluster."""
         self.fence = member.fence()
         """The check of each write transaction."""
         self.take_address = take_address

@@ -36,7 +36,7 @@ class MoveFailed(FarmError):
 
     def __init__(self, folder: object, why: str) -> None:
         super().__init__(
-            f"The farm of {folder} is not moved, since its files cannot be read or written: {why}.",
-            "Correct that, for example free disk, and run it again: it continues.",
+            f"The farm of {folder} was not moved, since its files cannot be read or written: {why}.",
+            "Correct that, for example free disk space, and run it again: it continues.",
             why=why,
         )  # fmt: skip

@@ -69,7 +69,7 @@ class DataFolder:
             (database, self.database, self._database_moved), (blobs, self._blobs, self._blobs_moved),
         ):  # fmt: skip
             if moves and moved.exists() and (here.is_file() or _has_files(here)):
-                raise TargetNotEmpty(f"{moved} is left of an earlier move.", "Delete it, or move it elsewhere.")
+                raise TargetNotEmpty(f"{moved} is left over from an earlier move.", "Delete it, or move it elsewhere.")
 
     def leave_database(self) -> Path:
         """Give the SQLite file another name, and return it."""

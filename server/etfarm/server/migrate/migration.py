@@ -99,7 +99,9 @@ class Migration:
 
     def _run(self) -> Moved:
         if not self._moves_rows and not self._moves_artifacts:
-            raise NothingToMove("The farm is where it is to be moved to.", "Name another place with --to-database or --to-blobs.")
+            raise NothingToMove(
+                "The farm is already where it is to be moved.", "Name another place with --to-database or --to-blobs."
+            )
         self._folder.require_free(
             database=self._moves_rows and self._source.database is None,
             blobs=self._moves_artifacts and self._source.blobs is None,

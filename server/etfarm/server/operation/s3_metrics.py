@@ -26,13 +26,15 @@ class S3Metrics(Collector):
         """Yield the counters since the start of the server."""
         use, cache = self._blobs.bucket.use, self._blobs.cache
         requests = CounterMetricFamily(
-            "etfarm_s3_requests", "Ended operations of S3, by outcome: ok, missing or failed.", labels=["operation", "outcome"]
+            "etfarm_s3_requests",
+            "Operations on S3 that have ended, by outcome: ok, missing or failed.",
+            labels=["operation", "outcome"],
         )
         for labels, number in sorted(use.requests.items()):
             requests.add_metric(labels, number)
         yield requests
         yield _durations(use)
-        yield CounterMetricFamily("etfarm_s3_retries", "Requests of S3 that failed and were repeated.", value=use.retries)
+        yield CounterMetricFamily("etfarm_s3_retries", "Requests to S3 that failed and were repeated.", value=use.retries)
         transferred = CounterMetricFamily("etfarm_s3_bytes", "Bytes of objects, sent to S3 and received.", labels=["direction"])
         transferred.add_metric(["sent"], use.sent_bytes)
         transferred.add_metric(["received"], use.received_bytes)
@@ -50,7 +52,7 @@ class S3Metrics(Collector):
 
 def _durations(use: BucketUse) -> HistogramMetricFamily:
     durations = HistogramMetricFamily(
-        "etfarm_s3_request_seconds", "Duration of operations of S3, with the pauses between tries.", labels=["operation"]
+        "etfarm_s3_request_seconds", "Duration of operations on S3, with the pauses between tries.", labels=["operation"]
     )
     for operation, seconds in sorted(use.seconds.items()):
         count, buckets = 0, list[tuple[str, float]]()

@@ -31,7 +31,7 @@ class Snapshot:
     connections: ConnectionCounts | None = None
     """The connections to PostgreSQL; None with SQLite."""
     downloaded: Mapping[str, int] = field(default_factory=dict)
-    """Bytes that callers downloaded since the start of the server, by their way."""
+    """Bytes that callers downloaded since the start of the server, by path: `server` or `s3`."""
     sessions: int = 0
     is_stopping: bool = False
 

@@ -61,7 +61,7 @@ def source_of(connection: Connection) -> str | None:
 
 
 def moved_to(connection: Connection) -> str | None:
-    """Return where a database's farm was moved; None if it was not."""
+    """Return where a database's farm was moved to; None if it was not moved."""
     if not inspect(connection).has_table(moved.name):
         return None
     place: str = connection.execute(select(moved.c.place)).scalar_one()

@@ -39,7 +39,7 @@ class DatabaseUnavailable(FarmError):
 
 
 class QueryTooSlow(DatabaseUnavailable):
-    """A query that the database server has cut short. Another attempt would end likewise."""
+    """A query that the database server has cancelled for taking too long. Another attempt would end the same way."""
 
 
 class DatabaseTooNew(FarmError):

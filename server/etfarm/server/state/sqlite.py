@@ -99,7 +99,7 @@ class SqliteDatabase(Database):
         """Do nothing: there are no other processes."""
 
     def is_backed_up(self, connection: Connection) -> bool:
-        """Return False: the lock of the data folder says it."""
+        """Return False: with SQLite, a backup holds the lock of the data folder."""
         return False
 
     @asynccontextmanager

@@ -119,7 +119,7 @@ def trickle(connection: socket.socket, end: threading.Event) -> None:
         (cut_in_the_middle, "it cut the connection"),
     ],
 )
-async def test_a_hostile_server_is_given_up(talk: Callable[[socket.socket, threading.Event], None], why: str) -> None:
+async def test_a_download_from_a_hostile_server_ends(talk: Callable[[socket.socket, threading.Event], None], why: str) -> None:
     with raw(talk) as server:
         assert await failure(server.url(SECRET), links=Links(answer_s=0.5, piece_s=0.5)) == why
 

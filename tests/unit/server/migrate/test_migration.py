@@ -245,7 +245,7 @@ def test_what_an_earlier_move_left_is_not_overwritten(farm: FarmDatabase, new_po
     first = Place(new_postgres(), None)
     move(farm, LOCAL, first)
     move(farm, first, LOCAL)
-    with pytest.raises(TargetNotEmpty, match=r"farm\.sqlite\.moved is left of an earlier move"):
+    with pytest.raises(TargetNotEmpty, match=r"farm\.sqlite\.moved is left over from an earlier move"):
         move(farm, LOCAL, Place(new_postgres(), None))
     farm.path.with_name("farm.sqlite.moved").unlink()
     move(farm, LOCAL, Place(new_postgres(), None))

@@ -1,4 +1,4 @@
-"""Connections that wait for each answer only for a bounded time: a server that stands still keeps its connections open."""
+"""Connections that wait for each answer only for a bounded time: a server that hangs keeps its connections open."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ from etfarm.server.state.postgres.tally import Tally
 _STATEMENT_S: Final = 10.0, 60.0
 """Least and greatest time limit of one statement. Within them, it is the time for which work waits for the server."""
 _MARGIN_S: Final = 5.0
-"""Time after a statement's limit at which its server counts as standing still."""
+"""Time beyond a statement's limit after which its server counts as hung."""
 _CLOSING_S: Final = 5.0
 """Time limit of an answer while the database closes."""
 _CONNECT_S: Final = 2, 5
@@ -56,7 +56,7 @@ class Connections:
     """Opens connections, whose transactions the caller begins and ends with `execute`.
 
     Args:
-        limit_s: how long work waits for a server that is away, or stands still.
+        limit_s: how long work waits for a server that is away or hangs.
     """
 
     def __init__(self, url: DatabaseUrl, limit_s: float) -> None:

@@ -32,7 +32,7 @@ from etfarm.server.workers.jail.measures import NETWORK, JailReport
 from etfarm.wire.errors import EtfarmError
 
 _POLL_S: Final = 1.0
-"""Interval of the look at the cluster's nodes; Ray's client has no notice of them."""
+"""Interval at which the cluster's nodes are listed; Ray's client does not announce changes."""
 _RETRY_S: Final = 30.0
 """Pause before a refused or lost node is tried again."""
 _PROBE_S: Final = 60.0

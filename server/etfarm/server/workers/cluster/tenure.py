@@ -1,4 +1,4 @@
-"""Whose the children on a cluster's nodes are: the server that leads its farm, and no former one."""
+"""The owner of the children on a cluster's nodes: the server that leads the farm, and no former leader."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_files_that_nothing_uses_make_room_the_one_used_longest_ago_first(tmp_pa
     assert cache.path(held).exists()
 
 
-def test_a_full_disk_is_said_before_it_is_written(tmp_path: Path) -> None:
+def test_a_full_disk_is_an_error_before_a_file_is_written(tmp_path: Path) -> None:
     cache = FileCache(tmp_path, reserve_bytes=1 << 60)
     with pytest.raises(ChildDiskFull):
         store(cache, "one", b"some bytes")
