@@ -1,1 +1,1 @@
-"""Backup and restore of a server's data folder, on the server's machine: `etfarm backup` and `etfarm restore`."""
+"""Backup and restore of a farm, on the server's machine: `etfarm backup` and `etfarm restore`."""

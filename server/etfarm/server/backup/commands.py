@@ -74,4 +74,6 @@ def restore_main(argv: list[str]) -> int:
 
 
 def _options(database: DatabaseUrl | None, blobs: BucketLocation | None) -> str:
-    return (f" --database {database}" if database else "") + (f" --blobs {blobs.url}" if blobs else "")
+    """Return which options to repeat: not their values, as the URL is shown without its password."""
+    names = [name for name, value in (("--database", database), ("--blobs", blobs)) if value is not None]
+    return f", with the same {' and '.join(names)}" if names else ""
