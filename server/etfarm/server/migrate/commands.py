@@ -89,7 +89,7 @@ def _lines(data: Path, source: Place, target: Place, moved: Moved, authorities: 
         f"Moved and compared: {', '.join(done)}.",
         "Before the server starts, change its configuration:",
         *(f"    {line}" for line in _settings(source, target, authorities)),
-        "The state before the move, which you may delete once the farm runs as it should:",
+        "The former state, which you may delete once the farm runs as it should:",
         *(f"    {each}" for each in moved.former),
     ]
 
