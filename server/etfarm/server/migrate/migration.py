@@ -128,6 +128,8 @@ class Migration:
         """Copy what the target lacks; the source is unchanged."""
         database, moved = self._open_source(), Moved()
         if self._moves_rows:
+            if self._target.database is None:
+                self._folder.require_no_database()
             with database.connected() as connection, connection.begin():
                 moved.row_count = copy_rows(connection, self._target_database(), self._name, self._on_progress)
         if self._moves_artifacts:

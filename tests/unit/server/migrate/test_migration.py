@@ -250,6 +250,28 @@ def test_what_an_earlier_move_left_is_not_overwritten(farm: FarmDatabase, new_po
     move(farm, LOCAL, Place(new_postgres(), None))
 
 
+def test_the_database_of_another_farm_in_the_folder_is_not_replaced(
+    farm: FarmDatabase, database: DatabaseUrl, tmp_path: Path
+) -> None:
+    move(farm, LOCAL, Place(database, None))
+    other = new_farm(tmp_path / "other")
+    before = contents(other)
+    with pytest.raises(TargetNotEmpty, match=r"farm\.sqlite is there already"):
+        move(other, Place(database, None), LOCAL)
+    assert contents(other) == before
+    FarmDatabase(farm.path, database).open()
+
+
+def test_logs_that_another_database_has_left_are_not_applied(farm: FarmDatabase, database: DatabaseUrl) -> None:
+    before, logs = contents(farm), [farm.path.with_name(f"farm.sqlite{suffix}") for suffix in ("-wal", "-journal")]
+    move(farm, LOCAL, Place(database, None))
+    for log in logs:
+        log.touch()
+    move(farm, Place(database, None), LOCAL)
+    assert not any(log.exists() for log in logs)
+    assert contents(farm) == before
+
+
 def test_a_folder_or_a_database_without_a_farm_is_refused(tmp_path: Path, new_postgres: Callable[[], DatabaseUrl]) -> None:
     nothing = FarmDatabase(tmp_path / "farm.sqlite")
     with pytest.raises(NothingToMove, match="has no farm"):
