@@ -112,7 +112,7 @@ class Migration:
             if self._moves_rows:
                 self._leave_rows(moved)
             if self._target.database is not None and self._moves_artifacts:
-                holds[self._target.database].forget_blobs()
+                holds[self._target.database].name_blobs("" if self._target.blobs is None else self._target.blobs.url)
             if self._moves_artifacts:
                 self._take_artifacts(moved)
             if self._moves_rows:

@@ -14,14 +14,14 @@ from etfarm.server.artifacts.blobs import place_of
 from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.location import BucketLocation
-from etfarm.server.cluster import lease
+from etfarm.server.cluster import lease, stopped
 from etfarm.server.cluster.errors import ServersRunning
 from etfarm.server.migrate.commands import main
 from etfarm.server.migrate.errors import ArtifactsLost, MoveFailed, NothingToMove
 from etfarm.server.migrate.migration import Migration, Moved, Place
 from etfarm.server.state.copies import CopyUnfinished, FarmMoved
 from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
-from etfarm.server.state.engine import DatabaseTooNew
+from etfarm.server.state.engine import DatabaseTooNew, DatabaseUnavailable
 from etfarm.server.transfer.database import FarmDatabase
 from etfarm.server.transfer.errors import TargetNotEmpty
 from etfarm.server.transfer.rows import OnProgress
@@ -324,6 +324,45 @@ def test_a_farm_with_a_server_is_not_moved_and_none_leads_meanwhile(farm: FarmDa
     assert contents(farm) == before
 
 
+def test_a_farm_is_not_moved_if_a_server_waits_for_the_end(farm: FarmDatabase, database: DatabaseUrl) -> None:
+    before, scaled, announced = contents(farm), Place(database, None), list[bool]()
+    move(farm, LOCAL, scaled)
+    asyncio.run(_end_in_order(database, asyncio.run(_begin_to_lead(database))))
+
+    async def start() -> None:
+        async with await psycopg.AsyncConnection.connect(database.text, autocommit=True) as session:
+            await lease.announce(session, "c", "farm-c:7433", "1")
+
+    def begin_to_wait(happening: str, done: int, total: int) -> None:
+        if not announced:
+            asyncio.run(start())
+            announced.append(True)
+
+    with pytest.raises(ServersRunning, match="started meanwhile, at farm-c:7433"):
+        move(farm, scaled, LOCAL, begin_to_wait)
+    FarmDatabase(farm.path, database).open()
+    assert contents(FarmDatabase(farm.path, database)) == before and not farm.path.exists()
+
+
+def test_the_password_of_a_url_that_cannot_be_read_is_not_shown(farm: FarmDatabase) -> None:
+    with pytest.raises(BadDatabaseUrl) as error:
+        move(farm, LOCAL, Place(DatabaseUrl.parse("postgresql://etfarm:100%zzsecret@localhost/farm"), None))
+    assert "secret" not in str(error.value) and error.value.__cause__ is None
+
+
+def test_a_database_that_stands_still_ends_a_move(
+    farm: FarmDatabase, database: DatabaseUrl, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    move(farm, LOCAL, Place(database, None))
+    asyncio.run(_end_in_order(database, asyncio.run(_begin_to_lead(database))))
+    monkeypatch.setattr(stopped, "_ANSWER_S", 0.2)
+    with psycopg.connect(database.text) as other:
+        # The lock is waited for longer than an answer may take.
+        other.execute("SELECT 1 FROM etfarm_cluster.lease FOR UPDATE")
+        with pytest.raises(DatabaseUnavailable, match="does not answer"):
+            move(farm, Place(database, None), LOCAL)
+
+
 def test_the_farm_forgets_where_its_blobs_were(farm: FarmDatabase, database: DatabaseUrl, location: BucketLocation) -> None:
     move(farm, LOCAL, Place(database, None))
     token = asyncio.run(_begin_to_lead(database))
@@ -335,6 +374,7 @@ def test_the_farm_forgets_where_its_blobs_were(farm: FarmDatabase, database: Dat
     assert asyncio.run(claim("folder 1")) == "folder 1"
     asyncio.run(_end_in_order(database, token))
     move(farm, Place(database, None), Place(database, location))
+    assert asyncio.run(claim("folder 1")) == location.url, "a server with the former configuration is refused"
     assert asyncio.run(claim(location.url)) == location.url
 
 
