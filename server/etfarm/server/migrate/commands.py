@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
     with locked(data), Progress() as progress:
         require_restored(data)
         moved = Migration(data, source, target, progress.show, skip_lost=arguments.skip_damaged).run()
-    print("\n".join(_lines(data, source, target, moved)))
+    print("\n".join(_lines(data, source, target, moved, arguments.to_blobs_ca)))
     for digest in moved.artifacts.lost:
         print(f"left behind, missing or damaged in the farm: {digest}", file=sys.stderr)
     return 1 if moved.artifacts.lost else 0
@@ -74,8 +74,12 @@ def _target(arguments: argparse.Namespace, source: Place) -> Place:
     return Place(database, blobs)
 
 
-def _lines(data: Path, source: Place, target: Place, moved: Moved) -> list[str]:
-    """Return what was done, what to change in the configuration, and what is the way back."""
+def _lines(data: Path, source: Place, target: Place, moved: Moved, authorities: Path | None) -> list[str]:
+    """Return what was done, what to change in the configuration, and what is the way back.
+
+    Args:
+        authorities: file of the certificates that the target's S3 server may be signed by.
+    """
     done = []
     if source.database != target.database:
         done.append(f"{moved.row_count:,} rows to {f'SQLite in {data}' if target.database is None else target.database}")
@@ -84,16 +88,17 @@ def _lines(data: Path, source: Place, target: Place, moved: Moved) -> list[str]:
     return [
         f"Moved and compared: {', '.join(done)}.",
         "Before the server starts, change its configuration:",
-        *(f"    {line}" for line in _settings(source, target)),
+        *(f"    {line}" for line in _settings(source, target, authorities)),
         "The state before the move, which you may delete once the farm runs as it should:",
         *(f"    {each}" for each in moved.former),
     ]
 
 
-def _settings(source: Place, target: Place) -> list[str]:
+def _settings(source: Place, target: Place, authorities: Path | None) -> list[str]:
     lines = []
     if source.database != target.database:
-        lines.append("remove database" if target.database is None else f'database = "{target.database}"')
+        hidden = "  # with the password instead of ***" if target.database is not None and target.database.has_password else ""
+        lines.append("remove database" if target.database is None else f'database = "{target.database}"{hidden}')
     if source.blobs_name == target.blobs_name:
         return lines
     if target.blobs is None:
@@ -105,4 +110,6 @@ def _settings(source: Place, target: Place) -> list[str]:
     lines.append(f'blobs-region = "{blobs.region}"')
     if blobs.credentials_file is not None:
         lines.append(f'blobs-credentials = "{blobs.credentials_file.absolute()}"')
+    if authorities is not None:
+        lines.append(f'blobs-ca = "{authorities.absolute()}"')
     return lines

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
+import trustme
 
 from etfarm.server.artifacts.blobs import place_of
 from etfarm.server.artifacts.s3.blobs import key_of
@@ -390,7 +391,11 @@ def test_a_file_that_cannot_be_written_is_named_and_the_move_goes_on(farm: FarmD
 
 
 def test_the_command_says_what_to_change_and_what_it_left_behind(
-    farm: FarmDatabase, location: BucketLocation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    farm: FarmDatabase,
+    location: BucketLocation,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in environment_of(location).items():
         monkeypatch.setenv(name, value)
@@ -403,7 +408,19 @@ def test_the_command_says_what_to_change_and_what_it_left_behind(
         main(["--data", f"{data}/elsewhere", "--to-blobs", location.url])
     rotten = min(blobs_of(blobs(farm)))
     damage(place_of(blobs(farm), rotten))
-    assert main(["--data", data, "--to-blobs", location.url, "--skip-damaged"]) == 1
+    authorities = tmp_path / "authorities.pem"
+    authorities.write_bytes(trustme.CA().cert_pem.bytes())
+    to_blobs = ["--to-blobs", location.url, "--to-blobs-ca", str(authorities)]
+    assert main(["--data", data, *to_blobs, "--skip-damaged"]) == 1
     printed = capsys.readouterr()
     assert f'blobs = "{location.url}"' in printed.out and f'blobs-endpoint = "{location.endpoint}"' in printed.out
+    assert f'blobs-ca = "{authorities}"' in printed.out
     assert "blobs.moved" in printed.out and rotten in printed.err
+
+
+def test_the_command_shows_no_password(farm: FarmDatabase, database: DatabaseUrl, capsys: pytest.CaptureFixture[str]) -> None:
+    with_password = database.text.replace("@", ":a-secret@", 1)
+    assert main(["--data", str(farm.path.parent), "--to-database", with_password]) == 0
+    printed = capsys.readouterr()
+    assert "a-secret" not in printed.out + printed.err
+    assert "# with the password instead of ***" in printed.out
