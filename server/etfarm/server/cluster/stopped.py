@@ -10,9 +10,10 @@ import psycopg
 
 from etfarm.server.cluster.errors import ServersRunning
 from etfarm.server.cluster.lease import PRESENT_S
-from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
+from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.engine import DatabaseUnavailable
 from etfarm.server.state.postgres.bounded import BoundedConnection
+from etfarm.server.state.postgres.connections import read_url
 from etfarm.server.state.postgres.failures import one_line, refused
 from etfarm.wire.errors import FarmError
 
@@ -62,7 +63,7 @@ class StoppedFarm:
         """Record where the farm's blobs are from now on, so that a server with the former configuration is refused.
 
         Args:
-            blobs: what its servers claim; empty if the next one is to say where they are.
+            blobs: what its servers claim, see `Member`.
 
         Raises:
             ServersRunning: the connection broke.
@@ -92,11 +93,9 @@ def stopped(url: DatabaseUrl) -> Iterator[StoppedFarm]:
         BadDatabaseUrl: the driver cannot read the URL.
         DatabaseUnusable, DatabaseUnavailable: the database refuses the connection, or cannot be reached.
     """
+    read_url(url)
     try:
         session = BoundedConnection.connect(url.text, **_CONNECT)
-    except psycopg.ProgrammingError:
-        # The driver's sentence may quote the password.
-        raise BadDatabaseUrl("the driver cannot read it") from None
     except psycopg.Error as error:
         raise _failure(url, error) from None
     session.limit = lambda: _ANSWER_S

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import func, insert, inspect, select
 
+from etfarm.server.artifacts.blobs import ARTIFACTS
 from etfarm.server.artifacts.s3.location import BucketLocation
+from etfarm.server.cluster.shared_blobs import identify_folder
 from etfarm.server.migrate.errors import ArtifactsLost, MoveFailed, NothingToMove
 from etfarm.server.migrate.folder import DataFolder
 from etfarm.server.state import copies, schema
@@ -112,7 +114,7 @@ class Migration:
             if self._moves_rows:
                 self._leave_rows(moved)
             if self._target.database is not None and self._moves_artifacts:
-                holds[self._target.database].name_blobs("" if self._target.blobs is None else self._target.blobs.url)
+                holds[self._target.database].name_blobs(self._claimed_blobs())
             if self._moves_artifacts:
                 self._take_artifacts(moved)
             if self._moves_rows:
@@ -188,6 +190,10 @@ class Migration:
     @property
     def _artifacts_name(self) -> str:
         return f"{self._name}, {self._source.blobs_name}"
+
+    def _claimed_blobs(self) -> str:
+        """Return the name that the farm's servers have for the artifacts' new place."""
+        return identify_folder(self._folder.path / ARTIFACTS) if self._target.blobs is None else self._target.blobs.url
 
     def _leave_rows(self, moved: Moved) -> None:
         """Keep servers from opening the source's database."""

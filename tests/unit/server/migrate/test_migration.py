@@ -17,6 +17,7 @@ from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.cluster import lease, stopped
 from etfarm.server.cluster.errors import ServersRunning
+from etfarm.server.cluster.shared_blobs import identify_folder
 from etfarm.server.migrate.commands import main
 from etfarm.server.migrate.errors import ArtifactsLost, MoveFailed, NothingToMove
 from etfarm.server.migrate.migration import Migration, Moved, Place
@@ -377,6 +378,8 @@ def test_the_farm_forgets_where_its_blobs_were(farm: FarmDatabase, database: Dat
     move(farm, Place(database, None), Place(database, location))
     assert asyncio.run(claim("folder 1")) == location.url, "a server with the former configuration is refused"
     assert asyncio.run(claim(location.url)) == location.url
+    move(farm, Place(database, location), Place(database, None))
+    assert asyncio.run(claim(location.url)) == identify_folder(farm.path.parent / "artifacts")
 
 
 def test_a_file_that_cannot_be_written_is_named_and_the_move_goes_on(farm: FarmDatabase, location: BucketLocation) -> None:

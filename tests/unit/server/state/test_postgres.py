@@ -14,6 +14,7 @@ import pytest
 from sqlalchemy import Connection, insert, select, text
 from sqlalchemy.exc import IntegrityError
 
+from etfarm.server.cluster.member import Member
 from etfarm.server.state import schema
 from etfarm.server.state.damage import DatabaseUnusable
 from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
@@ -383,3 +384,12 @@ async def test_a_url_that_the_driver_refuses_is_not_shown(tmp_path: Path) -> Non
     with pytest.raises(BadDatabaseUrl) as refused:
         create_database(tmp_path / "farm.sqlite", DatabaseUrl.parse("postgresql://ann@db/x?s3cret=s3cret"))
     assert "s3cret" not in str(refused.value) and refused.value.__cause__ is None
+
+
+async def test_a_server_refuses_to_join_by_such_a_url_and_does_not_log_it(capsys: pytest.CaptureFixture[str]) -> None:
+    member = Member(DatabaseUrl.parse("postgresql://ann:100%zzs3cret@db/x"), "1", str, "", [HEAD])
+    with pytest.raises(BadDatabaseUrl) as refused:
+        async with member.joined("127.0.0.1:7433"):
+            pass
+    printed = capsys.readouterr()
+    assert "s3cret" not in f"{refused.value}{printed.out}{printed.err}"
