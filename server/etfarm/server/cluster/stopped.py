@@ -24,8 +24,8 @@ _CONNECT: Final[dict[str, Any]] = {
     "keepalives_idle": 30,
 }
 _SETTINGS: Final = "SET lock_timeout = '5s'; SET idle_in_transaction_session_timeout = 0"
-_ANSWER_S: Final = 30.0
-"""Time after which an answer is overdue: a database server that stands still keeps its connections open."""
+ANSWER_S: Final = 30.0
+"""Default time after which an answer is overdue: a database server that stands still keeps its connections open."""
 _LOCK: Final = "SELECT address FROM etfarm_cluster.lease WHERE id = 1 FOR UPDATE"
 """Keeps the lease from being taken, as a write of a leader does that does not end."""
 _RUNNING: Final = """
@@ -85,8 +85,11 @@ def _held() -> Iterator[None]:
 
 
 @contextmanager
-def stopped(url: DatabaseUrl) -> Iterator[StoppedFarm]:
+def stopped(url: DatabaseUrl, answer_s: float = ANSWER_S) -> Iterator[StoppedFarm]:
     """Require that no server of a farm runs, and let none lead until the end of the block.
+
+    Args:
+        answer_s: time after which an answer of the database is overdue.
 
     Raises:
         ServersRunning: a server runs, or one that was killed was seen a few seconds ago.
@@ -98,7 +101,7 @@ def stopped(url: DatabaseUrl) -> Iterator[StoppedFarm]:
         session = BoundedConnection.connect(url.text, **_CONNECT)
     except psycopg.Error as error:
         raise _failure(url, error) from None
-    session.limit = lambda: _ANSWER_S
+    session.limit = lambda: answer_s
     try:
         try:
             session.execute(_SETTINGS)

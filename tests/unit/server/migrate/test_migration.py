@@ -15,9 +15,10 @@ from etfarm.server.artifacts.blobs import place_of
 from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.location import BucketLocation
-from etfarm.server.cluster import lease, stopped
+from etfarm.server.cluster import lease
 from etfarm.server.cluster.errors import ServersRunning
 from etfarm.server.cluster.shared_blobs import identify_folder
+from etfarm.server.cluster.stopped import stopped
 from etfarm.server.migrate.commands import main
 from etfarm.server.migrate.errors import ArtifactsLost, MoveFailed, NothingToMove
 from etfarm.server.migrate.migration import Migration, Moved, Place
@@ -352,17 +353,13 @@ def test_the_password_of_a_url_that_cannot_be_read_is_not_shown(farm: FarmDataba
     assert "secret" not in str(error.value) and error.value.__cause__ is None
 
 
-def test_a_database_that_stands_still_ends_a_move(
-    farm: FarmDatabase, database: DatabaseUrl, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    move(farm, LOCAL, Place(database, None))
+def test_a_database_that_stands_still_is_not_waited_for(database: DatabaseUrl) -> None:
     asyncio.run(_end_in_order(database, asyncio.run(_begin_to_lead(database))))
-    monkeypatch.setattr(stopped, "_ANSWER_S", 0.2)
     with psycopg.connect(database.text) as other:
         # The lock is waited for longer than an answer may take.
         other.execute("SELECT 1 FROM etfarm_cluster.lease FOR UPDATE")
-        with pytest.raises(DatabaseUnavailable, match="does not answer"):
-            move(farm, Place(database, None), LOCAL)
+        with pytest.raises(DatabaseUnavailable, match="does not answer"), stopped(database, answer_s=0.2):
+            pass
 
 
 def test_the_farm_forgets_where_its_blobs_were(farm: FarmDatabase, database: DatabaseUrl, location: BucketLocation) -> None:
