@@ -6,6 +6,7 @@ Up to the last step, the farm is where it was. Each step may be interrupted, and
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -33,7 +34,7 @@ if TYPE_CHECKING:
 _PAGE_ROWS: Final = 1_000
 """Number of artifacts that are looked up at a time."""
 _SCRATCH: Final = "migrating"
-"""Folder of artifacts on their way from one bucket to another."""
+"""Folder of artifacts on their way from one bucket to another; deleted with what a killed move has left there."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class Migration:
             blobs=self._moves_artifacts and self._source.blobs is None,
         )
         with ExitStack() as stack:
+            stack.callback(shutil.rmtree, self._scratch, ignore_errors=True)
             holds = {url: stack.enter_context(_stopped(url)) for url in self._urls()}
             moved = self._copy()
             for hold in holds.values():
