@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -194,6 +195,20 @@ async def test_a_listener_is_asked_to_read_again_after_its_connection_was_lost(d
         assert await anext(notifications) == Notification("jobs")
         await asyncio.to_thread(end_connections, url)
         assert await anext(notifications) == Notification("jobs")
+
+
+@pytest.mark.slow(reason="waits until a listener tries its quiet connection, and for its answer")
+async def test_a_listener_leaves_a_connection_that_stands_still(database: Database, url: DatabaseUrl) -> None:
+    async with database.listen("jobs") as notifications, asyncio.timeout(60.0):
+        assert await anext(notifications) == Notification("jobs")
+        with psycopg.connect(url.text) as connection:
+            query = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%'"
+            (pid,) = connection.execute(query).fetchone() or (0,)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert await anext(notifications) == Notification("jobs")
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 def end_connections(url: DatabaseUrl) -> None:
