@@ -14,7 +14,7 @@ import trustme
 from etfarm.server.artifacts.blobs import place_of
 from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
-from etfarm.server.artifacts.s3.location import BucketLocation
+from etfarm.server.artifacts.s3.location import BadBlobs, BucketLocation
 from etfarm.server.cluster import lease
 from etfarm.server.cluster.errors import ServersRunning
 from etfarm.server.cluster.shared_blobs import identify_folder
@@ -406,6 +406,13 @@ def test_the_command_says_what_to_change_and_what_it_left_behind(
         main(["--data", data])
     with pytest.raises(BadDatabaseUrl):
         main(["--data", data, "--to-database", "mysql://host/farm"])
+    with pytest.raises(BadBlobs, match=r"^--to-blobs must be s3://"):
+        main(["--data", data, "--to-blobs", "http://host/bucket"])
+    with pytest.raises(BadBlobs, match=r"^--to-blobs-endpoint is plain http to another machine"):
+        main(["--data", data, "--to-blobs", location.url, "--to-blobs-endpoint", "http://s3.example"])
+    with pytest.raises(BadBlobs, match="nowhere") as missing:
+        main(["--data", data, "--to-blobs", location.url, "--to-blobs-credentials", f"{data}/nowhere"])
+    assert "--to-blobs-credentials" in missing.value.remedy
     with pytest.raises(UserError, match="is not a server's data folder"):
         main(["--data", f"{data}/elsewhere", "--to-blobs", location.url])
     rotten = min(blobs_of(blobs(farm)))
