@@ -88,6 +88,8 @@ class Links:
             raise LinkFailed("it does not answer in time") from None
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError):
             raise LinkFailed("it cut the connection") from None
+        except UnicodeError:
+            raise LinkFailed("its URL has a host that no name server knows") from None
         except OSError as error:
             raise LinkFailed(error.strerror or type(error).__name__) from None
         finally:
@@ -160,5 +162,8 @@ def _tls_context(certificates: bytes) -> ssl.SSLContext:
     context = ssl.create_default_context()
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     if certificates:
-        context.load_verify_locations(cadata=certificates.decode("ascii", "replace"))
+        try:
+            context.load_verify_locations(cadata=certificates.decode("ascii"))
+        except (UnicodeDecodeError, ssl.SSLError):
+            raise LinkFailed("its certificates cannot be read") from None
     return context

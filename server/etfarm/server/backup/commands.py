@@ -68,12 +68,17 @@ def restore_main(argv: list[str]) -> int:
         manifest = restore(arguments.backup, folder, database=database, blobs=blobs, on_progress=progress.show)
     print(
         f"{folder}: restored the backup of {manifest.created_at} by etfarm {manifest.version}, {manifest.artifacts} artifacts. "
-        f"Start it: etfarm serve --data {folder}{_options(database, blobs)}"
+        f"Start it: etfarm serve --data {folder}{_options(database, blobs, arguments.blobs_ca)}"
     )
     return 0
 
 
-def _options(database: DatabaseUrl | None, blobs: BucketLocation | None) -> str:
-    """Return which options to repeat: not their values, as the URL is shown without its password."""
-    names = [name for name, value in (("--database", database), ("--blobs", blobs)) if value is not None]
-    return f", with the same {' and '.join(names)}" if names else ""
+def _options(database: DatabaseUrl | None, blobs: BucketLocation | None, authorities: Path | None) -> str:
+    """Return the options that name the farm's places; credentials stay where the command had them from."""
+    options = [f"--database {database}"] if database else []
+    if blobs is not None:
+        options += [f"--blobs {blobs.url}", f"--blobs-region {blobs.region}"]
+        options += [f"--blobs-endpoint {blobs.endpoint}"] if blobs.endpoint else []
+        options += [f"--blobs-credentials {blobs.credentials_file.absolute()}"] if blobs.credentials_file else []
+        options += [f"--blobs-ca {authorities.absolute()}"] if authorities else []
+    return "".join(f" {option}" for option in options)

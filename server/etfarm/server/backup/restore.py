@@ -22,7 +22,7 @@ from etfarm.server.state import damage
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import LOCK, RESTORING
 from etfarm.server.state.revisions import HEAD, known_revisions
-from etfarm.server.state.sqlite import merge_log
+from etfarm.server.state.sqlite import LOGS, merge_log
 from etfarm.server.transfer import rows
 from etfarm.server.transfer.artifacts import BucketArtifacts, FileArtifacts, artifacts_of, copy_artifacts
 from etfarm.server.transfer.database import FarmDatabase, copy_rows
@@ -114,7 +114,7 @@ def _prepare(data: Path, manifest: Manifest) -> None:
 
 def _remove_logs(data: Path) -> None:
     """Delete the logs of a database whose migration was killed, which SQLite would apply to the database that replaces it."""
-    for suffix in ("-journal", "-wal", "-shm"):
+    for suffix in LOGS:
         (data / f"{DATABASE}{suffix}").unlink(missing_ok=True)
 
 

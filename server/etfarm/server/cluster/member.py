@@ -20,6 +20,7 @@ from etfarm.server.cluster.leadership import Leader, Leadership
 from etfarm.server.cluster.lease import Fence, ServerRow, Session
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.postgres.bounded import BoundedAsyncConnection
+from etfarm.server.state.postgres.connections import read_url
 from etfarm.server.state.postgres.failures import refused
 
 log = structlog.get_logger()
@@ -101,9 +102,11 @@ class Member:
             address: the address at which other servers reach this one.
 
         Raises:
+            BadDatabaseUrl: the driver cannot read the database's URL.
             DatabaseUnusable: the database refuses this server.
             OtherBlobs: this server's blobs are not those of the farm.
         """
+        read_url(self._url)
         self.address = address
         task = asyncio.create_task(self._run(), name="lease")
         task.add_done_callback(self._ended)

@@ -12,7 +12,10 @@ from etfarm.server.cluster.errors import ServersRunning
 from etfarm.server.cluster.lease import PRESENT_S
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.engine import DatabaseUnavailable
+from etfarm.server.state.postgres.bounded import BoundedConnection
+from etfarm.server.state.postgres.connections import read_url
 from etfarm.server.state.postgres.failures import one_line, refused
+from etfarm.wire.errors import FarmError
 
 _CONNECT: Final[dict[str, Any]] = {
     "connect_timeout": 5,
@@ -21,6 +24,8 @@ _CONNECT: Final[dict[str, Any]] = {
     "keepalives_idle": 30,
 }
 _SETTINGS: Final = "SET lock_timeout = '5s'; SET idle_in_transaction_session_timeout = 0"
+ANSWER_S: Final = 30.0
+"""Default time after which an answer is overdue: a database server that stands still keeps its connections open."""
 _LOCK: Final = "SELECT address FROM etfarm_cluster.lease WHERE id = 1 FOR UPDATE"
 """Keeps the lease from being taken, as a write of a leader does that does not end."""
 _RUNNING: Final = """
@@ -42,46 +47,76 @@ class StoppedFarm:
         self._session = session
 
     def require(self) -> None:
-        """Check that the lease was held until now.
+        """Check that the lease was held until now, and that no server waits for it, which has the former configuration.
 
         Raises:
-            ServersRunning: the connection broke, so that servers may have started.
+            ServersRunning: one does; or the connection broke, so that one may have taken the lease.
         """
-        try:
-            if self._session is not None:
-                self._session.execute("SELECT 1")
-        except psycopg.Error as error:
-            raise ServersRunning(f"The connection that kept servers from starting was lost: {one_line(error)}.") from error
+        if self._session is None:
+            return
+        with _held():
+            running = self._session.execute(_RUNNING, {"present_s": PRESENT_S}).fetchone()
+        if running is not None:
+            raise ServersRunning(f"A server of the farm was started meanwhile, at {running[0]}.")
 
-    def forget_blobs(self) -> None:
-        """Let the next server say where the farm's blobs are."""
-        if self._session is not None:
-            self._session.execute("UPDATE etfarm_cluster.lease SET blobs = '' WHERE id = 1")
+    def name_blobs(self, blobs: str) -> None:
+        """Record where the farm's blobs are from now on, so that a server with the former configuration is refused.
+
+        Args:
+            blobs: what its servers claim, see `Member`.
+
+        Raises:
+            ServersRunning: the connection broke.
+        """
+        if self._session is None:
+            return
+        with _held():
+            self._session.execute("UPDATE etfarm_cluster.lease SET blobs = %s WHERE id = 1", [blobs])
             self._session.commit()
             self._session.execute(_LOCK)
 
 
 @contextmanager
-def stopped(url: DatabaseUrl) -> Iterator[StoppedFarm]:
+def _held() -> Iterator[None]:
+    try:
+        yield
+    except psycopg.Error as error:
+        raise ServersRunning(f"The connection that kept servers from starting was lost: {one_line(error)}.") from error
+
+
+@contextmanager
+def stopped(url: DatabaseUrl, answer_s: float = ANSWER_S) -> Iterator[StoppedFarm]:
     """Require that no server of a farm runs, and let none lead until the end of the block.
+
+    Args:
+        answer_s: time after which an answer of the database is overdue.
 
     Raises:
         ServersRunning: a server runs, or one that was killed was seen a few seconds ago.
+        BadDatabaseUrl: the driver cannot read the URL.
         DatabaseUnusable, DatabaseUnavailable: the database refuses the connection, or cannot be reached.
     """
+    read_url(url)
     try:
-        session = psycopg.connect(url.text, **_CONNECT)
+        session = BoundedConnection.connect(url.text, **_CONNECT)
     except psycopg.Error as error:
-        if (refusal := refused(url, error)) is not None:
-            raise refusal from None
-        what = f"The database {url} cannot be reached: {one_line(error)}."
-        raise DatabaseUnavailable(what, "Check its server and the URL.", url=url) from None
+        raise _failure(url, error) from None
+    session.limit = lambda: answer_s
     try:
-        session.execute(_SETTINGS)
-        session.commit()
-        yield StoppedFarm(session if _hold(session) else None)
+        try:
+            session.execute(_SETTINGS)
+            session.commit()
+            is_held = _hold(session)
+        except psycopg.Error as error:
+            raise _failure(url, error) from None
+        yield StoppedFarm(session if is_held else None)
     finally:
         session.close()
+
+
+def _failure(url: DatabaseUrl, error: psycopg.Error) -> FarmError:
+    what = f"The database {url} cannot be reached: {one_line(error)}."
+    return refused(url, error) or DatabaseUnavailable(what, "Check its server and the URL.", url=url)
 
 
 def _hold(session: psycopg.Connection[Any]) -> bool:

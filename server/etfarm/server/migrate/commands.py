@@ -97,7 +97,8 @@ def _lines(data: Path, source: Place, target: Place, moved: Moved, authorities: 
 def _settings(source: Place, target: Place, authorities: Path | None) -> list[str]:
     lines = []
     if source.database != target.database:
-        lines.append("remove database" if target.database is None else f'database = "{target.database}"')
+        hidden = "  # with the password instead of ***" if target.database is not None and target.database.has_password else ""
+        lines.append("remove database" if target.database is None else f'database = "{target.database}"{hidden}')
     if source.blobs_name == target.blobs_name:
         return lines
     if target.blobs is None:

@@ -9,7 +9,7 @@ from typing import Final
 
 from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, CACHE
 from etfarm.server.config import DATABASE
-from etfarm.server.state.sqlite import MOVED, merge_log
+from etfarm.server.state.sqlite import LOGS, MOVED, merge_log
 from etfarm.server.transfer.errors import TargetNotEmpty
 from etfarm.server.transfer.files import sync_folder
 
@@ -71,6 +71,15 @@ class DataFolder:
             if moves and moved.exists() and (here.is_file() or _has_files(here)):
                 raise TargetNotEmpty(f"{moved} is left over from an earlier move.", "Delete it, or move it elsewhere.")
 
+    def require_no_database(self) -> None:
+        """Refuse to replace the database of another farm.
+
+        Raises:
+            TargetNotEmpty: the folder has one.
+        """
+        if self.database.exists():
+            raise TargetNotEmpty(f"{self.database} is there already.", "Move it elsewhere, or name another folder with --data.")
+
     def leave_database(self) -> Path:
         """Give the SQLite file another name, and return it."""
         if self.database.exists():
@@ -83,6 +92,8 @@ class DataFolder:
         """Give the copy of the rows the name of the farm's database."""
         merge_log(self.database_copy)
         self.database_copy.chmod(0o600)
+        for suffix in LOGS:  # SQLite would apply what another database has left there
+            self.database.with_name(f"{DATABASE}{suffix}").unlink(missing_ok=True)
         self.database_copy.replace(self.database)
         sync_folder(self.path)
 

@@ -6,6 +6,7 @@ Up to the last step, the farm is where it was. Each step may be interrupted, and
 from __future__ import annotations
 
 import asyncio
+import shutil
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -14,7 +15,9 @@ from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import func, insert, inspect, select
 
+from etfarm.server.artifacts.blobs import ARTIFACTS
 from etfarm.server.artifacts.s3.location import BucketLocation
+from etfarm.server.cluster.shared_blobs import identify_folder
 from etfarm.server.migrate.errors import ArtifactsLost, MoveFailed, NothingToMove
 from etfarm.server.migrate.folder import DataFolder
 from etfarm.server.state import copies, schema
@@ -31,7 +34,7 @@ if TYPE_CHECKING:
 _PAGE_ROWS: Final = 1_000
 """Number of artifacts that are looked up at a time."""
 _SCRATCH: Final = "migrating"
-"""Folder of artifacts on their way from one bucket to another."""
+"""Folder of artifacts on their way from one bucket to another; deleted with what a killed move has left there."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,7 @@ class Migration:
             blobs=self._moves_artifacts and self._source.blobs is None,
         )
         with ExitStack() as stack:
+            stack.callback(shutil.rmtree, self._scratch, ignore_errors=True)
             holds = {url: stack.enter_context(_stopped(url)) for url in self._urls()}
             moved = self._copy()
             for hold in holds.values():
@@ -114,7 +118,7 @@ class Migration:
             if self._moves_rows:
                 self._leave_rows(moved)
             if self._target.database is not None and self._moves_artifacts:
-                holds[self._target.database].forget_blobs()
+                holds[self._target.database].name_blobs(self._claimed_blobs())
             if self._moves_artifacts:
                 self._take_artifacts(moved)
             if self._moves_rows:
@@ -130,6 +134,8 @@ class Migration:
         """Copy what the target lacks; the source is unchanged."""
         database, moved = self._open_source(), Moved()
         if self._moves_rows:
+            if self._target.database is None:
+                self._folder.require_no_database()
             with database.connected() as connection, connection.begin():
                 moved.row_count = copy_rows(connection, self._target_database(), self._name, self._on_progress)
         if self._moves_artifacts:
@@ -188,6 +194,10 @@ class Migration:
     @property
     def _artifacts_name(self) -> str:
         return f"{self._name}, {self._source.blobs_name}"
+
+    def _claimed_blobs(self) -> str:
+        """Return the name that the farm's servers have for the artifacts' new place."""
+        return identify_folder(self._folder.path / ARTIFACTS) if self._target.blobs is None else self._target.blobs.url
 
     def _leave_rows(self, moved: Moved) -> None:
         """Keep servers from opening the source's database."""

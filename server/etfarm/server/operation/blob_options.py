@@ -54,4 +54,5 @@ def location_of(arguments: argparse.Namespace, option: str = "blobs") -> BucketL
     return BucketLocation.of(
         values[option], os.environ, endpoint=values[f"{option}_endpoint"], region=values[f"{option}_region"],
         credentials=values[f"{option}_credentials"], authorities=values[f"{option}_ca"],
+        option=f"--{option.replace('_', '-')}",
     )  # fmt: skip

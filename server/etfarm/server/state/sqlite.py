@@ -29,6 +29,8 @@ T = TypeVar("T")
 
 MOVED: Final = ".moved"
 """Suffix of what `etfarm migrate` has moved elsewhere, and leaves as the way back."""
+LOGS: Final = ("-journal", "-wal", "-shm")
+"""Suffixes of the files beside a database."""
 _SHARED: Final = 100
 """Maximum number of writes that share a transaction."""
 

@@ -25,6 +25,8 @@ _AT_ONCE: Final = 8
 """Number of artifacts that are copied at a time."""
 _MARK: Final = "copying"
 """Key of the object that names what is copied to a bucket."""
+_MARK_BYTES: Final = 4096
+"""Maximum number of bytes that are read of it."""
 
 
 class Artifacts(Protocol):
@@ -142,7 +144,8 @@ class BucketArtifacts:
         size_bytes = await self.bucket.size(_MARK)
         if size_bytes is None:
             return False
-        former = b"".join([piece async for piece in self.bucket.pieces(_MARK, size_bytes)]).decode()
+        pieces = self.bucket.pieces(_MARK, min(size_bytes, _MARK_BYTES))
+        former = b"".join([piece async for piece in pieces]).decode(errors="replace")
         if former != name:
             raise CopyUnfinished(self.bucket.location.place, former)
         return True

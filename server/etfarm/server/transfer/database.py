@@ -6,18 +6,15 @@ import asyncio
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
 
 from sqlalchemy import Connection
 
 from etfarm.server.state import copies, databases, revisions
 from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.sqlite import LOGS
 from etfarm.server.transfer import rows
 from etfarm.server.transfer.errors import CopyDiffers, OtherVersion, RowRefused
 from etfarm.server.transfer.rows import OnProgress
-
-_LOGS: Final = ("", "-journal", "-wal", "-shm")
-"""Suffixes of the files of a SQLite database."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +59,7 @@ class FarmDatabase:
     def clear(self) -> None:
         """Delete an unfinished copy; the database then has no tables."""
         if self.url is None:
-            for suffix in _LOGS:
+            for suffix in ("", *LOGS):
                 self.path.with_name(self.path.name + suffix).unlink(missing_ok=True)
             return
         from etfarm.server.state.postgres import tables

@@ -153,9 +153,16 @@ async def test_tls_is_verified_with_the_certificates_of_the_link(authority: trus
         await failure(server.url(SECRET))
         await failure(server.url(SECRET, host="localhost"), certificates=authority.cert_pem.bytes())
         await failure(server.url(SECRET), certificates=trustme.CA().cert_pem.bytes())
-        await failure(server.url(SECRET), certificates=b"no certificate")
+        for unreadable in (b"no certificate", b"\xff\xfe"):
+            why = await failure(server.url(SECRET), certificates=unreadable)
+            assert why == "its certificates cannot be read"
         await failure(server.url(SECRET), certificates=authority.cert_pem.bytes() * 200)
         assert server.requests.empty()
+
+
+@pytest.mark.parametrize("host", ["s3..example", "s" * 64 + ".example"])
+async def test_a_host_that_cannot_be_looked_up_is_a_failure_of_the_link(host: str) -> None:
+    assert await failure(f"https://{host}/key") == "its URL has a host that no name server knows"
 
 
 @pytest.mark.parametrize(

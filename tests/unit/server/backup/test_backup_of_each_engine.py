@@ -14,6 +14,7 @@ from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup.backup import back_up
+from etfarm.server.backup.commands import restore_main
 from etfarm.server.backup.errors import BackupRefused
 from etfarm.server.backup.restore import restore
 from etfarm.server.migrate.migration import Migration, Place
@@ -26,7 +27,7 @@ from etfarm.server.transfer.database import FarmDatabase
 from etfarm.server.transfer.errors import OtherVersion, TargetNotEmpty
 from tests.support.full_farm import blobs_of, committed, contents, new_farm
 from tests.support.old_database import database_of_0006
-from tests.support.s3 import S3Server
+from tests.support.s3 import S3Server, environment_of
 
 LOCAL = Place(None, None)
 
@@ -187,3 +188,20 @@ def test_artifacts_that_a_conversion_stores_go_to_the_bucket(s3_server: S3Server
         named = set(connection.execute(select(schema.artifacts.c.digest)).scalars())
     assert len(named) == 6 and objects_of(location) == {digest: digest for digest in named}
     assert not (data / "artifacts" / "blobs").exists()
+
+
+def test_the_command_says_how_to_start_the_restored_farm(
+    farm: FarmDatabase,
+    s3_server: S3Server,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    back_up(farm.path.parent, tmp_path / "backup")
+    location = s3_server.new_location()
+    for name, value in environment_of(location).items():
+        monkeypatch.setenv(name, value)
+    restored = tmp_path / "restored"
+    assert restore_main([str(tmp_path / "backup"), "--data", str(restored), "--blobs", location.url]) == 0
+    options = f"--blobs {location.url} --blobs-region {location.region} --blobs-endpoint {location.endpoint}"
+    assert capsys.readouterr().out.endswith(f"Start it: etfarm serve --data {restored} {options}\n")

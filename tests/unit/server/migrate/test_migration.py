@@ -14,15 +14,17 @@ import trustme
 from etfarm.server.artifacts.blobs import place_of
 from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
-from etfarm.server.artifacts.s3.location import BucketLocation
+from etfarm.server.artifacts.s3.location import BadBlobs, BucketLocation
 from etfarm.server.cluster import lease
 from etfarm.server.cluster.errors import ServersRunning
+from etfarm.server.cluster.shared_blobs import identify_folder
+from etfarm.server.cluster.stopped import stopped
 from etfarm.server.migrate.commands import main
 from etfarm.server.migrate.errors import ArtifactsLost, MoveFailed, NothingToMove
 from etfarm.server.migrate.migration import Migration, Moved, Place
 from etfarm.server.state.copies import CopyUnfinished, FarmMoved
 from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
-from etfarm.server.state.engine import DatabaseTooNew
+from etfarm.server.state.engine import DatabaseTooNew, DatabaseUnavailable
 from etfarm.server.transfer.database import FarmDatabase
 from etfarm.server.transfer.errors import TargetNotEmpty
 from etfarm.server.transfer.rows import OnProgress
@@ -136,10 +138,12 @@ def test_a_farm_is_moved_to_other_servers_of_the_same_kind(
     before, files = contents(farm), blobs_of(blobs(farm))
     first, second = (Place(new_postgres(), s3_server.new_location()) for _ in range(2))
     move(farm, LOCAL, first)
+    (farm.path.parent / "migrating").mkdir()
+    (farm.path.parent / "migrating" / "of-a-killed-move.part").touch()
     move(farm, first, second)
     assert contents(FarmDatabase(farm.path, second.database)) == before
     assert second.blobs is not None and objects_of(second.blobs) == files
-    assert "migrating" not in names(farm.path.parent) or not names(farm.path.parent / "migrating")
+    assert "migrating" not in names(farm.path.parent)
 
 
 def test_what_is_moved_cannot_be_mistaken_for_the_farm(
@@ -251,6 +255,28 @@ def test_what_an_earlier_move_left_is_not_overwritten(farm: FarmDatabase, new_po
     move(farm, LOCAL, Place(new_postgres(), None))
 
 
+def test_the_database_of_another_farm_in_the_folder_is_not_replaced(
+    farm: FarmDatabase, database: DatabaseUrl, tmp_path: Path
+) -> None:
+    move(farm, LOCAL, Place(database, None))
+    other = new_farm(tmp_path / "other")
+    before = contents(other)
+    with pytest.raises(TargetNotEmpty, match=r"farm\.sqlite is there already"):
+        move(other, Place(database, None), LOCAL)
+    assert contents(other) == before
+    FarmDatabase(farm.path, database).open()
+
+
+def test_logs_that_another_database_has_left_are_not_applied(farm: FarmDatabase, database: DatabaseUrl) -> None:
+    before, logs = contents(farm), [farm.path.with_name(f"farm.sqlite{suffix}") for suffix in ("-wal", "-journal")]
+    move(farm, LOCAL, Place(database, None))
+    for log in logs:
+        log.touch()
+    move(farm, Place(database, None), LOCAL)
+    assert not any(log.exists() for log in logs)
+    assert contents(farm) == before
+
+
 def test_a_folder_or_a_database_without_a_farm_is_refused(tmp_path: Path, new_postgres: Callable[[], DatabaseUrl]) -> None:
     nothing = FarmDatabase(tmp_path / "farm.sqlite")
     with pytest.raises(NothingToMove, match="has no farm"):
@@ -303,6 +329,41 @@ def test_a_farm_with_a_server_is_not_moved_and_none_leads_meanwhile(farm: FarmDa
     assert contents(farm) == before
 
 
+def test_a_farm_is_not_moved_if_a_server_waits_for_the_end(farm: FarmDatabase, database: DatabaseUrl) -> None:
+    before, scaled, announced = contents(farm), Place(database, None), list[bool]()
+    move(farm, LOCAL, scaled)
+    asyncio.run(_end_in_order(database, asyncio.run(_begin_to_lead(database))))
+
+    async def start() -> None:
+        async with await psycopg.AsyncConnection.connect(database.text, autocommit=True) as session:
+            await lease.announce(session, "c", "farm-c:7433", "1")
+
+    def begin_to_wait(happening: str, done: int, total: int) -> None:
+        if not announced:
+            asyncio.run(start())
+            announced.append(True)
+
+    with pytest.raises(ServersRunning, match="started meanwhile, at farm-c:7433"):
+        move(farm, scaled, LOCAL, begin_to_wait)
+    FarmDatabase(farm.path, database).open()
+    assert contents(FarmDatabase(farm.path, database)) == before and not farm.path.exists()
+
+
+def test_the_password_of_a_url_that_cannot_be_read_is_not_shown(farm: FarmDatabase) -> None:
+    with pytest.raises(BadDatabaseUrl) as error:
+        move(farm, LOCAL, Place(DatabaseUrl.parse("postgresql://etfarm:100%zzsecret@localhost/farm"), None))
+    assert "secret" not in str(error.value) and error.value.__cause__ is None
+
+
+def test_a_database_that_stands_still_is_not_waited_for(database: DatabaseUrl) -> None:
+    asyncio.run(_end_in_order(database, asyncio.run(_begin_to_lead(database))))
+    with psycopg.connect(database.text) as other:
+        # The lock is waited for longer than an answer may take.
+        other.execute("SELECT 1 FROM etfarm_cluster.lease FOR UPDATE")
+        with pytest.raises(DatabaseUnavailable, match="does not answer"), stopped(database, answer_s=0.2):
+            pass
+
+
 def test_the_farm_forgets_where_its_blobs_were(farm: FarmDatabase, database: DatabaseUrl, location: BucketLocation) -> None:
     move(farm, LOCAL, Place(database, None))
     token = asyncio.run(_begin_to_lead(database))
@@ -314,7 +375,10 @@ def test_the_farm_forgets_where_its_blobs_were(farm: FarmDatabase, database: Dat
     assert asyncio.run(claim("folder 1")) == "folder 1"
     asyncio.run(_end_in_order(database, token))
     move(farm, Place(database, None), Place(database, location))
+    assert asyncio.run(claim("folder 1")) == location.url, "a server with the former configuration is refused"
     assert asyncio.run(claim(location.url)) == location.url
+    move(farm, Place(database, location), Place(database, None))
+    assert asyncio.run(claim(location.url)) == identify_folder(farm.path.parent / "artifacts")
 
 
 def test_a_file_that_cannot_be_written_is_named_and_the_move_goes_on(farm: FarmDatabase, location: BucketLocation) -> None:
@@ -329,7 +393,11 @@ def test_a_file_that_cannot_be_written_is_named_and_the_move_goes_on(farm: FarmD
 
 
 def test_the_command_says_what_to_change_and_what_it_left_behind(
-    farm: FarmDatabase, location: BucketLocation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    farm: FarmDatabase,
+    location: BucketLocation,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     for name, value in environment_of(location).items():
         monkeypatch.setenv(name, value)
@@ -338,14 +406,30 @@ def test_the_command_says_what_to_change_and_what_it_left_behind(
         main(["--data", data])
     with pytest.raises(BadDatabaseUrl):
         main(["--data", data, "--to-database", "mysql://host/farm"])
+    with pytest.raises(BadBlobs, match=r"^--to-blobs must be s3://"):
+        main(["--data", data, "--to-blobs", "http://host/bucket"])
+    with pytest.raises(BadBlobs, match=r"^--to-blobs-endpoint is plain http to another machine"):
+        main(["--data", data, "--to-blobs", location.url, "--to-blobs-endpoint", "http://s3.example"])
+    with pytest.raises(BadBlobs, match="nowhere") as missing:
+        main(["--data", data, "--to-blobs", location.url, "--to-blobs-credentials", f"{data}/nowhere"])
+    assert "--to-blobs-credentials" in missing.value.remedy
     with pytest.raises(UserError, match="is not a server's data folder"):
         main(["--data", f"{data}/elsewhere", "--to-blobs", location.url])
     rotten = min(blobs_of(blobs(farm)))
     damage(place_of(blobs(farm), rotten))
-    authorities = farm.path.parent / "authorities.pem"
-    trustme.CA().cert_pem.write_to_path(authorities)
-    assert main(["--data", data, "--to-blobs", location.url, "--to-blobs-ca", str(authorities), "--skip-damaged"]) == 1
+    authorities = tmp_path / "authorities.pem"
+    authorities.write_bytes(trustme.CA().cert_pem.bytes())
+    to_blobs = ["--to-blobs", location.url, "--to-blobs-ca", str(authorities)]
+    assert main(["--data", data, *to_blobs, "--skip-damaged"]) == 1
     printed = capsys.readouterr()
     assert f'blobs = "{location.url}"' in printed.out and f'blobs-endpoint = "{location.endpoint}"' in printed.out
     assert f'blobs-ca = "{authorities}"' in printed.out
     assert "blobs.moved" in printed.out and rotten in printed.err
+
+
+def test_the_command_shows_no_password(farm: FarmDatabase, database: DatabaseUrl, capsys: pytest.CaptureFixture[str]) -> None:
+    with_password = database.text.replace("@", ":a-secret@", 1)
+    assert main(["--data", str(farm.path.parent), "--to-database", with_password]) == 0
+    printed = capsys.readouterr()
+    assert "a-secret" not in printed.out + printed.err
+    assert "# with the password instead of ***" in printed.out

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import psycopg
 import pytest
 from sqlalchemy import select
 
@@ -30,7 +31,7 @@ from etfarm.server.retention.references import References
 from etfarm.server.state import schema
 from etfarm.server.state.backup_lock import BackupLock, BackupRunning
 from etfarm.server.state.databases import backing_up
-from etfarm.server.state.engine import Database
+from etfarm.server.state.engine import Database, DatabaseUnavailable
 from etfarm.v1.agent_pb2 import CandidateResult
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.v1.compile_pb2 import Compilation
@@ -320,6 +321,18 @@ async def test_a_backup_on_another_machine_keeps_collections_and_other_backups_o
         with pytest.raises(BackupRunning), backing_up(url):
             pass
     assert (await world.collection().collect()).count == 1
+
+
+@pytest.mark.parametrize("each_database", ["postgresql"], indirect=True)
+async def test_a_backup_whose_lock_was_lost_has_failed(world: World, postgres_databases: PostgresDatabases) -> None:
+    url = postgres_databases.url(world.folder / "farm.sqlite")
+    with pytest.raises(DatabaseUnavailable, match="kept servers from deleting artifacts was lost"), backing_up(url):
+        with psycopg.connect(url.text, autocommit=True) as session:
+            session.execute(
+                "SELECT pg_terminate_backend(pid, 10000) FROM pg_locks "
+                "WHERE locktype = 'advisory' AND database = (SELECT oid FROM pg_database WHERE datname = current_database())"
+            )
+        await world.collection().collect()
 
 
 async def test_a_job_is_deleted_with_its_rows_and_a_live_or_tagged_one_is_not(world: World) -> None:

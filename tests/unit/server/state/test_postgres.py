@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import signal
 import threading
 from collections.abc import AsyncIterator, Iterator
@@ -14,6 +15,7 @@ import pytest
 from sqlalchemy import Connection, insert, select, text
 from sqlalchemy.exc import IntegrityError
 
+from etfarm.server.cluster.member import Member
 from etfarm.server.state import schema
 from etfarm.server.state.damage import DatabaseUnusable
 from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
@@ -193,6 +195,20 @@ async def test_a_listener_is_asked_to_read_again_after_its_connection_was_lost(d
         assert await anext(notifications) == Notification("jobs")
         await asyncio.to_thread(end_connections, url)
         assert await anext(notifications) == Notification("jobs")
+
+
+@pytest.mark.slow(reason="waits until a listener tries its quiet connection, and for its answer")
+async def test_a_listener_leaves_a_connection_that_stands_still(database: Database, url: DatabaseUrl) -> None:
+    async with database.listen("jobs") as notifications, asyncio.timeout(60.0):
+        assert await anext(notifications) == Notification("jobs")
+        with psycopg.connect(url.text) as connection:
+            query = "SELECT pid FROM pg_stat_activity WHERE datname = current_database() AND query LIKE 'LISTEN%'"
+            (pid,) = connection.execute(query).fetchone() or (0,)
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            assert await anext(notifications) == Notification("jobs")
+        finally:
+            os.kill(pid, signal.SIGCONT)
 
 
 def end_connections(url: DatabaseUrl) -> None:
@@ -383,3 +399,12 @@ async def test_a_url_that_the_driver_refuses_is_not_shown(tmp_path: Path) -> Non
     with pytest.raises(BadDatabaseUrl) as refused:
         create_database(tmp_path / "farm.sqlite", DatabaseUrl.parse("postgresql://ann@db/x?s3cret=s3cret"))
     assert "s3cret" not in str(refused.value) and refused.value.__cause__ is None
+
+
+async def test_a_server_refuses_to_join_by_such_a_url_and_does_not_log_it(capsys: pytest.CaptureFixture[str]) -> None:
+    member = Member(DatabaseUrl.parse("postgresql://ann:100%zzs3cret@db/x"), "1", str, "", [HEAD])
+    with pytest.raises(BadDatabaseUrl) as refused:
+        async with member.joined("127.0.0.1:7433"):
+            pass
+    printed = capsys.readouterr()
+    assert "s3cret" not in f"{refused.value}{printed.out}{printed.err}"

@@ -73,6 +73,7 @@ class BucketLocation:
         region: str | None = None,
         credentials: Path | None = None,
         authorities: Path | None = None,
+        option: str = "--blobs",
     ) -> BucketLocation:
         """Return the location that options and, where they are missing, AWS_* variables name. Nothing else is asked for it.
 
@@ -80,6 +81,7 @@ class BucketLocation:
             url: s3://BUCKET or s3://BUCKET/PREFIX.
             credentials: file of `ACCESS_KEY SECRET_KEY [SESSION_TOKEN]`, which only its owner may read.
             authorities: file of PEM certificates.
+            option: the option that names the bucket, for errors.
 
         Raises:
             BadBlobs: an option is missing or not valid.
@@ -87,20 +89,23 @@ class BucketLocation:
         """
         bucket, _, prefix = url.removeprefix(SCHEME).rstrip("/").partition("/")
         if not url.startswith(SCHEME) or not _BUCKET.fullmatch(bucket):
-            raise BadBlobs(f"--blobs must be s3://BUCKET or s3://BUCKET/PREFIX, got {url[:100]!r}.", "Correct it.")
+            raise BadBlobs(f"{option} must be s3://BUCKET or s3://BUCKET/PREFIX, got {url[:100]!r}.", "Correct it.")
         if prefix and (len(prefix) > _MAX_PREFIX or not _PREFIX.fullmatch(prefix)):
             raise BadBlobs(
-                f"The prefix of --blobs is not valid: {prefix[:100]!r}.",
+                f"The prefix of {option} is not valid: {prefix[:100]!r}.",
                 f"Use at most {_MAX_PREFIX} letters, digits, '.', '_' and '-', with single slashes between them.",
             )
         return cls(
             bucket,
             prefix,
-            read_endpoint(endpoint or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or ""),
+            read_endpoint(
+                endpoint or environment.get("AWS_ENDPOINT_URL_S3") or environment.get("AWS_ENDPOINT_URL") or "",
+                f"{option}-endpoint",
+            ),
             region or environment.get("AWS_REGION") or environment.get("AWS_DEFAULT_REGION") or DEFAULT_REGION,
-            _from_file(credentials) if credentials is not None else _from_environment(environment),
+            _from_file(credentials, option) if credentials is not None else _from_environment(environment, option),
             credentials,
-            read_certificates(authorities, "--blobs-ca") if authorities is not None else None,
+            read_certificates(authorities, f"{option}-ca") if authorities is not None else None,
         )
 
 
@@ -131,14 +136,14 @@ def read_endpoint(url: str, option: str = "--blobs-endpoint") -> str:
     return url.rstrip("/")
 
 
-def _from_file(path: Path) -> Credentials:
+def _from_file(path: Path, option: str) -> Credentials:
     try:
         with path.open("rb") as file:
             mode, text = path.stat().st_mode, file.read(_MAX_FILE_BYTES).decode()
     except OSError as error:
-        raise BadBlobs(f"The file {path} cannot be read: {error.strerror}.", "Check --blobs-credentials.") from None
+        raise BadBlobs(f"The file {path} cannot be read: {error.strerror}.", f"Check {option}-credentials.") from None
     except UnicodeDecodeError:
-        raise BadBlobs(f"The file {path} is not UTF-8 text.", "Check --blobs-credentials.") from None
+        raise BadBlobs(f"The file {path} is not UTF-8 text.", f"Check {option}-credentials.") from None
     if mode & 0o077:
         raise BadBlobs(f"Users other than its owner can read the credentials in {path}.", f"Run `chmod 600 {path}`.")
     lines = [words for line in text.splitlines() if (words := line.partition("#")[0].split())]
@@ -147,11 +152,12 @@ def _from_file(path: Path) -> Credentials:
     return Credentials(*lines[0])
 
 
-def _from_environment(environment: Mapping[str, str]) -> Credentials:
+def _from_environment(environment: Mapping[str, str], option: str) -> Credentials:
     access_key, secret_key = environment.get("AWS_ACCESS_KEY_ID", ""), environment.get("AWS_SECRET_ACCESS_KEY", "")
     if not access_key or not secret_key:
         raise BadBlobs(
-            "--blobs has no credentials.",
-            "Give --blobs-credentials FILE, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. Nothing else is asked for them.",
+            f"{option} has no credentials.",
+            f"Give {option}-credentials FILE, or set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY. "
+            "Nothing else is asked for them.",
         )
     return Credentials(access_key, secret_key, environment.get("AWS_SESSION_TOKEN", ""))

@@ -7,11 +7,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Final
 
+import psycopg
 from sqlalchemy import Connection
 
 from etfarm.server.state.backup_lock import BackupRunning
 from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.engine import DatabaseUnavailable
 from etfarm.server.state.postgres.connections import Connections, driver_of
+from etfarm.server.state.postgres.failures import one_line
 
 _LOCK: Final = 0x65746662
 """The advisory lock of a backup. A server looks whether it is held; between that look and its deletions a backup may begin, whose
@@ -30,15 +33,23 @@ def backing_up(url: DatabaseUrl, wait_s: float) -> Iterator[None]:
 
     Raises:
         BackupRunning: another backup is running, or a server looks for artifacts to delete at this moment.
-        DatabaseUnusable, DatabaseUnavailable: the database refuses the connection, or cannot be reached.
+        DatabaseUnusable, DatabaseUnavailable: the database refuses the connection, cannot be reached, or the connection was lost
+            before the end of the block, so that servers may have deleted artifacts.
     """
     connections = Connections(url, wait_s)
     connection = connections.connect(time.monotonic() + wait_s)
     try:
-        row = driver_of(connection).execute("SELECT pg_try_advisory_lock(%s)", [_LOCK]).fetchone()
+        driver = driver_of(connection)
+        driver.execute("SET idle_session_timeout = 0")  # the lock is the connection's
+        row = driver.execute("SELECT pg_try_advisory_lock(%s)", [_LOCK]).fetchone()
         if row is None or not row[0]:
             raise BackupRunning("The server is deleting artifacts, or another backup is running.")
         yield
+        try:
+            driver.execute("SELECT 1")
+        except psycopg.Error as error:
+            what = f"The connection to {url} that kept servers from deleting artifacts was lost: {one_line(error)}."
+            raise DatabaseUnavailable(what, "Run the backup again: it continues.", url=url) from error
     finally:
         connections.discard(connection)
         connections.close()

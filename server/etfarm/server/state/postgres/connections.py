@@ -174,12 +174,21 @@ def is_lost(connection: Connection, error: BaseException) -> bool:
     return is_loss(error) or connection.closed or connection.invalidated or driver_of(connection).closed
 
 
-def _parameters(url: DatabaseUrl, statement_s: float, connect_s: int) -> dict[str, Any]:
+def read_url(url: DatabaseUrl) -> dict[str, Any]:
+    """Return a URL's parameters as the driver reads them.
+
+    Raises:
+        BadDatabaseUrl: it cannot read them.
+    """
     try:
-        of_url = conninfo_to_dict(url.text)
+        return dict(conninfo_to_dict(url.text))
     except psycopg.ProgrammingError:
         # The driver's sentence may quote the password.
         raise BadDatabaseUrl("the driver cannot read it") from None
+
+
+def _parameters(url: DatabaseUrl, statement_s: float, connect_s: int) -> dict[str, Any]:
+    of_url = read_url(url)
     options = (
         f"-c statement_timeout={statement_s * 1e3:.0f} -c idle_in_transaction_session_timeout={_IDLE_S}s "
         f"-c lock_timeout={_LOCK_S}s -c timezone=UTC"

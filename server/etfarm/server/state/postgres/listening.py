@@ -13,6 +13,7 @@ from psycopg import sql
 from sqlalchemy import Connection, text
 
 from etfarm.server.state.engine import Notification
+from etfarm.server.state.postgres.bounded import BoundedAsyncConnection
 from etfarm.server.state.postgres.connections import Connections, pauses
 from etfarm.server.state.postgres.failures import one_line
 
@@ -34,6 +35,11 @@ def notify(connection: Connection, sender: str, channel: str, payload: str) -> N
     connection.execute(_NOTIFY, {"channel": channel, "payload": f"{sender} {payload}"})
 
 
+def _answer_s() -> float:
+    """Return the time after which an answer is overdue."""
+    return _PROBE_S
+
+
 @asynccontextmanager
 async def listening(connections: Connections, sender: str, channels: Sequence[str]) -> AsyncIterator[AsyncIterator[Notification]]:
     """Listen on a connection of its own, which is opened again when it breaks."""
@@ -45,7 +51,8 @@ async def _notifications(connections: Connections, sender: str, channels: Sequen
     retry = pauses()
     while True:
         try:
-            async with await psycopg.AsyncConnection.connect(**connections.parameters, autocommit=True) as connection:
+            async with await BoundedAsyncConnection.connect(**connections.parameters, autocommit=True) as connection:
+                connection.limit = _answer_s
                 for channel in channels:
                     await connection.execute(sql.SQL("LISTEN {}").format(sql.Identifier(channel)))
                 retry = pauses()
@@ -56,7 +63,7 @@ async def _notifications(connections: Connections, sender: str, channels: Sequen
                         origin, _, payload = notice.payload.partition(" ")
                         if origin != sender:
                             yield Notification(notice.channel, payload)
-                    await asyncio.wait_for(connection.execute("SELECT 1"), _PROBE_S)
-        except (psycopg.Error, OSError, TimeoutError) as error:
+                    await connection.execute("SELECT 1")
+        except (psycopg.Error, OSError) as error:
             log.warning("the listener has lost its connection to the database", error=one_line(error))
         await asyncio.sleep(next(retry))

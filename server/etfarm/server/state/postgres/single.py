@@ -17,8 +17,8 @@ _STATEMENT_MS: Final = 3_600_000
 """Time limit of one statement, such as the count of a large table's rows."""
 _ANSWER_S: Final = _STATEMENT_MS / 1000 + 5
 """Time after which an answer is overdue."""
-_IDLE_MS: Final = 600_000
-"""Time for which a transaction may wait for its command, such as one that was suspended."""
+_IDLE_MS: Final = 86_400_000
+"""Time for which a transaction may wait for its command, which compares all rows of the copy before it ends the source's."""
 
 
 @contextmanager

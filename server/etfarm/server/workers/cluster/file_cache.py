@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Final
 
@@ -46,6 +46,10 @@ class FileCache:
         missing = [digest for digest in files if digest not in self._sizes]
         self._make_room(sum(files[digest] for digest in missing))
         return missing
+
+    def holders(self, digest: str) -> Set[str]:
+        """Return those that hold a file."""
+        return self._holders.get(digest, set())
 
     def release(self, holder: str) -> None:
         """Let the holder's files be deleted when room is needed."""

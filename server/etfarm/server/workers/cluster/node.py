@@ -87,7 +87,9 @@ class NodeService:
         return json.dumps(self._files.hold(key, arguments["files"])).encode()
 
     async def _write(self, arguments: Any, data: bytes) -> bytes:
-        self._child(arguments).touch()
+        self._child(arguments)
+        for key in self._files.holders(arguments["digest"]) & self._children.keys():
+            self._children[key].touch()  # those that wait for the file, too
         await asyncio.to_thread(self._files.write, arguments["digest"], arguments["offset"], data, arguments["size"])
         return b""
 

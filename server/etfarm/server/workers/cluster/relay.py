@@ -9,7 +9,7 @@ import os
 import uuid
 from asyncio.streams import FlowControlMixin
 from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -38,6 +38,17 @@ class NodeGone(Exception):
         self.node = node
 
 
+@dataclass
+class Sending:
+    """A file that children need on a node which lacks it."""
+
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+    children: int = 0
+    """Number of children that send it, or wait for the one that does."""
+    is_done: bool = False
+    """Whether the node has it."""
+
+
 async def answer_of(reference: Any) -> Any:
     """Return what a call of Ray answers. Ray's client fails in its own thread when a future that it sets was cancelled."""
     answer = asyncio.wrap_future(reference.future())
@@ -59,7 +70,7 @@ class RayNode:
         """Number of children on the node."""
         self.lost = asyncio.Event()
         self._on_change = on_change
-        self._sending: dict[str, tuple[asyncio.Lock, list[None]]] = {}
+        self._sending: dict[str, Sending] = {}
         on_change(node)
 
     def change(self, state: NodeState, detail: str = "", **more: Any) -> None:
@@ -92,16 +103,16 @@ class RayNode:
         return NodeGone(self.node.name, why)
 
     @contextlib.asynccontextmanager
-    async def sending(self, digest: str) -> AsyncIterator[None]:
+    async def sending(self, digest: str) -> AsyncIterator[Sending]:
         """Hold the right to send a file, which several children may need at a time."""
-        lock, users = self._sending.setdefault(digest, (asyncio.Lock(), []))
-        users.append(None)
+        sending = self._sending.setdefault(digest, Sending())
+        sending.children += 1
         try:
-            async with lock:
-                yield
+            async with sending.turn:
+                yield sending
         finally:
-            users.pop()
-            if not users:
+            sending.children -= 1
+            if not sending.children:
                 del self._sending[digest]
 
 
@@ -240,7 +251,9 @@ async def _send_files(node: RayNode, child: str, files: Iterable[tuple[str, int,
 
 
 async def _send_file(node: RayNode, child: str, digest: str, size: int, path: Path) -> None:
-    async with node.sending(digest):
+    async with node.sending(digest) as sending:
+        if sending.is_done:
+            return
         with path.open("rb") as file:
             offset = 0
             while True:
@@ -249,6 +262,7 @@ async def _send_file(node: RayNode, child: str, digest: str, size: int, path: Pa
                 await node.call("write", where, data)
                 offset += len(data)
                 if offset >= size:
+                    sending.is_done = True
                     return
                 if not data:
                     raise FileDiffers("A stored file is shorter than it was.", "Retry the job.")
