@@ -181,8 +181,15 @@ async def _hold(
         listing.record(reservation.info)
         tell(_described(reservation.info), to_stderr=True)
         environment = os.environ | {RESERVATION_VARIABLE: reservation.id}
+        starting = asyncio.ensure_future(asyncio.create_subprocess_exec(*command, env=environment))
         try:
-            child = await asyncio.create_subprocess_exec(*command, env=environment)
+            child = await asyncio.shield(starting)
+        except asyncio.CancelledError:  # by a signal that met a command which had just begun
+            with suppress(OSError):
+                child = await starting
+                child.terminate()
+                await child.wait()
+            raise
         except OSError as error:
             tell(f"etfarm: {command[0]} cannot be started: {error.strerror}.", to_stderr=True)
             return CANNOT_START

@@ -16,6 +16,7 @@ import os
 import shlex
 import socket
 import sys
+import time
 import traceback
 from typing import Any, Final
 
@@ -31,6 +32,8 @@ from etfarm.server.workers.cluster.tenure import Tenure
 from etfarm.server.workers.jail.measures import NETWORK, JailReport
 from etfarm.wire.errors import EtfarmError
 
+_CONNECTIONS: Final = 4
+"""Number of attempts to connect to a cluster whose proxy aborts them."""
 _POLL_S: Final = 1.0
 """Interval at which the cluster's nodes are listed; Ray's client does not announce changes."""
 _RETRY_S: Final = 30.0
@@ -75,18 +78,19 @@ class Connector:
     def _connect(self) -> None:
         cloudpickle.register_pickle_by_value(actor)
         cloudpickle.register_pickle_by_value(versions)
-        try:
-            self._init()
-        except ConnectionAbortedError:
-            # The cluster's proxy forks a server for each client. A fork while other clients' calls are in its gRPC may not start.
-            self._init()
+        for left in reversed(range(_CONNECTIONS)):
+            try:
+                ray.init(self._settings["address"], namespace=self._tenure.farm, log_to_driver=False, logging_level=logging.ERROR)
+                break
+            except ConnectionAbortedError:
+                # The cluster's proxy forks a server for each client. One that is forked during calls of others may not start.
+                if left == 0:
+                    raise
+                time.sleep(_POLL_S)
         python = self._settings["python"]
         environment = {"py_executable": shlex.quote(python)} if python else {}
         self._probe = ray.remote(num_cpus=0, max_retries=0, runtime_env=environment)(versions.describe)
         self._actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1000, runtime_env=environment)(actor.NodeActor)
-
-    def _init(self) -> None:
-        ray.init(self._settings["address"], namespace=self._tenure.farm, log_to_driver=False, logging_level=logging.ERROR)
 
     async def _watch(self) -> None:
         """Admit the nodes that join, and forget those that leave."""
