@@ -82,10 +82,12 @@ class Connector:
             try:
                 ray.init(self._settings["address"], namespace=self._tenure.farm, log_to_driver=False, logging_level=logging.ERROR)
                 break
-            except ConnectionAbortedError:
+            except ConnectionError as error:
                 # The cluster's proxy forks a server for each client. One that is forked during calls of others may not start.
-                if left == 0:
+                is_aborted = isinstance(error, ConnectionAbortedError) or "already been disconnected" in str(error)
+                if left == 0 or not is_aborted:
                     raise
+                ray.shutdown()  # what is left of this client would be taken for the next one
                 time.sleep(_POLL_S)
         python = self._settings["python"]
         environment = {"py_executable": shlex.quote(python)} if python else {}
