@@ -113,6 +113,7 @@ async def test_a_child_that_waits_for_a_file_is_not_abandoned(actor: Actor, file
         await asyncio.gather(send(node, "a", file), send(node, "b", file))
         for child in "ab":
             where = {"child": child, "digest": DIGEST, "offset": 0, "size": len(DATA)}
-            await node.call("write", where, DATA)
+            await node.call("write", where, DATA)  # refused for a child that was ended
     finally:
         watch.cancel()
+    assert actor.calls.count("write") == len(DATA) // PIECE_BYTES + 2
