@@ -42,10 +42,15 @@ class RayNode:
     """A node of a cluster: a supervisor, and all of Ray's processes below it."""
 
     def __init__(
-        self, arguments: Sequence[str], environment: Mapping[str, str], cores: Sequence[int], refused: Sequence[str] = ()
+        self,
+        python: Path,
+        arguments: Sequence[str],
+        environment: Mapping[str, str],
+        cores: Sequence[int],
+        refused: Sequence[str] = (),
     ) -> None:
         limits = [",".join(map(str, cores)), ",".join(refused)]
-        command = [sys.executable, "-m", "tests.support.ray_cluster", *limits, *arguments]
+        command = [str(python), "-m", "tests.support.ray_cluster", *limits, *arguments]
         # In a session of its own: a signal to the test's group would end the supervisor alone.
         self._supervisor = subprocess.Popen(
             command,
@@ -105,6 +110,10 @@ class RayCluster:
 
     def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
         self._folder = folder
+        # Ray starts its processes by shell commands that do not quote the path of Python, which may have spaces.
+        prefix = folder / "venv"
+        prefix.symlink_to(sys.prefix)
+        self._python = prefix / Path(sys.executable).relative_to(sys.prefix)
         self._gcs, self._client = _free_ports(2)
         self.address = f"ray://127.0.0.1:{self._client}"
         self.credentials = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
@@ -150,7 +159,7 @@ class RayCluster:
     ) -> RayNode:
         common = ["--node-ip-address=127.0.0.1", f"--object-store-memory={_OBJECT_STORE_BYTES}", "--disable-usage-stats",
                   "--min-worker-port=0", "--max-worker-port=0"]  # fmt: skip
-        node = RayNode([*arguments, *common], self._environment | dict(variables), cores, refused)
+        node = RayNode(self._python, [*arguments, *common], self._environment | dict(variables), cores, refused)
         self._nodes.append(node)
         node.wait_until_started()
         return node
@@ -196,23 +205,23 @@ def _supervise(cores: str, refused: str, arguments: Sequence[str]) -> None:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         start_new_session=True,
-        text=True,
     ) as started:
         assert started.stdout is not None
-        output = []
-        for line in started.stdout:
-            output.append(line)
-            if _STARTED in line:
-                print(_STARTED, flush=True)
-                break
-        else:
-            print("".join(output), flush=True)
+        output: bytes | None = b""
         events = select.poll()
         events.register(0, select.POLLIN | select.POLLHUP)
         events.register(started.stdout, select.POLLIN)
         while not any(descriptor == 0 for descriptor, _ in events.poll()):
-            if not os.read(started.stdout.fileno(), 65536):
+            block = os.read(started.stdout.fileno(), 65536)
+            if not block:
                 events.unregister(started.stdout)
+            if output is not None:
+                output += block
+                if _STARTED.encode() in output:
+                    print(_STARTED, flush=True)
+                    output = None
+                elif not block:
+                    print(output.decode(errors="replace"), flush=True)
         _kill_all()
     if "--head" in arguments:
         _delete(Path(os.environ["TMPDIR"]))
