@@ -243,8 +243,8 @@ def test_the_first_bad_operator_is_named_and_a_narrow_window_has_no_sideways_scr
     assert page.locator(".gap-table tr.first").count() == 1
     for width in (1280, 390):
         page.set_viewport_size({"width": width, "height": 900})
-        page.wait_for_function("document.querySelector('canvas').getBoundingClientRect().width < innerWidth")
-        page.wait_for_function("document.documentElement.scrollWidth <= innerWidth")
+        page.wait_for_function("() => document.querySelector('canvas').getBoundingClientRect().width < innerWidth")
+        page.wait_for_function("() => document.documentElement.scrollWidth <= innerWidth")
     browser.must_be_quiet(path)
 
 
