@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -18,7 +19,7 @@ _CONNECT_S: Final = 2.0
 
 
 class FailoverChannel(grpc.aio.Channel):
-    """Channels to several servers as one. Calls go to one that answers, and stay there until it does not.
+    """Channels to several servers as one. Calls go to one that answers, and stay there until one of them ends as UNAVAILABLE.
 
     Args:
         channels: a channel to each server, not connected yet; they are closed with this one.
@@ -27,6 +28,7 @@ class FailoverChannel(grpc.aio.Channel):
     def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
         self._channels = list(channels)
         self._index = 0
+        self._ending: set[asyncio.Task[None]] = set()
 
     def choose(self) -> int:
         """Return the index of the channel for the next call; move on if its server does not answer."""
@@ -37,14 +39,33 @@ class FailoverChannel(grpc.aio.Channel):
             self._index = (self._index + 1) % len(self._channels)
         return self._index
 
+    def follow(self, index: int, call: Any) -> None:
+        """Let the next call go to another server if this one ends as UNAVAILABLE: its server may not reach the one that leads."""
+        task = asyncio.ensure_future(self._move_on(index, call))
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+    async def _move_on(self, index: int, call: Any) -> None:
+        if await call.code() is grpc.StatusCode.UNAVAILABLE and self._index == index:
+            self._index = (index + 1) % len(self._channels)
+
     async def settle(self) -> None:
-        """Wait until a server accepts a connection, or none does: a first call is not to fail for the first server's absence."""
+        """Wait until a server says that it answers calls: a first call is not to fail for the first server's absence.
+
+        If none says so, choose the first that accepts a connection.
+        """
+        reached = None
         for index, channel in enumerate(self._channels):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(_CONNECT_S):
-                    if await _is_reached(channel):
+                    if not await _is_reached(channel):
+                        continue
+                    reached = index if reached is None else reached
+                    if await _is_serving(channel):
                         self._index = index
                         return
+        if reached is not None:
+            self._index = reached
 
     async def __aenter__(self) -> FailoverChannel:
         return self
@@ -53,6 +74,8 @@ class FailoverChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
+        for task in self._ending:
+            task.cancel()
         await asyncio.gather(*(channel.close(grace) for channel in self._channels))
 
     def get_state(self, try_to_connect: bool = False) -> grpc.ChannelConnectivity:
@@ -66,16 +89,16 @@ class FailoverChannel(grpc.aio.Channel):
             await self.wait_for_state_change(state)
 
     def unary_unary(self, *arguments: Any, **options: Any) -> Any:
-        return _UnaryUnary(self.choose, [channel.unary_unary(*arguments, **options) for channel in self._channels])
+        return _UnaryUnary(self, [channel.unary_unary(*arguments, **options) for channel in self._channels])
 
     def unary_stream(self, *arguments: Any, **options: Any) -> Any:
-        return _UnaryStream(self.choose, [channel.unary_stream(*arguments, **options) for channel in self._channels])
+        return _UnaryStream(self, [channel.unary_stream(*arguments, **options) for channel in self._channels])
 
     def stream_unary(self, *arguments: Any, **options: Any) -> Any:
-        return _StreamUnary(self.choose, [channel.stream_unary(*arguments, **options) for channel in self._channels])
+        return _StreamUnary(self, [channel.stream_unary(*arguments, **options) for channel in self._channels])
 
     def stream_stream(self, *arguments: Any, **options: Any) -> Any:
-        return _StreamStream(self.choose, [channel.stream_stream(*arguments, **options) for channel in self._channels])
+        return _StreamStream(self, [channel.stream_stream(*arguments, **options) for channel in self._channels])
 
 
 async def settle(channel: grpc.aio.Channel) -> None:
@@ -93,15 +116,30 @@ async def _is_reached(channel: grpc.aio.Channel) -> bool:
     return True
 
 
+async def _is_serving(channel: grpc.aio.Channel) -> bool:
+    """Return whether a server reports that it answers calls, by gRPC's health checks; one that has none may do so."""
+    from grpc_health.v1 import health_pb2, health_pb2_grpc  # only for several servers
+
+    stub: Any = health_pb2_grpc.HealthStub(channel)
+    try:
+        health = await stub.Check(health_pb2.HealthCheckRequest())
+    except grpc.aio.AioRpcError as error:
+        return error.code() is not grpc.StatusCode.UNAVAILABLE
+    return bool(health.status == health_pb2.HealthCheckResponse.SERVING)
+
+
 class _AnyServer:
     """A method of several servers."""
 
-    def __init__(self, choose: Callable[[], int], of_servers: Sequence[Callable[..., Any]]) -> None:
-        self._choose = choose
+    def __init__(self, channel: FailoverChannel, of_servers: Sequence[Callable[..., Any]]) -> None:
+        self._channel = channel
         self._of_servers = of_servers
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
-        return self._of_servers[self._choose()](*arguments, **options)
+        index = self._channel.choose()
+        call = self._of_servers[index](*arguments, **options)
+        call.add_done_callback(partial(self._channel.follow, index))
+        return call
 
 
 class _UnaryUnary(_AnyServer, grpc.aio.UnaryUnaryMultiCallable[Any, Any]): ...

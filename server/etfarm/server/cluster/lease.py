@@ -25,7 +25,7 @@ LEASE_S: Final = 3.0
 """Time for which a lease is valid without a renewal."""
 RENEWAL_S: Final = 1.0
 CHANNEL: Final = "etfarm_lease"
-"""The channel on which changes of the leader are notified."""
+"""The channel on which changes of the leader and new servers are notified."""
 PRESENT_S: Final = 10.0
 """Time for which a server counts as a member without having been seen."""
 
@@ -194,7 +194,7 @@ async def take(session: Session, holder: str, address: str, version: str, certif
             values = {"holder": holder, "address": address, "version": version, "certificate": certificate, "lease_s": LEASE_S}
             taken = await (await session.execute(_TAKE, values)).fetchone()
             assert taken is not None
-            await session.execute("SELECT pg_notify(%s, '')", (CHANNEL,))
+            await notify(session)
     except psycopg.errors.LockNotAvailable:
         log.warning("the lease could not be taken: a write of the former leader does not end")
         return None
@@ -211,7 +211,12 @@ async def release(session: Session, token: int) -> None:
     """Give the lease up, after the last write, so that another server takes it at once."""
     async with session.transaction():
         await session.execute(_RELEASE, {"token": token})
-        await session.execute("SELECT pg_notify(%s, '')", (CHANNEL,))
+        await notify(session)
+
+
+async def notify(session: Session) -> None:
+    """Let all servers look at the lease and at the servers at once."""
+    await session.execute("SELECT pg_notify(%s, '')", (CHANNEL,))
 
 
 @dataclass(frozen=True)

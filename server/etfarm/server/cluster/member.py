@@ -193,6 +193,8 @@ class Member:
 
     async def _stand_by(self, session: Session) -> None:
         """Follow the leader, and return once this server is it."""
+        await lease.announce(session, self.id, self.address, self._version)
+        await lease.notify(session)  # a leader that knows of no other server would stay when its lease cannot be renewed
         while True:
             await lease.announce(session, self.id, self.address, self._version)
             row = await lease.read(session)
@@ -237,7 +239,8 @@ class Member:
             self._extend(sent_s)
             await lease.announce(session, self.id, self.address, self._version)
             self.servers = await lease.list_servers(session)
-            await asyncio.sleep(lease.RENEWAL_S)
+            async for _ in session.notifies(timeout=lease.RENEWAL_S, stop_after=1):
+                pass
 
     def _extend(self, sent_s: float) -> None:
         """Lead until the lease expires, counted from before the database was asked: it may have expired earlier, never later."""

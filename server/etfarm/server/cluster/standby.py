@@ -16,7 +16,7 @@ from grpc_reflection.v1alpha import reflection
 
 from etfarm.server.cluster.forwarding import Forwarding
 from etfarm.server.cluster.leadership import Leadership
-from etfarm.server.cluster.links import Links
+from etfarm.server.cluster.links import WAIT_S, Links
 from etfarm.server.config import Config
 from etfarm.server.rpc.contract import SERVICES, set_serving
 from etfarm.server.rpc.door.accepting import new_server
@@ -39,7 +39,8 @@ async def standing_by(
 ) -> AsyncIterator[str]:
     """Forward calls until the end of the block; yield the address that the server listens on.
 
-    Health checks and reflection are answered here, so that load balancers keep a server that forwards.
+    Health checks and reflection are answered here, so that load balancers and clients keep a server that forwards; while no
+    server leads, as far as this one knows, they choose another one.
 
     Args:
         on_forwarded: called at the end of each call with its method and the name of its code.
@@ -59,8 +60,10 @@ async def standing_by(
     address = bind(server, config, certificates.credentials())
     _add_methods(server, forwarding, config.advertised_at(address))
     await server.start()
-    await set_serving(checks)
-    tasks = [asyncio.create_task(certificates.watch(), name="certificates")]
+    tasks = [
+        asyncio.create_task(certificates.watch(), name="certificates"),
+        asyncio.create_task(_report_health(checks, leadership), name="health"),
+    ]
     if (port := port_of(address)) is not None:
         tasks.append(asyncio.create_task(connections.watch(port), name="connections"))
     try:
@@ -72,6 +75,20 @@ async def standing_by(
         await links.close()
         await stopping
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def _report_health(checks: health.HealthServicer, leadership: Leadership) -> None:
+    """Report whether calls can be forwarded. They wait while another server takes the lead."""
+    was_leading = False
+    while True:
+        is_leading = leadership.leader is not None
+        changed = asyncio.ensure_future(leadership.changed())
+        if was_leading and not is_leading:
+            await asyncio.wait({changed}, timeout=WAIT_S)
+        if not changed.done():
+            await set_serving(checks, is_serving=is_leading)
+            await changed
+        was_leading = is_leading
 
 
 def _add_methods(server: grpc.aio.Server, forwarding: Forwarding, advertised: str) -> None:

@@ -106,7 +106,8 @@ class Servicers:
         return checks
 
 
-async def set_serving(checks: health.HealthServicer) -> None:
-    """Report the server and each service as serving."""
+async def set_serving(checks: health.HealthServicer, *, is_serving: bool = True) -> None:
+    """Report the server and each service as serving, or as not."""
+    status = health_pb2.HealthCheckResponse.SERVING if is_serving else health_pb2.HealthCheckResponse.NOT_SERVING
     for service in ("", *SERVICES):
-        await checks.set(service, health_pb2.HealthCheckResponse.SERVING)
+        await checks.set(service, status)
