@@ -21,6 +21,7 @@ from etfarm.server.rpc.door.forwarded import KEY, PEER
 from etfarm.v1 import agent_pb2, artifact_pb2_grpc, farm_pb2, farm_pb2_grpc, job_pb2, job_pb2_grpc
 from etfarm.wire.channel import Access, open_channel, parse_address
 from etfarm.wire.chunks import artifact_of, download_bytes, upload
+from etfarm.wire.failover import settle
 from etfarm.wire.status import from_rpc_error
 from tests.support.agent_stream import AgentStream
 from tests.support.contract import address_of
@@ -103,6 +104,29 @@ async def test_a_standby_is_no_leader_of_another_standby(tmp_path: Path) -> None
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await farm_pb2_grpc.FarmServiceStub(channel).GetServerInfo(farm_pb2.GetServerInfoRequest())
         assert "no longer leads" in (failed.value.details() or "")
+
+
+async def test_a_channel_to_several_servers_leaves_one_that_knows_no_leader(server: Daemon, tmp_path: Path) -> None:
+    """Its port is open: only its health and its answers say that it cannot forward."""
+    async with standby_of(None, tmp_path) as (_, cut_off, leadership):
+        both = Access(f"{cut_off},{address_of(server)}")
+        async with open_channel(both) as channel:
+            await settle(channel)
+            assert not await forwarded_by(channel)
+        async with open_channel(both) as channel:
+            with pytest.raises(grpc.aio.AioRpcError):  # the first one, since nothing has chosen
+                await forwarded_by(channel)
+            assert not await forwarded_by(channel)
+        leadership.set(Leader(1, address_of(server), "", "", SECRET))
+        async with open_channel(both) as channel:
+            await settle(channel)
+            assert await forwarded_by(channel) == cut_off
+
+
+async def forwarded_by(channel: grpc.aio.Channel) -> str:
+    """Return the address of the server that has forwarded a call; empty for the leader's own answer."""
+    info = await farm_pb2_grpc.FarmServiceStub(channel).GetServerInfo(farm_pb2.GetServerInfoRequest())
+    return info.forwarded_by
 
 
 class Recorder(grpc.GenericRpcHandler):
