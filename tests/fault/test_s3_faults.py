@@ -26,7 +26,7 @@ pytestmark = pytest.mark.slow(reason="starts an S3 server, and breaks farms of i
 
 LONG = {"threads": [1], "iterations": 50, "min_time_s": 2.0}
 SHORT = {"threads": [1], "iterations": 20, "warmup": 2, "min_time_s": 0.01}
-AWAY = "the artifacts' S3 server is away, trying again"
+AWAY = "the artifacts' S3 server is unavailable; trying again"
 
 
 @dataclass

@@ -49,7 +49,7 @@ class Config:
     database: DatabaseUrl | None = None
     """The PostgreSQL database that is used instead of the SQLite file in the data folder; None for that."""
     database_wait_s: float = WAIT_S
-    """Time for which work waits for the PostgreSQL server if that is away."""
+    """Time for which work waits for the PostgreSQL server if that is unavailable."""
     blobs: BucketLocation | None = None
     """Bucket of the artifacts; None to keep them as files in the data folder."""
     blobs_cache_bytes: int = 50 << 30

@@ -103,7 +103,7 @@ class AsyncFarm(AsyncSubmissions, AsyncJobRecords, AsyncInventory, AsyncRetentio
     async def watch_connection(self) -> AsyncIterator[bool]:
         """Yield whether the farm's server answers, and then each change, until the farm is closed.
 
-        Calls and watches continue by themselves after a restart of the server; this is for showing that it is away.
+        Calls and watches continue by themselves after a restart of the server; this is for showing that it is unavailable.
 
         Raises:
             NotConnected: the farm is not open.

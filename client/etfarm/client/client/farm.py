@@ -93,7 +93,7 @@ class Farm(OwnLoop, Submissions, JobRecords, Inventory, Retention):
     def watch_connection(self) -> Iterator[bool]:
         """Yield whether the farm's server answers, and then each change, until the farm is closed.
 
-        Calls and watches continue by themselves after a restart of the server; this is for showing that it is away.
+        Calls and watches continue by themselves after a restart of the server; this is for showing that it is unavailable.
 
         Raises:
             NotConnected: the farm is not open.

@@ -1,4 +1,4 @@
-"""Repetition of calls while the server is away for a moment.
+"""Repetition of calls while the server is unavailable for a moment.
 
 `Stubs.of` wraps each unary call once. Most are safe to repeat: reads have no effect, Submit has a request_id, and Cancel and
 AddBundle are idempotent. Uploads are resumed where they broke.
@@ -50,7 +50,7 @@ class Backoff:
 
 
 class RepeatedCall(Generic[RequestT, Answer]):
-    """A unary call that is made again while the server is away, and that raises the library's own errors."""
+    """A unary call that is made again while the server is unavailable, and that raises the library's own errors."""
 
     def __init__(self, call: Callable[..., Awaitable[Answer]], server: str, patience_s: float = PATIENCE_S) -> None:
         """Wrap a stub's call.

@@ -45,8 +45,8 @@ class Stubs:
     def of(cls, channel: grpc.aio.Channel, server: str) -> Stubs:
         """Create the stubs of a channel.
 
-        `await stubs.jobs.Get(request)` is repeated while the server is away and raises an `EtfarmError`. Streams and the calls
-        of a session, which are not safe to repeat, raise `grpc.aio.AioRpcError`.
+        `await stubs.jobs.Get(request)` is repeated while the server is unavailable and raises an `EtfarmError`. Streams and the
+        calls of a session, which are not safe to repeat, raise `grpc.aio.AioRpcError`.
         """
         tokens = token_pb2_grpc.TokenServiceStub(channel)
         return cls(

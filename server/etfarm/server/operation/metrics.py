@@ -233,7 +233,7 @@ def _connections(counts: ConnectionCounts) -> Iterator[Metric]:
         ("connections_opened", "Connections to PostgreSQL that were opened.", counts.opened),
         ("connections_lost", "Connections to PostgreSQL that broke.", counts.lost),
         ("round_trips", "Round trips to PostgreSQL.", counts.round_trips),
-        ("away_seconds", "Time for which PostgreSQL accepted no connection.", counts.away_s),
+        ("unavailable_seconds", "Time for which PostgreSQL accepted no connection.", counts.unavailable_s),
     ):
         yield CounterMetricFamily(f"etfarm_database_{name}", text, value=value)
 

@@ -15,7 +15,7 @@ from etfarm.server.state.engine import Database
 from etfarm.server.state.sqlite import SqliteDatabase
 
 WAIT_S: Final = 30.0
-"""Default time for which work waits for a PostgreSQL server that is away."""
+"""Default time for which work waits for a PostgreSQL server that is unavailable."""
 
 
 def create_database(path: Path, url: DatabaseUrl | None = None, wait_s: float = WAIT_S) -> Database:
@@ -24,7 +24,7 @@ def create_database(path: Path, url: DatabaseUrl | None = None, wait_s: float = 
     Args:
         path: the SQLite file, in the data folder.
         url: the PostgreSQL database to use instead.
-        wait_s: how long work waits for the PostgreSQL server if that is away.
+        wait_s: how long work waits for the PostgreSQL server if that is unavailable.
 
     Raises:
         ExtraMissing: the driver of PostgreSQL is not installed.

@@ -21,7 +21,7 @@ log = structlog.get_logger()
 T = TypeVar("T")
 
 _RETRY_S: Final = 1.0
-"""Pause between attempts to write to a full disk or to a database that is away."""
+"""Pause between attempts to write to a full disk or to a database that is unavailable."""
 
 
 class DatabaseFull(FarmError):
@@ -77,7 +77,7 @@ class ConnectionCounts:
     lost: int
     """Number of connections that broke."""
     round_trips: int
-    away_s: float
+    unavailable_s: float
     """Time for which the server accepted no connection."""
 
 
@@ -126,7 +126,7 @@ class Database(ABC):
             durable: whether to wait for the disk, so that the change survives a power failure (about 8 ms instead of 0.2 ms).
 
         Raises:
-            DatabaseUnavailable: the database server was away for too long. Nothing is done.
+            DatabaseUnavailable: the database server was unavailable for too long. Nothing is done.
         """
         return await self._measure("write", lambda: self._write(do, durable=durable))
 
@@ -134,7 +134,7 @@ class Database(ABC):
         """Run `do` on a snapshot that includes every completed write, and return its result.
 
         Raises:
-            DatabaseUnavailable: the database server was away for too long, or a query took too long.
+            DatabaseUnavailable: the database server was unavailable for too long, or a query took too long.
         """
         return await self._measure("read", lambda: self._read(do, is_single=False))
 
@@ -156,7 +156,7 @@ class Database(ABC):
                 except DatabaseUnavailable as error:
                     if self._is_ending or not _is_patient.get():
                         raise
-                    log.warning("the database is away, waiting", error=error.message)
+                    log.warning("the database is unavailable; waiting", error=error.message)
                 await asyncio.sleep(_RETRY_S)
         finally:
             self.on_transaction(kind, time.monotonic() - began_s)
@@ -186,7 +186,7 @@ class Database(ABC):
         """
 
     def stop_waiting(self) -> None:
-        """Let nothing wait any longer for a database that is away, since the server ends."""
+        """Let nothing wait any longer for a database that is unavailable, since the server ends."""
         self._is_ending = True
 
     @abstractmethod
@@ -206,12 +206,12 @@ _is_patient: ContextVar[bool] = ContextVar("is_patient", default=False)
 
 
 def wait_without_limit() -> None:
-    """Let reads and writes of the current task wait for a database that is away for as long as it takes."""
+    """Let reads and writes of the current task wait for a database that is unavailable for as long as it takes."""
     _is_patient.set(True)
 
 
 async def retry_until_written(work: Callable[[], Awaitable[T]]) -> T:
-    """Await `work`, and repeat it while the disk is full or the database away; for data that must not be lost.
+    """Await `work`, and repeat it while the disk is full or the database unavailable; for data that must not be lost.
 
     To stop, cancel the task.
     """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
-import os
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -18,7 +17,7 @@ from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.state.copies import CopyUnfinished
 from etfarm.server.transfer.errors import CopyDiffers, TargetNotEmpty
-from etfarm.server.transfer.files import Differs, copy_verified, link_or_copy
+from etfarm.server.transfer.files import Differs, copy_verified, link_or_copy, verified_file
 from etfarm.server.transfer.rows import OnProgress
 
 _AT_ONCE: Final = 8
@@ -116,22 +115,9 @@ class BucketArtifacts:
         size_bytes = await self.bucket.size(key_of(digest))
         if size_bytes is None:
             raise FileNotFoundError(digest)
-        part, hasher = target.with_name(f"{target.name}.part"), hashlib.sha256()
-        target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-        part.unlink(missing_ok=True)
-        try:
-            with part.open("wb") as writer:
-                async for piece in self.bucket.pieces(key_of(digest), size_bytes):
-                    hasher.update(piece)
-                    writer.write(piece)
-                if hasher.hexdigest() != digest:
-                    raise Differs
-                writer.flush()
-                os.fsync(writer.fileno())
-                os.fchmod(writer.fileno(), 0o444)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
+        with verified_file(target, digest) as file:
+            async for piece in self.bucket.pieces(key_of(digest), size_bytes):
+                file.write(piece)
         return size_bytes
 
     async def is_begun(self, name: str) -> bool:

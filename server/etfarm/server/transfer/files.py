@@ -4,14 +4,62 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Final
+from typing import BinaryIO, Final
 
 _CHUNK_BYTES: Final = 1 << 20
 
 
 class Differs(Exception):
     """A file whose content is not that of its digest."""
+
+
+class VerifiedFile:
+    """A file that is being written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file = file
+        self._hasher = hashlib.sha256()
+        self.size_bytes = 0
+        """The number of bytes so far."""
+
+    def write(self, data: bytes) -> None:
+        """Append bytes."""
+        self._hasher.update(data)
+        self._file.write(data)
+        self.size_bytes += len(data)
+
+    @property
+    def digest(self) -> str:
+        """The sha256 of the bytes so far."""
+        return self._hasher.hexdigest()
+
+
+@contextmanager
+def verified_file(target: Path, digest: str) -> Iterator[VerifiedFile]:
+    """Yield a new file, which has the name `target` once the block has ended and its sha256 is `digest`.
+
+    Raises:
+        Differs: the content has another digest.
+        OSError: the file cannot be written.
+    """
+    part = target.with_name(f"{target.name}.part")
+    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    part.unlink(missing_ok=True)  # a killed copy may have left one that its owner may not write any more
+    try:
+        with part.open("wb") as file:
+            written = VerifiedFile(file)
+            yield written
+            if written.digest != digest:
+                raise Differs
+            file.flush()
+            os.fsync(file.fileno())
+            os.fchmod(file.fileno(), 0o444)
+        part.replace(target)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def copy_verified(source: Path, target: Path, digest: str) -> int:
@@ -21,25 +69,10 @@ def copy_verified(source: Path, target: Path, digest: str) -> int:
         Differs: the content has another digest.
         OSError: a file cannot be read or written.
     """
-    part = target.with_name(f"{target.name}.part")
-    hasher, size_bytes = hashlib.sha256(), 0
-    target.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    part.unlink(missing_ok=True)  # a killed copy may have left one that its owner may not write any more
-    try:
-        with source.open("rb") as reader, part.open("wb") as writer:
-            while chunk := reader.read(_CHUNK_BYTES):
-                hasher.update(chunk)
-                writer.write(chunk)
-                size_bytes += len(chunk)
-            if hasher.hexdigest() != digest:
-                raise Differs
-            writer.flush()
-            os.fsync(writer.fileno())
-            os.fchmod(writer.fileno(), 0o444)
-        part.replace(target)
-    finally:
-        part.unlink(missing_ok=True)
-    return size_bytes
+    with source.open("rb") as reader, verified_file(target, digest) as file:
+        while chunk := reader.read(_CHUNK_BYTES):
+            file.write(chunk)
+    return file.size_bytes
 
 
 def link_or_copy(source: Path, target: Path, digest: str) -> int:

@@ -475,7 +475,7 @@ class BucketBlobs:
                 due_s = loop.time() + self.repeat_s
                 try:
                     await self.delete([digest for digest in self._orphans if self.withdraw(digest)])
-                except EtfarmError as error:  # the database is away, or another server leads
+                except EtfarmError as error:  # the database is unavailable, or another server leads
                     log.warning("artifacts could not be deleted from S3; that is tried again", why=error.message)
             await asyncio.sleep(_ROOM_POLL_S)
 

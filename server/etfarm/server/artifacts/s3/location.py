@@ -129,9 +129,10 @@ def read_endpoint(url: str, option: str = "--blobs-endpoint") -> str:
         shown = url[:100] if "@" not in url else "a URL with a password"
         raise BadBlobs(f"{option} is not a URL of an S3 server: {shown}.", "Give it as https://s3.example:8333.")
     if parts.scheme == "http" and host not in _LOOPBACK:
+        authority = f"{option.removesuffix('-endpoint')}-ca" if option.endswith("-endpoint") else ""
         raise BadBlobs(
             f"{option} is plain http to another machine: {url[:100]}.",
-            "Use https; --blobs-ca names the certificate of your own authority.",
+            f"Use https; {authority} names the certificate of your own authority." if authority else "Use https.",
         )
     return url.rstrip("/")
 

@@ -1,4 +1,4 @@
-"""Work of the farm itself, for which no call waits, over times in which the bucket's server is away."""
+"""Work of the farm itself, for which no call waits, over times in which the bucket's server is unavailable."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ _PAUSE_S: Final = 1.0
 
 
 async def retry_while_away(work: Callable[[], Awaitable[T]]) -> T:
-    """Await `work`, and repeat it while the bucket's server is away. To stop, cancel the task."""
+    """Await `work`, and repeat it while the bucket's server is unavailable. To stop, cancel the task."""
     while True:
         try:
             return await work()
         except FarmError as error:
             if error.reason != BlobsUnavailable.reason:  # the error may have passed through another process
                 raise
-            log.warning("the artifacts' S3 server is away, trying again", error=error.message, seconds=_PAUSE_S)
+            log.warning("the artifacts' S3 server is unavailable; trying again", error=error.message, seconds=_PAUSE_S)
         await asyncio.sleep(_PAUSE_S)

@@ -56,7 +56,7 @@ class Connections:
     """Opens connections, whose transactions the caller begins and ends with `execute`.
 
     Args:
-        limit_s: how long work waits for a server that is away or hangs.
+        limit_s: how long work waits for a server that is unavailable or hangs.
     """
 
     def __init__(self, url: DatabaseUrl, limit_s: float) -> None:
@@ -84,14 +84,14 @@ class Connections:
         return _CLOSING_S if self.closing.is_set() else self._statement_s + _MARGIN_S
 
     def connect(self, until_s: float | None) -> Connection:
-        """Return a new connection; wait for a server that is away.
+        """Return a new connection; wait for a server that is unavailable.
 
         Args:
             until_s: when to give up, by the monotonic clock; None to wait until the database closes.
 
         Raises:
             DatabaseUnusable: the server refuses the role or the database.
-            DatabaseUnavailable: the server was away until then.
+            DatabaseUnavailable: the server was unavailable until then.
         """
         if until_s is not None and time.monotonic() > until_s:
             # It has waited behind other work, which the server did not answer.

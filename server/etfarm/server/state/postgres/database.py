@@ -35,7 +35,7 @@ class PostgresDatabase(Database):
 
     Args:
         data: the data folder, where migrations store files.
-        limit_s: how long work waits for a database server that is away.
+        limit_s: how long work waits for a database server that is unavailable.
     """
 
     def __init__(self, url: DatabaseUrl, data: Path, limit_s: float) -> None:

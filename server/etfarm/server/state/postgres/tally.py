@@ -14,8 +14,8 @@ class Tally:
     def __init__(self) -> None:
         self._lock = Lock()
         self._open = self._opened = self._lost = self._round_trips = 0
-        self._away_s = 0.0
-        self._away_since_s: float | None = None
+        self._unavailable_s = 0.0
+        self._unavailable_since_s: float | None = None
 
     def add_round_trip(self) -> None:
         """Count a message to the server that is answered."""
@@ -27,14 +27,14 @@ class Tally:
         with self._lock:
             self._open += 1
             self._opened += 1
-            self._away_s = self._measure_away_s()
-            self._away_since_s = None
+            self._unavailable_s = self._measure_unavailable_s()
+            self._unavailable_since_s = None
 
     def on_refused(self) -> None:
         """Count the time from now on until a connection opens."""
         with self._lock:
-            if self._away_since_s is None:
-                self._away_since_s = time.monotonic()
+            if self._unavailable_since_s is None:
+                self._unavailable_since_s = time.monotonic()
 
     def on_closed(self, *, is_lost: bool) -> None:
         """Count the end of a connection."""
@@ -45,7 +45,7 @@ class Tally:
     def counts(self) -> ConnectionCounts:
         """Return the counts until now."""
         with self._lock:
-            return ConnectionCounts(self._open, self._opened, self._lost, self._round_trips, self._measure_away_s())
+            return ConnectionCounts(self._open, self._opened, self._lost, self._round_trips, self._measure_unavailable_s())
 
-    def _measure_away_s(self) -> float:
-        return self._away_s + (0.0 if self._away_since_s is None else time.monotonic() - self._away_since_s)
+    def _measure_unavailable_s(self) -> float:
+        return self._unavailable_s + (0.0 if self._unavailable_since_s is None else time.monotonic() - self._unavailable_since_s)
