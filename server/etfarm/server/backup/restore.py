@@ -155,7 +155,7 @@ async def _move_artifacts(data: Path, blobs: BucketLocation | None) -> None:
         return
     source, target = FileArtifacts(folder), BucketArtifacts(blobs, data)
     for path in folder.glob("??/*"):
-        await target.write(path.name, source)
+        await target.write(path.name, path.stat().st_size, source)
     shutil.rmtree(folder)
 
 

@@ -34,13 +34,13 @@ class Artifacts(Protocol):
     async def size(self, digest: str) -> int | None:
         """Return the size of an artifact; None if it is missing."""
 
-    def file(self, digest: str) -> AbstractAsyncContextManager[Path]:
+    def file(self, digest: str, size_bytes: int) -> AbstractAsyncContextManager[Path]:
         """Yield a file with the bytes of an artifact, which need not be verified."""
 
-    async def read(self, digest: str, target: Path) -> int:
-        """Copy an artifact to a file, which exists only once its sha256 is the digest. Return its size in bytes."""
+    async def read(self, digest: str, size_bytes: int, target: Path) -> None:
+        """Copy an artifact to a file, which exists only once its sha256 is the digest."""
 
-    async def write(self, digest: str, source: Artifacts) -> None:
+    async def write(self, digest: str, size_bytes: int, source: Artifacts) -> None:
         """Store an artifact of another place, compared with its digest on arrival."""
 
 
@@ -68,17 +68,17 @@ class FileArtifacts:
             return None
 
     @asynccontextmanager
-    async def file(self, digest: str) -> AsyncIterator[Path]:
+    async def file(self, digest: str, size_bytes: int) -> AsyncIterator[Path]:
         """Yield the file itself."""
         yield self.place(digest)
 
-    async def read(self, digest: str, target: Path) -> int:
+    async def read(self, digest: str, size_bytes: int, target: Path) -> None:
         """Copy an artifact to a file."""
-        return await asyncio.to_thread(self._copy, self.place(digest), target, digest)
+        await asyncio.to_thread(self._copy, self.place(digest), target, digest)
 
-    async def write(self, digest: str, source: Artifacts) -> None:
+    async def write(self, digest: str, size_bytes: int, source: Artifacts) -> None:
         """Store an artifact of another place."""
-        await source.read(digest, self.place(digest))
+        await source.read(digest, size_bytes, self.place(digest))
 
 
 class BucketArtifacts:
@@ -97,28 +97,29 @@ class BucketArtifacts:
         return await self.bucket.size(key_of(digest))
 
     @asynccontextmanager
-    async def file(self, digest: str) -> AsyncIterator[Path]:
+    async def file(self, digest: str, size_bytes: int) -> AsyncIterator[Path]:
         """Yield a copy, which is deleted afterwards."""
         path = self._scratch / uuid.uuid4().hex
         try:
-            await self.read(digest, path)
+            await self.read(digest, size_bytes, path)
             yield path
         finally:
             path.unlink(missing_ok=True)
 
-    async def read(self, digest: str, target: Path) -> int:
-        """Copy an artifact to a file.
+    async def read(self, digest: str, size_bytes: int, target: Path) -> None:
+        """Copy an artifact to a file; one of another size is not read, since it could fill the disk.
 
         Raises:
             BlobsUnavailable: the bucket's server failed.
         """
-        size_bytes = await self.bucket.size(key_of(digest))
-        if size_bytes is None:
+        found_bytes = await self.bucket.size(key_of(digest))
+        if found_bytes is None:
             raise FileNotFoundError(digest)
+        if found_bytes != size_bytes:
+            raise Differs
         with verified_file(target, digest) as file:
             async for piece in self.bucket.pieces(key_of(digest), size_bytes):
                 file.write(piece)
-        return size_bytes
 
     async def is_begun(self, name: str) -> bool:
         """Return whether the bucket's folder is marked as the copy of a farm's artifacts.
@@ -157,18 +158,17 @@ class BucketArtifacts:
         """
         await self.bucket.delete(_MARK)
 
-    async def write(self, digest: str, source: Artifacts) -> None:
+    async def write(self, digest: str, size_bytes: int, source: Artifacts) -> None:
         """Store an artifact of another place, and read it back.
 
         Raises:
             CopyDiffers: the bucket returns other bytes.
             BlobsUnavailable: the bucket's server failed.
         """
-        async with source.file(digest) as path:
+        async with source.file(digest, size_bytes) as path:
             if await asyncio.to_thread(_sha256_of, path) != digest:
                 raise Differs
             await self.bucket.put(key_of(digest), path)
-            size_bytes = path.stat().st_size
         hasher = hashlib.sha256()
         async for piece in self.bucket.pieces(key_of(digest), size_bytes):
             hasher.update(piece)
@@ -230,7 +230,7 @@ async def copy_artifacts(
         for digest, size_bytes in wanted:
             try:
                 if await target.size(digest) != size_bytes:
-                    await target.write(digest, source)
+                    await target.write(digest, size_bytes, source)
                     copied.new_count += 1
                     copied.new_bytes += size_bytes
                 copied.count += 1

@@ -195,11 +195,14 @@ def test_a_damaged_artifact_ends_a_move_or_is_left_behind(farm: FarmDatabase, lo
     assert objects_of(location) == {digest: files[digest] for digest in whole}
 
 
-def test_a_damaged_object_of_a_bucket_is_not_taken(farm: FarmDatabase, location: BucketLocation) -> None:
+@pytest.mark.parametrize("is_of_another_size", [False, True])
+def test_a_damaged_object_of_a_bucket_is_not_taken(
+    farm: FarmDatabase, location: BucketLocation, is_of_another_size: bool
+) -> None:
     files = blobs_of(blobs(farm))
     move(farm, LOCAL, Place(None, location))
     rotten = sorted(files)[0]
-    asyncio.run(Bucket(location).put(key_of(rotten), b"other bytes"))
+    asyncio.run(Bucket(location).put(key_of(rotten), bytes(len(files[rotten]) + is_of_another_size)))
     with pytest.raises(ArtifactsLost, match=rotten[:12]):
         move(farm, Place(None, location), LOCAL)
     assert rotten not in blobs_of(blobs(farm, "blobs.copying"))
