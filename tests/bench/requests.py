@@ -471,6 +471,9 @@ def main(arguments: list[str]) -> int:
         _, name, address, folder = arguments
         asyncio.run(ATTACKS[name](address, Path(folder)))  # type: ignore[arg-type]
         return 0
+    if unknown := set(arguments) - set(ATTACKS):
+        print(f"unknown attacks: {', '.join(sorted(unknown))}; there are {', '.join(ATTACKS)}", file=sys.stderr)
+        return 2
     with tempfile.TemporaryDirectory() as folder:
         result = asyncio.run(measure(Path(folder), arguments or ATTACKS))
     limits = {key: limit for key, limit in LIMITS.items() if key in result}

@@ -30,7 +30,11 @@ class ForkserverProcess(OrderedProcess):
         hidden = [str(path) for path in (folder, *options.hidden)]
         visibility = json.dumps({"hidden": hidden, "readable": [str(path) for path in options.readable]})
         super().__init__(
-            "etfarm.server.workers.child.forkserver", [visibility, *preload], home, isolation.clean_environment(home)
+            "forkserver",
+            "etfarm.server.workers.child.forkserver",
+            [visibility, *preload],
+            home,
+            isolation.clean_environment(home),
         )
 
     def order(self, task: str, folder: Path, limits: Limits, jail: Jail) -> Ends:

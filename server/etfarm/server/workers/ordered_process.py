@@ -24,6 +24,7 @@ class OrderedProcess:
     """A running process that takes orders. It starts within milliseconds and warms up by itself; create it in the event loop.
 
     Args:
+        name: for errors, such as "forkserver".
         module: run as `python -m module CONTROL ALIVE ARGUMENTS...`. CONTROL and ALIVE are inherited file descriptors: a
             SEQPACKET socket, and a pipe whose other end only the daemon holds, so that its end means the daemon's death.
         arguments: further arguments.
@@ -31,7 +32,8 @@ class OrderedProcess:
         environment: all environment variables.
     """
 
-    def __init__(self, module: str, arguments: Sequence[str], home: Path, environment: Mapping[str, str]) -> None:
+    def __init__(self, name: str, module: str, arguments: Sequence[str], home: Path, environment: Mapping[str, str]) -> None:
+        self._name = name
         self._control, control_child = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         alive_child, self._alive = os.pipe()
         home.mkdir(exist_ok=True)
@@ -75,7 +77,7 @@ class OrderedProcess:
             channel.close()
             status.close()
             os.close(log)
-            raise ForkserverEnded(f"The forkserver does not accept requests: {error.strerror}.") from error
+            raise ForkserverEnded(f"The {self._name} does not accept requests: {error.strerror}.") from error
         finally:
             channel_child.close()
             status_child.close()
@@ -105,7 +107,7 @@ class OrderedProcess:
         self._is_closed = True
         asyncio.get_running_loop().remove_reader(self._control)
         if not self.warm.done():
-            self.warm.set_exception(ForkserverEnded("The forkserver ended while it was warming up."))
+            self.warm.set_exception(ForkserverEnded(f"The {self._name} ended while it was starting."))
         self._on_end()
 
     def _on_end(self) -> None:

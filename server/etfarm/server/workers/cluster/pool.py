@@ -67,6 +67,7 @@ class ConnectorProcess(OrderedProcess):
         self._on_own_end = on_end
         home = folder / "home"
         super().__init__(
+            "connection to the Ray cluster",
             "etfarm.server.workers.cluster.connector",
             [json.dumps(settings)],
             home,
