@@ -15,6 +15,7 @@ import pytest
 import trustme
 
 from etfarm.server.cluster.leadership import Leader, Leadership
+from etfarm.server.cluster.links import WAIT_S
 from etfarm.server.cluster.standby import standing_by
 from etfarm.server.config import Config
 from etfarm.server.rpc.door.forwarded import KEY, PEER
@@ -45,11 +46,13 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 
 @asynccontextmanager
-async def standby_of(address: str | None, folder: Path) -> AsyncIterator[tuple[grpc.aio.Channel, str, Leadership]]:
+async def standby_of(
+    address: str | None, folder: Path, wait_s: float = WAIT_S
+) -> AsyncIterator[tuple[grpc.aio.Channel, str, Leadership]]:
     """Forward calls to the server at the address; yield a channel to the standby, its address, and who leads."""
     leadership = Leadership(None if address is None else Leader(1, address, "", "", SECRET))
     config = Config(parse_address("127.0.0.1:0"), folder)
-    async with standing_by(config, leadership) as own, open_channel(Access(own)) as channel:
+    async with standing_by(config, leadership, wait_s=wait_s) as own, open_channel(Access(own)) as channel:
         yield channel, own, leadership
 
 
@@ -88,7 +91,7 @@ async def test_an_agent_is_welcomed(channel: grpc.aio.Channel) -> None:
 
 
 async def test_calls_wait_for_a_leader_and_end_with_a_reason(server: Daemon, tmp_path: Path) -> None:
-    async with standby_of(None, tmp_path) as (channel, _, leadership):
+    async with standby_of(None, tmp_path, wait_s=1.0) as (channel, _, leadership):
         stub = farm_pb2_grpc.FarmServiceStub(channel)
         with pytest.raises(grpc.aio.AioRpcError) as failed:
             await stub.GetServerInfo(farm_pb2.GetServerInfoRequest())
@@ -108,7 +111,7 @@ async def test_a_standby_is_no_leader_of_another_standby(tmp_path: Path) -> None
 
 async def test_a_channel_to_several_servers_leaves_one_that_knows_no_leader(server: Daemon, tmp_path: Path) -> None:
     """Its port is open: only its health and its answers say that it cannot forward."""
-    async with standby_of(None, tmp_path) as (_, cut_off, leadership):
+    async with standby_of(None, tmp_path, wait_s=0.5) as (_, cut_off, leadership):
         both = Access(f"{cut_off},{address_of(server)}")
         async with open_channel(both) as channel:
             await settle(channel)
@@ -242,7 +245,8 @@ async def test_servers_trust_the_certificate_that_the_leader_has_published(tmp_p
             assert info.forwarded_by == own
         other = trustme.CA().issue_cert("127.0.0.1").cert_chain_pems[0].bytes().decode()
         stranger = Leader(1, address_of(daemon), "", other, SECRET)
-        async with standing_by(config, Leadership(stranger)) as own, open_channel(Access(own, tls_ca=names["ca"])) as channel:
+        short = standing_by(config, Leadership(stranger), wait_s=1.0)
+        async with short as own, open_channel(Access(own, tls_ca=names["ca"])) as channel:
             with pytest.raises(grpc.aio.AioRpcError) as failed:
                 await farm_pb2_grpc.FarmServiceStub(channel).GetServerInfo(farm_pb2.GetServerInfoRequest())
             assert from_rpc_error(failed.value, server="here").reason == "NO_LEADER"

@@ -36,6 +36,7 @@ async def standing_by(
     config: Config,
     leadership: Leadership,
     on_forwarded: Callable[[str, str], None] = lambda method, code: None,
+    wait_s: float = WAIT_S,
 ) -> AsyncIterator[str]:
     """Forward calls until the end of the block; yield the address that the server listens on.
 
@@ -44,12 +45,13 @@ async def standing_by(
 
     Args:
         on_forwarded: called at the end of each call with its method and the name of its code.
+        wait_s: time for which a call waits for a leader.
 
     Raises:
         CannotListen: the address cannot be used.
     """
     certificates = Certificates(config)
-    links = Links(leadership, config.identity())
+    links = Links(leadership, config.identity(), wait_s)
     connections = Connections(lambda: config.tokens is not None or forwarding.has_seen_refusal, time.monotonic)
     forwarding = Forwarding(links, connections.trust, on_forwarded)
     options = (dict(SERVER_OPTIONS) | dict(server_options(raise_file_limit()))).items()
@@ -62,7 +64,7 @@ async def standing_by(
     await server.start()
     tasks = [
         asyncio.create_task(certificates.watch(), name="certificates"),
-        asyncio.create_task(_report_health(checks, leadership), name="health"),
+        asyncio.create_task(_report_health(checks, leadership, wait_s), name="health"),
     ]
     if (port := port_of(address)) is not None:
         tasks.append(asyncio.create_task(connections.watch(port), name="connections"))
@@ -77,14 +79,14 @@ async def standing_by(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _report_health(checks: health.HealthServicer, leadership: Leadership) -> None:
+async def _report_health(checks: health.HealthServicer, leadership: Leadership, wait_s: float) -> None:
     """Report whether calls can be forwarded. They wait while another server takes the lead."""
     was_leading = False
     while True:
         is_leading = leadership.leader is not None
         changed = asyncio.ensure_future(leadership.changed())
         if was_leading and not is_leading:
-            await asyncio.wait({changed}, timeout=WAIT_S)
+            await asyncio.wait({changed}, timeout=wait_s)
         if not changed.done():
             await set_serving(checks, is_serving=is_leading)
             await changed
