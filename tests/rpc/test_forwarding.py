@@ -28,6 +28,8 @@ from tests.support.agent_stream import AgentStream
 from tests.support.contract import address_of
 from tests.support.farm import Daemon
 
+DEAD = Leader(1, "127.0.0.1:1", "", "", "")
+"""A leader that does not answer."""
 SECRET = "the secret of the farm's servers"
 WATCH, UPLOAD = "/etfarm.v1.JobService/Watch", "/etfarm.v1.ArtifactService/Upload"
 MESSAGE = bytes(1 << 20)
@@ -119,11 +121,65 @@ async def test_a_channel_to_several_servers_leaves_one_that_knows_no_leader(serv
         async with open_channel(both) as channel:
             with pytest.raises(grpc.aio.AioRpcError):  # the first one, since nothing has chosen
                 await forwarded_by(channel)
-            assert not await forwarded_by(channel)
-        leadership.set(Leader(1, address_of(server), "", "", SECRET))
-        async with open_channel(both) as channel:
+            async with asyncio.timeout(10):
+                while await answer_of(channel) != "":  # noqa: ASYNC110 - it moves after the call
+                    await asyncio.sleep(0.05)
+        for leader, is_chosen in ((DEAD, False), (Leader(2, address_of(server), "", "", SECRET), True)):
+            leadership.set(leader)
+            async with asyncio.timeout(20):
+                while (await chosen_of(both) == cut_off) is not is_chosen:  # noqa: ASYNC110 - once it has looked for the leader
+                    await asyncio.sleep(0.2)
+        leadership.doubt()
+        async with asyncio.timeout(20):
+            while await chosen_of(both) == cut_off:  # noqa: ASYNC110 - after the grace of a lost leader
+                await asyncio.sleep(0.2)
+
+
+async def test_a_fault_of_one_call_leaves_a_channel_with_its_server() -> None:
+    """A healthy server says UNAVAILABLE for what only concerns one call, and the other one is down."""
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Faulty(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with open_channel(Access(f"127.0.0.1:{port},127.0.0.1:1")) as channel:
             await settle(channel)
-            assert await forwarded_by(channel) == cut_off
+            with pytest.raises(grpc.aio.AioRpcError):
+                await channel.unary_unary(WATCH)(b"")
+            for _ in range(20):
+                assert await channel.unary_unary(UPLOAD)(b"") == b"done"
+                await asyncio.sleep(0.02)
+    finally:
+        await server.stop(None)
+
+
+class Faulty(grpc.GenericRpcHandler):
+    """A server without health checks, of which one method fails."""
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler[bytes, bytes] | None:
+        """Return the handler of a method."""
+
+        async def answer(request: bytes, context: grpc.aio.ServicerContext[bytes, bytes]) -> bytes:
+            if details.method == WATCH:
+                await context.abort(grpc.StatusCode.UNAVAILABLE, "the session is lost")
+            return b"done"
+
+        return grpc.unary_unary_rpc_method_handler(answer) if details.method in (WATCH, UPLOAD) else None
+
+
+async def chosen_of(servers: Access) -> str | None:
+    """Return what `answer_of` does, over a new channel."""
+    async with open_channel(servers) as channel:
+        await settle(channel)
+        return await answer_of(channel)
+
+
+async def answer_of(channel: grpc.aio.Channel) -> str | None:
+    """Return `forwarded_by`; None for a server that cannot forward."""
+    try:
+        return await forwarded_by(channel)
+    except grpc.aio.AioRpcError:
+        return None
 
 
 async def forwarded_by(channel: grpc.aio.Channel) -> str:

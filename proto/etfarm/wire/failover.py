@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any, Final
 
 import grpc
 
-_CONNECT_S: Final = 2.0
-"""Time that one server has to accept a connection before the next one is tried."""
+_SETTLE_S: Final = 2.0
+"""Time in which a server must accept a connection and report its health before the next one is tried."""
 
 
 class FailoverChannel(grpc.aio.Channel):
@@ -28,7 +28,8 @@ class FailoverChannel(grpc.aio.Channel):
     def __init__(self, channels: Sequence[grpc.aio.Channel]) -> None:
         self._channels = list(channels)
         self._index = 0
-        self._ending: set[asyncio.Task[None]] = set()
+        self._ended: set[asyncio.Task[None]] = set()
+        self._is_moving = False
 
     def choose(self) -> int:
         """Return the index of the channel for the next call; move on if its server does not answer."""
@@ -40,32 +41,41 @@ class FailoverChannel(grpc.aio.Channel):
         return self._index
 
     def follow(self, index: int, call: Any) -> None:
-        """Let the next call go to another server if this one ends as UNAVAILABLE: its server may not reach the one that leads."""
+        """Let later calls go to another server if this one ended as UNAVAILABLE: its server may be unable to reach the leader."""
         task = asyncio.ensure_future(self._move_on(index, call))
-        self._ending.add(task)
-        task.add_done_callback(self._ending.discard)
+        self._ended.add(task)
+        task.add_done_callback(self._ended.discard)
 
     async def _move_on(self, index: int, call: Any) -> None:
-        if await call.code() is grpc.StatusCode.UNAVAILABLE and self._index == index:
-            self._index = (index + 1) % len(self._channels)
+        with contextlib.suppress(grpc.aio.UsageError):  # this channel was closed meanwhile
+            if await call.code() is not grpc.StatusCode.UNAVAILABLE or self._index != index or self._is_moving:
+                return
+            self._is_moving, count = True, len(self._channels)
+            try:
+                serving, _ = await self._find([(index + step) % count for step in range(count)])
+            finally:
+                self._is_moving = False
+            self._index = index if serving is None else serving
 
     async def settle(self) -> None:
-        """Wait until a server says that it answers calls: a first call is not to fail for the first server's absence.
+        """Choose the first server that reports itself as serving: a first call does not fail because another server is down.
 
-        If none says so, choose the first that accepts a connection.
+        If none does, choose the first that accepts a connection.
         """
+        serving, reached = await self._find(range(len(self._channels)))
+        self._index = next((index for index in (serving, reached) if index is not None), self._index)
+
+    async def _find(self, order: Iterable[int]) -> tuple[int | None, int | None]:
+        """Return the first server that reports itself as serving, and the first that accepts a connection."""
         reached = None
-        for index, channel in enumerate(self._channels):
+        for index in order:
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(_CONNECT_S):
-                    if not await _is_reached(channel):
-                        continue
-                    reached = index if reached is None else reached
-                    if await _is_serving(channel):
-                        self._index = index
-                        return
-        if reached is not None:
-            self._index = reached
+                async with asyncio.timeout(_SETTLE_S):
+                    if await _is_reached(self._channels[index]):
+                        reached = index if reached is None else reached
+                        if await _is_serving(self._channels[index]):
+                            return index, reached
+        return None, reached
 
     async def __aenter__(self) -> FailoverChannel:
         return self
@@ -74,7 +84,7 @@ class FailoverChannel(grpc.aio.Channel):
         await self.close()
 
     async def close(self, grace: float | None = None) -> None:
-        for task in self._ending:
+        for task in self._ended:
             task.cancel()
         await asyncio.gather(*(channel.close(grace) for channel in self._channels))
 
@@ -117,7 +127,7 @@ async def _is_reached(channel: grpc.aio.Channel) -> bool:
 
 
 async def _is_serving(channel: grpc.aio.Channel) -> bool:
-    """Return whether a server reports that it answers calls, by gRPC's health checks; one that has none may do so."""
+    """Return whether a server reports itself as serving, by gRPC's health checks. One without health checks counts as serving."""
     from grpc_health.v1 import health_pb2, health_pb2_grpc  # only for several servers
 
     stub: Any = health_pb2_grpc.HealthStub(channel)

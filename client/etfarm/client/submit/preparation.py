@@ -302,10 +302,10 @@ def _own_inputs(what: str) -> BadModel:
 
 def _no_model(value: object) -> BadModel:
     shown = repr(value)
-    saved = "Save its program with save_program(PATH), and give that path; or g" if hasattr(value, "save_program") else "G"
+    saved = "Save its program with save_program(PATH), and give that path. " if hasattr(value, "save_program") else ""
     return BadModel(
         f"{shown if len(shown) <= 40 else f'{shown[:39]}…'} is not a model: its type is {type(value).__name__}.",
-        f"{saved}ive the path of a .pt2 or .pte, a text such as file.py:factory or demo:NAME, an nn.Module with example_inputs, "
+        f"{saved}Give the path of a .pt2 or .pte, a text such as file.py:factory or demo:NAME, an nn.Module with example_inputs, "
         "an ExportedProgram, a dict of these by method, or a ModelSource.",
         model=type(value).__name__,
     )

@@ -27,6 +27,7 @@ from etfarm.v1 import agent_pb2, job_pb2
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.wire import tensors
 from etfarm.wire.channel import open_channel
+from etfarm.wire.failover import settle
 from etfarm.wire.status import to_proto
 from etfarm.wire.tensors import Value
 
@@ -86,6 +87,7 @@ class Attempt:
         start = self.start
         try:
             async with open_channel(self.config.access) as channel:
+                await settle(channel)
                 transfers = Transfers(ArtifactServiceStub(channel), self.config.pauses)
                 with self._cache.lease(transfers) as lease:
                     results = await self._carry_out(transfers, lease)

@@ -32,6 +32,7 @@ from etfarm.v1.agent_pb2_grpc import AgentServiceStub
 from etfarm.v1.artifact_pb2_grpc import ArtifactServiceStub
 from etfarm.wire.channel import open_channel
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.failover import settle
 from etfarm.wire.status import from_rpc_error, to_proto
 from etfarm.wire.words import value_of
 
@@ -90,6 +91,7 @@ class ServedSession:
         result = agent_pb2.RunResult(attempt_id=self.start.attempt_id, device_id=self.start.device_id)
         try:
             async with open_channel(self.config.access) as channel:
+                await settle(channel)
                 transfers = Transfers(ArtifactServiceStub(channel), self.config.pauses)
                 with self._cache.lease(transfers) as lease:
                     await self._run(channel, transfers, lease)

@@ -92,11 +92,13 @@ class Links:
                     link = self._reserve(leader)
                     try:
                         if await self._connected(link):
+                            self._leadership.reach(is_reached=True)
                             return link, leader
                     except BaseException:
                         link.calls -= 1
                         raise
                     link.calls -= 1
+        self._leadership.reach(is_reached=False)
         raise self._no_leader()
 
     async def _connected(self, link: Link) -> bool:

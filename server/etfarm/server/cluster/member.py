@@ -162,6 +162,7 @@ class Member:
                     session.limit = _answer_s
                     await self._take_part(session)
             except psycopg.Error as error:
+                self.leadership.doubt()
                 if not self._joined.done():
                     if (refusal := refused(self._url, error)) is not None:
                         raise refusal from None
@@ -193,8 +194,9 @@ class Member:
 
     async def _stand_by(self, session: Session) -> None:
         """Follow the leader, and return once this server is it."""
+        # A leader that knows of no other server would keep the lead when it cannot renew its lease.
         await lease.announce(session, self.id, self.address, self._version)
-        await lease.notify(session)  # a leader that knows of no other server would stay when its lease cannot be renewed
+        await lease.notify(session)
         while True:
             await lease.announce(session, self.id, self.address, self._version)
             row = await lease.read(session)

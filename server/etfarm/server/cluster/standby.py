@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -14,12 +15,14 @@ from grpc_health.v1 import health_pb2_grpc
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
+from etfarm.server.cluster.errors import NoLeader
 from etfarm.server.cluster.forwarding import Forwarding
 from etfarm.server.cluster.leadership import Leadership
 from etfarm.server.cluster.links import WAIT_S, Links
 from etfarm.server.config import Config
 from etfarm.server.rpc.contract import SERVICES, set_serving
 from etfarm.server.rpc.door.accepting import new_server
+from etfarm.server.rpc.door.calls import TooManyCalls
 from etfarm.server.rpc.door.certificates import Certificates
 from etfarm.server.rpc.door.connections import Connections, raise_file_limit, server_options
 from etfarm.server.rpc.door.listening import bind, port_of
@@ -40,8 +43,8 @@ async def standing_by(
 ) -> AsyncIterator[str]:
     """Forward calls until the end of the block; yield the address that the server listens on.
 
-    Health checks and reflection are answered here, so that load balancers and clients keep a server that forwards; while no
-    server leads, as far as this one knows, they choose another one.
+    Health checks and reflection are answered here, so that load balancers and clients keep a server that forwards. While this one
+    knows or reaches no leader, they choose another one.
 
     Args:
         on_forwarded: called at the end of each call with its method and the name of its code.
@@ -64,7 +67,7 @@ async def standing_by(
     await server.start()
     tasks = [
         asyncio.create_task(certificates.watch(), name="certificates"),
-        asyncio.create_task(_report_health(checks, leadership, wait_s), name="health"),
+        asyncio.create_task(_report_health(checks, leadership, links, wait_s), name="health"),
     ]
     if (port := port_of(address)) is not None:
         tasks.append(asyncio.create_task(connections.watch(port), name="connections"))
@@ -79,18 +82,26 @@ async def standing_by(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _report_health(checks: health.HealthServicer, leadership: Leadership, wait_s: float) -> None:
-    """Report whether calls can be forwarded. They wait while another server takes the lead."""
-    was_leading = False
+async def _report_health(checks: health.HealthServicer, leadership: Leadership, links: Links, wait_s: float) -> None:
+    """Report whether calls can be forwarded. After a leader is lost, still report so while calls wait for the next one."""
+    was_serving = False
     while True:
-        is_leading = leadership.leader is not None
+        is_serving = leadership.can_forward
         changed = asyncio.ensure_future(leadership.changed())
-        if was_leading and not is_leading:
-            await asyncio.wait({changed}, timeout=wait_s)
-        if not changed.done():
-            await set_serving(checks, is_serving=is_leading)
-            await changed
-        was_leading = is_leading
+        try:
+            if was_serving and not is_serving:
+                await asyncio.wait({changed}, timeout=wait_s)
+            if not changed.done():
+                await set_serving(checks, is_serving=is_serving)
+                # Nobody calls a server that is not serving, so it looks by itself whether the leader can be reached again.
+                await asyncio.wait({changed}, timeout=wait_s if leadership.leader and not is_serving else None)
+        finally:
+            changed.cancel()
+        if leadership.leader is not None and not leadership.can_forward:
+            with contextlib.suppress(NoLeader, TooManyCalls):
+                async with links.take():
+                    pass
+        was_serving = is_serving
 
 
 def _add_methods(server: grpc.aio.Server, forwarding: Forwarding, advertised: str) -> None:

@@ -17,7 +17,7 @@ class Differs(Exception):
 
 
 class VerifiedFile:
-    """A file that is being written."""
+    """A file being written, whose bytes are hashed as they arrive."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -39,7 +39,7 @@ class VerifiedFile:
 
 @contextmanager
 def verified_file(target: Path, digest: str) -> Iterator[VerifiedFile]:
-    """Yield a new file, which has the name `target` once the block has ended and its sha256 is `digest`.
+    """Yield a new file, which is renamed to `target` at the end of the block if its sha256 is `digest`.
 
     Raises:
         Differs: the content has another digest.

@@ -22,6 +22,7 @@ from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.v1.farm_pb2_grpc import FarmServiceStub
 from etfarm.wire.channel import open_channel
 from etfarm.wire.errors import FarmError, UserError
+from etfarm.wire.failover import settle
 
 log = logging.getLogger(__name__)
 
@@ -58,6 +59,7 @@ class Trial:
         try:
             async with open_channel(self._config.access) as channel:
                 async with asyncio.timeout(self._options.farm_s):
+                    await settle(channel)
                     offered = await _find_bundle(channel, phone.device.arch)
                 if offered is None:
                     return
