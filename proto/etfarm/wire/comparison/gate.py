@@ -140,8 +140,8 @@ def judge(document: Json, gate: Gate) -> Json:
       - the two were measured in separate runs of different programs, whose spread was not observed on both sides, and the
         candidate is neither obviously slower nor obviously faster, by a factor of OBVIOUS: faster passes with a note
       - there is no interval
-      - the interval spans the limit, if the gate is strict, or if the interval reaches further above the ratio than SHARP_PERCENT
-        and than the limit; else it passes with a note
+      - the interval spans the limit, if the gate is strict; or if the interval reaches further above the ratio than SHARP_PERCENT
+        and than the limit; or if the candidate is found to be slower, by a ratio above the limit; else it passes with a note
     """
     reasons: list[Json] = list(_of_the_whole(document))
     notes: list[Json] = []
@@ -238,7 +238,7 @@ def _latency(pair: Json, limit: float, gate: Gate) -> Iterator[Finding]:
         yield Finding("SLOWER", f"at least {percent(ends[0] - 1)} slower, {times}; {limit:g} % is allowed")
     elif ends[1] > allowed:
         message = f"{times} does not show whether it is within {limit:g} %. {_how_to_decide(pair, unobserved)}"
-        yield Finding("INCONCLUSIVE", message, gate.strict or ends[0] > allowed or not _is_sharp(ratio, ends[1], limit))
+        yield Finding("INCONCLUSIVE", message, gate.strict or ends[0] > allowed or not _is_within(ratio, ends, limit))
 
 
 def _generation(pair: Json, limit: float, gate: Gate, key: str) -> Iterator[Finding]:
@@ -294,12 +294,17 @@ def _rate(
         yield Finding("SLOWER", f"at least {percent(times[0] - 1)} slower, {text}; {limit:g} % is allowed")
     elif times[1] > allowed:
         message = f"{text} does not show whether it is within {limit:g} %. {remedy}, or more repeats"
-        yield Finding("INCONCLUSIVE", message, gate.strict or not _is_sharp(time, times[1], limit))
+        yield Finding("INCONCLUSIVE", message, gate.strict or not _is_within(time, times, limit))
 
 
-def _is_sharp(ratio: float, high: float, limit: float) -> bool:
-    """Return whether a measurement is precise enough to find what a gate is for: SHARP_PERCENT, or the limit if it is wider."""
-    return high / ratio - 1 <= max(SHARP_PERCENT, limit) / 100
+def _is_within(ratio: float, ends: Sequence[float], limit: float) -> bool:
+    """Return whether a ratio whose interval spans the limit passes.
+
+    It must be precise enough to find what the gate is for: SHARP_PERCENT, or the limit if that is wider. And it must not be that
+    of a slowdown that was found, which is more likely than not above the limit.
+    """
+    is_sharp = ends[1] / ratio - 1 <= max(SHARP_PERCENT, limit) / 100
+    return is_sharp and not (ends[0] > 1 and ratio > 1 + limit / 100)
 
 
 def _not_valid(pair: Json) -> str:

@@ -65,10 +65,12 @@ def test_a_metric_has_one_gate_and_options_of_gates_want_one(golden: Golden) -> 
     [
         ((1.02, 1.029), False, [], []),  # slower, and within the limit
         ((0.9, 0.95), False, [], []),
-        ((1.02, 1.04), False, [], ["INCONCLUSIVE"]),
-        ((1.02, 1.04), True, ["INCONCLUSIVE"], []),
+        ((1.015, 1.04), False, [], ["INCONCLUSIVE"]),
+        ((1.015, 1.04), True, ["INCONCLUSIVE"], []),
         ((0.93, 1.09), False, ["INCONCLUSIVE"], []),  # a slowdown of 5 % would not be found
         ((0.96, 1.045), False, [], ["INCONCLUSIVE"]),
+        ((0.995, 1.085), False, [], ["INCONCLUSIVE"]),  # no slowdown was found
+        ((1.025, 1.045), False, ["INCONCLUSIVE"], []),  # one was found, and it is probably above the limit
         ((1.031, 1.04), False, ["SLOWER"], []),
         ((1.031, 1.04), True, ["SLOWER"], []),
     ],

@@ -84,13 +84,13 @@ def compare(
     one within the 99 % interval of runs that vary by more than 3 %.
 
     --gate 3% is not passed when the interval shows the candidate to be slower by more than 3 %: all of it is above 1.03. One
-    that spans 1.03 passes with a note; with --strict, or if it reaches more than 5 % above the ratio, it is inconclusive. Also
-    inconclusive are latencies that are not VALID on both sides, or of devices of different kinds, and separate runs of different
-    programs whose spread is unknown, unless they differ by a factor of 2.5 or more: slower is not passed, faster passes with a
-    note. The message names the command that decides. size is of the .pte with its data,
-    memory of the process's peak and of the planned memory, accuracy the SQNR of each output and of a language model's logits,
-    of which what is above 100 dB counts as 100 dB, top1 how often the largest value is the reference's, in percentage points,
-    perplexity that of a text. No gate is passed where a cell of the candidate failed or is missing.
+    that spans 1.03 passes with a note; it is inconclusive with --strict, if it reaches more than 5 % above the ratio, or if all
+    of it is above 1 and the ratio above 1.03. Also inconclusive are latencies that are not VALID on both sides, or of devices
+    of different kinds, and separate runs of different programs whose spread is unknown, unless they differ by a factor of 2.5
+    or more: slower is not passed, faster passes with a note. The message names the command that decides. size is of the .pte
+    with its data, memory of the process's peak and of the planned memory, accuracy the SQNR of each output and of a language
+    model's logits, of which what is above 100 dB counts as 100 dB, top1 how often the largest value is the reference's, in
+    percentage points, perplexity that of a text. No gate is passed where a cell of the candidate failed or is missing.
 
     Exit codes: 0 done, and every gate passed; 1 a cell of the candidate failed, or there is nothing to compare; 2 usage; 3 a
     gate is not passed; 4 the server cannot be reached; 5 a gate is inconclusive, and none failed: measure again.
