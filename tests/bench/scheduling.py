@@ -21,12 +21,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from etfarm.server.devices import schedule
 from etfarm.server.devices.scheduling.board import Board
 from etfarm.server.devices.scheduling.usage import Usage
 from etfarm.server.devices.scheduling.waiting import Waiting
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.wire import selectors
+from tests.support.scheduling import schedule
 
 START_S = 1_700_000_000
 
@@ -73,7 +73,7 @@ def measure(runs: int, devices: int, seed: int) -> dict[str, float]:
     usage = Usage(lately={(f"project-{n % 5}", f"owner-{n}"): 900.0 * n for n in range(20)})
     taken: dict[str, float] = {}
     placed: list[Any] = []
-    taken["all_at_once_ms"] = timed_ms(lambda: placed.extend(schedule.schedule(waiting, known, usage)))
+    taken["all_at_once_ms"] = timed_ms(lambda: placed.extend(schedule(waiting, known, usage)))
     assert len(placed) >= devices * 9 // 10, len(placed)
 
     board = Board()

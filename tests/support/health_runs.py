@@ -53,11 +53,13 @@ def deliver(agent: Agent, start: agent_pb2.StartRun, result: agent_pb2.RunResult
 
 
 @asynccontextmanager
-async def probed(world: World, quiet: MeasurementLock | None = None, pauses: Pauses = PROMPT) -> AsyncIterator[Probing]:
-    quiet = quiet or MeasurementLock()
+async def probed(
+    world: World, measurement_lock: MeasurementLock | None = None, pauses: Pauses = PROMPT
+) -> AsyncIterator[Probing]:
+    measurement_lock = measurement_lock or MeasurementLock()
     readers = Readers()
-    runs = HealthRuns(world.attempts, world.runs, world.store, readers, quiet, Thresholds(), poll_s=0.01)
-    created = Probing(world.registry, world.health, world.bundles, world.attempts, runs, quiet, world.now, pauses)
+    runs = HealthRuns(world.attempts, world.runs, world.store, readers, measurement_lock, Thresholds(), poll_s=0.01)
+    created = Probing(world.registry, world.health, world.bundles, world.attempts, runs, measurement_lock, world.now, pauses)
     task = asyncio.create_task(created.run())
     try:
         yield created

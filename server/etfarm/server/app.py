@@ -114,7 +114,7 @@ async def running(
     jail = await preflight.require_jail(config) if is_local and config.is_jail_required else None
     storage, clean_end = Storage.create(config, on_damaged), CleanEnd(config.data) if lead is None else lead
     started = children or Children.start(config, None if lead is None else lead.tenure)
-    workers, quiet = started.workers, started.quiet
+    workers, measurement_lock = started.workers, started.measurement_lock
     screening, background = Screening(storage.store.path, config.operators), Background()
     async with AsyncExitStack() as closing:  # calls these in reverse order
         closing.callback(clean_end.end)
@@ -133,8 +133,8 @@ async def running(
         fleet = await Fleet.load(config, storage)
         notices = Notices(storage.database, config.notices, now, version("etfarm"))
         await notices.load()
-        jobs = Jobs.create(config, storage, fleet, workers, quiet, screening, notices)
-        host = _Host(config, fleet, workers, quiet, jail)
+        jobs = Jobs.create(config, storage, fleet, workers, measurement_lock, screening, notices)
+        host = _Host(config, fleet, workers, measurement_lock, jail)
         intake, certificates = Intake(storage.store.room), Certificates(config)
         monitor = Monitor(config, storage, fleet, jobs, workers, intake, version("etfarm"))
         closing.push_async_callback(monitor.close)
@@ -301,11 +301,13 @@ def _servicers(
 class _Host:
     """Preparation of the server's machine: warm child processes, their jail, and the runner for its own architecture."""
 
-    def __init__(self, config: Config, fleet: Fleet, workers: ChildPool, quiet: MeasurementLock, jail: JailReport | None) -> None:
+    def __init__(
+        self, config: Config, fleet: Fleet, workers: ChildPool, measurement_lock: MeasurementLock, jail: JailReport | None
+    ) -> None:
         self._config = config
         self._bundles = fleet.bundles
         self._workers = workers
-        self._quiet = quiet
+        self._measurement_lock = measurement_lock
         self.jail = jail
         """Report on the child processes' jail; None until it is known."""
         self.ready = Event()
@@ -324,12 +326,12 @@ class _Host:
             self._bundles.settled.set()
 
     async def _warm(self) -> None:
-        async with self._quiet.work():
+        async with self._measurement_lock.work():
             await self._workers.ready()
         self.ready.set()
 
     async def _build_runner(self) -> None:
-        async with self._quiet.work():
+        async with self._measurement_lock.work():
             await self._bundles.build_own()
 
     async def _examine_jail(self) -> None:

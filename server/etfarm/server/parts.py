@@ -84,10 +84,10 @@ def new_id() -> str:
     return uuid.uuid4().hex[:16]
 
 
-def start_workers(config: Config, quiet: MeasurementLock, tenure: Tenure | None = None) -> ChildPool:
+def start_workers(config: Config, measurement_lock: MeasurementLock, tenure: Tenure | None = None) -> ChildPool:
     """Return the started pool of child processes. Call it before gRPC starts threads, since it forks."""
     if config.compile_pool != LOCAL:
-        cluster = preflight.cluster_pool(config, config.data / "work" / "children", PRELOAD, quiet.work, tenure=tenure)
+        cluster = preflight.cluster_pool(config, config.data / "work" / "children", PRELOAD, measurement_lock.work, tenure=tenure)
         cluster.start()
         return cluster
     workers = Workers(
@@ -97,7 +97,7 @@ def start_workers(config: Config, quiet: MeasurementLock, tenure: Tenure | None 
         folder=config.data / "work" / "children",
         concurrency=config.workers,
         prewarm=config.prewarm,
-        gate=quiet.work,
+        gate=measurement_lock.work,
         options=preflight.jail_options(config),
     )
     workers.start()
@@ -109,7 +109,7 @@ class Children:
     """The pool of child processes, and the lock that keeps it quiet while this machine measures."""
 
     workers: ChildPool
-    quiet: MeasurementLock
+    measurement_lock: MeasurementLock
 
     @classmethod
     def start(cls, config: Config, tenure: Tenure | None = None) -> Children:
@@ -118,8 +118,8 @@ class Children:
         Args:
             tenure: of the leader of a farm of several servers, for a pool on a cluster.
         """
-        quiet = MeasurementLock()
-        return cls(start_workers(config, quiet, tenure), quiet)
+        measurement_lock = MeasurementLock()
+        return cls(start_workers(config, measurement_lock, tenure), measurement_lock)
 
 
 class Background:
@@ -278,7 +278,7 @@ class Jobs:
         storage: Storage,
         fleet: Fleet,
         workers: ChildPool,
-        quiet: MeasurementLock,
+        measurement_lock: MeasurementLock,
         screening: Screening,
         notices: Notices,
     ) -> Jobs:
@@ -313,7 +313,7 @@ class Jobs:
             dispatch,
             results,
             analysis,
-            quiet,
+            measurement_lock,
             now=now,
             clock=time.monotonic,
             new_id=new_id,
@@ -327,13 +327,13 @@ class Jobs:
             store,
             requirements,
             leasing,
-            quiet,
+            measurement_lock,
             now=now,
             new_id=new_id,
             quotas=config.quotas,
             reservations=fleet.reservations,
         )
-        health_runs = HealthRuns(attempts, runs, store, readers, quiet, config.thresholds)
+        health_runs = HealthRuns(attempts, runs, store, readers, measurement_lock, config.thresholds)
         return cls(
             announcer=announcer,
             journal=journal,
@@ -361,10 +361,10 @@ class Jobs:
                 database,
                 (runs.artifacts, sessions.artifacts, fleet.upgrades.wheels),
                 config.retention,
-                quiet,
+                measurement_lock,
                 now,
             ),
-            probing=Probing(registry, fleet.health, fleet.bundles, attempts, health_runs, quiet, now),
+            probing=Probing(registry, fleet.health, fleet.bundles, attempts, health_runs, measurement_lock, now),
         )
 
 

@@ -16,7 +16,6 @@ import structlog
 
 from etfarm.server.access.ownership import require_owner
 from etfarm.server.access.scope import EVERYTHING, Scope
-from etfarm.server.devices import schedule
 from etfarm.server.devices.errors import (
     BadReservation,
     DeviceNotReserved,
@@ -25,6 +24,8 @@ from etfarm.server.devices.errors import (
 )
 from etfarm.server.devices.reservation_choice import choose, list_briefly
 from etfarm.server.devices.reservation_records import ReservationRecords
+from etfarm.server.devices.scheduling.waiting import open_to
+from etfarm.server.devices.selection import select_devices
 from etfarm.server.state.engine import Database
 from etfarm.v1.device_pb2 import Device, Reservation
 from etfarm.wire import selectors
@@ -158,8 +159,8 @@ class Reservations:
                     f"The user {request.owner} may have at most {MAX_OF_OWNER} reservations.",
                     "Release some: `etfarm devices reservations` lists them.", limit=MAX_OF_OWNER,
                 )  # fmt: skip
-            open_to = schedule.open_to(request.project, devices())
-            matching = schedule.matching(selector, request.selector, open_to)
+            visible = open_to(request.project, devices())
+            matching = select_devices(selector, request.selector, visible)
             chosen = choose(matching, request.count, request.selector)
             reservation = Reservation(
                 id=self._new_id(), device_id=chosen[0].id, device_ids=[device.id for device in chosen], owner=request.owner,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from etfarm.server.devices.bundles import Bundles
-from etfarm.server.devices.schedule import own_scope
+from etfarm.server.devices.scheduling.waiting import own_scope
 from etfarm.v1 import agent_pb2
 from etfarm.v1.common_pb2 import RunnerKind
 from etfarm.v1.device_pb2 import Device

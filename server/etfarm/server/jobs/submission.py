@@ -11,9 +11,10 @@ from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.compile.errors import RecipeNeedsEagerModule
 from etfarm.server.compile.parsed_recipes import parse_recipe
 from etfarm.server.compile.upload_screening import Screening
-from etfarm.server.devices import schedule
 from etfarm.server.devices.errors import ReservationEnded, ReservationNotFound
 from etfarm.server.devices.reservations import Reservations
+from etfarm.server.devices.scheduling.waiting import open_to
+from etfarm.server.devices.selection import select_devices
 from etfarm.server.jobs.candidates import validate_methods, validate_program, validate_stages_done
 from etfarm.server.jobs.cells.limits import check_waiting
 from etfarm.server.jobs.cells.requirements import DeviceLacks
@@ -129,7 +130,7 @@ class Submission:
             for candidate in spec.candidates:
                 names.append(await self._check_candidate(candidate, spec, source_required=not validate_only))
                 await pace.pause()  # with 1,000 small candidates nothing else yields to the event loop
-            devices: Sequence[Device] = schedule.open_to(project, self._devices()) if spec.devices else ()
+            devices: Sequence[Device] = open_to(project, self._devices()) if spec.devices else ()
             if spec.reservation_id:
                 devices = await self._reserved(spec, project, devices, cells)
             choices = await self._readers.run(self._choices, spec, devices)
@@ -229,7 +230,7 @@ class Submission:
         for index, choice in enumerate(spec.devices):
             matches = matching.get(choice.selector)
             if matches is None:
-                matches = schedule.matching(selectors.parse(choice.selector), choice.selector, devices)
+                matches = select_devices(selectors.parse(choice.selector), choice.selector, devices)
                 matching[choice.selector] = matches
                 _require_cores(spec.measurement.cores, matches)
                 # A device with a cpu for each of the most threads has one for each of fewer.
@@ -289,7 +290,7 @@ def _require_devices(cells: Sequence[job_pb2.Cell], devices: Sequence[Device]) -
         NoSuchDevice: a cell's device is no longer known, or restricted to other projects.
     """
     for selector in sorted({cell.selector for cell in cells if cell.HasField("device_index")}):
-        schedule.matching(selectors.parse(selector), selector, devices)
+        select_devices(selectors.parse(selector), selector, devices)
 
 
 def _matching(spec: job_pb2.JobSpec, devices: Sequence[Device]) -> list[Device]:

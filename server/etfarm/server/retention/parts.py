@@ -26,7 +26,7 @@ class RetentionParts:
         data: the server's data folder.
         users: functions that return the digests which live sessions and attempts use.
         limits: what the server keeps.
-        quiet: the lock of measurements on the server's machine, beside which nothing is deleted.
+        measurement_lock: the lock of measurements on the server's machine, beside which nothing is deleted.
         now: returns the current time in UTC.
     """
 
@@ -37,10 +37,10 @@ class RetentionParts:
         database: Database,
         users: Sequence[Callable[[], Iterable[str]]],
         limits: Limits,
-        quiet: MeasurementLock,
+        measurement_lock: MeasurementLock,
         now: Callable[[], datetime],
     ) -> None:
-        references = References(database, quiet.work)
+        references = References(database, measurement_lock.work)
         self.deletion = JobDeletion(database)
         self.collection = ArtifactCollection(
             store, database, references, lambda: {digest for user in users for digest in user()}, BackupLock(data)

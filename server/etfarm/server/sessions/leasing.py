@@ -8,7 +8,7 @@ from typing import Any, Final
 import structlog
 
 from etfarm.server.devices.runs import AttemptLost
-from etfarm.server.devices.schedule import Waiting
+from etfarm.server.devices.scheduling.waiting import Waiting
 from etfarm.server.jobs.cells.attempts import OnDeviceFault
 from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
 from etfarm.server.jobs.cells.placement import Subject

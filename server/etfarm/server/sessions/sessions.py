@@ -17,11 +17,12 @@ from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.single_flight import Listener
-from etfarm.server.devices import schedule
 from etfarm.server.devices.errors import DeviceOffline, ReservationNotFound
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.reservations import Reservations
 from etfarm.server.devices.runs import Runs
+from etfarm.server.devices.scheduling.waiting import open_to
+from etfarm.server.devices.selection import select_devices
 from etfarm.server.jobs.cells.requirements import MethodMissing, Requirements
 from etfarm.server.jobs.records.quotas import Counted, Quotas
 from etfarm.server.sessions.errors import AgentCannotGenerateInSessions, ForeignStream, NoReady, ServerStopped, SessionServed
@@ -49,7 +50,7 @@ class Sessions:
         store: Store,
         requirements: Requirements,
         leasing: Leasing,
-        quiet: MeasurementLock,
+        measurement_lock: MeasurementLock,
         *,
         now: Callable[[], datetime],
         new_id: Callable[[], str],
@@ -64,7 +65,7 @@ class Sessions:
         self._store = store
         self._requirements = requirements
         self._leasing = leasing
-        self._quiet = quiet
+        self._measurement_lock = measurement_lock
         self._now = now
         self._new_id = new_id
         self._sessions: dict[str, Session] = {}
@@ -239,7 +240,7 @@ class Sessions:
             session.wake()
             stack.callback(session.rest)
             if call.task.HasField("loop") and self._registry.is_on_this_machine(lease.device.id):
-                await stack.enter_async_context(self._quiet.measure())
+                await stack.enter_async_context(self._measurement_lock.measure())
             begun.set()
             if lease.over.done():
                 return SessionAnswer(error=to_proto(lease.over.result()))
@@ -302,8 +303,8 @@ class Sessions:
         validate_request(request)
         program = request.program
         await self._store.require([program.pte.digest, *(artifact.digest for artifact in program.data.values())], project)
-        devices = schedule.open_to(project, self._registry.devices())
-        schedule.matching(selector, request.selector, devices)
+        devices = open_to(project, self._registry.devices())
+        select_devices(selector, request.selector, devices)
         if request.reservation_id:
             if self._reservations is None:
                 raise ReservationNotFound(request.reservation_id)

@@ -25,7 +25,8 @@ from etfarm.server.devices.errors import (
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.reservations import Holder, Request, Reservations, TooManyReservations
 from etfarm.server.devices.runs import Runs
-from etfarm.server.devices.schedule import NoSuchDevice, Waiting
+from etfarm.server.devices.scheduling.waiting import Waiting
+from etfarm.server.devices.selection import NoSuchDevice
 from etfarm.server.devices.session import AgentSession
 from etfarm.server.jobs.cells.device_attempts import DeviceAttempts
 from etfarm.server.jobs.cells.placement import Placement

@@ -11,16 +11,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etfarm.server.devices import schedule
-from etfarm.server.devices.schedule import Assignment, NoSuchDevice, Waiting
-from etfarm.server.devices.scheduling.board import Board
+from etfarm.server.devices.scheduling.board import Assignment, Board
 from etfarm.server.devices.scheduling.ranking import AGEING_S, LEAD_S, LONGEST_OVERTAKEN_S, Shares, aged_priority, seniority_s
+from etfarm.server.devices.scheduling.reasons import why_waiting
 from etfarm.server.devices.scheduling.usage import HALF_LIFE_S, MAX_SENT, Ledger, SentPrograms, Usage
+from etfarm.server.devices.scheduling.waiting import Waiting, open_to
+from etfarm.server.devices.selection import NoSuchDevice, select_devices
 from etfarm.v1.common_pb2 import Error
 from etfarm.v1.device_pb2 import Device, DeviceDrain, DeviceHealth, DeviceState, HealthState, Reservation
 from etfarm.wire import selectors
 from etfarm.wire.errors import Kind
 from tests.support.golden import Golden
+from tests.support.scheduling import schedule
 
 IDLE, BUSY, OFFLINE, DRAINING, UNUSABLE = (
     DeviceState.DEVICE_STATE_IDLE,
@@ -76,17 +78,17 @@ usages = st.builds(
 def test_equal_arguments_in_any_order_give_equal_answers(
     waiting: list[Waiting], known: list[Device], usage: Usage, random: Random
 ) -> None:
-    answer = schedule.schedule(waiting, known, usage)
+    answer = schedule(waiting, known, usage)
     random.shuffle(waiting)
     random.shuffle(known)
-    assert schedule.schedule(waiting, known, usage) == answer
+    assert schedule(waiting, known, usage) == answer
 
 
 @given(queues, devices, usages)
 def test_no_device_is_booked_twice_and_each_cell_gets_one_that_fits(
     waiting: list[Waiting], known: list[Device], usage: Usage
 ) -> None:
-    answer = schedule.schedule(waiting, known, usage)
+    answer = schedule(waiting, known, usage)
     by_id, by_cell = {device.id: device for device in known}, {cell.cell_id: cell for cell in waiting}
     assert len({each.cell_id for each in answer}) == len(answer)
     for device_id, device in by_id.items():
@@ -106,7 +108,7 @@ def test_no_device_is_booked_twice_and_each_cell_gets_one_that_fits(
 def test_no_cell_waits_while_a_healthy_device_that_fits_is_idle(
     waiting: list[Waiting], known: list[Device], usage: Usage
 ) -> None:
-    answer = schedule.schedule(waiting, known, usage)
+    answer = schedule(waiting, known, usage)
     used = {each.device_id for each in answer} | {device_id for device_id, running in usage.running.items() if running}
     left = [device for device in known if device.state == IDLE and device.id not in used and device.health.state == GOOD]
     for cell in waiting:
@@ -149,7 +151,7 @@ def test_changes_one_by_one_lead_to_what_a_new_board_decides(waiting: list[Waiti
                 device_id, BUSY if running[device_id] else IDLE, concurrent_runs=2, health=health(state), labels={"n": device_id}
             )
             board.put(known, running[device_id])
-        anew = schedule.schedule(
+        anew = schedule(
             list(board.cells.values()),
             [record.device for record in board.pool.records.values()],
             Usage(lately, {each: list(record.running) for each, record in board.pool.records.items()}),
@@ -182,7 +184,7 @@ def test_priority_goes_before_age_and_age_before_the_rest() -> None:
     waiting = [cell("young", order=(9, 0)), cell("old", order=(1, 1)), cell("older", order=(1, 0)), cell("high", priority=1)]
     for count, first in enumerate(["high", "older", "old", "young"], 1):
         known = [device(f"d{number}") for number in range(count)]
-        assert schedule.schedule(waiting, known)[-1].cell_id == first
+        assert schedule(waiting, known)[-1].cell_id == first
 
 
 @pytest.mark.parametrize(
@@ -191,35 +193,35 @@ def test_priority_goes_before_age_and_age_before_the_rest() -> None:
 )
 def test_a_device_that_failed_the_cell_comes_last_then_an_emulated_one(avoid: str, chosen: str) -> None:
     known = [device("emulated", emulated=True), device("real-b"), device("real-a")]
-    assert schedule.schedule([cell(avoid=avoid)], known) == [Assignment("c", chosen)]
+    assert schedule([cell(avoid=avoid)], known) == [Assignment("c", chosen)]
 
 
 def test_a_cell_that_waits_for_a_busy_device_delays_no_other() -> None:
     known = [device("pi", BUSY), device("other")]
     waiting = [cell("first", "id=pi", priority=9), cell("second")]
-    assert schedule.schedule(waiting, known) == [Assignment("second", "other")]
+    assert schedule(waiting, known) == [Assignment("second", "other")]
 
 
 def test_matching_takes_offline_devices_too_and_puts_emulated_ones_last() -> None:
     known = [device("a", emulated=True), device("c", OFFLINE), device("b", BUSY)]
-    assert [one.id for one in schedule.matching(selectors.parse(""), "", known)] == ["b", "c", "a"]
+    assert [one.id for one in select_devices(selectors.parse(""), "", known)] == ["b", "c", "a"]
 
 
 def test_a_device_that_cannot_be_used_matches_and_gets_nothing() -> None:
     known = [device("phone", UNUSABLE, problem=FULL)]
-    assert [one.id for one in schedule.matching(selectors.parse("id=phone"), "id=phone", known)] == ["phone"]
-    assert schedule.schedule([cell(text="id=phone")], known) == []
+    assert [one.id for one in select_devices(selectors.parse("id=phone"), "id=phone", known)] == ["phone"]
+    assert schedule([cell(text="id=phone")], known) == []
 
 
 def test_no_match_is_refused_with_what_there_is(golden: Golden) -> None:
     known = [device("pi", OFFLINE, arch="aarch64", soc="BCM", cores=4), device("emu", emulated=True)]
     with pytest.raises(NoSuchDevice) as refused:
-        schedule.matching(selectors.parse("arch=riscv"), "arch=riscv", known)
+        select_devices(selectors.parse("arch=riscv"), "arch=riscv", known)
     golden.check(refused.value)
     assert refused.value.kind is Kind.FAILED_PRECONDITION
     assert "emu" in refused.value.metadata["known"] and "offline" in refused.value.metadata["known"]
     with pytest.raises(NoSuchDevice) as refused:
-        schedule.matching(selectors.parse(""), "", [])
+        select_devices(selectors.parse(""), "", [])
     golden.check(refused.value)
 
 
@@ -243,49 +245,47 @@ def test_no_match_is_refused_with_what_there_is(golden: Golden) -> None:
     ],
 )
 def test_the_reason_why_a_cell_waits_is_reported(known: list[Device], busy: dict[str, str], says: str) -> None:
-    assert schedule.why_waiting(cell(), known, busy) == says
+    assert why_waiting(cell(), known, busy) == says
 
 
 def test_a_device_of_other_projects_does_not_exist_for_a_cell() -> None:
     theirs = device("a", projects=["audio"])
     waiting = Waiting("c", selectors.parse(""), 0, (0, 0), project="vision")
-    assert schedule.schedule([waiting], [theirs]) == []
-    assert schedule.why_waiting(waiting, [theirs], {"a": "attempt"}) == "no known device matches any more"
-    assert schedule.schedule([waiting], [theirs, device("b")]) == [Assignment("c", "b")]
+    assert schedule([waiting], [theirs]) == []
+    assert why_waiting(waiting, [theirs], {"a": "attempt"}) == "no known device matches any more"
+    assert schedule([waiting], [theirs, device("b")]) == [Assignment("c", "b")]
     both = device("c", projects=["audio", "vision"])
-    assert schedule.schedule([waiting], [theirs, both]) == [Assignment("c", "c")]
-    assert schedule.open_to("vision", [theirs, both, device("b")]) == [both, device("b")]
+    assert schedule([waiting], [theirs, both]) == [Assignment("c", "c")]
+    assert open_to("vision", [theirs, both, device("b")]) == [both, device("b")]
 
 
 def test_a_device_with_fewer_cpus_than_threads_gets_no_cell_and_is_named_to_waiting_cells() -> None:
     small, large = device("small", cores=2), device("large", BUSY, cores=8)
     waiting = Waiting("c", selectors.parse(""), 0, (0, 0), threads=4)
-    assert schedule.schedule([waiting], [small, large]) == []
-    assert schedule.why_waiting(waiting, [small, large], {"large": "x"}) == (
-        "large is busy; too few cpus for 4 threads: small has 2"
-    )
-    assert schedule.why_waiting(waiting, [small], {}) == "too few cpus for 4 threads: small has 2"
-    assert schedule.schedule([waiting], [small, device("large", cores=8)]) == [Assignment("c", "large")]
-    assert schedule.schedule([Waiting("c", selectors.parse(""), 0, (0, 0), threads=2)], [small]) == [Assignment("c", "small")]
-    assert schedule.schedule([waiting], [device("unknown")]) == [Assignment("c", "unknown")], "its cpus are not known"
+    assert schedule([waiting], [small, large]) == []
+    assert why_waiting(waiting, [small, large], {"large": "x"}) == ("large is busy; too few cpus for 4 threads: small has 2")
+    assert why_waiting(waiting, [small], {}) == "too few cpus for 4 threads: small has 2"
+    assert schedule([waiting], [small, device("large", cores=8)]) == [Assignment("c", "large")]
+    assert schedule([Waiting("c", selectors.parse(""), 0, (0, 0), threads=2)], [small]) == [Assignment("c", "small")]
+    assert schedule([waiting], [device("unknown")]) == [Assignment("c", "unknown")], "its cpus are not known"
 
 
 def test_a_drained_device_gets_no_cell_and_its_reason_is_told() -> None:
     drained = device("a", DRAINING, drain=DeviceDrain(reason="new cable"))
     waiting = Waiting("c", selectors.parse(""), 0, (0, 0))
-    assert schedule.schedule([waiting], [drained]) == []
-    assert schedule.why_waiting(waiting, [drained], {}) == "a is drained: new cable"
+    assert schedule([waiting], [drained]) == []
+    assert why_waiting(waiting, [drained], {}) == "a is drained: new cable"
     drained.drain.reason = ""
-    assert schedule.why_waiting(waiting, [drained], {}) == "a is drained"
+    assert why_waiting(waiting, [drained], {}) == "a is drained"
     both = [drained, device("b", BUSY)]
-    assert schedule.why_waiting(waiting, both, {"a": "x", "b": "y"}) == "b is busy", "the drained one takes no turn"
-    assert schedule.why_waiting(waiting, [drained, device("b", BUSY)], {"b": "x"}) == "b is busy"
+    assert why_waiting(waiting, both, {"a": "x", "b": "y"}) == "b is busy", "the drained one takes no turn"
+    assert why_waiting(waiting, [drained, device("b", BUSY)], {"b": "x"}) == "b is busy"
 
 
 def test_cells_with_other_threads_are_considered_separately() -> None:
     known = [device("a", cores=2), device("b", cores=8)]
     waiting = [Waiting(f"c{threads}", selectors.parse(""), 0, (0, threads), threads=threads) for threads in (1, 8)]
-    assert schedule.schedule(waiting, known) == [Assignment("c1", "a"), Assignment("c8", "b")]
+    assert schedule(waiting, known) == [Assignment("c1", "a"), Assignment("c8", "b")]
 
 
 def at(second: float) -> int:
@@ -295,8 +295,8 @@ def at(second: float) -> int:
 def test_a_waiting_cell_gains_a_level_of_priority_in_ten_minutes() -> None:
     old = Waiting("old", selectors.parse(""), 0, (at(0), 0))
     within, after = (Waiting("new", selectors.parse(""), 1, (at(AGEING_S + each), 1)) for each in (-1, 1))
-    assert schedule.schedule([old, within], [device("a")]) == [Assignment("new", "a")]
-    assert schedule.schedule([old, after], [device("a")]) == [Assignment("old", "a")]
+    assert schedule([old, within], [device("a")]) == [Assignment("new", "a")]
+    assert schedule([old, after], [device("a")]) == [Assignment("old", "a")]
     assert aged_priority(old, 3 * AGEING_S) == pytest.approx(3)
 
 
@@ -311,11 +311,11 @@ def test_the_nearer_a_deadline_the_sooner() -> None:
     known: list[Device] = []
     for count, last in enumerate(["soon", "later", "none", "tomorrow"], 1):
         known.append(device(f"d{count}"))
-        assert {each.cell_id for each in schedule.schedule(waiting, known)} - {
-            each.cell_id for each in schedule.schedule(waiting, known[:-1])
-        } == {last}
+        assert {each.cell_id for each in schedule(waiting, known)} - {each.cell_id for each in schedule(waiting, known[:-1])} == {
+            last
+        }
     late = datetime.fromtimestamp(now_s + 61, UTC)
-    assert "soon" not in {each.cell_id for each in schedule.schedule(waiting, [*known, device("d5")], now=late)}
+    assert "soon" not in {each.cell_id for each in schedule(waiting, [*known, device("d5")], now=late)}
 
 
 def queued(owner: str, count: int, project: str = "default", start: int = 0) -> list[Waiting]:
@@ -331,14 +331,14 @@ def owners(assignments: list[Assignment]) -> list[str]:
 
 def test_owners_take_turns_however_many_cells_the_first_one_has() -> None:
     known = [device(f"d{number}") for number in range(8)]
-    placed = owners(schedule.schedule([*queued("ann", 50), *queued("bob", 50, start=100)], known))
+    placed = owners(schedule([*queued("ann", 50), *queued("bob", 50, start=100)], known))
     assert (placed.count("ann"), placed.count("bob")) == (4, 4)
 
 
 def test_projects_share_before_owners_do() -> None:
     known = [device(f"d{number}") for number in range(8)]
     waiting = [*queued("ann", 9, "audio"), *queued("bob", 9, "audio"), *queued("cid", 9, "vision")]
-    placed = owners(schedule.schedule(waiting, known))
+    placed = owners(schedule(waiting, known))
     assert placed.count("cid") in (3, 4) and {placed.count("ann"), placed.count("bob")} <= {2, 3}
 
 
@@ -349,12 +349,12 @@ def test_who_used_devices_lately_comes_later_until_that_is_forgotten() -> None:
     waiting = [*queued("ann", 1), *queued("bob", 1, start=600)]
     used = ledger.lately(3600.0)
     assert used == {("default", "ann"): 3600.0}
-    assert schedule.schedule(waiting, [device("a")], Usage(used)) == [Assignment("bob-0", "a")]
+    assert schedule(waiting, [device("a")], Usage(used)) == [Assignment("bob-0", "a")]
     assert ledger.lately(3600.0 + HALF_LIFE_S) == {("default", "ann"): pytest.approx(1800.0)}
     assert ledger.lately(0.0) == {("default", "ann"): 3600.0}, "a clock that was set back adds nothing"
     forgotten = ledger.lately(3600.0 + 20 * HALF_LIFE_S)
     assert forgotten == {}
-    assert schedule.schedule(waiting, [device("a")], Usage(forgotten)) == [Assignment("ann-0", "a")]
+    assert schedule(waiting, [device("a")], Usage(forgotten)) == [Assignment("ann-0", "a")]
 
 
 def test_a_run_counts_from_its_start_and_the_ledger_is_bounded() -> None:
@@ -376,7 +376,7 @@ def test_of_equal_devices_the_one_with_the_program_is_used() -> None:
         ({}, "a"), ({"b": {"p1"}}, "b"), ({"b": {"other"}}, "b"), ({"a": {"other"}, "b": {"p1"}}, "b"), ({"c": {"p1"}}, "a"),
         ({"a": {"p1"}, "b": {"p1"}}, "a"),
     ):  # fmt: skip
-        assert schedule.schedule([waiting], known, Usage(sent=sent)) == [Assignment("c", chosen)], sent
+        assert schedule([waiting], known, Usage(sent=sent)) == [Assignment("c", chosen)], sent
 
 
 def health(state: HealthState.ValueType, reason: str = "") -> DeviceHealth:
@@ -385,17 +385,17 @@ def health(state: HealthState.ValueType, reason: str = "") -> DeviceHealth:
 
 def test_a_quarantined_device_is_never_used_and_a_suspect_one_if_no_healthy_one_matches() -> None:
     sick, odd = device("a", health=health(QUARANTINED, "3 faults")), device("b", health=health(SUSPECT, "slower than itself"))
-    assert schedule.schedule([cell()], [sick]) == []
-    assert schedule.why_waiting(cell(), [sick], {}) == "a is quarantined: 3 faults"
-    assert schedule.schedule([cell()], [sick, odd]) == [Assignment("c", "b")]
+    assert schedule([cell()], [sick]) == []
+    assert why_waiting(cell(), [sick], {}) == "a is quarantined: 3 faults"
+    assert schedule([cell()], [sick, odd]) == [Assignment("c", "b")]
     busy = device("c", BUSY)
-    assert schedule.schedule([cell()], [sick, odd, busy]) == []
-    assert schedule.why_waiting(cell(), [sick, odd, busy], {"c": "x"}) == (
+    assert schedule([cell()], [sick, odd, busy]) == []
+    assert why_waiting(cell(), [sick, odd, busy], {"c": "x"}) == (
         "c is busy; b is used only if no healthy device matches: slower than itself"
     )
-    assert schedule.schedule([cell()], [odd, device("c", OFFLINE)]) == [Assignment("c", "b")], "it may be offline for weeks"
-    assert schedule.schedule([cell(avoid="c")], [odd, busy]) == [Assignment("c", "b")], "the other has failed the cell"
-    assert schedule.schedule([cell()], [odd, device("d", emulated=True)]) == [Assignment("c", "d")]
+    assert schedule([cell()], [odd, device("c", OFFLINE)]) == [Assignment("c", "b")], "it may be offline for weeks"
+    assert schedule([cell(avoid="c")], [odd, busy]) == [Assignment("c", "b")], "the other has failed the cell"
+    assert schedule([cell()], [odd, device("d", emulated=True)]) == [Assignment("c", "d")]
 
 
 def test_a_suspect_device_is_used_once_the_healthy_one_is_quarantined() -> None:
@@ -412,13 +412,13 @@ def test_a_reserved_device_is_for_its_reservation_and_a_reservation_for_its_devi
     held = device("a", reservation=Reservation(id="r1"))
     held.reservation.expire_time.FromDatetime(datetime(2026, 1, 2, 3, 4, 5, tzinfo=UTC))
     holder, other = replace(cell("holder"), reservation="r1"), cell("other")
-    assert schedule.schedule([other], [held]) == []
-    assert schedule.why_waiting(other, [held], {}) == "a is reserved until 2026-01-02 03:04:05 UTC"
-    assert schedule.schedule([other, holder], [held, device("b")]) == [Assignment("holder", "a"), Assignment("other", "b")]
-    assert schedule.schedule([holder], [device("b")]) == []
-    assert schedule.why_waiting(holder, [device("b")], {}) == "no device of the reservation r1 matches"
+    assert schedule([other], [held]) == []
+    assert why_waiting(other, [held], {}) == "a is reserved until 2026-01-02 03:04:05 UTC"
+    assert schedule([other, holder], [held, device("b")]) == [Assignment("holder", "a"), Assignment("other", "b")]
+    assert schedule([holder], [device("b")]) == []
+    assert why_waiting(holder, [device("b")], {}) == "no device of the reservation r1 matches"
     foreign = device("c", reservation=Reservation(id=""))
-    assert schedule.schedule([other], [foreign]) == [], "an empty id is no permission"
+    assert schedule([other], [foreign]) == [], "an empty id is no permission"
 
 
 def shared(name: str, order: int = 0, text: str = "") -> Waiting:
@@ -428,32 +428,32 @@ def shared(name: str, order: int = 0, text: str = "") -> Waiting:
 def test_unmeasured_runs_share_a_device_that_allows_it() -> None:
     board = device("a", concurrent_runs=3)
     waiting = [shared(f"c{number}", number) for number in range(5)]
-    assert [each.cell_id for each in schedule.schedule(waiting, [board])] == ["c0", "c1", "c2"]
+    assert [each.cell_id for each in schedule(waiting, [board])] == ["c0", "c1", "c2"]
     two = Usage(running={"a": [False, False]})
     board.state = BUSY
-    assert [each.cell_id for each in schedule.schedule(waiting, [board], two)] == ["c0"]
-    assert schedule.schedule([cell()], [board], two) == [], "a measurement is alone"
-    assert schedule.schedule(waiting, [board], Usage(running={"a": [True]})) == [], "nothing joins a measurement"
-    assert schedule.schedule(waiting, [device("b", BUSY)], Usage(running={"b": [False]})) == []
+    assert [each.cell_id for each in schedule(waiting, [board], two)] == ["c0"]
+    assert schedule([cell()], [board], two) == [], "a measurement is alone"
+    assert schedule(waiting, [board], Usage(running={"a": [True]})) == [], "nothing joins a measurement"
+    assert schedule(waiting, [device("b", BUSY)], Usage(running={"b": [False]})) == []
     idle = device("b")
-    assert schedule.schedule([shared("c0")], [board, idle], two) == [Assignment("c0", "a")], "the idle one stays for measurements"
+    assert schedule([shared("c0")], [board, idle], two) == [Assignment("c0", "a")], "the idle one stays for measurements"
 
 
 def test_a_stream_of_unmeasured_runs_does_not_starve_a_measurement() -> None:
     board = device("a", BUSY, concurrent_runs=3)
     measurement = Waiting("m", selectors.parse(""), 0, (at(5), 5))
     before, after = shared("before", 1), shared("after", 9)
-    assert schedule.schedule([measurement, after], [board], Usage(running={"a": [False]})) == []
-    assert schedule.schedule([measurement, before, after], [board], Usage(running={"a": [False]})) == [Assignment("before", "a")]
+    assert schedule([measurement, after], [board], Usage(running={"a": [False]})) == []
+    assert schedule([measurement, before, after], [board], Usage(running={"a": [False]})) == [Assignment("before", "a")]
     other = device("b", BUSY, concurrent_runs=3)
     use = Usage(running={"a": [False, False], "b": [False]})
-    assert schedule.schedule([measurement, after], [board, other], use) == [Assignment("after", "a")], "it keeps the other one"
+    assert schedule([measurement, after], [board, other], use) == [Assignment("after", "a")], "it keeps the other one"
     board.state = IDLE
-    assert schedule.schedule([measurement, after], [board]) == [Assignment("m", "a")]
+    assert schedule([measurement, after], [board]) == [Assignment("m", "a")]
 
 
 def test_many_devices_are_counted_instead_of_named() -> None:
     many = [device(f"d{number}", BUSY) for number in range(20)]
-    assert schedule.why_waiting(cell(), many, {each.id: "x" for each in many}) == "20 devices that match are busy"
+    assert why_waiting(cell(), many, {each.id: "x" for each in many}) == "20 devices that match are busy"
     drained = [device(f"d{number}", DRAINING) for number in range(5)]
-    assert schedule.why_waiting(cell(), drained, {}) == "d0 is drained; d1 is drained; d2 is drained; and so on for 2 more"
+    assert why_waiting(cell(), drained, {}) == "d0 is drained; d1 is drained; d2 is drained; and so on for 2 more"

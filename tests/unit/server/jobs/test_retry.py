@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from etfarm.server.access.scope import EVERYTHING
-from etfarm.server.devices.schedule import NoSuchDevice
+from etfarm.server.devices.selection import NoSuchDevice
 from etfarm.server.jobs import model
 from etfarm.server.jobs.records.deletion import JobDeletion
 from etfarm.server.jobs.records.journal import Journal

@@ -14,7 +14,7 @@ import pytest
 from sqlalchemy import Connection
 
 from etfarm.server.devices.bundles import BundleMissing
-from etfarm.server.devices.schedule import NoSuchDevice
+from etfarm.server.devices.selection import NoSuchDevice
 from etfarm.server.jobs import model
 from etfarm.server.jobs.cells import groups
 from etfarm.server.jobs.cells.limits import DeadlinePassed

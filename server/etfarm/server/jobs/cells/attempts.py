@@ -47,7 +47,7 @@ class Attempts:
         dispatch: Dispatch,
         results: Results,
         joblog: JobLog,
-        quiet: MeasurementLock,
+        measurement_lock: MeasurementLock,
         progress: CellProgress,
         timer: PhaseTimer,
         *,
@@ -60,7 +60,7 @@ class Attempts:
         self._dispatch = dispatch
         self._results = results
         self._joblog = joblog
-        self._quiet = quiet
+        self._measurement_lock = measurement_lock
         self._progress = progress
         self._timer = timer
         self._now = now
@@ -163,7 +163,7 @@ class Attempts:
             return
         self._progress.announce_phase(cell_runs, "WAIT_FOR_QUIET")
         phase = self._timer.start(job)
-        async with self._quiet.work() if device.emulated else self._quiet.measure():
+        async with self._measurement_lock.work() if device.emulated else self._measurement_lock.measure():
             phase.record("WAIT_FOR_QUIET", *cell_runs)
             yield
 

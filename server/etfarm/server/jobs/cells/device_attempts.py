@@ -12,8 +12,8 @@ from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.reservations import Reservations
 from etfarm.server.devices.runners import Runner, demand_runner
 from etfarm.server.devices.runs import Progressed, Runs
-from etfarm.server.devices.schedule import Waiting
 from etfarm.server.devices.scheduling.forecast import NO_WORKLOAD, Workload
+from etfarm.server.devices.scheduling.waiting import Waiting
 from etfarm.server.jobs.cells.placement import ANYTHING, Placement, Subject
 from etfarm.v1 import agent_pb2
 from etfarm.v1.common_pb2 import Artifact

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 
 from etfarm.server.devices.runs import Progressed
-from etfarm.server.devices.schedule import Waiting
+from etfarm.server.devices.scheduling.waiting import Waiting
 from etfarm.server.jobs import generation, model
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.cells.device_attempts import DeviceAttempts

@@ -11,7 +11,7 @@ from etfarm.server.compile.inputs import check_inputs
 from etfarm.server.compile.result import MethodFacts
 from etfarm.server.devices.bundles import Bundles
 from etfarm.server.devices.runners import Runner, known_runner
-from etfarm.server.devices.schedule import own_scope, scopes_of
+from etfarm.server.devices.scheduling.waiting import own_scope, scopes_of
 from etfarm.server.jobs import generation
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.workers.reader_threads import Readers

@@ -44,7 +44,7 @@ class CellStages:
     """The stages that every `CellRun` is led through. The journal is written at each transition.
 
     Args:
-        quiet: keeps the server quiet while a device on its machine measures.
+        measurement_lock: keeps the server quiet while a device on its machine measures.
         clock: returns seconds on a monotonic clock.
     """
 
@@ -58,7 +58,7 @@ class CellStages:
         dispatch: Dispatch,
         results: Results,
         analysis: CellAnalysis,
-        quiet: MeasurementLock,
+        measurement_lock: MeasurementLock,
         *,
         now: Callable[[], datetime],
         clock: Callable[[], float],
@@ -78,7 +78,7 @@ class CellStages:
         self._transitions = CellTransitions(journal, now)
         self._compilation = CellCompilation(compiler, joblog, self._progress, self._timer)
         attempts = Attempts(
-            self._transitions, requirements, dispatch, results, joblog, quiet, self._progress, self._timer,
+            self._transitions, requirements, dispatch, results, joblog, measurement_lock, self._progress, self._timer,
             now=now, on_device_fault=on_device_fault,
         )  # fmt: skip
         self.groups = Groups(attempts.run, self._announce_missing)

@@ -75,7 +75,7 @@ class Probing:
         bundles: Bundles,
         attempts: DeviceAttempts,
         runs: HealthRuns,
-        quiet: MeasurementLock,
+        measurement_lock: MeasurementLock,
         now: Callable[[], datetime],
         pauses: Pauses | None = None,
     ) -> None:
@@ -85,7 +85,7 @@ class Probing:
         self._bundles = bundles
         self._attempts = attempts
         self._runs = runs
-        self._quiet = quiet
+        self._measurement_lock = measurement_lock
         self._now = now
         self._tasks: dict[str, asyncio.Task[HealthEvent]] = {}
         """Health runs in progress, by device id."""
@@ -203,7 +203,7 @@ class Probing:
         """Return whether a device runs nothing, nobody wants it, and no work of the server would disturb a measurement on it."""
         if device.state != _IDLE or device.HasField("reservation") or self._attempts.is_wanted(device):
             return False
-        return device.emulated or not self._registry.is_on_this_machine(device.id) or self._quiet.is_free
+        return device.emulated or not self._registry.is_on_this_machine(device.id) or self._measurement_lock.is_free
 
     def _why_impossible(self, device: Device) -> str | None:
         """Return why a device can run no health program now; None if it can."""
@@ -263,7 +263,7 @@ class Probing:
 
         def is_still_idle() -> bool:
             nonlocal is_idle
-            is_quiet_wanted = self._registry.is_on_this_machine(device.id) and self._quiet.is_wanted
+            is_quiet_wanted = self._registry.is_on_this_machine(device.id) and self._measurement_lock.is_wanted
             is_idle = is_idle and not is_quiet_wanted and not self._attempts.is_wanted(device)
             return is_idle
 

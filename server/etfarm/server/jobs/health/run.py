@@ -81,7 +81,7 @@ class HealthRuns:
         runs: Runs,
         store: Store,
         readers: Readers,
-        quiet: MeasurementLock,
+        measurement_lock: MeasurementLock,
         thresholds: Thresholds,
         *,
         poll_s: float = POLL_S,
@@ -91,7 +91,7 @@ class HealthRuns:
         self._runs = runs
         self._store = store
         self._readers = readers
-        self._quiet = quiet
+        self._measurement_lock = measurement_lock
         self._thresholds = thresholds
         self._storing = asyncio.Lock()
         self._stored: dict[str, StoredProgram] = {}
@@ -163,7 +163,7 @@ class HealthRuns:
                 stored = await self._store_program(chosen)
                 if quiet is not None:
                     waits = f"The server, on the same machine as {device.name}, compiled or measured"
-                    await quiet.enter_async_context(self._quiet.measure())
+                    await quiet.enter_async_context(self._measurement_lock.measure())
                 return runner, chosen, stored
         except TimeoutError:
             raise HealthRunAborted(f"{waits} for {wait_s:g} s.", "Try again later.", device=device.id) from None

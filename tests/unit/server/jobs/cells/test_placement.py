@@ -11,8 +11,8 @@ import pytest
 
 from etfarm.server.access.scope import EVERYTHING, Scope
 from etfarm.server.devices.runs import Runs
-from etfarm.server.devices.schedule import Waiting
 from etfarm.server.devices.scheduling.forecast import Workload
+from etfarm.server.devices.scheduling.waiting import Waiting
 from etfarm.server.jobs.cells.limits import DeadlineMissed, WaitedTooLong
 from etfarm.server.jobs.cells.placement import ANYTHING, Placement, Subject, Use
 from etfarm.server.jobs.waiting_list import WaitingList

@@ -193,7 +193,7 @@ async def test_requested_runs_that_wait_keep_no_due_one_from_its_turn(world: Wor
 async def test_a_caller_who_leaves_ends_the_run_that_it_requested(world: World) -> None:
     agent = await world.agent()
     await world.health.clear("pi", "ann")
-    async with probed(world, quiet=MeasurementLock()) as health:
+    async with probed(world, measurement_lock=MeasurementLock()) as health:
         start = await agent.started()
         answer(agent, start)
         await agent.expect_message("ack", start.attempt_id)
