@@ -54,8 +54,9 @@ class CellTransitions:
 
 
 def _finished_result(run: CellRun, after: Cell) -> agent_pb2.CandidateResult | None:
-    """Return the result of the last attempt if that has ended."""
-    return run.result if after.attempts and after.attempts[-1].HasField("end_time") else None
+    """Return the result of the last attempt if that has ended and is not in the journal yet."""
+    is_written = run.cell.state == model.ANALYZING
+    return run.result if after.attempts and after.attempts[-1].HasField("end_time") and not is_written else None
 
 
 async def run_to_completion(work: Coroutine[Any, Any, T]) -> T:

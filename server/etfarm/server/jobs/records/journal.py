@@ -15,7 +15,7 @@ from etfarm.server.jobs.records.farm_watch import FarmWatch
 from etfarm.server.jobs.records.listing import LIST_BYTES, STATES, brief, listed_events, listed_job, state_of
 from etfarm.server.jobs.records.quotas import Quotas
 from etfarm.server.jobs.records.reports import ReportRecords, report_row
-from etfarm.server.jobs.records.rows import job_not_found, job_row, resolve_job, state_name, to_utc, write_attempt
+from etfarm.server.jobs.records.rows import find_id, job_not_found, job_row, resolve_job, state_name, to_utc, write_attempt
 from etfarm.server.jobs.records.selection import ALL_JOBS, JobFilter, select_jobs
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.server.notices.outbox import Outbox
@@ -169,7 +169,7 @@ class Journal:
 
         Args:
             report: the cell's report, if this is its last change.
-            result: the result of the cell's last attempt, if that has ended.
+            result: the result of the cell's last attempt, if that has ended and is not written yet.
 
         Raises:
             StaleVersion: the journal does not have the previous version of the cell.
@@ -254,7 +254,9 @@ class Journal:
 
     async def find(self, key: str, scope: Scope) -> str:
         """Return the id of the job that `get` returns; raise as it does."""
-        return await self._database.read(partial(resolve_job, key=key, scope=scope))
+        # Most keys are ids, which take one statement.
+        rows = await self._database.query(find_id(key, scope))
+        return str(rows[0].id) if rows else await self._database.read(partial(resolve_job, key=key, scope=scope))
 
     async def list(
         self, size: int, before: int | None, scope: Scope, filter_: JobFilter = ALL_JOBS

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import Final
 
-from sqlalchemy import Connection, select
+from sqlalchemy import Connection, Executable, select
 
 from etfarm.server.access.scope import Scope
 from etfarm.server.jobs import model
@@ -69,6 +69,11 @@ def _whole_job(connection: Connection, job_id: str) -> Job | None:
     return job
 
 
+def find_id(key: str, scope: Scope) -> Executable:
+    """Return the query for the id of a scope's job whose id is `key`."""
+    return select(schema.jobs.c.id).where(scope.clause(schema.jobs.c.project), schema.jobs.c.id == key)
+
+
 def resolve_job(connection: Connection, key: str, scope: Scope) -> str:
     """Return the id of the job that a key refers to; see `Journal.get`.
 
@@ -81,7 +86,7 @@ def resolve_job(connection: Connection, key: str, scope: Scope) -> str:
         in_active = visible.where(jobs.project == scope.active) if scope.active else visible
         matching: Sequence[str] = connection.execute(in_active.order_by(jobs.number.desc()).limit(1)).scalars().all()
     else:
-        exact: str | None = connection.execute(visible.where(jobs.id == key)).scalar()
+        exact: str | None = connection.execute(find_id(key, scope)).scalar()
         if exact is not None:
             return exact
         if (tag := find_tag(connection, key, scope)) is not None:

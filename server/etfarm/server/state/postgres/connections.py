@@ -69,7 +69,7 @@ class Connections:
         self._statement_s = min(most_s, max(least_s, limit_s))
         self.parameters = _parameters(url, self._statement_s, max(_CONNECT_S[0], min(_CONNECT_S[1], round(limit_s))))
         self._engine = create_engine("postgresql+psycopg://", poolclass=NullPool, creator=self._connect, use_native_hstore=False)
-        event.listen(self._engine, "do_executemany", _execute_single)
+        event.listen(self._engine, "do_executemany", _execute_few)
 
     def _connect(self) -> BoundedConnection:
         # Transactions begin with statements of ours, which say more than BEGIN.
@@ -134,11 +134,12 @@ class Connections:
         self._engine.dispose()
 
 
-def _execute_single(cursor: psycopg.Cursor[Any], statement: bytes, rows: Sequence[Any], _context: object) -> bool:
-    """Execute a statement for a list of one row in one round trip: the driver takes three for a list of any length."""
-    if len(rows) == 1:
-        cursor.execute(statement, rows[0])
-    return len(rows) == 1
+def _execute_few(cursor: psycopg.Cursor[Any], statement: bytes, rows: Sequence[Any], _context: object) -> bool:
+    """Execute a statement for one or two rows in a round trip each: the driver takes three for a list of any length."""
+    is_short = len(rows) <= 2
+    for row in rows if is_short else ():
+        cursor.execute(statement, row)
+    return is_short
 
 
 def pauses() -> Iterator[float]:
