@@ -7,7 +7,6 @@ wait in threads that nothing ends.
 from __future__ import annotations
 
 import asyncio
-import http.client
 import io
 import math
 import re
@@ -144,6 +143,8 @@ def _require_range(head: bytes, offset: int, size_bytes: int) -> None:
     status = words[1] if len(words) > 1 and words[0].startswith("HTTP/1.") and words[1].isdigit() else "no HTTP status"
     if status != ("206" if offset else "200"):
         raise LinkFailed(f"it answers {status[:20]}")
+    import http.client  # a megabyte, which only agents that follow links need
+
     try:
         headers = http.client.parse_headers(io.BytesIO(rest))
     except http.client.HTTPException:
