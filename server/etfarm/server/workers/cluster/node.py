@@ -90,7 +90,8 @@ class NodeService:
         self._child(arguments)
         for key in self._files.holders(arguments["digest"]) & self._children.keys():
             self._children[key].touch()  # those that wait for the file, too
-        await asyncio.to_thread(self._files.write, arguments["digest"], arguments["offset"], data, arguments["size"])
+        where = (arguments["child"], arguments["digest"], arguments["offset"])
+        await asyncio.to_thread(self._files.write, *where, data, arguments["size"])
         return b""
 
     async def _begin(self, arguments: Any, data: bytes) -> bytes:

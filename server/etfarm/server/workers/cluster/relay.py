@@ -17,7 +17,7 @@ from etfarm.server.workers import errors
 from etfarm.server.workers.channel import frames
 from etfarm.server.workers.channel.room import require_room
 from etfarm.server.workers.cluster import relay_frames
-from etfarm.server.workers.cluster.file_cache import FileDiffers
+from etfarm.server.workers.cluster.file_cache import ArrivingFile, FileDiffers
 from etfarm.server.workers.cluster.nodes import Node, NodeState
 from etfarm.server.workers.ordered_process import Ends
 from etfarm.wire import digest as digests
@@ -279,15 +279,16 @@ async def _fetch_file(node: RayNode, child: str, folder: Path, name: str, size: 
         raise errors.BadWorkerAnswer(f"A compile node names {name[:100]!r}, which is not a file in a folder.")
     path = folder / name
     require_room(folder, size + reserve_bytes)
-    with path.open("xb") as file:
-        while file.tell() < size:
-            data = await node.call("read", {"child": child, "name": name, "offset": file.tell()})
-            if not data or file.tell() + len(data) > size:
+    file = ArrivingFile(path)
+    with contextlib.closing(file):
+        while file.size_bytes < size:
+            data = await node.call("read", {"child": child, "name": name, "offset": file.size_bytes})
+            if not data or file.size_bytes + len(data) > size:
                 raise FileDiffers(
                     f"The child's file {name[:100]!r} does not have the {size} bytes of its list.", "Retry the job."
                 )
-            await asyncio.to_thread(file.write, data)
-    if await asyncio.to_thread(digests.of_file, path) != digest:
+            await asyncio.to_thread(file.append, data)
+    if file.digest != digest:
         raise FileDiffers(f"The child's file {name[:100]!r} arrived with another digest.", "Retry the job.")
 
 
