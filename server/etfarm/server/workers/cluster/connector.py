@@ -48,6 +48,8 @@ _PULSE_S: Final = 10.0
 """Interval at which a ready node is asked for a sign of life, also while nothing runs there."""
 _RETRY_S: Final = 10.0
 """Pause before a refused or lost node is tried again."""
+_COSTLY_RETRY_S: Final = 60.0
+"""The same for a node that was refused after its service had started, which loads the toolchain."""
 _PROBE_S: Final = 60.0
 _START_S: Final = 300.0
 """Time that a node's service may take to load the toolchain."""
@@ -137,8 +139,9 @@ class Connector:
                 is_new = node.change(*_judge(error))
                 if is_new and not isinstance(error, NodeGone | RayError | ConnectionError):
                     self._report_defect(Defect(f"The admission of {node.node.name}", error))
+            is_costly = node.node.state is NodeState.REFUSED and node.actor is not None
             node.actor = None  # Ray ends what has no handle
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(_COSTLY_RETRY_S if is_costly else _RETRY_S)
             node.lost.clear()
 
     async def _watch_over(self, node: RayNode) -> None:

@@ -15,6 +15,7 @@ import pytest
 from etfarm.server.workers.cluster import node as nodes
 from etfarm.server.workers.cluster import relay_frames
 from etfarm.server.workers.cluster.node import NodeService
+from etfarm.server.workers.cluster.relayed_child import RelayedChild
 from etfarm.server.workers.limits import Limits
 from etfarm.wire.errors import EtfarmError, FarmError
 
@@ -83,12 +84,15 @@ async def test_an_error_in_the_end_of_one_child_keeps_no_other_alive(
 ) -> None:
     monkeypatch.setattr(nodes, "LEASE_S", 0.3)
 
-    async def fail() -> None:
+    end = RelayedChild.end
+
+    async def fail_once(child: RelayedChild) -> None:
+        monkeypatch.setattr(RelayedChild, "end", end)
         raise OSError("the folder cannot be deleted")
 
+    monkeypatch.setattr(RelayedChild, "end", fail_once)
     for child in ("a", "b"):
         await call(service, "open", child=child, task="t", files={})
-    monkeypatch.setattr(service._children["a"], "end", fail)
     watch = asyncio.create_task(service._end_abandoned())
     try:
         async with asyncio.timeout(30):
