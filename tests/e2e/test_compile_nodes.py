@@ -6,6 +6,8 @@ import asyncio
 import contextlib
 import json
 import os
+import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,11 +15,13 @@ import time
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
+from structlog.testing import capture_logs
 
 from etfarm.server.workers.cluster import pool as cluster_pool
 from etfarm.server.workers.cluster.node import LEASE_S
@@ -26,7 +30,7 @@ from etfarm.server.workers.cluster.pool import ClusterPool
 from etfarm.server.workers.cluster.tenure import Tenure
 from etfarm.server.workers.errors import ChildDied, ChildTimedOut, WorkersDown
 from etfarm.server.workers.limits import Limits
-from etfarm.wire.errors import EtfarmError, Fault
+from etfarm.wire.errors import EtfarmError, FarmError, Fault
 from etfarm.wire.names import CONFIG_VARIABLE
 from tests.support import models
 from tests.support.farm import FarmProcess, etfarm
@@ -43,8 +47,20 @@ TASKS = "tests.support.worker_tasks"
 LIMITS = Limits(memory_bytes=256 << 20, cpu_s=60, threads=1)
 WAIT_S = 90.0
 POOL_METRICS = ("etfarm_compile_slots", "etfarm_compile_running", "etfarm_compile_waiting", "etfarm_compile_nodes")
+REFUSED_S = 20.0
+"""Time within which a node is refused, with a margin for a busy machine; Ray itself tries for 60 s."""
 SOON_S = LEASE_S / 2
 """Time that only an orderly end keeps to."""
+
+
+@dataclass(frozen=True)
+class Lingering:
+    """A task that lingers."""
+
+    run: asyncio.Task[Any]
+    tree: list[psutil.Process]
+    """Its grandchildren."""
+    events: asyncio.Queue[bytes]
 
 
 @pytest.fixture(scope="module")
@@ -200,6 +216,95 @@ async def test_a_task_whose_node_is_killed_is_placed_on_another(pool: ClusterPoo
         node.end()
 
 
+def actors(cluster: RayCluster) -> list[psutil.Process]:
+    return [actor for node in cluster.nodes for actor in node.actors()]
+
+
+async def start_lingering(pool: ClusterPool, on_restart: Callable[[], None] = lambda: None) -> Lingering:
+    """Run `linger` until it lingers."""
+    before, lingers = {process.pid for process in lingering()}, asyncio.Queue[bytes]()
+    task = f"{TASKS}:linger"
+    run = asyncio.create_task(pool.run(task, None, deadline_s=120, on_event=lingers.put_nowait, on_restart=on_restart))
+    async with asyncio.timeout(WAIT_S):
+        await lingers.get()
+    tree = [process for process in lingering() if process.pid not in before]
+    assert tree
+    return Lingering(run, tree, lingers)
+
+
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [(signal.SIGKILL, "its worker process has died|is unavailable"), (signal.SIGSTOP, "It did not answer for 30 s.")],
+    ids=["killed", "stopped"],
+)
+async def test_a_node_whose_actor_fails_is_lost_for_that_reason_and_taken_again(
+    cluster: RayCluster, tmp_path: Path, number: signal.Signals, reason: str
+) -> None:
+    reported: list[Node] = []
+    async with running_pool(cluster, tmp_path, report=reported.append) as pool:
+        first = await until(pool, lambda node: node.state is NodeState.READY)
+        lingers = await start_lingering(pool)
+        for actor in actors(cluster):
+            actor.send_signal(number)
+        lost = await until(pool, lambda node: node.id == first.id and node.state is NodeState.LOST)
+        assert re.search(reason, lost.detail)
+        counted = pool.measure().nodes
+        assert counted["ready"] == 0
+        assert counted["lost"] >= 1  # the cluster may still list a node that another test has ended
+        async with asyncio.timeout(WAIT_S):
+            await lingers.events.get()  # of the child that was started again
+        assert [node.id for node in pool.nodes if node.state is NodeState.READY] == [first.id]
+        _, alive = psutil.wait_procs(lingers.tree, timeout=SOON_S)
+        assert not alive
+        lingers.run.cancel()
+        await asyncio.wait({lingers.run})
+        if number is signal.SIGKILL:  # again, while nothing runs there
+            for actor in actors(cluster):
+                actor.kill()
+            await until(pool, lambda node: node.id == first.id and node.state is NodeState.LOST)
+    assert NodeState.REFUSED not in {node.state for node in reported}
+
+
+async def test_a_node_whose_raylet_is_killed_is_lost_without_remains_and_is_itself_again_when_it_returns(
+    cluster: RayCluster, tmp_path: Path
+) -> None:
+    reported: list[Node] = []
+    node = cluster.add_node(cpus=2)
+    try:
+        async with running_pool(cluster, tmp_path, report=reported.append) as pool:
+            killed = await until(pool, lambda node: node.cpus == 2 and node.state is NodeState.READY)
+            lingers = await start_lingering(pool)
+            os.kill(node.pids["raylet"], signal.SIGKILL)
+            _, alive = psutil.wait_procs(lingers.tree, timeout=LEASE_S)
+            assert not alive
+            await until(pool, lambda node: node.id == killed.id and node.state is NodeState.LOST)
+            lingers.run.cancel()
+            await asyncio.wait({lingers.run})
+            node.end()
+            node = cluster.add_node(cpus=2)
+            back = await until(pool, lambda node: node.cpus == 2 and node.state is NodeState.READY)
+            assert (back.host, back.address) == (killed.host, killed.address)
+            assert killed.id not in {node.id for node in pool.nodes}
+            assert pool.measure().nodes["lost"] == 0
+    finally:
+        node.end()
+    assert {each.state for each in reported if each.id == killed.id} == {NodeState.PREPARING, NodeState.READY, NodeState.LOST}
+
+
+async def test_a_bug_on_a_node_is_reported_once_and_costs_no_node(cluster: RayCluster, pool: ClusterPool) -> None:
+    (ready,) = [node for node in pool.nodes if node.state is NodeState.READY]
+    for children in cluster.folder.glob("etfarm-nodes-*/node-*/children"):
+        shutil.rmtree(children)  # what no code expects
+    restarts: list[None] = []
+    with capture_logs() as logged, pytest.raises(FarmError, match="FileNotFoundError") as raised:
+        await pool.run(f"{TASKS}:echo", 1, deadline_s=60, on_restart=lambda: restarts.append(None))
+    assert (raised.value.reason, restarts) == ("INTERNAL", [])
+    (line,) = logged
+    assert line["event"] == "a compile node failed because of a bug"
+    assert "in begin" in line["traceback"]
+    assert ready in pool.nodes
+
+
 async def test_without_a_ready_node_a_task_fails_as_the_farms_fault(
     cluster: RayCluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -242,13 +347,19 @@ async def test_a_node_with_another_torch_is_refused_by_name(cluster: RayCluster,
                 pass  # on the other node
 
 
+def bare_environment(folder: Path) -> Path:
+    """Create an environment without packages. Return its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    return folder / "bin" / "python"
+
+
 def virtual_environment(folder: Path) -> Path:
     """Create an environment with this one's packages. Return its Python."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    python = bare_environment(folder)
     (site,) = folder.glob("lib/python*/site-packages")
     paths = [path for path in sys.path if path.endswith("site-packages")]
     (site / "shared.pth").write_text("".join(f"import site; site.addsitedir({path!r})\n" for path in paths))
-    return folder / "bin" / "python"
+    return python
 
 
 async def test_a_node_compiles_in_the_environment_that_the_server_names(cluster: RayCluster, tmp_path: Path) -> None:
@@ -259,6 +370,36 @@ async def test_a_node_compiles_in_the_environment_that_the_server_names(cluster:
         await pool.run(f"{TASKS}:prefix", None, deadline_s=60) as finished,
     ):
         assert finished.result.decode() == str(tmp_path / "environment")
+
+
+async def until_known(pool: ClusterPool) -> None:
+    """Wait until the cluster has listed a node."""
+    async with asyncio.timeout(WAIT_S):
+        while not pool.nodes:
+            await pool.changed()
+
+
+async def test_a_python_that_is_not_there_is_refused_soon_and_used_once_it_is(cluster: RayCluster, tmp_path: Path) -> None:
+    python = tmp_path / "environment" / "bin" / "python"
+    async with running_pool(cluster, tmp_path, python=str(python)) as pool:
+        await until_known(pool)
+        start_s = time.monotonic()
+        refused = await until(pool, lambda node: node.state is NodeState.REFUSED)
+        assert time.monotonic() - start_s < REFUSED_S
+        assert refused.detail.startswith(f"It has no {python} that it can execute. Create the environment")
+        virtual_environment(tmp_path / "environment")
+        await until(pool, lambda node: node.state is NodeState.READY)
+
+
+async def test_a_python_without_etfarm_is_refused_soon(cluster: RayCluster, tmp_path: Path) -> None:
+    python = bare_environment(tmp_path / "bare")
+    async with running_pool(cluster, tmp_path, python=str(python)) as pool:
+        await until_known(pool)
+        start_s = time.monotonic()
+        refused = await until(pool, lambda node: node.state is NodeState.REFUSED)
+        assert time.monotonic() - start_s < REFUSED_S
+    assert refused.detail.startswith(f"Its {python} has torch (not installed), and the server has 2.")
+    assert "etfarm (not installed)" in refused.detail
 
 
 async def test_an_environment_with_other_versions_is_refused(cluster: RayCluster, tmp_path: Path) -> None:
@@ -332,6 +473,16 @@ async def test_a_killed_connector_is_replaced(pool: ClusterPool) -> None:
     assert pool.connector_pid != first
     run.cancel()
     await asyncio.wait({run})
+
+
+async def test_an_idle_pool_loses_the_nodes_of_a_killed_connector_and_connects_again(pool: ClusterPool) -> None:
+    assert pool.connector_pid is not None
+    os.kill(pool.connector_pid, signal.SIGKILL)
+    async with asyncio.timeout(WAIT_S):
+        while any(node.state is not NodeState.LOST for node in pool.nodes):
+            await pool.changed()
+        while not any(node.state is NodeState.READY for node in pool.nodes):
+            await pool.changed()
 
 
 @pytest.mark.parametrize(("lost", "within_s"), [("server", SOON_S), ("machine", 2 * LEASE_S)])

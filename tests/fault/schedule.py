@@ -1,9 +1,12 @@
 """A random schedule of jobs and faults on a real farm, and what must hold afterwards.
 
-    python -m tests.fault.schedule --seed 7 --minutes 1 [--large]
+    python -m tests.fault.schedule --seed 7 --minutes 1 [--large [--nodes]]
 
 A seed draws the actions and the pauses between them; what they hit depends on the machine. A new kind of fault is a function
 in `tests.fault.actions` with the decorator `action`.
+
+`--large` is a farm of two servers on PostgreSQL and S3. With `--nodes`, it compiles on two nodes of a Ray cluster. Processes of
+the nodes, and whole nodes, are killed in the middle of compilations.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ from etfarm.v1 import common_pb2, device_pb2, job_pb2
 from tests.fault.actions import ACTIONS
 from tests.fault.engine_actions import ENGINE_ACTIONS
 from tests.fault.engines import Engines, running_engines
+from tests.fault.node_actions import NODE_ACTIONS
 from tests.fault.shaken_farm import SIMULATED, World, start_time
 from tests.support import invariants
 from tests.support.farm import wait_until
@@ -38,12 +42,16 @@ PAUSE_S: Final = 0.25
 """Mean pause between two actions."""
 SETTLE_S: Final = 120.0
 """Within which every job ends once the faults are over."""
+NODES_SETTLE_S: Final = 300.0
+"""The same with nodes of a Ray cluster, which the next leader lets load the toolchain."""
+NODES: Final = 2
 NOTICES_S: Final = 30.0
 """Within which every notice arrives; one that failed is sent again after ten seconds."""
 EXPLAINED: Final = frozenset(
     {
-        "ATTEMPT_LOST", "CANCELLED", "CANNOT_START_RUNNER", "COMPILER_CRASHED", "DEVICE_OFFLINE", "PROGRAM_CRASHED",
-        "PROGRAM_FAILED", "RESERVATION_ENDED", "RESULT_IMPLAUSIBLE", "RUNNER_BROKEN", "SET_ASIDE",
+        "ATTEMPT_LOST", "CANCELLED", "CANNOT_START_RUNNER", "COMPILE_NODE_LOST", "COMPILER_CRASHED", "DEVICE_OFFLINE",
+        "NO_COMPILE_NODE", "PROGRAM_CRASHED", "PROGRAM_FAILED", "RESERVATION_ENDED", "RESULT_IMPLAUSIBLE", "RUNNER_BROKEN",
+        "SET_ASIDE",
     }
 )  # fmt: skip
 """Reasons for which a cell may fail under these faults."""
@@ -57,7 +65,8 @@ async def settle(world: World) -> None:
     for agent in world.simulated:
         agent.act, agent.is_mute = answer_all, False
         agent.crash()  # what hangs is lost
-    async with asyncio.timeout(SETTLE_S):
+    has_nodes = world.engines is not None and world.engines.cluster is not None
+    async with asyncio.timeout(NODES_SETTLE_S if has_nodes else SETTLE_S):
         waited: set[asyncio.Task[None]] = set()
         while waited != world.tasks:  # one may add another
             waited = set(world.tasks)
@@ -153,6 +162,13 @@ def check_remains(world: World) -> list[str]:
 
     if not wait_until(lambda: not left(), 15.0):
         wrong.append(f"processes are left: {left()}")
+    cluster = world.engines.cluster if world.engines is not None else None
+
+    def on_nodes() -> list[int]:
+        return [actor.pid for node in cluster.nodes for actor in node.actors()] if cluster is not None else []
+
+    if not wait_until(lambda: not on_nodes(), 30.0):
+        wrong.append(f"actors are left on nodes: {on_nodes()}")
     for path in world.farm.folder.rglob("*.log"):
         text = path.read_text(errors="replace")
         wrong += [f"{path.name}: {text[max(0, place - 200) : place + 2000]}" for bug in BUGS if (place := text.find(bug)) >= 0]
@@ -177,7 +193,7 @@ async def run(
         AssertionError: something does not hold; the message has the timeline, and how to repeat it.
     """
     plan, world = random.Random(seed), World(folder, seed, compiles=compiles, engines=engines)
-    odds = ACTIONS | (ENGINE_ACTIONS if engines else {})
+    odds = ACTIONS | (ENGINE_ACTIONS if engines else {}) | (NODE_ACTIONS if engines and engines.cluster else {})
     wrong: list[str] = []
     cause: BaseException | None = None
     try:
@@ -201,6 +217,7 @@ async def run(
         live = [f"{each.what}: {each.job.id if each.job else 'not answered'}, {len(each.events)} events" for each in world.live]
         repeat = f"python -m tests.fault.schedule --seed {seed} --minutes {seconds / 60:g}"
         repeat += f"{'' if world.compiles else ' --no-compile'}{' --large' if world.engines else ''}"
+        repeat += " --nodes" if world.engines and world.engines.cluster else ""
         raise AssertionError(
             "\n".join([f"seed {seed}", *world.timeline, "", *live, "", *wrong, "", f"Repeat with: {repeat}"])
         ) from cause
@@ -214,8 +231,11 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=0.25)
     parser.add_argument("--no-compile", action="store_true", help="no compilations, for which each server loads torch")
     parser.add_argument("--large", action="store_true", help="two servers on PostgreSQL and S3, which have faults as well")
+    parser.add_argument("--nodes", action="store_true", help="with --large: compilations on two nodes of a Ray cluster")
     parser.add_argument("--folder", type=Path, help="where the farm's data and logs stay; default: a temporary folder")
     options = parser.parse_args()
+    if options.nodes and (options.no_compile or not options.large):
+        parser.error("--nodes requires --large, and excludes --no-compile.")
     seed = random.SystemRandom().randrange(1_000_000) if options.seed is None else options.seed
     print(f"seed {seed}", flush=True)
     program("add")
@@ -225,7 +245,7 @@ def main() -> int:
         folder.mkdir(parents=True, exist_ok=True)
         try:
             # The S3 server is started by an event loop of its own.
-            with running_engines() if options.large else nullcontext() as engines:
+            with running_engines(NODES if options.nodes else 0) if options.large else nullcontext() as engines:
                 work = run(folder, seed, options.minutes * 60, compiles=not options.no_compile, engines=engines)
                 world = asyncio.run(work)
         except AssertionError as error:

@@ -62,8 +62,9 @@ class World:
         self.compiles = compiles
         self.engines = engines
         serve = ["--patience", str(PATIENCE_S), "--webhook-allow", "127.0.0.1", *(engines.arguments if engines else ())]
-        self.farm = FarmProcess(folder, serve=serve)
-        self.second = FarmProcess(folder / "second", serve=serve) if engines else None
+        environment = engines.environment if engines else {}
+        self.farm = FarmProcess(folder, serve=serve, environment=environment)
+        self.second = FarmProcess(folder / "second", serve=serve, environment=environment) if engines else None
         self.submitted: list[Submitted] = []
         self.processes: dict[int, float] = {}
         """Processes of the farm by id, with the times of their starts."""

@@ -129,11 +129,20 @@ class FarmProcess:
         prewarm: whether the server loads the compile toolchain at its start, which takes seconds of CPU time, also where
             nothing is compiled.
         within: what stands before the server's command and becomes it.
+        environment: further variables of the server.
     """
 
     def __init__(
-        self, folder: Path, *, bundle: bool = True, prewarm: bool = False, serve: Sequence[str] = (), within: Sequence[str] = ()
+        self,
+        folder: Path,
+        *,
+        bundle: bool = True,
+        prewarm: bool = False,
+        serve: Sequence[str] = (),
+        within: Sequence[str] = (),
+        environment: dict[str, str] | None = None,
     ) -> None:
+        self._environment = environment
         self._within = within
         self._prewarm = prewarm
         self.folder = folder
@@ -162,7 +171,7 @@ class FarmProcess:
         listen = self.address or "127.0.0.1:0"
         arguments = ["serve", "--listen", listen, "--data", str(self.folder / "server"), "--exit-with-stdin", "--no-bundle"]
         arguments += [] if self._prewarm else ["--no-prewarm"]
-        self.server = Daemon([*arguments, *self._serve_arguments], self.folder / "serve.log", within=self._within)
+        self.server = Daemon([*arguments, *self._serve_arguments], self.folder / "serve.log", self._environment, self._within)
         self.server.start()
         self.address = self.server.expect("listening on").rpartition(" ")[2]
 

@@ -77,6 +77,8 @@ class RayNode:
 
     def actors(self) -> list[psutil.Process]:
         """Return the processes of etfarm's actors on the node."""
+        if self._supervisor.poll() is not None:
+            return []
         processes = psutil.Process(self._supervisor.pid).children(recursive=True)
         return [each for each in processes if _title_of(each).startswith("ray::NodeActor")]
 
@@ -109,7 +111,7 @@ class RayCluster:
     """
 
     def __init__(self, folder: Path, variables: Mapping[str, str]) -> None:
-        self._folder = folder
+        self.folder = folder
         # Ray starts its processes by shell commands that do not quote the path of Python, which may have spaces.
         prefix = folder / "venv"
         prefix.symlink_to(sys.prefix)
@@ -129,13 +131,14 @@ class RayCluster:
             "RAY_worker_niceness": "0",  # 15 by default, with which other work of the machine leaves little to the nodes
             **variables,
         }  # fmt: skip
-        self._nodes: list[RayNode] = []
+        self.nodes: list[RayNode] = []
+        """The head, and all nodes that were started, also those that have ended."""
 
     def start(self, cores: Sequence[int] = ()) -> None:
         """Start the head, which has no cpus, so that nothing is compiled on it."""
         self._start(
             ["--head", f"--port={self._gcs}", f"--ray-client-server-port={self._client}", "--include-dashboard=false",
-             f"--temp-dir={self._folder}/r", "--num-cpus=0"], {}, cores,
+             f"--temp-dir={self.folder}/r", "--num-cpus=0"], {}, cores,
         )  # fmt: skip
 
     def add_node(
@@ -160,12 +163,12 @@ class RayCluster:
         common = ["--node-ip-address=127.0.0.1", f"--object-store-memory={_OBJECT_STORE_BYTES}", "--disable-usage-stats",
                   "--min-worker-port=0", "--max-worker-port=0"]  # fmt: skip
         node = RayNode(self._python, [*arguments, *common], self._environment | dict(variables), cores, refused)
-        self._nodes.append(node)
+        self.nodes.append(node)
         node.wait_until_started()
         return node
 
     def end(self) -> None:
-        for node in reversed(self._nodes):
+        for node in reversed(self.nodes):
             node.end()
 
 

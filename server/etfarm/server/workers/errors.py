@@ -8,6 +8,7 @@ from __future__ import annotations
 import errno
 import json
 import signal
+import traceback
 from collections.abc import Mapping
 
 from etfarm.wire.errors import EtfarmError, FarmError, Fault, Kind, UserError, error_of
@@ -18,7 +19,27 @@ MAX_TEXT = 8000
 MAX_METADATA = 50
 """Maximum number of metadata entries in a child's error; further entries are dropped."""
 
+_TRACEBACK_LINES = 30
+"""Number of lines of a traceback that are kept, from its end."""
+
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "Cannot allocate memory", "std::bad_alloc")
+
+
+class Defect(FarmError):
+    """An exception that no code expects, which starting again does not cure.
+
+    Args:
+        where: what raised it.
+    """
+
+    def __init__(self, where: str, error: BaseException) -> None:
+        lines = "".join(traceback.format_exception(error)).splitlines()
+        what = (str(error).strip().splitlines() or [""])[0]
+        super().__init__(
+            f"{where} failed inside of etfarm: {type(error).__name__}: {what}",
+            "This is a defect of etfarm: please report it with the logs of the job and of the server.",
+            task=where, traceback="\n".join(lines[-_TRACEBACK_LINES:]),
+        )  # fmt: skip
 
 
 class WorkersDown(FarmError):

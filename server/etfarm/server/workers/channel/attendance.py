@@ -91,7 +91,7 @@ def conclude(task: str, limits: Limits, output: ChildOutput, report: bytes) -> A
 
     Args:
         report: the supervisor's report; empty if it was killed as well. A connector's report has `lost`, the name of the
-            child's node, and `why`.
+            child's node, and `why`, or `error`, the JSON of an error instead of the child's answer.
 
     Raises:
         EtfarmError: the child has no answer; as `Workers.run`.
@@ -100,6 +100,10 @@ def conclude(task: str, limits: Limits, output: ChildOutput, report: bytes) -> A
         status_report = json.loads(report)
         if (node := status_report.get("lost")) is not None:
             raise errors.NodeLost(task, str(node), str(status_report["why"]), output.stage)
+        if (sent := status_report.get("error")) is not None:
+            error = errors.from_json(sent.encode())
+            error.stage = error.stage or output.stage
+            raise error
         status = int(status_report["exit"])
     except (ValueError, KeyError, TypeError, AttributeError):
         raise errors.SupervisorKilled(task, output.stage, "\n".join(output.tail)) from None

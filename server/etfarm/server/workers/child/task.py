@@ -114,12 +114,7 @@ def _report(error: BaseException, order: Order, answers: frames.FrameWriter) -> 
         reported = error
     else:
         traceback.print_exception(error)
-        last = "".join(traceback.format_exception(error)).splitlines()[-12:]
-        reported = FarmError(
-            f"{order.task} failed inside of etfarm: {type(error).__name__}: {str(error).strip().splitlines()[:1]}",
-            "This is a defect of etfarm: please report it with the job's log.",
-            task=order.task, traceback="\n".join(last),
-        )  # fmt: skip
+        reported = errors.Defect(order.task, error)
     sys.stdout.flush()
     sys.stderr.flush()
     try:

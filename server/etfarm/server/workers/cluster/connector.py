@@ -2,8 +2,9 @@
 
 Run as `python -m etfarm.server.workers.cluster.connector CONTROL ALIVE SETTINGS`, with the descriptors of `OrderedProcess` and
 SETTINGS as JSON: the cluster's `address`, the server's `versions` and `tenure`, the nodes' `python`, and what each node's service
-takes. It sends `{"failed": {}}` once it is connected, then `{"node": {...}}` whenever a node's state changes. When the daemon
-ends, however it does, the connector ends the children on the nodes before itself.
+takes. It sends `{"failed": {}}` once it is connected, then `{"node": {...}}` whenever a node's state changes, and
+`{"defect": {...}}` for each error that is a defect of etfarm. When the daemon ends, however it does, the connector ends the
+children on the nodes before itself.
 """
 
 from __future__ import annotations
@@ -18,26 +19,37 @@ import socket
 import sys
 import time
 import traceback
+from pathlib import Path
 from typing import Any, Final
 
 import ray
 from ray import cloudpickle
+from ray.exceptions import RayError, RayTaskError, RuntimeEnvSetupError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from etfarm.server.workers.cluster import actor, versions
 from etfarm.server.workers.cluster.node import boot_id
 from etfarm.server.workers.cluster.nodes import Node, NodeState
-from etfarm.server.workers.cluster.relay import NodeGone, RayNode, answer_of, relay
+from etfarm.server.workers.cluster.relay import NodeGone, RayNode, answer_of, explain, relay
 from etfarm.server.workers.cluster.tenure import Tenure
+from etfarm.server.workers.errors import Defect
 from etfarm.server.workers.jail.measures import NETWORK, JailReport
 from etfarm.wire.errors import EtfarmError
 
 _CONNECTIONS: Final = 4
 """Number of attempts to connect to a cluster whose proxy aborts them."""
+_CONNECT_S: Final = 180.0
+"""Time that all of these attempts may take; a proxy on a busy machine takes tens of seconds."""
 _POLL_S: Final = 1.0
 """Interval at which the cluster's nodes are listed; Ray's client does not announce changes."""
-_RETRY_S: Final = 30.0
+_LIST_S: Final = 60.0
+"""Time after which a cluster that does not list its nodes counts as lost."""
+_PULSE_S: Final = 10.0
+"""Interval at which a ready node is asked for a sign of life, also while nothing runs there."""
+_RETRY_S: Final = 10.0
 """Pause before a refused or lost node is tried again."""
+_COSTLY_RETRY_S: Final = 60.0
+"""The same for a node that was refused after its service had started, which loads the toolchain."""
 _PROBE_S: Final = 60.0
 _START_S: Final = 300.0
 """Time that a node's service may take to load the toolchain."""
@@ -60,17 +72,18 @@ class Connector:
         """Serve until the daemon closes its end, or ends."""
         ended = asyncio.create_task(self._take_orders(), name="orders")
         connected = asyncio.create_task(asyncio.to_thread(self._connect), name="connection")
-        await asyncio.wait({ended, connected}, return_when=asyncio.FIRST_COMPLETED)
-        if not connected.done():
+        await asyncio.wait({ended, connected}, timeout=_CONNECT_S, return_when=asyncio.FIRST_COMPLETED)
+        if ended.done():
             return
-        if (error := connected.exception()) is not None:
+        error = connected.exception() if connected.done() else TimeoutError(f"it did not answer for {_CONNECT_S:g} s")
+        if error is not None:
             self._send({"failed": {self._settings["address"]: f"{type(error).__name__}: {str(error).strip()[:500]}"}})
             return
         self._send({"failed": {}})
         watch = asyncio.create_task(self._watch(), name="nodes")
         await asyncio.wait({watch, ended}, return_when=asyncio.FIRST_COMPLETED)
         if watch.done():
-            print(f"etfarm: the connection to the Ray cluster was lost: {watch.exception()}", file=sys.stderr, flush=True)
+            print(f"etfarm: the connection to the Ray cluster was lost: {watch.exception()!r}", file=sys.stderr, flush=True)
             return
         watch.cancel()
         await self._stop()
@@ -90,50 +103,64 @@ class Connector:
                 ray.shutdown()  # what is left of this client would be taken for the next one
                 time.sleep(_POLL_S)
         python = self._settings["python"]
+        self._probe = ray.remote(num_cpus=0, max_retries=0)(versions.describe_python if python else versions.describe)
+        self._described = (python, Path(versions.__file__).read_text()) if python else ()
         environment = {"py_executable": shlex.quote(python)} if python else {}
-        self._probe = ray.remote(num_cpus=0, max_retries=0, runtime_env=environment)(versions.describe)
         self._actor = ray.remote(num_cpus=0, max_restarts=0, max_concurrency=1000, runtime_env=environment)(actor.NodeActor)
 
     async def _watch(self) -> None:
         """Admit the nodes that join, and forget those that leave."""
         while True:
-            alive = {each["NodeID"]: each for each in await asyncio.to_thread(ray.nodes) if each["Alive"]}
+            async with asyncio.timeout(_LIST_S):
+                listing = await asyncio.to_thread(ray.nodes)
+            alive = {each["NodeID"]: each for each in listing if each["Alive"]}
             for node_id, listed in alive.items():
                 if listed["Resources"].get("CPU", 0) >= 1 and node_id not in self._nodes:
-                    address = f"{listed['NodeManagerHostname']} ({listed['NodeManagerAddress']}, {node_id[:8]})"
-                    node = Node(node_id, address, int(listed["Resources"]["CPU"]), NodeState.PREPARING)
-                    self._nodes[node_id] = RayNode(node, self._report)
-                    self._admissions[node_id] = asyncio.create_task(self._admit(self._nodes[node_id]), name=f"admit {address}")
+                    host, address = listed["NodeManagerHostname"], listed["NodeManagerAddress"]
+                    node = Node(node_id, host, address, int(listed["Resources"]["CPU"]), NodeState.PREPARING)
+                    self._nodes[node_id] = RayNode(node, self._report, self._report_defect)
+                    self._admissions[node_id] = asyncio.create_task(self._admit(self._nodes[node_id]), name=f"admit {node.name}")
             for node_id in self._nodes.keys() - alive.keys():
                 self._nodes.pop(node_id).change(NodeState.LOST, "it left the cluster")
                 self._admissions.pop(node_id).cancel()
             await asyncio.sleep(_POLL_S)
 
     async def _admit(self, node: RayNode) -> None:
-        """Check a node and start its service; do both again after it was refused or lost."""
+        """Check a node, start its service and watch it; do so again after it was refused or lost."""
         while True:
             try:
                 await self._start(node)
-            except TimeoutError:
-                python = f"; is {self._settings['python']} there?" if self._settings["python"] else ""
-                node.change(NodeState.REFUSED, f"it did not answer in time{python}")
+                await self._watch_over(node)
             except EtfarmError as error:
                 node.change(NodeState.REFUSED, error.message)
+            except TimeoutError:
+                node.change(NodeState.LOST, f"It did not answer for {_PROBE_S:g} s.")
             except Exception as error:  # noqa: BLE001 - Ray raises many kinds
-                why = str(error).strip().splitlines()[-1:] or [""]
-                node.change(NodeState.REFUSED, f"its service did not start: {type(error).__name__}: {why[0][:300]}")
-            if node.node.state is NodeState.READY:
-                await node.lost.wait()
+                is_new = node.change(*_judge(error))
+                if is_new and not isinstance(error, NodeGone | RayError | ConnectionError):
+                    self._report_defect(Defect(f"The admission of {node.node.name}", error))
+            is_costly = node.node.state is NodeState.REFUSED and node.actor is not None
             node.actor = None  # Ray ends what has no handle
-            await asyncio.sleep(_RETRY_S)
+            await asyncio.sleep(_COSTLY_RETRY_S if is_costly else _RETRY_S)
             node.lost.clear()
+
+    async def _watch_over(self, node: RayNode) -> None:
+        """Return when a node that is ready has been lost."""
+        while node.node.state is NodeState.READY:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_PULSE_S):
+                    await node.lost.wait()
+            if not node.lost.is_set():
+                await node.call("boot_id", {})
 
     async def _start(self, node: RayNode) -> None:
         affinity = NodeAffinitySchedulingStrategy(node.node.id, soft=False)
         async with asyncio.timeout(_PROBE_S):
-            described = await answer_of(self._probe.options(scheduling_strategy=affinity).remote())
+            described = await answer_of(self._probe.options(scheduling_strategy=affinity).remote(*self._described))
         parsed = json.loads(described) if isinstance(described, str) else None
-        difference = versions.find_difference(parsed if isinstance(parsed, dict) else {}, self._settings["versions"])
+        difference = versions.find_difference(
+            parsed if isinstance(parsed, dict) else {}, self._settings["versions"], self._settings["python"]
+        )
         if difference:
             node.change(NodeState.REFUSED, difference)
             return
@@ -145,6 +172,8 @@ class Connector:
         if not await asyncio.to_thread(self._take_over, name):
             node.change(NodeState.REFUSED, "a later leader of the farm compiles there")
             return
+        if node.node.state is NodeState.LOST:
+            node.change(NodeState.PREPARING)
         report = JailReport.from_json(await node.call("start", {}, timeout_s=_START_S))
         missing = tuple(f"{measure.name}: {measure.detail}" for measure in report.missing)
         if any(measure.name == NETWORK for measure in report.missing):
@@ -200,6 +229,9 @@ class Connector:
     def _report(self, node: Node) -> None:
         self._send({"node": node.to_message()})
 
+    def _report_defect(self, error: EtfarmError) -> None:
+        self._send({"defect": {"error": error.message, "traceback": error.metadata.get("traceback", "")}})
+
     def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the daemon has closed its end
             self._control.send(json.dumps(message).encode())
@@ -214,6 +246,20 @@ class Connector:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_STOP_S):
                 await asyncio.to_thread(ray.shutdown)
+
+
+def _judge(error: Exception) -> tuple[NodeState, str]:
+    """Return the state of a node that was not admitted because of an error, and why.
+
+    What code raises it will raise again, until something changes on the node. All else is the end of the node or of a process,
+    or a broken connection.
+    """
+    cause = error.__cause__ or error
+    is_of_code = isinstance(cause, RayTaskError | RuntimeEnvSetupError) or getattr(cause, "actor_init_failed", False)
+    if is_of_code or not isinstance(error, NodeGone | RayError | ConnectionError):
+        last = (str(cause).strip().splitlines() or [type(cause).__name__])[-1]
+        return NodeState.REFUSED, f"its service did not start: {last[:300]}"
+    return NodeState.LOST, str(error) if isinstance(error, NodeGone) else explain(error)
 
 
 async def run(arguments: list[str]) -> None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
+import threading
+import uuid
 from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Final
@@ -21,8 +25,43 @@ class FileDiffers(FarmError):
     kind = Kind.DATA_LOSS
 
 
+class ArrivingFile:
+    """A file that is written piece by piece. Its digest grows with it, since hashing a large file again takes seconds.
+
+    Args:
+        path: of the new file.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.size_bytes = 0
+        self._sha256 = hashlib.sha256()
+        self._file = path.open("xb")
+
+    @property
+    def digest(self) -> str:
+        """The digest of what has arrived."""
+        return self._sha256.hexdigest()
+
+    def append(self, data: bytes) -> None:
+        """Write the next piece. Blocking."""
+        self._file.write(data)
+        self._sha256.update(data)
+        self.size_bytes += len(data)
+
+    def close(self) -> None:
+        """Write what is buffered, and close the file."""
+        self._file.close()
+
+    def discard(self) -> None:
+        """Delete the file."""
+        with contextlib.suppress(OSError):  # the disk is full
+            self._file.close()
+        self.path.unlink(missing_ok=True)
+
+
 class FileCache:
-    """A folder of files, which are named by their digests.
+    """A folder of files, which are named by their digests. Several threads may write files.
 
     Args:
         folder: existing folder; only this process changes it.
@@ -34,17 +73,21 @@ class FileCache:
         self._folder = folder
         self._kept_bytes = kept_bytes
         self._reserve_bytes = reserve_bytes
+        self._lock = threading.Lock()
         self._sizes: dict[str, int] = {}
         self._holders: dict[str, set[str]] = {}
+        self._arriving: dict[tuple[str, str], ArrivingFile] = {}
+        """The files that are being written, by holder and digest."""
 
     def hold(self, holder: str, files: Mapping[str, int]) -> list[str]:
         """Keep files, by digest with their sizes, until `release`. Return the digests of those that are not stored."""
-        for digest in files:
-            self._holders.setdefault(digest, set()).add(holder)
-            if digest in self._sizes:
-                self._sizes[digest] = self._sizes.pop(digest)  # used last
-        missing = [digest for digest in files if digest not in self._sizes]
-        self._make_room(sum(files[digest] for digest in missing))
+        with self._lock:
+            for digest in files:
+                self._holders.setdefault(digest, set()).add(holder)
+                if digest in self._sizes:
+                    self._sizes[digest] = self._sizes.pop(digest)  # used last
+            missing = [digest for digest in files if digest not in self._sizes]
+            self._make_room(sum(files[digest] for digest in missing))
         return missing
 
     def holders(self, digest: str) -> Set[str]:
@@ -52,33 +95,46 @@ class FileCache:
         return self._holders.get(digest, set())
 
     def release(self, holder: str) -> None:
-        """Let the holder's files be deleted when room is needed."""
-        for digest, holders in list(self._holders.items()):
-            holders.discard(holder)
-            if not holders:
-                del self._holders[digest]
+        """Let the holder's files be deleted when room is needed, and delete those that it has not written whole."""
+        with self._lock:
+            for digest, holders in list(self._holders.items()):
+                holders.discard(holder)
+                if not holders:
+                    del self._holders[digest]
+            partial = [self._arriving.pop(key) for key in list(self._arriving) if key[0] == holder]
+        for file in partial:
+            file.discard()
 
-    def write(self, digest: str, offset: int, data: bytes, size: int) -> None:
-        """Write a part of a file; the last part completes and verifies it.
+    def write(self, holder: str, digest: str, offset: int, data: bytes, size: int) -> None:
+        """Write a piece of a file, in order; the last one completes it. A call takes as long as its piece does. Blocking.
 
         Raises:
-            FileDiffers: the complete file has another digest.
+            FileDiffers: the complete file has another digest, a piece is missing, or the holder was released.
             ChildDiskFull: the disk has no room.
         """
-        path = self.path(digest)
-        part = path.with_name(f"{digest}.part")
+        path, key = self.path(digest), (holder, digest)
         require_room(self._folder, len(data) + self._reserve_bytes)
-        with part.open("r+b" if offset else "wb") as file:
-            file.seek(offset)
-            file.write(data)
-        if offset + len(data) < size:
+        with self._lock:
+            if holder not in self.holders(digest):
+                raise FileDiffers("A file arrived at the compile node for a child that has ended.", "Retry the job.")
+            if key not in self._arriving:
+                self._arriving[key] = ArrivingFile(self._folder / f"{uuid.uuid4().hex}.part")
+            file = self._arriving[key]
+        if file.size_bytes != offset or offset + len(data) > size:
+            raise FileDiffers(f"A file arrived at the compile node with gaps, at byte {offset} of {size}.", "Retry the job.")
+        file.append(data)
+        if file.size_bytes < size:
             return
-        if digests.of_file(part) != digest:
-            part.unlink()
+        with self._lock:
+            self._arriving.pop(key, None)
+        if file.digest != digest:
+            file.discard()
             raise FileDiffers(f"A file arrived at the compile node with another digest than {digest[:12]}.", "Retry the job.")
-        part.chmod(0o444)
-        part.rename(path)
-        self._sizes[digest] = size
+        file.close()
+        file.path.chmod(0o444)
+        file.path.rename(path)
+        with self._lock:
+            self._sizes[digest] = size
 
     def path(self, digest: str) -> Path:
         """Return the path of a file, whether or not it is stored.

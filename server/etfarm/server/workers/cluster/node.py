@@ -7,16 +7,18 @@ from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
 import fcntl
 import json
 import os
 import tempfile
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from etfarm.server.workers import output_files
+from etfarm.server.workers import errors, output_files
 from etfarm.server.workers.child_pool import URGENT
 from etfarm.server.workers.cluster import relay_frames
 from etfarm.server.workers.cluster.file_cache import FileCache
@@ -61,11 +63,19 @@ class NodeService:
         }  # fmt: skip
 
     async def call(self, method: str, arguments: bytes, data: bytes) -> bytes:
-        """Call a method and return its answer, which may be an error, see `relay_frames`."""
+        """Call a method and return its answer, which may be an error, see `relay_frames`.
+
+        What Ray raises for a call is then the end of this process, or of the node, and nothing else.
+        """
         try:
             return relay_frames.encode_result(await self._methods[method](json.loads(arguments), data))
         except EtfarmError as error:
             return relay_frames.encode_error(error)
+        except Exception as error:  # noqa: BLE001 - the server logs it
+            if errors.is_disk_full(error):
+                return relay_frames.encode_error(errors.ChildDiskFull("a compile node's task", str(error)))
+            traceback.print_exception(error)
+            return relay_frames.encode_error(errors.Defect(f"The call {method[:50]!r} of a compile node", error))
 
     async def _start(self, arguments: Any, data: bytes) -> bytes:
         """Start the pool, and return the jail of a child."""
@@ -90,7 +100,8 @@ class NodeService:
         self._child(arguments)
         for key in self._files.holders(arguments["digest"]) & self._children.keys():
             self._children[key].touch()  # those that wait for the file, too
-        await asyncio.to_thread(self._files.write, arguments["digest"], arguments["offset"], data, arguments["size"])
+        where = (arguments["child"], arguments["digest"], arguments["offset"])
+        await asyncio.to_thread(self._files.write, *where, data, arguments["size"])
         return b""
 
     async def _begin(self, arguments: Any, data: bytes) -> bytes:
@@ -109,9 +120,11 @@ class NodeService:
 
     async def _close(self, arguments: Any, data: bytes) -> bytes:
         """End a child if it still runs, and delete its folder."""
-        if (child := self._children.pop(arguments["child"], None)) is not None:
-            await child.end()
-        self._files.release(arguments["child"])
+        try:
+            if (child := self._children.pop(arguments["child"], None)) is not None:
+                await child.end()
+        finally:
+            self._files.release(arguments["child"])
         return b""
 
     async def _stop(self, arguments: Any, data: bytes) -> bytes:
@@ -132,7 +145,7 @@ class NodeService:
             await asyncio.sleep(LEASE_S / 3)
             for key, child in list(self._children.items()):
                 if time.monotonic() - child.used_at > LEASE_S:
-                    await self._close({"child": key}, b"")
+                    await self.call("close", json.dumps({"child": key}).encode(), b"")  # its errors do not end the loop
 
 
 def boot_id() -> str:
@@ -150,20 +163,25 @@ def _create_folder() -> Path:
         if (lock := _lock(old)) is not None:
             output_files.delete(old)
             os.close(lock)
-    folder = Path(tempfile.mkdtemp(prefix="node-", dir=base))
-    assert _lock(folder) is not None  # held until this process ends
+    # Another process may take a folder for an old one, and delete it, before it is locked.
+    while _lock(folder := Path(tempfile.mkdtemp(prefix="node-", dir=base))) is None:
+        pass
     atexit.register(output_files.delete, folder)
     return folder
 
 
 def _lock(folder: Path) -> int | None:
-    descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    """Lock a folder until this process ends. Return the lock's descriptor; None if another process has it or has deleted it."""
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
+        descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+    except FileNotFoundError:
         return None
-    return descriptor
+    with contextlib.suppress(BlockingIOError, FileNotFoundError):
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        if os.path.samestat(os.fstat(descriptor), folder.stat()):
+            return descriptor
+    os.close(descriptor)
+    return None
 
 
 def _secrets(folder: Path) -> tuple[Path, ...]:

@@ -26,9 +26,9 @@ class Node:
     """A node of the cluster."""
 
     id: str
-    """Ray's id of the node."""
-    name: str
-    """Host name and address."""
+    """Ray's id of the node, which has another one after Ray was started again there."""
+    host: str
+    address: str
     cpus: int
     """The cpus that the node has according to Ray, and the number of children that run on it at a time."""
     state: NodeState
@@ -47,10 +47,15 @@ class Node:
     def from_message(cls, message: Mapping[str, Any]) -> Node:
         """Return the node that `to_message` wrote."""
         return cls(
-            str(message["id"])[:100], str(message["name"])[:200], int(message["cpus"]), NodeState(message["state"]),
-            str(message["detail"])[:_MAX_TEXT], message["is_here"] is True,
+            str(message["id"])[:100], str(message["host"])[:100], str(message["address"])[:100], int(message["cpus"]),
+            NodeState(message["state"]), str(message["detail"])[:_MAX_TEXT], message["is_here"] is True,
             tuple(str(each)[:_MAX_TEXT] for each in message["jail"]),
         )  # fmt: skip
+
+    @property
+    def name(self) -> str:
+        """Host name, address, and the beginning of the id."""
+        return f"{self.host} ({self.address}, {self.id[:8]})"
 
     @property
     def text(self) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -32,10 +33,14 @@ log = structlog.get_logger()
 PREFIX: Final = "ray://"
 NODE_WAIT_S: Final = 60.0
 """Time that a task waits for a node while none is ready."""
+PREPARING_WAIT_S: Final = 600.0
+"""Time that it waits while nodes are preparing; loading the toolchain takes minutes on a slow one."""
 _KEPT_LOST: Final = 20
 """Number of lost nodes that are still listed."""
 _RESTART_S: Final = 1.0
-"""Pause before a connector that has ended is replaced."""
+"""Pause before a connector that has ended is replaced, if a task waits for it."""
+_IDLE_RESTART_S: Final = 10.0
+"""The same if no task does."""
 _STOP_S: Final = 10.0
 _RECONNECT_S: Final = "10"
 """Time for which Ray keeps the actors of a connector whose connection broke."""
@@ -89,6 +94,8 @@ class ConnectorProcess(OrderedProcess):
     def _on_message(self, message: Mapping[str, Any]) -> None:
         if "node" in message:
             self._on_node(Node.from_message(message["node"]))
+        elif "defect" in message:
+            log.error("a compile node failed because of a bug", **message["defect"])
         else:
             super()._on_message(message)
 
@@ -146,7 +153,7 @@ class ClusterPool(ChildPool):
 
     @property
     def nodes(self) -> tuple[Node, ...]:
-        """The nodes that have joined, and those that were lost since the start."""
+        """The nodes that have joined, and those that were lost since the start and did not come back."""
         return tuple(self._nodes.values())
 
     @property
@@ -156,10 +163,8 @@ class ClusterPool(ChildPool):
 
     def measure(self) -> PoolUse:
         """Return the pool's use, with the numbers of nodes by state."""
-        states = Counter(node.state for node in self._nodes.values() if node.state is not NodeState.LOST)
-        return replace(
-            super().measure(), nodes={state.value: states[state] for state in NodeState if state is not NodeState.LOST}
-        )
+        states = Counter(node.state for node in self._nodes.values())
+        return replace(super().measure(), nodes={state.value: states[state] for state in NodeState})
 
     async def changed(self) -> None:
         """Wait until a node's state changes."""
@@ -187,9 +192,7 @@ class ClusterPool(ChildPool):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._connect()
-                await self._wait_for(
-                    lambda: bool(self._nodes) and all(node.state is not NodeState.PREPARING for node in self._nodes.values())
-                )
+                await self._wait_for(lambda: bool(self._nodes) and not self._has(NodeState.PREPARING))
         if not connector.warm.done():
             raise self._unusable(f"it did not answer for {timeout_s:g} s")
         return self.nodes
@@ -211,11 +214,14 @@ class ClusterPool(ChildPool):
 
     async def _warm_up(self, light: bool) -> None:
         await self._connect()
-        try:
-            async with asyncio.timeout(NODE_WAIT_S):
-                await self._wait_for(lambda: bool(self._ready_nodes()))
-        except TimeoutError:
-            raise NoCompileNode(self._address, self.nodes) from None
+        until_s = time.monotonic() + PREPARING_WAIT_S
+        while not self._ready_nodes():
+            try:
+                async with asyncio.timeout(NODE_WAIT_S):
+                    await self._wait_for(lambda: bool(self._ready_nodes()))
+            except TimeoutError:
+                if not self._has(NodeState.PREPARING) or time.monotonic() > until_s:
+                    raise NoCompileNode(self._address, self.nodes) from None
 
     async def _connect(self) -> None:
         failed = await asyncio.shield(self._current().warm)
@@ -235,9 +241,11 @@ class ClusterPool(ChildPool):
             self._changed.clear()
             if not self._current().has_ended:
                 await self._changed.wait()
-            if (connector := self._connector) is not None and connector.has_ended:
-                log.warning("the connection to the Ray cluster has ended", address=self._address, why=_reason_of(connector))
+            if self._connector is not None and self._connector.has_ended:
                 await asyncio.sleep(_RESTART_S)
+
+    def _has(self, state: NodeState) -> bool:
+        return any(node.state is state for node in self._nodes.values())
 
     def _ready_nodes(self) -> list[Node]:
         return [node for node in self._nodes.values() if node.state is NodeState.READY]
@@ -251,17 +259,29 @@ class ClusterPool(ChildPool):
             self._nodes.clear()
             self._slots.resize(URGENT)
         if self._connector is None:
-            self._connector = ConnectorProcess(self._folder, self._settings, self._on_node, self._changed.set)
+            self._connector = ConnectorProcess(self._folder, self._settings, self._on_node, self._on_connector_end)
         return self._connector
 
     def _on_node(self, node: Node) -> None:
+        is_new = node.id not in self._nodes
         self._nodes[node.id] = node
-        lost = [each.id for each in self._nodes.values() if each.state is NodeState.LOST]
-        for node_id in lost[:-_KEPT_LOST]:
+        lost = [each for each in self._nodes.values() if each.state is NodeState.LOST]
+        back = [each.id for each in lost if is_new and (each.host, each.address) == (node.host, node.address)]
+        for node_id in back or [each.id for each in lost[:-_KEPT_LOST]]:
             del self._nodes[node_id]
         self._report(node)
         self._slots.resize(sum(each.cpus for each in self._ready_nodes()) + URGENT)
         self._changed.set()
+
+    def _on_connector_end(self) -> None:
+        """Give up the nodes of a connector that has ended by itself; start another one, also while no task needs it."""
+        assert self._connector is not None
+        log.warning("the connection to the Ray cluster has ended", address=self._address, why=_reason_of(self._connector))
+        for node in self.nodes:
+            if node.state is not NodeState.LOST:
+                self._on_node(replace(node, state=NodeState.LOST, detail="the connection to the Ray cluster has ended"))
+        self._changed.set()
+        asyncio.get_running_loop().call_later(_IDLE_RESTART_S, lambda: self._is_started and self._current())
 
     @contextlib.asynccontextmanager
     async def _enter_gate(self) -> AsyncIterator[None]:

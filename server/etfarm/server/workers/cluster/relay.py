@@ -17,7 +17,7 @@ from etfarm.server.workers import errors
 from etfarm.server.workers.channel import frames
 from etfarm.server.workers.channel.room import require_room
 from etfarm.server.workers.cluster import relay_frames
-from etfarm.server.workers.cluster.file_cache import FileDiffers
+from etfarm.server.workers.cluster.file_cache import ArrivingFile, FileDiffers
 from etfarm.server.workers.cluster.nodes import Node, NodeState
 from etfarm.server.workers.ordered_process import Ends
 from etfarm.wire import digest as digests
@@ -26,6 +26,7 @@ from etfarm.wire.errors import EtfarmError
 CALL_S: Final = 30.0
 """Time after which a node that does not answer counts as lost."""
 
+_MAX_REASON: Final = 400
 _SENDERS: Final = 4
 """Number of files that are sent to a node for one child at a time."""
 
@@ -56,29 +57,41 @@ async def answer_of(reference: Any) -> Any:
     return await asyncio.shield(answer)
 
 
+def explain(error: BaseException) -> str:
+    """Return what Ray says of an error, without the indented ids of what it is about."""
+    lines = [line.strip() for line in str(error).splitlines() if line and not line[0].isspace()]
+    return f"{type(error).__name__}: {' '.join(lines)}"[:_MAX_REASON]
+
+
 class RayNode:
     """A node of the cluster with the actor on it.
 
     Args:
         on_change: called with each new state.
+        on_defect: called with each error that is a defect of etfarm, on the node or here.
     """
 
-    def __init__(self, node: Node, on_change: Callable[[Node], None]) -> None:
+    def __init__(
+        self, node: Node, on_change: Callable[[Node], None], on_defect: Callable[[EtfarmError], None] = lambda _: None
+    ) -> None:
         self.node = node
         self.actor: Any = None
         self.running = 0
         """Number of children on the node."""
         self.lost = asyncio.Event()
         self._on_change = on_change
+        self.on_defect = on_defect
         self._sending: dict[str, Sending] = {}
         on_change(node)
 
-    def change(self, state: NodeState, detail: str = "", **more: Any) -> None:
-        """Change the node's state, and report it if it is another one."""
+    def change(self, state: NodeState, detail: str = "", **more: Any) -> bool:
+        """Change the node's state, and report it if it is another one. Return whether it is."""
         changed = replace(self.node, state=state, detail=detail, **more)
-        if changed != self.node:
-            self.node = changed
-            self._on_change(changed)
+        if changed == self.node:
+            return False
+        self.node = changed
+        self._on_change(changed)
+        return True
 
     async def call(self, method: str, arguments: Any, data: bytes = b"", *, timeout_s: float = CALL_S) -> bytes:
         """Call a method of the node's service.
@@ -87,17 +100,26 @@ class RayNode:
             EtfarmError: the service raised it.
             NodeGone: the node did not answer, or Ray reports that it or the actor has ended.
         """
+        if (actor := self.actor) is None:
+            raise NodeGone(self.node.name, "Its service has ended.")
+        encoded = json.dumps(arguments).encode()
         try:
             async with asyncio.timeout(timeout_s):
-                answer = await answer_of(self.actor.call.remote(method, json.dumps(arguments).encode(), data))
+                answer = await answer_of(actor.call.remote(method, encoded, data))
         except TimeoutError:
-            raise self._lose(f"It did not answer for {timeout_s:g} s.") from None
-        except Exception as error:
-            raise self._lose(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:300]}") from error
-        return relay_frames.decode_answer(answer)
+            raise self._lose(actor, f"It did not answer for {timeout_s:g} s.") from None
+        except Exception as error:  # the service answers with its own errors
+            raise self._lose(actor, explain(error)) from error
+        try:
+            return relay_frames.decode_answer(answer)
+        except EtfarmError as error:
+            if error.reason == errors.Defect.reason:
+                self.on_defect(error)
+            raise
 
-    def _lose(self, why: str) -> NodeGone:
-        if self.node.state is NodeState.READY:
+    def _lose(self, actor: Any, why: str) -> NodeGone:
+        # A call of an earlier actor may end after the node has another one.
+        if self.node.state is NodeState.READY and self.actor is actor:
             self.change(NodeState.LOST, why)
             self.lost.set()
         return NodeGone(self.node.name, why)
@@ -155,20 +177,25 @@ async def _run(
     try:
         node = choose()
     except NodeGone as error:
-        return json.dumps({"lost": error.node, "why": str(error)}).encode()
+        return _report_loss(error)
+    node.running += 1
     try:
-        node.running += 1
-        try:
-            return await _run_on(node, order, reader, writer, lines)
-        finally:
-            node.running -= 1
+        return await _run_on(node, order, reader, writer, lines)
     except NodeGone as error:
-        return json.dumps({"lost": error.node, "why": str(error)}).encode()
+        return _report_loss(error)
+    except ConnectionError:
+        return b""  # the daemon has hung up
     except EtfarmError as error:
-        if error.reason == errors.NodeLost.reason:
-            return json.dumps({"lost": node.node.name, "why": error.metadata.get("why", "")}).encode()
-        writer.write(frames.encode(frames.ERROR, errors.to_json(error)))
-        return _report_failure()
+        is_lost = error.reason == errors.NodeLost.reason
+        return _report_loss(NodeGone(node.node.name, error.metadata.get("why", ""))) if is_lost else _report_error(error)
+    except Exception as error:  # noqa: BLE001 - reported as a defect
+        if errors.is_disk_full(error):
+            return _report_error(errors.ChildDiskFull(order["task"], str(error)))
+        defect = errors.Defect(f"The relay of {order['task']} to a compile node", error)
+        node.on_defect(defect)
+        return _report_error(defect)
+    finally:
+        node.running -= 1
 
 
 async def _run_on(
@@ -178,9 +205,10 @@ async def _run_on(
     writer: asyncio.StreamWriter,
     lines: asyncio.StreamWriter,
 ) -> bytes:
-    received = [await frames.read(reader), await frames.read(reader)]
-    (_, names), (_, request) = [frame for frame in received if frame is not None]
-    files = await asyncio.to_thread(_describe, [Path(name) for name in json.loads(names)])
+    names, request = await frames.read(reader), await frames.read(reader)
+    if names is None or request is None:
+        raise ConnectionError("the daemon hung up before it had sent the request")
+    files = await asyncio.to_thread(_describe, [Path(name) for name in json.loads(names[1])])
     child = uuid.uuid4().hex
     try:
         sizes = {file[0]: file[1] for file in files if file is not None}
@@ -188,7 +216,7 @@ async def _run_on(
         missing = set(json.loads(opened))
         await _send_files(node, child, {file[0]: file for file in files if file is not None and file[0] in missing}.values())
         digests_of = [None if file is None else file[0] for file in files]
-        await node.call("begin", {"child": child, "files": digests_of}, request)
+        await node.call("begin", {"child": child, "files": digests_of}, request[1])
         report, listed = await _follow(node, child, writer, lines)
         for name, size, digest in listed:
             await _fetch_file(node, child, Path(order["folder"]), name, size, digest, order["reserve_bytes"])
@@ -199,7 +227,7 @@ async def _run_on(
 
 
 async def _close(node: RayNode, child: str) -> None:
-    with contextlib.suppress(NodeGone):
+    with contextlib.suppress(NodeGone, EtfarmError):  # an error that is a defect is in the log
         await node.call("close", {"child": child})
 
 
@@ -279,18 +307,22 @@ async def _fetch_file(node: RayNode, child: str, folder: Path, name: str, size: 
         raise errors.BadWorkerAnswer(f"A compile node names {name[:100]!r}, which is not a file in a folder.")
     path = folder / name
     require_room(folder, size + reserve_bytes)
-    with path.open("xb") as file:
-        while file.tell() < size:
-            data = await node.call("read", {"child": child, "name": name, "offset": file.tell()})
-            if not data or file.tell() + len(data) > size:
+    file = ArrivingFile(path)
+    with contextlib.closing(file):
+        while file.size_bytes < size:
+            data = await node.call("read", {"child": child, "name": name, "offset": file.size_bytes})
+            if not data or file.size_bytes + len(data) > size:
                 raise FileDiffers(
                     f"The child's file {name[:100]!r} does not have the {size} bytes of its list.", "Retry the job."
                 )
-            await asyncio.to_thread(file.write, data)
-    if await asyncio.to_thread(digests.of_file, path) != digest:
+            await asyncio.to_thread(file.append, data)
+    if file.digest != digest:
         raise FileDiffers(f"The child's file {name[:100]!r} arrived with another digest.", "Retry the job.")
 
 
-def _report_failure() -> bytes:
-    usage = {"peak_rss_bytes": 0, "cpu_s": 0.0}
-    return json.dumps(usage | {"exit": 1, "out_of_memory": False, "disk_full": False, "too_many_processes": False}).encode()
+def _report_loss(gone: NodeGone) -> bytes:
+    return json.dumps({"lost": gone.node, "why": str(gone)}).encode()
+
+
+def _report_error(error: EtfarmError) -> bytes:
+    return json.dumps({"error": errors.to_json(error).decode()}).encode()

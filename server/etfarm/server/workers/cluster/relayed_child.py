@@ -57,12 +57,18 @@ class RelayedChild:
         self._run = asyncio.create_task(self._relay(self._folder, data), name=f"relay of {self._task}")
 
     async def read(self) -> list[tuple[bytes, bytes]]:
-        """Return the next pieces, as (kind, data); none if the child wrote nothing for `POLL_S`."""
+        """Return the next pieces, as (kind, data); none if the child wrote nothing for `POLL_S`.
+
+        Raises:
+            Exception: what relays the child has failed.
+        """
         self.touch()
         pieces: list[tuple[bytes, bytes]] = []
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(POLL_S):
                 pieces.append(await self._pieces.get())
+        if not pieces and self._run is not None and self._run.done() and not self._run.cancelled():
+            self._run.result()  # raises what ended it, since no end will be queued
         while not self._pieces.empty() and sum(len(data) for _, data in pieces) < PIECE_BYTES:
             pieces.append(self._pieces.get_nowait())
         return pieces

@@ -11,12 +11,18 @@ from etfarm.server.workers.errors import ChildDiskFull
 from etfarm.wire import digest as digests
 
 
+def bytes_read() -> int:
+    """Return the number of bytes that this thread has read from files."""
+    counters = dict(line.split(": ") for line in Path("/proc/thread-self/io").read_text().splitlines())
+    return int(counters["rchar"])
+
+
 def store(cache: FileCache, holder: str, data: bytes) -> str:
     digest = digests.of_bytes(data)
     if cache.hold(holder, {digest: len(data)}):
         middle = len(data) // 2
-        cache.write(digest, 0, data[:middle], len(data))
-        cache.write(digest, middle, data[middle:], len(data))
+        cache.write(holder, digest, 0, data[:middle], len(data))
+        cache.write(holder, digest, middle, data[middle:], len(data))
     return digest
 
 
@@ -31,16 +37,54 @@ def test_a_file_is_sent_once(tmp_path: Path) -> None:
 def test_other_bytes_than_those_of_the_digest_are_not_kept(tmp_path: Path) -> None:
     cache = FileCache(tmp_path)
     digest = digests.of_bytes(b"some bytes")
-    with pytest.raises(FileDiffers):
-        cache.write(digest, 0, b"SOME BYTES", 10)
+    cache.hold("one", {digest: 10})
+    with pytest.raises(FileDiffers, match="another digest"):
+        cache.write("one", digest, 0, b"SOME BYTES", 10)
     assert list(tmp_path.iterdir()) == []
-    assert cache.hold("one", {digest: 10}) == [digest]
+    assert cache.hold("two", {digest: 10}) == [digest]
+
+
+def test_no_call_reads_what_others_wrote(tmp_path: Path) -> None:
+    """The last piece of a large file takes no longer than the others."""
+    cache, data = FileCache(tmp_path), bytes(range(256)) * 64 * 1024
+    digest, piece = digests.of_bytes(data), 1 << 20
+    cache.hold("one", {digest: len(data)})
+    before = bytes_read()
+    for offset in range(0, len(data), piece):
+        cache.write("one", digest, offset, data[offset : offset + piece], len(data))
+    assert bytes_read() - before < piece
+    assert digests.of_file(cache.path(digest)) == digest
+
+
+def test_a_piece_out_of_order_is_refused(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path)
+    digest = digests.of_bytes(b"some bytes")
+    cache.hold("one", {digest: 10})
+    cache.write("one", digest, 0, b"some", 10)
+    for offset, piece in ((0, b"some"), (5, b"bytes"), (4, b" bytes and more")):
+        with pytest.raises(FileDiffers, match="gaps"):
+            cache.write("one", digest, offset, piece, 10)
+    cache.write("one", digest, 4, b" bytes", 10)
+    assert cache.path(digest).read_bytes() == b"some bytes"
+
+
+def test_what_a_holder_did_not_write_whole_is_deleted_with_it(tmp_path: Path) -> None:
+    cache = FileCache(tmp_path)
+    digest = digests.of_bytes(b"some bytes")
+    for holder in ("one", "two"):
+        cache.hold(holder, {digest: 10})
+        cache.write(holder, digest, 0, b"some", 10)
+    cache.release("one")
+    with pytest.raises(FileDiffers, match="has ended"):
+        cache.write("one", digest, 4, b" bytes", 10)
+    cache.write("two", digest, 4, b" bytes", 10)
+    assert [path.name for path in tmp_path.iterdir()] == [digest]
 
 
 @pytest.mark.parametrize("name", ["../x", "x", "", "a" * 63])
 def test_a_name_that_is_no_digest_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(ValueError, match="is not a digest"):
-        FileCache(tmp_path).write(name, 0, b"", 0)
+        FileCache(tmp_path).write("one", name, 0, b"", 0)
 
 
 def test_files_that_nothing_uses_make_room_the_one_used_longest_ago_first(tmp_path: Path) -> None:

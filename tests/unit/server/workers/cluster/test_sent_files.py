@@ -76,7 +76,7 @@ def file(tmp_path: Path) -> Path:
 
 
 async def opened(actor: Actor, *children: str) -> RayNode:
-    node = RayNode(Node("a", "a", 4, NodeState.READY), lambda _: None)
+    node = RayNode(Node("a", "a", "127.0.0.1", 4, NodeState.READY), lambda _: None)
     node.actor = actor
     for child in children:
         assert json.loads(await node.call("open", {"child": child, "task": "t", "files": {DIGEST: len(DATA)}})) == [DIGEST]
