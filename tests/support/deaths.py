@@ -58,7 +58,7 @@ class Deaths:
         """Call the function with a command line, and return its exit code; negative for a signal.
 
         Args:
-            step: the number of the change before which it is killed; 0 to count its changes; None to let it run, in half the time.
+            step: the number of the change before which it is killed; 0 counts its changes; None just runs it, which is faster.
         """
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps([step, *map(str, arguments)]) + "\n")
