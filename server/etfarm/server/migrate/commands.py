@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from etfarm.server.arguments import parse_command
 from etfarm.server.migrate.migration import Migration, Moved, Place
 from etfarm.server.operation.blob_options import add_bucket_options, location_of
 from etfarm.server.operation.data_option import add_data_option, data_of, require_owner
-from etfarm.server.operation.database_option import add_database_option, database_of
+from etfarm.server.operation.database_option import add_database_option
 from etfarm.server.operation.progress import Progress, size_text
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import locked, require_restored
@@ -22,12 +23,12 @@ _FILES: Final = "files"
 
 def main(argv: list[str]) -> int:
     """Run `etfarm migrate`. Exit with 1 if artifacts were left behind."""
-    arguments = _parser().parse_args(argv)
+    arguments, _ = parse_command(_parser(), argv)
     if arguments.to_database is None and arguments.to_blobs is None:
         raise UserError("The command does not say where to move the farm.", "Give --to-database, --to-blobs, or both.")
     data = data_of(arguments)
     require_owner(data)
-    source = Place(database_of(arguments), location_of(arguments))
+    source = Place(arguments.database, location_of(arguments))
     target = _target(arguments, source)
     if not data.is_dir() and source.database is None:
         raise UserError(f"{data} is not a server's data folder.", "Name the folder with --data.")
