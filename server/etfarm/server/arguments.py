@@ -292,6 +292,15 @@ def config_of(arguments: argparse.Namespace) -> Config:
     )  # fmt: skip
 
 
+def read_configuration(path: Path) -> argparse.Namespace:
+    """Return the options of `etfarm serve` with a configuration file alone.
+
+    Raises:
+        BadSetting: the file is not valid.
+    """
+    return settings.parse(parser(), ["--config", str(path)], {})[0]
+
+
 def parse_command(command: argparse.ArgumentParser, argv: Sequence[str]) -> tuple[argparse.Namespace, list[Setting]]:
     """Return the options of a command that has some of the server's, and each one's value with its source.
 

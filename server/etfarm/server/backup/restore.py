@@ -11,7 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS
+from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, CACHE
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup import manifest as manifests
 from etfarm.server.backup.backup import BackupFailed
@@ -188,8 +188,11 @@ async def _copy_artifacts(
 
 async def _move_artifacts(data: Path, blobs: BucketLocation | None) -> None:
     """Move the artifacts that the conversion stored to the bucket that has the others."""
+    if blobs is None:
+        return
+    (data / ARTIFACTS / CACHE).mkdir(parents=True, exist_ok=True)  # as in the folder of each server with a bucket
     folder = data / ARTIFACTS / BLOBS
-    if blobs is None or not folder.is_dir():
+    if not folder.is_dir():
         return
     source, target = FileArtifacts(folder), BucketArtifacts(blobs, data)
     for path in folder.glob("??/*"):
