@@ -174,7 +174,7 @@ def _help_of(arguments: list[str]) -> str:
 
 def make_settings() -> str:
     """Make a table of the settings of `etfarm serve`, as a file has them."""
-    from etfarm.server.main import parser
+    from etfarm.server.arguments import parser
     from etfarm.server.operation.settings import settable
 
     parts = ["| setting | value | meaning |", "|---|---|---|"]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.main import config_of, parser
+from etfarm.server.arguments import config_of, parser
 from etfarm.server.workers.jail.measures import NAMES
 from etfarm.v1 import farm_pb2, farm_pb2_grpc
 from etfarm.wire.channel import Access, open_channel

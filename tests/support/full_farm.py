@@ -92,7 +92,8 @@ def new_farm(data: Path, *, count: int = COUNT, sizes: Sequence[int] = SIZES) ->
     database = FarmDatabase(data / DATABASE)
     database.open()
     with database.connected() as connection:
-        fill(connection, count)
+        if count:
+            fill(connection, count)
         with connection.begin():
             connection.execute(schema.artifacts.delete())
         add_artifacts(data, connection, sizes)

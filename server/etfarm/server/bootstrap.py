@@ -10,9 +10,10 @@ from pathlib import Path
 
 from etfarm.server.access.audit import AuditLog, Entry
 from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
+from etfarm.server.arguments import parse_command
 from etfarm.server.config import DATABASE
 from etfarm.server.operation.data_option import add_data_option, data_of, require_owner
-from etfarm.server.operation.database_option import add_database_option, database_of
+from etfarm.server.operation.database_option import add_database_option
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import create_database
 from etfarm.v1.common_pb2 import ROLE_ADMIN
@@ -30,8 +31,8 @@ def main(argv: list[str]) -> int:
     parser.add_argument("name", metavar="NAME", help="name of the admin: letters, digits, dots, dashes and underscores")
     add_data_option(parser)
     add_database_option(parser)
-    arguments = parser.parse_args(argv)
-    url, folder = database_of(arguments), data_of(arguments)
+    arguments, _ = parse_command(parser, argv)
+    url, folder = arguments.database, data_of(arguments)
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:

@@ -67,9 +67,9 @@ def check_configuration(environment: Mapping[str, str] = os.environ) -> Iterable
     if not path:
         return
     # The other checks do without the server's parts, which take a second to import.
+    from etfarm.server.arguments import config_of, parser
     from etfarm.server.artifacts.room import Room
     from etfarm.server.artifacts.s3.bucket import Bucket
-    from etfarm.server.main import config_of, parser
     from etfarm.server.operation import settings
     from etfarm.server.operation.check import EXPIRES_SOON
     from etfarm.server.rpc.door.certificates import Certificates
@@ -109,7 +109,7 @@ def check_compile_nodes(environment: Mapping[str, str] = os.environ) -> Iterable
     path = environment.get(CONFIG_VARIABLE)
     if not path:
         return
-    from etfarm.server.main import config_of, parser
+    from etfarm.server.arguments import config_of, parser
     from etfarm.server.operation import settings
 
     try:

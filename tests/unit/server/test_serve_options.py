@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from etfarm.server.arguments import config_of, parser
 from etfarm.server.config import Config
-from etfarm.server.main import config_of, parser
 from etfarm.server.operation import web_page
 from etfarm.server.reports.latency.thresholds import BadThresholds, Thresholds
 

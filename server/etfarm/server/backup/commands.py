@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from etfarm.server.arguments import parse_command
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.restore import restore
 from etfarm.server.operation.blob_options import add_blob_options, location_of
 from etfarm.server.operation.data_option import add_data_option, data_of, require_owner
-from etfarm.server.operation.database_option import add_database_option, database_of
+from etfarm.server.operation.database_option import add_database_option
 from etfarm.server.operation.progress import Progress, size_text
+from etfarm.server.operation.settings import Setting
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import locked
 
@@ -32,8 +35,8 @@ def backup_main(argv: list[str]) -> int:
                         help="link artifacts instead of copying them, where both folders are on one file system: takes no space, "
                         "and does not protect from a failing disk")  # fmt: skip
     add_blob_options(parser, "bucket that has the artifacts, as for `etfarm serve`")
-    arguments = parser.parse_args(argv)
-    folder, database, blobs = data_of(arguments), database_of(arguments), location_of(arguments)
+    arguments, _ = parse_command(parser, argv)
+    folder, database, blobs = data_of(arguments), arguments.database, location_of(arguments)
     require_owner(folder)
     with Progress() as progress:
         done = back_up(folder, arguments.folder, link=arguments.link, database=database, blobs=blobs, on_progress=progress.show)
@@ -59,8 +62,8 @@ def restore_main(argv: list[str]) -> int:
     add_data_option(parser)
     add_database_option(parser, "restore the rows to this PostgreSQL database, which is empty")
     add_blob_options(parser, "restore the artifacts to this bucket, as s3://BUCKET/PREFIX")
-    arguments = parser.parse_args(argv)
-    folder, database, blobs = data_of(arguments), database_of(arguments), location_of(arguments)
+    arguments, sources = parse_command(parser, argv)
+    folder, database, blobs = data_of(arguments), arguments.database, location_of(arguments)
     created = not folder.exists()
     if created and not (arguments.backup / "manifest.json").is_file():
         restore(arguments.backup, folder, blobs=blobs)  # refuses before anything is created
@@ -68,17 +71,32 @@ def restore_main(argv: list[str]) -> int:
         manifest = restore(arguments.backup, folder, database=database, blobs=blobs, on_progress=progress.show)
     print(
         f"{folder}: restored the backup of {manifest.created_at} by etfarm {manifest.version}, {manifest.artifacts} artifacts. "
-        f"Start it: etfarm serve --data {folder}{_options(database, blobs, arguments.blobs_ca)}"
+        f"Start it: etfarm serve{_options(folder, database, blobs, arguments.blobs_ca, arguments.config, sources)}"
     )
     return 0
 
 
-def _options(database: DatabaseUrl | None, blobs: BucketLocation | None, authorities: Path | None) -> str:
-    """Return the options that name the farm's places; credentials stay where the command had them from."""
-    options = [f"--database {database}"] if database else []
+def _options(
+    folder: Path,
+    database: DatabaseUrl | None,
+    blobs: BucketLocation | None,
+    authorities: Path | None,
+    config: Path | None,
+    sources: Sequence[Setting],
+) -> str:
+    """Return the options that name the farm's places; credentials stay where the command had them from.
+
+    Args:
+        config: the server's file, which names those that the command line does not.
+    """
+    options = [("data", str(folder)), ("database", str(database) if database else "")]
     if blobs is not None:
-        options += [f"--blobs {blobs.url}", f"--blobs-region {blobs.region}"]
-        options += [f"--blobs-endpoint {blobs.endpoint}"] if blobs.endpoint else []
-        options += [f"--blobs-credentials {blobs.credentials_file.absolute()}"] if blobs.credentials_file else []
-        options += [f"--blobs-ca {authorities.absolute()}"] if authorities else []
-    return "".join(f" {option}" for option in options)
+        options += [
+            ("blobs", blobs.url), ("blobs-region", blobs.region), ("blobs-endpoint", blobs.endpoint),
+            ("blobs-credentials", str(blobs.credentials_file.absolute()) if blobs.credentials_file else ""),
+            ("blobs-ca", str(authorities.absolute()) if authorities else ""),
+        ]  # fmt: skip
+    if config is not None:
+        typed = {each.name for each in sources if each.source == f"--{each.name}"}
+        options = [("config", str(config)), *(option for option in options if option[0] in typed)]
+    return "".join(f" --{name} {value}" for name, value in options if value)

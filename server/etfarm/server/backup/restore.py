@@ -11,12 +11,13 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Final
 
-from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS
+from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, CACHE
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup import manifest as manifests
 from etfarm.server.backup.backup import BackupFailed
 from etfarm.server.backup.errors import BackupDamaged, BackupRefused
 from etfarm.server.backup.manifest import Manifest
+from etfarm.server.cluster.shared_blobs import identify_folder
 from etfarm.server.config import DATABASE
 from etfarm.server.state import damage
 from etfarm.server.state.database_url import DatabaseUrl
@@ -25,7 +26,7 @@ from etfarm.server.state.revisions import HEAD, known_revisions
 from etfarm.server.state.sqlite import LOGS, merge_log
 from etfarm.server.transfer import rows
 from etfarm.server.transfer.artifacts import BucketArtifacts, FileArtifacts, artifacts_of, copy_artifacts
-from etfarm.server.transfer.database import FarmDatabase, copy_rows
+from etfarm.server.transfer.database import FarmDatabase, begin_copy, copy_rows, stopped
 from etfarm.server.transfer.files import sync_folder
 from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire import digest as digests
@@ -44,7 +45,8 @@ def restore(
 ) -> Manifest:
     """Make a data folder from a backup, and migrate its database to this version. Return the backup's manifest.
 
-    A restore that was interrupted continues: artifacts that have their names are complete.
+    A restore that was interrupted continues: artifacts that have their names are complete. Until it has ended, no server opens
+    the data folder or the PostgreSQL database, nor leads the farm of the database.
 
     Args:
         data: a folder that does not exist, is empty, or has an interrupted restore of the same backup.
@@ -53,6 +55,7 @@ def restore(
 
     Raises:
         TargetNotEmpty, CopyUnfinished: the PostgreSQL database has something else.
+        ServersRunning: a server of the PostgreSQL database runs.
         BackupRefused: the backup is incomplete or of a newer etfarm, or the data folder has other files.
         BackupDamaged: a file of the backup is missing or has other contents.
         BackupFailed: a file cannot be written.
@@ -65,27 +68,17 @@ def restore(
             f"{version('etfarm')}, which knows {HEAD} at most.",
             f"Install etfarm {manifest.version} or newer: pip install 'etfarm[server]>={manifest.version}'.",
         )
+    target = None if database is None else FarmDatabase(data / DATABASE, database)
     try:
         _prepare(data, manifest)
-        source = backup / manifest.database
-        if not source.is_file() or digests.of_file(source) != manifest.database_sha256:
-            raise BackupDamaged(
-                f"The database {source} is missing or has other contents than the manifest says.", "Use another backup."
-            )
-        part = data / f"{DATABASE}.part"
-        part.unlink(missing_ok=True)
-        part.touch(mode=0o600)
-        shutil.copyfile(source, part)
-        damage.check(part, HEAD, known_revisions(), whole=True)
-        asyncio.run(_copy_artifacts(backup, data, part, manifest, blobs, on_progress))
-        _migrate(part)
-        asyncio.run(_move_artifacts(data, blobs))
-        if database is None:
+        if target is None:
+            part = _convert(backup, data, manifest, blobs, on_progress)
             _sync(part)
             _remove_logs(data)
             part.replace(data / DATABASE)
-        else:
-            _copy_rows(part, FarmDatabase(data / DATABASE, database), manifest, data / RESTORING, on_progress)
+        elif not (_marker_of(data).endswith(_COPIED) and target.is_complete()):
+            _restore_rows(target, backup, data, manifest, blobs, on_progress)
+        FarmDatabase(_part_of(data)).clear()
         sync_folder(data)
         (data / RESTORING).unlink()
         sync_folder(data)
@@ -94,6 +87,58 @@ def restore(
             f"{data} cannot be restored: {error.strerror or error}.", "Free disk there, and run it again: it continues."
         ) from error
     return manifest
+
+
+def _restore_rows(
+    target: FarmDatabase, backup: Path, data: Path, manifest: Manifest, blobs: BucketLocation | None, on_progress: OnProgress
+) -> None:
+    """Restore to a PostgreSQL database, of which no server runs."""
+    assert target.url is not None
+    name = f"the backup {manifest.database_sha256}"
+    with stopped(target.url) as hold:
+        # From here on, the mark keeps servers from the database, also after this process was killed.
+        begin_copy(target, name)
+        hold.name_blobs(identify_folder(data / ARTIFACTS) if blobs is None else blobs.url)
+        try:
+            source = FarmDatabase(_convert(backup, data, manifest, blobs, on_progress))
+        except BackupDamaged:
+            target.clear()  # so that another backup can be restored to it
+            raise
+        with source.connected() as connection, connection.begin():
+            copy_rows(connection, target, name, on_progress)
+        hold.require_held()
+        (data / RESTORING).write_text(f"{manifest.database_sha256}{_COPIED}")
+        _sync(data / RESTORING)
+        with target.connected() as connection:
+            rows.finish(connection)
+
+
+def _convert(backup: Path, data: Path, manifest: Manifest, blobs: BucketLocation | None, on_progress: OnProgress) -> Path:
+    """Restore the artifacts, and return a copy of the backup's database with the tables of this version."""
+    source, part = backup / manifest.database, _part_of(data)
+    if not source.is_file() or digests.of_file(source) != manifest.database_sha256:
+        raise BackupDamaged(
+            f"The database {source} is missing or has other contents than the manifest says.", "Use another backup."
+        )
+    part.unlink(missing_ok=True)
+    part.touch(mode=0o600)
+    shutil.copyfile(source, part)
+    damage.check(part, HEAD, known_revisions(), whole=True)
+    asyncio.run(_copy_artifacts(backup, data, part, manifest, blobs, on_progress))
+    # It may store artifacts as files of the data folder.
+    FarmDatabase(part).open()
+    merge_log(part)
+    part.chmod(0o600)
+    asyncio.run(_move_artifacts(data, blobs))
+    return part
+
+
+def _part_of(data: Path) -> Path:
+    return data / f"{DATABASE}.part"
+
+
+def _marker_of(data: Path) -> str:
+    return (data / RESTORING).read_text()
 
 
 def _prepare(data: Path, manifest: Manifest) -> None:
@@ -105,7 +150,7 @@ def _prepare(data: Path, manifest: Manifest) -> None:
         raise BackupRefused(f"{data} is not empty.", "Move it aside, or choose another --data.")
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     # An empty marker is that of a restore that was killed before it copied anything.
-    former = marker.read_text() if marker.exists() else ""
+    former = _marker_of(data) if marker.exists() else ""
     if former.removesuffix(_COPIED) not in ("", manifest.database_sha256):
         raise BackupRefused(f"{data} has an interrupted restore of another backup.", "Delete it, or choose another --data.")
     if not former:
@@ -141,34 +186,18 @@ async def _copy_artifacts(
         )  # fmt: skip
 
 
-def _migrate(part: Path) -> None:
-    """Convert the backup's database for this version, which may store artifacts as files of the data folder."""
-    FarmDatabase(part).open()
-    merge_log(part)
-    part.chmod(0o600)
-
-
 async def _move_artifacts(data: Path, blobs: BucketLocation | None) -> None:
     """Move the artifacts that the conversion stored to the bucket that has the others."""
+    if blobs is None:
+        return
+    (data / ARTIFACTS / CACHE).mkdir(parents=True, exist_ok=True)  # as in the folder of each server with a bucket
     folder = data / ARTIFACTS / BLOBS
-    if blobs is None or not folder.is_dir():
+    if not folder.is_dir():
         return
     source, target = FileArtifacts(folder), BucketArtifacts(blobs, data)
     for path in folder.glob("??/*"):
         await target.write(path.name, path.stat().st_size, source)
     shutil.rmtree(folder)
-
-
-def _copy_rows(part: Path, target: FarmDatabase, manifest: Manifest, marker: Path, on_progress: OnProgress) -> None:
-    source = FarmDatabase(part)
-    if not (marker.read_text().endswith(_COPIED) and target.is_complete()):
-        with source.connected() as connection, connection.begin():
-            copy_rows(connection, target, f"the backup {manifest.database_sha256}", on_progress)
-        marker.write_text(f"{manifest.database_sha256}{_COPIED}")
-        _sync(marker)
-        with target.connected() as connection:
-            rows.finish(connection)
-    source.clear()
 
 
 def _sync(path: Path) -> None:

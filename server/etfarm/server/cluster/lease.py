@@ -31,6 +31,7 @@ PRESENT_S: Final = 10.0
 
 _TABLES_KEY: Final = 0x45_54_4C_45
 _LOCK_MS: Final = 2000
+"""Time limit of the wait for the row of the lease, which a write of a leader or a command may hold."""
 
 # These tables are not migrated with the others, and have a schema of their own: servers of several versions use them at a time,
 # before the lease decides which one may migrate. Columns are only ever added.
@@ -153,15 +154,18 @@ class Fence:
         )
 
 
+def creation() -> bytes:
+    """Return the statements that create the tables of the lease where they are missing, for one transaction."""
+    # Two servers that create a table at the same moment would fail. The secret has letters, digits, dashes and underscores.
+    lock = f"SELECT pg_advisory_xact_lock({_TABLES_KEY});"
+    row = f"INSERT INTO etfarm_cluster.lease (id, secret) VALUES (1, '{secrets.token_urlsafe(32)}') ON CONFLICT DO NOTHING"
+    return f"{lock}{_TABLES}{row}".encode()
+
+
 async def create_tables(session: Session) -> None:
     """Create the tables of the lease, once for all servers."""
     async with session.transaction():
-        # Two servers that create a table at the same moment would fail.
-        await session.execute("SELECT pg_advisory_xact_lock(%s)", (_TABLES_KEY,))
-        await session.execute(_TABLES)
-        await session.execute(
-            "INSERT INTO etfarm_cluster.lease (id, secret) VALUES (1, %s) ON CONFLICT DO NOTHING", (secrets.token_urlsafe(32),)
-        )
+        await session.execute(creation())
 
 
 async def read(session: Session) -> LeaseRow:
@@ -179,7 +183,7 @@ async def _read(session: Session, query: str) -> LeaseRow:
 async def take(session: Session, holder: str, address: str, version: str, certificate: str) -> tuple[Leader, bool] | None:
     """Take an expired lease; return the new leader, and whether the former one ended in order.
 
-    Return None if another server was first, or a write of the former leader does not end.
+    Return None if another server was first, if a command holds the lease, or if a write of the former leader does not end.
     """
     if (row := await read(session)).leader is not None:
         return None
@@ -196,7 +200,7 @@ async def take(session: Session, holder: str, address: str, version: str, certif
             assert taken is not None
             await notify(session)
     except psycopg.errors.LockNotAvailable:
-        log.warning("the lease could not be taken: a write of the former leader does not end")
+        log.warning("the lease could not be taken: a command such as `etfarm restore` holds it, or a write of the former leader")
         return None
     return Leader(taken[0], address, version, certificate, taken[1]), former.released
 
@@ -258,6 +262,12 @@ async def revision(session: Session) -> str | None:
 
 
 async def claim_blobs(session: Session, blobs: str) -> str:
-    """Record where the farm's blobs are, unless another server has; return what is recorded."""
-    await session.execute("UPDATE etfarm_cluster.lease SET blobs = %s WHERE id = 1 AND blobs = ''", (blobs,))
+    """Record where the farm's blobs are, unless another server has; return what is recorded.
+
+    Raises:
+        psycopg.errors.LockNotAvailable: a command holds the lease.
+    """
+    async with session.transaction():
+        await session.execute(f"SET LOCAL lock_timeout = {_LOCK_MS}")
+        await session.execute("UPDATE etfarm_cluster.lease SET blobs = %s WHERE id = 1 AND blobs = ''", (blobs,))
     return (await read(session)).blobs

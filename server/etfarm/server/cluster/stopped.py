@@ -8,6 +8,7 @@ from typing import Any, Final
 
 import psycopg
 
+from etfarm.server.cluster import lease
 from etfarm.server.cluster.errors import ServersRunning
 from etfarm.server.cluster.lease import PRESENT_S
 from etfarm.server.state.database_url import DatabaseUrl
@@ -37,30 +38,37 @@ LIMIT 1
 
 
 class StoppedFarm:
-    """The hold on the lease of a farm; of a database that no server has used yet, nothing needs to be held.
+    """The hold on the lease of a farm.
 
     Args:
-        session: a connection; None for a database without a lease.
+        session: the connection whose transaction locks the lease.
     """
 
-    def __init__(self, session: psycopg.Connection[Any] | None) -> None:
+    def __init__(self, session: psycopg.Connection[Any]) -> None:
         self._session = session
 
-    def require(self) -> None:
+    def require_held(self) -> None:
+        """Check that the lease was held until now.
+
+        Raises:
+            ServersRunning: the connection broke, so that a server may have taken it.
+        """
+        with _held():
+            self._session.execute("SELECT 1")
+
+    def require_none_waits(self) -> None:
         """Check that the lease was held until now, and that no server waits for it, which has the former configuration.
 
         Raises:
             ServersRunning: one does; or the connection broke, so that one may have taken the lease.
         """
-        if self._session is None:
-            return
         with _held():
             running = self._session.execute(_RUNNING, {"present_s": PRESENT_S}).fetchone()
         if running is not None:
             raise ServersRunning(f"A server of the farm was started meanwhile, at {running[0]}.")
 
     def name_blobs(self, blobs: str) -> None:
-        """Record where the farm's blobs are from now on, so that a server with the former configuration is refused.
+        """Record where the farm's blobs are from now on, so that a server with another configuration is refused.
 
         Args:
             blobs: what its servers claim, see `Member`.
@@ -68,8 +76,6 @@ class StoppedFarm:
         Raises:
             ServersRunning: the connection broke.
         """
-        if self._session is None:
-            return
         with _held():
             self._session.execute("UPDATE etfarm_cluster.lease SET blobs = %s WHERE id = 1", [blobs])
             self._session.commit()
@@ -105,11 +111,13 @@ def stopped(url: DatabaseUrl, answer_s: float = ANSWER_S) -> Iterator[StoppedFar
     try:
         try:
             session.execute(_SETTINGS)
+            # A database that no server has used yet has no lease: one that is started meanwhile would take a new one.
+            session.execute(lease.creation())
             session.commit()
-            is_held = _hold(session)
+            _hold(session)
         except psycopg.Error as error:
             raise _failure(url, error) from None
-        yield StoppedFarm(session if is_held else None)
+        yield StoppedFarm(session)
     finally:
         session.close()
 
@@ -119,11 +127,8 @@ def _failure(url: DatabaseUrl, error: psycopg.Error) -> FarmError:
     return refused(url, error) or DatabaseUnavailable(what, "Check its server and the URL.", url=url)
 
 
-def _hold(session: psycopg.Connection[Any]) -> bool:
-    """Lock the lease until the end of the transaction; return False if there is none."""
-    exists = session.execute("SELECT to_regclass('etfarm_cluster.lease') IS NOT NULL").fetchone()
-    if exists is None or not exists[0]:
-        return False
+def _hold(session: psycopg.Connection[Any]) -> None:
+    """Lock the lease until the end of the transaction."""
     try:
         session.execute(_LOCK)
     except psycopg.errors.LockNotAvailable:
@@ -131,4 +136,3 @@ def _hold(session: psycopg.Connection[Any]) -> bool:
     running = session.execute(_RUNNING, {"present_s": PRESENT_S}).fetchone()
     if running is not None:
         raise ServersRunning(f"A server of the farm runs at {running[0]}, or did so within the last {PRESENT_S:g} s.")
-    return True

@@ -7,10 +7,11 @@ import sys
 from pathlib import Path
 from typing import Final
 
+from etfarm.server.arguments import parse_command, read_configuration
 from etfarm.server.migrate.migration import Migration, Moved, Place
 from etfarm.server.operation.blob_options import add_bucket_options, location_of
 from etfarm.server.operation.data_option import add_data_option, data_of, require_owner
-from etfarm.server.operation.database_option import add_database_option, database_of
+from etfarm.server.operation.database_option import add_database_option
 from etfarm.server.operation.progress import Progress, size_text
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import locked, require_restored
@@ -22,19 +23,24 @@ _FILES: Final = "files"
 
 def main(argv: list[str]) -> int:
     """Run `etfarm migrate`. Exit with 1 if artifacts were left behind."""
-    arguments = _parser().parse_args(argv)
-    if arguments.to_database is None and arguments.to_blobs is None:
-        raise UserError("The command does not say where to move the farm.", "Give --to-database, --to-blobs, or both.")
+    arguments, _ = parse_command(_parser(), argv)
+    names_place = arguments.to_database is not None or arguments.to_blobs is not None
+    if not names_place and arguments.to_config is None:
+        raise UserError(
+            "The command does not say where to move the farm.", "Give --to-config, --to-database, --to-blobs, or the last two."
+        )
+    if names_place and arguments.to_config is not None:
+        raise UserError("--to-config says where both rows and artifacts go.", "Leave out --to-database and --to-blobs, or it.")
     data = data_of(arguments)
     require_owner(data)
-    source = Place(database_of(arguments), location_of(arguments))
+    source = Place(arguments.database, location_of(arguments))
     target = _target(arguments, source)
     if not data.is_dir() and source.database is None:
         raise UserError(f"{data} is not a server's data folder.", "Name the folder with --data.")
     with locked(data), Progress() as progress:
         require_restored(data)
         moved = Migration(data, source, target, progress.show, skip_lost=arguments.skip_damaged).run()
-    print("\n".join(_lines(data, source, target, moved, arguments.to_blobs_ca)))
+    print("\n".join(_lines(data, source, target, moved, _next_steps(arguments, data, source, target))))
     for digest in moved.artifacts.lost:
         print(f"left behind, missing or damaged in the farm: {digest}", file=sys.stderr)
     return 1 if moved.artifacts.lost else 0
@@ -49,6 +55,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     add_data_option(parser)
     add_database_option(parser)
+    parser.add_argument("--to-config", type=Path, metavar="FILE",
+                        help="move rows and artifacts to where this TOML of `etfarm serve` has them: the farm's new "
+                        "configuration")  # fmt: skip
     parser.add_argument("--to-database", metavar="URL",
                         help=f"move the rows to this empty PostgreSQL database, or, as {_SQLITE!r}, to a SQLite file in --data. "
                         "Keep a password out of the arguments: use passfile=FILE in the URL (default: they stay)")  # fmt: skip
@@ -66,6 +75,9 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _target(arguments: argparse.Namespace, source: Place) -> Place:
+    if arguments.to_config is not None:
+        new = read_configuration(arguments.to_config)
+        return Place(new.database, location_of(new))
     database, blobs = source.database, source.blobs
     if arguments.to_database is not None:
         database = None if arguments.to_database == _SQLITE else DatabaseUrl.parse(arguments.to_database)
@@ -74,12 +86,17 @@ def _target(arguments: argparse.Namespace, source: Place) -> Place:
     return Place(database, blobs)
 
 
-def _lines(data: Path, source: Place, target: Place, moved: Moved, authorities: Path | None) -> list[str]:
-    """Return what was done, what to change in the configuration, and what has the former state.
+def _next_steps(arguments: argparse.Namespace, data: Path, source: Place, target: Place) -> list[str]:
+    """Return how to start the server at the new place."""
+    if arguments.to_config is None:
+        settings = _settings(source, target, arguments.to_blobs_ca)
+        return ["Before the server starts, change its configuration:", *(f"    {line}" for line in settings)]
+    named = data_of(read_configuration(arguments.to_config))
+    return [f"Start the server: etfarm serve --config {arguments.to_config}" + ("" if named == data else f" --data {data}")]
 
-    Args:
-        authorities: file of the certificates of the target's bucket.
-    """
+
+def _lines(data: Path, source: Place, target: Place, moved: Moved, next_steps: list[str]) -> list[str]:
+    """Return what was done, how to go on, and what has the former state."""
     done = []
     if source.database != target.database:
         done.append(f"{moved.row_count:,} rows to {f'SQLite in {data}' if target.database is None else target.database}")
@@ -87,14 +104,18 @@ def _lines(data: Path, source: Place, target: Place, moved: Moved, authorities: 
         done.append(f"{moved.artifacts.count:,} artifacts ({size_text(moved.artifacts.size_bytes)}) to {target.blobs_name}")
     return [
         f"Moved and compared: {', '.join(done)}.",
-        "Before the server starts, change its configuration:",
-        *(f"    {line}" for line in _settings(source, target, authorities)),
+        *next_steps,
         "The former state, which you may delete once the farm runs as it should:",
         *(f"    {each}" for each in moved.former),
     ]
 
 
 def _settings(source: Place, target: Place, authorities: Path | None) -> list[str]:
+    """Return what to change in the configuration.
+
+    Args:
+        authorities: file of the certificates of the target's bucket.
+    """
     lines = []
     if source.database != target.database:
         hidden = "  # with the password instead of ***" if target.database is not None and target.database.has_password else ""

@@ -8,10 +8,10 @@ from __future__ import annotations
 import asyncio
 import shutil
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import Final
 
 from sqlalchemy import func, insert, inspect, select
 
@@ -22,14 +22,10 @@ from etfarm.server.migrate.errors import ArtifactsLost, MoveFailed, NothingToMov
 from etfarm.server.migrate.folder import DataFolder
 from etfarm.server.state import copies, schema
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.server.state.databases import require_driver
 from etfarm.server.transfer import rows
 from etfarm.server.transfer.artifacts import Artifacts, BucketArtifacts, Copied, artifacts_of, copy_artifacts
-from etfarm.server.transfer.database import FarmDatabase, copy_rows
+from etfarm.server.transfer.database import FarmDatabase, copy_rows, stopped
 from etfarm.server.transfer.rows import OnProgress
-
-if TYPE_CHECKING:
-    from etfarm.server.cluster.stopped import StoppedFarm
 
 _PAGE_ROWS: Final = 1_000
 """Number of artifacts that are looked up at a time."""
@@ -111,10 +107,11 @@ class Migration:
         )
         with ExitStack() as stack:
             stack.callback(shutil.rmtree, self._scratch, ignore_errors=True)
-            holds = {url: stack.enter_context(_stopped(url)) for url in self._urls()}
-            moved = self._copy()
+            holds = {url: stack.enter_context(stopped(url)) for url in self._urls()}
+            is_taken = self._is_taken()
+            moved = self._count() if is_taken else self._copy()
             for hold in holds.values():
-                hold.require()
+                hold.require_none_waits()
             if self._moves_rows:
                 self._leave_rows(moved)
             if self._target.database is not None and self._moves_artifacts:
@@ -122,7 +119,7 @@ class Migration:
             if self._moves_artifacts:
                 self._take_artifacts(moved)
             if self._moves_rows:
-                self._take_rows()
+                self._take_rows(is_taken=is_taken)
             if self._moves_artifacts and self._target.blobs is not None:
                 asyncio.run(BucketArtifacts(self._target.blobs, self._scratch).finish())
         return moved
@@ -147,7 +144,7 @@ class Migration:
     def _open_source(self) -> FarmDatabase:
         """Return the source's database with the tables of this version."""
         database = FarmDatabase(self._folder.database, self._source.database)
-        if self._is_nearly_moved(database):
+        if self._is_nearly_moved():
             return FarmDatabase(self._folder.former_database, database.url)
         if not self._has_farm(database):
             raise NothingToMove(
@@ -162,14 +159,41 @@ class Migration:
         with database.connected() as connection:
             return inspect(connection).has_table("alembic_version")
 
-    def _is_nearly_moved(self, database: FarmDatabase) -> bool:
+    def _is_nearly_moved(self) -> bool:
         """Return whether an earlier run has left the rows of the source, and ended before it took those of the target."""
-        if not self._moves_rows or self._target_database().source_of_copy() != self._name:
-            return False
-        if database.url is None:
-            return self._folder.former_database != database.path
-        with database.connected() as connection, connection.begin():
+        return self._moves_rows and self._target_database().source_of_copy() == self._name and self._is_left()
+
+    def _is_left(self) -> bool:
+        """Return whether an earlier run has left the rows of the source."""
+        if self._source.database is None:
+            return self._folder.former_database != self._folder.database
+        with FarmDatabase(self._folder.database, self._source.database).connected() as connection, connection.begin():
             return copies.moved_to(connection) == self._target_name
+
+    def _is_taken(self) -> bool:
+        """Return whether an earlier run has taken the rows of the target, and ended before it took all marks away."""
+        taken = self._taken_database()
+        if not self._moves_rows or not self._is_left() or not (taken.url or taken.path.exists()):
+            return False
+        if taken.url is None and taken.source_of_copy() == self._name:
+            return True
+        return self._target.blobs is not None and taken.is_complete() and asyncio.run(self._is_bucket_begun(self._target.blobs))
+
+    async def _is_bucket_begun(self, location: BucketLocation) -> bool:
+        artifacts = BucketArtifacts(location, self._scratch)
+        await artifacts.bucket.check()
+        return self._moves_artifacts and await artifacts.is_begun(self._artifacts_name)
+
+    def _taken_database(self) -> FarmDatabase:
+        """Return the target's database under the name by which servers open it."""
+        return FarmDatabase(self._folder.database, self._target.database)
+
+    def _count(self) -> Moved:
+        """Return what an earlier run has moved."""
+        with self._taken_database().connected() as connection, connection.begin():
+            totals = select(func.count(), func.coalesce(func.sum(schema.artifacts.c.size_bytes), 0)).select_from(schema.artifacts)
+            count, size_bytes = connection.execute(totals).one()
+            return Moved(rows.count_rows(connection), Copied(count, size_bytes))
 
     def _target_database(self) -> FarmDatabase:
         return FarmDatabase(self._folder.database_copy, self._target.database)
@@ -219,15 +243,19 @@ class Migration:
         if self._target.blobs is None:
             self._folder.settle_blobs()
 
-    def _take_rows(self) -> None:
-        """Let servers open the target's database."""
-        target = self._target_database()
-        if target.url is None:
+    def _take_rows(self, *, is_taken: bool) -> None:
+        """Let servers open the target's database.
+
+        Args:
+            is_taken: whether an earlier run has done so; it may not have taken the mark away.
+        """
+        if self._target.database is None and not is_taken:
             # Its name keeps servers from the file: from the next step on, the farm is there.
             self._folder.settle_database()
-            target = FarmDatabase(self._folder.database)
-        with target.connected() as connection:
-            rows.finish(connection)
+        target = self._taken_database()
+        if target.source_of_copy() is not None:
+            with target.connected() as connection:
+                rows.finish(connection)
 
 
 def _wanted(database: FarmDatabase) -> Iterator[tuple[str, int]]:
@@ -241,10 +269,3 @@ def _wanted(database: FarmDatabase) -> Iterator[tuple[str, int]]:
             return
         yield from ((row.digest, row.size_bytes) for row in page)
         after = page[-1].digest
-
-
-def _stopped(url: DatabaseUrl) -> AbstractContextManager[StoppedFarm]:
-    require_driver()
-    from etfarm.server.cluster.stopped import stopped  # needs etfarm[scale]
-
-    return stopped(url)

@@ -1,4 +1,4 @@
-"""The option that names the data folder, of the commands that work on a farm's data themselves."""
+"""The options that name the data folder and the server's configuration, of the commands that work on a farm's data themselves."""
 
 from __future__ import annotations
 
@@ -7,11 +7,14 @@ import os
 from pathlib import Path
 
 from etfarm.wire.errors import UserError
-from etfarm.wire.names import data_folder
+from etfarm.wire.names import SETTING_PREFIX, data_folder
 
 
 def add_data_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option to a command."""
+    """Add the options to a command."""
+    parser.add_argument("--config", type=Path, metavar="FILE",
+                        help="the server's TOML, as of `etfarm serve`: options of the command line win, then "
+                        f"{SETTING_PREFIX} variables, then this file")  # fmt: skip
     parser.add_argument("--data", type=Path, metavar="DIR",
                         help=f"the server's data folder (default: {data_folder() / 'server'})".replace("%", "%%"))  # fmt: skip
 

@@ -68,14 +68,22 @@ class _Unset(list[Any]):
 
 
 def parse(
-    parser: argparse.ArgumentParser, argv: Sequence[str], environment: Mapping[str, str]
+    parser: argparse.ArgumentParser,
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    server: argparse.ArgumentParser | None = None,
 ) -> tuple[argparse.Namespace, list[Setting]]:
     """Return the parsed options, and each one's value with its source.
+
+    Args:
+        server: the server's own parser, for a command that has only some of its options: the file and the environment may set
+            all of them, and no option of the command alone.
 
     Raises:
         BadSetting: the file cannot be read; or it or the environment has an unknown option, or a value that is not valid.
     """
-    actions = {name: action for action in parser._actions if (name := _name(action)) != "help"}
+    actions = _by_name(parser)
+    known = _by_name(server or parser)
     namespace = argparse.Namespace(**{action.dest: _Unset() for action in actions.values()})
     parser.parse_args(argv, namespace)
     config = getattr(namespace, CONFIG)
@@ -83,8 +91,8 @@ def parse(
         text = environment.get(SETTING_PREFIX + CONFIG.upper())
         config = Path(text) if text else None
         setattr(namespace, CONFIG, config)
-    in_file = dict(_read_file(config, actions)) if config is not None else {}
-    in_environment = dict(_read_environment(environment, actions))
+    in_file = dict(_read_file(config, known)) if config is not None else {}
+    in_environment = dict(_read_environment(environment, known))
     settings = []
     for name, action in actions.items():
         value, source = getattr(namespace, action.dest), f"--{name}"
@@ -101,6 +109,13 @@ def parse(
         if name not in _COMMAND_LINE_ONLY:
             settings.append(Setting(name, value, source))
     return namespace, settings
+
+
+def _by_name(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
+    """Return the options by name, without those that end the command; arguments without dashes are none."""
+    actions = {_name(action): action for action in parser._actions if action.option_strings}
+    del actions["help"]
+    return actions
 
 
 def _name(action: argparse.Action) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
+from etfarm.server.config import LOCAL
 from etfarm.wire.names import DATA_VARIABLE, SETTING_PREFIX
 from etfarm.wire.systemd import own_program, quoted, without_options
 
@@ -17,6 +19,20 @@ STATE: Final = "etfarm-server"
 """Folder below /var/lib with the server's data, unless the command names another one."""
 
 _EXCLUDED_OPTIONS: Final = (("--print-unit", "--pri"), ("--exit-with-stdin", "--e"), ("--check", "--ch"), ("--json", "--j"))
+_READ: Final = {
+    "database": re.compile(r"PG[A-Z]+"),
+    "blobs": re.compile(r"AWS_(ENDPOINT_URL|ENDPOINT_URL_S3|REGION|DEFAULT_REGION)"),
+    "keys": re.compile(r"AWS_(ACCESS_KEY_ID|SECRET_ACCESS_KEY|SESSION_TOKEN)"),
+    "compile_pool": re.compile(r"RAY_\w+"),
+    "otlp": re.compile(r"OTEL_\w+"),
+}  # fmt: skip
+"""Names of the variables of each engine, which libpq, this server, Ray and OpenTelemetry read."""
+_SECRET: Final = re.compile(r"PASSWORD|ACCESS_KEY|TOKEN\b|HEADERS|WEBHOOK\b")
+"""In the names of variables whose values are secrets."""
+_PASSWORD: Final = re.compile(r"://[^/?#]*:[^/?#]*@|[?&](ssl)?password=")
+"""In a URL that has a password."""
+SECRETS: Final = "/etc/etfarm/server.env"
+"""File of the variables whose values the unit does not show."""
 _STOP_S: Final = 30
 """Seconds beyond the drain's time limit after which systemd kills a server that does not stop."""
 
@@ -27,7 +43,7 @@ _TEMPLATE: Final = """\
 #   sudo useradd --system --home-dir /var/lib/{state} --shell /usr/sbin/nologin {user}
 #   sudo install -d -m 700 -o {user} -g {user} {data}
 #   sudo -u {user} {program} tokens init ann --data {data}
-#   sudo systemctl daemon-reload && sudo systemctl enable --now {name}
+{steps}#   sudo systemctl daemon-reload && sudo systemctl enable --now {name}
 #
 # `systemctl reload {name}` reads renewed TLS files, which the server also does by itself. `systemctl stop` lets running work go
 # on for --drain-timeout; a second signal (`systemctl kill {name}`) stops at once. Nothing is lost either way.
@@ -87,6 +103,7 @@ def unit(
     program: Sequence[str],
     environment: Mapping[str, str],
     drain_s: float,
+    engines: Collection[str] = (),
     data: Path | None = None,
     folder: Path | None = None,
 ) -> str:
@@ -95,16 +112,27 @@ def unit(
     Args:
         arguments: the arguments of `etfarm serve` as the user typed them.
         program: the command `etfarm`.
-        environment: the command's environment; the variables that the server reads are kept.
+        environment: the command's environment; the variables that the server reads are kept, and of secrets only the names.
         drain_s: the time limit of a graceful stop.
+        engines: those that the server uses, see `engines_of`.
         data: the data folder, if it is the user's choice and not the default.
         folder: the base of relative paths among the arguments; None if there are none.
 
     Raises:
         UserError: an argument is not valid text, which a unit cannot hold.
     """
-    variables = {name: value for name, value in environment.items() if name == DATA_VARIABLE or name.startswith(SETTING_PREFIX)}
-    settings = [f"Environment={quoted(f'{name}={value}')}" for name, value in sorted(variables.items())]
+    variables = {name: value for name, value in sorted(environment.items()) if _is_read(name, engines)}
+    secrets = [name for name, value in variables.items() if _is_secret(name, value)]
+    settings = [f"Environment={quoted(f'{name}={value}')}" for name, value in variables.items() if name not in secrets]
+    if secrets:
+        settings += [f"# Has the secrets of this command's environment: {' '.join(secrets)}", f"EnvironmentFile={SECRETS}"]
+    steps = (
+        [f"sudo install -D -m 600 /dev/null {SECRETS}    # then write NAME=VALUE there for {' '.join(secrets)}"]
+        if secrets
+        else []
+    )
+    if files := [name for name, value in variables.items() if value.startswith("/") and not name.startswith(SETTING_PREFIX)]:
+        steps.append(f"# {USER} must be able to read the files that {' '.join(files)} name")
     if folder is not None:
         # Taken literally, without quotes.
         settings.append("WorkingDirectory=" + str(folder).replace("%", "%%"))
@@ -118,18 +146,43 @@ def unit(
     return _TEMPLATE.format(
         name=UNIT_NAME, state=STATE, user=USER, data=data or f"/var/lib/{STATE}", program=" ".join(program),
         command=" ".join(map(quoted, command)),
-        settings="".join(f"{line}\n" for line in settings),
+        settings="".join(f"{line}\n" for line in settings), steps="".join(f"#   {step}\n" for step in steps),
         protection="".join(f"{line}\n" for line in protection),
         stop_s=math.ceil(drain_s) + _STOP_S,
     )  # fmt: skip
 
 
-def unit_of_this(arguments: Sequence[str], options: Mapping[str, object], *, is_data_chosen: bool, drain_s: float) -> str:
+def _is_read(name: str, engines: Collection[str]) -> bool:
+    """Return whether the server reads a variable."""
+    is_own = name == DATA_VARIABLE or name.startswith(SETTING_PREFIX)
+    return is_own or any(_READ[engine].fullmatch(name) for engine in engines)
+
+
+def _is_secret(name: str, value: str) -> bool:
+    """Return whether a variable's value must not be shown."""
+    return _SECRET.search(name) is not None or _PASSWORD.search(value) is not None
+
+
+def engines_of(settings: Mapping[str, object]) -> list[str]:
+    """Return the engines with variables of their own that a server uses.
+
+    Args:
+        settings: the effective options by destination.
+    """
+    used = [name for name in ("database", "blobs", "otlp") if settings[name]]
+    used += ["keys"] if settings["blobs"] and not settings["blobs_credentials"] else []
+    return used + (["compile_pool"] if settings["compile_pool"] != LOCAL else [])
+
+
+def unit_of_this(
+    arguments: Sequence[str], options: Mapping[str, object], *, engines: Collection[str], is_data_chosen: bool, drain_s: float
+) -> str:
     """Return the unit for the current command: this program, these arguments, this environment.
 
     Args:
         arguments: the arguments of `etfarm serve`.
         options: the parsed arguments; relative paths among them refer to the working folder.
+        engines: those that the server uses, whatever names them.
         is_data_chosen: whether the command names the data folder.
         drain_s: the time limit of a graceful stop.
     """
@@ -140,6 +193,7 @@ def unit_of_this(arguments: Sequence[str], options: Mapping[str, object], *, is_
         program=own_program(),
         environment=os.environ,
         drain_s=drain_s,
+        engines=engines,
         data=chosen.absolute() if isinstance(chosen, Path) else None,
         folder=Path.cwd() if any(isinstance(each, Path) and not each.is_absolute() for each in paths) else None,
     )

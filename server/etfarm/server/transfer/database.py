@@ -6,6 +6,7 @@ import asyncio
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from sqlalchemy import Connection
 
@@ -15,6 +16,9 @@ from etfarm.server.state.sqlite import LOGS
 from etfarm.server.transfer import rows
 from etfarm.server.transfer.errors import CopyDiffers, OtherVersion, RowRefused
 from etfarm.server.transfer.rows import OnProgress
+
+if TYPE_CHECKING:
+    from etfarm.server.cluster.stopped import StoppedFarm
 
 
 @dataclass(frozen=True)
@@ -68,6 +72,22 @@ class FarmDatabase:
             tables.drop(connection)
 
 
+def begin_copy(target: FarmDatabase, name: str) -> bool:
+    """Mark an empty database as the copy of a farm, so that no server opens it; return whether one was begun before.
+
+    Args:
+        name: the name of the source.
+
+    Raises:
+        TargetNotEmpty: the target has a farm of its own.
+        CopyUnfinished: the target has an unfinished copy of another source.
+    """
+    if target.source_of_copy() is None:
+        target.open()
+    with target.connected() as connection:
+        return rows.begin(connection, target, name)
+
+
 def copy_rows(source: Connection, target: FarmDatabase, name: str, on_progress: OnProgress) -> int:
     """Copy all rows of a farm to an empty database, or go on with an interrupted copy of it. Return the number of rows.
 
@@ -83,10 +103,8 @@ def copy_rows(source: Connection, target: FarmDatabase, name: str, on_progress: 
         CopyDiffers: what the target has is not what was copied.
         RowRefused: the target cannot store a row.
     """
-    if target.source_of_copy() is None:
-        target.open()
+    is_resumed = begin_copy(target, name)
     with target.connected() as connection:
-        is_resumed = rows.begin(connection, target, name)
         try:
             return rows.copy(source, connection, on_progress)
         except (CopyDiffers, RowRefused):
@@ -95,6 +113,20 @@ def copy_rows(source: Connection, target: FarmDatabase, name: str, on_progress: 
     # The source was used since the copy was interrupted.
     target.clear()
     return copy_rows(source, target, name, on_progress)
+
+
+def stopped(url: DatabaseUrl) -> AbstractContextManager[StoppedFarm]:
+    """Require that no server of a farm in PostgreSQL runs, and let none lead until the end of the block.
+
+    Raises:
+        ServersRunning: a server runs, or one that was killed was seen a few seconds ago.
+        ExtraMissing: the driver of PostgreSQL is not installed.
+        DatabaseUnusable, DatabaseUnavailable: the database refuses the connection, or cannot be reached.
+    """
+    databases.require_driver()
+    from etfarm.server.cluster import stopped as holds  # needs etfarm[scale]
+
+    return holds.stopped(url)
 
 
 def require_this_version(connection: Connection, database: FarmDatabase) -> None:

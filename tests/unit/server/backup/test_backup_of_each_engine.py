@@ -15,8 +15,9 @@ from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup.backup import back_up
 from etfarm.server.backup.commands import restore_main
-from etfarm.server.backup.errors import BackupRefused
+from etfarm.server.backup.errors import BackupDamaged, BackupRefused
 from etfarm.server.backup.restore import restore
+from etfarm.server.cluster.errors import ServersRunning
 from etfarm.server.migrate.migration import Migration, Place
 from etfarm.server.state import schema
 from etfarm.server.state.copies import CopyUnfinished
@@ -26,6 +27,7 @@ from etfarm.server.state.revisions import HEAD
 from etfarm.server.transfer.database import FarmDatabase
 from etfarm.server.transfer.errors import OtherVersion, TargetNotEmpty
 from tests.support.full_farm import blobs_of, committed, contents, new_farm
+from tests.support.leases import begin_to_lead, claim, end_in_order, try_to_lead
 from tests.support.old_database import database_of_0006
 from tests.support.s3 import S3Server, environment_of
 
@@ -143,6 +145,48 @@ def test_an_interrupted_restore_to_postgresql_continues(
     restore(backup, data, database=target.database)
     require_restored(data)
     assert contents(FarmDatabase(data / "farm.sqlite", target.database)) == before
+
+
+def test_no_server_leads_nor_opens_the_database_of_a_restore_from_its_beginning_on(
+    farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path
+) -> None:
+    target, led = new_place(), dict[str, bool]()
+    assert target.database is not None and target.blobs is not None
+    restored = FarmDatabase(tmp_path / "elsewhere" / "farm.sqlite", target.database)
+    back_up(farm.path.parent, tmp_path / "backup")
+
+    def interrupt(what: str, done: int, total: int) -> None:
+        led[what] = try_to_lead(restored.url)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        restore(tmp_path / "backup", tmp_path / "restored", database=target.database, blobs=target.blobs, on_progress=interrupt)
+    assert led == {"artifacts copied": False}, "before any row"
+    with pytest.raises(CopyUnfinished, match="unfinished copy of the backup") as refused:
+        restored.open()
+    assert "etfarm restore" in refused.value.remedy
+    assert claim(target.database, "folder 1") == target.blobs.url
+
+    token = begin_to_lead(target.database)
+    with pytest.raises(ServersRunning, match="farm-a:7433"):
+        restore(tmp_path / "backup", tmp_path / "restored", database=target.database, blobs=target.blobs)
+    end_in_order(target.database, token)
+    restore(tmp_path / "backup", tmp_path / "restored", database=target.database, blobs=target.blobs)
+    restored.open()
+    assert contents(restored) == contents(farm) and try_to_lead(target.database)
+
+
+def test_a_damaged_backup_leaves_the_database_for_another_one(
+    farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path
+) -> None:
+    target = new_place()
+    for name in ("damaged", "whole"):
+        back_up(farm.path.parent, tmp_path / name)
+    next((tmp_path / "damaged" / "artifacts" / "blobs").glob("??/*")).unlink()
+    with pytest.raises(BackupDamaged, match="is missing"):
+        restore(tmp_path / "damaged", tmp_path / "first", database=target.database)
+    restore(tmp_path / "whole", tmp_path / "second", database=target.database)
+    assert contents(FarmDatabase(farm.path, target.database)) == contents(farm)
 
 
 def test_a_restore_overwrites_no_other_farm(farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path) -> None:

@@ -15,7 +15,6 @@ from etfarm.server.artifacts.blobs import place_of
 from etfarm.server.artifacts.s3.blobs import key_of
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.location import BadBlobs, BucketLocation
-from etfarm.server.cluster import lease
 from etfarm.server.cluster.errors import ServersRunning
 from etfarm.server.cluster.shared_blobs import identify_folder
 from etfarm.server.cluster.stopped import stopped
@@ -30,6 +29,7 @@ from etfarm.server.transfer.errors import TargetNotEmpty
 from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire.errors import UserError
 from tests.support.full_farm import blobs_of, committed, contents, new_farm
+from tests.support.leases import begin_to_lead, claim, end_in_order, try_to_lead, wait_to_lead
 from tests.support.s3 import S3Server, environment_of
 from tests.support.stores import damage
 
@@ -295,55 +295,43 @@ def test_a_farm_of_a_newer_etfarm_is_refused(farm: FarmDatabase, database: Datab
         move(farm, LOCAL, Place(database, None))
 
 
-async def _begin_to_lead(url: DatabaseUrl) -> int:
-    """Take the lease, as a server does."""
-    async with await psycopg.AsyncConnection.connect(url.text, autocommit=True) as session:
-        await lease.create_tables(session)
-        taken = await lease.take(session, "a", "farm-a:7433", "1", "")
-        assert taken is not None
-        return taken[0].token
-
-
-async def _try_to_lead(url: DatabaseUrl) -> bool:
-    async with await psycopg.AsyncConnection.connect(url.text, autocommit=True) as session:
-        return await lease.take(session, "b", "farm-b:7433", "1", "") is not None
-
-
-async def _end_in_order(url: DatabaseUrl, token: int) -> None:
-    async with await psycopg.AsyncConnection.connect(url.text, autocommit=True) as session:
-        await lease.release(session, token)
-
-
 def test_a_farm_with_a_server_is_not_moved_and_none_leads_meanwhile(farm: FarmDatabase, database: DatabaseUrl) -> None:
     before, scaled = contents(farm), Place(database, None)
     move(farm, LOCAL, scaled)
-    token = asyncio.run(_begin_to_lead(database))
+    token = begin_to_lead(database)
     with pytest.raises(ServersRunning, match="farm-a:7433"):
         move(farm, scaled, LOCAL)
-    asyncio.run(_end_in_order(database, token))
+    end_in_order(database, token)
     led = list[bool]()
 
     def lead(happening: str, done: int, total: int) -> None:
         if not led:
-            led.append(asyncio.run(_try_to_lead(database)))
+            led.append(try_to_lead(database))
 
     move(farm, scaled, LOCAL, lead)
     assert led == [False]
     assert contents(farm) == before
 
 
+def test_none_leads_an_unused_database_while_a_farm_is_moved_to_it(farm: FarmDatabase, database: DatabaseUrl) -> None:
+    led = list[bool]()
+
+    def lead(happening: str, done: int, total: int) -> None:
+        if not led:
+            led.append(try_to_lead(database))
+
+    move(farm, LOCAL, Place(database, None), lead)
+    assert led == [False] and try_to_lead(database)
+
+
 def test_a_farm_is_not_moved_if_a_server_waits_for_the_end(farm: FarmDatabase, database: DatabaseUrl) -> None:
     before, scaled, announced = contents(farm), Place(database, None), list[bool]()
     move(farm, LOCAL, scaled)
-    asyncio.run(_end_in_order(database, asyncio.run(_begin_to_lead(database))))
-
-    async def start() -> None:
-        async with await psycopg.AsyncConnection.connect(database.text, autocommit=True) as session:
-            await lease.announce(session, "c", "farm-c:7433", "1")
+    end_in_order(database, begin_to_lead(database))
 
     def begin_to_wait(happening: str, done: int, total: int) -> None:
         if not announced:
-            asyncio.run(start())
+            wait_to_lead(database)
             announced.append(True)
 
     with pytest.raises(ServersRunning, match="started meanwhile, at farm-c:7433"):
@@ -359,7 +347,7 @@ def test_the_password_of_a_url_that_cannot_be_read_is_not_shown(farm: FarmDataba
 
 
 def test_a_database_that_stands_still_is_not_waited_for(database: DatabaseUrl) -> None:
-    asyncio.run(_end_in_order(database, asyncio.run(_begin_to_lead(database))))
+    end_in_order(database, begin_to_lead(database))
     with psycopg.connect(database.text) as other:
         # The lock is waited for longer than an answer may take.
         other.execute("SELECT 1 FROM etfarm_cluster.lease FOR UPDATE")
@@ -369,19 +357,15 @@ def test_a_database_that_stands_still_is_not_waited_for(database: DatabaseUrl) -
 
 def test_the_farm_forgets_where_its_blobs_were(farm: FarmDatabase, database: DatabaseUrl, location: BucketLocation) -> None:
     move(farm, LOCAL, Place(database, None))
-    token = asyncio.run(_begin_to_lead(database))
+    token = begin_to_lead(database)
 
-    async def claim(blobs: str) -> str:
-        async with await psycopg.AsyncConnection.connect(database.text, autocommit=True) as session:
-            return await lease.claim_blobs(session, blobs)
-
-    assert asyncio.run(claim("folder 1")) == "folder 1"
-    asyncio.run(_end_in_order(database, token))
+    assert claim(database, "folder 1") == "folder 1"
+    end_in_order(database, token)
     move(farm, Place(database, None), Place(database, location))
-    assert asyncio.run(claim("folder 1")) == location.url, "a server with the former configuration is refused"
-    assert asyncio.run(claim(location.url)) == location.url
+    assert claim(database, "folder 1") == location.url, "a server with the former configuration is refused"
+    assert claim(database, location.url) == location.url
     move(farm, Place(database, location), Place(database, None))
-    assert asyncio.run(claim(location.url)) == identify_folder(farm.path.parent / "artifacts")
+    assert claim(database, location.url) == identify_folder(farm.path.parent / "artifacts")
 
 
 def test_a_file_that_cannot_be_written_is_named_and_the_move_goes_on(farm: FarmDatabase, location: BucketLocation) -> None:

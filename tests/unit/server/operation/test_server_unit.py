@@ -12,6 +12,7 @@ import pytest
 
 from etfarm.server.main import main
 from etfarm.server.operation.unit import unit
+from etfarm.wire.errors import UserError
 
 PROGRAM = ["/usr/bin/env"]
 EXPOSURE = 50
@@ -79,3 +80,60 @@ def test_the_command_prints_a_unit_with_its_files_and_variables_and_starts_nothi
     chosen = systemd_on(capsys.readouterr().out, tmp_path)
     assert (settings_of(chosen, "ProtectSystem"), settings_of(chosen, "StateDirectory")) == (["full"], [])
     assert not (tmp_path / "here").exists()
+
+
+ENVIRONMENT = {
+    "PGPASSFILE": "/etc/etfarm/pgpass", "PGPASSWORD": "secret-1", "AWS_ENDPOINT_URL": "https://s3.example",
+    "AWS_ACCESS_KEY_ID": "secret-2", "AWS_SECRET_ACCESS_KEY": "secret-3", "AWS_PROFILE": "mine",
+    "RAY_AUTH_TOKEN_PATH": "/etc/etfarm/ray-token", "RAY_AUTH_TOKEN": "secret-4", "RAY_USE_TLS": "1",
+    "ETFARM_SERVE_DATABASE": "postgresql://etfarm:secret-5@db/farm", "ETFARM_SERVE_WEBHOOK": "https://hooks.example/secret-6",
+    "ETFARM_SERVE_TOKENS": "/etc/etfarm/tokens",
+}  # fmt: skip
+"""What a user's shell may have, for each engine."""
+SCALED = ["--blobs", "s3://farm/a", "--compile-pool", "ray://head:10001"]
+
+
+def test_the_unit_names_what_the_engines_read_and_shows_no_secret(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)
+    assert main([*SCALED, "--print-unit"]) == 0
+    text = capsys.readouterr().out
+    assert "secret-" not in text
+    dump = systemd_on(text, tmp_path)
+    shown = settings_of(dump, "Environment")
+    for name in ("PGPASSFILE", "AWS_ENDPOINT_URL", "RAY_AUTH_TOKEN_PATH", "RAY_USE_TLS", "ETFARM_SERVE_TOKENS"):
+        assert f"{name}={ENVIRONMENT[name]}" in shown
+    assert not any(each.startswith("AWS_PROFILE=") for each in shown), "nothing reads it"
+    assert settings_of(dump, "EnvironmentFile") == ["/etc/etfarm/server.env"]
+    secrets = next(line for line in text.splitlines() if "install -D -m 600" in line)
+    for name in ("PGPASSWORD", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "RAY_AUTH_TOKEN", "ETFARM_SERVE_DATABASE",
+                 "ETFARM_SERVE_WEBHOOK"):  # fmt: skip
+        assert re.search(rf"\b{name}\b", secrets), name
+    assert "etfarm must be able to read the files that PGPASSFILE RAY_AUTH_TOKEN_PATH name" in text
+
+
+def test_the_variables_of_engines_that_a_server_does_not_use_are_left_out(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    for name, value in ENVIRONMENT.items():
+        if not name.startswith("ETFARM"):
+            monkeypatch.setenv(name, value)
+    assert main(["--print-unit"]) == 0
+    text = capsys.readouterr().out
+    assert "EnvironmentFile" not in text and not any(name in text for name in ENVIRONMENT)
+    assert main(["--blobs", "s3://farm/a", "--blobs-credentials", "/etc/etfarm/s3", "--print-unit"]) == 0
+    text = capsys.readouterr().out
+    assert "AWS_ENDPOINT_URL" in text and "AWS_ACCESS_KEY_ID" not in text and "PGPASSFILE" not in text
+
+
+def test_a_password_in_the_configuration_file_is_no_obstacle_and_one_in_the_arguments_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = "postgresql://etfarm:a-secret@db/farm"
+    (tmp_path / "farm.toml").write_text(f'database = "{url}"\n')
+    assert main(["--config", str(tmp_path / "farm.toml"), "--print-unit"]) == 0
+    assert "a-secret" not in capsys.readouterr().out
+    with pytest.raises(UserError, match="would show the database's password"):
+        main(["--database", url, "--print-unit"])

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.server.main import config_of, parser
+from etfarm.server.arguments import config_of, parser
 from etfarm.server.operation.settings import DEFAULT, HIDDEN, BadSetting, Setting, parse
 
 

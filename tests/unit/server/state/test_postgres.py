@@ -21,7 +21,9 @@ from etfarm.server.state.damage import DatabaseUnusable
 from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
 from etfarm.server.state.databases import create_database, has_rows
 from etfarm.server.state.engine import Database, DatabaseTooNew, DatabaseUnavailable, Notification
+from etfarm.server.state.postgres.connections import Connections, driver_of
 from etfarm.server.state.postgres.failures import WritesLost
+from etfarm.server.state.postgres.liveness import WhileAlive
 from etfarm.server.state.revisions import HEAD
 from etfarm.wire.errors import FarmError
 from tests.support.databases import PostgresDatabases
@@ -78,6 +80,23 @@ def add(connection: Connection, digest: str) -> None:
 
 def digests(connection: Connection) -> list[str]:
     return sorted(connection.execute(select(schema.artifacts.c.digest)).scalars())
+
+
+@pytest.mark.slow(reason="waits until a database that stands still is given up")
+def test_an_answer_takes_as_long_as_the_server_is_alive(server: PostgresServer) -> None:
+    connections = Connections(DatabaseUrl.parse(server.url("etfarm")), WAIT_S)
+    connection = connections.connect(None)
+    try:
+        driver = driver_of(connection)
+        driver.limit = WhileAlive(driver, connections.parameters, ask_s=0.2)
+        driver.execute("SELECT pg_sleep(2)")
+        server.freeze()
+        with pytest.raises(psycopg.OperationalError, match="does not answer"):
+            driver.execute("SELECT 1")
+    finally:
+        server.thaw()
+        connections.discard(connection)
+        connections.close()
 
 
 async def test_the_tables_are_those_of_the_schema(database: Database) -> None:

@@ -80,6 +80,15 @@ def unavailable(url: DatabaseUrl, error: BaseException, limit_s: float) -> Datab
     return DatabaseUnavailable(f"The database {url} was not available for {limit_s:g} s: {why}.", remedy, url=url)
 
 
+def lost(url: DatabaseUrl, error: BaseException) -> DatabaseUnavailable:
+    """Return the error for work that ends with its connection."""
+    return DatabaseUnavailable(
+        f"The connection to the database {url} was lost: {one_line(error)}.",
+        "Run it again when the database is back: what was not committed is undone, and a copy continues.",
+        url=url,
+    )
+
+
 def translated(url: DatabaseUrl, error: Exception) -> Exception:
     """Return etfarm's error for one of the database; any other error as it is."""
     return _known(url, error) or error

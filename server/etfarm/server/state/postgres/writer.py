@@ -14,7 +14,7 @@ from sqlalchemy import Connection
 
 from etfarm.server.state.engine import DatabaseUnavailable, Guard
 from etfarm.server.state.lane import SHARE_S, Outcome, Work
-from etfarm.server.state.postgres.bounded import BoundedConnection, no_limit
+from etfarm.server.state.postgres.bounded import BoundedConnection
 from etfarm.server.state.postgres.connections import Connections, driver_of, execute, is_lost, pauses
 from etfarm.server.state.postgres.failures import (
     DRIVER_ERRORS,
@@ -22,10 +22,12 @@ from etfarm.server.state.postgres.failures import (
     is_loss,
     is_repeatable,
     is_standby,
+    lost,
     one_line,
     translated,
     unavailable,
 )
+from etfarm.server.state.postgres.liveness import WhileAlive
 
 log = structlog.get_logger()
 
@@ -98,15 +100,17 @@ class Writer:
         raise AssertionError
 
     def open(self, do: Callable[[Connection], None]) -> None:
-        """Connect, and run a function in a transaction without time limits; its errors are final."""
+        """Connect, and run a function in a transaction that may take as long as the server is alive; its errors are final."""
         self._connection = self._connections.connect(time.monotonic() + self._connections.limit_s)
         driver = driver_of(self._connection)
-        driver.limit, limit = no_limit, driver.limit
+        driver.limit, limit = WhileAlive(driver, self._connections.parameters), driver.limit
         try:
             execute(driver, "BEGIN", *(f"SET LOCAL {each} TO 0" for each in _LIMITS), LOCK_STATEMENT)
             with self._connection.begin():
                 do(self._connection)
         except DRIVER_ERRORS as error:
+            if is_lost(self._connection, error):
+                raise lost(self._connections.url, error) from error
             raise translated(self._connections.url, error) from error.__cause__
         finally:
             driver.limit = limit
