@@ -88,6 +88,23 @@ def _write_samples(folder: Path) -> None:
         np.savez(samples / f"{index:02}.npz", **arrays)
 
 
+def _write_llama(folder: Path) -> None:
+    """Write a folder of transformers without a checkpoint: the configuration of a small Llama."""
+    model = folder / "models" / "llama"
+    model.mkdir(parents=True, exist_ok=True)
+    config = {
+        "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 256, "intermediate_size": 512,
+        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "max_position_embeddings": 256,
+        "vocab_size": 2048,
+    }  # fmt: skip
+    (model / "config.json").write_text(json.dumps(config))
+
+
+def _link_tests(folder: Path) -> None:
+    """Make the models of the tests importable in the folder."""
+    (folder / "tests").symlink_to(ROOT / "tests")
+
+
 RECORDINGS: Final[dict[str, Recording]] = {
     "bench": Recording(
         (f"etfarm bench demo:resnet8 --recipe {FP32} --recipe {INT8} --json report.json --html report.html",),
@@ -147,6 +164,16 @@ RECORDINGS: Final[dict[str, Recording]] = {
             "etfarm run resnet8.pte --inputs samples -o outputs --metric margin.py:margin",
         ),
         prepare=_write_samples,
+    ),
+    "huggingface": Recording(
+        ("etfarm bench hf:models/llama --recipe xnnpack_fp32 --generate 32 --prompt-tokens 16,64 --threads 1 --top 3",),
+        prepare=_write_llama,
+    ),
+    "vision": Recording(
+        (
+            "etfarm bench tests.support.flow_source:model --generate 16 --prompt-tokens 12 --depth 0 --threads 1 --no-profile",
+        ),
+        prepare=_link_tests,
     ),
     "python": Recording(("python bench.py",)),
     "recipe-table": Recording(

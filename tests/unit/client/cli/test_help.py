@@ -50,3 +50,13 @@ def test_a_group_has_whole_sentences_about_its_commands(name: str, capsys: pytes
 )
 def test_a_range_is_described_in_words(text: str, words: str) -> None:
     assert words_of_range(text) == words
+
+
+@pytest.mark.parametrize("name", sorted({point.name.split(".")[0] for point in entry_points(group=top.GROUP)}))
+def test_a_command_says_what_it_does_in_the_imperative(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    text = help_of([name], capsys)
+    sentences = re.findall(r"^(?:  )?([A-Z]\w+) .*", text.partition("\n\n")[2])[:1]
+    sentences += re.findall(r"^  \w[\w-]*  +(\w+)", text.partition("Commands:")[2], re.MULTILINE)
+    assert sentences
+    for verb in sentences:
+        assert not re.fullmatch(r"\w+[^s]s|All|An?|How|One|The|What", verb), text

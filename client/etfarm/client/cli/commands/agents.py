@@ -37,7 +37,7 @@ _STEPS = {
 def main(argv: list[str]) -> int:
     """Run `etfarm agents`."""
     commands: dict[str, Command] = {"list": list_, "bind": bind, "upgrade": upgrade}
-    return execute(commands, argv, "agents", "Lists agents, binds them to tokens, and upgrades them. Admins only.")
+    return execute(commands, argv, "agents", "List agents, bind them to tokens, and upgrade them. Admins only.")
 
 
 def list_(
@@ -138,7 +138,7 @@ def upgrade(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> int:
-    """Upgrade agents to a wheel, one after the other: drain their devices, install, restart. Begins none after one that fails.
+    """Upgrade agents to a wheel, one after the other: drain their devices, install, restart. Stop after one that fails.
 
     Agents take upgrades if they were started with --allow-upgrade; others are listed and left out. An agent whose new version
     does not connect in time runs its former version again. Exits with 1 if an agent was not upgraded.

@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-_ABOUT = (
-    "Lists, fetches, stores, deletes and verifies the models, programs, traces and outputs that the farm keeps for your projects."
-)
+_ABOUT = "List, fetch, store, delete and verify the models, programs, traces and outputs that the farm keeps for your projects."
 Digest = Annotated[str, typer.Argument(metavar="DIGEST", help="The artifact's sha256, or its first characters.")]
 
 

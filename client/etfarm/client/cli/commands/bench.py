@@ -170,7 +170,7 @@ def bench(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> int:
-    """Measures models on devices: latency, memory, accuracy, and operators by source line.
+    """Measure models on devices: latency, memory, accuracy, and operators by source line.
 
     Each model with each recipe, on each device choice, with each method and thread count is one cell of the job.
     """

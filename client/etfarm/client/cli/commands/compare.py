@@ -87,10 +87,12 @@ def compare(
     that spans 1.03 passes with a note; it is inconclusive with --strict, if it reaches more than 5 % above the ratio, or if all
     of it is above 1 and the ratio above 1.03. Also inconclusive are latencies that are not VALID on both sides, or of devices
     of different kinds, and separate runs of different programs whose spread is unknown, unless they differ by a factor of 2.5
-    or more: slower is not passed, faster passes with a note. The message names the command that decides. size is of the .pte
-    with its data, memory of the process's peak and of the planned memory, accuracy the SQNR of each output and of a language
-    model's logits, of which what is above 100 dB counts as 100 dB, top1 how often the largest value is the reference's, in
-    percentage points, perplexity that of a text. No gate is passed where a cell of the candidate failed or is missing.
+    or more: slower is not passed, faster passes with a note. The message names the command that decides. No gate is passed
+    where a cell of the candidate failed or is missing.
+
+    Other metrics of --gate: size, the .pte with its data; memory, the process's peak and the planned memory; accuracy, the SQNR
+    of each output and of a language model's logits, where values above 100 dB count as 100; top1, how often the largest value is
+    the reference's, in percentage points; perplexity of a text; decode, prefill and ttft, the times of a language model.
 
     Exit codes: 0 done, and every gate passed; 1 a cell of the candidate failed, or there is nothing to compare; 2 usage; 3 a
     gate is not passed; 4 the server cannot be reached; 5 a gate is inconclusive, and none failed: measure again.

@@ -74,7 +74,7 @@ def compile_(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> int:
-    """Lowers a model to a .pte and its ETRecord, or stops after a stage and fetches that stage's files.
+    """Lower a model to a .pte and its ETRecord, or stop after a stage and fetch that stage's files.
 
     A program's named data files (.ptd) and its input names (x.inputs.json, for `etfarm run`) are written beside it; of several
     methods, each one's files are x.METHOD.pt2.

@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
         "reservations": reserving.reservations, "label": label, "drain": drain, "undrain": undrain, "restrict": restrict,
         "forget": forget,
     }  # fmt: skip
-    about = "Lists, watches, checks, reserves, labels, drains, restricts and forgets the devices of the farm."
+    about = "List, watch, check, reserve, label, drain, restrict and forget the devices of the farm."
     return execute(commands, argv, "devices", about)
 
 
@@ -50,7 +50,7 @@ def list_(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> None:
-    """All known devices, offline ones included."""
+    """List all known devices, offline ones included."""
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
     from etfarm.client.cli.views import device_health
@@ -98,7 +98,7 @@ def show(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> None:
-    """One device with all that is known of it, and what last happened to its health."""
+    """Show all that is known of a device, and what last happened to its health."""
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
     from etfarm.client.cli.views import device_health
@@ -133,7 +133,7 @@ def health(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> None:
-    """A device's faults and health runs, newest first, and what was done about them."""
+    """List a device's faults and health runs, newest first, and what was done about them."""
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.views import device_health
 

@@ -64,7 +64,7 @@ def history(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> int:
-    """How a model's numbers went: a table for each recipe, device, method and thread count, the newest report last.
+    """Show how a model's numbers went: a table for each recipe, device, method and thread count, the newest report last.
 
     CHANGE is against the VALID report before, by the rules of `etfarm compare`: ≈ where no difference was found, ? where separate
     runs of one program may differ as much. Below a report is what was another than then: toolchain, runner, model, recipe, state

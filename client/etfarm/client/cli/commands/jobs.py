@@ -29,7 +29,7 @@ def main(argv: list[str]) -> int:
     commands: dict[str, Command] = {
         "list": list_, "show": show, "watch": watch, "cancel": cancel, "retry": retry, "delete": delete, "logs": logs
     }  # fmt: skip
-    return execute(commands, argv, "jobs", "Lists, shows, watches, cancels, retries and deletes jobs, and reads their logs.")
+    return execute(commands, argv, "jobs", "List, show, watch, cancel, retry and delete jobs, and read their logs.")
 
 
 def list_(
@@ -121,7 +121,7 @@ def show(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> None:
-    """One job and its cells."""
+    """Show a job and its cells."""
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
     from etfarm.client.formats import units
@@ -269,7 +269,7 @@ def retry(
 
 
 def delete(
-    job: Annotated[list[str], typer.Argument(metavar="JOB", help="Ids, tags, or unique beginnings of ids or names.")],
+    job: Annotated[list[str], typer.Argument(metavar="JOB", help="Ids, their first characters, tags, names, or latest.")],
     force: Annotated[bool, typer.Option("--force", help="Delete jobs that have tags, too, and the tags.")] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,

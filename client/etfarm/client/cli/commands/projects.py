@@ -37,7 +37,7 @@ def main(argv: list[str]) -> int:
         commands,
         argv,
         "projects",
-        "Lists and creates projects, and changes their members and limits. Only admins change anything.",
+        "List and create projects, and change their members and limits. Only admins change anything.",
     )
 
 

@@ -29,7 +29,8 @@ SHOWN_DEVICES: Final = 3
 
 def main(argv: list[str]) -> int:
     """Run `etfarm recipes`."""
-    return execute({"list": list_, "show": show}, argv, "recipes", "Lists and shows recipes, and what is missing for some.")
+    about = "List and show recipes, and what is missing for those that cannot run here."
+    return execute({"list": list_, "show": show}, argv, "recipes", about)
 
 
 def list_(

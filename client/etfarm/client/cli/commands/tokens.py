@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from etfarm.client.admin.access import Token
 
 _ABOUT = (
-    "Creates, lists, revokes and rotates the tokens that let people and agents in. Admins only; anyone may rotate their own "
+    "Create, list, revoke and rotate the tokens that let people and agents in. Admins only; anyone may rotate their own "
     "token. Create the first admin's token on the server's machine, with `etfarm tokens init NAME`."
 )
 

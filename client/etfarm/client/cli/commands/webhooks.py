@@ -31,7 +31,7 @@ def main(argv: list[str]) -> int:
         "list": list_, "add": add, "remove": remove, "test": test, "deliveries": deliveries, "secret": secret,
     }  # fmt: skip
     about = (
-        "Manages the receivers of notices over HTTP: jobs that ended, gates that failed, devices that are quarantined or offline."
+        "Manage the receivers of notices over HTTP: jobs that ended, gates that failed, devices that are quarantined or offline."
     )
     return execute(commands, argv, "webhooks", about)
 

@@ -20,7 +20,7 @@ from etfarm.wire import views
 def main(argv: list[str]) -> int:
     """Run `etfarm report`."""
     commands: dict[str, Command] = {"show": show, "export": export, "tag": tag, "analyze": analyze}
-    return execute(commands, argv, "report", "Shows and exports a job's reports, names jobs, analyzes again.")
+    return execute(commands, argv, "report", "Show and export a job's reports, name jobs, and analyze reports again.")
 
 
 def show(

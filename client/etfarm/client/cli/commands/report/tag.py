@@ -26,7 +26,7 @@ def tag(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> None:
-    """Names a job, as a baseline: the name stands for it wherever a job's id does. It moves from the job that had it."""
+    """Name a job, as a baseline: the name stands for it wherever a job's id does. It moves from the job that had it."""
     from etfarm.client.aio import AsyncFarm
 
     if not name and not remove:
@@ -53,7 +53,7 @@ def analyze(
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
 ) -> int:
-    """Works a job's reports out again from the stored files, by the server's version, and keeps them in place of the old."""
+    """Analyze a job's reports again from the stored files, with the server's version, and replace the old ones."""
     from etfarm.client.aio import AsyncFarm
     from etfarm.client.cli.terminal import output
     from etfarm.client.cli.views import render
