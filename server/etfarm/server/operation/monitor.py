@@ -57,7 +57,7 @@ class Monitor:
         self.address = ""
         """Address of the metrics; empty without."""
         self.metrics: Metrics | None = None
-        """Recorder of metrics; None if they are off."""
+        """Recorder of metrics; None unless the server runs with `--metrics` or `--web`."""
         if config.metrics is not None or config.web is not None:
             # Imported only if needed: most servers, such as embedded ones, have no metrics.
             from etfarm.server.operation.metrics import Metrics
@@ -110,7 +110,7 @@ class Monitor:
         return HTTPStatus.OK, kind, text
 
     async def measure(self) -> list[farm_pb2.Metric]:
-        """Return what `/metrics` shows, as messages; empty if metrics are off."""
+        """Return what `/metrics` shows, as messages; empty unless the server runs with `--metrics` or `--web`."""
         if self.metrics is None:
             return []
         async with self._taking:
