@@ -55,7 +55,7 @@ def test_a_range_is_described_in_words(text: str, words: str) -> None:
 @pytest.mark.parametrize("name", sorted({point.name.split(".")[0] for point in entry_points(group=top.GROUP)}))
 def test_a_command_says_what_it_does_in_the_imperative(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = help_of([name], capsys)
-    sentences = re.findall(r"^(?:  )?([A-Z]\w+) .*", text.partition("\n\n")[2])[:1]
+    sentences = re.findall(r"^(?:  )?([A-Z]\w+)\b", text.partition("\n\n")[2])[:1]
     sentences += re.findall(r"^  \w[\w-]*  +(\w+)", text.partition("Commands:")[2], re.MULTILINE)
     assert sentences
     for verb in sentences:
