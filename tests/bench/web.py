@@ -148,7 +148,7 @@ class Bench:
             pairs: list[list[str]] = page.locator("tbody tr").evaluate_all(
                 "(rows) => rows.map((row) => [row.dataset.key, row.textContent])"
             )
-        shown, devices = {key: text for key, text in pairs}, self._agent.devices.values()
+        shown, devices = dict(pairs), self._agent.devices.values()
         stale = sum(f"stamp={device.labels['stamp']}" not in shown.get(device.id, "") for device in devices)
         return {
             "heap_bytes": after.heap_bytes, "heap_growth_bytes": after.heap_bytes - before.heap_bytes,

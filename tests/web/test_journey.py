@@ -31,6 +31,7 @@ def submit(page: Page, model: Path, name: str, *, is_dropped: bool) -> None:
     else:
         page.set_input_files("#file", model)
     expect(page.locator("#file-state")).to_contain_text(model.name)
+    assert page.evaluate("document.getElementById('file').files[0].name") == model.name, "the file dialog names it too"
     page.fill("[name=name]", name)
     page.fill("[name=iterations]", "20")
     expect(page.locator("#command")).to_have_text(
@@ -65,6 +66,7 @@ def test_a_colleague_needs_no_terminal(web: WebFarm, tab: Tab, tmp_path: Path) -
     page.get_by_role("link", name="Compare with an earlier job").click()
     expect(page.locator("main h2")).to_have_text("With which job is this week compared?")
     page.locator("tbody tr", has_text="last-week").get_by_role("link").click()
+    expect(page.locator(".compared-side h2")).to_have_text("this week against last week")
     expect(page.locator(".pair-card .callout")).to_contain_text("x [")
     expect(page.locator("[name=report]").nth(1)).not_to_have_value("")
 

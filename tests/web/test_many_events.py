@@ -8,6 +8,7 @@ from typing import Final
 import pytest
 from playwright.sync_api import expect
 
+from etfarm.client.web.pages.devices import FIRST_ROWS
 from tests.support.simulated_agent import SimulatedAgent
 from tests.support.simulated_web import SimulatedWebFarm
 from tests.support.visits import Visits
@@ -19,6 +20,8 @@ pytestmark = [
 ]
 
 EVENTS: Final = 10_000
+DEVICES: Final = FIRST_ROWS + 20
+"""More than the first picture of the page has."""
 BATCH, BATCH_S = 25, 0.05
 MAX_GROWTH_BYTES, MAX_NODES_GROWTH = 2_000_000, 200
 
@@ -26,22 +29,23 @@ MAX_GROWTH_BYTES, MAX_NODES_GROWTH = 2_000_000, 200
 def test_a_page_that_has_seen_ten_thousand_events_is_current_and_has_not_grown(
     visits: Visits, simulated: SimulatedWebFarm
 ) -> None:
-    names = ("flood-a", "flood-b", "flood-c", "flood-d")
+    names = tuple(f"flood-{number:02}" for number in range(DEVICES))
     agent = simulated.agents.add("flood", devices=names)
     with visits.visit("viewer", "/devices") as page:
         expect(page.locator("#connection")).to_have_attribute("data-state", "live")
-        rows = [page.locator(f"tr[data-key=id-of-{name}]") for name in names]
+        rows = page.locator("tbody tr[data-key^=id-of-flood]")
+        expect(rows).to_have_count(DEVICES)
+        expect(page.locator("table.devices tbody")).to_have_count(1)
 
         def flood(first: int, count: int) -> None:
             simulated.agents.run(_change(agent, first, count))
-            for index, row in enumerate(rows):  # the last numbers, one after the other
-                last = first + count - len(names) + index
-                expect(row).to_contain_text(f"event={last}")
+            last = first + count - DEVICES
+            expect(rows).to_contain_text([f"event={last + index}" for index in range(DEVICES)])
             expect(page.locator("tr.changed")).to_have_count(0)
 
-        flood(0, 300)
+        flood(0, 4 * DEVICES)
         before = measure_memory(page)
-        flood(300, EVENTS)
+        flood(4 * DEVICES, EVENTS)
         after = measure_memory(page)
         assert after.heap_bytes - before.heap_bytes < MAX_GROWTH_BYTES
         assert after.nodes - before.nodes < MAX_NODES_GROWTH

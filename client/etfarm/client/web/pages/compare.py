@@ -70,8 +70,15 @@ async def compare(request: Request) -> Response:
         request, "compare.html", title="Compare", command=_command(names, candidate),
         names=names or (["", candidate] if candidate else []), candidate=candidate, chosen=chosen, choices=choices,
         sides=sides, scale=scale, recent=recent, max_reports=MAX_REPORTS, label=comparison.label,
-        job_of=lambda name: comparison.split_choice(name)[0],
+        job_of=lambda name: comparison.split_choice(name)[0], title_of=lambda name: _title(recent, name),
     )  # fmt: skip
+
+
+def _title(recent: Sequence[JobInfo], name: str) -> str:
+    """Return what a person calls a side of the comparison: the job's name with the choice of its reports, if it has one."""
+    job_id, choice = comparison.split_choice(name)
+    job = next((job for job in recent if job.id == job_id), None)
+    return name if job is None or not job.name else f"{job.name}{name[len(job_id) :] if choice else ''}"
 
 
 def _command(names: list[str], candidate: str) -> str:

@@ -22,6 +22,8 @@ from etfarm.client.web.visitors import farm, visitor_of
 MAX_RECENT_JOBS: Final = 200
 """Number of the newest jobs that a device's runs are looked for in."""
 MAX_RUNS: Final = 50
+FIRST_ROWS: Final = 60
+"""Number of rows in the page's first picture, more than a screen has; the rest follows within some frames."""
 STATES: Final = tuple(state.value.lower() for state in DeviceState)
 RANGES: Final[Mapping[str, timedelta]] = {"2h": timedelta(hours=2), "24h": timedelta(days=1), "7d": timedelta(days=7)}
 """Times of the telemetry charts by name."""
@@ -37,8 +39,8 @@ async def devices(request: Request) -> Response:
     rows = feed.rows([key for key in feed.items if not selector or key in matching])
     command = f"etfarm devices list{f' --device {shlex.quote(selector)}' if selector else ''}"
     return render(
-        request, "devices.html", title="Devices", command=command, rows=rows, items=feed.items, position=feed.position,
-        selector=selector, state=wanted if wanted in STATES else "", states=STATES,
+        request, "devices.html", title="Devices", command=command, rows=rows, first_rows=FIRST_ROWS, items=feed.items,
+        position=feed.position, selector=selector, state=wanted if wanted in STATES else "", states=STATES,
     )  # fmt: skip
 
 

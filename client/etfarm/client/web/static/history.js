@@ -6,6 +6,13 @@ function duration(ns) {
   return `${Number((ns / scale).toPrecision(4))} ${unit}`;
 }
 
+/** Instants in the browser's time zone, as fine as the time between them. */
+function times(ticks) {
+  const step_s = ticks.length > 1 ? ticks[1] - ticks[0] : 60;
+  const time = (tick) => new Date(tick * 1000).toLocaleString("sv-SE"); // 2026-11-24 18:44:05
+  return ticks.map((tick) => (step_s >= 86400 ? time(tick).slice(0, 10) : step_s >= 60 ? time(tick).slice(5, 16) : time(tick).slice(11)));
+}
+
 function draw(figure) {
   const data = JSON.parse(figure.querySelector("script").textContent);
   const plot = figure.querySelector(".plot");
@@ -19,10 +26,10 @@ function draw(figure) {
     width: Math.max(280, plot.clientWidth), height: 240,
     scales: { x: { time: isByTime, range: isByTime ? undefined : (_, low, high) => [low - 0.5, high + 0.5] }, y: { range: (_, low, high) => around(data, low, high) } },
     series: [
-      isByTime ? {} : { label: "Commit", value: (_, index) => name(index) || "-" },
+      isByTime ? { value: (_, at) => (at == null ? "-" : new Date(at * 1000).toLocaleString("sv-SE")) } : { label: "Commit", value: (_, index) => name(index) || "-" },
       { label: "Median", stroke: colour("--accent"), width: 1.2, spanGaps: true, points: { show: false }, value: (_, ns) => (ns == null ? "-" : duration(ns)) },
     ],
-    axes: [isByTime ? axis : { ...axis, splits: () => spaced(indexes, plot.clientWidth), values: (_, ticks) => ticks.map(name) }, { ...axis, size: 84, values: (_, ticks) => ticks.map(duration) }],
+    axes: [isByTime ? { ...axis, space: 90, values: (_, ticks) => times(ticks) } : { ...axis, splits: () => spaced(indexes, plot.clientWidth), values: (_, ticks) => ticks.map(name) }, { ...axis, size: 84, values: (_, ticks) => ticks.map(duration) }],
     hooks: { draw: [(chart) => marks(chart, data, isByTime ? data.times_s : indexes, colour)] },
   };
   plot.replaceChildren();
@@ -91,4 +98,4 @@ new ResizeObserver(() => {
   width = document.body.clientWidth;
   drawAll();
 }).observe(document.body);
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
+for (const media of ["(prefers-color-scheme: dark)", "print"]) matchMedia(media).addEventListener("change", drawAll); // paper is always light

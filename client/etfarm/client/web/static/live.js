@@ -8,6 +8,7 @@ const AGAIN_MS = 2000;
 const FRAME_MS = 8;
 const ROWS = 8;
 const CHANGED_MS = 1200;
+const LATER_ROWS = 30;
 
 const regions = () => [...document.querySelectorAll("[data-live]")];
 const positions = new Map();
@@ -24,7 +25,7 @@ function address() {
 }
 
 function open() {
-  if (source) return;
+  if (source || document.querySelector(".later")) return;
   source = new EventSource(address());
   source.addEventListener("open", () => markAlive());
   source.addEventListener("beat", () => markAlive());
@@ -156,11 +157,20 @@ function replace(former, fresh) {
   if (focused >= 0) fresh.querySelectorAll("a, button, input")[focused]?.focus({ preventScroll: true });
 }
 
+/** Moves the rows that the first picture did without into their list, some in each frame, and connects. */
+function takeLater() {
+  const later = document.querySelector(".later");
+  if (!later) return void (document.hidden || open());
+  later.previousElementSibling.append(...[...later.children].slice(0, LATER_ROWS));
+  if (!later.children.length) later.remove();
+  requestAnimationFrame(takeLater);
+}
+
 // A page connects while it is visible: a browser has six connections to a host for all of its tabs.
 for (const region of regions()) positions.set(region.dataset.live, region.dataset.position);
 if (positions.size) {
   document.addEventListener("visibilitychange", () => (document.hidden ? close() : open()));
   addEventListener("pagehide", close);
-  addEventListener("pageshow", () => document.hidden || open());
+  addEventListener("pageshow", takeLater);
   if (!document.hidden) open();
 }

@@ -71,7 +71,11 @@ if (form) {
   for (const kind of ["dragover", "drop"]) addEventListener(kind, (event) => event.preventDefault());
   for (const kind of ["dragenter", "dragover"]) drop.addEventListener(kind, () => drop.classList.add("over"));
   for (const kind of ["dragleave", "drop"]) drop.addEventListener(kind, () => drop.classList.remove("over"));
-  drop.addEventListener("drop", (event) => event.dataTransfer.files.length && send(event.dataTransfer.files[0]));
+  drop.addEventListener("drop", ({ dataTransfer: { files } }) => {
+    if (!files.length) return;
+    if (files.length === 1) document.getElementById("file").files = files; // which else says that none is chosen
+    send(files[0]);
+  });
   form.addEventListener("submit", (event) => {
     if (form.elements.upload.value) {
       button.disabled = true;

@@ -162,6 +162,5 @@ new ResizeObserver(() => {
   }
 }).observe(document.body);
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", drawAll);
-addEventListener("beforeprint", drawAll);
-addEventListener("afterprint", drawAll);
+matchMedia("print").addEventListener("change", drawAll);
 addEventListener("scroll", () => (hideTip(), requestAnimationFrame(markContents)), { passive: true });
