@@ -39,7 +39,7 @@ PICTURES: Final = DOCS / "pictures"
 README: Final = ROOT / "README.md"
 
 DEMO_FOLDER: Final = "etfarm/client/export/demo_models/"
-"""Where the demos' source lines are; README.md, whose lines have at most 120 characters, shows `…/` in its place."""
+"""Where the demos' source lines are."""
 MAX_PICTURE_BYTES: Final = 200_000
 START_TIMEOUT_S: Final = 300.0
 
@@ -355,12 +355,17 @@ def _update_readme(name: str, text: str) -> None:
     )
 
     def block(match: re.Match[str]) -> str:
-        return f"{match[1]}{select_lines(text.replace(DEMO_FOLDER, '…/'), match[2])}{match[3]}"
+        return f"{match[1]}{select_lines(narrow(text), match[2])}{match[3]}"
 
     before = README.read_text()
     after = pattern.sub(block, before)
     if after != before:
         README.write_text(after)
+
+
+def narrow(text: str) -> str:
+    """Return a recording with `…/` for the demos' folder and little space before it: lines of README.md have 120 characters."""
+    return re.sub(rf" *{re.escape(DEMO_FOLDER)}", "  …/", text)
 
 
 def select_lines(text: str, choice: str | None) -> str:
