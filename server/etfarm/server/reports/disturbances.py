@@ -53,7 +53,8 @@ def _cpu_share(result: agent_pb2.CandidateResult, least: float) -> report_pb2.Ve
     if share >= least:
         return None
     threads = "its thread" if result.threads <= 1 else f"its {result.threads} threads together"
-    message = f"The runner had a cpu for {share:.0%} of the timed pass with {threads}; at least {least:.0%} is needed."
+    got, needed = tell_apart(share, least, ".0%")
+    message = f"The runner had a cpu for {got} of the timed pass with {threads}; at least {needed} is needed."
     return build_reason("CPU_STARVED", message, share, least)
 
 
@@ -67,7 +68,8 @@ def _switches(result: agent_pb2.CandidateResult, thresholds: Thresholds) -> repo
     rate = telemetry.involuntary_switches / wall / max(1, result.threads)
     if rate <= most:
         return None
-    message = f"Each thread was taken off its cpu {rate:.0f} times a second; at most {most:.0f} are allowed."
+    got, allowed = tell_apart(rate, most, ".0f")
+    message = f"Each thread was taken off its cpu {got} times a second; at most {allowed} are allowed."
     return build_reason("INVOLUNTARY_SWITCHES", message, rate, most)
 
 
@@ -78,7 +80,8 @@ def _pressure(result: agent_pb2.CandidateResult, most: float) -> report_pb2.Verd
     share = telemetry.psi_cpu_some_us / 1e6 / wall
     if share <= most:
         return None
-    message = f"Some task of the device waited for a cpu in {share:.0%} of the timed pass; at most {most:.0%} is allowed."
+    got, allowed = tell_apart(share, most, ".0%")
+    message = f"Some task of the device waited for a cpu in {got} of the timed pass; at most {allowed} is allowed."
     return build_reason("CPU_PRESSURE", message, share, most)
 
 
@@ -103,7 +106,8 @@ def _background(result: agent_pb2.CandidateResult, cores: int, thresholds: Thres
     others = (after.cpu_busy_ns - before.cpu_busy_ns) / 1e6 / span_ms - own
     if others <= most:
         return None
-    message = f"Other programs kept {others:.1f} cpus busy during the timed pass; at most {most:.1f} is allowed"
+    got, allowed = tell_apart(others, most, ".1f")
+    message = f"Other programs kept {got} cpus busy during the timed pass; at most {allowed} is allowed"
     return build_reason("BACKGROUND_LOAD", f"{message}{', and ' if waited else ''}{waited}.", others, most)
 
 
@@ -114,7 +118,8 @@ def _stolen(result: agent_pb2.CandidateResult, cores: int, most: float) -> repor
     share = (after.cpu_stolen_ns - before.cpu_stolen_ns) / 1e6 / span_ms / max(1, cores)
     if share <= most:
         return None
-    message = f"The device's hypervisor gave {share:.0%} of its cpu time to other guests; at most {most:.0%} is allowed."
+    got, allowed = tell_apart(share, most, ".0%")
+    message = f"The device's hypervisor gave {got} of its cpu time to other guests; at most {allowed} is allowed."
     return build_reason("CPU_STOLEN", message, share, most)
 
 
@@ -154,7 +159,8 @@ def _frequency(
     spread = 1 - low / high if high > 0 else 0.0
     if spread <= most:
         return None
-    message = f"The clock moved between {low / 1e9:.2f} and {high / 1e9:.2f} GHz, by {spread:.0%}; at most {most:.0%} is allowed."
+    got, allowed = tell_apart(spread, most, ".0%")
+    message = f"The clock moved between {low / 1e9:.2f} and {high / 1e9:.2f} GHz, by {got}; at most {allowed} is allowed."
     held_back = next(
         (setting for setting in result.telemetry.settings if setting.name == "governor" and not setting.applied), None
     )
@@ -193,6 +199,13 @@ def wall_time_s(result: agent_pb2.CandidateResult) -> float | None:
 def build_reason(code: str, message: str, measured: float, threshold: float) -> report_pb2.VerdictReason:
     """Return a reason with the measured value and the threshold that it missed."""
     return report_pb2.VerdictReason(code=code, message=message, measured=measured, threshold=threshold)
+
+
+def tell_apart(value: float, limit: float, kind: str) -> tuple[str, str]:
+    """Return a value and the limit that it missed in a format such as `.0%`, with more digits where the texts would be equal."""
+    digits, unit = int(kind[1:-1]), kind[-1]
+    texts = [(f"{value:.{count}{unit}}", f"{limit:.{count}{unit}}") for count in range(digits, digits + 4)]
+    return next((text for text in texts if text[0] != text[1]), texts[-1])
 
 
 def describe_warm_start(result: agent_pb2.CandidateResult) -> str:

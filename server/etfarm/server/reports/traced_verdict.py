@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from etfarm.server.reports.disturbances import tell_apart
 from etfarm.server.reports.latency.thresholds import Thresholds
 from etfarm.server.reports.verdict import judge_slow_group
 from etfarm.v1 import agent_pb2, report_pb2
@@ -59,7 +60,8 @@ def _ratio(profile: report_pb2.Profile, thresholds: Thresholds) -> report_pb2.Ve
         return None
     ratio, most, least = profile.traced_ratio, thresholds.max_traced_ratio, 1 - thresholds.max_drift
     if ratio > most:
-        message = f"Traced iterations took {ratio:.2f} times as long as untraced ones; at most {most:.2f} is allowed."
+        got, allowed = tell_apart(ratio, most, ".2f")
+        message = f"Traced iterations took {got} times as long as untraced ones; at most {allowed} is allowed."
         if profile.HasField("event_cost_ns"):
             message += f" Each of {profile.events} events cost {profile.event_cost_ns / 1e3:.2f} µs."
         return _reason("TRACING_SLOW", message, ratio, most)
@@ -79,7 +81,8 @@ def _cpu_share(result: agent_pb2.CandidateResult, least: float) -> report_pb2.Ve
     share = telemetry.cpu_time_ns / telemetry.wall_time_ns
     if share >= least:
         return None
-    message = f"The runner had a cpu for {share:.0%} of the traced pass; at least {least:.0%} is needed."
+    got, needed = tell_apart(share, least, ".0%")
+    message = f"The runner had a cpu for {got} of the traced pass; at least {needed} is needed."
     return _reason("CPU_STARVED", message, share, least)
 
 
@@ -102,8 +105,9 @@ def _switches(result: agent_pb2.CandidateResult, thresholds: Thresholds) -> repo
 def _drift(profile: report_pb2.Profile, most: float) -> report_pb2.VerdictReason | None:
     if not profile.HasField("drift") or abs(profile.drift) <= most:
         return None
-    change = f"{abs(profile.drift):.0%} {'slower' if profile.drift > 0 else 'faster'}"
-    message = f"The last third of the traced pass was {change} than the first; at most {most:.0%} is allowed."
+    got, allowed = tell_apart(abs(profile.drift), most, ".0%")
+    change = f"{got} {'slower' if profile.drift > 0 else 'faster'}"
+    message = f"The last third of the traced pass was {change} than the first; at most {allowed} is allowed."
     return _reason("DRIFT", message, profile.drift, most)
 
 

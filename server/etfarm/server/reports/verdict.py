@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Final
 
-from etfarm.server.reports.disturbances import build_reason, check_disturbances, describe_warm_start, wall_time_s
+from etfarm.server.reports.disturbances import build_reason, check_disturbances, describe_warm_start, tell_apart, wall_time_s
 from etfarm.server.reports.latency.thresholds import MIN_FOR_INTERVAL, Thresholds
 from etfarm.v1 import agent_pb2, common_pb2, report_pb2
 from etfarm.wire.comparison.uncertainty import MIN_RUNS
@@ -89,9 +89,10 @@ def judge_slow_group(
     """
     if not (measured.HasField("slow_share") and measured.slow_share > most):
         return None
+    got, allowed = tell_apart(measured.slow_share, most, ".0%")
     message = (
-        f"{measured.slow_share:.0%} of the {what} took {measured.slow_ratio:.2g} times as long as the others, so the times "
-        f"describe neither; at most {most:.0%} is allowed.{seen}"
+        f"{got} of the {what} took {measured.slow_ratio:.2g} times as long as the others, so the times "
+        f"describe neither; at most {allowed} is allowed.{seen}"
     )
     return build_reason("BIMODAL", message, measured.slow_share, most)
 
@@ -159,7 +160,8 @@ def _interval(result: agent_pb2.CandidateResult, latency: report_pb2.Latency, mo
     width = (high - low) / latency.p50_ns
     if width <= most:
         return None
-    message = f"The median's interval spans {width:.0%} of it{worth}; at most {most:.0%} is allowed."
+    got, allowed = tell_apart(width, most, ".0%")
+    message = f"The median's interval spans {got} of it{worth}; at most {allowed} is allowed."
     return build_reason("TOO_FEW_SAMPLES", message, width, most)
 
 
@@ -173,15 +175,16 @@ def _drift(
     most = min(thresholds.max_drift, thresholds.max_drift_unsteady) if unsteady else thresholds.max_drift
     if abs(drift) <= most:
         return None
-    change = f"The last third of the run was {abs(drift):.0%} {'slower' if drift > 0 else 'faster'} than the first"
+    got, allowed = tell_apart(abs(drift), most, ".0%")
+    change = f"The last third of the run was {got} {'slower' if drift > 0 else 'faster'} than the first"
     if result.stop_reason == common_pb2.STOP_REASON_DRIFTING:
         change += f", although it was extended to {result.duration_ns / 1e9:.1f} s"
     if unsteady:
         message = (
-            f"The warm-up ended before the times were steady, and {change[0].lower()}{change[1:]}; at most {most:.0%} is allowed."
+            f"The warm-up ended before the times were steady, and {change[0].lower()}{change[1:]}; at most {allowed} is allowed."
         )
         return build_reason("NOT_STEADY", message, drift, most)
-    return build_reason("DRIFT", f"{change}; at most {most:.0%} is allowed.{describe_warm_start(result)}", drift, most)
+    return build_reason("DRIFT", f"{change}; at most {allowed} is allowed.{describe_warm_start(result)}", drift, most)
 
 
 def _samples(result: agent_pb2.CandidateResult, wanted: int) -> report_pb2.VerdictReason | None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from etfarm.server.reports.disturbances import tell_apart
 from etfarm.server.reports.verdict import Thresholds, judge
 from etfarm.v1 import agent_pb2, common_pb2, report_pb2
 
@@ -317,3 +318,20 @@ def test_threads_that_wake_each_other_without_waiting_for_a_cpu_are_no_interfere
     busy = {"threads": 2, "involuntary_switches": 1000, "cpu_time_ns": 2 * SECOND}
     assert _judge(**busy, psi_cpu_some_us=60_000).status == report_pb2.VERDICT_STATUS_VALID
     assert _judge(**busy, psi_cpu_some_us=110_000).status == report_pb2.VERDICT_STATUS_INVALID
+
+
+@pytest.mark.parametrize(
+    ("value", "limit", "kind", "texts"),
+    [
+        (0.34, 0.3, ".1f", ("0.34", "0.30")),
+        (1.2, 0.3, ".1f", ("1.2", "0.3")),
+        (0.254, 0.25, ".0%", ("25.4%", "25.0%")),
+        (0.896, 0.9, ".0%", ("89.6%", "90.0%")),
+        (200.2, 200.0, ".0f", ("200.2", "200.0")),
+        (0.25000001, 0.25, ".0%", ("25.000%", "25.000%")),
+    ],
+)
+def test_a_value_reads_as_other_than_the_limit_that_it_missed(
+    value: float, limit: float, kind: str, texts: tuple[str, str]
+) -> None:
+    assert tell_apart(value, limit, kind) == texts
