@@ -158,6 +158,9 @@ class Job(Blocking):
     def save_program(self, path: str | Path, cell: int = 0, *, on_progress: transfers.Moved | None = None) -> list[Path]:
         """Write a cell's .pte to `path`, and its named data files beside it under the names that the program refers to.
 
+        The names of its inputs, if `input_names` has them, are written to `x.inputs.json` beside `x.pte`, where runs and
+        sessions find them.
+
         Return the written files, `path` first.
 
         Raises:

@@ -14,6 +14,7 @@ from etfarm.client.errors import FarmError, Kind, OutputUnwritable, UserError, f
 from etfarm.client.jobs import raw_files, series
 from etfarm.client.jobs.file_names import data_file_name, method_file, safe_name
 from etfarm.client.models import CellState, Event, JobInfo, JobState, LogLine
+from etfarm.client.submit.names_file import write_names
 from etfarm.client.transport import decode, transfers
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.retry import Backoff
@@ -259,6 +260,9 @@ class AsyncJob:
     async def save_program(self, path: str | Path, cell: int = 0, *, on_progress: transfers.Moved | None = None) -> list[Path]:
         """Write a cell's .pte to `path`, and its named data files beside it under the names that the program refers to.
 
+        The names of its inputs, if `input_names` has them, are written to `x.inputs.json` beside `x.pte`, where runs and
+        sessions find them.
+
         Return the written files, `path` first.
 
         Raises:
@@ -275,6 +279,8 @@ class AsyncJob:
             file = path.with_name(data_file_name(name))
             await transfers.download_file(self._stubs.artifacts, artifact, file, server=self._stubs.server)
             written.append(file)
+        if path.is_file() and any(self._input_names.values()):
+            written.append(write_names(path, self._input_names))
         return written
 
     async def save_exported_programs(self, path: str | Path, cell: int = 0) -> list[Path]:

@@ -106,7 +106,6 @@ def compile_(
     from etfarm.client.cli.workflows.requirements import Requirements, report_shortfalls
     from etfarm.client.models import JobResult, JobState
     from etfarm.client.submit.compile_options import CompileOptions
-    from etfarm.client.submit.names_file import write_names
 
     chosen = CompileOptions(
         [read],
@@ -126,8 +125,6 @@ def compile_(
         if result.state is JobState.SUCCEEDED:
             if output is not None:
                 written += await (_save_stage(job, output) if stage else job.save_program(output))
-                if not stage and output.is_file() and any(job.input_names.values()):
-                    written.append(write_names(output, job.input_names))
             if etrecord is not None:
                 written += await _save_etrecord(job, etrecord)
         display.stop()
