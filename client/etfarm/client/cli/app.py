@@ -48,6 +48,9 @@ def execute(command: Command | Mapping[str, Command], argv: list[str], name: str
         words = str(getattr(getattr(raised, "ctx", None), "command_path", "")) or " ".join(["etfarm", name, *subcommand])
         error, code = Usage(message if message[-1:] in ".?" else f"{message}.", f"See `{words} --help`."), 2
         outcome.json_file = outcome.json_file or _json_file(argv)
+    except SystemExit as left:
+        # The parser ends a command whose output nobody reads any more; `etfarm.wire.command` has the exit code of that.
+        raise left.__context__ if isinstance(left.__context__, BrokenPipeError) else left from None
     except Exception as bug:  # noqa: BLE001 - the top of a command: scripts get their JSON for our defects too
         sys.stderr.write(printable(traceback.format_exc()))
         what = f"{type(bug).__name__}: {bug}"

@@ -578,3 +578,18 @@ def test_a_named_subcommand_is_built_without_the_others(capsys: pytest.CaptureFi
     assert capsys.readouterr().out == "shown\n" and not built
     execute(commands, ["--help"], "things", "Shows things.")
     assert built, "the help of the group has all"
+
+
+def test_a_command_whose_reader_has_gone_ends_as_sigpipe_ends_it() -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "etfarm.wire.command", "completion", "bash"],
+            stdout=writer,
+            stderr=subprocess.PIPE,
+            check=False,
+        )
+    finally:
+        os.close(writer)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")

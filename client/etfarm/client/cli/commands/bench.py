@@ -53,7 +53,9 @@ def bench(
     inputs: Annotated[
         Path | None, typer.Option("--inputs", metavar="FILE.npz", help="Inputs by argument name or position; prefix METHOD/.")
     ] = None,
-    method: Annotated[list[str] | None, typer.Option("--method", metavar="M", help="A method; repeatable. [forward]")] = None,
+    method: Annotated[
+        list[str] | None, typer.Option("--method", metavar="M", help="A method; repeatable. [forward, else all]")
+    ] = None,
     threads: Annotated[
         list[str] | None, typer.Option("--threads", metavar="N[,N]...", help="Thread counts. [the fastest cluster's cores]")
     ] = None,

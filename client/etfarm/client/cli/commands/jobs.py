@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Annotated
@@ -16,11 +17,13 @@ from etfarm.client.cli.outcome import STDOUT, Outcome
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.usage import Usage
 from etfarm.client.cli.workflows import watching
+from etfarm.client.errors import Interrupted
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.table import Table
 
+    from etfarm.client.jobs.job import AsyncJob
     from etfarm.client.models import JobInfo
 
 
@@ -213,13 +216,22 @@ def _watch_one(context: typer.Context, job: str, json: str | None, verbose: bool
             async with AsyncFarm(server, tls_ca=tls_ca, on_status=display.status) as farm:
                 handle = await farm.job(job)
                 outcome.document = handle.document_without_reports
-                result = await flow.follow(handle, display, verbose=verbose, with_series=outcome.needs_series)
+                try:
+                    result = await flow.follow(handle, display, verbose=verbose, with_series=outcome.needs_series)
+                except asyncio.CancelledError:
+                    raise _left(handle) from None
                 outcome.document = flow.ended(result)
                 display.stop()
                 print_result(result, to_stderr=json == STDOUT)
         return 0 if result.state is JobState.SUCCEEDED else 1
 
     return run_async(follow, outcome)
+
+
+def _left(job: AsyncJob) -> Interrupted:
+    """Return the error of Ctrl-C at a job that goes on."""
+    remedy = f"`etfarm jobs watch {job.id}` shows it again, and `etfarm jobs cancel {job.id}` ends it."
+    return Interrupted(f"Interrupted; job {job.id} continues.", remedy, job=job.id)
 
 
 def cancel(

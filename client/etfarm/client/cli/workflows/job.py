@@ -137,7 +137,12 @@ async def _with_farm(task: Task, farm: AsyncFarm, outcome: Outcome, display: Dis
     display.status("Importing torch." if task.exports and "torch.export" not in sys.modules else "Submitting.")
     # Output of a user's factory must not mix with what the command writes to stdout.
     with redirect_stdout(sys.stderr):
-        job = await task.submit(farm, display)
+        try:
+            job = await task.submit(farm, display)
+        except asyncio.CancelledError as cancelled:
+            if _FARM_LOST in cancelled.args:
+                raise
+            raise Interrupted("Interrupted; no job runs.") from None
     outcome.document = job.document_without_reports
     cells = job.info.cells
     display.status(f"Job {job.id}: {units.count(len(cells), 'cell')}.")
