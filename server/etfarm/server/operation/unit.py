@@ -29,7 +29,7 @@ _READ: Final = {
 """Names of the variables of each engine, which libpq, this server, Ray and OpenTelemetry read."""
 _SECRET: Final = re.compile(r"PASSWORD|ACCESS_KEY|TOKEN\b|HEADERS|WEBHOOK\b")
 """In the names of variables whose values are secrets."""
-_PASSWORD: Final = re.compile(r"://[^/?#]*:[^/?#]*@|[?&](ssl)?password=")
+_PASSWORD: Final = re.compile(r"://[^/]*:[^/]*@|[?&](ssl)?password=")
 """In a URL that has a password."""
 SECRETS: Final = "/etc/etfarm/server.env"
 """File of the variables whose values the unit does not show."""

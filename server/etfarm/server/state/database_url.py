@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import parse_qsl, urlencode, urlsplit
@@ -47,6 +48,9 @@ class DatabaseUrl:
             raise BadDatabaseUrl("it must begin with postgresql://")
         if "\x00" in text:
             raise BadDatabaseUrl("it has a NUL character")
+        if re.search(r"://[^/]*[?#][^/]*@", text):
+            # libpq would take them as a part of the password, but its end could not be told, and it might be shown.
+            raise BadDatabaseUrl("it must have %3F and %23 for ? and # before the host, and %40 for @ after it")
         return cls(text)
 
     @property

@@ -153,6 +153,7 @@ async def test_a_device_that_fails_without_the_program_fails_the_whole_attempt(
     assert {each.error.reason for each in result.candidates} == {"DEVICE_SELF_TEST_FAILED"}
 
 
+@pytest.mark.slow(reason="waits for the end of an attempt's time")
 async def test_what_hangs_ends_with_the_attempts_time_and_is_the_one_that_is_named(
     blobs: Blobs,
     address: str,

@@ -104,6 +104,7 @@ async def test_without_a_second_program_there_is_no_such_pass(blobs: Blobs, addr
 
 
 @pytest.mark.parametrize(("fault", "reason"), [("ab1", "PROGRAM_CRASHED"), ("hn1", "PROGRAM_TIMED_OUT")])
+@pytest.mark.slow(reason="waits for the end of a time limit")
 async def test_a_second_program_that_ends_badly_leaves_the_numbers(
     blobs: Blobs, address: str, tmp_path: Path, fault: str, reason: str
 ) -> None:  # fmt: skip

@@ -147,6 +147,7 @@ def test_an_interrupted_restore_to_postgresql_continues(
     assert contents(FarmDatabase(data / "farm.sqlite", target.database)) == before
 
 
+@pytest.mark.slow(reason="starts a server beside a restore")
 def test_no_server_leads_nor_opens_the_database_of_a_restore_from_its_beginning_on(
     farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path
 ) -> None:

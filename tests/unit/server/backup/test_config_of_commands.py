@@ -40,6 +40,7 @@ def config(tmp_path: Path, database: DatabaseUrl, s3_server: S3Server) -> Path:
     return path
 
 
+@pytest.mark.slow(reason="runs each command")
 def test_a_farm_is_restored_backed_up_and_moved_by_its_configuration(
     tmp_path: Path, config: Path, database: DatabaseUrl, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -56,6 +57,7 @@ def test_a_farm_is_restored_backed_up_and_moved_by_its_configuration(
     assert contents(FarmDatabase(tmp_path / "data" / "farm.sqlite")) == contents(farm)
 
 
+@pytest.mark.slow(reason="runs commands for each source of a setting")
 def test_options_win_then_variables_then_the_file(
     tmp_path: Path, config: Path, database: DatabaseUrl, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -407,7 +407,13 @@ def test_a_url_is_shown_without_its_password(shown: str, whole: str) -> None:
     assert "cret" not in repr(url)
 
 
-@pytest.mark.parametrize("bad", ["mysql://ann:s3cret@db/x", "ann:s3cret@db", "postgresql:ann:s3cret", "postgresql://[s3cret", ""])
+@pytest.mark.parametrize(
+    "bad",
+    [
+        "mysql://ann:s3cret@db/x", "ann:s3cret@db", "postgresql:ann:s3cret", "postgresql://[s3cret", "",
+        "postgresql://ann:s3?cret@db/x", "postgresql://ann:s3#cret@db/x",
+    ],
+)  # fmt: skip
 def test_a_text_that_is_no_url_is_refused_without_showing_it(bad: str) -> None:
     with pytest.raises(BadDatabaseUrl) as refused:
         DatabaseUrl.parse(bad)

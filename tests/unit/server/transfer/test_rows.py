@@ -101,6 +101,7 @@ def test_an_empty_farm_is_copied_and_numbers_its_first_row_1(tmp_path: Path, emp
         assert connection.execute(select(func.nextval("audit_number_seq"))).scalar_one() == 1
 
 
+@pytest.mark.slow(reason="copies large tables")
 @pytest.mark.parametrize("share", [0.0, 0.3, 0.7, 0.99, 1.0])
 def test_an_interrupted_copy_goes_on_and_doubles_nothing(large: FarmDatabase, empty: FarmDatabase, share: float) -> None:
     total = sum(map(len, contents(large).values()))
@@ -133,6 +134,7 @@ def test_no_server_opens_a_database_with_an_unfinished_copy(farm: FarmDatabase, 
     asyncio.run(open_())
 
 
+@pytest.mark.slow(reason="copies large tables")
 def test_a_farm_that_ran_since_the_interruption_is_copied_anew(large: FarmDatabase, empty: FarmDatabase) -> None:
     with pytest.raises(Interrupted):
         copy(large, empty, interrupt_at(30 * MANY))

@@ -48,12 +48,16 @@ class WhileAlive:
 
     def _is_alive(self) -> bool:
         try:
-            with BoundedConnection.connect(**self._parameters, autocommit=True) as connection:
-                connection.limit = lambda: _ANSWER_S
-                connection.execute("SELECT 1")
+            connection = BoundedConnection.connect(**self._parameters, autocommit=True)
         except psycopg.errors.ConnectionTimeout:
             return False
         except psycopg.Error:
             # One that refuses the connection answers. Where it is gone, the connection that waits breaks by itself.
             return True
+        with connection:
+            connection.limit = lambda: _ANSWER_S
+            try:
+                connection.execute("SELECT 1")
+            except psycopg.Error:
+                return not connection.closed  # closed by its limit: a pooler may log in for a server that stands still
         return True
