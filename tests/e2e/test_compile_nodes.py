@@ -379,13 +379,19 @@ async def until_known(pool: ClusterPool) -> None:
             await pool.changed()
 
 
+async def refused_soon(pool: ClusterPool) -> Node:
+    """Return the node that is refused within REFUSED_S of its being known."""
+    await until_known(pool)
+    start_s = time.monotonic()
+    refused = await until(pool, lambda node: node.state is NodeState.REFUSED)
+    assert time.monotonic() - start_s < REFUSED_S
+    return refused
+
+
 async def test_a_python_that_is_not_there_is_refused_soon_and_used_once_it_is(cluster: RayCluster, tmp_path: Path) -> None:
     python = tmp_path / "environment" / "bin" / "python"
     async with running_pool(cluster, tmp_path, python=str(python)) as pool:
-        await until_known(pool)
-        start_s = time.monotonic()
-        refused = await until(pool, lambda node: node.state is NodeState.REFUSED)
-        assert time.monotonic() - start_s < REFUSED_S
+        refused = await refused_soon(pool)
         assert refused.detail.startswith(f"It has no {python} that it can execute. Create the environment")
         virtual_environment(tmp_path / "environment")
         await until(pool, lambda node: node.state is NodeState.READY)
@@ -394,10 +400,7 @@ async def test_a_python_that_is_not_there_is_refused_soon_and_used_once_it_is(cl
 async def test_a_python_without_etfarm_is_refused_soon(cluster: RayCluster, tmp_path: Path) -> None:
     python = bare_environment(tmp_path / "bare")
     async with running_pool(cluster, tmp_path, python=str(python)) as pool:
-        await until_known(pool)
-        start_s = time.monotonic()
-        refused = await until(pool, lambda node: node.state is NodeState.REFUSED)
-        assert time.monotonic() - start_s < REFUSED_S
+        refused = await refused_soon(pool)
     assert refused.detail.startswith(f"Its {python} has torch (not installed), and the server has 2.")
     assert "etfarm (not installed)" in refused.detail
 

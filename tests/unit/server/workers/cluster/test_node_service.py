@@ -96,7 +96,8 @@ async def test_an_error_in_the_end_of_one_child_keeps_no_other_alive(
     watch = asyncio.create_task(service._end_abandoned())
     try:
         async with asyncio.timeout(30):
-            while service._children:  # noqa: ASYNC110 - nothing tells of it
+            while service._children:  # noqa: ASYNC110 - no event announces it
                 await asyncio.sleep(0.01)
+        assert not watch.done(), "the error has ended the check"
     finally:
         watch.cancel()
