@@ -166,6 +166,8 @@ class Device:
     operator_count: int | None
     runner: str = ""
     """The runner that runs would use now: `native` (the farm's bundle), else an installed one; empty if there is none."""
+    is_runner_coming: bool = False
+    """Whether the farm is still building the first runner for it, so that `runner` and `backends` are not known yet."""
     own_runners: tuple[str, ...] = ()
     """Kinds of the runners that are installed on it, such as `python`; used if the farm has no bundle for it."""
     telemetry: Mapping[str, float | bool] = field(default_factory=dict)

@@ -279,6 +279,7 @@ class Device(_message.Message):
     AGENT_VERSION_FIELD_NUMBER: _builtins.int
     CONCURRENT_RUNS_FIELD_NUMBER: _builtins.int
     ATTEMPT_IDS_FIELD_NUMBER: _builtins.int
+    IS_RUNNER_COMING_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     """Stays the same after reboots and reinstallations of the agent."""
     agent_id: _builtins.str
@@ -320,6 +321,8 @@ class Device(_message.Message):
     """The version of etfarm of its agent, connected or not."""
     concurrent_runs: _builtins.int
     """Maximum number of runs at the same time, if none of them is measured; a measurement is always alone. 0 counts as 1."""
+    is_runner_coming: _builtins.bool
+    """Whether the farm is still building the first runner for the device, so that `runner` and `backends` are not known yet."""
     @_builtins.property
     def features(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
         """Instruction set extensions that all cores have: dotprod, fp16, i8mm, bf16, sve, sve2, sme; avx2, avx512f, ..."""
@@ -411,10 +414,11 @@ class Device(_message.Message):
         agent_version: _builtins.str = ...,
         concurrent_runs: _builtins.int = ...,
         attempt_ids: _abc.Iterable[_builtins.str] | None = ...,
+        is_runner_coming: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "drain", b"drain", "has_battery", b"has_battery", "health", b"health", "last_seen_time", b"last_seen_time", "operator_count", b"operator_count", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "reservation", b"reservation", "telemetry", b"telemetry"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "agent_id", b"agent_id", "agent_version", b"agent_version", "arch", b"arch", "attempt_id", b"attempt_id", "attempt_ids", b"attempt_ids", "backends", b"backends", "can_generate", b"can_generate", "can_generate_in_sessions", b"can_generate_in_sessions", "clusters", b"clusters", "concurrent_runs", b"concurrent_runs", "cores", b"cores", "drain", b"drain", "emulated", b"emulated", "features", b"features", "has_battery", b"has_battery", "health", b"health", "id", b"id", "labels", b"labels", "last_seen_time", b"last_seen_time", "memory_bytes", b"memory_bytes", "model", b"model", "name", b"name", "operator_count", b"operator_count", "os", b"os", "own_runners", b"own_runners", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "projects", b"projects", "reservation", b"reservation", "runner", b"runner", "soc", b"soc", "state", b"state", "telemetry", b"telemetry", "thermal_zones", b"thermal_zones"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery", "_operator_count", b"_operator_count", "_page_size_bytes", b"_page_size_bytes", "agent_id", b"agent_id", "agent_version", b"agent_version", "arch", b"arch", "attempt_id", b"attempt_id", "attempt_ids", b"attempt_ids", "backends", b"backends", "can_generate", b"can_generate", "can_generate_in_sessions", b"can_generate_in_sessions", "clusters", b"clusters", "concurrent_runs", b"concurrent_runs", "cores", b"cores", "drain", b"drain", "emulated", b"emulated", "features", b"features", "has_battery", b"has_battery", "health", b"health", "id", b"id", "is_runner_coming", b"is_runner_coming", "labels", b"labels", "last_seen_time", b"last_seen_time", "memory_bytes", b"memory_bytes", "model", b"model", "name", b"name", "operator_count", b"operator_count", "os", b"os", "own_runners", b"own_runners", "page_size_bytes", b"page_size_bytes", "problem", b"problem", "projects", b"projects", "reservation", b"reservation", "runner", b"runner", "soc", b"soc", "state", b"state", "telemetry", b"telemetry", "thermal_zones", b"thermal_zones"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__has_battery: _TypeAlias = _typing.Literal["has_battery"]  # noqa: Y015
     _WhichOneofArgType__has_battery: _TypeAlias = _typing.Literal["_has_battery", b"_has_battery"]  # noqa: Y015

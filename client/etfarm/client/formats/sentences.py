@@ -34,6 +34,7 @@ _ADVICE = {
     "DRIFT": _LONGER,
     "NOT_STEADY": _LONGER,
     "BIMODAL": "Stop other programs on the device, and measure again. A program that alternates by itself has no single latency.",
+    "SLOWER_THAN_TRACED": "Measure again; --repeat 5 measures in fresh processes and shows how much they vary.",
     "TOO_FEW_SAMPLES": "Give a larger --iterations or --min-time.",
     "OUTPUTS_DIFFER": "Look for races, random numbers or uninitialised memory in the program's kernels.",
 }
@@ -51,7 +52,7 @@ _DISTURBED = {
     "CPU_STARVED", "INVOLUNTARY_SWITCHES", "CPU_PRESSURE", "BACKGROUND_LOAD", "CPU_STOLEN", "THERMAL_THROTTLED",
     "FREQUENCY_MOVED", "MORE_THREADS_THAN_CPUS",
 }  # fmt: skip
-_CONSEQUENCES = {"DRIFT", "NOT_STEADY", "BIMODAL", "TOO_FEW_SAMPLES"}
+_CONSEQUENCES = {"DRIFT", "NOT_STEADY", "BIMODAL", "SLOWER_THAN_TRACED", "TOO_FEW_SAMPLES"}
 """Consequences of a disturbance: next to one, the remedy belongs to the disturbance."""
 
 _EXECUTIONS = {

@@ -60,6 +60,7 @@ def device(message: device_pb2.Device) -> Device:
         agent_version=message.agent_version,
         operator_count=message.operator_count if message.HasField("operator_count") else None,
         runner=_runner_kind(message.runner),
+        is_runner_coming=message.is_runner_coming,
         own_runners=tuple(_runner_kind(runner.kind) for runner in message.own_runners),
         telemetry=_readings(message.telemetry),
         model=message.model,

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Final
 
+from etfarm.client.fleet.runners import describe_runner
 from etfarm.client.formats import units
 from etfarm.client.models import Cluster, Device, HealthEvent
 
@@ -34,7 +35,7 @@ def _facts(device: Device, now: datetime) -> Iterator[tuple[str, str]]:
     yield "Pages", f"{device.page_size_bytes >> 10} KiB each" if device.page_size_bytes else ""
     yield "Sensors", _sensors(device.thermal_zones)
     yield "Battery", "" if device.has_battery is None else "yes" if device.has_battery else "none"
-    yield "Runner", _runner(device)
+    yield "Runner", describe_runner(device)
     yield "Backends", ", ".join(device.backends)
     yield "Operators", str(device.operator_count or "")
     yield "Concurrent runs", str(device.concurrent_runs) if device.concurrent_runs > 1 else ""
@@ -50,14 +51,6 @@ def _cluster(cluster: Cluster) -> str:
 def _sensors(names: Sequence[str]) -> str:
     more = len(names) - MAX_SENSORS
     return ", ".join(names[:MAX_SENSORS]) + (f" and {more} more" if more > 0 else "")
-
-
-def _runner(device: Device) -> str:
-    if not device.runner:
-        return "" if device.problem is not None else "none: `etfarm bundle build` builds one, `etfarm bundle add` adds it"
-    if device.runner == "python":
-        return "python, its own, as the farm has no bundle for it: `etfarm bundle build` builds one, `etfarm bundle add` adds it"
-    return f"{device.runner}, its own" if device.runner in device.own_runners else f"{device.runner}, the farm's bundle"
 
 
 def readings(device: Device) -> list[str]:

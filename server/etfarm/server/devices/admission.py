@@ -33,6 +33,7 @@ _OF_SERVER: Final = (
     "backends",
     "operator_count",
     "runner",
+    "is_runner_coming",
 )
 """Fields of a device that only the server sets."""
 

@@ -192,6 +192,8 @@ class DeviceDirectory:
             view.backends[:] = runner.backends
             view.operator_count = len(runner.operators)
             view.runner = runner.kind
+        else:
+            view.is_runner_coming = self._bundles.is_coming(device.arch)
         return view
 
     def session_of(self, device_id: str) -> AgentSession:

@@ -80,7 +80,8 @@ def valid_runs(report: report_pb2.Report) -> list[report_pb2.Run]:
 
 def _parts(result: agent_pb2.CandidateResult) -> Iterator[agent_pb2.CandidateResult]:
     """Yield each run as a result of its own, without outputs."""
-    for run in result.runs or [result]:
+    runs = result.runs or [result]
+    for number, run in enumerate(runs, 1):
         part = agent_pb2.CandidateResult(
             threads=result.threads, runner=result.runner, warmup=run.warmup, iterations=run.iterations,
             duration_ns=run.duration_ns, stop_reason=run.stop_reason, load=run.load, telemetry=run.telemetry,
@@ -88,6 +89,8 @@ def _parts(result: agent_pb2.CandidateResult) -> Iterator[agent_pb2.CandidateRes
         for name in ("steady", "warmup_ns"):
             if run.HasField(name):
                 setattr(part, name, getattr(run, name))
+        if number == len(runs):  # only its process traced
+            part.traced_ns.extend(result.traced_ns)
         yield part
 
 

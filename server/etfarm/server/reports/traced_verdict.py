@@ -13,7 +13,7 @@ def judge_trace(
 ) -> report_pb2.Verdict:
     """Return NOT_BENCHMARKABLE for an emulated device, INVALID if a check fails, else VALID, with all reasons.
 
-    A check passes if the device does not report its numbers. The verdict on the timed pass is independent of it: the two passes
+    A check passes if the device does not report its numbers. It does not depend on the verdict on the timed pass: the two passes
     run one after the other, and a disturbance may be over by then, or begin then.
     """
     if emulated:

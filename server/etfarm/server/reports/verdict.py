@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Collection, Sequence
 from typing import Final
 
@@ -49,6 +50,7 @@ def judge(
             # Checked last, since the preceding reasons are often the cause.
             _drift(result, latency, thresholds),
             judge_slow_group(latency, "samples", thresholds.max_slow_share, _seen_meanwhile(result)),
+            _slowed_down(result, latency, thresholds),
             _interval(result, latency, thresholds.max_interval),
         ]
     return _verdict(checks, emulated=emulated)
@@ -185,6 +187,25 @@ def _drift(
         )
         return build_reason("NOT_STEADY", message, drift, most)
     return build_reason("DRIFT", f"{change}; at most {allowed} is allowed.{describe_warm_start(result)}", drift, most)
+
+
+def _slowed_down(
+    result: agent_pb2.CandidateResult, latency: report_pb2.Latency, thresholds: Thresholds
+) -> report_pb2.VerdictReason | None:
+    # Programs that take turns evict each other's caches, and only the timed pass is interleaved.
+    traced, least = result.traced_ns, 1 - thresholds.max_drift
+    if result.blocks or len(traced) < thresholds.min_traced_iterations or not latency.p50_ns:
+        return None
+    # The slower quarter is left out, which may be interrupted; a median of few iterations would vary more.
+    ratio = statistics.quantiles(traced, n=4, method="inclusive")[2] / latency.p50_ns
+    if ratio >= least:
+        return None
+    got, needed = tell_apart(ratio, least, ".2f")
+    message = (
+        f"Three of four traced iterations took at most {got} times as long as the timed median, although tracing costs time: "
+        f"something slowed the timed pass down. At least {needed} is expected."
+    )
+    return build_reason("SLOWER_THAN_TRACED", message, ratio, least)
 
 
 def _samples(result: agent_pb2.CandidateResult, wanted: int) -> report_pb2.VerdictReason | None:

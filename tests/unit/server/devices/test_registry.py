@@ -324,12 +324,13 @@ async def test_what_the_server_adds_to_a_device_is_never_the_agents(world: World
     session = world.session()
     lying = Device(
         id="pi", arch="aarch64", agent_id="other", state=BUSY, attempt_id="x", backends=["QnnBackend"], operator_count=9,
-        runner=RunnerKind.RUNNER_KIND_NATIVE,
+        runner=RunnerKind.RUNNER_KIND_NATIVE, is_runner_coming=True,
     )  # fmt: skip
     await world.registry.connect(session, Hello(agent_id="agent", devices=[lying]))
     device = world.registry.get("pi")
     assert (device.agent_id, device.state, device.attempt_id) == ("agent", IDLE, "")
     assert (list(device.backends), device.HasField("operator_count"), device.runner) == ([], False, 0)
+    assert not device.is_runner_coming
 
 
 async def test_a_device_has_the_backends_of_the_bundle_for_its_architecture(world: World) -> None:
@@ -351,6 +352,7 @@ async def test_a_device_has_its_own_runners_backends_where_the_farm_has_no_bundl
         await world.registry.connect(session, hello)
         device = world.registry.get(arch)
         is_coming = arch == platform.machine() and not settled
+        assert device.is_runner_coming == is_coming
         assert (device.runner, list(device.backends)) == (
             (RunnerKind.RUNNER_KIND_UNSPECIFIED, []) if is_coming else (own.kind, own.backends)
         )

@@ -53,6 +53,19 @@ def filled(
     return report
 
 
+def test_the_traced_pass_belongs_to_the_last_run() -> None:
+    result = agent_pb2.CandidateResult(threads=1, traced_ns=[7, 8], runs=[{"iterations": 100}] * 3)
+    seen = []
+
+    def judge(part: agent_pb2.CandidateResult, _: report_pb2.Latency) -> report_pb2.Verdict:
+        seen.append(list(part.traced_ns))
+        return report_pb2.Verdict(status=VALID)
+
+    runs = [report_pb2.Run(p50_ns=100.0)] * 3
+    fill_runs(report_pb2.Report(), result, runs, judge, requested=3, earlier=Earlier())
+    assert seen == [[], [], [7, 8]]
+
+
 def test_several_valid_runs_give_the_median_over_them_and_its_interval() -> None:
     report = filled([100.0, 102.0, 98.0, 101.0, 99.0])
     assert report.verdict == report_pb2.Verdict(status=VALID)

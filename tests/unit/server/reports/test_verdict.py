@@ -71,6 +71,27 @@ def test_a_run_with_two_paces_has_no_single_median(share: float, codes: list[str
     assert lenient.status == report_pb2.VERDICT_STATUS_VALID
 
 
+@pytest.mark.parametrize(
+    ("traced", "codes"),
+    [
+        ([700] * 30, ["SLOWER_THAN_TRACED"]),
+        ([700] * 23 + [5_000] * 7, ["SLOWER_THAN_TRACED"]),
+        ([700] * 20 + [1_050] * 10, []),  # a third was as slow as the timed pass
+        ([910] * 30, []),
+        ([3_000] * 30, []),
+        ([700] * 9, []),
+        ([], []),
+    ],
+)
+def test_a_timed_pass_that_is_slower_than_the_traced_one_was_slowed_down(traced: list[int], codes: list[str]) -> None:
+    result = agent_pb2.CandidateResult(iterations=200, threads=1, traced_ns=traced)
+    latency = report_pb2.Latency(p50_ns=1_000, p50_ci95_ns=[990, 1_010])
+    verdict = judge(result, latency, emulated=False, thresholds=THRESHOLDS)
+    assert [reason.code for reason in verdict.reasons] == codes
+    result.blocks.add()
+    assert not judge(result, latency, emulated=False, thresholds=THRESHOLDS).reasons, "programs in turns share caches"
+
+
 def test_a_run_with_two_paces_says_what_the_device_counted_meanwhile() -> None:
     telemetry = report_pb2.RunTelemetry(involuntary_switches=150, psi_cpu_some_us=120_000)
     result = agent_pb2.CandidateResult(threads=1, iterations=1200, duration_ns=SECOND, outputs_equal=True, telemetry=telemetry)

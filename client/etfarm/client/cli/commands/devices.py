@@ -18,11 +18,11 @@ from etfarm.client.cli.views.devices import (
     describe,
     describe_drain,
     describe_reservation,
-    describe_runner,
     facts,
     list_labels,
 )
 from etfarm.client.cli.workflows import reserving, telemetry, watching
+from etfarm.client.fleet.runners import describe_runner
 from etfarm.wire.errors import EtfarmError
 
 if TYPE_CHECKING:
@@ -82,9 +82,7 @@ def list_(
         elif item.drain is not None:
             output.show(output.line(f"{item.name}: {describe_drain(item.drain, now)}", style="yellow"))
         elif item.runner == "python":
-            output.show(
-                output.line(f"{item.name}: its runner is {describe_runner(item.runner, item.own_runners)}", style="yellow")
-            )
+            output.show(output.line(f"{item.name}: its runner is {describe_runner(item)}", style="yellow"))
         if item.health.reason:
             text = f"{item.name}: {item.health.state.value.lower()}, {item.health.reason}"
             output.show(output.line(text, style=device_health.style_of(item.health.state)))

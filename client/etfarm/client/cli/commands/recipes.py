@@ -11,7 +11,7 @@ from etfarm.client.cli import options
 from etfarm.client.cli.app import execute
 from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.listing import JsonListing
-from etfarm.client.fleet.recipe_devices import FarmRecipe, describe_missing_device, devices_for
+from etfarm.client.fleet.recipe_devices import FarmRecipe, describe_missing_device, locate
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ def list_(
     listing = JsonListing(context.obj, json, "recipes")
     recipes, devices = _fetch(server, tls_ca)
     rows = [
-        FarmRecipe(**vars(recipe), devices=devices_for(recipe, devices))
+        locate(recipe, devices)
         for recipe in sorted(recipes, key=lambda recipe: not recipe.available)
         if recipe.available or not available
     ]
@@ -68,24 +68,26 @@ def list_(
             Text(row.name, style="bold" if row.available and row.devices != () else "dim"),
             row.quantization if row.quantization not in ("", "none") else "-",
             Text("yes", style="green") if row.available else Text("no", style="yellow"),
-            Text(_places(row.devices, SHOWN_DEVICES if is_cut else None), style="" if row.devices else "yellow"),
-            Text("; ".join(filter(None, (row.summary, row.missing, describe_missing_device(row))))),
+            Text(_places(row, SHOWN_DEVICES if is_cut else None), style="" if row.devices else "yellow"),
+            Text("; ".join(filter(None, (row.summary, row.missing, "" if row.undecided else describe_missing_device(row))))),
         )
         for row in shown
     ]
     heads = ("RECIPE", "QUANTIZATION", "COMPILES", "RUNS ON", "WHAT")
     output.show_table(heads, cells, shrink=("WHAT", "RUNS ON"), wrap=("WHAT",))
+    if undecided := next((row for row in shown if row.undecided and row.devices == ()), None):
+        output.show(output.line(f"not known yet: {describe_missing_device(undecided)}", style="yellow"))
     if len(shown) < len(rows):
         output.show(output.line(f"and {len(rows) - len(shown)} more: etfarm recipes list --all", style="dim"))
 
 
-def _places(devices: Sequence[str] | None, most: int | None = None) -> str:
-    """Return the names of devices, `most` of them and the number of the others."""
-    if devices is None:
+def _places(row: FarmRecipe, most: int | None = None) -> str:
+    """Return the names of a recipe's devices, `most` of them and the number of the others."""
+    if row.devices is None:
         return "unknown"
-    if most is not None and len(devices) > most + 1:
-        return f"{', '.join(devices[:most])} and {len(devices) - most} more"
-    return ", ".join(devices) or "no device"
+    if most is not None and len(row.devices) > most + 1:
+        return f"{', '.join(row.devices[:most])} and {len(row.devices) - most} more"
+    return ", ".join(row.devices) or ("not known yet" if row.undecided else "no device")
 
 
 def show(
@@ -113,7 +115,7 @@ def show(
     parsed = None if needs_arguments else read_recipe(recipe)
     listing = JsonListing(context.obj, json, "recipe", is_list=False)
     recipes, devices = _fetch(server, tls_ca)
-    here = {info.name: FarmRecipe(**vars(info), devices=devices_for(info, devices)) for info in recipes}
+    here = {info.name: locate(info, devices) for info in recipes}
     names = [recipe] if parsed is None else [part.name for part in parsed.parts]
     listing.record(
         {
@@ -130,7 +132,7 @@ def show(
     output.show(output.facts((key, value) for key, value in pairs if value))
 
 
-def _part(name: str, here: RecipeInfo | None) -> list[tuple[str, str]]:
+def _part(name: str, here: FarmRecipe | None) -> list[tuple[str, str]]:
     """Return the facts of a named recipe; those of a plug-in come from the server."""
     from etfarm.wire.recipes import RECIPES
 
@@ -144,8 +146,7 @@ def _part(name: str, here: RecipeInfo | None) -> list[tuple[str, str]]:
     pairs = [("recipe", name), *facts]
     if here is not None:
         pairs.append(("here", "available" if here.available else f"not available: {here.missing}"))
-    if isinstance(here, FarmRecipe):
-        pairs.append(("devices", "; ".join(filter(None, (_places(here.devices), describe_missing_device(here))))))
+        pairs.append(("devices", "; ".join(filter(None, (_places(here), describe_missing_device(here))))))
     if known is not None:
         pairs += [("runs on", known.runs_on), ("keeps fp32", known.keeps_fp32)]
     return pairs + [("argument", text) for text in (here.arguments if here is not None else ())]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING
+
+from etfarm.client.fleet.runners import describe_runner
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -121,8 +123,7 @@ def facts(device: Device, now: datetime) -> Iterator[tuple[str, RenderableType]]
         ("disk", telemetry.get("disk_free_bytes", "")),
         ("sensors", _sensors(device, telemetry.get("temperature_c", ""))),
         ("battery", _battery(device.has_battery, telemetry)),
-        # An unusable device has not reported what it would need.
-        ("runner", describe_runner(device.runner, device.own_runners) if device.runner or device.problem is None else ""),
+        ("runner", describe_runner(device)),
         ("backends", ", ".join(device.backends)),
         ("operators", str(device.operator_count or "")),
         ("labels", list_labels(device)),
@@ -196,17 +197,6 @@ def _battery(has_one: bool | None, telemetry: Mapping[str, str]) -> str:
     if has_one is False:
         return "none"
     return _all(telemetry, "battery_share", "charging") or ("yes" if has_one else "")
-
-
-def describe_runner(used: str, own: Collection[str]) -> str:
-    """Return the runner of a device's programs, and its other runners."""
-    if not used:
-        return "none: `etfarm bundle build` builds one, `etfarm bundle add` adds it"
-    if used == "python":
-        return f"{used}, its own, as the farm has no bundle for it: `etfarm bundle build` builds one, `etfarm bundle add` adds it"
-    if used in own:
-        return f"{used}, its own"
-    return f"{used}, the farm's bundle" + (f"; {', '.join(own)} of its own" if own else "")
 
 
 def _size(value: float) -> str:

@@ -8,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from etfarm.client.fleet.recipe_devices import FarmRecipe, describe_missing_device, devices_for
+from etfarm.client.fleet.recipe_devices import describe_missing_device, locate
 from etfarm.client.web.templating import render
 from etfarm.client.web.visitors import farm
 
@@ -17,7 +17,7 @@ async def recipes(request: Request) -> Response:
     """Show all recipes, those that compile on this server first."""
     client = await farm(request)
     known, devices = await asyncio.gather(client.recipes(), client.devices())
-    rows = [FarmRecipe(**vars(recipe), devices=devices_for(recipe, devices)) for recipe in known]
+    rows = [locate(recipe, devices) for recipe in known]
     rows.sort(key=lambda row: (not row.available, row.devices == ()))
     return render(
         request, "recipes.html", title="Recipes", command="etfarm recipes list", recipes=rows,

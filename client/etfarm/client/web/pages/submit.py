@@ -14,7 +14,7 @@ from starlette.routing import Route
 
 from etfarm.client.aio import AsyncFarm
 from etfarm.client.errors import EtfarmError
-from etfarm.client.fleet.recipe_devices import FarmRecipe, describe_missing_device, devices_for
+from etfarm.client.fleet.recipe_devices import describe_missing_device, locate
 from etfarm.client.models import Device, DeviceState, RecipeInfo
 from etfarm.client.submit.bench_options import BenchOptions
 from etfarm.client.submit.options import BadOption
@@ -192,7 +192,7 @@ async def _show(request: Request, fields: Fields, upload: Upload | None, error: 
 
 def _recipe_choices(known: Sequence[RecipeInfo], devices: Sequence[Device], chosen: Sequence[str]) -> list[Choice]:
     """Return the recipes, each with what it lacks: the server's tools, or a device that runs its programs."""
-    rows = [FarmRecipe(**vars(recipe), devices=devices_for(recipe, devices)) for recipe in known]
+    rows = [locate(recipe, devices) for recipe in known]
     has_devices = any(row.devices for row in rows)  # otherwise, each one would lack the same
     return [
         Choice(

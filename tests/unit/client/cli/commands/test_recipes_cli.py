@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -49,8 +50,8 @@ def test_all_facts_of_a_file_are_reported() -> None:
 
 
 def test_a_plugins_recipe_is_as_the_server_describes_it() -> None:
-    here = RecipeInfo(
-        "acme.fast", "acme's fast path", "acme", "pt2e-static", True, "", ("level=an integer from 0 to 3: how much",)
+    here = recipe_devices.FarmRecipe(
+        "acme.fast", "acme's fast path", "acme", "pt2e-static", True, "", ("level=an integer from 0 to 3: how much",), None
     )
     reported = dict(command._part("acme.fast", here))
     assert (reported["what"], reported["backend"], reported["quantization"]) == ("acme's fast path", "acme", "pt2e-static")
@@ -101,10 +102,21 @@ def test_a_recipe_runs_on_the_connected_devices_that_have_its_backend(
     name: str, places: tuple[str, ...] | None, missing: str
 ) -> None:
     info = RecipeInfo(name, "what", "", "none", True, "", ())
-    assert recipe_devices.devices_for(info, DEVICES) == places
-    row = recipe_devices.FarmRecipe(**vars(info), devices=places)
+    row = recipe_devices.locate(info, DEVICES)
+    assert (row.devices, row.undecided) == (places, ())
     described = recipe_devices.describe_missing_device(row)
     assert described.startswith(missing) and bool(described) == bool(missing)
+
+
+@pytest.mark.parametrize("name", ["portable", "xnnpack_fp32"])
+def test_a_device_whose_runner_is_still_being_built_lacks_nothing_yet(name: str) -> None:
+    coming = dataclasses.replace(device("new", runner=""), is_runner_coming=True)
+    info = RecipeInfo(name, "what", "", "none", True, "", ())
+    row = recipe_devices.locate(info, [coming, *DEVICES[2:]])
+    assert (row.devices, row.undecided) == ((), ("new",))
+    assert recipe_devices.describe_missing_device(row) == "the runner of new is still being built"
+    row = recipe_devices.locate(info, [coming, *DEVICES])
+    assert (row.devices, recipe_devices.describe_missing_device(row)) == (("pi", "mac"), "")
 
 
 def test_every_recipe_s_backend_on_a_device_is_known() -> None:
