@@ -38,6 +38,13 @@ def test_an_export_leaves_no_job(farm: FarmProcess, tmp_path: Path) -> None:
         assert [job.id for job in client.jobs()] == before
 
 
+def test_a_farm_that_starts_leaves_no_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ETFARM_DATA", str(tmp_path / "data"))
+    monkeypatch.delenv("ETFARM_SERVER", raising=False)
+    errors = interrupt("bench", str(program("add").path), at="Starting", cwd=tmp_path)
+    assert errors == "etfarm: Interrupted; no job runs.\n"
+
+
 def test_a_watched_job_continues(farm: FarmProcess, tmp_path: Path) -> None:
     with farm.client() as client:
         job = client.bench(program("add").path, min_time_s=30.0)

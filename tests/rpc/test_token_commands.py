@@ -73,7 +73,7 @@ def test_from_the_first_admin_to_a_revoked_user(farm: Farm, tmp_path: Path) -> N
     assert (token["principal"], token["role"], token["secret"], token["state"]) == ("bob", "user", bob, "valid")
     assert document.stat().st_mode & 0o077 == 0
     assert farm(bob, "devices", "list").returncode == 0
-    assert "is user and may not call TokenService.List" in farm(bob, "tokens", "list").stderr
+    assert "bob is user, and this needs the role admin." in farm(bob, "tokens", "list").stderr
     fresh = farm(bob, "tokens", "rotate").stdout.strip()
     assert fresh.startswith("etf_") and fresh != bob
     assert farm(bob, "devices", "list").returncode != 0

@@ -484,6 +484,7 @@ class ComparedReport(_message.Message):
     INPUTS_FROM_JOB_FIELD_NUMBER: _builtins.int
     WARMUP_FIELD_NUMBER: _builtins.int
     TIMED_NS_FIELD_NUMBER: _builtins.int
+    RUNS_FIELD_NUMBER: _builtins.int
     id: _builtins.str
     cell: _builtins.str
     attempt: _builtins.str
@@ -507,6 +508,8 @@ class ComparedReport(_message.Message):
     """The number of warm-up iterations of a run, if the job prescribed it."""
     timed_ns: _builtins.int
     """The duration of the timed passes of all runs, in nanoseconds; absent if nothing was timed."""
+    runs: _builtins.int
+    """Number of runs that measured it, in fresh processes; absent if nothing was timed."""
     @_builtins.property
     def device(self) -> Global___ComparedDevice: ...
     @_builtins.property
@@ -532,10 +535,11 @@ class ComparedReport(_message.Message):
         inputs_from_job: _builtins.bool | None = ...,
         warmup: _builtins.int | None = ...,
         timed_ns: _builtins.int | None = ...,
+        runs: _builtins.int | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_cell", b"_cell", "_cores", b"_cores", "_error", b"_error", "_id", b"_id", "_inputs", b"_inputs", "_inputs_from_job", b"_inputs_from_job", "_method", b"_method", "_model", b"_model", "_recipe", b"_recipe", "_threads", b"_threads", "_timed_ns", b"_timed_ns", "_warmup", b"_warmup", "attempt", b"attempt", "cell", b"cell", "cores", b"cores", "device", b"device", "error", b"error", "id", b"id", "inputs", b"inputs", "inputs_from_job", b"inputs_from_job", "method", b"method", "model", b"model", "recipe", b"recipe", "threads", b"threads", "timed_ns", b"timed_ns", "verdict", b"verdict", "warmup", b"warmup"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_cell", b"_cell", "_cores", b"_cores", "_error", b"_error", "_id", b"_id", "_inputs", b"_inputs", "_inputs_from_job", b"_inputs_from_job", "_method", b"_method", "_model", b"_model", "_recipe", b"_recipe", "_runs", b"_runs", "_threads", b"_threads", "_timed_ns", b"_timed_ns", "_warmup", b"_warmup", "attempt", b"attempt", "cell", b"cell", "cores", b"cores", "device", b"device", "error", b"error", "id", b"id", "inputs", b"inputs", "inputs_from_job", b"inputs_from_job", "method", b"method", "model", b"model", "recipe", b"recipe", "runs", b"runs", "threads", b"threads", "timed_ns", b"timed_ns", "verdict", b"verdict", "warmup", b"warmup"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_cell", b"_cell", "_cores", b"_cores", "_error", b"_error", "_id", b"_id", "_inputs", b"_inputs", "_inputs_from_job", b"_inputs_from_job", "_method", b"_method", "_model", b"_model", "_recipe", b"_recipe", "_threads", b"_threads", "_timed_ns", b"_timed_ns", "_warmup", b"_warmup", "attempt", b"attempt", "cell", b"cell", "cores", b"cores", "device", b"device", "error", b"error", "id", b"id", "inputs", b"inputs", "inputs_from_job", b"inputs_from_job", "method", b"method", "model", b"model", "recipe", b"recipe", "state", b"state", "threads", b"threads", "timed_ns", b"timed_ns", "verdict", b"verdict", "warmup", b"warmup"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_attempt", b"_attempt", "_cell", b"_cell", "_cores", b"_cores", "_error", b"_error", "_id", b"_id", "_inputs", b"_inputs", "_inputs_from_job", b"_inputs_from_job", "_method", b"_method", "_model", b"_model", "_recipe", b"_recipe", "_runs", b"_runs", "_threads", b"_threads", "_timed_ns", b"_timed_ns", "_warmup", b"_warmup", "attempt", b"attempt", "cell", b"cell", "cores", b"cores", "device", b"device", "error", b"error", "id", b"id", "inputs", b"inputs", "inputs_from_job", b"inputs_from_job", "method", b"method", "model", b"model", "recipe", b"recipe", "runs", b"runs", "state", b"state", "threads", b"threads", "timed_ns", b"timed_ns", "verdict", b"verdict", "warmup", b"warmup"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__attempt: _TypeAlias = _typing.Literal["attempt"]  # noqa: Y015
     _WhichOneofArgType__attempt: _TypeAlias = _typing.Literal["_attempt", b"_attempt"]  # noqa: Y015
@@ -557,6 +561,8 @@ class ComparedReport(_message.Message):
     _WhichOneofArgType__model: _TypeAlias = _typing.Literal["_model", b"_model"]  # noqa: Y015
     _WhichOneofReturnType__recipe: _TypeAlias = _typing.Literal["recipe"]  # noqa: Y015
     _WhichOneofArgType__recipe: _TypeAlias = _typing.Literal["_recipe", b"_recipe"]  # noqa: Y015
+    _WhichOneofReturnType__runs: _TypeAlias = _typing.Literal["runs"]  # noqa: Y015
+    _WhichOneofArgType__runs: _TypeAlias = _typing.Literal["_runs", b"_runs"]  # noqa: Y015
     _WhichOneofReturnType__threads: _TypeAlias = _typing.Literal["threads"]  # noqa: Y015
     _WhichOneofArgType__threads: _TypeAlias = _typing.Literal["_threads", b"_threads"]  # noqa: Y015
     _WhichOneofReturnType__timed_ns: _TypeAlias = _typing.Literal["timed_ns"]  # noqa: Y015
@@ -583,6 +589,8 @@ class ComparedReport(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__model) -> _WhichOneofReturnType__model | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__recipe) -> _WhichOneofReturnType__recipe | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__runs) -> _WhichOneofReturnType__runs | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__threads) -> _WhichOneofReturnType__threads | None: ...
     @_typing.overload

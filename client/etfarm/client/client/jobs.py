@@ -203,15 +203,15 @@ class Job(Blocking):
         """
         return self._run(self._async.save_stage_files(folder, cell, to=to))
 
-    def save_etrecord(self, path: str | Path, cell: int = 0) -> None:
-        """Write a cell's ETRecord to `path`.
+    def save_etrecord(self, path: str | Path, cell: int = 0) -> Path:
+        """Write a cell's ETRecord to `path`, and return the path.
 
         Raises:
             EtfarmError: the cell failed; this is the cell's error.
             CellNotFound, NothingThere, OutputUnwritable: the cell or ETRecord does not exist, or `path` cannot be
                 written.
         """
-        self._run(self._async.save_etrecord(path, cell))
+        return self._run(self._async.save_etrecord(path, cell))
 
     def save_raw_files(self, folder: str | Path, cell: int = 0) -> list[Path]:
         """Write the raw data of a cell's report to `folder`, which is created.

@@ -335,8 +335,8 @@ class AsyncJob:
                 raise NothingThere(f"The stage wrote no {name}; it wrote {', '.join(there)}.", job=self.id, cell=cell)
         return await self._download({name: there[name] for name in to}, {name: Path(path) for name, path in to.items()})
 
-    async def save_etrecord(self, path: str | Path, cell: int = 0) -> None:
-        """Write a cell's ETRecord to `path`.
+    async def save_etrecord(self, path: str | Path, cell: int = 0) -> Path:
+        """Write a cell's ETRecord to `path`, and return the path.
 
         Raises:
             EtfarmError: the cell failed; this is the cell's error.
@@ -345,6 +345,7 @@ class AsyncJob:
         """
         artifact: common_pb2.Artifact = self._produced(cell, "etrecord")
         await transfers.download_file(self._stubs.artifacts, artifact, Path(path), server=self._stubs.server)
+        return Path(path)
 
     async def save_raw_files(self, folder: str | Path, cell: int = 0) -> list[Path]:
         """Write the raw data of a cell's report to `folder`, which is created.

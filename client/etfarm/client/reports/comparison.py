@@ -78,6 +78,8 @@ class ReportName(JsonObject):
     """Number of warm-up iterations of a run, if the job prescribed it."""
     timed_ns: int | None = None
     """Duration of the timed passes of all runs, in nanoseconds; None if nothing was timed."""
+    runs: int | None = None
+    """Number of runs that measured it, in fresh processes; None if nothing was timed."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False, repr=False)

@@ -6,7 +6,7 @@ Takes REPORTs of etfarm.report/1 and returns one document in strict JSON, with e
      gate: GATE|null, error: ERROR|null}
     SIDE         {job: JOB|null, file, choice, reports}   `choice` is the text after `#`, `reports` the number compared
     REPORT_NAME  {id, cell, attempt, model, recipe, method, threads, device{id,name,arch,soc}, state, error: REASON|null,
-                  verdict{status,codes[]}, cores, inputs, inputs_from_job, warmup, timed_ns}   `inputs` is their digest
+                  verdict{status,codes[]}, cores, inputs, inputs_from_job, warmup, timed_ns, runs}   `inputs` is their digest
     PAIR         {base: REPORT_NAME, candidate: REPORT_NAME, differs[], latency, operators, size, memory, accuracy[], delegation,
                   changes[{what,base,candidate}], generation}    `changes` as etfarm.wire.changes has them
                   `differs` lists those of model, recipe, method, threads and device that differ

@@ -55,8 +55,11 @@ def how_to_measure_again(pair: Json, sides: Sequence[str]) -> str:
     if pair["latency"]["method"] == "paired":
         return f"Measure both again with `{_in_turns(pair)} --require-valid`{_compiled(pair)}"
     which = "both" if len(sides) > 1 else f"the {sides[0]}"
-    command = _commands(pair, sides, "--require-valid --retry-invalid 2", f"{which} again")
-    return f"Measure {command}, or with --repeat {_RUNS}"
+    runs = max(pair[side]["runs"] or 1 for side in sides)
+    options = "--require-valid --retry-invalid 2"
+    if runs > 1:
+        return f"Measure {_commands(pair, sides, f'--repeat {runs} {options}', f'{which} again')}"
+    return f"Measure {_commands(pair, sides, options, f'{which} again')}, or with --repeat {_RUNS}"
 
 
 def how_to_decide_rates(pair: Json) -> str:
@@ -86,9 +89,7 @@ def _commands(pair: Json, sides: Sequence[str], options: str, which: str, *, of_
 
 def _runs(pair: Json, side: str) -> int:
     """Return how many runs to measure: twice as many as there are."""
-    spread = pair["latency"][f"{side}_spread"] or {}
-    known = spread["runs"] or 0 if spread.get("source") == "REPEATS" else 0
-    return min(_MAX_RUNS, max(_RUNS, 2 * known))
+    return min(_MAX_RUNS, max(_RUNS, 2 * (pair[side]["runs"] or 1)))
 
 
 def _can_share(pair: Json) -> bool:

@@ -119,6 +119,7 @@ def name(report: Json) -> Json:
         "inputs_from_job": image is not None or inputs.get("from_job"),
         "warmup": _prescribed_warmup(report),
         "timed_ns": report["measurement"]["duration_ns"] if report["measurement"] else None,
+        "runs": len(report["runs"]) or None,
     }
 
 

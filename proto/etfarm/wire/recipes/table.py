@@ -50,6 +50,8 @@ class Specification:
     """Whether more than the name is known; False for a plug-in's recipe, which only the server with the plug-in knows."""
 
 
+_NAME: Final = "a name of letters, digits and _"
+
 _RUNTIME_BACKENDS: Final = {
     "portable": "", "xnnpack": "XnnpackBackend", "coreml": "CoreMLBackend", "coreai": "CoreAIBackend", "qnn": "QnnBackend",
     "arm_ethos": "EthosUBackend", "arm_vgf": "VgfBackend", "arm_tosa": "TOSABackend",
@@ -87,8 +89,8 @@ def _ethos_u(version: int, macs: tuple[int, ...], default: int) -> Specification
         runs_on=f"a Cortex-M with an Ethos-U{version}, or Corstone's simulator",
         arguments=(
             Argument("macs", "multiply-accumulates a cycle of the NPU", int, macs, default=default),
-            Argument("system_config", "Vela's system configuration", str, pattern=r"[A-Za-z0-9_]{1,64}"),
-            Argument("memory_mode", "Vela's memory mode", str, pattern=r"[A-Za-z0-9_]{1,64}"),
+            Argument("system_config", "Vela's system configuration", str, pattern=r"[A-Za-z0-9_]{1,64}", like=_NAME),
+            Argument("memory_mode", "Vela's memory mode", str, pattern=r"[A-Za-z0-9_]{1,64}", like=_NAME),
         ),
     )  # fmt: skip
 
@@ -167,7 +169,7 @@ RECIPES: Final[Mapping[str, Specification]] = {
             runs_on="a Snapdragon with a Hexagon NPU",
             arguments=(
                 Argument("soc_model", "the chip, as Qualcomm names it, like SM8650", str,
-                         pattern=r"[A-Za-z0-9_]{1,32}", required=True),
+                         pattern=r"[A-Za-z0-9_]{1,32}", like=_NAME, required=True),
                 Argument("skip_mutable_buffer", "leave mutable buffers outside of the delegate", bool),
             ),
         ),

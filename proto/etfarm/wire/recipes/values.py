@@ -29,7 +29,7 @@ class Argument:
     pattern: str = ""
     """Regular expression that a str, or each text of a list, must match entirely."""
     like: str = ""
-    """Description of `pattern` for users."""
+    """Description of `pattern` for users, as part of a sentence; each pattern has one."""
     bounds: tuple[int, int] | None = None
     """Minimum and maximum of an int, or of each int of a tuple."""
     default: Plain | None = None
@@ -52,7 +52,7 @@ class Argument:
         if self.bounds is not None:
             what = "integers joined by x, each" if self.kind is tuple else "an integer"
             return f"{what} from {self.bounds[0]} to {self.bounds[1]}"
-        return self.like or f"a text like {self.pattern}"
+        return self.like
 
     def convert(self, value: object) -> Plain | None:
         """Return the value converted to this argument's type; None if it is not allowed.

@@ -80,7 +80,7 @@ def valid_runs(report: report_pb2.Report) -> list[report_pb2.Run]:
 
 def _parts(result: agent_pb2.CandidateResult) -> Iterator[agent_pb2.CandidateResult]:
     """Yield each run as a result of its own, without outputs."""
-    runs = result.runs or [result]
+    runs: Sequence[agent_pb2.CandidateResult | agent_pb2.MeasuredRun] = result.runs or [result]
     for number, run in enumerate(runs, 1):
         part = agent_pb2.CandidateResult(
             threads=result.threads, runner=result.runner, warmup=run.warmup, iterations=run.iterations,

@@ -367,6 +367,11 @@ def test_both_latencies_that_are_not_valid_are_named_with_the_command_that_measu
     unusable = "the base's latency is NOT BENCHMARKABLE (EMULATED) and the candidate's latency is not judged"
     assert message(emulated, None) == f"no valid evidence: {unusable}; --accept-invalid accepts both"
     assert "--threads 2 --cores 4-7 --device" in message(starved, starved, runner={"kind": "native", "cores": "4-7"})
+    runs = [{"p50_ns": 1000, "steady": True, "verdict": starved}] * 4
+    repeated = f"Measure both {command}".replace("--require-valid", "--repeat 4 --require-valid").replace(
+        ", or with --repeat 5", ""
+    )
+    assert message(starved, starved, runs=runs) == f"no valid evidence: {both}. {repeated} both"
 
 
 def test_what_was_measured_in_turns_or_with_repeats_is_measured_for_longer() -> None:

@@ -22,7 +22,7 @@ RECORDED = sorted((Path(__file__).parents[3] / "support" / "recorded_comparisons
 ADDED: dict[str, dict[str, Any]] = {
     "latency": {"same_program": False, "base_spread": None, "candidate_spread": None},
     "operators": {"matched_by": None},
-    "report": {"cores": None, "inputs": None, "inputs_from_job": None, "warmup": None, "timed_ns": None},
+    "report": {"cores": None, "inputs": None, "inputs_from_job": None, "warmup": None, "timed_ns": None, "runs": None},
 }
 """The keys that were added since, by part, as a document without them is read."""
 

@@ -85,6 +85,11 @@ def test_an_unknown_argument_is_answered_with_the_known_ones(text: str, sentence
     assert sentence in str(caught.value)
 
 
+def test_each_pattern_is_described_for_users() -> None:
+    arguments = [argument for recipe in recipes.RECIPES.values() for argument in recipe.arguments]
+    assert [argument.name for argument in arguments if bool(argument.pattern) != bool(argument.like)] == []
+
+
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
@@ -97,7 +102,7 @@ def test_an_unknown_argument_is_answered_with_the_known_ones(text: str, sentence
         ("coreml_codebook_weight_only:bits=9,block_size=1x16", "an integer from 1 to 8"),
         ("coreml_codebook_weight_only:bits=4", "needs the argument 'block_size'"),
         ("qnn_fp16", "needs the argument 'soc_model'"),
-        ("arm_ethos_u55_int8:system_config=../../etc", "a text like"),
+        ("arm_ethos_u55_int8:system_config=../../etc", "a name of letters, digits and _"),
     ],
 )
 def test_a_bad_value_is_answered_with_the_allowed_ones(text: str, sentence: str) -> None:

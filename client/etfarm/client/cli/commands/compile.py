@@ -223,9 +223,9 @@ async def _save_stage(job: AsyncJob, output: Path) -> list[Path]:
 
 async def _save_etrecord(job: AsyncJob, path: Path) -> list[Path]:
     """Save the ETRecord; with several methods, also each method's exported program, which the ETRecord does not contain."""
-    await job.save_etrecord(path)
+    saved = [await job.save_etrecord(path)]
     methods = (await job.document(with_series=False))["reports"][0]["compile"]["exported_programs"] or {}
-    return [path, *(await job.save_exported_programs(path.with_suffix(".pt2")) if len(methods) > 1 else [])]
+    return saved + (await job.save_exported_programs(path.with_suffix(".pt2")) if len(methods) > 1 else [])
 
 
 def _how_to_load(stage: str, recipe: Recipe, files: Sequence[Path]) -> str:

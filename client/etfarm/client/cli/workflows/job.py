@@ -9,7 +9,7 @@ import sys
 from collections.abc import Awaitable, Callable
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from etfarm.client import reports
 from etfarm.client.aio import AsyncFarm
@@ -36,6 +36,8 @@ CANCEL_TIMEOUT_S = 20.0
 
 LAST_LINES_S = 10.0
 """Seconds that the last lines of the log may take after the job is done."""
+
+_NO_JOB: Final = "Interrupted; no job runs."
 
 
 class NeedsLastingFarm(UserError):
@@ -76,7 +78,10 @@ async def carry_out(task: Task, outcome: Outcome, display: Display) -> tuple[Asy
         # Importing torch takes seconds, and so may starting a farm: they run concurrently.
         daemon_thread.start(import_torch)
     try:
-        await farm.__aenter__()
+        try:
+            await farm.__aenter__()
+        except asyncio.CancelledError:
+            raise Interrupted(_NO_JOB) from None
         if farm.lease is not None and task.detach and not farm.lease.lasting:
             raise _persistent_farm_needed()
         job = _with_farm(task, farm, outcome, display)
@@ -142,7 +147,7 @@ async def _with_farm(task: Task, farm: AsyncFarm, outcome: Outcome, display: Dis
         except asyncio.CancelledError as cancelled:
             if _FARM_LOST in cancelled.args:
                 raise
-            raise Interrupted("Interrupted; no job runs.") from None
+            raise Interrupted(_NO_JOB) from None
     outcome.document = job.document_without_reports
     cells = job.info.cells
     display.status(f"Job {job.id}: {units.count(len(cells), 'cell')}.")

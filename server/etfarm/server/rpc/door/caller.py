@@ -84,11 +84,19 @@ def authorize(principal: Principal, method: str) -> None:
     Raises:
         PermissionDenied: the role is not in the method's row of the access table, or there is no row.
     """
-    if principal.role not in ROLES.get(method, frozenset()):
-        role = common_pb2.Role.Name(principal.role).removeprefix("ROLE_").lower()
-        rpc = method.rpartition(".")[2].replace("/", ".")
-        raise PermissionDenied(f"{principal.name} is {role} and may not call {rpc}.", "Ask the farm's admin.", rpc=rpc, role=role)
+    allowed = ROLES.get(method, frozenset())
+    if principal.role not in allowed:
+        role = _role_name(principal.role)
+        raise PermissionDenied(
+            f"{principal.name} is {role}, and this needs the role {' or '.join(map(_role_name, sorted(allowed)))}.",
+            "Ask an admin of the farm for a token with another role.",
+            rpc=method.rpartition(".")[2].replace("/", "."), role=role,
+        )  # fmt: skip
     _principal.set(principal)
+
+
+def _role_name(role: common_pb2.Role.ValueType) -> str:
+    return common_pb2.Role.Name(role).removeprefix("ROLE_").lower()
 
 
 def caller() -> Principal:
