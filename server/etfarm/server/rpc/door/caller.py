@@ -86,9 +86,9 @@ def authorize(principal: Principal, method: str) -> None:
     """
     allowed = ROLES.get(method, frozenset())
     if principal.role not in allowed:
-        role = _role_name(principal.role)
+        role, needed = _role_name(principal.role), " or ".join(map(_role_name, sorted(allowed)))
         raise PermissionDenied(
-            f"{principal.name} is {role}, and this needs the role {' or '.join(map(_role_name, sorted(allowed)))}.",
+            f"{principal.name} is {role}, and {f'this needs the role {needed}' if needed else 'no role may do this'}.",
             "Ask an admin of the farm for a token with another role.",
             rpc=method.rpartition(".")[2].replace("/", "."), role=role,
         )  # fmt: skip
