@@ -12,7 +12,6 @@ from etfarm.server.operation.check import check
 from etfarm.server.serving import Process, restart
 from etfarm.server.state.folder import locked, require_restored
 from etfarm.server.workers.pacing import shorten_thread_switches
-from etfarm.wire.errors import UserError
 
 
 def main(argv: list[str]) -> int:
@@ -23,11 +22,7 @@ def main(argv: list[str]) -> int:
         return check(sources, partial(config_of, arguments), as_json=arguments.json)
     if arguments.print_unit:
         source = {each.name: each.source for each in sources}
-        if source["database"] == "--database" and arguments.database.has_password:
-            raise UserError(
-                "The unit would show the database's password.",
-                'Name a file with --config that only the server may read, and write database = "URL" there.',
-            )
+        unit.refuse_secrets(sources)
         options, engines = vars(serve.parse_args(argv)) | {"data": arguments.data}, unit.engines_of(vars(arguments))
         is_chosen = source["data"] != settings.DEFAULT
         text = unit.unit_of_this(argv, options, engines=engines, is_data_chosen=is_chosen, drain_s=arguments.drain_timeout)

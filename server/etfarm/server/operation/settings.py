@@ -88,7 +88,7 @@ def parse(
     parser.parse_args(argv, namespace)
     config = getattr(namespace, CONFIG)
     if isinstance(config, _Unset):
-        text = environment.get(SETTING_PREFIX + CONFIG.upper())
+        text = environment.get(variable_of(CONFIG))
         config = Path(text) if text else None
         setattr(namespace, CONFIG, config)
     in_file = dict(_read_file(config, known)) if config is not None else {}
@@ -109,6 +109,11 @@ def parse(
         if name not in _COMMAND_LINE_ONLY:
             settings.append(Setting(name, value, source))
     return namespace, settings
+
+
+def variable_of(name: str) -> str:
+    """Return the environment's variable of an option, which is named without its dashes."""
+    return SETTING_PREFIX + name.upper().replace("-", "_")
 
 
 def _by_name(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:
@@ -156,7 +161,7 @@ def _line_of(text: str, name: str) -> int:
 def _read_environment(
     environment: Mapping[str, str], actions: Mapping[str, argparse.Action]
 ) -> Iterator[tuple[str, tuple[Any, str]]]:
-    variables = {SETTING_PREFIX + name.upper().replace("-", "_"): name for name in (*_settable(actions), CONFIG)}
+    variables = {variable_of(name): name for name in (*_settable(actions), CONFIG)}
     for variable, text in environment.items():
         if not variable.startswith(SETTING_PREFIX):
             continue

@@ -10,6 +10,9 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.server.config import LOCAL
+from etfarm.server.operation.settings import Setting, variable_of
+from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.wire.errors import UserError
 from etfarm.wire.names import DATA_VARIABLE, SETTING_PREFIX
 from etfarm.wire.systemd import own_program, quoted, without_options
 
@@ -127,7 +130,10 @@ def unit(
     if secrets:
         settings += [f"# Has the secrets of this command's environment: {' '.join(secrets)}", f"EnvironmentFile={SECRETS}"]
     steps = (
-        [f"sudo install -D -m 600 /dev/null {SECRETS}    # then write NAME=VALUE there for {' '.join(secrets)}"]
+        [
+            f"sudo test -e {SECRETS} || sudo install -D -m 600 /dev/null {SECRETS}",
+            f"# then write NAME=VALUE in {SECRETS} for {' '.join(secrets)}",
+        ]
         if secrets
         else []
     )
@@ -161,6 +167,30 @@ def _is_read(name: str, engines: Collection[str]) -> bool:
 def _is_secret(name: str, value: str) -> bool:
     """Return whether a variable's value must not be shown."""
     return _SECRET.search(name) is not None or _PASSWORD.search(value) is not None
+
+
+def refuse_secrets(settings: Sequence[Setting]) -> None:
+    """Check that no option of the command line has a secret, which the unit's command would show.
+
+    Args:
+        settings: the effective options with their sources.
+
+    Raises:
+        UserError: one has.
+    """
+    for each in settings:
+        if each.source != f"--{each.name}":
+            continue
+        is_list = isinstance(each.value, list)
+        values = [
+            value.text if isinstance(value, DatabaseUrl) else str(value) for value in (each.value if is_list else [each.value])
+        ]
+        if any(_is_secret(variable_of(each.name), value) for value in values):
+            example = '["URL"]' if is_list else '"URL"'
+            raise UserError(
+                f"The unit would show the secret in --{each.name}.",
+                f"Name a file with --config that only the server may read, and write {each.name} = {example} there.",
+            )
 
 
 def engines_of(settings: Mapping[str, object]) -> list[str]:

@@ -107,7 +107,9 @@ def test_the_unit_names_what_the_engines_read_and_shows_no_secret(
         assert f"{name}={ENVIRONMENT[name]}" in shown
     assert not any(each.startswith("AWS_PROFILE=") for each in shown), "nothing reads it"
     assert settings_of(dump, "EnvironmentFile") == ["/etc/etfarm/server.env"]
-    secrets = next(line for line in text.splitlines() if "install -D -m 600" in line)
+    step = next(line for line in text.splitlines() if "install -D -m 600" in line)
+    assert "sudo test -e /etc/etfarm/server.env || " in step, "the step must not empty a file that is there"
+    secrets = next(line for line in text.splitlines() if "NAME=VALUE" in line)
     for name in ("PGPASSWORD", "AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "RAY_AUTH_TOKEN", "ETFARM_SERVE_DATABASE",
                  "ETFARM_SERVE_WEBHOOK"):  # fmt: skip
         assert re.search(rf"\b{name}\b", secrets), name
@@ -128,12 +130,26 @@ def test_the_variables_of_engines_that_a_server_does_not_use_are_left_out(
     assert "AWS_ENDPOINT_URL" in text and "AWS_ACCESS_KEY_ID" not in text and "PGPASSFILE" not in text
 
 
-def test_a_password_in_the_configuration_file_is_no_obstacle_and_one_in_the_arguments_is(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+SECRET_OPTIONS = [
+    ("database", "postgresql://etfarm:a-secret@db/farm"),
+    ("database", "postgresql://etfarm@db/farm?password=a-secret"),
+    ("webhook", "https://hooks.example/services/a-secret"),
+    ("otlp", "http://etfarm:a-secret@collector:4318"),
+]
+
+
+@pytest.mark.parametrize(("option", "url"), SECRET_OPTIONS)
+def test_a_secret_in_the_configuration_file_is_no_obstacle_and_one_in_the_arguments_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, url: str
 ) -> None:
-    url = "postgresql://etfarm:a-secret@db/farm"
-    (tmp_path / "farm.toml").write_text(f'database = "{url}"\n')
+    (tmp_path / "farm.toml").write_text(f"{option} = {[url] if option == 'webhook' else url!r}\n")
     assert main(["--config", str(tmp_path / "farm.toml"), "--print-unit"]) == 0
     assert "a-secret" not in capsys.readouterr().out
-    with pytest.raises(UserError, match="would show the database's password"):
-        main(["--database", url, "--print-unit"])
+    with pytest.raises(UserError, match=f"would show the secret in --{option}") as refusal:
+        main([f"--{option}", url, "--print-unit"])
+    assert f"{option} = " in refusal.value.remedy and "a-secret" not in str(refusal.value)
+
+
+def test_a_collector_and_a_database_without_a_password_may_be_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--otlp", "http://collector:4318", "--database", "postgresql://etfarm@db/farm", "--print-unit"]) == 0
+    assert "--otlp http://collector:4318" in capsys.readouterr().out
