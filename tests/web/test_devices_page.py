@@ -73,6 +73,36 @@ def test_a_devices_page_has_its_facts_and_charts(web: WebFarm, tab: Tab, drained
     tab.must_be_quiet()
 
 
+def test_charts_are_printed_in_light_colours(web: WebFarm, browser: Browser, drained: str) -> None:
+    dark = Tab(browser, web.url, color_scheme="dark")
+    page = dark.sign_in(web.tokens["viewer"])
+    page.click("main tbody th a")
+    page.wait_for_function(HAS_INK_OF_ITS_STYLE)
+    accent = page.evaluate(ACCENT)
+    page.route("**/telemetry.json*", lambda route: None)  # a printer does not wait for readings
+    page.emulate_media(media="print")
+    page.wait_for_function(HAS_INK_OF_ITS_STYLE)
+    assert page.evaluate(ACCENT) != accent
+    dark.must_be_quiet()
+    page.unroute_all(behavior="ignoreErrors")
+    dark.context.close()
+
+
+ACCENT: Final = "getComputedStyle(document.documentElement).getPropertyValue('--accent').trim()"
+HAS_INK_OF_ITS_STYLE: Final = f"""() => {{
+  const chart = document.querySelector("#telemetry canvas");
+  if (!chart) return false;
+  const copy = new OffscreenCanvas(chart.width, chart.height).getContext("2d", {{ willReadFrequently: true }});
+  copy.drawImage(chart, 0, 0);
+  const {{ data }} = copy.getImageData(0, 0, chart.width, chart.height);
+  const wanted = {ACCENT}.match(/[0-9a-f]{{2}}/g).map((each) => parseInt(each, 16));
+  for (let i = 0; i < data.length; i += 4)
+    if (data[i + 3] > 250 && wanted.every((value, channel) => Math.abs(data[i + channel] - value) < 3)) return true;
+  return false;
+}}"""
+"""Whether the first chart of a device's page is drawn in the colours that the page has now."""
+
+
 def test_keys_move_through_rows_open_one_and_search(web: WebFarm, tab: Tab, drained: str) -> None:
     page = tab.sign_in(web.tokens["viewer"])
     page.keyboard.press("?")

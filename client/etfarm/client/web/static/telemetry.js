@@ -25,6 +25,9 @@ const around = (_, low, high) => {
   return [low - room, high + room];
 };
 
+/** A colour of the page's style, read anew at each drawing: paper is always light. */
+const colour = (name) => () => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+
 function uplot() {
   if (window.uPlot) return Promise.resolve(window.uPlot);
   return new Promise((resolve, reject) => {
@@ -53,8 +56,6 @@ async function draw(range) {
   if (!times_s.length || !keys.length) return say("There are no readings of this time.");
   const until = Date.now() / 1000;
   root.replaceChildren();
-  const style = getComputedStyle(document.documentElement);
-  const [ink, line, accent] = ["--quiet", "--line", "--accent"].map((name) => style.getPropertyValue(name).trim());
   for (const key of keys) {
     const [title, text] = TITLES[key];
     const figure = document.createElement("figure");
@@ -62,10 +63,10 @@ async function draw(range) {
     caption.textContent = title;
     figure.append(caption);
     root.append(figure);
-    const axis = { stroke: ink, grid: { stroke: line, width: 1 }, ticks: { stroke: line, width: 1 } };
+    const axis = { stroke: colour("--quiet"), grid: { stroke: colour("--line"), width: 1 }, ticks: { stroke: colour("--line"), width: 1 } };
     const options = {
-      width: Math.max(240, figure.clientWidth), height: 150, legend: { show: true },
-      series: [{ value: (_, v) => (v == null ? "-" : new Date(v * 1000).toLocaleString("sv-SE")) }, { label: title, stroke: accent, width: 1.4, points: { show: times_s.length < 40, size: 4 }, value: (_, v) => (v == null ? "-" : text(v)) }],
+      width: Math.max(240, figure.clientWidth), height: 150, legend: { markers: { show: false } },
+      series: [{ value: (_, v) => (v == null ? "-" : new Date(v * 1000).toLocaleString("sv-SE")) }, { label: title, stroke: colour("--accent"), width: 1.4, points: { show: times_s.length < 40, size: 4 }, value: (_, v) => (v == null ? "-" : text(v)) }],
       scales: { x: { time: true, range: [until - SPANS_S[range], until] }, y: { range: key.endsWith("_share") ? [0, 1] : around } },
       axes: [{ ...axis, values: (_, ticks) => ticks.map((tick) => timeText(tick, range)) }, { ...axis, size: 76, values: (_, ticks) => ticks.map(text) }],
     };
@@ -95,4 +96,4 @@ new ResizeObserver(() => {
 }).observe(root);
 // The farm stores a reading a minute.
 document.addEventListener("etfarm:live", () => Date.now() - drawn_ms > 60000 && draw(current()));
-matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => draw(current()));
+for (const media of ["(prefers-color-scheme: dark)", "print"]) matchMedia(media).addEventListener("change", () => charts.forEach((chart) => chart.redraw()));
