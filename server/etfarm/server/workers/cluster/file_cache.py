@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.server.workers.channel.room import require_room
+from etfarm.server.workers.errors import ChildDiskFull
 from etfarm.wire import digest as digests
 from etfarm.wire.errors import FarmError, Kind
 
@@ -25,6 +26,10 @@ class FileDiffers(FarmError):
     kind = Kind.DATA_LOSS
 
 
+def _child_ended() -> FileDiffers:
+    return FileDiffers("A file arrived at the compile node for a child that has ended.", "Retry the job.")
+
+
 class ArrivingFile:
     """A file that is written piece by piece. Its digest grows with it, since hashing a large file again takes seconds.
 
@@ -35,6 +40,8 @@ class ArrivingFile:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.size_bytes = 0
+        self.turn = threading.Lock()
+        """Held while a thread writes or discards."""
         self._sha256 = hashlib.sha256()
         self._file = path.open("xb")
 
@@ -58,6 +65,18 @@ class ArrivingFile:
         with contextlib.suppress(OSError):  # the disk is full
             self._file.close()
         self.path.unlink(missing_ok=True)
+
+
+def _append(file: ArrivingFile, data: bytes, *, size: int, digest: str) -> bool:
+    """Write a piece and return whether the file is whole; it is closed then."""
+    file.append(data)
+    if file.size_bytes < size:
+        return False
+    if file.digest != digest:
+        raise FileDiffers(f"A file arrived at the compile node with another digest than {digest[:12]}.", "Retry the job.")
+    file.close()
+    file.path.chmod(0o444)
+    return True
 
 
 class FileCache:
@@ -103,7 +122,8 @@ class FileCache:
                     del self._holders[digest]
             partial = [self._arriving.pop(key) for key in list(self._arriving) if key[0] == holder]
         for file in partial:
-            file.discard()
+            with file.turn:
+                file.discard()
 
     def write(self, holder: str, digest: str, offset: int, data: bytes, size: int) -> None:
         """Write a piece of a file, in order; the last one completes it. A call takes as long as its piece does. Blocking.
@@ -116,25 +136,29 @@ class FileCache:
         require_room(self._folder, len(data) + self._reserve_bytes)
         with self._lock:
             if holder not in self.holders(digest):
-                raise FileDiffers("A file arrived at the compile node for a child that has ended.", "Retry the job.")
+                raise _child_ended()
             if key not in self._arriving:
                 self._arriving[key] = ArrivingFile(self._folder / f"{uuid.uuid4().hex}.part")
             file = self._arriving[key]
-        if file.size_bytes != offset or offset + len(data) > size:
-            raise FileDiffers(f"A file arrived at the compile node with gaps, at byte {offset} of {size}.", "Retry the job.")
-        file.append(data)
-        if file.size_bytes < size:
-            return
-        with self._lock:
-            self._arriving.pop(key, None)
-        if file.digest != digest:
-            file.discard()
-            raise FileDiffers(f"A file arrived at the compile node with another digest than {digest[:12]}.", "Retry the job.")
-        file.close()
-        file.path.chmod(0o444)
-        file.path.rename(path)
-        with self._lock:
-            self._sizes[digest] = size
+        with file.turn:
+            if self._arriving.get(key) is not file:
+                raise _child_ended()
+            if file.size_bytes != offset or offset + len(data) > size:
+                raise FileDiffers(f"A file arrived at the compile node with gaps, at byte {offset} of {size}.", "Retry the job.")
+            try:
+                is_whole = _append(file, data, size=size, digest=digest)
+            except (OSError, FileDiffers) as error:
+                with self._lock:
+                    self._arriving.pop(key, None)
+                file.discard()
+                if isinstance(error, OSError):
+                    raise ChildDiskFull("a compile node's task", f"{self._folder}: {error.strerror}") from error
+                raise
+            if is_whole:
+                file.path.rename(path)
+                with self._lock:
+                    self._arriving.pop(key, None)
+                    self._sizes[digest] = size
 
     def path(self, digest: str) -> Path:
         """Return the path of a file, whether or not it is stored.

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import resource
+import threading
 from pathlib import Path
 
 import pytest
@@ -79,6 +81,42 @@ def test_what_a_holder_did_not_write_whole_is_deleted_with_it(tmp_path: Path) ->
         cache.write("one", digest, 4, b" bytes", 10)
     cache.write("two", digest, 4, b" bytes", 10)
     assert [path.name for path in tmp_path.iterdir()] == [digest]
+
+
+def test_a_holder_that_ends_during_a_piece_is_what_the_error_says(tmp_path: Path) -> None:
+    """The end of a child closes its files, and is no defect of ours."""
+    ended = 0
+    for attempt in range(40):
+        cache, data = FileCache(tmp_path), attempt.to_bytes() * (1 << 20)
+        digest, piece = digests.of_bytes(data), 1 << 12
+        cache.hold("one", {digest: len(data)})
+        cache.write("one", digest, 0, data[:piece], len(data))
+        ending = threading.Thread(target=cache.release, args=["one"])
+        ending.start()
+        try:
+            for offset in range(piece, len(data), piece):
+                cache.write("one", digest, offset, data[offset : offset + piece], len(data))
+        except FileDiffers as error:
+            assert "a child that has ended" in str(error)
+            ended += 1
+        ending.join()
+        assert [path.name for path in tmp_path.iterdir() if path.suffix == ".part"] == []
+    assert ended, "no holder ended during a write"
+
+
+def test_a_disk_that_is_full_at_the_last_byte_keeps_no_piece(tmp_path: Path) -> None:
+    cache, data = FileCache(tmp_path), b"some bytes"
+    digest = digests.of_bytes(data)
+    cache.hold("one", {digest: len(data)})
+    former = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4, former[1]))
+    try:
+        with pytest.raises(ChildDiskFull):
+            cache.write("one", digest, 0, data, len(data))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, former)
+    assert list(tmp_path.iterdir()) == []
+    assert store(cache, "one", data) == digest
 
 
 @pytest.mark.parametrize("name", ["../x", "x", "", "a" * 63])
