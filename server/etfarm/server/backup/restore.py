@@ -31,8 +31,8 @@ from etfarm.server.transfer.files import sync_folder
 from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire import digest as digests
 
-_COPIED: Final = " copied"
-"""End of the marker of a restore whose rows are all in the PostgreSQL database."""
+_COPIED: Final = " copied to "
+"""In the marker of a restore whose rows are all in a PostgreSQL database, which follows."""
 
 
 def restore(
@@ -76,7 +76,7 @@ def restore(
             _sync(part)
             _remove_logs(data)
             part.replace(data / DATABASE)
-        elif not (_marker_of(data).endswith(_COPIED) and target.is_complete()):
+        elif not (_marker_of(data).endswith(f"{_COPIED}{database}") and target.is_complete()):
             _restore_rows(target, backup, data, manifest, blobs, on_progress)
         FarmDatabase(_part_of(data)).clear()
         sync_folder(data)
@@ -103,11 +103,12 @@ def _restore_rows(
             source = FarmDatabase(_convert(backup, data, manifest, blobs, on_progress))
         except BackupDamaged:
             target.clear()  # so that another backup can be restored to it
+            hold.name_blobs("")
             raise
         with source.connected() as connection, connection.begin():
             copy_rows(connection, target, name, on_progress)
         hold.require_held()
-        (data / RESTORING).write_text(f"{manifest.database_sha256}{_COPIED}")
+        (data / RESTORING).write_text(f"{manifest.database_sha256}{_COPIED}{target.url}")
         _sync(data / RESTORING)
         with target.connected() as connection:
             rows.finish(connection)
@@ -151,7 +152,7 @@ def _prepare(data: Path, manifest: Manifest) -> None:
     data.mkdir(parents=True, exist_ok=True, mode=0o700)
     # An empty marker is that of a restore that was killed before it copied anything.
     former = _marker_of(data) if marker.exists() else ""
-    if former.removesuffix(_COPIED) not in ("", manifest.database_sha256):
+    if former.partition(_COPIED)[0] not in ("", manifest.database_sha256):
         raise BackupRefused(f"{data} has an interrupted restore of another backup.", "Delete it, or choose another --data.")
     if not former:
         marker.write_text(manifest.database_sha256)

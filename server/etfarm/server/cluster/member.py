@@ -169,7 +169,7 @@ class Member:
                     self._joined.set_result(None)  # calls wait at the port meanwhile
                 if time.monotonic() - logged_s > _LOG_AGAIN_S:
                     logged_s = time.monotonic()
-                    log.warning("the database with the farm's lease does not answer; trying again", why=str(error).strip())
+                    log.warning("the farm's lease cannot be read or renewed; trying again", why=str(error).strip())
                 await asyncio.sleep(_RETRY_S)
 
     async def _take_part(self, session: Session) -> None:

@@ -71,15 +71,16 @@ class StoppedFarm:
         """Record where the farm's blobs are from now on, so that a server with another configuration is refused.
 
         Args:
-            blobs: what its servers claim, see `Member`.
+            blobs: what its servers claim, see `Member`; empty for what the next server claims.
 
         Raises:
-            ServersRunning: the connection broke.
+            ServersRunning: the connection broke, or a server has taken the lease.
         """
         with _held():
             self._session.execute("UPDATE etfarm_cluster.lease SET blobs = %s WHERE id = 1", [blobs])
-            self._session.commit()
+            self._session.commit()  # which lets a server take the lease for an instant
             self._session.execute(_LOCK)
+        self.require_none_waits()
 
 
 @contextmanager
@@ -132,7 +133,7 @@ def _hold(session: psycopg.Connection[Any]) -> None:
     try:
         session.execute(_LOCK)
     except psycopg.errors.LockNotAvailable:
-        raise ServersRunning("A server of the farm is writing to its database.") from None
+        raise ServersRunning("A server of the farm is writing to its database, or another command works on it.") from None
     running = session.execute(_RUNNING, {"present_s": PRESENT_S}).fetchone()
     if running is not None:
         raise ServersRunning(f"A server of the farm runs at {running[0]}, or did so within the last {PRESENT_S:g} s.")

@@ -24,13 +24,7 @@ _FILES: Final = "files"
 def main(argv: list[str]) -> int:
     """Run `etfarm migrate`. Exit with 1 if artifacts were left behind."""
     arguments, _ = parse_command(_parser(), argv)
-    names_place = arguments.to_database is not None or arguments.to_blobs is not None
-    if not names_place and arguments.to_config is None:
-        raise UserError(
-            "The command does not say where to move the farm.", "Give --to-config, --to-database, --to-blobs, or the last two."
-        )
-    if names_place and arguments.to_config is not None:
-        raise UserError("--to-config says where both rows and artifacts go.", "Leave out --to-database and --to-blobs, or it.")
+    _require_one_place(arguments)
     data = data_of(arguments)
     require_owner(data)
     source = Place(arguments.database, location_of(arguments))
@@ -44,6 +38,26 @@ def main(argv: list[str]) -> int:
     for digest in moved.artifacts.lost:
         print(f"left behind, missing or damaged in the farm: {digest}", file=sys.stderr)
     return 1 if moved.artifacts.lost else 0
+
+
+def _require_one_place(arguments: argparse.Namespace) -> None:
+    """Refuse a command that names no place to move to, or that says twice, or only in part, where the place is.
+
+    Raises:
+        UserError: it does.
+    """
+    given = [
+        f"--{name.replace('_', '-')}" for name, value in vars(arguments).items() if name.startswith("to_") and value is not None
+    ]
+    if not given:
+        raise UserError(
+            "The command does not say where to move the farm.", "Give --to-config; or --to-database, --to-blobs or both."
+        )
+    if arguments.to_config is not None and len(given) > 1:
+        others = ", ".join(name for name in given if name != "--to-config")
+        raise UserError(f"--to-config says where both rows and artifacts go, and so does {others}.", f"Leave out {others}.")
+    if arguments.to_blobs in (None, _FILES) and (of_bucket := [name for name in given if name.startswith("--to-blobs-")]):
+        raise UserError(f"{', '.join(of_bucket)} needs a bucket.", "Name it with --to-blobs s3://BUCKET/PREFIX.")
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -99,7 +99,8 @@ class Migration:
     def _run(self) -> Moved:
         if not self._moves_rows and not self._moves_artifacts:
             raise NothingToMove(
-                "The farm is already where it is to be moved.", "Name another place with --to-database or --to-blobs."
+                "The farm is already where it is to be moved.",
+                "Name another place with --to-config, --to-database or --to-blobs.",
             )
         self._folder.require_free(
             database=self._moves_rows and self._source.database is None,
@@ -189,11 +190,14 @@ class Migration:
         return FarmDatabase(self._folder.database, self._target.database)
 
     def _count(self) -> Moved:
-        """Return what an earlier run has moved."""
-        with self._taken_database().connected() as connection, connection.begin():
-            totals = select(func.count(), func.coalesce(func.sum(schema.artifacts.c.size_bytes), 0)).select_from(schema.artifacts)
-            count, size_bytes = connection.execute(totals).one()
-            return Moved(rows.count_rows(connection), Copied(count, size_bytes))
+        """Return what an earlier run has moved, and which artifacts it left behind: only its message named them."""
+        database, target = self._taken_database(), self._target_artifacts()
+        with database.connected() as connection, connection.begin():
+            moved = Moved(rows.count_rows(connection))
+        if self._moves_artifacts:
+            copying = copy_artifacts(target, target, _wanted(database), _count_artifacts(database), self._on_progress)
+            moved.artifacts = asyncio.run(copying)
+        return moved
 
     def _target_database(self) -> FarmDatabase:
         return FarmDatabase(self._folder.database_copy, self._target.database)
@@ -208,9 +212,7 @@ class Migration:
             raise NothingToMove(f"The artifacts of {self._folder.path} are in a bucket.", "Name it with --blobs.")
         if isinstance(target, BucketArtifacts) and not is_resumed:
             await target.begin(self._artifacts_name)
-        with database.connected() as connection, connection.begin():
-            total = connection.execute(select(func.count()).select_from(schema.artifacts)).scalar_one()
-        return await copy_artifacts(source, target, _wanted(database), total, self._on_progress)
+        return await copy_artifacts(source, target, _wanted(database), _count_artifacts(database), self._on_progress)
 
     def _target_artifacts(self) -> Artifacts:
         return artifacts_of(self._target.blobs, self._folder.blobs_copy, self._scratch)
@@ -256,6 +258,11 @@ class Migration:
         if target.source_of_copy() is not None:
             with target.connected() as connection:
                 rows.finish(connection)
+
+
+def _count_artifacts(database: FarmDatabase) -> int:
+    with database.connected() as connection, connection.begin():
+        return int(connection.execute(select(func.count()).select_from(schema.artifacts)).scalar_one())
 
 
 def _wanted(database: FarmDatabase) -> Iterator[tuple[str, int]]:

@@ -22,7 +22,7 @@ from etfarm.server.migrate.migration import Migration, Place
 from etfarm.server.state import schema
 from etfarm.server.state.copies import CopyUnfinished
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.server.state.folder import RestoreUnfinished, require_restored
+from etfarm.server.state.folder import RESTORING, RestoreUnfinished, require_restored
 from etfarm.server.state.revisions import HEAD
 from etfarm.server.transfer.database import FarmDatabase
 from etfarm.server.transfer.errors import OtherVersion, TargetNotEmpty
@@ -186,6 +186,7 @@ def test_a_damaged_backup_leaves_the_database_for_another_one(
     next((tmp_path / "damaged" / "artifacts" / "blobs").glob("??/*")).unlink()
     with pytest.raises(BackupDamaged, match="is missing"):
         restore(tmp_path / "damaged", tmp_path / "first", database=target.database)
+    assert target.database is not None and claim(target.database, "elsewhere") == "elsewhere", "its lease names no place"
     restore(tmp_path / "whole", tmp_path / "second", database=target.database)
     assert contents(FarmDatabase(farm.path, target.database)) == contents(farm)
 
@@ -198,6 +199,24 @@ def test_a_restore_overwrites_no_other_farm(farm: FarmDatabase, new_place: Calla
     with pytest.raises(TargetNotEmpty, match="is not empty"):
         restore(tmp_path / "backup", tmp_path / "restored", database=target.database)
     assert contents(FarmDatabase(farm.path, target.database)) == before
+
+
+def test_a_restore_that_was_killed_late_continues_at_its_own_database_only(
+    farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path
+) -> None:
+    target, other, data = new_place(), new_place(), tmp_path / "restored"
+    done = back_up(farm.path.parent, tmp_path / "backup")
+    move(new_farm(tmp_path / "other"), Place(other.database, None))
+    restore(tmp_path / "backup", data, database=target.database)
+    # What a restore leaves that is killed before its last step.
+    (data / RESTORING).write_text(f"{done.manifest.database_sha256} copied to {target.database}")
+    with pytest.raises(TargetNotEmpty, match="is not empty"):
+        restore(tmp_path / "backup", data, database=other.database)
+    with pytest.raises(RestoreUnfinished):
+        require_restored(data)
+    restore(tmp_path / "backup", data, database=target.database)
+    require_restored(data)
+    assert contents(FarmDatabase(data / "farm.sqlite", target.database)) == contents(farm)
 
 
 def test_a_backup_says_which_options_are_missing(farm: FarmDatabase, new_place: Callable[[], Place], tmp_path: Path) -> None:

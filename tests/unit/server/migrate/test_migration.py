@@ -24,6 +24,7 @@ from etfarm.server.migrate.migration import Migration, Moved, Place
 from etfarm.server.state.copies import CopyUnfinished, FarmMoved
 from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
 from etfarm.server.state.engine import DatabaseTooNew, DatabaseUnavailable
+from etfarm.server.transfer.artifacts import BucketArtifacts
 from etfarm.server.transfer.database import FarmDatabase
 from etfarm.server.transfer.errors import TargetNotEmpty
 from etfarm.server.transfer.rows import OnProgress
@@ -193,6 +194,22 @@ def test_a_damaged_artifact_ends_a_move_or_is_left_behind(farm: FarmDatabase, lo
     moved = move(farm, LOCAL, target, skip_lost=True)
     assert sorted(moved.artifacts.lost) == [rotten, missing]
     assert objects_of(location) == {digest: files[digest] for digest in whole}
+
+
+def test_a_move_that_ends_before_its_last_step_names_what_it_left_behind(
+    farm: FarmDatabase, database: DatabaseUrl, location: BucketLocation, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing, *whole = sorted(blobs_of(blobs(farm)))
+    place_of(blobs(farm), missing).unlink()
+
+    async def interrupt(artifacts: BucketArtifacts) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+        patched.setattr(BucketArtifacts, "finish", interrupt)
+        move(farm, LOCAL, Place(database, location), skip_lost=True)
+    moved = move(farm, LOCAL, Place(database, location), skip_lost=True)
+    assert (moved.artifacts.lost, moved.artifacts.count) == ([missing], len(whole))
 
 
 @pytest.mark.parametrize("is_of_another_size", [False, True])
@@ -391,6 +408,11 @@ def test_the_command_says_what_to_change_and_what_it_left_behind(
     data = str(farm.path.parent)
     with pytest.raises(UserError, match="does not say where"):
         main(["--data", data])
+    with pytest.raises(UserError, match="and so does --to-blobs-region") as twice:
+        main(["--data", data, "--to-config", "farm.toml", "--to-blobs-region", "eu-1"])
+    assert twice.value.remedy == "Leave out --to-blobs-region."
+    with pytest.raises(UserError, match="--to-blobs-endpoint needs a bucket"):
+        main(["--data", data, "--to-database", "sqlite", "--to-blobs-endpoint", "https://s3.example"])
     with pytest.raises(BadDatabaseUrl):
         main(["--data", data, "--to-database", "mysql://host/farm"])
     with pytest.raises(BadBlobs, match=r"^--to-blobs must be s3://"):
