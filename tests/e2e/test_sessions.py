@@ -24,7 +24,7 @@ from etfarm.wire import tensors
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.sessions import INLINE_BYTES
 from tests.support import models
-from tests.support.farm import PROMPTLY_S, FarmProcess, runners, wait_until
+from tests.support.farm import PROMPTLY_S, FarmProcess, etfarm, runners, wait_until
 from tests.support.programs import Program, program
 
 pytestmark = pytest.mark.slow(reason="sessions of two farms call programs on real runners")
@@ -303,6 +303,36 @@ def test_a_model_is_compiled_first_and_has_named_inputs(farm: FarmProcess) -> No
             np.testing.assert_allclose(outputs, (a - b).numpy())
         with pytest.raises(EtfarmError, match="left, right"):
             session.run("forward", a, rite=b)
+
+
+def test_outputs_have_the_names_of_the_models_keys(farm: FarmProcess, tmp_path: Path) -> None:
+    class Split(torch.nn.Module):
+        def forward(self, x: torch.Tensor) -> dict[str, object]:
+            return {"logits": x + 1, "sum": x.sum(), "hidden": [x * 2]}
+
+    x, names = torch.rand(3), ("logits", "sum", "hidden_0")
+    options = {"recipe": "portable", "example_inputs": (x,)}
+    with farm.client() as client:
+        with client.session(Split().eval(), **options) as session:
+            outputs = session.run(x)
+            assert outputs.names == names and tuple(outputs.as_dict()) == names
+            np.testing.assert_allclose(outputs["logits"], x + 1)
+            assert session.loop(3).outputs.names == names
+        compiled = client.compile(Split().eval(), **options)
+        compiled.result()
+        compiled.save_program(tmp_path / "x.pte")
+        job = client.run(tmp_path / "x.pte")
+        job.result()
+        assert [value.name for value in job.outputs()] == list(names)
+        assert job.output_names == {"forward": names}
+    with LocalSession(tmp_path / "x.pte") as session:
+        np.testing.assert_allclose(session.run(x).array("hidden_0"), x * 2)
+    np.savez(tmp_path / "in.npz", x=x.numpy())
+    done = etfarm("run", "x.pte", "--inputs", "in.npz", "-o", "out.npz", "--server", farm.address, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    with np.load(tmp_path / "out.npz") as arrays:
+        assert tuple(arrays) == names
+        np.testing.assert_allclose(arrays["sum"], x.sum())
 
 
 def test_a_device_with_a_session_is_busy_for_jobs_until_it_ends(farm: FarmProcess) -> None:

@@ -279,7 +279,7 @@ class AsyncSubmissions(AsyncConnected):
 
         submitting = asyncio.create_task(submit(), name="submit")
         try:
-            return AsyncJob(stubs, await asyncio.shield(submitting), submission.input_names)
+            return AsyncJob(stubs, await asyncio.shield(submitting), submission.names)
         except asyncio.CancelledError:
             # The server may have created the job although the caller does not know its id: cancel it.
             async with asyncio.timeout(GIVE_UP_S):

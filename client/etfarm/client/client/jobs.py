@@ -39,6 +39,11 @@ class Job(Blocking):
         return self._async.input_names
 
     @property
+    def output_names(self) -> Mapping[str, Sequence[str]]:
+        """Output names of the model by method, in flattened order; empty for several models and jobs submitted elsewhere."""
+        return self._async.output_names
+
+    @property
     def state(self) -> JobState:
         """The job's state as last read from the server."""
         return self._async.state
@@ -145,7 +150,7 @@ class Job(Blocking):
         return self._each(self._async.logs(cell=cell, follow=follow))
 
     def outputs(self, cell: int = 0) -> list[tensors.Value]:
-        """Return the outputs of a cell's program in flattened order.
+        """Return the outputs of a cell's program in flattened order, with the names of `output_names`.
 
         `etfarm.wire.tensors.to_array` converts tensors to arrays.
 
@@ -158,7 +163,7 @@ class Job(Blocking):
     def save_program(self, path: str | Path, cell: int = 0, *, on_progress: transfers.Moved | None = None) -> list[Path]:
         """Write a cell's .pte to `path`, and its named data files beside it under the names that the program refers to.
 
-        The names of its inputs, if `input_names` has them, are written to `x.inputs.json` beside `x.pte`, where runs and
+        The names of its inputs and outputs, if the job has them, are written to `x.inputs.json` beside `x.pte`, where runs and
         sessions find them.
 
         Return the written files, `path` first.

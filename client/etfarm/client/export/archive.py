@@ -42,6 +42,10 @@ class ArchiveFacts:
 
     input_names: tuple[str, ...] = ()
     """Input names in flattened order; empty if unknown."""
+    output_names: tuple[str, ...] = ()
+    """Keys and fields of the outputs in flattened order, as `logits` and `hidden_states_0`; the position as text for an output
+    without one. Empty if unknown.
+    """
     input_types: tuple[InputType | None, ...] = ()
     """Types parallel to `input_names`; None for an input that is not a tensor, or has an unsupported dtype."""
     quantized: bool = False
@@ -61,12 +65,14 @@ def read_archive(source: bytes | Path) -> ArchiveFacts:
             module = json.loads(archive.read(entry))["graph_module"]
         graph = module["graph"]
         names = tuple(_user_inputs(module["signature"]["input_specs"]))
+        outputs = tuple(_output_names(module))
         types = tuple(_type(graph["tensor_values"].get(name)) for name in names)
         targets = {str(node["target"]) for node in graph["nodes"]}
-    except (StopIteration, OSError, ValueError, KeyError, TypeError, AttributeError, zipfile.BadZipFile):
+    except (StopIteration, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, zipfile.BadZipFile):
         return ArchiveFacts()
     return ArchiveFacts(
         names,
+        outputs,
         types,
         quantized=any(target.startswith(_QUANTIZED) for target in targets),
         transformed=any(target.startswith(_TORCHAO) for target in targets),
@@ -79,6 +85,34 @@ def _user_inputs(specs: list[dict[str, Any]]) -> Iterator[str]:
             yield str(next(iter(spec["user_input"]["arg"].values()))["name"])
         elif "constant_input" in spec:
             yield str(spec["constant_input"]["name"])
+
+
+def _output_names(module: dict[str, Any]) -> Iterator[str]:
+    """Yield a name for each output, made of its keys in the structure that the model returns; nothing for other structures."""
+    entry = next(each for each in module["module_call_graph"] if not each["fqn"])
+    paths = list(_paths(json.loads(entry["signature"]["out_spec"])[1]))
+    if None in paths or len(paths) != sum("user_output" in spec for spec in module["signature"]["output_specs"]):
+        return
+    for place, path in enumerate(paths):
+        assert path is not None
+        has_key = any(isinstance(part, str) for part in path)
+        yield "_".join(map(str, path)) if has_key else str(place)
+
+
+def _paths(spec: dict[str, Any], prefix: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...] | None]:
+    """Yield the keys, as text, and indices that lead to each leaf of a serialized pytree; None for one of unknown classes."""
+    children, kind = spec["children_spec"], spec["type"]
+    if kind is None:
+        yield prefix
+    elif kind == "builtins.dict":
+        keys = json.loads(spec["context"])
+        for key, child in zip(keys, children, strict=True):
+            yield from _paths(child, (*prefix, str(key)))
+    elif kind in ("builtins.tuple", "builtins.list"):
+        for place, child in enumerate(children):
+            yield from _paths(child, (*prefix, place))
+    else:
+        yield None
 
 
 def _type(meta: dict[str, Any] | None) -> InputType | None:

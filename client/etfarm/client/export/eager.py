@@ -71,6 +71,8 @@ class ExportedMethod:
     """The outputs' keys and fields (`logits`, `hidden_states_0`), else the names of the nodes that compute them, in flattened
     order. Two outputs may have the same name.
     """
+    output_keys: tuple[str, ...]
+    """The outputs' keys and fields alone, see `ArchiveFacts.output_names`."""
     duration_ms: int
     """Duration of exporting and saving in ms, on the monotonic clock."""
     input_types: tuple[InputType | None, ...] = ()
@@ -197,6 +199,7 @@ class _Export:
             calibration=tuple(self._samples(method, names, args, kwargs, early_names)),
             input_names=names,
             output_names=tuple(spec.arg.name for spec in signature.output_specs if spec.kind.name == "USER_OUTPUT"),
+            output_keys=facts.output_names,
             duration_ms=duration_ms,
             input_types=facts.input_types,
             transform_ms=transform_ms,

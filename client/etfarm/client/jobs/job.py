@@ -15,6 +15,7 @@ from etfarm.client.jobs import raw_files, series
 from etfarm.client.jobs.file_names import data_file_name, method_file, safe_name
 from etfarm.client.models import CellState, Event, JobInfo, JobState, LogLine
 from etfarm.client.submit.names_file import write_names
+from etfarm.client.submit.value_names import ValueNames
 from etfarm.client.transport import decode, transfers
 from etfarm.client.transport.paging import iterate_pages
 from etfarm.client.transport.retry import Backoff
@@ -48,11 +49,11 @@ class AsyncJob:
     It continues whether or not a client watches it.
     """
 
-    def __init__(self, stubs: Stubs, job: job_pb2.Job, input_names: Mapping[str, Sequence[str]] | None = None) -> None:
+    def __init__(self, stubs: Stubs, job: job_pb2.Job, names: ValueNames | None = None) -> None:
         """Wrap a job message; `AsyncFarm` creates instances."""
         self._stubs = stubs
         self._job = job
-        self._input_names = dict(input_names or {})
+        self._names = names or ValueNames()
 
     def __repr__(self) -> str:
         return f"AsyncJob({self.id!r}, {self.state})"
@@ -65,7 +66,12 @@ class AsyncJob:
     @property
     def input_names(self) -> Mapping[str, Sequence[str]]:
         """Input names of the model by method, in flattened order; empty for several models and jobs submitted elsewhere."""
-        return self._input_names
+        return self._names.inputs
+
+    @property
+    def output_names(self) -> Mapping[str, Sequence[str]]:
+        """Output names of the model by method, in flattened order; empty for several models and jobs submitted elsewhere."""
+        return self._names.outputs
 
     @property
     def state(self) -> JobState:
@@ -118,7 +124,7 @@ class AsyncJob:
             EtfarmError: NOTHING_TO_RETRY, JOB_LIVE; those of a submission.
         """
         request = job_pb2.RetryJobRequest(job_id=self.id, request_id=str(uuid.uuid4()))
-        return AsyncJob(self._stubs, await self._stubs.jobs.Retry(request), self._input_names)
+        return AsyncJob(self._stubs, await self._stubs.jobs.Retry(request), self._names)
 
     async def report_gate(self, gate: str, failures: Sequence[str]) -> None:
         """Report that the job's result does not pass a gate, to its `notify` addresses and the farm's webhooks.
@@ -246,7 +252,7 @@ class AsyncJob:
                     raise from_rpc_error(error, server=self._stubs.server) from None
 
     async def outputs(self, cell: int = 0) -> list[tensors.Value]:
-        """Return the outputs of a cell's program in flattened order.
+        """Return the outputs of a cell's program in flattened order, with the names of `output_names`.
 
         `etfarm.wire.tensors.to_array` converts tensors to arrays.
 
@@ -255,12 +261,13 @@ class AsyncJob:
             CellNotFound, NothingThere: the cell does not exist, or has no outputs.
         """
         artifact = self._produced(cell, "outputs")
-        return tensors.decode(await transfers.download_bytes(self._stubs.artifacts, artifact, server=self._stubs.server))
+        values = tensors.decode(await transfers.download_bytes(self._stubs.artifacts, artifact, server=self._stubs.server))
+        return self._names.name_outputs(self._cell(cell).method, values)
 
     async def save_program(self, path: str | Path, cell: int = 0, *, on_progress: transfers.Moved | None = None) -> list[Path]:
         """Write a cell's .pte to `path`, and its named data files beside it under the names that the program refers to.
 
-        The names of its inputs, if `input_names` has them, are written to `x.inputs.json` beside `x.pte`, where runs and
+        The names of its inputs and outputs, if the job has them, are written to `x.inputs.json` beside `x.pte`, where runs and
         sessions find them.
 
         Return the written files, `path` first.
@@ -279,8 +286,8 @@ class AsyncJob:
             file = path.with_name(data_file_name(name))
             await transfers.download_file(self._stubs.artifacts, artifact, file, server=self._stubs.server)
             written.append(file)
-        if path.is_file() and any(self._input_names.values()):
-            written.append(write_names(path, self._input_names))
+        if path.is_file() and self._names:
+            written.append(write_names(path, self._names))
         return written
 
     async def save_exported_programs(self, path: str | Path, cell: int = 0) -> list[Path]:

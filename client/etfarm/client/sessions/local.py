@@ -94,7 +94,7 @@ class AsyncLocalSession(AsyncSession):
             stack.push_async_callback(channel.close)
             artifacts = artifact_stub(channel, server)
             request.program.CopyFrom(await send_program(artifacts, model, server=server))
-            return Line(server, session_pb2_grpc.SessionServiceStub(channel), artifacts, request, model.input_names)
+            return Line(server, session_pb2_grpc.SessionServiceStub(channel), artifacts, request, model.names)
 
         super().__init__(connect, on_wait=on_wait or _report_build, on_log=on_log)
 

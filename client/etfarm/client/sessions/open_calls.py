@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, TypeVar
@@ -12,6 +12,7 @@ import grpc
 
 from etfarm.client.errors import EtfarmError, FarmError, Kind, UserError, from_rpc_error
 from etfarm.client.sessions.text import Parts
+from etfarm.client.submit.value_names import ValueNames
 from etfarm.client.transport import transfers
 from etfarm.v1 import common_pb2, session_pb2
 from etfarm.wire import chunks, sessions, tensors
@@ -53,8 +54,8 @@ class Line:
     sessions: SessionServiceAsyncStub
     artifacts: ArtifactServiceAsyncStub
     request: session_pb2.OpenSessionRequest
-    input_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Input names by method, in flattened order; the program's own names for a method without an entry."""
+    names: ValueNames = field(default_factory=ValueNames)
+    """Names of the program's inputs and outputs; the program's own, or positions, for a method without any."""
 
 
 Connect = Callable[[AsyncExitStack], Awaitable[Line]]

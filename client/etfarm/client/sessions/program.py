@@ -14,6 +14,7 @@ from etfarm.client.submit.early_checks import check_source, is_program, require_
 from etfarm.client.submit.preparation import ExampleInputs, Model, Say, prepare
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.client.submit.recipes import DEFAULT_RECIPE, read_recipe
+from etfarm.client.submit.value_names import ValueNames
 from etfarm.client.transport import decode, transfers
 from etfarm.client.transport.daemon_thread import in_thread
 from etfarm.client.transport.stubs import Stubs
@@ -74,8 +75,8 @@ class ServedModel:
         *,
         on_upload: transfers.Moved | None,
         on_status: Say | None,
-    ) -> tuple[compile_pb2.Program, dict[str, Sequence[str]]]:
-        """Put the program into the farm's store; return it with its input names by method, as far as known.
+    ) -> tuple[compile_pb2.Program, ValueNames]:
+        """Put the program into the farm's store; return it with the names of its inputs and outputs, as far as known.
 
         Args:
             spec: a job with the session's requirements. The server checks it before a model is exported.
@@ -95,7 +96,7 @@ class ServedModel:
             model = await in_thread(lambda: served.prepared(Path(folder), spec.methods, on_status))
             if model.program is not None:
                 sent = await send_program(stubs.artifacts, model, server=stubs.server, on_upload=on_upload)
-                return sent, dict(model.input_names)
+                return sent, model.names
             job = await compile_model(model, recipe)
         if on_status is not None:
             on_status(f"Compiling {model.name}.")
@@ -109,7 +110,7 @@ class ServedModel:
         (cell,) = (await stubs.jobs.Get(request)).cells
         if (error := decode.cell(cell).error) is not None:
             raise error
-        return cell.program, dict(model.input_names)
+        return cell.program, model.names
 
 
 class SharedModel:
@@ -117,7 +118,7 @@ class SharedModel:
 
     def __init__(self, served: ServedModel) -> None:
         self._served = served
-        self._making: asyncio.Task[tuple[compile_pb2.Program, dict[str, Sequence[str]]]] | None = None
+        self._making: asyncio.Task[tuple[compile_pb2.Program, ValueNames]] | None = None
 
     async def on_farm(
         self,
@@ -127,7 +128,7 @@ class SharedModel:
         *,
         on_upload: transfers.Moved | None,
         on_status: Say | None,
-    ) -> tuple[compile_pb2.Program, dict[str, Sequence[str]]]:
+    ) -> tuple[compile_pb2.Program, ValueNames]:
         """See `ServedModel.on_farm`.
 
         A caller that is cancelled while it waits does not affect the others.

@@ -94,7 +94,7 @@ class AsyncSession:
             there = f"It has: {', '.join(self.methods)}."
             raise NoSuchMethod(f"The program has no method {method!r}.", there, method=method)
         own = [value.name for value in described.inputs]
-        known = self._calls.require_open().input_names.get(method, ())
+        known = self._calls.require_open().names.inputs.get(method, ())
         return tuple(known or (own if all(own) else map(str, range(len(own)))))
 
     async def ended(self, within_s: float) -> EtfarmError | None:
@@ -131,11 +131,11 @@ class AsyncSession:
         else:
             method = self._only_method()
         described = self._method(method)
-        names = self._calls.require_open().input_names.get(method, ())
+        names = self._calls.require_open().names.inputs.get(method, ())
         values = flattened(method, described, names, inputs, named)
         task = session_pb2.SessionTask(method=method, timeout_s=timeout_s)
         answer = await self._calls.call(task, values)
-        return await self._outputs(answer)
+        return await self._outputs(method, answer)
 
     async def loop(
         self,
@@ -166,14 +166,14 @@ class AsyncSession:
         values = None
         if inputs is not None:
             in_order, named = ((), inputs) if isinstance(inputs, Mapping) else (tuple(inputs), {})
-            values = flattened(method, described, line.input_names.get(method, ()), in_order, named)
+            values = flattened(method, described, line.names.inputs.get(method, ()), in_order, named)
         task = session_pb2.SessionTask(method=method, timeout_s=timeout_s)
         task.loop.CopyFrom(
             session_pb2.SessionLoop(iterations=iterations, warmup=warmup, min_time_s=min_time_s, max_time_s=max_time_s)
         )
         answer = await self._calls.call(task, values)
         samples = await sessions.unpack(answer.measured.samples, self._calls.fetch)
-        return loop_of(method, answer.measured, samples, await self._outputs(answer))
+        return loop_of(method, answer.measured, samples, await self._outputs(method, answer))
 
     def generate(
         self,
@@ -230,9 +230,10 @@ class AsyncSession:
         await self._calls.call(session_pb2.SessionTask(reset=True), None)
         self._context.tokens = 0
 
-    async def _outputs(self, answer: session_pb2.SessionAnswer) -> Outputs:
+    async def _outputs(self, method: str, answer: session_pb2.SessionAnswer) -> Outputs:
         run_ns = answer.run_ns if answer.HasField("run_ns") else None
-        return Outputs(tensors.decode(await sessions.unpack(answer.outputs, self._calls.fetch)), run_ns)
+        values = tensors.decode(await sessions.unpack(answer.outputs, self._calls.fetch))
+        return Outputs(self._calls.require_open().names.name_outputs(method, values), run_ns)
 
     def _not_open(self) -> SessionClosed:
         return self._calls.not_open()

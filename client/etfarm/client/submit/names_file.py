@@ -1,16 +1,18 @@
-"""The file of input names beside a compiled program: `x.inputs.json` beside `x.pte`, which itself has no names.
+"""The file of names beside a compiled program: `x.inputs.json` beside `x.pte`, which itself has no names.
 
-{"schema": "etfarm.inputs/1", "program": SHA256, "methods": {"forward": ["x", "mask"]}}
+{"schema": "etfarm.inputs/1", "program": SHA256, "methods": {"forward": ["x", "mask"]}, "outputs": {"forward": ["logits"]}}
+
+`methods` has the names of inputs; `outputs`, which older files lack, those of outputs.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from etfarm.client.errors import OutputUnwritable
+from etfarm.client.submit.value_names import ValueNames
 from etfarm.wire import digest
 from etfarm.wire.atomic_write import write_atomically
 
@@ -23,8 +25,8 @@ def names_path(program: Path) -> Path:
     return program.with_name(f"{program.stem}.inputs.json")
 
 
-def write_names(program: Path, names: Mapping[str, Sequence[str]]) -> Path:
-    """Write the input names of a program's methods beside it, and return the file's path.
+def write_names(program: Path, names: ValueNames) -> Path:
+    """Write the names of a program's inputs and outputs beside it, and return the file's path.
 
     Raises:
         OutputUnwritable: the file cannot be written.
@@ -33,7 +35,8 @@ def write_names(program: Path, names: Mapping[str, Sequence[str]]) -> Path:
     document = {
         "schema": SCHEMA,
         "program": digest.of_file(program),
-        "methods": {method: list(inputs) for method, inputs in names.items()},
+        "methods": {method: list(inputs) for method, inputs in names.inputs.items()},
+        "outputs": {method: list(outputs) for method, outputs in names.outputs.items()},
     }
     try:
         write_atomically(path, (json.dumps(document, indent=1) + "\n").encode())
@@ -42,15 +45,19 @@ def write_names(program: Path, names: Mapping[str, Sequence[str]]) -> Path:
     return path
 
 
-def read_names(program: Path) -> dict[str, tuple[str, ...]]:
-    """Return the input names by method from the file beside a program; empty if it is missing or is another program's."""
+def read_names(program: Path) -> ValueNames:
+    """Return the names from the file beside a program; none if it is missing or is another program's."""
     path = names_path(program)
     try:
         if not path.is_file() or path.stat().st_size > _MAX_BYTES:
-            return {}
+            return ValueNames()
         document = json.loads(path.read_bytes())
-        names = {str(method): tuple(map(str, inputs)) for method, inputs in document["methods"].items()}
+        names = ValueNames(_read(document["methods"]), _read(document.get("outputs", {})))
         belongs = document["schema"] == SCHEMA and document["program"] == digest.of_file(program)
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return {}
-    return names if belongs else {}
+        return ValueNames()
+    return names if belongs else ValueNames()
+
+
+def _read(names: Any) -> dict[str, tuple[str, ...]]:
+    return {str(method): tuple(map(str, of_method)) for method, of_method in names.items()}

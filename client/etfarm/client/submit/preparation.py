@@ -112,7 +112,7 @@ def _resolve(
     """Return a model's name, with its source if it has to be exported."""
     if isinstance(model, PteFile):
         label = name or model.label
-        return label, PreparedModel(label, program=model.path, program_inputs=read_names(model.path))
+        return label, PreparedModel(label, program=model.path, program_names=read_names(model.path))
     if isinstance(model, Pt2File):
         label = name or model.label
         return label, PreparedModel.of(label, {"forward": PreparedMethod.of_archive(model.path)})
@@ -167,6 +167,7 @@ def _export(model: ExportedModel) -> PreparedExport:
             transformed=method.transform_ms is not None,
             transform_ms=method.transform_ms,
             quantized=method.quantized,
+            output_names=method.output_keys,
         )
         for name, method in model.methods.items()
     }

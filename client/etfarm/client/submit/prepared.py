@@ -11,6 +11,7 @@ from etfarm.client.errors import UserError
 from etfarm.client.export.archive import InputType, read_archive
 from etfarm.client.export.errors import RecipeNeedsEagerModule
 from etfarm.client.export.transform import torchao_parts
+from etfarm.client.submit.value_names import ValueNames
 from etfarm.wire import digest, pte
 
 if TYPE_CHECKING:
@@ -43,6 +44,8 @@ class PreparedMethod:
     """Duration of the rewriting in ms; None if it was done before, or not at all."""
     quantized: bool = False
     """Whether it already contained PT2E's operators."""
+    output_names: tuple[str, ...] = ()
+    """Output names in flattened order, see `ArchiveFacts`; empty if unknown."""
 
     @classmethod
     def of_archive(cls, pt2: bytes | Path) -> PreparedMethod:
@@ -51,6 +54,7 @@ class PreparedMethod:
         return cls(
             pt2,
             input_names=facts.input_names,
+            output_names=facts.output_names,
             input_types=facts.input_types,
             transformed=facts.transformed,
             quantized=facts.quantized,
@@ -95,8 +99,8 @@ class PreparedModel:
     """Whether it was exported here from modules, so that other recipes could get other exports."""
     file: Path | None = None
     """The user's file that it came from; None if there is no such file."""
-    program_inputs: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Input names of the ready program by method, as `etfarm compile` wrote them beside it; empty if unknown."""
+    program_names: ValueNames = field(default_factory=ValueNames)
+    """Names of the ready program's inputs and outputs, as `etfarm compile` wrote them beside it; none if unknown."""
 
     @classmethod
     def of(cls, name: str, methods: Mapping[str, PreparedMethod]) -> PreparedModel:
@@ -120,7 +124,17 @@ class PreparedModel:
     @property
     def input_names(self) -> Mapping[str, Sequence[str]]:
         """Input names by method, in flattened order; empty if unknown."""
-        return {name: method.input_names for name, method in self.methods.items()} or self.program_inputs
+        return self.names.inputs
+
+    @property
+    def names(self) -> ValueNames:
+        """The names of its inputs and outputs."""
+        if not self.methods:
+            return self.program_names
+        return ValueNames(
+            {name: method.input_names for name, method in self.methods.items()},
+            {name: method.output_names for name, method in self.methods.items()},
+        )
 
     def export_for(self, recipe: Recipe) -> PreparedExport:
         """Return the export to compile with `recipe`.

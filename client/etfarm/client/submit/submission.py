@@ -15,6 +15,7 @@ from etfarm.client.submit.inputs import Inputs, InputsDiffer, read_named, values
 from etfarm.client.submit.preparation import ExampleInputs, Say, prepare
 from etfarm.client.submit.prepared import PreparedModel, distinct_names
 from etfarm.client.submit.recipes import reads_values
+from etfarm.client.submit.value_names import ValueNames
 from etfarm.wire import tensors
 from etfarm.wire.errors import UserError
 
@@ -37,8 +38,8 @@ class Submission:
     blobs: dict[str, tuple[common_pb2.Artifact, bytes | Path]] = field(default_factory=dict, repr=False)
     request_id: str = field(default_factory=lambda: str(uuid.uuid4()))
     """Id shared by all attempts of this submission, so that a lost answer does not create a second job."""
-    input_names: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Input names of the only model by method, in flattened order; empty for several models."""
+    names: ValueNames = field(default_factory=ValueNames)
+    """Names of the only model's inputs and outputs; none for several models."""
 
     def add(self, source: bytes | Path) -> common_pb2.Artifact:
         """Add an artifact for `source`, which is uploaded if the store lacks it, and return it."""
@@ -190,7 +191,7 @@ class SubmissionRequest:
             for model in models:
                 if known := model.method_names():
                     require_methods(model.name, known, methods)
-        submission = Submission(spec, input_names=models[0].input_names if len(models) == 1 else {})
+        submission = Submission(spec, names=models[0].names if len(models) == 1 else ValueNames())
         submission.add_candidates(models, recipes)
         if inputs is not None:
             submission.add_inputs(inputs, models, methods)

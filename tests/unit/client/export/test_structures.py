@@ -76,7 +76,8 @@ def loaded(pt2: Any) -> Any:
 
 def test_an_output_of_a_librarys_class_is_a_dict_whose_keys_name_the_outputs() -> None:
     exported = method(ModelSource.of(Encoder().eval(), (torch.ones(3),)))
-    assert exported.output_names == ("logits", "hidden_states_0", "hidden_states_1_low", "hidden_states_1_high", "x")
+    names = ("logits", "hidden_states_0", "hidden_states_1_low", "hidden_states_1_high", "x")
+    assert exported.output_names == exported.output_keys == names
     program = loaded(exported.pt2)
     result = program.module()(torch.ones(3))
     assert type(result) is dict and list(result) == ["logits", "hidden_states", "x"]
@@ -132,20 +133,24 @@ class Returns(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("wrap", "names"),
+    ("wrap", "names", "keys"),
     [
-        (lambda x: {"sum": x + 1, "x": x * 2, "b": x}, ("add", "mul", "x")),
-        (lambda x: OrderedDict(a=x + 1), ("a",)),
-        (lambda x: defaultdict(list, a=[x + 1]), ("a_0",)),
-        (lambda x: (lambda y: {"a": y, "b": y})(x + 1), ("a", "a")),
-        (lambda x: (x + 1, [x * 2]), ("add", "mul")),
-        (lambda x: {"a": 3, "b": x + 1}, ("", "b")),
-        (lambda x: {"self": x + 1, "b": x * 2}, ("add", "b")),
+        (lambda x: {"sum": x + 1, "x": x * 2, "b": x}, ("add", "mul", "x"), ("sum", "x", "b")),
+        (lambda x: OrderedDict(a=x + 1), ("a",), ("a",)),
+        (lambda x: defaultdict(list, a=[x + 1]), ("a_0",), ("a_0",)),
+        (lambda x: (lambda y: {"a": y, "b": y})(x + 1), ("a", "a"), ("a", "b")),
+        (lambda x: (x + 1, [x * 2]), ("add", "mul"), ("0", "1")),
+        (lambda x: (x + 1, [{"a": x * 2}, x]), ("add", "mul", "x"), ("0", "1_0_a", "2")),
+        (lambda x: x + 1, ("add",), ("0",)),
+        (lambda x: {"a": 3, "b": x + 1}, ("", "b"), ("a", "b")),
+        (lambda x: {"self": x + 1, "b": x * 2}, ("add", "b"), ("self", "b")),
     ],
 )
-def test_outputs_have_the_names_of_their_keys_where_these_are_free(wrap: Any, names: tuple[str, ...]) -> None:
+def test_outputs_have_the_names_of_their_keys_where_these_are_free(
+    wrap: Any, names: tuple[str, ...], keys: tuple[str, ...]
+) -> None:
     exported = method(ModelSource.of(Returns(wrap).eval(), (torch.ones(3),)))
-    assert exported.output_names == names
+    assert (exported.output_names, exported.output_keys) == (names, keys)
     program = loaded(exported.pt2)
     plain, eager = pytree.tree_leaves(program.module()(torch.ones(3))), pytree.tree_leaves(wrap(torch.ones(3)))
     assert all(torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(plain, eager, strict=True))

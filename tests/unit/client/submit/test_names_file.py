@@ -1,7 +1,8 @@
-"""The input names beside a compiled program: what `run` of a .pte accepts."""
+"""The names beside a compiled program: inputs that `run` of a .pte accepts, and outputs that it returns."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,12 @@ import pytest
 from etfarm.client.submit.inputs import read_named, values_of
 from etfarm.client.submit.names_file import names_path, read_names, write_names
 from etfarm.client.submit.preparation import prepare
+from etfarm.client.submit.value_names import ValueNames
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.tensors import Scalar
 from tests.support.programs import program
 
-NAMES = {"forward": ("left", "right")}
+NAMES = ValueNames({"forward": ("left", "right")}, {"forward": ("sum",)})
 
 
 @pytest.fixture
@@ -38,11 +41,25 @@ def test_inputs_of_a_program_are_taken_by_the_names_beside_it(pte: Path) -> None
 @pytest.mark.parametrize("text", ["", "[]", "{}", "[" * 100_000, '{"schema": "other/1", "methods": {}}', "x" * (1 << 21)])
 def test_a_foreign_file_is_ignored(pte: Path, text: str) -> None:
     names_path(pte).write_text(text)
-    assert read_names(pte) == {}
+    assert not read_names(pte)
 
 
 def test_the_names_of_another_program_are_not_used(pte: Path) -> None:
     write_names(pte, NAMES)
     assert read_names(pte) == NAMES
     pte.write_bytes(program("conv").path.read_bytes())
-    assert read_names(pte) == {}
+    assert not read_names(pte)
+
+
+def test_a_file_of_an_older_etfarm_names_inputs_only(pte: Path) -> None:
+    document = json.loads(write_names(pte, NAMES).read_text())
+    del document["outputs"]
+    names_path(pte).write_text(json.dumps(document))
+    assert read_names(pte) == ValueNames(NAMES.inputs)
+
+
+def test_outputs_keep_their_positions_where_names_do_not_fit() -> None:
+    values = [Scalar("0", 1), Scalar("1", 2)]
+    assert [each.name for each in ValueNames(outputs={"forward": ("a", "b")}).name_outputs("forward", values)] == ["a", "b"]
+    assert ValueNames(outputs={"forward": ("a",)}).name_outputs("forward", values) == values
+    assert ValueNames(outputs={"forward": ("a", "b")}).name_outputs("encode", values) == values

@@ -76,7 +76,7 @@ def compile_(
 ) -> int:
     """Lower a model to a .pte and its ETRecord, or stop after a stage and fetch that stage's files.
 
-    A program's named data files (.ptd) and its input names (x.inputs.json, for `etfarm run`) are written beside it; of several
+    A program's named data files (.ptd) and the names of its inputs and outputs (x.inputs.json) are written beside it; of several
     methods, each one's files are x.METHOD.pt2.
     """
     outcome: Outcome = context.obj
