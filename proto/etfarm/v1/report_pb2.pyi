@@ -2174,8 +2174,8 @@ class OperatorRow(_message.Message):
     p50_ns: _builtins.float
     """Percentiles are over all traced iterations."""
     mean_ns: _builtins.float
-    """The time of the row: its `share` of Profile.mean_ns, which is its mean over the typical iterations. If a delegate's clock
-    rounds and its kernels exceed it together, they are scaled to fill it.
+    """The time of the row: its `share` of Profile.mean_ns, which is its mean over the typical iterations, plus half a step where a
+    delegate's clock rounds down. If its kernels then exceed the delegate together, they are scaled to fill it.
     """
     resolution_ns: _builtins.float
     """The resolution of the clock that measured the row."""
@@ -2219,8 +2219,8 @@ class OperatorRow(_message.Message):
 
     @_builtins.property
     def mean_ci95_ns(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
-        """Two values: the 95 % interval of `mean_ns` within this run, by a block bootstrap over the iterations. Empty if `mean_ns` is
-        absent, and below 6 iterations.
+        """Two values: the 95 % interval of `mean_ns` within this run, by a block bootstrap over the iterations, with what the clock of
+        `resolution_ns` may round away. Empty if `mean_ns` is absent, and below 6 iterations.
         """
 
     @_builtins.property

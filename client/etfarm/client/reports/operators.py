@@ -73,7 +73,9 @@ class Operator(JsonObject):
     p50_ns: float | None = None
     """The median over all executions. Medians of rows do not add up; `mean_ns` is the time beside `share`."""
     mean_ns: float | None = None
-    """The time: `share` of `Profile.mean_ns`, which is the mean over the typical executions."""
+    """The time: `share` of `Profile.mean_ns`, which is the mean over the typical executions, plus half a step where a delegate's
+    clock rounds down.
+    """
     resolution_ns: float | None = None
     """The resolution of the clock, in nanoseconds."""
     share: float | None = None

@@ -31,7 +31,7 @@ class Estimator:
     The interval comes from a circular block bootstrap over the iterations: a resample consists of blocks of consecutive ones,
     since neighbouring iterations resemble each other, and its typical iterations are chosen anew. The standard deviation over the
     resamples times Student's quantile for the number of blocks is half the interval's width. It covers the variation within this
-    pass, not that between processes, and not the rounding of a delegate's clock.
+    pass, not that between processes.
 
     Args:
         method_ns: the time of the method in each iteration.
@@ -63,6 +63,15 @@ class Estimator:
         if self._weights is None:
             return None
         return self._quantile * float((self._weights @ times_ns).std())
+
+    def rounding(self, times_ns: Times, resolution_ns: float) -> float:
+        """Return by how much a clock that rounds may shift the mean, ns, beyond the half step by which it shifts every mean.
+
+        Equal times may be anywhere within a step: half a step either way. Times that the clock reads as two values or more
+        average their rounding out, the better the more evenly they do.
+        """
+        counts = np.unique(times_ns[self.typical], return_counts=True)[1]
+        return resolution_ns * max(0.0, float(counts.max() / counts.sum()) - 0.5)
 
 
 def _typical(method_ns: NDArray[np.float64]) -> NDArray[np.bool_]:

@@ -7,8 +7,8 @@ time of a row is its share of the method's. Means add up in the same hierarchy a
 
 Leaves are the rows without children; with the RESTs their shares sum to 1. A REST is the part of its parent that the children do
 not account for, and is never negative: if by rounding the children exceed the parent (XNNPACK's clock has a resolution of 1 us),
-they are scaled to fill it and the REST is 0. XNNPACK rounds down, so a delegate's REST also holds up to a microsecond of each of
-its kernels: most of a small model's delegate can be REST.
+they are scaled to fill it and the REST is 0. XNNPACK rounds down, so its kernels' means are raised by half a step; a kernel that
+reads 0 in every iteration has no time, and the REST holds it.
 
 Percentiles are over all iterations, as measured. They do not add up.
 
@@ -36,7 +36,7 @@ from etfarm.v1 import compile_pb2, report_pb2
 from etfarm.wire import timings
 
 RESOLUTION_NS: Final = {"XnnpackBackend": 1000.0}
-"""Clock resolution in ns of the events inside a delegate, by backend; for other backends it is derived from the times."""
+"""Clock resolution in ns of the events inside a delegate that rounds them down, by backend; for others it is derived."""
 
 UNKNOWN_KERNEL: Final = "kernel"
 """The name of a kernel that is unnamed in both the trace and the program."""
@@ -113,7 +113,7 @@ def join(
     rows.add_rest(f"rest of {method}", trace.method_ns, [call.times_ns for call in trace.calls], rest)
     profile = report_pb2.Profile(
         iterations=trace.method_ns.size, p50_ns=float(np.median(trace.method_ns)), shown=rows.shown, mean_ns=method_mean,
-        mean_ci95_ns=_around(method_mean, rows.estimator.half_width(trace.method_ns)), events=trace.events or None,
+        mean_ci95_ns=_around(method_mean, rows.estimator.half_width(trace.method_ns), 0.0), events=trace.events or None,
         drift=timings.drift(trace.method_ns, np.median),
     )  # fmt: skip
     slow = slow_group.find(trace.method_ns)
@@ -155,12 +155,14 @@ class _Rows:
         *,
         parent: report_pb2.OperatorRow | None = None,
         resolution: float | None = None,
+        rounding: float = 0.0,
         place: Place | None = None,
         signed: Times | None = None,
     ) -> report_pb2.OperatorRow:
         """Add a row. A percentile below `resolution` (if None, the trace's smallest time) is left unset instead of 0.
 
         Args:
+            rounding: by how much the clock's rounding can shift the mean, ns.
             signed: the times whose mean is the row's, if `times` are not; they may be negative.
         """
         p10, p50, p90 = (float(value) for value in np.percentile(times, (10, 50, 90)))
@@ -174,7 +176,7 @@ class _Rows:
             resolution_ns=resolution if resolution or p50 > 0 else self._tick,
         )  # fmt: skip
         if mean > 0:
-            row.mean_ci95_ns.extend(_around(mean, self.estimator.half_width(times if signed is None else signed)))
+            row.mean_ci95_ns.extend(_around(mean, self.estimator.half_width(times if signed is None else signed), rounding))
         if place is not None:
             row.start_ns = place[0]
             if place[1] > 0:
@@ -216,21 +218,22 @@ class _Rows:
         if not call.kernels:
             return
         resolution = _resolution(backend, call.kernels)
-        means = [self.estimator.mean(kernel.times_ns) for kernel in call.kernels]
+        raised = [_raised(backend, kernel.times_ns) for kernel in call.kernels]
+        means = [self.estimator.mean(times) for times in raised]
         shares, rest = _split(means, self.estimator.mean(call.times_ns), share)
         spans = [kernel.spans for kernel in call.kernels]
         places, reconstructed = timeline.lay([self.place(span) for span in spans], whole, has_starts=resolution is None)
-        for kernel, part, place in zip(call.kernels, shares, places, strict=True):
+        roundings = [self.estimator.rounding(kernel.times_ns, resolution) if resolution else 0.0 for kernel in call.kernels]
+        for kernel, part, place, rounding in zip(call.kernels, shares, places, roundings, strict=True):
             known = origins.get(str(kernel.identifier))
             text = kernel.identifier if isinstance(kernel.identifier, str) else f"{name} #{kernel.identifier}"
             child = self.add(
                 report_pb2.OPERATOR_KIND_KERNEL, text, kernel.times_ns, part, known or _UNMATCHED, call.instruction,
-                parent=row, resolution=resolution, place=place,
+                parent=row, resolution=resolution, rounding=rounding, place=place,
             )  # fmt: skip
             child.aligned = known is not None
             child.reconstructed = reconstructed
-        times = [kernel.times_ns for kernel in call.kernels]
-        self.add_rest(f"rest of {name}", call.times_ns, times, rest, parent=row, resolution=resolution)
+        self.add_rest(f"rest of {name}", call.times_ns, raised, rest, parent=row, resolution=resolution, rounding=sum(roundings))
 
     def add_rest(
         self,
@@ -241,12 +244,13 @@ class _Rows:
         *,
         parent: report_pb2.OperatorRow | None = None,
         resolution: float | None = None,
+        rounding: float = 0.0,
     ) -> None:
         """Add a row for the part of `whole` that `parts` do not account for."""
         signed = whole - np.sum(parts, axis=0) if parts else whole
         self.add(
             report_pb2.OPERATOR_KIND_REST, name, np.maximum(0.0, signed), share, Origin(), None, parent=parent,
-            resolution=resolution, signed=signed,
+            resolution=resolution, rounding=rounding, signed=signed,
         )  # fmt: skip
 
 
@@ -261,9 +265,11 @@ def _source_reason(origin: Origin, has_record: bool) -> str | None:
     return f"The stack trace of {origin.op_types[0]} has no line of the model's own code."
 
 
-def _around(mean_ns: float, half_width_ns: float | None) -> tuple[float, ...]:
+def _around(mean_ns: float, half_width_ns: float | None, rounding_ns: float) -> tuple[float, ...]:
     """Return the ends of an interval; empty without one."""
-    return () if half_width_ns is None else (max(0.0, mean_ns - half_width_ns), mean_ns + half_width_ns)
+    if half_width_ns is None:
+        return ()
+    return max(0.0, mean_ns - half_width_ns - rounding_ns), mean_ns + half_width_ns + rounding_ns
 
 
 def _kernel_name(call: Call, program: Mapping[tuple[int, int], Instruction]) -> str:
@@ -307,6 +313,15 @@ def _resolution(backend: str | None, kernels: Sequence[Kernel]) -> float | None:
     # Times that are all multiples of 1,000 ns reveal a microsecond clock; this does not happen by chance.
     times = np.concatenate([kernel.times_ns for kernel in kernels])
     return 1000.0 if times.size >= 10 and not (times % 1000).any() else None
+
+
+def _raised(backend: str | None, times_ns: Times) -> Times:
+    """Return a kernel's times with the half step by which a clock that rounds down is short on average.
+
+    Of a kernel that the clock never saw, nothing is known but that it takes less than a step: it stays at 0.
+    """
+    step = RESOLUTION_NS.get(backend or "")
+    return times_ns + step / 2 if step is not None and times_ns.any() else times_ns
 
 
 def _smallest(times: Sequence[Times]) -> float:

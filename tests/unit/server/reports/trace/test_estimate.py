@@ -88,3 +88,19 @@ def test_few_iterations_have_no_interval(size: int) -> None:
 def test_equal_iterations_have_an_interval_without_width() -> None:
     times = np.full(30, 1000.0)
     assert Estimator(times).half_width(times) == pytest.approx(0.0, abs=1e-9)
+
+
+@pytest.mark.parametrize("noise_us", [0.0, 0.02, 0.1, 0.3, 0.5, 1.0, 3.0])
+def test_intervals_cover_what_a_microsecond_clock_rounds_away(noise_us: float) -> None:
+    """The clock rounds down; each mean is half a step short then, which the REST has."""
+    random, size, covered, widest, truths = np.random.default_rng(3), 60, 0, 0.0, np.linspace(4, 5, 101)
+    for truth in truths:
+        read = np.floor(truth + noise_us * random.normal(size=size)) * 1e3
+        estimator = Estimator(50_000 + 500 * random.normal(size=size))
+        half_width = estimator.half_width(read)
+        assert half_width is not None
+        half_width += estimator.rounding(read, 1e3)
+        covered += abs(estimator.mean(read) + 500 - truth * 1e3) <= half_width + 1e-6
+        widest = max(widest, half_width)
+    assert covered >= 0.9 * len(truths)
+    assert widest < (501 if noise_us == 0 else 1000 if noise_us < 1 else 1000 * noise_us)

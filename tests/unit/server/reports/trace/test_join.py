@@ -237,8 +237,8 @@ def test_times_shares_and_intervals_of_a_real_trace_never_contradict(name: str) 
 def test_kernels_that_exceed_their_delegate_by_rounding_fill_it() -> None:
     trace = Trace(_times(*[4000] * 4), (_delegate([2000] * 4, [2000] * 4, [1000] * 4),), 0)
     rows = join(trace, Record(), XNNPACK, "forward").operators
-    assert [row.share for row in rows] == pytest.approx([0.5, 1 / 3, 1 / 6, 0.0, 0.5])
-    assert [row.mean_ns for row in rows[1:3]] == pytest.approx([4000 / 3, 2000 / 3]), "the time is the share of the method's"
+    assert [row.share for row in rows] == pytest.approx([0.5, 5 / 16, 3 / 16, 0.0, 0.5])
+    assert [row.mean_ns for row in rows[1:3]] == pytest.approx([1250, 750]), "the time is the share of the method's"
     assert [row.p50_ns for row in rows[1:3]] == [2000, 1000], "percentiles are as measured"
     assert not rows[3].HasField("p50_ns")
 
@@ -253,10 +253,19 @@ def test_a_kernel_below_the_resolution_has_no_median_but_a_mean() -> None:
     trace = Trace(_times(*[10_000] * 6), (_delegate([5000] * 6, ran, [0] * 6),), 0)
     rows = join(trace, Record(), XNNPACK, "forward").operators
     assert not rows[1].HasField("p50_ns")
-    assert rows[1].mean_ns == pytest.approx(2000 / 6)
+    assert rows[1].mean_ns == pytest.approx(2000 / 6 + 500), "XNNPACK's clock rounds down"
     assert not rows[2].HasField("p50_ns")
     assert not rows[2].HasField("mean_ns")
     assert rows[2].resolution_ns == 1000
+
+
+def test_a_kernel_that_a_coarse_clock_reads_as_one_number_is_as_uncertain_as_its_step() -> None:
+    trace = Trace(_times(*range(10_000, 10_060)), (_delegate([8000] * 60, [4000] * 60, [1000, 2000] * 30),), 0)
+    rows = join(trace, Record(), XNNPACK, "forward").operators
+    assert rows[1].mean_ns == pytest.approx(4500) and list(rows[1].mean_ci95_ns) == pytest.approx([4000, 5000])
+    low, high = rows[2].mean_ci95_ns
+    assert rows[2].mean_ns == pytest.approx(2000, rel=0.1) and high - low < 800, "its times average the rounding out"
+    assert rows[3].mean_ci95_ns[1] - rows[3].mean_ci95_ns[0] >= 1000, "the REST has what kernels do not"
 
 
 def test_a_cold_first_iteration_changes_no_share() -> None:
