@@ -38,13 +38,14 @@ def check_compilers() -> Iterable[Finding]:
             compiler = Compiler.find(arch)
             yield Finding(name, Status.OK, f"{compiler.path} {compiler.version()}")
         except EtfarmError as error:
-            is_own = arch == platform.machine()
+            # The distribution etfarm-runner has what this machine's compiler would build.
+            is_missed = arch == platform.machine() and prebuilt_runner() is None
             cost = (
-                "without etfarm-runner, ExecuTorch's Python binding runs programs, about 2 µs slower a call."
-                if is_own
+                "ExecuTorch's Python binding runs programs instead of a runner, about 2 µs slower a call."
+                if is_missed
                 else f"no bundles for {arch} devices are built here."
             )
-            yield Finding(name, Status.WARNING if is_own else Status.OPTIONAL, error.message, cost, error.remedy)
+            yield Finding(name, Status.WARNING if is_missed else Status.OPTIONAL, error.message, cost, error.remedy)
 
 
 def check_jail() -> Iterable[Finding]:

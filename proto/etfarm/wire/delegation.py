@@ -26,8 +26,10 @@ def undelegated_reason(delegation: Mapping[str, Any] | None, row: Mapping[str, A
     """
     if delegation is None or row["kind"] != "OPERATOR" or row["delegated"]:
         return ""
-    ops = {op.replace(".", "_") for op in row["op_types"] or ()}
-    places = [place for operator in delegation["operators"] or () if operator["op"] in ops for place in operator["places"] or ()]
+    # `aten.eq.Scalar` is `aten_eq_scalar` there.
+    ops = {op.replace(".", "_").lower() for op in row["op_types"] or ()}
+    operators = [operator for operator in delegation["operators"] or () if operator["op"].lower() in ops]
+    places = [place for operator in operators for place in operator["places"] or ()]
     here = [place for place in places if _line(place) == _line(row) and place["module"] == row["module"]]
     # Without a place of its own, the row has the reason that all nodes of the operator share.
     reasons = {place.get("undelegated_reason") or "" for place in here or places}

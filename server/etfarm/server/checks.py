@@ -42,7 +42,8 @@ def check_prebuilt() -> Iterable[Finding]:
     """Yield whether the distribution etfarm-runner is installed, and has the bundle that a build would yield."""
     name, path = "prebuilt runner", prebuilt_runner()
     if path is None:
-        yield Finding(name, Status.OPTIONAL, "etfarm-runner is not installed", "building the runner takes a compiler.")
+        remedy = "Install the compiler; or the wheel of etfarm-runner, which a machine with one builds (docs/quickstart.md)."
+        yield Finding(name, Status.OPTIONAL, "etfarm-runner is not installed", "building the runner takes a compiler.", remedy)
         return
     try:
         with tempfile.TemporaryDirectory(prefix="etfarm-doctor-") as folder:

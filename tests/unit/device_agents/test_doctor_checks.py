@@ -41,6 +41,8 @@ def test_without_programs_only_the_compiler_of_this_machine_is_missed(monkeypatc
     statuses = {finding.name: finding.status for finding in checks.check_compilers()}
     assert statuses == {"compiler aarch64": Status.OPTIONAL, "compiler x86_64": Status.WARNING}
     assert [finding.status for finding in checks.check_emulators()] == [Status.OPTIONAL]
+    monkeypatch.setattr(checks, "prebuilt_runner", lambda: tmp_path / "bundle.tar")
+    assert {finding.status for finding in checks.check_compilers()} == {Status.OPTIONAL}, "etfarm-runner has what it would build"
 
 
 def test_cpus_that_a_thread_may_use_can_be_bound_to_and_stay_as_they_were() -> None:

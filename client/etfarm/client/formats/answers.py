@@ -60,11 +60,11 @@ def latency(report: Json) -> Answer:
 def interval_name(report: Json) -> str:
     """Return what the interval of the median covers: `within-run`, or `between-run` with at least MIN_RUNS valid runs.
 
-    Empty for interleaved programs, whose rounds are neither.
+    Empty for interleaved programs, which have no runs of their own: their rounds are neither.
     """
-    if report["interleaved"]:
+    if not report["runs"]:
         return ""
-    valid = sum((run["verdict"] or {}).get("status") == "VALID" for run in report["runs"] or ())
+    valid = sum((run["verdict"] or {}).get("status") == "VALID" for run in report["runs"])
     return "between-run" if valid >= MIN_RUNS else "within-run"
 
 

@@ -100,7 +100,7 @@ def traced(profile: Json) -> str:
 
 
 def tracing(profile: Json) -> str:
-    """Return `30 iterations, median 1.88 ms, 1.02 times the untraced one of the same process, 0.15 µs for each of 120 events`.
+    """Return `30 iterations, median 1.88 ms, 1.02 times the untraced one of the same process, or 0.15 µs for each of 120 events`.
 
     The ratio is one of medians, and of a single process: neither the mean of the operators' times nor the median over several
     runs gives it.
@@ -112,7 +112,7 @@ def tracing(profile: Json) -> str:
             f"{profile['traced_ratio']:.2f} times the untraced one of the same process",
         ]
     if profile["event_cost_ns"] is not None:
-        parts.append(f"{profile['event_cost_ns'] / 1e3:.2f} µs for each of {profile['events']:,} events")
+        parts.append(f"or {profile['event_cost_ns'] / 1e3:.2f} µs for each of {profile['events']:,} events")
     if profile["drift"] is not None:
         parts.append(f"drift {change(profile['drift'])}")
     return ", ".join(parts)

@@ -24,6 +24,18 @@ def describe_latencies(job: JobInfo) -> str:
     return least if least == most else f"{least} to {most}"
 
 
+def describe_invalid(job: JobInfo) -> str:
+    """Return how many of the job's measurements cannot be trusted: `INVALID`, or `2 of 3 INVALID`; empty if all can."""
+    measured = [cell for cell in job.cells if cell.verdict]
+    invalid = sum(cell.verdict == "INVALID" for cell in measured)
+    return "" if not invalid else "INVALID" if invalid == len(measured) else f"{invalid} of {len(measured)} INVALID"
+
+
+def describe_measurements(job: JobInfo) -> str:
+    """Return the job's medians and how many are INVALID: `1.84 ms`, `1.02 ms to 1.84 ms 1 of 2 INVALID`; empty without any."""
+    return f"{describe_latencies(job)} {describe_invalid(job)}".strip()
+
+
 def describe_progress(job: JobInfo) -> str:
     """Return how many cells are done: `2 of 3`."""
     return f"{sum(cell.state.is_terminal for cell in job.cells)} of {len(job.cells)}"

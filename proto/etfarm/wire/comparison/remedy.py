@@ -122,10 +122,11 @@ def _alone(pair: Json, side: str, options: str, *, of_text: bool = False) -> str
 
 
 def _file(pair: Json, side: str) -> str:
-    """Return the name of a side's program as a file: that of a ready program, if only this side has it."""
+    """Return the name of a side's program as a file: that of a ready program, unless the other side has another one so named."""
     names = [pair[each]["model"] for each in SIDES if not pair[each]["recipe"]]
     name = pair[side]["model"]
-    is_known = not pair[side]["recipe"] and names.count(name) == 1 and _PLAIN.fullmatch(name or "")
+    is_one = names.count(name) == 1 or (pair["latency"] or pair["generation"])["same_program"]
+    is_known = not pair[side]["recipe"] and is_one and _PLAIN.fullmatch(name or "")
     return f"{name if is_known else side}.pte"
 
 

@@ -46,17 +46,17 @@ def _require_one_place(arguments: argparse.Namespace) -> None:
     Raises:
         UserError: it does.
     """
-    given = [
+    named = [
         f"--{name.replace('_', '-')}" for name, value in vars(arguments).items() if name.startswith("to_") and value is not None
     ]
-    if not given:
+    if not named:
         raise UserError(
             "The command does not say where to move the farm.", "Give --to-config; or --to-database, --to-blobs or both."
         )
-    if arguments.to_config is not None and len(given) > 1:
-        others = ", ".join(name for name in given if name != "--to-config")
+    if arguments.to_config is not None and len(named) > 1:
+        others = ", ".join(name for name in named if name != "--to-config")
         raise UserError(f"--to-config says where both rows and artifacts go, and so does {others}.", f"Leave out {others}.")
-    if arguments.to_blobs in (None, _FILES) and (of_bucket := [name for name in given if name.startswith("--to-blobs-")]):
+    if arguments.to_blobs in (None, _FILES) and (of_bucket := [name for name in named if name.startswith("--to-blobs-")]):
         raise UserError(f"{', '.join(of_bucket)} needs a bucket.", "Name it with --to-blobs s3://BUCKET/PREFIX.")
 
 

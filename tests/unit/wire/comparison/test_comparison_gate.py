@@ -214,6 +214,14 @@ def test_what_decides_nothing_names_the_command_that_would(
     assert f"`{command}" in document["notes"][0]
 
 
+def test_one_program_that_was_measured_twice_is_one_file() -> None:
+    ready = {"model": {"name": "lin"}, "recipe": None, "recipe_digest": None, "run_spread": None}
+    twice = [observed(cell, 1000, (999, 1001), **ready) for cell in "bk"]
+    twice[1]["compile"] = twice[0]["compile"]
+    for text in remedies(*twice):
+        assert "each with `etfarm bench lin.pte --repeat 5" in text
+
+
 def test_an_edited_model_is_measured_in_turns_with_the_one_before() -> None:
     edited = [
         observed(cell, 1000, (999, 1001), model={"name": "net", "digest": cell * 64}, recipe="portable", run_spread=None)

@@ -84,7 +84,7 @@ def list_(
         return
     tagged = any(job.tags for job in jobs)
     several = len({job.project for job in jobs}) > 1
-    measured = any(map(summary.describe_latencies, jobs))
+    measured = any(map(summary.describe_measurements, jobs))
     now = datetime.now(UTC)
     rows = [
         (
@@ -93,7 +93,7 @@ def list_(
             job.name,
             summary.describe_contents(job),
             job.state.value,
-            *((summary.describe_latencies(job),) if measured else ()),
+            *((summary.describe_measurements(job),) if measured else ()),
             *((job.project,) if several else ()),
             job.owner,
             units.ago(job.submitted_at, now),
@@ -155,7 +155,7 @@ def show(
         ("took", summary.describe_duration(info)),
     ]
     output.show(output.facts((name, value) for name, value in pairs if value))
-    measured = bool(summary.describe_latencies(info))
+    measured = bool(summary.describe_measurements(info))
     rows = [
         (
             str(cell.index),
@@ -333,7 +333,7 @@ def _live_table(console: Console, jobs: Sequence[JobInfo]) -> Table:
     rows = [
         (
             job.id, job.name, summary.describe_contents(job), job.state.value, summary.describe_progress(job),
-            summary.describe_latencies(job), job.owner,
+            summary.describe_measurements(job), job.owner,
             summary.describe_duration(job) or units.clock(max(0.0, (now - job.submitted_at).total_seconds())),
         )
         for job in jobs
@@ -352,6 +352,6 @@ def _progress(job: JobInfo) -> str:
     parts = (
         f"{job.id}{name}: {job.state.value}",
         f"{summary.describe_progress(job)} cells done",
-        summary.describe_latencies(job),
+        summary.describe_measurements(job),
     )
     return ", ".join(filter(None, parts)) + why

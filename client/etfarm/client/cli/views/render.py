@@ -257,10 +257,11 @@ def _resolved(rows: Sequence[Json]) -> list[Json]:
             kept.append(row)
         elif row is kernels[0]:
             scale, unit = units.unit_of(resolution_ns)
-            nothing = dict.fromkeys(("resolution_ns", "source", "module", "mean_ci95_ns"))
-            share, mean_ns = (sum(kernel[key] or 0.0 for kernel in kernels) or None for key in ("share", "mean_ns"))
-            name = f"kernels below the {resolution_ns / scale:g} {unit} resolution"
-            kept.append({**row, **nothing, "kind": _UNRESOLVED, "name": name, "share": share, "mean_ns": mean_ns})
+            nothing = dict.fromkeys(("source", "module", "mean_ci95_ns", "mean_ns"))
+            share = sum(kernel["share"] or 0.0 for kernel in kernels) or None
+            most_ns = sum((kernel["mean_ci95_ns"] or (0.0, resolution_ns))[1] for kernel in kernels)
+            name = f"{len(kernels)} kernels below the {resolution_ns / scale:g} {unit} resolution"
+            kept.append({**row, **nothing, "kind": _UNRESOLVED, "name": name, "share": share, "resolution_ns": most_ns})
     return kept
 
 

@@ -71,6 +71,16 @@ def test_a_list_shows_the_median_or_the_least_and_the_largest_of_several_cells(
     assert [line[at:].partition("ann")[0].strip() for line in (one, several, compiled)] == ["1.84 ms", "3.50 µs to 2.00 ms", ""]
 
 
+def test_a_list_says_which_medians_cannot_be_trusted(served: Jobs, capsys: pytest.CaptureFixture[str]) -> None:
+    served.known = [job("one", 1.84e6), job("all", 1.84e6), job("some", 2e6, 3.5e3, None)]
+    for cell in (served.known[1].cells[0], served.known[2].cells[0]):
+        cell.verdict = report_pb2.VERDICT_STATUS_INVALID
+    assert jobs.main(["list"]) == 0
+    head, *lines = capsys.readouterr().out.splitlines()
+    shown = [line[head.index("P50") :].partition("ann")[0].strip() for line in lines]
+    assert shown == ["1.84 ms", "1.84 ms INVALID", "3.50 µs to 2.00 ms 1 of 2 INVALID"]
+
+
 def test_a_job_shows_the_median_of_each_cell_with_its_interval_and_verdict(
     served: Jobs, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -42,7 +42,7 @@ def test_the_traced_pass_has_a_verdict_and_its_cost() -> None:
     }  # fmt: skip
     text = render_text(report_document(profile=profile), width=140)
     assert "operators  Traced iterations took 2.40 times as long as untraced ones. Compare the operators' times" in text
-    cost = "median 100 µs, 2.40 times the untraced one of the same process, 0.15 µs for each of 400 events"
+    cost = "median 100 µs, 2.40 times the untraced one of the same process, or 0.15 µs for each of 400 events"
     assert f"traced    100 iterations, {cost}" in text
 
 
@@ -181,8 +181,8 @@ def test_the_interval_of_the_median_has_its_name_in_the_table_and_in_the_tile(st
 
 
 def test_the_interval_of_interleaved_programs_is_neither_within_nor_between_runs() -> None:
-    measured = _measured(interleaved={"base_cell": "c1", "rounds": 9})
-    assert "-run" not in render_text(measured)
+    for interleaved in ({"base_cell": "c1", "rounds": 9}, None):  # the second program, and the first, which is the base
+        assert "-run" not in render_text(_measured(interleaved=interleaved, runs=[]))
 
 
 def test_a_timed_pass_that_went_on_until_its_times_settled_says_so() -> None:
@@ -298,7 +298,7 @@ def test_kernels_without_times_are_one_line() -> None:
     kernels = [report_row(i, "KERNEL", f"Add (ND) #{i}", 0.001, None, parent=0, resolution_ns=1000.0) for i in (1, 2, 3)]
     delegate = report_row(0, "DELEGATE", "XnnpackBackend", 0.8, 1_504_000, backend="XnnpackBackend", delegated=True)
     text = render_text(report_document(operators=[delegate, *kernels, report_row(4, "REST", "REST", 0.797, 727_000, parent=0)]))
-    assert text.count("kernels below the 1 µs resolution") == 1
+    assert text.count("3 kernels below the 1 µs resolution") == 1 and "<3.00 µs" in text
     assert "Add (ND)" not in text and "more," not in text
 
 
@@ -356,3 +356,6 @@ def test_a_row_says_why_it_was_not_delegated_and_no_more_than_is_known() -> None
     assert undelegated_reason(_delegation(place(1, "a")), row(0, 9)) == "a", "all its nodes have it"
     assert undelegated_reason(_delegation(place(1, None)), row(0, 1)) == ""
     assert undelegated_reason(None, row(0, 1)) == ""
+    delegation = _delegation(place(1, "no rule"))
+    delegation["operators"][0]["op"] = "aten_eq_scalar"
+    assert undelegated_reason(delegation, {**row(0, 1), "op_types": ["aten.eq.Scalar"]}) == "no rule", "overloads have capitals"
