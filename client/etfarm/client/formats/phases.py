@@ -9,12 +9,14 @@ _NUMERICS: Final = "NUMERICS_"
 
 _WORDS: Final = {
     "WAIT_FOR_DEVICE": "waiting for a device",
+    "WAIT_FOR_WORKER": "waiting for a compile worker",
     "WAIT_FOR_ROOM": "waiting for room on the server's disk",
     "WAIT_FOR_OTHERS": "waiting for the job's other programs",
     "WAIT_FOR_QUIET": "waiting until the server's own work pauses",
     "WAIT_FOR_COOL": "waiting for a cool device",
     "WAIT_FOR_IDLE": "waiting for an idle machine",
     "COMPILE": "compiling",
+    "COMPILE_NUMERICS": "compiling for the numerics pass",
     "BUNDLE": "waiting for the runner",
     "FETCH": "fetching the program",
     "LOAD": "loading the program",

@@ -315,7 +315,7 @@ class Compiler:
             finished = await self._workers.run(
                 task, request, deadline_s=self._deadline_s, stage_deadline_s=self._stage_deadline_s,
                 light=task == self._tasks.inspect, whose=project, on_event=on_event, on_log=on_log,
-                on_restart=on_restart,
+                on_restart=on_restart, on_turn=subscribers.on_turn,
             )  # fmt: skip
             async with finished:
                 files = answers.Files(self._store, finished.folder, owner, project)

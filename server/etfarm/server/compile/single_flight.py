@@ -8,6 +8,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Generic, Protocol, TypeVar
 
+from etfarm.server.workers.child_pool import OnTurn
+
 T = TypeVar("T")
 
 
@@ -25,6 +27,8 @@ class Listener:
     on_stage: StageCallback
     on_log: Callable[[str], None]
     """Called with each line that a child prints."""
+    on_turn: OnTurn = lambda has_turn: None
+    """Called with False when the work begins to wait for its turn among the workers, and with True when it has it."""
 
 
 @dataclass
@@ -33,10 +37,13 @@ class Subscribers:
 
     listeners: list[Listener] = field(default_factory=list)
     latest: tuple[str, float | None, bool] | None = None
+    has_turn: bool | None = None
 
     def add(self, listener: Listener) -> None:
         """Add a requester and report the work's current stage to it."""
         self.listeners.append(listener)
+        if self.has_turn is not None:
+            listener.on_turn(self.has_turn)
         if self.latest is not None:
             stage, duration_ms, cached = self.latest
             listener.on_stage(stage, duration_ms, cached=cached)
@@ -52,10 +59,16 @@ class Subscribers:
         for listener in self.listeners:
             listener.on_log(line)
 
+    def on_turn(self, has_turn: bool) -> None:
+        """Report to all requesters that the work waits for its turn, or has it."""
+        self.has_turn = has_turn
+        for listener in self.listeners:
+            listener.on_turn(has_turn)
+
     @property
     def listener(self) -> Listener:
         """A Listener that represents all requesters where this work waits for other work."""
-        return Listener(self.on_stage, self.on_log)
+        return Listener(self.on_stage, self.on_log, self.on_turn)
 
 
 @dataclass

@@ -31,7 +31,9 @@ _DATABASE_BUCKETS: Final = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1
 _LAG_S: Final = 0.25
 """Interval at which the event loop's lag is measured."""
 
-_SERVER_PHASES: Final = frozenset({"COMPILE", "COMPILE_NUMERICS", "WAIT_FOR_DEVICE", "WAIT_FOR_QUIET", "ANALYZE"})
+_SERVER_PHASES: Final = frozenset(
+    {"COMPILE", "COMPILE_NUMERICS", "WAIT_FOR_WORKER", "WAIT_FOR_DEVICE", "WAIT_FOR_QUIET", "ANALYZE"}
+)
 """Phases of the server in a cell's timeline. Names of an agent's phases are its own choice, so they are no labels."""
 
 

@@ -10,6 +10,7 @@ from etfarm.server.artifacts.store import Store
 from etfarm.server.reports.findings import Findings
 from etfarm.server.reports.latency.samples import Block, GeneratingProcess, Generation
 from etfarm.server.reports.request import AnalyzeRequest, Numerics, Scores, TokenInputs, Trace
+from etfarm.server.workers.child_pool import OnTurn
 from etfarm.v1 import agent_pb2, common_pb2, compile_pb2, generation_pb2, job_pb2, report_pb2
 from etfarm.wire.flows import encoded_positions
 
@@ -37,6 +38,7 @@ class Analyst:
         inputs: common_pb2.Artifact | None,
         result: agent_pb2.CandidateResult,
         on_log: Callable[[str], None],
+        on_turn: OnTurn = lambda has_turn: None,
         *,
         base: Base | None = None,
         numerics: compile_pb2.Compilation | None = None,
@@ -53,7 +55,7 @@ class Analyst:
         Args:
             numerics: the compilation that the result's numerics pass ran, which may be `compilation`.
             generation: the plan of the generation that the result has; `method` is then that of decode.
-            fresh, project, owner: as in `Findings.of`, whose errors are also raised.
+            on_turn, fresh, project, owner: as in `Findings.of`, whose errors are also raised.
         """
         path = self._store.place
         sent = candidate.model.methods.get(method)
@@ -85,7 +87,7 @@ class Analyst:
                 request = replace(request, scores=self._scores(candidate, compilation, generation, result.generations[-1]))
         # The analysis leaves out parts whose files are no longer stored.
         await self._store.bring(path.name for path in _paths(request))
-        report = await self._findings.of(request, on_log, fresh=fresh, project=project, owner=owner)
+        report = await self._findings.of(request, on_log, on_turn, fresh=fresh, project=project, owner=owner)
         if base is not None and report.HasField("interleaved"):
             report.interleaved.base_cell = base.cell_id
         return report

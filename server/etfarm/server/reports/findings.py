@@ -28,7 +28,7 @@ from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
 from etfarm.server.workers import answers, output_files
-from etfarm.server.workers.child_pool import ChildPool
+from etfarm.server.workers.child_pool import ChildPool, OnTurn
 from etfarm.server.workers.errors import BadAnswer, BadWorkerAnswer, ChildDied, ChildOutOfMemory, ChildTimedOut
 from etfarm.v1 import common_pb2, compile_pb2, report_pb2
 from etfarm.wire import digest as digests
@@ -65,6 +65,7 @@ class _Caller:
     project: str
     owner: str
     on_log: Callable[[str], None]
+    on_turn: OnTurn
 
 
 @dataclass(frozen=True)
@@ -127,6 +128,7 @@ class Findings:
         self,
         request: AnalyzeRequest,
         on_log: Callable[[str], None],
+        on_turn: OnTurn = lambda has_turn: None,
         *,
         fresh: bool = False,
         project: str = DEFAULT_PROJECT,
@@ -138,6 +140,7 @@ class Findings:
         out with a warning.
 
         Args:
+            on_turn: as in `ChildPool.run`.
             fresh: ignore stored results and compute again.
             project: the caller's project.
             owner: owner of new files.
@@ -146,7 +149,7 @@ class Findings:
             EtfarmError: a child failed on the samples themselves, or no child can be started.
         """
         request, warnings, key = await asyncio.to_thread(_stored_with_key, request)
-        caller = _Caller(project or DEFAULT_PROJECT, owner, on_log)
+        caller = _Caller(project or DEFAULT_PROJECT, owner, on_log, on_turn)
         known = None if fresh else await self._known(key, caller)
         if known is not None:
             report = known
@@ -189,6 +192,7 @@ class Findings:
             urgent=True,
             whose=caller.project,
             on_log=caller.on_log,
+            on_turn=caller.on_turn,
         )
         async with finished:
             report = await asyncio.to_thread(

@@ -37,6 +37,10 @@ URGENT: Final = 1
 """Number of children beyond a pool's concurrency that only urgent tasks may start."""
 
 
+OnTurn = Callable[[bool], None]
+"""A callback for whether a task has its turn, or waits for it."""
+
+
 @dataclass(frozen=True)
 class PoolUse:
     """The use of a pool at one moment."""
@@ -135,6 +139,7 @@ class ChildPool(ABC):
         on_event: Callable[[bytes], None] = lambda _: None,
         on_log: Callable[[str], None] = lambda _: None,
         on_restart: Callable[[], None] = lambda: None,
+        on_turn: OnTurn = lambda has_turn: None,
     ) -> Finished:
         """Run `task` in a fresh jailed child and return its result and folder.
 
@@ -155,6 +160,8 @@ class ChildPool(ABC):
             on_log: called with each line that the child, its native code and its subprocesses write to stdout or stderr.
             on_restart: called before the task starts again because the forkserver was killed, for example because the host has no
                 memory left, or because the child's node was lost; the new child repeats the events.
+            on_turn: called with False when the task begins to wait for warm-up, a slot or the gate, and with True when its child
+                starts.
 
         Raises:
             EtfarmError: the task raised it; its fault, reason, message, stage and metadata are kept.
@@ -176,9 +183,11 @@ class ChildPool(ABC):
         try:
             tries = 1
             while True:
+                on_turn(False)
                 try:
                     await self._warm_up(light)
                     async with self._slots.take(whose, urgent=urgent), self._gate():
+                        on_turn(True)
                         return await self._run(
                             task, request, light, deadline_s=deadline_s, stage_deadline_s=stage_deadline_s, on_event=on_event,
                             on_log=on_log,

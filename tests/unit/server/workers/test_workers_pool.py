@@ -229,6 +229,29 @@ async def test_cancelling_while_the_forkserver_warms_up_leaves_nothing(tmp_path:
     await pool.stop()
 
 
+async def test_a_task_says_when_it_waits_for_its_turn_and_when_it_has_it(tmp_path: Path) -> None:
+    pool = Workers(preload=[TASKS], limits=LIMITS, folder=tmp_path / "jobs", concurrency=1)
+    pool.start()
+    try:
+        lingers, turns, granted = asyncio.Event(), list[bool](), asyncio.Event()
+        first = asyncio.create_task(pool.run(f"{TASKS}:linger", None, deadline_s=60, on_event=lambda _: lingers.set()))
+        await asyncio.wait_for(lingers.wait(), 60)
+
+        def on_turn(has_turn: bool) -> None:
+            turns.append(has_turn)
+            granted.set()
+
+        second = asyncio.create_task(pool.run(f"{TASKS}:echo", 1, deadline_s=60, on_turn=on_turn))
+        await asyncio.wait_for(granted.wait(), 60)
+        assert turns == [False]
+        first.cancel()
+        async with await second as finished:
+            assert finished.result == b"1"
+        assert turns == [False, True]
+    finally:
+        await pool.stop()
+
+
 async def test_output_of_python_c_and_subprocesses_is_captured(workers: Workers) -> None:
     log: list[str] = []
     async with await workers.run(f"{TASKS}:talk", None, deadline_s=60, on_log=log.append):

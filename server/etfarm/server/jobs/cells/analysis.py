@@ -12,6 +12,7 @@ from etfarm.server.jobs.records.log import JobLog
 from etfarm.server.reports.analyst import Analyst
 from etfarm.server.reports.assembly import assemble
 from etfarm.server.reports.verdict import Thresholds
+from etfarm.server.workers.child_pool import OnTurn
 from etfarm.v1 import agent_pb2, report_pb2
 from etfarm.v1.common_pb2 import LogSource
 from etfarm.v1.job_pb2 import Cell
@@ -25,10 +26,13 @@ class CellAnalysis:
         self._joblog = joblog
         self._thresholds = thresholds
 
-    async def analyze(self, run: CellRun, results: Mapping[str, agent_pb2.CandidateResult]) -> report_pb2.Report:
+    async def analyze(
+        self, run: CellRun, results: Mapping[str, agent_pb2.CandidateResult], on_turn: OnTurn = lambda has_turn: None
+    ) -> report_pb2.Report:
         """Return the analysis of the artifacts of a cell's result.
 
         Args:
+            on_turn: as in `ChildPool.run`.
             results: results of all cells that shared the attempt, in the order of the job's cells.
         """
         assert run.compilation is not None and run.result is not None
@@ -39,6 +43,7 @@ class CellAnalysis:
             run.inputs,
             run.result,
             partial(self._joblog.add, run.job.id, run.cell.id, LogSource.LOG_SOURCE_ANALYSIS),
+            on_turn,
             base=base_of(run.cell.id, results),
             numerics=run.numerics,
             generation=run.generation,

@@ -6,7 +6,7 @@ from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.single_flight import Listener
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.cells.numerics import NumericsPrograms
-from etfarm.server.jobs.cells.progress import CellProgress, PhaseTimer
+from etfarm.server.jobs.cells.progress import CellProgress, PhaseTimer, TurnPhases
 from etfarm.server.jobs.records.log import JobLog
 from etfarm.v1 import common_pb2
 from etfarm.v1.common_pb2 import Actor, LogSource
@@ -32,18 +32,18 @@ class CellCompilation:
         job, cell = run.job, run.cell
         if not cell.timeline:
             _add_client_stages(run)
-        phase = self._timer.start(job)
+        phases = TurnPhases(run, "COMPILE", self._timer, self._progress)
         outcome = await self._compiler.compile(
             run.candidate,
             owner=job.owner,
             project=job.project,
             fresh=job.spec.no_cache,
             stop_after=job.spec.stop_after,
-            listener=self._listener(run),
+            listener=self._listener(run, phases),
         )
         run.compilation = compilation = outcome.compilation
         cell.compilation_key, cell.compile_cached = compilation.key, outcome.cached
-        phase.record("COMPILE", run)
+        phases.end()
         if outcome.error is not None:
             raise outcome.error
         if compilation.HasField("program"):
@@ -55,17 +55,17 @@ class CellCompilation:
         """Compile the program of the numerics pass, if the job has one and the program differs from the cell's."""
         if not run.job.spec.measurement.numerics:
             return
-        phase = self._timer.start(run.job)
-        await self._numerics.compile(run, self._listener(run, "NUMERICS_"))
+        phases = TurnPhases(run, "COMPILE_NUMERICS", self._timer, self._progress)
+        await self._numerics.compile(run, self._listener(run, phases, "NUMERICS_"))
         if run.cell.numerics_compilation_key:
-            phase.record("COMPILE_NUMERICS", run)
+            phases.end()
 
     async def recover(self, run: CellRun) -> None:
         """Load the compilations of a cell that an earlier server compiled."""
         run.compilation = await self._compiler.get(run.cell.compilation_key)
         await self._numerics.recover(run)
 
-    def _listener(self, run: CellRun, prefix: str = "") -> Listener:
+    def _listener(self, run: CellRun, phases: TurnPhases, prefix: str = "") -> Listener:
         """Return a listener that announces the stages with a prefix, and logs printed lines."""
         job, cell_id = run.job, run.cell.id
 
@@ -74,7 +74,10 @@ class CellCompilation:
             progress.message = "from an earlier compilation" if cached else ""
             self._progress.announce(job.id, progress)
 
-        return Listener(on_stage, lambda line: self._joblog.add(job.id, cell_id, LogSource.LOG_SOURCE_COMPILE, line))
+        def on_log(line: str) -> None:
+            self._joblog.add(job.id, cell_id, LogSource.LOG_SOURCE_COMPILE, line)
+
+        return Listener(on_stage, on_log, phases.turn)
 
 
 def _add_client_stages(run: CellRun) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from typing import Final
 
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.records.watch import Announcer
@@ -12,6 +13,12 @@ from etfarm.server.reports.assembly import since
 from etfarm.v1 import common_pb2
 from etfarm.v1.common_pb2 import Actor, LogSource
 from etfarm.v1.job_pb2 import Job, JobEvent, Progress
+
+WAIT_FOR_WORKER: Final = "WAIT_FOR_WORKER"
+"""The phase in which a cell waits for a turn at the compile workers, which also analyze."""
+
+_MOMENT_MS: Final = 20.0
+"""Phases of workers below this are not recorded by themselves."""
 
 OnProgress = Callable[[str, Progress], None]
 """Function that receives (job id, progress)."""
@@ -37,6 +44,36 @@ class CellProgress:
         """Announce what the server is doing for cells."""
         for run in cell_runs:
             self.announce(run.job.id, Progress(cell_id=run.cell.id, actor=Actor.ACTOR_SERVER, phase=phase, message=message))
+
+
+class TurnPhases:
+    """Consecutive phases of work of the server's workers for a cell: work, and waits for a turn at it.
+
+    Args:
+        work: the phase of the work.
+    """
+
+    def __init__(self, run: CellRun, work: str, timer: PhaseTimer, progress: CellProgress) -> None:
+        self._run = run
+        self._work = self._phase = work
+        self._timer = timer
+        self._progress = progress
+        self._started = timer.start(run.job)
+
+    def turn(self, has_turn: bool) -> None:
+        """Record and announce that the work goes on, or waits for its turn; waits of a moment are a part of the work."""
+        phase = self._work if has_turn else WAIT_FOR_WORKER
+        if phase == self._phase:
+            return
+        if self._started.elapsed_ms() >= _MOMENT_MS:
+            self._started.record(self._phase, self._run)
+            self._started = self._timer.start(self._run.job)
+        self._phase = phase
+        self._progress.announce_phase([self._run], phase)
+
+    def end(self) -> None:
+        """Record the last phase."""
+        self._started.record(self._phase, self._run)
 
 
 class PhaseTimer:
@@ -67,8 +104,12 @@ class StartedPhase:
     started: float
     clock: Callable[[], float]
 
+    def elapsed_ms(self) -> float:
+        """Return the milliseconds since the phase began."""
+        return (self.clock() - self.started) * 1e3
+
     def record(self, phase: str, *cell_runs: CellRun) -> None:
         """Add the phase, which ends now, to the timelines of cells."""
-        duration_ms = (self.clock() - self.started) * 1e3
+        duration_ms = self.elapsed_ms()
         for run in cell_runs:
             run.cell.timeline.add(actor=common_pb2.ACTOR_SERVER, phase=phase, start_ms=self.start_ms, duration_ms=duration_ms)

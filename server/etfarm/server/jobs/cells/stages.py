@@ -20,7 +20,7 @@ from etfarm.server.jobs.cells.compilation import CellCompilation
 from etfarm.server.jobs.cells.dispatch import Dispatch
 from etfarm.server.jobs.cells.groups import Groups
 from etfarm.server.jobs.cells.limits import require_in_time
-from etfarm.server.jobs.cells.progress import CellProgress, PhaseTimer
+from etfarm.server.jobs.cells.progress import CellProgress, PhaseTimer, TurnPhases
 from etfarm.server.jobs.cells.requirements import Requirements
 from etfarm.server.jobs.cells.results import Results
 from etfarm.server.jobs.cells.transitions import CellTransitions, run_to_completion
@@ -126,13 +126,13 @@ class CellStages:
         if run.result is None:  # an earlier server received the result
             run.result = results[run.cell.id]
             run.device = self._dispatch.device_of(run.cell)
-        phase = self._timer.start(run.job)
+        phases = TurnPhases(run, "ANALYZE", self._timer, self._progress)
         self._progress.announce_phase([run], "ANALYZE")
-        analyze = partial(self._analysis.analyze, run, results)
+        analyze = partial(self._analysis.analyze, run, results, phases.turn)
         run.analysis = await retry_until_written(partial(retry_while_away, analyze))
         measured = self._analysis.report(run, run.cell, "", at=self._now())
         run.earlier = await self._journal.reports.find_earlier(run.job.project, measured)
-        phase.record("ANALYZE", run)
+        phases.end()
         await self.finish(run, model.SUCCEEDED)
 
     async def _results_of_attempt(self, run: CellRun) -> Mapping[str, agent_pb2.CandidateResult]:
