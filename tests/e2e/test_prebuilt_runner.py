@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import zipfile
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.farm import etfarm
+from tests.support.programs import program
 
 PROJECT = Path(__file__).parents[2] / "device_agents" / "runner_wheel"
 
@@ -54,3 +56,20 @@ def test_the_first_command_needs_no_compiler(installed: Path, tmp_path: Path) ->
     assert only["runner"]["kind"] == "native"
     assert only["runner"]["bundle_digest"]
     assert "building the runner" not in result.stdout + result.stderr
+
+
+def test_a_local_session_needs_no_compiler(installed: Path, tmp_path: Path) -> None:
+    (tmp_path / "bin").mkdir()
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(installed),
+        "PATH": str(tmp_path / "bin"),
+        "ETFARM_DATA": str(tmp_path / "data"),
+    }
+    code = f"""
+from etfarm.client import LocalSession
+with LocalSession({str(program("add").path)!r}) as session:
+    print(session.device.runner)
+"""
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
+    assert (done.stdout.strip(), done.stderr) == ("native", "")

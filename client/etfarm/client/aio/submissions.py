@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING
 from etfarm.client.aio.connected import AsyncConnected
 from etfarm.client.submit.bench_options import BenchOptions
 from etfarm.client.submit.compile_options import CompileOptions
-from etfarm.client.submit.options import chosen_reservation, device_choices, one_spelling, takes_keywords_of, to_list
+from etfarm.client.submit.options import (
+    chosen_reservation,
+    device_choices,
+    one_spelling,
+    only_device,
+    takes_keywords_of,
+    to_list,
+)
 from etfarm.client.submit.recipes import only_recipe, read_recipe
 from etfarm.client.submit.run_options import RunOptions
 from etfarm.client.transport import transfers
@@ -168,8 +175,9 @@ class AsyncSubmissions(AsyncConnected):
     def session(
         self,
         program: Model | SharedModel,
-        device: str = "",
+        device: str | Sequence[str] | None = None,
         *,
+        devices: str | Sequence[str] | None = None,
         recipe: Recipes | None = None,
         recipes: Recipes | None = None,
         example_inputs: ExampleInputs | None = None,
@@ -192,7 +200,7 @@ class AsyncSubmissions(AsyncConnected):
 
         Args:
             program: a .pte, or any other model that `bench` takes, which is first compiled with `recipe`.
-            device: a selector; while all matching devices are busy, the session waits in the queue.
+            device: a selector; while all matching devices are busy, the session waits in the queue. `devices` is the same.
             recipe: a recipe, as in `bench`; `recipes` is the same.
             methods: methods to load at the start; others are loaded at their first call. `method` is the same.
             idle_timeout_s: seconds without a call after which the session ends; 600 when None.
@@ -208,9 +216,10 @@ class AsyncSubmissions(AsyncConnected):
         from etfarm.client.sessions.program import ServedModel, SharedModel
         from etfarm.client.sessions.session import AsyncSession
 
-        selectors.parse(device)
+        selector = only_device(device, devices)
+        selectors.parse(selector)
         request = session_pb2.OpenSessionRequest(
-            selector=device,
+            selector=selector,
             methods=to_list(one_spelling("method", method, "methods", methods, ())),
             threads=threads,
             cores=cores,
@@ -220,7 +229,7 @@ class AsyncSubmissions(AsyncConnected):
         )
         # What the server checks of a job before its model is exported.
         spec = job_pb2.JobSpec(
-            devices=device_choices(device, all_devices=False),
+            devices=device_choices(selector, all_devices=False),
             methods=request.methods,
             threads=[] if threads is None else [threads],
             measurement=job_pb2.Measurement(cores=cores) if cores else None,

@@ -121,8 +121,9 @@ class Submissions(Blocking):
     def session(
         self,
         program: Model | SharedModel,
-        device: str = "",
+        device: str | Sequence[str] | None = None,
         *,
+        devices: str | Sequence[str] | None = None,
         recipe: Recipes | None = None,
         recipes: Recipes | None = None,
         example_inputs: ExampleInputs | None = None,
@@ -145,7 +146,7 @@ class Submissions(Blocking):
 
         Args:
             program: a .pte, or any other model that `bench` takes, which is first compiled with `recipe`.
-            device: a selector; while all matching devices are busy, the session waits in the queue.
+            device: a selector; while all matching devices are busy, the session waits in the queue. `devices` is the same.
             recipe: a recipe, as in `bench`; `recipes` is the same.
             methods: methods to load at the start; others are loaded at their first call. `method` is the same.
             idle_timeout_s: seconds without a call after which the session ends; 600 when None.
@@ -161,6 +162,7 @@ class Submissions(Blocking):
             self._async.session(
                 program,
                 device,
+                devices=devices,
                 recipe=recipe,
                 recipes=recipes,
                 example_inputs=example_inputs,

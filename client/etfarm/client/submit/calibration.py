@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, TypeAlias
 
 from etfarm.client.export.errors import CalibrationMismatch, NoCalibrationSamples
 from etfarm.client.submit import input_names, npz
+from etfarm.client.submit.input_types import find_mismatches
 from etfarm.client.submit.inputs import Arrays, in_order, named_arrays
 from etfarm.wire import digest, tensors
 
@@ -83,17 +84,8 @@ def _in_order(
 
 
 def _must_match(method: str, label: str, values: list[tensors.Value], types: tuple[InputType | None, ...]) -> None:
-    for value, wanted in zip(values, types, strict=False):  # the types of an unreadable archive are unknown
-        if wanted is None:
-            continue
-        if not isinstance(value, tensors.Tensor):
-            raise CalibrationMismatch(method, label, f"{value.name!r} is {value.value!r}, not {wanted}", stage="")
-        sizes = zip(value.shape, wanted.sizes, strict=False)
-        fits = len(value.shape) == len(wanted.sizes) and all(want in (None, size) for size, want in sizes)
-        if value.dtype != wanted.dtype or not fits:
-            raise CalibrationMismatch(
-                method, label, f"{value.name!r} is {value.dtype} {list(value.shape)}, not {wanted}", stage=""
-            )
+    for value, got, wanted in find_mismatches(values, types):
+        raise CalibrationMismatch(method, label, f"{value.name!r} is {got}, not {wanted}", stage="")
 
 
 def _kept(data: bytes, folder: Path | None) -> bytes | Path:

@@ -9,14 +9,18 @@ from __future__ import annotations
 import inspect
 import uuid
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from etfarm.client.export.archive import InputType
 from etfarm.client.export.spec import ModelSpec, PteFile, resolve
 from etfarm.client.submit import input_names
+from etfarm.client.submit.input_types import require_fitting
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.v1 import job_pb2
 from etfarm.wire.errors import EtfarmError, Kind, UserError
+from etfarm.wire.tensors import Value
 
 if TYPE_CHECKING:
     from etfarm.client.export.source import ModelSource
@@ -65,12 +69,16 @@ def check_source(name: str, source: ModelSource, methods: Sequence[str], inputs:
     Raises:
         NoSuchMethod: the model lacks a method.
         UnknownInput, InputMissing, DuplicateInput: a key belongs to no method, or names no argument of `forward`.
+        InputMismatch: a tensor has another dtype or number of dims than the argument's example, or another shape, and no dynamic
+            shapes are set.
     """
     require_methods(name, [*source.methods, *source.constant_methods], methods)
     if inputs is None or not any(inputs.values()):
         return
     for method, values in input_names.by_method(inputs, source.methods).items():
-        _require_arguments(method, source.methods[method].forward, values)
+        forward = source.methods[method].forward
+        _require_arguments(method, forward, values)
+        _require_types(method, source, forward, values)
 
 
 def require_methods(name: str, known: Collection[str], methods: Sequence[str]) -> None:
@@ -103,6 +111,31 @@ def _require_arguments(method: str, forward: Any, values: Mapping[str, object]) 
                 f"{method}: there is no input {key!r}.", f"The arguments are {', '.join(names)}.", method=method, key=key,
                 inputs=",".join(names),
             )  # fmt: skip
+
+
+def _require_types(method: str, source: ModelSource, forward: Any, values: Mapping[str, Value]) -> None:
+    """Refuse tensors that are not like the example of the argument with their name; other keys are checked after the export."""
+    args, kwargs = source.example_inputs[method], source.example_kwargs.get(method, {})
+    try:
+        examples = inspect.signature(forward).bind(*args, **kwargs).arguments
+    except TypeError:
+        return  # the export says how the examples do not fit
+    is_dynamic = bool(source.dynamic_shapes.get(method))
+    types = {name: _type_of(example, is_dynamic=is_dynamic) for name, example in examples.items()}
+    if None not in types.values():  # else positions are those of flattened inputs, which are not known yet
+        types |= {f"{prefix}{place}": wanted for place, wanted in enumerate(types.values()) for prefix in ("", "arr_")}
+    for key, value in values.items():
+        require_fitting(method, [replace(value, name=key)], [types.get(key)])
+
+
+def _type_of(example: Any, *, is_dynamic: bool) -> InputType | None:
+    """Return the type of inputs like an example, of any size if `is_dynamic`; None if it is not a tensor."""
+    import torch
+
+    if not isinstance(example, torch.Tensor):
+        return None
+    sizes = tuple(None if is_dynamic else size for size in example.shape)
+    return InputType(str(example.dtype).removeprefix("torch."), sizes)
 
 
 def is_program(model: Any) -> bool:

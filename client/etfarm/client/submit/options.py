@@ -48,6 +48,18 @@ def one_spelling(singular: str, one: OptionT | None, plural: str, several: Optio
     return one if one is not None else several if several is not None else default
 
 
+def only_device(device: str | Sequence[str] | None, devices: str | Sequence[str] | None) -> str:
+    """Return the selector of a call that uses one device; empty for any device.
+
+    Raises:
+        BadOption: both spellings are set, or there are several selectors.
+    """
+    selectors = to_list(one_spelling("device", device, "devices", devices, ""))
+    if len(selectors) > 1:
+        raise BadOption(f"`device` must be one selector, got {len(selectors)}.", "A session uses one device.", option="device")
+    return selectors[0] if selectors else ""
+
+
 def require_some(name: str, values: Sequence[object], example: str) -> None:
     """Check that a list has items.
 

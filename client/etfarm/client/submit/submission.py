@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from etfarm.client.export.errors import STAGE, TRANSFORM_STAGE
 from etfarm.client.submit.early_checks import check_source, is_program, require_methods
 from etfarm.client.submit.input_names import Named
+from etfarm.client.submit.input_types import require_fitting
 from etfarm.client.submit.inputs import Inputs, InputsDiffer, read_named, values_of
 from etfarm.client.submit.preparation import ExampleInputs, Say, prepare
 from etfarm.client.submit.prepared import PreparedModel, distinct_names
@@ -78,12 +79,14 @@ class Submission:
         """Add inputs by method and key as tensor files by method.
 
         Raises:
-            UserError: a key matches no input.
+            UserError: a key matches no input, or an input's dtype or shape does not fit.
             InputsDiffer: the models' input names differ.
         """
         files: dict[str, bytes] = {}
         for model in models:
             for method, values in values_of(named, model, methods).items():
+                if (prepared := model.methods.get(method)) is not None:
+                    require_fitting(method, values, prepared.input_types)
                 data = tensors.encode(values)
                 if files.setdefault(method, data) != data:
                     raise InputsDiffer(

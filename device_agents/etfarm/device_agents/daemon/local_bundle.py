@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import platform
+import shutil
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -12,9 +13,10 @@ from pathlib import Path
 from etfarm.device_agents.native.build import source_digest
 from etfarm.device_agents.native.toolchain import LOADERS, Compiler, CompilerFailed, CompilerMissing
 from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle, BundleManifest, NotABundle, unpack
+from etfarm.wire import digest
 from etfarm.wire.atomic_write import write_atomically
 from etfarm.wire.errors import FarmError
-from etfarm.wire.names import data_folder, embedded_farm_folder
+from etfarm.wire.names import data_folder, embedded_farm_folder, prebuilt_runner
 
 
 class RunnerUnbuilt(FarmError):
@@ -26,7 +28,7 @@ class RunnerUnbuilt(FarmError):
 async def local_bundle(on_build: Callable[[], None]) -> Bundle:
     """Return this machine's runner, which is built unless there is one of these sources and this ExecuTorch.
 
-    The runner of the user's embedded farm serves as well.
+    The runner of the user's embedded farm serves as well, and so does that of the distribution etfarm-runner.
 
     Args:
         on_build: called before a build, which takes a minute.
@@ -45,6 +47,8 @@ async def local_bundle(on_build: Callable[[], None]) -> Bundle:
         cache.mkdir(parents=True, exist_ok=True)
         if (of_farm := await asyncio.to_thread(find_farm_runner, embedded_farm_folder(), executorch, sources)) is not None:
             await asyncio.to_thread(lambda: write_atomically(archive, of_farm.read_bytes()))
+        elif (prebuilt := await asyncio.to_thread(unpack_prebuilt_runner, cache, executorch, sources)) is not None:
+            return prebuilt
         else:
             await asyncio.to_thread(_require_compiler)
             on_build()
@@ -61,16 +65,41 @@ def find_farm_runner(farm: Path, executorch: str, sources: str) -> Path | None:
         sources: the digest of the sources that it must be built from.
     """
     cache = farm / "agent" / "cache"
-    wanted = platform.machine(), executorch.partition("+")[0], sources
     for file in sorted((cache / "bundles").glob(f"*/{MANIFEST_NAME}")):
         try:
             manifest = BundleManifest.parse(file.read_bytes())
         except (OSError, NotABundle):
             continue  # the agent is replacing it
         archive = cache / "blobs" / file.parent.name
-        if (manifest.arch, manifest.executorch, manifest.source_digest) == wanted and archive.exists():
+        if _is_wanted(manifest, executorch, sources) and archive.exists():
             return archive
     return None
+
+
+def unpack_prebuilt_runner(cache: Path, executorch: str, sources: str) -> Bundle | None:
+    """Unpack the runner of the distribution etfarm-runner and return it; None without one that a build would yield.
+
+    Args:
+        cache: the folder to unpack it in.
+        executorch, sources: as in `find_farm_runner`.
+    """
+    archive = prebuilt_runner()
+    if archive is None or not archive.exists():
+        return None
+    folder = cache / f"prebuilt-{digest.of_file(archive)[:16]}"
+    try:
+        bundle = unpack(archive, folder)
+    except NotABundle:
+        return None  # `etfarm doctor` says why
+    if _is_wanted(bundle.manifest, executorch, sources):
+        return bundle
+    shutil.rmtree(folder, ignore_errors=True)
+    return None
+
+
+def _is_wanted(manifest: BundleManifest, executorch: str, sources: str) -> bool:
+    wanted = platform.machine(), executorch.partition("+")[0], sources
+    return (manifest.arch, manifest.executorch, manifest.source_digest) == wanted
 
 
 def _require_compiler() -> None:

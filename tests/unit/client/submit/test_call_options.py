@@ -12,7 +12,7 @@ import pytest
 from etfarm.client import AsyncFarm, Farm, LocalSession
 from etfarm.client.submit.bench_options import BenchOptions
 from etfarm.client.submit.compile_options import CompileOptions
-from etfarm.client.submit.options import BadOption
+from etfarm.client.submit.options import BadOption, only_device
 from etfarm.client.submit.run_options import RunOptions
 
 
@@ -54,6 +54,20 @@ def test_options_of_a_compilation_and_of_a_run_do_not_change(options_type: Any) 
         options_type().name = "other"
     with pytest.raises(BadOption):
         options_type(recipe="portable", recipes="portable")
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "selector"),
+    [(None, None, ""), ("arch=aarch64", None, "arch=aarch64"), (None, ["name=pi"], "name=pi"), ((), None, "")],
+)
+def test_a_session_takes_one_device_in_both_spellings(device: Any, devices: Any, selector: str) -> None:
+    assert only_device(device, devices) == selector
+
+
+@pytest.mark.parametrize(("device", "devices"), [("name=a", "name=b"), (["name=a", "name=b"], None)])
+def test_a_session_takes_no_two_devices(device: Any, devices: Any) -> None:
+    with pytest.raises(BadOption):
+        AsyncFarm("localhost:1").session("x.pte", device, devices=devices)
 
 
 def test_an_unknown_option_is_refused() -> None:

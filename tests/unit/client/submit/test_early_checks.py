@@ -7,10 +7,12 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 
 from etfarm.client.export.source import ModelSource
 from etfarm.client.submit.early_checks import NoSuchMethod, check_source, require_accepted
 from etfarm.client.submit.input_names import InputMissing, UnknownInput
+from etfarm.client.submit.input_types import InputMismatch
 from etfarm.client.submit.inputs import read_named
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.v1 import job_pb2
@@ -59,6 +61,36 @@ def test_arguments_without_names_of_their_own_take_any_key() -> None:
 def test_a_key_that_can_be_no_input_is_refused(key: str) -> None:
     with pytest.raises(UnknownInput):
         check_source("net", source(), [], keys("image", key))
+
+
+class Typed:
+    def forward(self, image: Any, mask: Any = None) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("arrays", "dynamic", "got"),
+    [
+        ({"image": np.zeros((1, 3), np.float64)}, False, "float64 [1, 3]"),
+        ({"image": np.zeros((2, 3), np.float32)}, False, "float32 [2, 3]"),
+        ({"arr_0": np.zeros((1, 3, 1), np.float32)}, True, "float32 [1, 3, 1]"),
+        ({"image": np.zeros((1, 3), np.float32), "mask": np.zeros(2, bool)}, False, "bool [2]"),
+        ({"image": np.zeros((1, 3), np.float32)}, False, ""),
+        ({"image": np.zeros((9, 3), np.float32)}, True, ""),
+        ({"mask_0": np.zeros(9)}, False, ""),
+    ],
+)
+def test_a_tensor_unlike_the_example_is_refused_before_the_export(arrays: dict[str, np.ndarray], dynamic: bool, got: str) -> None:
+    shapes = {"dynamic_shapes": {"forward": {"image": {0: torch.export.Dim("n", max=9)}, "mask": None}}} if dynamic else {}
+    typed = ModelSource(
+        cast(Any, {"forward": Typed()}), {"forward": (torch.zeros(1, 3),)},
+        example_kwargs={"forward": {"mask": torch.zeros(2)}}, **shapes,
+    )  # fmt: skip
+    if not got:
+        check_source("net", typed, [], read_named(arrays))
+        return
+    with pytest.raises(InputMismatch) as refused:
+        check_source("net", typed, [], read_named(arrays))
+    assert refused.value.metadata["got"] == got and "of forward is" in refused.value.message
 
 
 def test_keys_without_a_method_belong_to_forward_or_to_the_only_one() -> None:

@@ -66,6 +66,24 @@ async def test_the_farms_runner_needs_no_build(tmp_path: Path, monkeypatch: pyte
     assert bundle.manifest.executorch == version("executorch").partition("+")[0]
 
 
+async def test_a_prebuilt_runner_needs_no_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    archive = runner_archive()
+    monkeypatch.setenv(DATA_VARIABLE, str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(local_bundle, "prebuilt_runner", lambda: archive)
+    bundle = await local_bundle.local_bundle(lambda: pytest.fail("nothing is built"))
+    assert bundle.folder.is_relative_to(tmp_path / "local") and bundle.manifest.source_digest == source_digest()
+
+
+async def test_another_prebuilt_runner_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_bundle, "prebuilt_runner", runner_archive)
+    assert local_bundle.unpack_prebuilt_runner(tmp_path, version("executorch"), "of other sources") is None
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "bundle.tar.xz").write_bytes(b"no archive")
+    monkeypatch.setattr(local_bundle, "prebuilt_runner", lambda: tmp_path / "bundle.tar.xz")
+    assert local_bundle.unpack_prebuilt_runner(tmp_path, version("executorch"), source_digest()) is None
+
+
 def test_a_build_is_reported_without_a_follower(capsys: pytest.CaptureFixture[str]) -> None:
     local._report_build("preparing the runner for this machine")
     assert capsys.readouterr().err == ""

@@ -19,6 +19,7 @@ without a position there has no start, and one shorter than the clock's resoluti
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -233,7 +234,9 @@ class _Rows:
             )  # fmt: skip
             child.aligned = known is not None
             child.reconstructed = reconstructed
-        self.add_rest(f"rest of {name}", call.times_ns, raised, rest, parent=row, resolution=resolution, rounding=sum(roundings))
+        self.add_rest(
+            f"rest of {name}", call.times_ns, raised, rest, parent=row, resolution=resolution, rounding=_together(roundings)
+        )
 
     def add_rest(
         self,
@@ -313,6 +316,11 @@ def _resolution(backend: str | None, kernels: Sequence[Kernel]) -> float | None:
     # Times that are all multiples of 1,000 ns reveal a microsecond clock; this does not happen by chance.
     times = np.concatenate([kernel.times_ns for kernel in kernels])
     return 1000.0 if times.size >= 10 and not (times % 1000).any() else None
+
+
+def _together(roundings: Sequence[float]) -> float:
+    """Return by how much a sum is off in 95 % of cases whose terms are off by up to `roundings`, evenly and independently."""
+    return min(sum(roundings), 1.96 * math.sqrt(sum(rounding**2 for rounding in roundings) / 3))
 
 
 def _raised(backend: str | None, times_ns: Times) -> Times:

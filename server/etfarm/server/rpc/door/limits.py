@@ -7,6 +7,7 @@ exceptions. Floats must be finite and enum values known. The interceptor calls `
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache
@@ -364,9 +365,15 @@ def _enum_rule(name: str, known: frozenset[int]) -> Callable[[Any], None]:
     return rule
 
 
+_ENTRY: Final = re.compile(r"(\w+)\.(\w+)Entry\.(key|value)")
+"""A field of a map's entries, which no user knows by this name."""
+
+
 def exceeded(name: str, limit: Limit, unit: str, got: int) -> LimitExceeded:
     """Return the error for a field or message that exceeds `limit`."""
-    message = f"`{name}` must have at most {limit.most:,} {unit}, got {got:,}."
+    entry = _ENTRY.fullmatch(name)
+    what = f"`{name}`" if entry is None else f"A {entry[3]} of `{entry[1]}.{re.sub(r'(?<!^)(?=[A-Z])', '_', entry[2]).lower()}`"
+    message = f"{what} must have at most {limit.most:,} {unit}, got {got:,}."
     error = LimitExceeded(message, limit.remedy or "Send less.", field=name, limit=limit.most, got=got)
     error.reason = limit.reason
     return error

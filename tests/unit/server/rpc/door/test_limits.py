@@ -109,18 +109,22 @@ def test_every_map_of_every_request_is_bounded(field: FieldDescriptor) -> None:
             entries[name] = _text(value, 1) if value.type in TEXTS else 1.0
         return message
 
+    def name_of(described: FieldDescriptor) -> str:
+        return described.full_name.removeprefix("etfarm.v1.")
+
     check(entered("a" * limits.limit_of(key).most))
-    with pytest.raises(LimitExceeded, match=key.full_name.removeprefix("etfarm.v1.")):
+    with pytest.raises(LimitExceeded, match=f"A key of `{name_of(field)}` must have at most") as refused:
         check(entered("a" * (limits.limit_of(key).most + 1)))
+    assert refused.value.metadata["field"] == name_of(key)
     many = _message(field)
     for number in range(limits.limit_of(field).most + 1):
         many.MergeFrom(entered(str(number)))
-    with pytest.raises(LimitExceeded, match=field.full_name.removeprefix("etfarm.v1.")):
+    with pytest.raises(LimitExceeded, match=name_of(field)):
         check(many)
     if value.type in TEXTS:
         message = _message(field)
         getattr(message, field.name)["k"] = _text(value, limits.limit_of(value).most + 1)
-        with pytest.raises(LimitExceeded, match=value.full_name.removeprefix("etfarm.v1.")):
+        with pytest.raises(LimitExceeded, match=f"A value of `{name_of(field)}` must have at most"):
             check(message)
 
 
