@@ -113,6 +113,9 @@ def assemble(
             clusters=[list(cluster.cpus) for cluster in device.clusters],
         )  # fmt: skip
     if result is not None and device is not None:
+        timed = report.runs[-1].verdict if report.runs else report.verdict
+        if report.HasField("profile") and timed.status == report_pb2.VERDICT_STATUS_INVALID:
+            report.profile.ClearField("event_cost_ns")  # the difference to the traced pass is not only what tracing costs
         for profile, traced in _traced(report, result):
             _fill_trace(profile, traced, emulated=device.emulated, thresholds=thresholds or Thresholds())
     report.timeline.extend(cell.timeline)

@@ -192,6 +192,17 @@ def test_a_traced_pass_has_its_own_counters_and_verdict_whatever_the_child_answe
     assert again.profile.verdict.status == report_pb2.VERDICT_STATUS_VALID and again.profile.event_cost_ns == 5e6
 
 
+def test_beside_a_disturbed_timed_pass_the_cost_of_tracing_is_unknown() -> None:
+    measured, analyzed = result(), analysis()
+    measured.traced_ns.extend([10] * 30)
+    measured.telemetry.cpu_time_ns, measured.telemetry.wall_time_ns = 1, 300
+    analyzed.profile.iterations, analyzed.profile.traced_ratio = 30, 1.1
+    analyzed.profile.events, analyzed.profile.event_cost_ns = 10, 5e6
+    report = assemble("r", job(), cell(), at=AT, device=DEVICE, result=measured, analysis=analyzed)
+    assert report.verdict.status == report_pb2.VERDICT_STATUS_INVALID
+    assert report.profile.traced_ratio == 1.1 and not report.profile.HasField("event_cost_ns")
+
+
 def test_an_emulated_device_is_not_benchmarkable() -> None:
     emulated = Device(id="emu", emulated=True)
     report = assemble(

@@ -34,7 +34,7 @@ PROMPT = ["--prompt-ids", "1"]
         ([*PROMPT, "--stop-tokens", ",".join(map(str, range(1025)))], "1,024"),
         ([*PROMPT, "-n", "0"], "greater than or equal to 1"),
         ([*PROMPT, "-n", "65537"], "less than or equal to 65536"),
-        ([*PROMPT, "--max-time", "inf"], "inf is not a number"),
+        ([*PROMPT, "--max-time", "inf"], "must be a finite number, got inf"),
         (PROMPT, "x.pte is not an ExecuTorch program"),
         ([*PROMPT, "--device", "=x"], "selector"),
         ([*PROMPT, "--tokenizer", "missing.json"], "missing.json cannot be read"),

@@ -67,7 +67,7 @@ function codeOf(row) {
 }
 
 const NARROW = "screen and (max-width: 700px)"; // as in page.css
-const AT_SIDE = "screen and (min-width: 1340px)"; // as in page.css
+const AT_SIDE = "screen and (min-width: 1200px)"; // as in page.css
 
 const tip = document.getElementById("tip");
 
