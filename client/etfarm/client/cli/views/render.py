@@ -197,6 +197,11 @@ def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> Renderable
     module_width = min(max(map(len, modules)), left)
     module_width = module_width if module_width >= LEAST_MODULE or module_width == max(map(len, modules)) else 0
     code_width = left - (module_width + 2 if module_width else 0)
+    if not module_width:
+        # Rows of one line of a library are told apart by their modules.
+        shown = [_line_and_module(row, place_width) or place for row, place in zip(chosen, places, strict=True)]
+    else:
+        shown = places
     table = Table.grid(padding=(0, 2, 0, 0))
     for justify, style in (("right", "dim"), ("right", ""), ("right", ""), ("left", ""), ("left", "dim"), ("left", "cyan")):
         table.add_column(justify=justify, style=style, no_wrap=True)  # type: ignore[arg-type]
@@ -211,7 +216,7 @@ def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> Renderable
             times[place],
             Text(units.without_middle(names[place], name_width), style=style),
             backends[place],
-            units.without_start(places[place], place_width),
+            units.without_start(shown[place], place_width),
             *([units.without_start(modules[place], module_width)] if module_width else ()),
             Text(units.without_end(codes[place], code_width) if code_width >= LEAST_CODE else ""),
         )
@@ -321,6 +326,14 @@ def _place(row: Json) -> str:
         return f"{row['source']['file']}:{row['source']['line']}"
     module = str(row["module"] or "")
     return f"module {module}" if module.replace(".", "").isdecimal() else module  # a position in an nn.Sequential
+
+
+def _line_and_module(row: Json, width: int) -> str:
+    """Return a row's line and module for a column that is too narrow for a file: `:92 …layer1.0.conv1`; empty without both."""
+    if not (row["source"] and row["module"]):
+        return ""
+    line = f":{row['source']['line']} "
+    return line + units.without_start(str(row["module"]), max(1, width - len(line)))
 
 
 def _prefill(report: Json, width: int, top: int) -> Iterator[RenderableType]:

@@ -319,6 +319,8 @@ def test_rows_of_one_line_are_told_apart_by_their_modules() -> None:
     wide = render_text(report_document(operators=rows), width=160)
     assert "torchvision/models/resnet.py:92  layer1.0.conv1  out = self.conv1(x)" in wide
     assert "resnet.py:92  layer2.0.conv1" in wide
+    narrow = render_text(report_document(operators=rows), width=80)
+    assert ":92 layer1.0.conv1" in narrow and ":92 layer2.0.conv1" in narrow
 
 
 def _delegation(*places: dict[str, Any]) -> dict[str, Any]:
