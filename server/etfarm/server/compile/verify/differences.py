@@ -14,8 +14,11 @@ from etfarm.wire import rounding, tensors
 from etfarm.wire.sqnr import decibels, sqnr_db
 from etfarm.wire.tensors import Scalar, Value
 
-FLOAT_DB: Final = 40.0
-"""Minimum SQNR in dB of a correct float program: fp16 alone has about 60 dB, fp32 over 100."""
+FLOAT_DB: Final = {"bfloat16": (20.0, "mostly has 30 to 45"), "float16": (30.0, "mostly has 45 to 65")}
+"""Minimum SQNR in dB of a correct float program by dtype of the output, and what is usual: sums are rounded to the dtype."""
+
+_WIDE_DB: Final = (40.0, "mostly has over 100")
+"""The same for float32 and float64."""
 
 QUANTIZED_DB: Final = 10.0
 """Minimum SQNR in dB of a useful quantized program; good int8 has 20 to 45 dB."""
@@ -49,6 +52,8 @@ class Difference:
     """The SQNR in dB of the reference without its mean, so that a bias does not count as signal; None if undefined."""
     is_constant: bool = False
     """Whether all values of the reference are equal, so that a quantizer cannot be judged by it."""
+    dtype: str = ""
+    """The dtype of the reference; empty for a scalar."""
     wrong: str = ""
     """Why the outputs cannot be compared: different shapes, or NaN in one of them; empty if they can."""
 
@@ -76,11 +81,10 @@ def find_problem(output: Difference, *, quantized: bool) -> str:
         return ""
     if reported["sqnr_db"] is None:
         return f"{reported['output']} is up to {error:g} where the model gives zeros" if error > _NOT_ZERO else ""
-    return (
-        f"{reported['output']} has {decibels(reported['sqnr_db'])}, where floats have over 100"
-        if reported["sqnr_db"] < FLOAT_DB
-        else ""
-    )
+    least_db, usual = FLOAT_DB.get(output.dtype, _WIDE_DB)
+    if reported["sqnr_db"] >= least_db:
+        return ""
+    return f"{reported['output']} has {decibels(reported['sqnr_db'])}, where a {output.dtype or 'float'} output {usual}"
 
 
 def is_rounding(expected: Value, output: Difference) -> bool:
@@ -132,7 +136,8 @@ def difference(name: str, expected: Value, actual: Value) -> Difference:
     # float32 noise around a single value is not a signal, and cannot be used to judge a quantizer.
     is_constant = spread <= 1e-6 * float(np.abs(r).max(initial=0.0)) and r.size != 1
     varying = r - r.mean() if r.size > 1 and np.isfinite(r).all() else r
-    return Difference(reported, sqnr_db(r, a, varying), is_constant)
+    dtype = "" if isinstance(expected, Scalar) else expected.dtype
+    return Difference(reported, sqnr_db(r, a, varying), is_constant, dtype)
 
 
 def _output_check(

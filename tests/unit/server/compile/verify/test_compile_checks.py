@@ -280,6 +280,21 @@ def test_outputs_of_every_kind_are_compared(expected: Any, actual: Any, equal: b
 
 
 @pytest.mark.parametrize(
+    ("dtype", "error", "problem"),
+    [
+        ("float32", 1e-3, ""), ("float32", 2e-2, "y has 34.0 dB, where a float32 output mostly has over 100"),
+        ("float16", 2e-2, ""), ("float16", 4e-2, "y has 28.0 dB, where a float16 output mostly has 45 to 65"),
+        ("bfloat16", 4e-2, ""), ("bfloat16", 0.2, "y has 14.0 dB, where a bfloat16 output mostly has 30 to 45"),
+    ],
+)  # fmt: skip
+def test_floats_are_judged_by_what_their_dtype_can_hold(dtype: str, error: float, problem: str) -> None:
+    values = np.linspace(1, 2, 1001)
+    reference, actual = (tensors.from_array("y", each.astype(tensors.dtype_of(dtype))) for each in (values, values * (1 + error)))
+    found = differences.find_problem(differences.difference("y", reference, actual), quantized=False)
+    assert found == problem or (found[:8], found[12:]) == (problem[:8], problem[12:]), found
+
+
+@pytest.mark.parametrize(
     ("actual", "quantized", "problem"),
     [
         ((1, 2, 3, 4), False, ""), ((1, 2, 3, 5), False, "y agrees in 75% of its integers only"), ((1, 2, 3, 5), True, ""),
