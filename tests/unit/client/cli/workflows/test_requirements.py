@@ -34,7 +34,7 @@ def measured(low: float, high: float, source: str = "REPEATS", **changes: Any) -
         ((3.1e6, 3.2e6), WORSE),
     ],
 )
-@pytest.mark.parametrize("source", ["REPEATS", "HISTORY", "PRIOR"])
+@pytest.mark.parametrize("source", ["REPEATS", "HISTORY"])
 def test_a_median_is_held_against_the_interval_between_runs(
     golden: Golden, ends: tuple[float, float], code: int, source: str
 ) -> None:
@@ -72,6 +72,22 @@ def test_a_report_of_an_earlier_release_is_held_against_its_own_interval() -> No
     assert exit_code(Requirements(max_p50_ns=1.9e6).shortfalls([old])) == WORSE
     unknown = completed(report(latency={"p50_ns": 2e6}))
     assert exit_code(Requirements(max_p50_ns=9e6).shortfalls([unknown])) == INCONCLUSIVE
+
+
+@pytest.mark.parametrize(
+    ("source", "limit_ns", "code"),
+    [
+        ("PRIOR", 1.5e6, INCONCLUSIVE), ("PRIOR", 0.9e6, INCONCLUSIVE), ("PRIOR", 0.8e6, WORSE), ("PRIOR", 2.3e6, 0),
+        ("HISTORY", 1.5e6, WORSE), ("REPEATS", 1.5e6, WORSE), ("REPEATS", 2.1e6, INCONCLUSIVE),
+    ],
+)  # fmt: skip
+def test_a_single_run_with_an_assumed_variation_fails_a_limit_by_far_only(source: str, limit_ns: float, code: int) -> None:
+    spread = {"source": source, "runs": 0, "relative_stddev": 0.05, "p50_ci95_ns": [1.8e6, 2.2e6]}
+    single = completed(report(latency={"p50_ns": 2e6, "p50_ci95_ns": [1.99e6, 2.01e6]}, run_spread=spread))
+    shortfalls = Requirements(max_p50_ns=limit_ns).shortfalls([single])
+    assert exit_code(shortfalls) == code
+    if shortfalls and code == INCONCLUSIVE:
+        assert "--repeat 5 or more" in shortfalls[0].message
 
 
 @pytest.mark.parametrize(
