@@ -12,7 +12,7 @@ from etfarm.client.cli import options
 from etfarm.client.cli.help_texts import make_readable
 from etfarm.client.cli.outcome import Outcome
 from etfarm.client.cli.terminal.capabilities import printable, tell
-from etfarm.client.cli.usage import Usage
+from etfarm.client.cli.usage import Usage, describe_bad_value
 from etfarm.client.errors import Interrupted, OutputUnwritable, exit_code
 from etfarm.client.transport.daemon_thread import leave_busy_threads
 from etfarm.wire.errors import EtfarmError, FarmError
@@ -41,6 +41,7 @@ def execute(command: Command | Mapping[str, Command], argv: list[str], name: str
         error = Interrupted("Interrupted.")
     except _UsageError as raised:
         message = " ".join(str(getattr(raised, "format_message", raised.__str__)()).replace("Value error, ", "").split())
+        message = describe_bad_value(message, argv)
         if message.startswith("Option '--json' requires an argument"):
             message = "Option '--json' requires an argument: FILE, or - for stdout."
         # The parser's context names the subcommand, which an option without its argument lacks.

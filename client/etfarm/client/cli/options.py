@@ -116,7 +116,7 @@ Verbose = Annotated[
 def finite(value: float | None) -> float | None:
     """Check that a number is finite, as a callback: nan and inf may pass comparisons with a bound."""
     if value is not None and not math.isfinite(value):
-        raise typer.BadParameter(f"it must be a finite number, got {value}")
+        raise typer.BadParameter("must be a finite number")
     return value
 
 

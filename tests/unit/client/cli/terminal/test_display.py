@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
@@ -21,8 +22,6 @@ def _cell(state: CellState, **more: Any) -> Cell:
 
 
 def _now() -> Any:
-    from datetime import UTC, datetime
-
     return datetime.now(UTC)
 
 
@@ -152,7 +151,8 @@ def test_the_activity_does_not_repeat_the_state(state: CellState, phase: str, sh
 
 def test_progress_that_arrives_before_the_change_that_it_follows_is_kept() -> None:
     lines: list[str] = []
-    earlier, change, later = _now(), _now(), _now()
+    change = _now()
+    earlier, later = (change + timedelta(milliseconds=apart) for apart in (-1, 1))
     waits = Progress(later, "c1", "SERVER", "WAIT_FOR_QUIET", None, None, None, "")
     live, plain, console = LiveDisplay(), PlainDisplay(lines.append), Console(width=110, color_system=None)
     for display in (live, plain):

@@ -1,0 +1,33 @@
+"""Messages of bad values in etfarm's words, with the value."""
+
+from __future__ import annotations
+
+import pytest
+
+from etfarm.client.cli.usage import describe_bad_value
+
+
+@pytest.mark.parametrize(
+    ("message", "argv", "expected"),
+    [
+        (
+            "Invalid value for '--iterations': Input should be greater than or equal to 1",
+            ["x.pte", "--iterations", "0"],
+            "--iterations must be at least 1, got 0",
+        ),
+        (
+            "Invalid value for '--limit' / '-n': Input should be less than or equal to 9.",
+            ["--limit=10"],
+            "--limit must be at most 9, got 10",
+        ),
+        (
+            "Invalid value for '--top': Input should be a valid integer, unable to parse string as an integer",
+            ["--top", "x"],
+            "--top must be an integer, got x",
+        ),
+        ("Invalid value for '--top': Input should be a valid number, unable to parse", [], "--top must be a number"),
+        ("No such option: --nosuch", ["--nosuch"], "No such option: --nosuch"),
+    ],
+)
+def test_a_bad_value_is_named_with_what_it_must_be(message: str, argv: list[str], expected: str) -> None:
+    assert describe_bad_value(message, argv) == expected
