@@ -109,7 +109,7 @@ def assemble(
     if generation is not None and result is not None and result.generations and device is not None and analysis is not None:
         fill_generation(
             report, generation, result, analysis.generation, requested=job.spec.measurement.repeat, emulated=device.emulated,
-            thresholds=thresholds or Thresholds(), cores=device.cores,
+            thresholds=thresholds or Thresholds(), dtype=_logits_dtype(compilation, generation), cores=device.cores,
             clusters=[list(cluster.cpus) for cluster in device.clusters],
         )  # fmt: skip
     if result is not None and device is not None:
@@ -120,6 +120,13 @@ def assemble(
             _fill_trace(profile, traced, emulated=device.emulated, thresholds=thresholds or Thresholds())
     report.timeline.extend(cell.timeline)
     return report
+
+
+def _logits_dtype(compilation: compile_pb2.Compilation | None, plan: generation_pb2.GenerationPlan) -> str:
+    """Return the dtype of a language model's logits; empty if it is unknown."""
+    facts = compilation.facts.methods if compilation is not None else {}
+    decode = plan.model.decode_method
+    return facts[decode].outputs[0].dtype if decode in facts and facts[decode].outputs else ""
 
 
 def _traced(

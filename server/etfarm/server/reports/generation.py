@@ -13,6 +13,7 @@ from etfarm.server.reports.latency.thresholds import Thresholds
 from etfarm.server.reports.runs import NOT_REPEATED
 from etfarm.server.reports.verdict import judge_disturbances, judge_runs
 from etfarm.v1 import agent_pb2, generation_pb2, report_pb2
+from etfarm.wire import rounding
 from etfarm.wire.generation import METRICS
 from etfarm.wire.sqnr import decibels
 
@@ -26,9 +27,8 @@ NOT_SCORED: Final = "GENERATION_NOT_SCORED"
 """Code of the warning that an agent did not measure the accuracy of generation."""
 INPUTS_IGNORED: Final = "ENCODER_INPUTS_IGNORED"
 """Code of the warning that an agent did not use the inputs of an encoder."""
-FLOAT_DB: Final = 40.0
 QUANTIZED_DB: Final = 10.0
-"""Minimum SQNR of logits in dB, without and with quantization, as for the outputs of other models."""
+"""Minimum SQNR of quantized logits in dB, as for the outputs of other models."""
 _REFERENCES: Final = {
     report_pb2.REFERENCE_EAGER: "the exported program in PyTorch",
     report_pb2.REFERENCE_QUANTIZED: "the quantized program in PyTorch",
@@ -46,6 +46,7 @@ def fill_generation(
     requested: int,
     emulated: bool,
     thresholds: Thresholds,
+    dtype: str = "",
     cores: int = 0,
     clusters: Sequence[Sequence[int]] = (),
 ) -> None:
@@ -55,6 +56,7 @@ def fill_generation(
         result: the result, which is plausible.
         analysis: what the analysis of the files computed.
         requested: number of processes that the job requested.
+        dtype: that of the logits; empty if it is unknown.
         emulated, thresholds, cores, clusters: as in `verdict.judge`.
     """
     if not analysis.points:
@@ -67,7 +69,7 @@ def fill_generation(
         generated.tokens.add().CopyFrom(process.tokens)
     _warn_of_ignored_inputs(report, plan, result)
     _fill_traces(report, result.generations[-1], analysis)
-    _fill_accuracy(report, plan, result.generations[-1].score, analysis.accuracy)
+    _fill_accuracy(report, plan, result.generations[-1].score, analysis.accuracy, dtype)
     if requested > len(result.generations):
         message = f"{requested} runs were requested, and the device's agent made {len(result.generations)}. Update the agent."
         report.compile.warnings.add(code=NOT_REPEATED, message=message)
@@ -140,6 +142,7 @@ def _fill_accuracy(
     plan: generation_pb2.GenerationPlan,
     score: agent_pb2.ScoreResult,
     analysis: report_pb2.GenerationAccuracy,
+    dtype: str,
 ) -> None:
     """Fill the accuracy of generation: the device's counts, what the analysis computed of them, and a warning if it is low."""
     if not plan.HasField("score"):
@@ -166,7 +169,7 @@ def _fill_accuracy(
     for each in accuracy.references:
         # A device may round sums of integers differently, also against the same quantized program.
         is_float = each.reference == report_pb2.REFERENCE_EAGER and not is_quantized
-        least_db = FLOAT_DB if is_float else QUANTIZED_DB
+        least_db = rounding.least_sqnr_db(dtype) if is_float else QUANTIZED_DB
         if each.HasField("sqnr_db") and each.sqnr_db < least_db:
             message = (
                 f"The logits of given tokens have {decibels(each.sqnr_db)} against {_REFERENCES[each.reference]}; at least "

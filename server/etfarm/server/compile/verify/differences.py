@@ -14,11 +14,8 @@ from etfarm.wire import rounding, tensors
 from etfarm.wire.sqnr import decibels, sqnr_db
 from etfarm.wire.tensors import Scalar, Value
 
-FLOAT_DB: Final = {"bfloat16": (20.0, "mostly has 30 to 45"), "float16": (30.0, "mostly has 45 to 65")}
-"""Minimum SQNR in dB of a correct float program by dtype of the output, and what is usual: sums are rounded to the dtype."""
-
-_WIDE_DB: Final = (40.0, "mostly has over 100")
-"""The same for float32 and float64."""
+_USUAL: Final = {"bfloat16": "30 to 45", "float16": "45 to 65"}
+"""SQNR in dB that outputs of a float program mostly have, by dtype; wider ones have over 100."""
 
 QUANTIZED_DB: Final = 10.0
 """Minimum SQNR in dB of a useful quantized program; good int8 has 20 to 45 dB."""
@@ -81,10 +78,10 @@ def find_problem(output: Difference, *, quantized: bool) -> str:
         return ""
     if reported["sqnr_db"] is None:
         return f"{reported['output']} is up to {error:g} where the model gives zeros" if error > _NOT_ZERO else ""
-    least_db, usual = FLOAT_DB.get(output.dtype, _WIDE_DB)
-    if reported["sqnr_db"] >= least_db:
+    if reported["sqnr_db"] >= rounding.least_sqnr_db(output.dtype):
         return ""
-    return f"{reported['output']} has {decibels(reported['sqnr_db'])}, where a {output.dtype or 'float'} output {usual}"
+    usual = f"where a {output.dtype or 'float'} output mostly has {_USUAL.get(output.dtype, 'over 100')}"
+    return f"{reported['output']} has {decibels(reported['sqnr_db'])}, {usual}"
 
 
 def is_rounding(expected: Value, output: Difference) -> bool:
