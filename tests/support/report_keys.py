@@ -136,6 +136,7 @@ KEYS: dict[str, Any] = {
             "sources": [dict.fromkeys(SOURCE)],
             "unaligned_reason": None,
             "mean_ci95_ns": None,
+            "rounding_ns": None,
             "input_rows": None,
             "source_reason": None,
         }

@@ -2160,6 +2160,7 @@ class OperatorRow(_message.Message):
     SOURCES_FIELD_NUMBER: _builtins.int
     UNALIGNED_REASON_FIELD_NUMBER: _builtins.int
     MEAN_CI95_NS_FIELD_NUMBER: _builtins.int
+    ROUNDING_NS_FIELD_NUMBER: _builtins.int
     INPUT_ROWS_FIELD_NUMBER: _builtins.int
     SOURCE_REASON_FIELD_NUMBER: _builtins.int
     index: _builtins.int
@@ -2201,6 +2202,10 @@ class OperatorRow(_message.Message):
     """
     unaligned_reason: _builtins.str
     """Why the kernels of a DELEGATE row have no source lines; absent if they have, and if the backend reports no kernels."""
+    rounding_ns: _builtins.float
+    """By how much a delegate's clock may have rounded `mean_ns` up or down, evenly: half a step at most, the less the more the times
+    vary. A part of `mean_ci95_ns`. Absent for rows that such a clock did not measure, and in reports without the half step.
+    """
     source_reason: _builtins.str
     """Why the row has no source line; or, for a kernel that is no operator of the model, such as an inserted transposition or a
     buffer that is written back, what it is for: `source` is then the line of that operator. One sentence; absent for a row with
@@ -2257,12 +2262,13 @@ class OperatorRow(_message.Message):
         sources: _abc.Iterable[_compile_pb2.SourceLine] | None = ...,
         unaligned_reason: _builtins.str | None = ...,
         mean_ci95_ns: _abc.Iterable[_builtins.float] | None = ...,
+        rounding_ns: _builtins.float | None = ...,
         input_rows: _abc.Iterable[_builtins.int] | None = ...,
         source_reason: _builtins.str | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_duration_ns", b"_duration_ns", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_share", b"_share", "_source_reason", b"_source_reason", "_start_ns", b"_start_ns", "_unaligned_reason", b"_unaligned_reason", "aligned", b"aligned", "backend", b"backend", "duration_ns", b"duration_ns", "instruction_id", b"instruction_id", "mean_ns", b"mean_ns", "module", b"module", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "parent", b"parent", "resolution_ns", b"resolution_ns", "share", b"share", "source", b"source", "source_reason", b"source_reason", "start_ns", b"start_ns", "unaligned_reason", b"unaligned_reason"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_duration_ns", b"_duration_ns", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_rounding_ns", b"_rounding_ns", "_share", b"_share", "_source_reason", b"_source_reason", "_start_ns", b"_start_ns", "_unaligned_reason", b"_unaligned_reason", "aligned", b"aligned", "backend", b"backend", "duration_ns", b"duration_ns", "instruction_id", b"instruction_id", "mean_ns", b"mean_ns", "module", b"module", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "parent", b"parent", "resolution_ns", b"resolution_ns", "rounding_ns", b"rounding_ns", "share", b"share", "source", b"source", "source_reason", b"source_reason", "start_ns", b"start_ns", "unaligned_reason", b"unaligned_reason"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_duration_ns", b"_duration_ns", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_share", b"_share", "_source_reason", b"_source_reason", "_start_ns", b"_start_ns", "_unaligned_reason", b"_unaligned_reason", "aligned", b"aligned", "backend", b"backend", "debug_handles", b"debug_handles", "delegated", b"delegated", "duration_ns", b"duration_ns", "index", b"index", "input_rows", b"input_rows", "instruction_id", b"instruction_id", "kind", b"kind", "mean_ci95_ns", b"mean_ci95_ns", "mean_ns", b"mean_ns", "module", b"module", "name", b"name", "op_types", b"op_types", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "parent", b"parent", "reconstructed", b"reconstructed", "resolution_ns", b"resolution_ns", "share", b"share", "source", b"source", "source_reason", b"source_reason", "sources", b"sources", "start_ns", b"start_ns", "unaligned_reason", b"unaligned_reason"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_aligned", b"_aligned", "_backend", b"_backend", "_duration_ns", b"_duration_ns", "_instruction_id", b"_instruction_id", "_mean_ns", b"_mean_ns", "_module", b"_module", "_p10_ns", b"_p10_ns", "_p50_ns", b"_p50_ns", "_p90_ns", b"_p90_ns", "_parent", b"_parent", "_resolution_ns", b"_resolution_ns", "_rounding_ns", b"_rounding_ns", "_share", b"_share", "_source_reason", b"_source_reason", "_start_ns", b"_start_ns", "_unaligned_reason", b"_unaligned_reason", "aligned", b"aligned", "backend", b"backend", "debug_handles", b"debug_handles", "delegated", b"delegated", "duration_ns", b"duration_ns", "index", b"index", "input_rows", b"input_rows", "instruction_id", b"instruction_id", "kind", b"kind", "mean_ci95_ns", b"mean_ci95_ns", "mean_ns", b"mean_ns", "module", b"module", "name", b"name", "op_types", b"op_types", "p10_ns", b"p10_ns", "p50_ns", b"p50_ns", "p90_ns", b"p90_ns", "parent", b"parent", "reconstructed", b"reconstructed", "resolution_ns", b"resolution_ns", "rounding_ns", b"rounding_ns", "share", b"share", "source", b"source", "source_reason", b"source_reason", "sources", b"sources", "start_ns", b"start_ns", "unaligned_reason", b"unaligned_reason"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__aligned: _TypeAlias = _typing.Literal["aligned"]  # noqa: Y015
     _WhichOneofArgType__aligned: _TypeAlias = _typing.Literal["_aligned", b"_aligned"]  # noqa: Y015
@@ -2286,6 +2292,8 @@ class OperatorRow(_message.Message):
     _WhichOneofArgType__parent: _TypeAlias = _typing.Literal["_parent", b"_parent"]  # noqa: Y015
     _WhichOneofReturnType__resolution_ns: _TypeAlias = _typing.Literal["resolution_ns"]  # noqa: Y015
     _WhichOneofArgType__resolution_ns: _TypeAlias = _typing.Literal["_resolution_ns", b"_resolution_ns"]  # noqa: Y015
+    _WhichOneofReturnType__rounding_ns: _TypeAlias = _typing.Literal["rounding_ns"]  # noqa: Y015
+    _WhichOneofArgType__rounding_ns: _TypeAlias = _typing.Literal["_rounding_ns", b"_rounding_ns"]  # noqa: Y015
     _WhichOneofReturnType__share: _TypeAlias = _typing.Literal["share"]  # noqa: Y015
     _WhichOneofArgType__share: _TypeAlias = _typing.Literal["_share", b"_share"]  # noqa: Y015
     _WhichOneofReturnType__source_reason: _TypeAlias = _typing.Literal["source_reason"]  # noqa: Y015
@@ -2316,6 +2324,8 @@ class OperatorRow(_message.Message):
     def WhichOneof(self, oneof_group: _WhichOneofArgType__parent) -> _WhichOneofReturnType__parent | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__resolution_ns) -> _WhichOneofReturnType__resolution_ns | None: ...
+    @_typing.overload
+    def WhichOneof(self, oneof_group: _WhichOneofArgType__rounding_ns) -> _WhichOneofReturnType__rounding_ns | None: ...
     @_typing.overload
     def WhichOneof(self, oneof_group: _WhichOneofArgType__share) -> _WhichOneofReturnType__share | None: ...
     @_typing.overload

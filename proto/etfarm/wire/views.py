@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
+from etfarm.wire import timings
 from etfarm.wire.errors import UserError
 
 BY: Final = ("op", "type", "module", "line", "backend")
@@ -206,17 +207,38 @@ class _Node:
 def half_width(rows: Iterable[Row]) -> float | None:
     """Return half the width of the 95 % interval of the rows' total time, ns; None if a row with a time has no interval.
 
-    It is the sum of the rows' own: rows vary in step when the clock does, and a sum is never less certain than that.
+    It is the sum of the rows' own: rows vary in step when the clock does, and a sum is never less certain than that. What a
+    delegate's clock rounds is not in it.
     """
-    ends = [row["mean_ci95_ns"] for row in rows if row["mean_ns"]]
-    return None if None in ends else sum((high - low) / 2 for low, high in ends)
+    timed = [row for row in rows if row["mean_ns"]]
+    if any(row["mean_ci95_ns"] is None for row in timed):
+        return None
+    return sum(max(0.0, _half_of(row) - _rounding_of(row)) for row in timed)
+
+
+def _half_of(row: Row) -> float:
+    low, high = row["mean_ci95_ns"]
+    # The lower end is never below 0.
+    return float(max(row["mean_ns"] - low, high - row["mean_ns"]))
+
+
+def _rounding_of(row: Row) -> float:
+    return row.get("rounding_ns") or 0.0
+
+
+def combine_roundings(roundings_ns: Iterable[float]) -> float:
+    """Return by how much a sum is off in 95 % of cases, ns, if its terms are off by up to these, evenly and independently."""
+    known = list(roundings_ns)
+    return min(sum(known), timings.NORMAL_QUANTILE * math.sqrt(sum(each**2 for each in known) / 3))
 
 
 def interval(time_ns: float | None, rows: Iterable[Row]) -> tuple[float, float] | None:
-    """Return the 95 % interval of `time_ns`, the total time of rows."""
-    half_ns = half_width(rows)
+    """Return the 95 % interval of `time_ns`, the total time of rows, with what a delegate's clock rounds."""
+    known = list(rows)
+    half_ns = half_width(known)
     if not time_ns or half_ns is None:
         return None
+    half_ns += combine_roundings(map(_rounding_of, known))
     return max(0.0, time_ns - half_ns), time_ns + half_ns
 
 

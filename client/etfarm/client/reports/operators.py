@@ -108,7 +108,11 @@ class Operator(JsonObject):
     unaligned_reason: str | None = None
     """Why the kernels of a delegate have no source lines; None if they have."""
     mean_ci95_ns: tuple[float, float] | None = None
-    """The lower and the upper bound of the 95 % interval of `mean_ns` within this run; None below 6 executions."""
+    """The lower and the upper bound of the 95 % interval of `mean_ns` within this run, with `rounding_ns`; None below 6
+    executions.
+    """
+    rounding_ns: float | None = None
+    """By how much a delegate's clock may have rounded `mean_ns` up or down; None if none did."""
     input_rows: tuple[int, ...] = ()
     """Indices of the rows whose outputs this row takes, all before it; empty if unknown."""
     source_reason: str | None = None

@@ -16,8 +16,12 @@ from etfarm.wire.comparison import matching, uncertainty
 from etfarm.wire.comparison.matching import Matched
 from etfarm.wire.report import Json
 
-_ROUNDING: Final = 1 / math.sqrt(12)
-"""Standard deviation of an error that is uniform within one unit of a clock."""
+_EVEN: Final = 1 / math.sqrt(3)
+"""Standard deviation of an error that is evenly distributed up to 1 either way."""
+
+
+_COARSE_NS: Final = 1000.0
+"""Resolution of clocks whose rounding matters."""
 
 
 def operators(base: Json, candidate: Json) -> Json | None:
@@ -92,7 +96,9 @@ def _judge(change: float | None, matched: Matched, base: Json, candidate: Json) 
     ends = [change - half_ns, change + half_ns]
     if ends[0] <= 0 <= ends[1]:
         return ends, "no_difference"
-    if not (_is_reliable(base) and _is_reliable(candidate)):
+    if not (_is_reliable(base) and _is_reliable(candidate)) or _lacks_half_steps(matched.base) != _lacks_half_steps(
+        matched.candidate
+    ):
         return ends, "inconclusive"
     return ends, "slower" if change > 0 else "faster"
 
@@ -110,7 +116,24 @@ def _errors(rows: Sequence[Json], report: Json) -> list[tuple[float, float]] | N
     freedom = spread["runs"] - 1.0 if uncertainty.is_observed(spread) else math.inf
     # The interval within the pass already accounts for the number of its iterations.
     errors = [(within_ns / timings.NORMAL_QUANTILE, math.inf), (between_ns, freedom)]
-    return errors + [(_ROUNDING * (row["resolution_ns"] or 0.0), math.inf) for row in rows]
+    return errors + [(_EVEN * _rounding(row), math.inf) for row in rows]
+
+
+def _rounding(row: Json) -> float:
+    """Return by how much a clock may have rounded a row's time, ns; half a step in reports that do not say it."""
+    known = row.get("rounding_ns")
+    return (row["resolution_ns"] or 0.0) / 2 if known is None else known
+
+
+def _lacks_half_steps(rows: Sequence[Json]) -> bool:
+    """Return whether rows are of a report in whose times a delegate's clock still rounds down on average."""
+    return any(
+        row["kind"] == "KERNEL"
+        and (row["resolution_ns"] or 0.0) >= _COARSE_NS
+        and row["mean_ns"]
+        and row.get("rounding_ns") is None
+        for row in rows
+    )
 
 
 def _is_reliable(report: Json) -> bool:

@@ -84,6 +84,43 @@ def test_a_step_of_the_clock_is_no_difference() -> None:
     assert row["outcome"] == "no_difference"
 
 
+def rounded(cell: str, time_ns: float, rounding_ns: float | None, kernels: int = 20) -> dict[str, Any]:
+    """Return a REPORT of equal kernels, which a clock of microseconds measured."""
+    created = traced(cell, *[time_ns] * kernels, half=0.0)
+    for row in created["operators"]:
+        ends = [time_ns - (rounding_ns or 0.0), time_ns + (rounding_ns or 0.0)]
+        row |= {
+            "kind": "KERNEL",
+            "debug_handles": [0],
+            "module": "m",
+            "resolution_ns": 1000.0,
+            "rounding_ns": rounding_ns,
+            "mean_ci95_ns": ends,
+        }
+    created["run_spread"] = {**SPREAD, "relative_stddev": 0.0}
+    # Programs of different recipes are compared by module.
+    created |= {"recipe": f"of {cell}", "recipe_digest": cell * 64}
+    created["compile"] = {**created["compile"], "program": {"digest": cell * 64, "size_bytes": 1000}}
+    return created
+
+
+def test_roundings_of_many_kernels_do_not_add_up() -> None:
+    (row,) = changes(rounded("b", 4500.0, 500.0), rounded("k", 4900.0, 500.0)).values()
+    half_ns = 1.96 * math.sqrt(2 * 20 / 3) * 500
+    assert row["change_ci95_ns"] == pytest.approx([8000 - half_ns, 8000 + half_ns], rel=1e-3) and row["outcome"] == "slower"
+    low, high = row["base"]["time_ci95_ns"]
+    assert (high - low) / 2 == pytest.approx(1.96 * math.sqrt(20 / 3) * 500, rel=1e-3)
+
+
+def test_a_half_step_that_an_older_report_lacks_is_no_difference_of_programs() -> None:
+    old, new = rounded("b", 4000.0, None), rounded("k", 4500.0, 100.0)
+    for pair in ((old, new), (new, old)):
+        (row,) = changes(*pair).values()
+        assert row["outcome"] == "inconclusive"
+    (row,) = changes(old, rounded("k", 6000.0, None)).values()
+    assert row["outcome"] == "slower"
+
+
 def test_without_intervals_there_are_too_few_iterations() -> None:
     base, candidate = traced("b", 100_000.0), traced("k", 100_000.0)
     candidate["operators"][0]["mean_ci95_ns"] = None

@@ -64,11 +64,11 @@ class Estimator:
             return None
         return self._quantile * float((self._weights @ times_ns).std())
 
-    def rounding(self, times_ns: Times, resolution_ns: float) -> float:
+    def rounding_error(self, times_ns: Times, resolution_ns: float) -> float:
         """Return by how much a clock that rounds may shift the mean, ns, beyond the half step by which it shifts every mean.
 
-        Equal times may be anywhere within a step: half a step either way. Times that the clock reads as two values or more
-        average their rounding out, the better the more evenly they do.
+        Equal times may be anywhere within a step: half a step either way. Times that vary smoothly, so that the clock reads them
+        as two values or more, average their rounding out, the better the more evenly they do.
         """
         counts = np.unique(times_ns[self.typical], return_counts=True)[1]
         return resolution_ns * max(0.0, float(counts.max() / counts.sum()) - 0.5)

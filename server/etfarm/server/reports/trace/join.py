@@ -7,8 +7,8 @@ time of a row is its share of the method's. Means add up in the same hierarchy a
 
 Leaves are the rows without children; with the RESTs their shares sum to 1. A REST is the part of its parent that the children do
 not account for, and is never negative: if by rounding the children exceed the parent (XNNPACK's clock has a resolution of 1 us),
-they are scaled to fill it and the REST is 0. XNNPACK rounds down, so its kernels' means are raised by half a step; a kernel that
-reads 0 in every iteration has no time, and the REST holds it.
+they are scaled to fill it and the REST is 0. XNNPACK rounds down, so its kernels' means are raised by half a step, as far as the
+delegate has time left; a kernel that reads 0 in every typical iteration has no time, and the REST holds it.
 
 Percentiles are over all iterations, as measured. They do not add up.
 
@@ -19,7 +19,6 @@ without a position there has no start, and one shorter than the clock's resoluti
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
@@ -34,7 +33,7 @@ from etfarm.server.reports.trace.etdump import Call, Kernel, Spans, Times, Trace
 from etfarm.server.reports.trace.graph import Instruction, Origin, Record, base_name
 from etfarm.server.reports.trace.timeline import Place
 from etfarm.v1 import compile_pb2, report_pb2
-from etfarm.wire import timings
+from etfarm.wire import timings, views
 
 RESOLUTION_NS: Final = {"XnnpackBackend": 1000.0}
 """Clock resolution in ns of the events inside a delegate that rounds them down, by backend; for others it is derived."""
@@ -156,7 +155,7 @@ class _Rows:
         *,
         parent: report_pb2.OperatorRow | None = None,
         resolution: float | None = None,
-        rounding: float = 0.0,
+        rounding: float | None = None,
         place: Place | None = None,
         signed: Times | None = None,
     ) -> report_pb2.OperatorRow:
@@ -177,7 +176,10 @@ class _Rows:
             resolution_ns=resolution if resolution or p50 > 0 else self._tick,
         )  # fmt: skip
         if mean > 0:
-            row.mean_ci95_ns.extend(_around(mean, self.estimator.half_width(times if signed is None else signed), rounding))
+            half_width = self.estimator.half_width(times if signed is None else signed)
+            row.mean_ci95_ns.extend(_around(mean, half_width, rounding or 0.0))
+            if rounding is not None:
+                row.rounding_ns = rounding
         if place is not None:
             row.start_ns = place[0]
             if place[1] > 0:
@@ -219,12 +221,15 @@ class _Rows:
         if not call.kernels:
             return
         resolution = _resolution(backend, call.kernels)
-        raised = [_raised(backend, kernel.times_ns) for kernel in call.kernels]
+        raised = self._raise_by_half_a_step(backend, call)
         means = [self.estimator.mean(times) for times in raised]
         shares, rest = _split(means, self.estimator.mean(call.times_ns), share)
         spans = [kernel.spans for kernel in call.kernels]
         places, reconstructed = timeline.lay([self.place(span) for span in spans], whole, has_starts=resolution is None)
-        roundings = [self.estimator.rounding(kernel.times_ns, resolution) if resolution else 0.0 for kernel in call.kernels]
+        roundings = [
+            self.estimator.rounding_error(kernel.times_ns, resolution) if resolution and mean > 0 else None
+            for kernel, mean in zip(call.kernels, means, strict=True)
+        ]
         for kernel, part, place, rounding in zip(call.kernels, shares, places, roundings, strict=True):
             known = origins.get(str(kernel.identifier))
             text = kernel.identifier if isinstance(kernel.identifier, str) else f"{name} #{kernel.identifier}"
@@ -235,8 +240,21 @@ class _Rows:
             child.aligned = known is not None
             child.reconstructed = reconstructed
         self.add_rest(
-            f"rest of {name}", call.times_ns, raised, rest, parent=row, resolution=resolution, rounding=_together(roundings)
-        )
+            f"rest of {name}", call.times_ns, raised, rest, parent=row, resolution=resolution,
+            rounding=views.combine_roundings(filter(None, roundings)) if resolution else None,
+        )  # fmt: skip
+
+    def _raise_by_half_a_step(self, backend: str | None, call: Call) -> list[Times]:
+        """Return the times of a delegate's kernels with the half step by which a clock that rounds down is short on average.
+
+        Of a kernel that no typical iteration saw, nothing is known but that it takes less than a step: it stays as it is. Kernels
+        are not raised beyond what the delegate has left, since that would scale down those that are long.
+        """
+        read = [self.estimator.mean(kernel.times_ns) for kernel in call.kernels]
+        seen = sum(mean > 0 for mean in read)
+        left = max(0.0, self.estimator.mean(call.times_ns) - sum(read))
+        step = min(RESOLUTION_NS.get(backend or "", 0.0) / 2, left / seen) if seen else 0.0
+        return [kernel.times_ns + step if mean > 0 else kernel.times_ns for kernel, mean in zip(call.kernels, read, strict=True)]
 
     def add_rest(
         self,
@@ -247,7 +265,7 @@ class _Rows:
         *,
         parent: report_pb2.OperatorRow | None = None,
         resolution: float | None = None,
-        rounding: float = 0.0,
+        rounding: float | None = None,
     ) -> None:
         """Add a row for the part of `whole` that `parts` do not account for."""
         signed = whole - np.sum(parts, axis=0) if parts else whole
@@ -316,20 +334,6 @@ def _resolution(backend: str | None, kernels: Sequence[Kernel]) -> float | None:
     # Times that are all multiples of 1,000 ns reveal a microsecond clock; this does not happen by chance.
     times = np.concatenate([kernel.times_ns for kernel in kernels])
     return 1000.0 if times.size >= 10 and not (times % 1000).any() else None
-
-
-def _together(roundings: Sequence[float]) -> float:
-    """Return by how much a sum is off in 95 % of cases whose terms are off by up to `roundings`, evenly and independently."""
-    return min(sum(roundings), 1.96 * math.sqrt(sum(rounding**2 for rounding in roundings) / 3))
-
-
-def _raised(backend: str | None, times_ns: Times) -> Times:
-    """Return a kernel's times with the half step by which a clock that rounds down is short on average.
-
-    Of a kernel that the clock never saw, nothing is known but that it takes less than a step: it stays at 0.
-    """
-    step = RESOLUTION_NS.get(backend or "")
-    return times_ns + step / 2 if step is not None and times_ns.any() else times_ns
 
 
 def _smallest(times: Sequence[Times]) -> float:

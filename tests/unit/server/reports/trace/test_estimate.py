@@ -99,7 +99,7 @@ def test_intervals_cover_what_a_microsecond_clock_rounds_away(noise_us: float) -
         estimator = Estimator(50_000 + 500 * random.normal(size=size))
         half_width = estimator.half_width(read)
         assert half_width is not None
-        half_width += estimator.rounding(read, 1e3)
+        half_width += estimator.rounding_error(read, 1e3)
         covered += abs(estimator.mean(read) + 500 - truth * 1e3) <= half_width + 1e-6
         widest = max(widest, half_width)
     assert covered >= 0.9 * len(truths)

@@ -237,8 +237,8 @@ def test_times_shares_and_intervals_of_a_real_trace_never_contradict(name: str) 
 def test_kernels_that_exceed_their_delegate_by_rounding_fill_it() -> None:
     trace = Trace(_times(*[4000] * 4), (_delegate([2000] * 4, [2000] * 4, [1000] * 4),), 0)
     rows = join(trace, Record(), XNNPACK, "forward").operators
-    assert [row.share for row in rows] == pytest.approx([0.5, 5 / 16, 3 / 16, 0.0, 0.5])
-    assert [row.mean_ns for row in rows[1:3]] == pytest.approx([1250, 750]), "the time is the share of the method's"
+    assert [row.share for row in rows] == pytest.approx([0.5, 1 / 3, 1 / 6, 0.0, 0.5])
+    assert [row.mean_ns for row in rows[1:3]] == pytest.approx([4000 / 3, 2000 / 3]), "the time is the share of the method's"
     assert [row.p50_ns for row in rows[1:3]] == [2000, 1000], "percentiles are as measured"
     assert not rows[3].HasField("p50_ns")
 
@@ -266,6 +266,23 @@ def test_a_kernel_that_a_coarse_clock_reads_as_one_number_is_as_uncertain_as_its
     low, high = rows[2].mean_ci95_ns
     assert rows[2].mean_ns == pytest.approx(2000, rel=0.1) and high - low < 800, "its times average the rounding out"
     assert rows[3].mean_ci95_ns[1] - rows[3].mean_ci95_ns[0] >= 1000, "the REST has what kernels do not"
+
+
+@pytest.mark.parametrize("first_ns", [0, 1000])
+def test_kernels_that_only_a_cold_iteration_saw_take_nothing_from_a_long_one(first_ns: int) -> None:
+    """A hundred kernels of 0.2 us beside one of 60 us."""
+    long, short = [60_000] * 100, [first_ns, *[0] * 99]
+    trace = Trace(_times(300_000, *range(90_000, 90_099)), (_delegate([83_000] * 100, long, *[short] * 100),), 0)
+    rows = join(trace, Record(), XNNPACK, "forward").operators
+    assert rows[1].mean_ns == pytest.approx(60_500) and not rows[2].HasField("mean_ns")
+    rest = rows[-2]
+    assert rest.mean_ns == pytest.approx(22_500) and rest.rounding_ns == pytest.approx(500)
+
+
+def test_kernels_are_raised_by_what_their_delegate_has_left() -> None:
+    trace = Trace(_times(*[9000] * 6), (_delegate([5200] * 6, [3000] * 6, [2000] * 6),), 0)
+    rows = join(trace, Record(), XNNPACK, "forward").operators
+    assert [row.mean_ns for row in rows[1:3]] == pytest.approx([3100, 2100]) and not rows[3].HasField("mean_ns")
 
 
 def test_a_cold_first_iteration_changes_no_share() -> None:
