@@ -65,7 +65,7 @@ def read_archive(source: bytes | Path) -> ArchiveFacts:
             module = json.loads(archive.read(entry))["graph_module"]
         graph = module["graph"]
         names = tuple(_user_inputs(module["signature"]["input_specs"]))
-        outputs = tuple(_output_names(module))
+        outputs = _output_names(module)
         types = tuple(_type(graph["tensor_values"].get(name)) for name in names)
         targets = {str(node["target"]) for node in graph["nodes"]}
     except (StopIteration, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError, zipfile.BadZipFile):
@@ -87,32 +87,37 @@ def _user_inputs(specs: list[dict[str, Any]]) -> Iterator[str]:
             yield str(spec["constant_input"]["name"])
 
 
-def _output_names(module: dict[str, Any]) -> Iterator[str]:
-    """Yield a name for each output, made of its keys in the structure that the model returns; nothing for other structures."""
-    entry = next(each for each in module["module_call_graph"] if not each["fqn"])
-    paths = list(_paths(json.loads(entry["signature"]["out_spec"])[1]))
-    if None in paths or len(paths) != sum("user_output" in spec for spec in module["signature"]["output_specs"]):
-        return
-    for place, path in enumerate(paths):
-        assert path is not None
-        has_key = any(isinstance(part, str) for part in path)
-        yield "_".join(map(str, path)) if has_key else str(place)
+def _output_names(module: dict[str, Any]) -> tuple[str, ...]:
+    """Return a name for each output, made of its keys in the structure that the model returns; none for other structures."""
+    try:
+        entry = next((each for each in module["module_call_graph"] if not each["fqn"]), None)
+        paths = [] if entry is None else list(_leaf_paths(json.loads(entry["signature"]["out_spec"])[1]))
+        count = sum("user_output" in spec for spec in module["signature"]["output_specs"])
+    except (ValueError, KeyError, TypeError, IndexError, RecursionError):
+        return ()
+    if len(paths) != count:
+        return ()
+    has_key = [any(isinstance(part, str) for part in path) for path in paths]
+    return tuple("_".join(map(str, path)) if has_key[place] else str(place) for place, path in enumerate(paths))
 
 
-def _paths(spec: dict[str, Any], prefix: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...] | None]:
-    """Yield the keys, as text, and indices that lead to each leaf of a serialized pytree; None for one of unknown classes."""
+def _leaf_paths(spec: dict[str, Any], prefix: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    """Yield the keys, as text, and indices that lead to each leaf of a serialized pytree.
+
+    Raises:
+        TypeError: it has another class than dicts, tuples and lists.
+    """
     children, kind = spec["children_spec"], spec["type"]
     if kind is None:
         yield prefix
-    elif kind == "builtins.dict":
-        keys = json.loads(spec["context"])
-        for key, child in zip(keys, children, strict=True):
-            yield from _paths(child, (*prefix, str(key)))
+    elif kind in ("builtins.dict", "collections.OrderedDict"):
+        for key, child in zip(json.loads(spec["context"]), children, strict=True):
+            yield from _leaf_paths(child, (*prefix, str(key)))
     elif kind in ("builtins.tuple", "builtins.list"):
         for place, child in enumerate(children):
-            yield from _paths(child, (*prefix, place))
+            yield from _leaf_paths(child, (*prefix, place))
     else:
-        yield None
+        raise TypeError(kind)
 
 
 def _type(meta: dict[str, Any] | None) -> InputType | None:

@@ -122,10 +122,13 @@ def _require_types(method: str, source: ModelSource, forward: Any, values: Mappi
         return  # the export says how the examples do not fit
     is_dynamic = bool(source.dynamic_shapes.get(method))
     types = {name: _type_of(example, is_dynamic=is_dynamic) for name, example in examples.items()}
-    if None not in types.values():  # else positions are those of flattened inputs, which are not known yet
-        types |= {f"{prefix}{place}": wanted for place, wanted in enumerate(types.values()) for prefix in ("", "arr_")}
+    in_order = [_type_of(example, is_dynamic=is_dynamic) for example in (*args, *kwargs.values())]
+    if None not in in_order:  # else positions are those of flattened inputs, which are not known yet
+        types |= {f"{prefix}{place}": wanted for place, wanted in enumerate(in_order) for prefix in ("", "arr_")}
+    structures = [f"{name}_" for name, wanted in types.items() if wanted is None]
     for key, value in values.items():
-        require_fitting(method, [replace(value, name=key)], [types.get(key)])
+        if not key.startswith(tuple(structures)):  # `x_1` may be the argument of this name, and a part of `x`
+            require_fitting(method, [replace(value, name=key)], [types.get(key)])
 
 
 def _type_of(example: Any, *, is_dynamic: bool) -> InputType | None:

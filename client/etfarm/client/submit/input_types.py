@@ -20,7 +20,9 @@ class InputMismatch(UserError):
     def __init__(self, method: str, name: str, got: str, expected: InputType) -> None:
         super().__init__(
             f"Input {name!r} of {method} is {got}, but the model takes {expected}.",
-            f"Convert or reshape it, or give example inputs of another shape; its dtype must be {expected.dtype}.",
+            "Reshape it, or give example inputs of its shape."
+            if got.startswith(f"{expected.dtype} ")
+            else f"Convert it, for example with array.astype({expected.dtype!r}).",
             method=method, input=name, got=got, expected=str(expected),
         )  # fmt: skip
 
@@ -37,11 +39,11 @@ def find_mismatches(values: Sequence[Value], types: Sequence[InputType | None]) 
             continue
         if not isinstance(value, Tensor):
             yield value, repr(value.value), wanted
-        elif value.dtype != wanted.dtype or not _fits(value.shape, wanted.sizes):
+        elif value.dtype != wanted.dtype or not _is_of_sizes(value.shape, wanted.sizes):
             yield value, f"{value.dtype} {list(value.shape)}", wanted
 
 
-def _fits(shape: Sequence[int], sizes: Sequence[int | None]) -> bool:
+def _is_of_sizes(shape: Sequence[int], sizes: Sequence[int | None]) -> bool:
     return len(shape) == len(sizes) and all(want in (None, size) for size, want in zip(shape, sizes, strict=True))
 
 

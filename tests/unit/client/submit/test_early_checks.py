@@ -93,6 +93,25 @@ def test_a_tensor_unlike_the_example_is_refused_before_the_export(arrays: dict[s
     assert refused.value.metadata["got"] == got and "of forward is" in refused.value.message
 
 
+class Parts:
+    def forward(self, x: Any, a: Any = None, x_1: Any = None) -> None: ...
+
+
+def test_positions_are_those_of_the_export_and_parts_of_a_structure_are_no_arguments() -> None:
+    """The export has positional arguments, then keyword arguments as they are given."""
+    kwargs = {"x_1": torch.zeros(2, dtype=torch.float64), "a": torch.zeros(3)}
+    plain = ModelSource(cast(Any, {"forward": Parts()}), {"forward": (torch.zeros(1),)}, example_kwargs={"forward": kwargs})
+    check_source("net", plain, [], read_named({"0": np.zeros(1, np.float32), "1": np.zeros(2), "2": np.zeros(3, np.float32)}))
+    with pytest.raises(InputMismatch, match=r"array\.astype"):
+        check_source("net", plain, [], read_named({"1": np.zeros(3, np.float32)}))
+    with pytest.raises(InputMismatch, match="Reshape it"):
+        check_source("net", plain, [], read_named({"1": np.zeros(4)}))
+    listed = ModelSource(
+        cast(Any, {"forward": Parts()}), {"forward": ([torch.zeros(1), torch.zeros(5)],)}, example_kwargs={"forward": kwargs}
+    )
+    check_source("net", listed, [], read_named({"x_0": np.zeros(1, np.float32), "x_1": np.zeros(5, np.float32)}))
+
+
 def test_keys_without_a_method_belong_to_forward_or_to_the_only_one() -> None:
     with pytest.raises((UnknownInput, InputMissing)):
         check_source("net", ModelSource(cast(Any, {"a": Plain(), "b": Plain()}), {"a": (), "b": ()}), [], keys("image"))

@@ -58,6 +58,20 @@ def test_a_file_of_an_older_etfarm_names_inputs_only(pte: Path) -> None:
     assert read_names(pte) == ValueNames(NAMES.inputs)
 
 
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        (("a", "a", "0"), ["0", "1", "2"]),
+        (("1", "0", "b"), ["0", "1", "b"]),
+        (("\ud800", "a\0b", "a/b"), ["0", "1", "2"]),
+        (("x", "x.dtype", "x.y"), ["x", "1", "x.y"]),
+    ],
+)
+def test_names_that_could_not_be_keys_of_a_file_are_positions(names: tuple[str, ...], kept: list[str]) -> None:
+    values = [Scalar("", place) for place in range(3)]
+    assert [each.name for each in ValueNames(outputs={"forward": names}).name_outputs("forward", values)] == kept
+
+
 def test_outputs_keep_their_positions_where_names_do_not_fit() -> None:
     values = [Scalar("0", 1), Scalar("1", 2)]
     assert [each.name for each in ValueNames(outputs={"forward": ("a", "b")}).name_outputs("forward", values)] == ["a", "b"]
