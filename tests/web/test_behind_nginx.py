@@ -99,7 +99,7 @@ def test_the_documented_proxy_serves_pages_events_and_files(
                 expect(page.locator("tr", has_text=DEVICE)).not_to_contain_text("behind a proxy", timeout=5_000)
             page.get_by_role("link", name="Submit", exact=True).click()
             drop(page, "large.pte", program("add").bytes + bytes(8 << 20))
-            expect(page.locator("#file-state")).to_contain_text("large.pte")
+            expect(page.locator("#file-state")).to_have_text(re.compile(r"^large\.pte, 8\.\d+ M"))
             page.locator(".who summary").click()
             page.get_by_role("button", name="Sign out").click()
             page.wait_for_url("**/etfarm/sign-in")

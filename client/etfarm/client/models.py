@@ -315,7 +315,7 @@ class ServerStatus:
 
     settings: tuple[ServerSetting, ...]
     metrics: tuple[Metric, ...]
-    """Empty for a server that does not measure itself."""
+    """Empty for a server that collects no metrics."""
 
 
 def __getattr__(name: str) -> object:

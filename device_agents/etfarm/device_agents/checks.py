@@ -9,13 +9,16 @@ import platform
 import shutil
 import tempfile
 from collections.abc import Callable, Collection, Iterable, Mapping
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Final
 
 from etfarm.device_agents.adb.phones import State
 from etfarm.device_agents.adb.server import AdbServer
+from etfarm.device_agents.daemon.local_bundle import find_prebuilt_runner
 from etfarm.device_agents.jail.confine import Jail
 from etfarm.device_agents.jail.options import JailOptions
+from etfarm.device_agents.native.build import source_digest
 from etfarm.device_agents.native.toolchain import LOADERS, Compiler
 from etfarm.device_agents.runners.emulator import PROGRAMS
 from etfarm.wire.cores import format_cpu_list
@@ -39,13 +42,21 @@ def check_compilers() -> Iterable[Finding]:
             yield Finding(name, Status.OK, f"{compiler.path} {compiler.version()}")
         except EtfarmError as error:
             # The distribution etfarm-runner has what this machine's compiler would build.
-            is_missed = arch == platform.machine() and prebuilt_runner() is None
+            is_missed = arch == platform.machine() and not _has_runner()
             cost = (
                 "ExecuTorch's Python binding runs programs instead of a runner, about 2 µs slower a call."
                 if is_missed
                 else f"no bundles for {arch} devices are built here."
             )
             yield Finding(name, Status.WARNING if is_missed else Status.OPTIONAL, error.message, cost, error.remedy)
+
+
+def _has_runner() -> bool:
+    """Return whether the distribution etfarm-runner has the runner that a build would yield."""
+    try:
+        return find_prebuilt_runner(version("executorch"), source_digest()) is not None
+    except PackageNotFoundError:
+        return prebuilt_runner() is not None  # an agent, which builds nothing
 
 
 def check_jail() -> Iterable[Finding]:

@@ -12,6 +12,7 @@ from types import ModuleType
 import pytest
 
 from etfarm.device_agents import checks
+from etfarm.device_agents.daemon import local_bundle
 from etfarm.wire.doctor import Status
 from tests.support.runner import runner_archive
 
@@ -36,12 +37,13 @@ def test_writable_clock_governors_can_be_set(tmp_path: Path) -> None:
 
 
 def test_without_programs_only_the_compiler_of_this_machine_is_missed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    archive = runner_archive()
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(checks.platform, "machine", lambda: "x86_64")
     statuses = {finding.name: finding.status for finding in checks.check_compilers()}
     assert statuses == {"compiler aarch64": Status.OPTIONAL, "compiler x86_64": Status.WARNING}
     assert [finding.status for finding in checks.check_emulators()] == [Status.OPTIONAL]
-    monkeypatch.setattr(checks, "prebuilt_runner", lambda: tmp_path / "bundle.tar")
+    monkeypatch.setattr(local_bundle, "prebuilt_runner", lambda: archive)
     assert {finding.status for finding in checks.check_compilers()} == {Status.OPTIONAL}, "etfarm-runner has what it would build"
 
 

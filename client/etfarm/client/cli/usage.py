@@ -38,7 +38,7 @@ def describe_bad_value(message: str, argv: Sequence[str]) -> str:
     if match is None:
         return message
     names = match["options"].replace("'", "").split(" / ")
-    for place, argument in enumerate(argv):
+    for place, argument in reversed(list(enumerate(argv))):  # the last one counts
         name, has_value, value = argument.partition("=")
         if name in names and (has_value or place + 1 < len(argv)):
             return f"{names[0]} {match['what'].rstrip('.')}, got {value if has_value else argv[place + 1]}"

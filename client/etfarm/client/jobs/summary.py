@@ -32,8 +32,10 @@ def describe_invalid(job: JobInfo) -> str:
 
 
 def describe_measurements(job: JobInfo) -> str:
-    """Return the job's medians and how many are INVALID: `1.84 ms`, `1.02 ms to 1.84 ms 1 of 2 INVALID`; empty without any."""
-    return f"{describe_latencies(job)} {describe_invalid(job)}".strip()
+    """Return the job's medians and how many are INVALID: `1.84 ms`, `1.02 ms to 1.84 ms, 1 of 2 INVALID`; empty without any."""
+    invalid = describe_invalid(job)
+    between = ", " if " of " in invalid else " "
+    return f"{describe_latencies(job)}{between}{invalid}".strip(", ")
 
 
 def describe_progress(job: JobInfo) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import platform
-import shutil
 import sys
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -12,7 +11,7 @@ from pathlib import Path
 
 from etfarm.device_agents.native.build import source_digest
 from etfarm.device_agents.native.toolchain import LOADERS, Compiler, CompilerFailed, CompilerMissing
-from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle, BundleManifest, NotABundle, unpack
+from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle, BundleManifest, NotABundle, read_manifest, unpack
 from etfarm.wire import digest
 from etfarm.wire.atomic_write import write_atomically
 from etfarm.wire.errors import FarmError
@@ -47,8 +46,8 @@ async def local_bundle(on_build: Callable[[], None]) -> Bundle:
         cache.mkdir(parents=True, exist_ok=True)
         if (of_farm := await asyncio.to_thread(find_farm_runner, embedded_farm_folder(), executorch, sources)) is not None:
             await asyncio.to_thread(lambda: write_atomically(archive, of_farm.read_bytes()))
-        elif (prebuilt := await asyncio.to_thread(unpack_prebuilt_runner, cache, executorch, sources)) is not None:
-            return prebuilt
+        elif (prebuilt := await asyncio.to_thread(find_prebuilt_runner, executorch, sources)) is not None:
+            return await asyncio.to_thread(unpack, prebuilt, cache / f"prebuilt-{digest.of_file(prebuilt)[:16]}")
         else:
             await asyncio.to_thread(_require_compiler)
             on_build()
@@ -76,25 +75,20 @@ def find_farm_runner(farm: Path, executorch: str, sources: str) -> Path | None:
     return None
 
 
-def unpack_prebuilt_runner(cache: Path, executorch: str, sources: str) -> Bundle | None:
-    """Unpack the runner of the distribution etfarm-runner and return it; None without one that a build would yield.
+def find_prebuilt_runner(executorch: str, sources: str) -> Path | None:
+    """Return the archive of the runner in the distribution etfarm-runner; None without one that a build would yield.
 
     Args:
-        cache: the folder to unpack it in.
         executorch, sources: as in `find_farm_runner`.
     """
     archive = prebuilt_runner()
     if archive is None or not archive.exists():
         return None
-    folder = cache / f"prebuilt-{digest.of_file(archive)[:16]}"
     try:
-        bundle = unpack(archive, folder)
+        manifest = read_manifest(archive)
     except NotABundle:
         return None  # `etfarm doctor` says why
-    if _is_wanted(bundle.manifest, executorch, sources):
-        return bundle
-    shutil.rmtree(folder, ignore_errors=True)
-    return None
+    return archive if _is_wanted(manifest, executorch, sources) else None
 
 
 def _is_wanted(manifest: BundleManifest, executorch: str, sources: str) -> bool:

@@ -146,6 +146,23 @@ class Bundle:
         return [*emulator, str(loader), "--library-path", str(folder), str(entry)]
 
 
+def read_manifest(archive: Path) -> BundleManifest:
+    """Return the manifest of a bundle that is not unpacked.
+
+    Raises:
+        NotABundle: the archive is not an etfarm bundle.
+        OSError: it cannot be read.
+    """
+    try:
+        with archive.open("rb") as packed:
+            for member, content in archives.members(packed, max_bytes=_MAX_BYTES, max_members=_MAX_FILES):
+                if member.name == MANIFEST_NAME:
+                    return BundleManifest.parse(content.read(_MAX_MANIFEST_BYTES))
+    except archives.BadArchive as error:
+        raise NotABundle(str(error), file=archive.name) from error
+    raise NotABundle(f"it has no {MANIFEST_NAME}", file=archive.name)
+
+
 def unpack(archive: Path, folder: Path) -> Bundle:
     """Unpack `archive` into `folder`, which appears complete and verified or not at all.
 

@@ -101,7 +101,7 @@ def _restore_rows(
         hold.name_blobs(identify_folder(data / ARTIFACTS) if blobs is None else blobs.url)
         try:
             source = FarmDatabase(_convert(backup, data, manifest, blobs, on_progress))
-        except BackupDamaged:
+        except (BackupDamaged, damage.DatabaseDamaged):
             target.clear()  # so that another backup can be restored to it
             hold.name_blobs("")
             raise

@@ -55,9 +55,11 @@ def _require_one_place(arguments: argparse.Namespace) -> None:
         )
     if arguments.to_config is not None and len(named) > 1:
         others = ", ".join(name for name in named if name != "--to-config")
-        raise UserError(f"--to-config says where both rows and artifacts go, and so does {others}.", f"Leave out {others}.")
+        raise UserError(
+            f"--to-config cannot be combined with {others}: it says where both rows and artifacts go.", f"Leave out {others}."
+        )
     if arguments.to_blobs in (None, _FILES) and (of_bucket := [name for name in named if name.startswith("--to-blobs-")]):
-        raise UserError(f"{', '.join(of_bucket)} needs a bucket.", "Name it with --to-blobs s3://BUCKET/PREFIX.")
+        raise UserError(f"A bucket is required for {', '.join(of_bucket)}.", "Name it with --to-blobs s3://BUCKET/PREFIX.")
 
 
 def _parser() -> argparse.ArgumentParser:

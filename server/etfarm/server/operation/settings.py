@@ -10,8 +10,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import parse_qsl, urlsplit
 
-from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import EtfarmError, UserError
 from etfarm.wire.names import SETTING_PREFIX
@@ -62,6 +63,11 @@ class Setting:
             return HIDDEN
         return _PASSWORD.sub(rf"\1={HIDDEN}", _URL.sub(_without_secrets, self.text))
 
+    @property
+    def has_secret(self) -> bool:
+        """Whether the value is or has a secret: a password, a token in a URL, or a webhook's URL."""
+        return any(has_secret(self.name, value) for value in (self.value if isinstance(self.value, list) else [self.value]))
+
 
 class _Unset(list[Any]):
     """The value of an option that the command line does not have; a list, since repeatable options append to it."""
@@ -111,9 +117,41 @@ def parse(
     return namespace, settings
 
 
+def has_secret(name: str, value: object) -> bool:
+    """Return whether a value of an option is or has a secret.
+
+    Args:
+        name: the option without its dashes.
+        value: as parsed, or as text.
+    """
+    if name == "database" and isinstance(value, str):
+        try:
+            value = DatabaseUrl.parse(value)
+        except BadDatabaseUrl:
+            return True  # it cannot be told
+    if isinstance(value, DatabaseUrl):
+        return value.has_password
+    if not isinstance(value, str):
+        return False
+    return name == "webhook" or any(map(_url_has_secret, re.split(r"[\s,]+", value)))
+
+
+def _url_has_secret(text: str) -> bool:
+    try:
+        url = urlsplit(text)
+    except ValueError:
+        return True
+    return "@" in url.netloc or any(_SECRET_NAME.search(key.lower()) for key, _ in parse_qsl(url.query))
+
+
 def variable_of(name: str) -> str:
     """Return the environment's variable of an option, which is named without its dashes."""
     return SETTING_PREFIX + name.upper().replace("-", "_")
+
+
+def option_of(variable: str) -> str:
+    """Return the option that a variable of the environment sets, without its dashes; others are returned in lower case."""
+    return variable.removeprefix(SETTING_PREFIX).lower().replace("_", "-")
 
 
 def _by_name(parser: argparse.ArgumentParser) -> dict[str, argparse.Action]:

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.server.config import LOCAL
-from etfarm.server.operation.settings import Setting, variable_of
-from etfarm.server.state.database_url import DatabaseUrl
+from etfarm.server.operation.settings import Setting, has_secret, option_of
 from etfarm.wire.errors import UserError
 from etfarm.wire.names import DATA_VARIABLE, SETTING_PREFIX
 from etfarm.wire.systemd import own_program, quoted, without_options
@@ -30,10 +29,8 @@ _READ: Final = {
     "otlp": re.compile(r"OTEL_\w+"),
 }  # fmt: skip
 """Names of the variables of each engine, which libpq, this server, Ray and OpenTelemetry read."""
-_SECRET: Final = re.compile(r"PASSWORD|ACCESS_KEY|TOKEN\b|HEADERS|WEBHOOK\b")
+_SECRET: Final = re.compile(r"PASSWORD|ACCESS_KEY|TOKEN\b|HEADERS")
 """In the names of variables whose values are secrets."""
-_PASSWORD: Final = re.compile(r"://[^/]*:[^/]*@|[?&](ssl)?password=")
-"""In a URL that has a password."""
 SECRETS: Final = "/etc/etfarm/server.env"
 """File of the variables whose values the unit does not show."""
 _STOP_S: Final = 30
@@ -166,7 +163,7 @@ def _is_read(name: str, engines: Collection[str]) -> bool:
 
 def _is_secret(name: str, value: str) -> bool:
     """Return whether a variable's value must not be shown."""
-    return _SECRET.search(name) is not None or _PASSWORD.search(value) is not None
+    return _SECRET.search(name) is not None or has_secret(option_of(name), value)
 
 
 def refuse_secrets(settings: Sequence[Setting]) -> None:
@@ -179,14 +176,8 @@ def refuse_secrets(settings: Sequence[Setting]) -> None:
         UserError: one has.
     """
     for each in settings:
-        if each.source != f"--{each.name}":
-            continue
-        is_list = isinstance(each.value, list)
-        values = [
-            value.text if isinstance(value, DatabaseUrl) else str(value) for value in (each.value if is_list else [each.value])
-        ]
-        if any(_is_secret(variable_of(each.name), value) for value in values):
-            example = '["URL"]' if is_list else '"URL"'
+        if each.source == f"--{each.name}" and each.has_secret:
+            example = '["URL"]' if isinstance(each.value, list) else '"URL"'
             raise UserError(
                 f"The unit would show the secret in --{each.name}.",
                 f"Name a file with --config that only the server may read, and write {each.name} = {example} there.",

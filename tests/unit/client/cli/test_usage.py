@@ -12,7 +12,7 @@ from etfarm.client.cli.usage import describe_bad_value
     [
         (
             "Invalid value for '--iterations': Input should be greater than or equal to 1",
-            ["x.pte", "--iterations", "0"],
+            ["x.pte", "--iterations", "5", "--iterations", "0"],
             "--iterations must be at least 1, got 0",
         ),
         (

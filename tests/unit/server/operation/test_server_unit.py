@@ -135,6 +135,11 @@ SECRET_OPTIONS = [
     ("database", "postgresql://etfarm@db/farm?password=a-secret"),
     ("webhook", "https://hooks.example/services/a-secret"),
     ("otlp", "http://etfarm:a-secret@collector:4318"),
+    ("otlp", "https://a-secret@collector.example"),
+    ("otlp", "https://collector.example/v1?api_key=a-secret"),
+    ("database", "postgresql://db/farm?user=x&pass%77ord=a-secret"),
+    ("blobs-endpoint", "https://key:a-secret@s3.example"),
+    ("compile-pool", "ray://user:a-secret@head:10001"),
 ]
 
 

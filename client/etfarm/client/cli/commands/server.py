@@ -105,7 +105,7 @@ def _show(address: str, info: ServerInfo, status: ServerStatus | None, *, is_all
         tell("")
         output.show_table(("SETTING", "VALUE", "FROM"), settings, shrink=("VALUE", "FROM"))
     if not status.metrics:
-        tell("This server does not measure itself; one that `etfarm serve --metrics HOST:PORT` or `--web` starts does.")
+        tell("This server collects no metrics. `etfarm serve` does with --metrics HOST:PORT or --web.")
         return
     measures = [each for each in describe_metrics(status.metrics) if is_all or (each.is_own and not each.is_of_calls)]
     rows = [(measure.name, labels or "-", value, measure.about) for measure in measures for labels, value in measure.rows]

@@ -262,11 +262,11 @@ def _resolved(rows: Sequence[Json]) -> list[Json]:
             kept.append(row)
         elif row is kernels[0]:
             scale, unit = units.unit_of(resolution_ns)
-            nothing = dict.fromkeys(("source", "module", "mean_ci95_ns", "mean_ns"))
+            unknown = dict.fromkeys(("source", "module", "mean_ci95_ns", "mean_ns", "rounding_ns"))
             share = sum(kernel["share"] or 0.0 for kernel in kernels) or None
             most_ns = sum((kernel["mean_ci95_ns"] or (0.0, resolution_ns))[1] for kernel in kernels)
             name = f"{len(kernels)} kernels below the {resolution_ns / scale:g} {unit} resolution"
-            kept.append({**row, **nothing, "kind": _UNRESOLVED, "name": name, "share": share, "resolution_ns": most_ns})
+            kept.append({**row, **unknown, "kind": _UNRESOLVED, "name": name, "share": share, "resolution_ns": most_ns})
     return kept
 
 

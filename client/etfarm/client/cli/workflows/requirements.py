@@ -20,7 +20,7 @@ WORSE: Final = 3
 INCONCLUSIVE: Final = 5
 """Exit code if it cannot be told whether a report meets a requirement: repeating the measurement may decide it."""
 
-_MODES: Final = 2.0
+_UNSEEN_NEIGHBOUR_FACTOR: Final = 2.0
 """How many times as long a whole run may take beside a busy neighbour that no device shows: up to 1.8 was measured."""
 
 _REPEAT: Final = "More runs narrow the interval: --repeat 5 or more."
@@ -138,7 +138,7 @@ class Requirements:
             return
         p50 = " ".join(units.estimate(latency["p50_ns"], *ends))
         limit = f"--max-p50 {units.time(limit_ns)}"
-        if spread.get("source") == "PRIOR" and limit_ns < ends[0] <= _MODES * limit_ns:
+        if spread.get("source") == "PRIOR" and limit_ns < ends[0] <= _UNSEEN_NEIGHBOUR_FACTOR * limit_ns:
             what = f"p50 {p50} is above {limit}, as far as a single run can tell whose variation between runs is assumed"
             yield Shortfall(report["id"], "--max-p50", INCONCLUSIVE, f"{render.label(report)}: {what}. {_REPEAT}")
             return

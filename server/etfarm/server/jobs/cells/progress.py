@@ -55,25 +55,40 @@ class TurnPhases:
 
     def __init__(self, run: CellRun, work: str, timer: PhaseTimer, progress: CellProgress) -> None:
         self._run = run
-        self._work = self._phase = work
+        self._work = work
         self._timer = timer
         self._progress = progress
         self._started = timer.start(run.job)
+        self._wait: StartedPhase | None = None
+        """The wait that may be recorded; None while the work goes on."""
 
     def turn(self, has_turn: bool) -> None:
         """Record and announce that the work goes on, or waits for its turn; waits of a moment are a part of the work."""
-        phase = self._work if has_turn else WAIT_FOR_WORKER
-        if phase == self._phase:
-            return
-        if self._started.elapsed_ms() >= _MOMENT_MS:
-            self._started.record(self._phase, self._run)
+        wait, self._wait = self._wait, None
+        if wait is None:
+            self._wait = None if has_turn else self._timer.start(self._run.job)
+        elif not has_turn:
+            self._wait = wait  # a try that was lost while it waited
+        elif wait.elapsed_ms() >= _MOMENT_MS:
+            self._record_until(wait)
+            wait.record(WAIT_FOR_WORKER, self._run)
             self._started = self._timer.start(self._run.job)
-        self._phase = phase
-        self._progress.announce_phase([self._run], phase)
+        if (wait is None) != has_turn:
+            self._progress.announce_phase([self._run], self._work if has_turn else WAIT_FOR_WORKER)
 
     def end(self) -> None:
         """Record the last phase."""
-        self._started.record(self._phase, self._run)
+        if self._wait is not None and self._wait.elapsed_ms() >= _MOMENT_MS:  # it failed while it waited
+            self._record_until(self._wait)
+            self._wait.record(WAIT_FOR_WORKER, self._run)
+        else:
+            self._started.record(self._work, self._run)
+
+    def _record_until(self, wait: StartedPhase) -> None:
+        """Record the work before a wait, unless it was that of a moment, such as to ask a cache."""
+        duration_ms = (wait.started - self._started.started) * 1e3
+        if duration_ms >= _MOMENT_MS:
+            self._started.record(self._work, self._run, duration_ms=duration_ms)
 
 
 class PhaseTimer:
@@ -108,8 +123,8 @@ class StartedPhase:
         """Return the milliseconds since the phase began."""
         return (self.clock() - self.started) * 1e3
 
-    def record(self, phase: str, *cell_runs: CellRun) -> None:
-        """Add the phase, which ends now, to the timelines of cells."""
-        duration_ms = self.elapsed_ms()
+    def record(self, phase: str, *cell_runs: CellRun, duration_ms: float | None = None) -> None:
+        """Add the phase, which ends now if it has no duration, to the timelines of cells."""
+        duration_ms = self.elapsed_ms() if duration_ms is None else duration_ms
         for run in cell_runs:
             run.cell.timeline.add(actor=common_pb2.ACTOR_SERVER, phase=phase, start_ms=self.start_ms, duration_ms=duration_ms)

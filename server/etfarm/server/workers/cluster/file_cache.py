@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.server.workers.channel.room import require_room
-from etfarm.server.workers.errors import ChildDiskFull
 from etfarm.wire import digest as digests
 from etfarm.wire.errors import FarmError, Kind
 
@@ -130,7 +129,7 @@ class FileCache:
 
         Raises:
             FileDiffers: the complete file has another digest, a piece is missing, or the holder was released.
-            ChildDiskFull: the disk has no room.
+            ChildDiskFull, OSError: the disk has no room, or the file cannot be written.
         """
         path, key = self.path(digest), (holder, digest)
         require_room(self._folder, len(data) + self._reserve_bytes)
@@ -147,15 +146,14 @@ class FileCache:
                 raise FileDiffers(f"A file arrived at the compile node with gaps, at byte {offset} of {size}.", "Retry the job.")
             try:
                 is_whole = _append(file, data, size=size, digest=digest)
-            except (OSError, FileDiffers) as error:
+                if is_whole:
+                    file.path.rename(path)
+            except (OSError, FileDiffers):
                 with self._lock:
                     self._arriving.pop(key, None)
                 file.discard()
-                if isinstance(error, OSError):
-                    raise ChildDiskFull("a compile node's task", f"{self._folder}: {error.strerror}") from error
                 raise
             if is_whole:
-                file.path.rename(path)
                 with self._lock:
                     self._arriving.pop(key, None)
                     self._sizes[digest] = size

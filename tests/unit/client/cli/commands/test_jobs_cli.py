@@ -78,7 +78,7 @@ def test_a_list_says_which_medians_cannot_be_trusted(served: Jobs, capsys: pytes
     assert jobs.main(["list"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     shown = [line[head.index("P50") :].partition("ann")[0].strip() for line in lines]
-    assert shown == ["1.84 ms", "1.84 ms INVALID", "3.50 µs to 2.00 ms 1 of 2 INVALID"]
+    assert shown == ["1.84 ms", "1.84 ms INVALID", "3.50 µs to 2.00 ms, 1 of 2 INVALID"]
 
 
 def test_a_job_shows_the_median_of_each_cell_with_its_interval_and_verdict(

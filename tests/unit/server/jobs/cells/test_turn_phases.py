@@ -60,12 +60,35 @@ def test_waits_for_a_turn_are_phases_of_their_own() -> None:
     clock.now_s = 10
     phases.end()
     assert recorded(run) == [
-        ("WAIT_FOR_WORKER", 0, 3000),
+        ("WAIT_FOR_WORKER", 1, 2999),
         ("COMPILE", 3000, 2000),
         ("WAIT_FOR_WORKER", 5000, 1000),
         ("COMPILE", 6000, 4000),
     ]
     assert announced.phases == ["WAIT_FOR_WORKER", "COMPILE", "WAIT_FOR_WORKER", "COMPILE"]
+
+
+def test_a_turn_at_once_does_not_cut_the_work() -> None:
+    clock, announced, run = Clock(), Announced(), started()
+    phases = clock.phases(run, announced)
+    for seconds, has_turn in ((0, False), (0.004, True), (2, False), (2.004, True)):
+        clock.now_s = seconds
+        phases.turn(has_turn)
+    clock.now_s = 6
+    phases.end()
+    assert recorded(run) == [("COMPILE", 0, 6000)]
+
+
+def test_a_wait_that_starts_again_or_fails_is_one_wait() -> None:
+    clock, announced, run = Clock(), Announced(), started()
+    phases = clock.phases(run, announced)
+    clock.now_s = 1
+    phases.turn(False)
+    clock.now_s = 2
+    phases.turn(False)  # what starts children was lost
+    clock.now_s = 5
+    phases.end()
+    assert recorded(run) == [("COMPILE", 0, 1000), ("WAIT_FOR_WORKER", 1000, 4000)]
 
 
 def test_a_turn_at_once_is_no_wait() -> None:
