@@ -264,6 +264,10 @@ def _doing(cell: Cell, progress: Progress | None) -> str:
     detail = progress.message or cell.waiting_for
     if cell.state is CellState.WAITING_FOR_DEVICE and progress.phase in ("", "WAIT_FOR_DEVICE"):
         return detail
+    if detail.startswith("at most ") and words.startswith("waiting for "):
+        # A narrow terminal cuts the end: how long it may last comes first.
+        limit, _, detail = detail.partition(": ")
+        words = words.replace("waiting for ", f"waiting {limit} for ", 1)
     return ", ".join(filter(None, (f"{words}{far}{_by(progress.actor)}".strip(), detail)))
 
 

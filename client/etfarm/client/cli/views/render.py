@@ -265,6 +265,8 @@ def _resolved(rows: Sequence[Json]) -> list[Json]:
             unknown = dict.fromkeys(("source", "module", "mean_ci95_ns", "mean_ns", "rounding_ns"))
             share = sum(kernel["share"] or 0.0 for kernel in kernels) or None
             most_ns = sum((kernel["mean_ci95_ns"] or (0.0, resolution_ns))[1] for kernel in kernels)
+            whole_ns = next((answers.time_ns(parent) for parent in rows if parent["index"] == row["parent"]), None)
+            most_ns = min(most_ns, whole_ns or most_ns)  # no longer than their delegate
             name = f"{len(kernels)} kernels below the {resolution_ns / scale:g} {unit} resolution"
             kept.append({**row, **unknown, "kind": _UNRESOLVED, "name": name, "share": share, "resolution_ns": most_ns})
     return kept

@@ -32,15 +32,15 @@ class CellCompilation:
         job, cell = run.job, run.cell
         if not cell.timeline:
             _add_client_stages(run)
-        phases = TurnPhases(run, "COMPILE", self._timer, self._progress)
-        outcome = await self._compiler.compile(
-            run.candidate,
-            owner=job.owner,
-            project=job.project,
-            fresh=job.spec.no_cache,
-            stop_after=job.spec.stop_after,
-            listener=self._listener(run, phases),
-        )
+        with TurnPhases(run, "COMPILE", self._timer, self._progress) as phases:
+            outcome = await self._compiler.compile(
+                run.candidate,
+                owner=job.owner,
+                project=job.project,
+                fresh=job.spec.no_cache,
+                stop_after=job.spec.stop_after,
+                listener=self._listener(run, phases),
+            )
         run.compilation = compilation = outcome.compilation
         cell.compilation_key, cell.compile_cached = compilation.key, outcome.cached
         phases.end()
@@ -55,8 +55,8 @@ class CellCompilation:
         """Compile the program of the numerics pass, if the job has one and the program differs from the cell's."""
         if not run.job.spec.measurement.numerics:
             return
-        phases = TurnPhases(run, "COMPILE_NUMERICS", self._timer, self._progress)
-        await self._numerics.compile(run, self._listener(run, phases, "NUMERICS_"))
+        with TurnPhases(run, "COMPILE_NUMERICS", self._timer, self._progress) as phases:
+            await self._numerics.compile(run, self._listener(run, phases, "NUMERICS_"))
         if run.cell.numerics_compilation_key:
             phases.end()
 

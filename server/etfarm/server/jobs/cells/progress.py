@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from typing import Final
 
 from etfarm.server.jobs.cells.cell_run import CellRun
@@ -19,6 +21,9 @@ WAIT_FOR_WORKER: Final = "WAIT_FOR_WORKER"
 
 _MOMENT_MS: Final = 20.0
 """Phases of workers below this are not recorded by themselves."""
+
+_ANNOUNCED_S: Final = 0.3
+"""Seconds after which watchers are told of a wait."""
 
 OnProgress = Callable[[str, Progress], None]
 """Function that receives (job id, progress)."""
@@ -47,7 +52,7 @@ class CellProgress:
 
 
 class TurnPhases:
-    """Consecutive phases of work of the server's workers for a cell: work, and waits for a turn at it.
+    """Consecutive phases of work of the server's workers for a cell: work, and waits for a turn at it. Use a with statement.
 
     Args:
         work: the phase of the work.
@@ -61,6 +66,13 @@ class TurnPhases:
         self._started = timer.start(run.job)
         self._wait: StartedPhase | None = None
         """The wait that may be recorded; None while the work goes on."""
+        self._announcing: asyncio.TimerHandle | None = None
+
+    def __enter__(self) -> TurnPhases:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._announce_no_wait()
 
     def turn(self, has_turn: bool) -> None:
         """Record and announce that the work goes on, or waits for its turn; waits of a moment are a part of the work."""
@@ -73,8 +85,21 @@ class TurnPhases:
             self._record_until(wait)
             wait.record(WAIT_FOR_WORKER, self._run)
             self._started = self._timer.start(self._run.job)
-        if (wait is None) != has_turn:
-            self._progress.announce_phase([self._run], self._work if has_turn else WAIT_FOR_WORKER)
+        if has_turn:
+            if self._announce_no_wait():
+                self._progress.announce_phase([self._run], self._work)
+        elif wait is None:
+            announce = partial(self._progress.announce_phase, [self._run], WAIT_FOR_WORKER)
+            self._announcing = asyncio.get_running_loop().call_later(_ANNOUNCED_S, announce)
+
+    def _announce_no_wait(self) -> bool:
+        """Announce no further wait; return whether one was announced."""
+        announcing, self._announcing = self._announcing, None
+        if announcing is None:
+            return False
+        is_announced = announcing.when() <= asyncio.get_running_loop().time()
+        announcing.cancel()
+        return is_announced
 
     def end(self) -> None:
         """Record the last phase."""

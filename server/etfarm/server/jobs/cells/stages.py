@@ -126,10 +126,10 @@ class CellStages:
         if run.result is None:  # an earlier server received the result
             run.result = results[run.cell.id]
             run.device = self._dispatch.device_of(run.cell)
-        phases = TurnPhases(run, "ANALYZE", self._timer, self._progress)
         self._progress.announce_phase([run], "ANALYZE")
-        analyze = partial(self._analysis.analyze, run, results, phases.turn)
-        run.analysis = await retry_until_written(partial(retry_while_away, analyze))
+        with TurnPhases(run, "ANALYZE", self._timer, self._progress) as phases:
+            analyze = partial(self._analysis.analyze, run, results, phases.turn)
+            run.analysis = await retry_until_written(partial(retry_while_away, analyze))
         measured = self._analysis.report(run, run.cell, "", at=self._now())
         run.earlier = await self._journal.reports.find_earlier(run.job.project, measured)
         phases.end()

@@ -149,6 +149,16 @@ def test_the_activity_does_not_repeat_the_state(state: CellState, phase: str, sh
     assert f"4 threads  {shown}" in capture.get()
 
 
+def test_how_long_a_wait_lasts_at_most_is_not_cut_in_a_narrow_terminal() -> None:
+    display, console = LiveDisplay(), Console(width=100, color_system=None)
+    display.cells([_cell(CellState.RUNNING)])
+    waits = "at most 10 s: 3.60 tasks per cpu run, to be below 0.15"
+    display.event(Progress(_now(), "c1", "vm", "WAIT_FOR_IDLE", None, None, None, waits))
+    with console.capture() as capture:
+        console.print(display)
+    assert "waiting at most 10 s for an idle machine" in capture.get()
+
+
 def test_progress_that_arrives_before_the_change_that_it_follows_is_kept() -> None:
     lines: list[str] = []
     change = _now()

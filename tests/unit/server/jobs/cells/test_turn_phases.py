@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 from datetime import UTC, datetime, timedelta
 
+import pytest
+
+from etfarm.server.jobs.cells import progress
 from etfarm.server.jobs.cells.cell_run import CellRun
 from etfarm.server.jobs.cells.progress import CellProgress, PhaseTimer, TurnPhases
 from etfarm.server.jobs.records.watch import Announcer
@@ -46,7 +50,7 @@ def recorded(run: CellRun) -> list[tuple[str, float, float]]:
     return [(phase.phase, phase.start_ms, phase.duration_ms) for phase in run.cell.timeline]
 
 
-def test_waits_for_a_turn_are_phases_of_their_own() -> None:
+async def test_waits_for_a_turn_are_phases_of_their_own() -> None:
     clock, announced, run = Clock(), Announced(), started()
     phases = clock.phases(run, announced)
     clock.now_s = 0.001  # what a cache is asked
@@ -65,10 +69,26 @@ def test_waits_for_a_turn_are_phases_of_their_own() -> None:
         ("WAIT_FOR_WORKER", 5000, 1000),
         ("COMPILE", 6000, 4000),
     ]
-    assert announced.phases == ["WAIT_FOR_WORKER", "COMPILE", "WAIT_FOR_WORKER", "COMPILE"]
 
 
-def test_a_turn_at_once_does_not_cut_the_work() -> None:
+async def test_watchers_are_told_of_waits_that_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_ANNOUNCED_S", 0.01)
+    announced, run = Announced(), started()
+    with Clock().phases(run, announced) as phases:
+        phases.turn(False)
+        phases.turn(True)
+        await asyncio.sleep(0.03)
+        assert announced.phases == [], "a turn at once"
+        phases.turn(False)
+        await asyncio.sleep(0.03)
+        phases.turn(True)
+        assert announced.phases == ["WAIT_FOR_WORKER", "COMPILE"]
+        phases.turn(False)
+    await asyncio.sleep(0.03)
+    assert announced.phases == ["WAIT_FOR_WORKER", "COMPILE"], "the cell ended"
+
+
+async def test_a_turn_at_once_does_not_cut_the_work() -> None:
     clock, announced, run = Clock(), Announced(), started()
     phases = clock.phases(run, announced)
     for seconds, has_turn in ((0, False), (0.004, True), (2, False), (2.004, True)):
@@ -79,7 +99,7 @@ def test_a_turn_at_once_does_not_cut_the_work() -> None:
     assert recorded(run) == [("COMPILE", 0, 6000)]
 
 
-def test_a_wait_that_starts_again_or_fails_is_one_wait() -> None:
+async def test_a_wait_that_starts_again_or_fails_is_one_wait() -> None:
     clock, announced, run = Clock(), Announced(), started()
     phases = clock.phases(run, announced)
     clock.now_s = 1
@@ -91,7 +111,7 @@ def test_a_wait_that_starts_again_or_fails_is_one_wait() -> None:
     assert recorded(run) == [("COMPILE", 0, 1000), ("WAIT_FOR_WORKER", 1000, 4000)]
 
 
-def test_a_turn_at_once_is_no_wait() -> None:
+async def test_a_turn_at_once_is_no_wait() -> None:
     clock, announced, run = Clock(), Announced(), started()
     phases = clock.phases(run, announced)
     phases.turn(False)
@@ -102,7 +122,7 @@ def test_a_turn_at_once_is_no_wait() -> None:
     assert recorded(run) == [("COMPILE", 0, 2000)]
 
 
-def test_an_answer_without_a_worker_is_work() -> None:
+async def test_an_answer_without_a_worker_is_work() -> None:
     clock, announced, run = Clock(), Announced(), started()
     phases = clock.phases(run, announced)
     clock.now_s = 0.5
