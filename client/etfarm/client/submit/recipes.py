@@ -69,7 +69,7 @@ def chosen_recipes(recipe: Recipes | None, recipes: Recipes | None) -> list[str 
             if not isinstance(each, str | Recipe | None):
                 raise BadOption(
                     f"`{keyword}` must be a recipe's name, a TOML file or a Recipe, got {type(each).__name__}.",
-                    "Give the model's inputs as example_inputs=(x,).", option=keyword,
+                    "Give a module's inputs as example_inputs=(x,), those of a program as inputs={...}.", option=keyword,
                 )  # fmt: skip
     chosen = one_spelling("recipe", recipe, "recipes", recipes, DEFAULT_RECIPE)
     listed = list(chosen) if isinstance(chosen, list | tuple) else [chosen]
