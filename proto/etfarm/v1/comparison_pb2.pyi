@@ -1394,7 +1394,9 @@ class OperatorTime(_message.Message):
     name: _builtins.str
     """The kernel's name; absent if there are several kernels with different names."""
     time_ns: _builtins.float
-    """The sum of the rows' means, which is `share` of Profile.mean_ns."""
+    """The sum of the rows' means, which is `share` of Profile.mean_ns. Absent if no iteration saw them: they take less than steps of
+    their clock, and `time_ci95_ns` ends there.
+    """
     share: _builtins.float
     """The fraction (0 to 1) of the whole execution."""
     @_builtins.property

@@ -259,8 +259,8 @@ def _type(row: Row, parent: Row | None) -> str:
 def _module(row: Row, parent: Row | None) -> str:
     if row["kind"] == "REST":
         return NOT_EXPLAINED
-    # An unmatched kernel has the module of its delegate.
-    module = row["module"] or (parent["module"] if parent else None)
+    # A kernel without operators of its own, unmatched or inserted, has the module of its delegate.
+    module = row["module"] or (parent["module"] if parent and not row["op_types"] else None)
     if module:
         return str(module)
     return MODEL if row["source"] or row["op_types"] else _without_origin(row)

@@ -191,6 +191,15 @@ def test_by_module_an_unmatched_kernel_lies_where_its_delegate_does() -> None:
     assert result["layer1.conv"].depth == 1
 
 
+def test_by_module_a_matched_kernel_of_the_model_itself_is_not_its_delegate_s() -> None:
+    rows = [
+        row(0, "DELEGATE", module="tiny", delegated=True, share=1.0),
+        row(1, "KERNEL", parent=0, delegated=True, aligned=True, op_types=["aten.linear.default"], source=line(7), share=0.9),
+        row(2, "KERNEL", parent=0, delegated=True, aligned=True, op_types=["aten.linear.default"], module="tiny", share=0.1),
+    ]
+    assert {group.key: group.own_share for group in views.group(rows, "module")} == {views.MODEL: 0.9, "tiny": 0.1}
+
+
 def test_by_backend_a_delegate_s_rest_is_its_delegate_s() -> None:
     result = {group.key: group.own_share for group in views.group(small(), "backend")}
     assert result == pytest.approx({"XnnpackBackend": 0.8, views.NOT_DELEGATED: 0.15, views.NOT_EXPLAINED: 0.05})

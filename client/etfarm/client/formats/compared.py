@@ -277,13 +277,22 @@ _OUTCOMES = {"no_difference": " (no difference)", "inconclusive": " (inconclusiv
 """Text beside the change of an operator, by its outcome."""
 
 
+def _time(side: Json | None) -> str:
+    """Return the time of a side's operators, `< 1.00 µs` below the clock's resolution; a dash if it lacks them."""
+    if side is None:
+        return "-"
+    if side["time_ns"] is None and side["time_ci95_ns"]:
+        return f"< {units.time(side['time_ci95_ns'][1])}"
+    return units.time(side["time_ns"])
+
+
 def _moved(row: Json) -> Moved:
-    before, after = (units.time(row[side]["time_ns"]) if row[side] else "-" for side in ("base", "candidate"))
+    before, after = (_time(row[side]) for side in ("base", "candidate"))
     change = row["change_ns"]
     first, more = row["op_types"][:1], len(row["op_types"]) - 1
     types = "".join(map(_short, first)) + (f" (+{more})" if more > 0 else "")
     if row["kind"] == "REST":
-        what = "not explained by operators"
+        what = "not explained by operators or kernels"
     elif row["kind"] == "UNATTRIBUTED" and not _is_one_kernel(row):
         what = "kernels of no operator"
     else:

@@ -117,7 +117,7 @@ def _operator(row: Json, longest_ns: float) -> Operator:
     names = [row[side]["name"] for side in ("candidate", "base") if row[side] and row[side]["name"]]
     name = " + ".join(types) or next(iter(names), "several operators")
     if row["kind"] == "REST":
-        name = "not explained by operators"
+        name = "not explained by operators or kernels"
     if row["base"] is None or row["candidate"] is None:
         name += " (new)" if row["base"] is None else " (gone)"
     source = row["source"] or {}

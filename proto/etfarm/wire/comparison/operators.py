@@ -43,7 +43,7 @@ def _row(matched: Matched, base: Json, candidate: Json) -> Json:
     one_line = newest if len(lines) == 1 or (len(matched.base) <= 1 and len(matched.candidate) <= 1) else None
     module = next((row["module"] for row in all_rows if row["module"] is not None), None)
     times = _time(matched.base, base), _time(matched.candidate, candidate)
-    change = _difference(times[0], times[1], "time_ns")
+    change = _change(*times)
     if kind == "OPERATOR" and all_rows[0]["kind"] == "DELEGATE":
         kind = "DELEGATE"
     ends, outcome = _judge(change, matched, base, candidate)
@@ -76,6 +76,9 @@ def _time(rows: Sequence[Json], report: Json) -> Json | None:
         means = [row["mean_ns"] for row in rows]
         time_ns = None if None in means else sum(means)
     ends = views.interval(time_ns, rows)
+    if not time_ns and all(row["mean_ns"] is None and row["resolution_ns"] for row in rows):
+        # Nothing is known but that each takes less than a step of the clock.
+        time_ns, ends = None, (0.0, sum(row["resolution_ns"] for row in rows))
     return {
         "name": rows[0]["name"] if len(rows) == 1 else names.pop() if len(names) == 1 else None,
         "indexes": [row["index"] for row in rows],
@@ -140,6 +143,20 @@ def _is_reliable(report: Json) -> bool:
     """Return whether a report's traced pass is VALID, and how separate runs of its program vary was observed."""
     verdict = (report["profile"] or {}).get("verdict") or {}
     return verdict.get("status") == "VALID" and uncertainty.is_observed(report["run_spread"] or {})
+
+
+def _change(base: Json | None, candidate: Json | None) -> float | None:
+    """Return candidate - base, ns: rows below a clock's step count with the middle, those that a side lacks with 0."""
+
+    def known(side: Json | None) -> float | None:
+        if side is None:
+            return 0.0
+        ends = side["time_ci95_ns"]
+        time_ns: float | None = side["time_ns"]
+        return sum(ends) / 2 if time_ns is None and ends else time_ns
+
+    values = known(base), known(candidate)
+    return None if values[0] is None or values[1] is None else values[1] - values[0]
 
 
 def _difference(base: Json | None, candidate: Json | None, key: str) -> float | None:

@@ -81,8 +81,12 @@ def module_of(nn_module_stack: str | None) -> str | None:
 
 
 def common_module(modules: Iterable[str | None]) -> str | None:
-    """Return the deepest module that contains all of `modules`, ignoring None; None if that is the model itself."""
-    paths = [module.split(".") for module in modules if module is not None]
+    """Return the deepest module that contains all of `modules`; None if that is the model itself.
+
+    Args:
+        modules: paths, empty for the model itself; None, which is ignored, for unknown ones.
+    """
+    paths = [module.split(".") if module else [] for module in modules if module is not None]
     if not paths:
         return None
     shared = []

@@ -98,3 +98,4 @@ def test_modules_share_their_deepest_parent() -> None:
     assert common_module(["a.b", "a.bc"]) == "a"
     assert common_module(["a", "b"]) is None
     assert common_module([None, None]) is None
+    assert common_module(["", "a.b", "a.b"]) is None, "the model itself"

@@ -121,6 +121,16 @@ def test_a_half_step_that_an_older_report_lacks_is_no_difference_of_programs() -
     assert row["outcome"] == "slower"
 
 
+def test_kernels_that_no_iteration_saw_have_a_bound_and_no_time() -> None:
+    base, candidate = rounded("b", 12_500.0, 100.0, kernels=1), rounded("k", 12_500.0, 100.0, kernels=2)
+    unseen = {"mean_ns": None, "share": 0.0, "mean_ci95_ns": None, "rounding_ns": None, "module": "m"}
+    candidate["operators"][0] |= unseen
+    candidate["operators"][1]["module"] = "other"
+    row = changes(base, candidate)["m"]
+    assert (row["candidate"]["time_ns"], row["candidate"]["time_ci95_ns"]) == (None, [0.0, 1000.0])
+    assert row["change_ns"] == pytest.approx(-12_000) and row["outcome"] == "faster"
+
+
 def test_without_intervals_there_are_too_few_iterations() -> None:
     base, candidate = traced("b", 100_000.0), traced("k", 100_000.0)
     candidate["operators"][0]["mean_ci95_ns"] = None

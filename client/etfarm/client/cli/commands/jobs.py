@@ -113,7 +113,7 @@ def list_(
         "SUBMITTED",
         "TOOK",
     )
-    output.show_table(heads, rows, right=("TOOK",), shrink=("NAME", "WHAT"))
+    output.show_table(heads, rows, right=("TOOK",), shrink=("NAME", "WHAT"), spare=("TOOK", "OWNER", "SUBMITTED", "PROJECT"))
 
 
 def show(
@@ -339,7 +339,9 @@ def _live_table(console: Console, jobs: Sequence[JobInfo]) -> Table:
         for job in jobs
     ]  # fmt: skip
     heads = ("JOB", "NAME", "WHAT", "STATE", "CELLS DONE", "P50", "OWNER", "TIME")
-    return output.build_table(console, heads, rows, right=("CELLS DONE", "TIME"), shrink=("NAME", "WHAT"))
+    return output.build_table(
+        console, heads, rows, right=("CELLS DONE", "TIME"), shrink=("NAME", "WHAT"), spare=("OWNER", "CELLS DONE", "TIME")
+    )
 
 
 def _progress(job: JobInfo) -> str:

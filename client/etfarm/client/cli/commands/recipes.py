@@ -74,7 +74,7 @@ def list_(
         for row in shown
     ]
     heads = ("RECIPE", "QUANTIZATION", "COMPILES", "RUNS ON", "WHAT")
-    output.show_table(heads, cells, shrink=("WHAT", "RUNS ON"), wrap=("WHAT",))
+    output.show_table(heads, cells, shrink=("WHAT", "RUNS ON"), wrap=("WHAT",), spare=("QUANTIZATION",))
     if undecided := next((row for row in shown if row.undecided and row.devices == ()), None):
         output.show(output.line(f"not known yet: {describe_missing_device(undecided)}", style="yellow"))
     if len(shown) < len(rows):

@@ -5,10 +5,11 @@ It is written to stderr.
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import TYPE_CHECKING, Final, Protocol, Self
 
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.terminal.lines import Lines
@@ -231,6 +232,9 @@ class LiveDisplay:
         yield Spinner("dots", Text(foot, style="dim", no_wrap=True, overflow="ellipsis"))
 
 
+_LIMIT: Final = re.compile(r"(at most [^:,]+)(?:: |, )?")
+"""The time limit of a wait in a message."""
+
 _STYLES = {"SUCCEEDED": "green", "FAILED": "bold red", "CANCELLED": "yellow", "QUEUED": "dim", "WAITING_FOR_DEVICE": "yellow"}
 
 
@@ -264,10 +268,10 @@ def _doing(cell: Cell, progress: Progress | None) -> str:
     detail = progress.message or cell.waiting_for
     if cell.state is CellState.WAITING_FOR_DEVICE and progress.phase in ("", "WAIT_FOR_DEVICE"):
         return detail
-    if detail.startswith("at most ") and words.startswith("waiting for "):
+    if words.startswith("waiting for ") and (limit := _LIMIT.search(detail)) is not None:
         # A narrow terminal cuts the end: how long it may last comes first.
-        limit, _, detail = detail.partition(": ")
-        words = words.replace("waiting for ", f"waiting {limit} for ", 1)
+        words = words.replace("waiting for ", f"waiting {limit[1]} for ", 1)
+        detail = detail.replace(limit[0], "", 1)
     return ", ".join(filter(None, (f"{words}{far}{_by(progress.actor)}".strip(), detail)))
 
 

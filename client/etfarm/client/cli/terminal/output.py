@@ -90,6 +90,7 @@ def show_table(
     right: Sequence[str] = (),
     shrink: Sequence[str] = (),
     wrap: Sequence[str] = (),
+    spare: Sequence[str] = (),
     to_stderr: bool = False,
 ) -> None:
     """Print a plain table: dim heads, no lines, one line per row unless a column wraps.
@@ -98,9 +99,10 @@ def show_table(
         right: heads of the columns that are aligned right.
         shrink: heads of the columns that are shortened, with an ellipsis, where the terminal is narrow; the widest first.
         wrap: those of `shrink` that continue on further lines instead.
+        spare: heads of the columns that are left out, the first ones first, where that does not suffice.
     """
     console = open_console(to_stderr=to_stderr)
-    say(console, build_table(console, heads, rows, right=right, shrink=shrink, wrap=wrap))
+    say(console, build_table(console, heads, rows, right=right, shrink=shrink, wrap=wrap, spare=spare))
 
 
 def build_table(
@@ -111,14 +113,22 @@ def build_table(
     right: Sequence[str] = (),
     shrink: Sequence[str] = (),
     wrap: Sequence[str] = (),
+    spare: Sequence[str] = (),
 ) -> Table:
     """Return the table that `show_table` prints on a console."""
     rows = [[_in_a_line(cell) for cell in row] for row in rows]
     room = PIPE_WIDTH if _is_pipe(console.file) else console.width
     widths = {head: max([cell_len(head), *(cell_len(str(row[place])) for row in rows)]) for place, head in enumerate(heads)}
+    least = {head: LEAST_WRAPPED_WIDTH if head in wrap else LEAST_WIDTH for head in shrink}
+    for head in spare:
+        if sum(min(width, least.get(each, width)) + 2 for each, width in widths.items()) - 2 <= room:
+            break
+        widths.pop(head, None)
+    kept = [place for place, head in enumerate(heads) if head in widths]
+    heads, rows = [heads[place] for place in kept], [[row[place] for place in kept] for row in rows]
     # rich distributes a lack of room over all columns, and cuts ids and states before sentences.
     for _ in range(sum(widths.values()) + 2 * (len(heads) - 1) - room):
-        wide = [head for head in shrink if widths[head] > (LEAST_WRAPPED_WIDTH if head in wrap else LEAST_WIDTH)]
+        wide = [head for head in shrink if widths.get(head, 0) > least[head]]
         widest = max(wide, key=widths.__getitem__, default=None)
         if widest is None:
             break

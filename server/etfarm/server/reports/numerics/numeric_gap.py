@@ -188,7 +188,7 @@ def _row(slot: Slot, group: Sequence[edge.Operator], against: report_pb2.Referen
         mse=deviation.mse, l1=deviation.l1, max_abs_error=deviation.max_abs_error,
         source=_line(places[0]) if places else None,
         reference=against,
-        module=own[0].node.module or common_module(operator.node.module for operator in own),
+        module=own[0].node.module or common_module(operator.node.holder for operator in own),
         sources=[_line(place) for place in places] if len(places) > 1 else (),
         debug_handles=sorted({handle for operator in slot.group for handle in operator.handles}),
         backend=slot.output.backend,

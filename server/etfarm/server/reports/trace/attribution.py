@@ -243,7 +243,7 @@ def _common(origins_: Sequence[Origin]) -> Origin:
     """Return the origin of a kernel that is one of several nodes; `origins_` are theirs, in order."""
     handles = tuple(sorted({handle for origin in origins_ for handle in origin.debug_handles}))
     op_types = tuple(dict.fromkeys(name for origin in origins_ for name in origin.op_types))
-    module = common_module(origin.module for origin in origins_)
+    module = common_module(origin.holder for origin in origins_)
     sources = {origin.source for origin in origins_}
     if len(sources) == 1 and None not in sources:
         return Origin(handles, op_types, module, sources.pop())
@@ -289,7 +289,7 @@ def _origin(parts: Mapping[int, Sequence[Node]], main: int | None) -> Origin:
     return Origin(
         tuple(sorted(parts)),
         tuple(dict.fromkeys(node.op_type for node in nodes)),
-        common_module(node.module for node in places),
+        common_module(node.holder for node in places),
         sources[0] if len(sources) == 1 else None,
         all_sources if len(all_sources) > 1 else (),
     )

@@ -56,7 +56,13 @@ class Node:
     op_type: str
     """Name with namespace and overload, such as `aten.convolution.default`."""
     module: str | None
+    """Path of the innermost module; None for the model itself, and if it is unknown."""
     source: Source | None
+
+    @property
+    def holder(self) -> str | None:
+        """The innermost module's path, empty for the model itself; None if it is unknown."""
+        return self.module or (None if self.source is None else "")
 
 
 @dataclass(frozen=True)
@@ -75,6 +81,11 @@ class Origin:
     """The lines of all its nodes, that of `source` first; empty if there is at most one."""
     reason: str | None = None
     """Why it has no line, or whose line it has instead of its own; None for the line of its own nodes. One sentence."""
+
+    @property
+    def holder(self) -> str | None:
+        """The module's path, empty for the model itself; None if it is unknown."""
+        return self.module or (None if self.source is None and not self.sources else "")
 
 
 @dataclass(frozen=True)
@@ -116,7 +127,7 @@ class Record:
         return Origin(
             unique,
             tuple(dict.fromkeys(node.op_type for node in nodes)),
-            common_module(node.module for node in own),
+            common_module(node.holder for node in own),
             places[0] if len(places) == 1 else None,
             places if len(places) > 1 else (),
         )

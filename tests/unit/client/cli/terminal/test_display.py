@@ -149,10 +149,11 @@ def test_the_activity_does_not_repeat_the_state(state: CellState, phase: str, sh
     assert f"4 threads  {shown}" in capture.get()
 
 
-def test_how_long_a_wait_lasts_at_most_is_not_cut_in_a_narrow_terminal() -> None:
+@pytest.mark.parametrize("step", ["", "run 1 of 5, "])
+def test_how_long_a_wait_lasts_at_most_is_not_cut_in_a_narrow_terminal(step: str) -> None:
     display, console = LiveDisplay(), Console(width=100, color_system=None)
     display.cells([_cell(CellState.RUNNING)])
-    waits = "at most 10 s: 3.60 tasks per cpu run, to be below 0.15"
+    waits = f"{step}at most 10 s: 3.60 tasks per cpu run, to be below 0.15"
     display.event(Progress(_now(), "c1", "vm", "WAIT_FOR_IDLE", None, None, None, waits))
     with console.capture() as capture:
         console.print(display)

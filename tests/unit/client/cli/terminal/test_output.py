@@ -53,3 +53,16 @@ def test_a_sentence_that_wraps_is_shown_whole(monkeypatch: pytest.MonkeyPatch, c
     head, *lines = text.splitlines()
     assert max(map(len, lines)) <= 60 and "arm_ethos_u55_int8 " in lines[0]
     assert " ".join(line[head.index("WHAT") :].strip() for line in lines) == f"{sentence} fp32"
+
+
+def test_a_narrow_table_leaves_columns_out_before_it_cuts_an_id(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = ("0123456789abcdef", "a long name of a job", "SUCCEEDED", "33.6 µs to 32.9 ms, 1 of 6 INVALID", "ann", "1:02")
+    heads = ("JOB", "NAME", "STATE", "P50", "OWNER", "TOOK")
+    for width, left_out in ((100, set()), (82, {"TOOK"}), (74, {"TOOK", "OWNER"})):
+        monkeypatch.setenv("COLUMNS", str(width))
+        output.show_table(heads, [row], shrink=("NAME",), spare=("TOOK", "OWNER"))
+        head, line = capsys.readouterr().out.splitlines()
+        assert set(heads) - set(head.split()) == left_out
+        assert "0123456789abcdef" in line and "1 of 6 INVALID" in line
