@@ -90,7 +90,7 @@ def test_a_real_jobs_markdown_has_no_link_image_or_element_of_a_name(job: Job) -
 @pytest.mark.parametrize("command", [["devices", "list"], ["jobs", "list"], ["jobs", "show", "JOB"], ["report", "show", "JOB"]])
 def test_a_name_is_shown_literally_and_not_as_markup(job: Job, command: list[str]) -> None:
     arguments = [job.id if word == "JOB" else word for word in command]
-    done = etfarm(*arguments, "--server", job.server, cwd=job.folder)
+    done = etfarm(*arguments, "--server", job.server, cwd=job.folder, environment={"COLUMNS": "300"})
     assert done.returncode == 0, done.stderr
     assert "[red]a[/red]" in done.stdout
 

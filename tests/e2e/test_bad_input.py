@@ -142,11 +142,11 @@ CASES = {
     "something_else": Bad((f"{FACTORIES}:something_else",), 1, "FACTORY_RETURNED_SOMETHING_ELSE", ("dict", "example_inputs")),
     "no_such_factory": Bad((f"{FACTORIES}:smal",), 2, "FACTORY_NOT_FOUND", ("small",)),
     "wrong_shape": Bad(
-        (f"{FACTORIES}:small", "--inputs", "{0}"), 1, "INPUT_MISMATCH", ("image", "[1, 3, 16, 16]"),
+        (f"{FACTORIES}:small", "--inputs", "{0}"), 2, "INPUT_MISMATCH", ("image", "[1, 3, 16, 16]"),
         _npz(image=np.zeros((1, 3, 8, 8), np.float32)),
     ),
     "wrong_dtype": Bad(
-        (f"{FACTORIES}:small", "--inputs", "{0}"), 1, "INPUT_MISMATCH", ("float32", "float64"),
+        (f"{FACTORIES}:small", "--inputs", "{0}"), 2, "INPUT_MISMATCH", ("float32", "float64"),
         _npz(image=np.zeros((1, 3, 16, 16))),
     ),
     "unknown_input": Bad(

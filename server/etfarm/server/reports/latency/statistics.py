@@ -222,6 +222,8 @@ def _interval(ordered: NDArray[np.int64], above: NDArray[np.float64]) -> tuple[f
     half = timings.student_quantile(blocks - 1) * float(np.std(sums[length:] - sums[:-length])) * math.sqrt(blocks)
     if half > (size - 1) / 2 and size / worth < MIN_FOR_INTERVAL:
         return None
-    # Round outwards to whole samples; the median lies between the ranks (n - 1) / 2 rounded down and up.
-    low = max(0, math.floor((size - 1) / 2 - half))
+    # Round outwards to whole samples; the median lies between the ranks (n - 1) / 2 rounded down and up. As many independent
+    # samples as these are worth would not reach further than their own extremes, and not to the slowest of all samples.
+    extreme = math.floor(size / (size / worth + 1))
+    low = max(extreme, math.floor((size - 1) / 2 - half))
     return float(ordered[low]), float(ordered[size - 1 - low])

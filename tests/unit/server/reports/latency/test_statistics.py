@@ -211,3 +211,13 @@ def test_a_cut_or_negative_sample_is_refused(tmp_path: Path, data: bytes) -> Non
     (tmp_path / "samples").write_bytes(data)
     with pytest.raises(statistics.BadSamples):
         statistics.read_samples(tmp_path / "samples")
+
+
+def test_a_median_of_few_independent_samples_does_not_reach_the_slowest_of_all() -> None:
+    """The clock has eight paces of a thousand samples each; some samples are interrupted for a whole time slice."""
+    random = np.random.default_rng(5)
+    samples = np.repeat(random.permutation(np.linspace(900, 1100, 8)), 1000) + random.normal(0, 2, 8000)
+    samples[random.integers(8000, size=40)] = 4e6
+    assert statistics.effective_samples(_array(samples)) < 20
+    ends = statistics.median_interval(_array(samples))
+    assert ends is None or ends[1] < 1200
