@@ -296,7 +296,7 @@ def _moved(row: Json) -> Moved:
     elif row["kind"] == "UNATTRIBUTED" and not _is_one_kernel(row):
         what = "kernels of no operator"
     else:
-        what = ": ".join(filter(None, (row["module"], types))) or _kernel(row)
+        what = ": ".join(filter(None, (row["module"], types or _kernel(row))))
     if row["base"] is None or row["candidate"] is None:
         what += " (new)" if row["base"] is None else " (gone)"
     source = row["source"]

@@ -133,7 +133,9 @@ def size(value_bytes: int | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """Return a share of 0 to 1 as a percentage: `41.2 %`; empty for None."""
+    """Return a share of 0 to 1 as a percentage: `41.2 %`; empty for None. Only the whole is `100.0 %`."""
+    if share is not None and 0.9995 <= share < 1:
+        return "> 99.9 %"
     return "" if share is None else f"{share * 100:.1f} %"
 
 
