@@ -212,7 +212,9 @@ def test_the_accuracy_of_a_language_model_is_in_its_history() -> None:
     series = only(completed({**measured, "generation": generation}))
     (newest,) = series.points
     assert (newest.sqnr_db, newest.top1_agreement, newest.perplexity) == (31.25, 0.953, 1234.5)
-    head, row, *_ = [line.plain for line in cli._lines(series.points)]
+    head, row, *_ = [line.plain for line in cli._lines(series.points, None)]
+    narrow = cli._lines(series.points, len(head) - 1)[0].plain
+    assert "SIZE" in head and "SIZE" not in narrow and "P50" in narrow
     assert head.split()[-3:] == ["SQNR", "TOP-1", "PERPLEXITY"] and row.split()[-5:] == ["31.2", "dB", "95.3", "%", "1,234"]
     (written,) = document("net", entries(completed({**measured, "generation": generation})), None)["series"]
     assert written["points"][0]["top1_agreement"] == 0.953 and written["points"][0]["perplexity"] == 1234.5

@@ -26,6 +26,8 @@ _ID_CHARACTERS = 8
 
 _HEADS = ("WHEN", "JOB", "P50", "CHANGE", "VERDICT", "SIZE", "SQNR", "TOP-1", "PERPLEXITY")
 _RIGHT = ("SIZE", "SQNR", "TOP-1", "PERPLEXITY")
+_SPARE = ("SIZE", "TOP-1", "PERPLEXITY", "SQNR")
+"""Columns that a narrow terminal does without, the first ones first."""
 _CHANGE_STYLES = {"equal": "dim", "inconclusive": "dim", "slower": "red", "faster": "green"}
 _LEGENDS = {
     "equal": "≈: no difference found.",
@@ -124,19 +126,29 @@ def _show(series: Series, *, blank: bool, to_stderr: bool) -> None:
         what = "p50" if series.points[-1].p50_ns is not None else "a token"
         head.append(f"   {sparkline(series.points)}   ", style="not bold cyan")
         head.append(f"{what} {units.time(min(medians))} to {units.time(max(medians))}", style="not bold")
-    lines = [*([Text()] if blank else ()), head, *_lines(series.points)]
+    console = output.open_console(to_stderr=to_stderr)
+    lines = [*([Text()] if blank else ()), head, *_lines(series.points, console.width if console.is_terminal else None)]
     outcomes = {describe_change(point)[1] for point in series.points}
     lines += [Text(legend, style="dim") for outcome, legend in _LEGENDS.items() if outcome in outcomes]
-    output.say(output.open_console(to_stderr=to_stderr), *lines)
+    output.say(console, *lines)
 
 
-def _lines(points: Sequence[Point]) -> list[Text]:
-    """Return table rows; below the row of a point with remarks, these remarks with the necessary width."""
+def _lines(points: Sequence[Point], room: int | None) -> list[Text]:
+    """Return table rows; below the row of a point with remarks, these remarks with the necessary width.
+
+    Args:
+        room: the terminal's width, for which columns of `_SPARE` are left out; None for a file or pipe.
+    """
     from rich.text import Text
 
     cells = [tuple(Text(head, style="dim") for head in _HEADS), *(_row(point) for point in points)]
     used = [place for place in range(len(_HEADS)) if any(row[place].cell_len for row in cells[1:])]
     widths = {place: max(row[place].cell_len for row in cells) for place in used}
+    for head in _SPARE:
+        if room is None or sum(widths.values()) + 2 * (len(widths) - 1) <= room:
+            break
+        widths.pop(_HEADS.index(head), None)
+    used = list(widths)
     lines = []
     for row, remarks in zip(cells, [Text(), *map(_remarks, points)], strict=True):
         line = Text()
