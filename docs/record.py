@@ -364,8 +364,11 @@ def _update_readme(name: str, text: str) -> None:
 
 
 def narrow(text: str) -> str:
-    """Return a recording with `…/` for the demos' folder and little space before it: lines of README.md have 120 characters."""
-    return re.sub(rf" *{re.escape(DEMO_FOLDER)}", "  …/", text)
+    """Return a recording with `…/` for the demos' folder, little space before it, and a short name of the processor.
+
+    Lines of README.md have 120 characters.
+    """
+    return re.sub(rf" *{re.escape(DEMO_FOLDER)}", "  …/", re.sub(r"\(R\)|(?<=Xeon\(R\)) Processor", "", text))
 
 
 def select_lines(text: str, choice: str | None) -> str:

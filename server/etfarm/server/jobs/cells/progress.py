@@ -22,7 +22,7 @@ WAIT_FOR_WORKER: Final = "WAIT_FOR_WORKER"
 _MOMENT_MS: Final = 20.0
 """Phases of workers below this are not recorded by themselves."""
 
-_ANNOUNCED_S: Final = 0.3
+ANNOUNCED_S: Final = 0.3
 """Seconds after which watchers are told of a wait."""
 
 OnProgress = Callable[[str, Progress], None]
@@ -56,9 +56,12 @@ class TurnPhases:
 
     Args:
         work: the phase of the work.
+        announced_s: seconds after which watchers are told of a wait.
     """
 
-    def __init__(self, run: CellRun, work: str, timer: PhaseTimer, progress: CellProgress) -> None:
+    def __init__(
+        self, run: CellRun, work: str, timer: PhaseTimer, progress: CellProgress, *, announced_s: float = ANNOUNCED_S
+    ) -> None:
         self._run = run
         self._work = work
         self._timer = timer
@@ -66,6 +69,7 @@ class TurnPhases:
         self._started = timer.start(run.job)
         self._wait: StartedPhase | None = None
         """The wait that may be recorded; None while the work goes on."""
+        self._announced_s = announced_s
         self._announcing: asyncio.TimerHandle | None = None
 
     def __enter__(self) -> TurnPhases:
@@ -90,7 +94,7 @@ class TurnPhases:
                 self._progress.announce_phase([self._run], self._work)
         elif wait is None:
             announce = partial(self._progress.announce_phase, [self._run], WAIT_FOR_WORKER)
-            self._announcing = asyncio.get_running_loop().call_later(_ANNOUNCED_S, announce)
+            self._announcing = asyncio.get_running_loop().call_later(self._announced_s, announce)
 
     def _announce_no_wait(self) -> bool:
         """Announce no further wait; return whether one was announced."""

@@ -290,8 +290,8 @@ def test_outputs_of_every_kind_are_compared(expected: Any, actual: Any, equal: b
 def test_floats_are_judged_by_what_their_dtype_can_hold(dtype: str, error: float, problem: str) -> None:
     values = np.linspace(1, 2, 1001)
     reference, actual = (tensors.from_array("y", each.astype(tensors.dtype_of(dtype))) for each in (values, values * (1 + error)))
-    found = differences.find_problem(differences.difference("y", reference, actual), quantized=False)
-    assert found == problem or (found[:8], found[12:]) == (problem[:8], problem[12:]), found
+    problems = differences.find_problem(differences.difference("y", reference, actual), quantized=False)
+    assert problems == problem or (problems[:8], problems[12:]) == (problem[:8], problem[12:]), problems
 
 
 @pytest.mark.parametrize(

@@ -5,11 +5,8 @@ from __future__ import annotations
 import asyncio
 from datetime import UTC, datetime, timedelta
 
-import pytest
-
-from etfarm.server.jobs.cells import progress
 from etfarm.server.jobs.cells.cell_run import CellRun
-from etfarm.server.jobs.cells.progress import CellProgress, PhaseTimer, TurnPhases
+from etfarm.server.jobs.cells.progress import ANNOUNCED_S, CellProgress, PhaseTimer, TurnPhases
 from etfarm.server.jobs.records.watch import Announcer
 from etfarm.v1.job_pb2 import Cell, Job, JobEvent
 
@@ -33,11 +30,13 @@ class Clock:
     def __init__(self) -> None:
         self.now_s = 0.0
 
-    def phases(self, run: CellRun, announced: Announced) -> TurnPhases:
+    def phases(self, run: CellRun, announced: Announced, announced_s: float = ANNOUNCED_S) -> TurnPhases:
         def now() -> datetime:
             return START + timedelta(seconds=self.now_s)
 
-        return TurnPhases(run, "COMPILE", PhaseTimer(now, lambda: self.now_s), CellProgress(announced, now))
+        return TurnPhases(
+            run, "COMPILE", PhaseTimer(now, lambda: self.now_s), CellProgress(announced, now), announced_s=announced_s
+        )
 
 
 def started() -> CellRun:
@@ -71,10 +70,9 @@ async def test_waits_for_a_turn_are_phases_of_their_own() -> None:
     ]
 
 
-async def test_watchers_are_told_of_waits_that_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(progress, "_ANNOUNCED_S", 0.01)
+async def test_watchers_are_told_of_waits_that_last() -> None:
     announced, run = Announced(), started()
-    with Clock().phases(run, announced) as phases:
+    with Clock().phases(run, announced, 0.01) as phases:
         phases.turn(False)
         phases.turn(True)
         await asyncio.sleep(0.03)
