@@ -263,6 +263,9 @@ def _module(row: Row, parent: Row | None) -> str:
     module = row["module"] or (parent["module"] if parent and not row["op_types"] else None)
     if module:
         return str(module)
+    if row["kind"] == "DELEGATE" and len(row["sources"] or ()) > 1:
+        # It stands for kernels of several modules, none of which has a time.
+        return NOT_EXPLAINED
     return MODEL if row["source"] or row["op_types"] else _without_origin(row)
 
 

@@ -20,7 +20,7 @@ def row(index: int, kind: str = "OPERATOR", **more: Any) -> dict[str, Any]:
     base = {
         "index": index, "kind": kind, "parent": None, "name": "aten.add.out", "op_types": [], "backend": None, "delegated": False,
         "mean_ns": 10.0, "p50_ns": 10.0, "resolution_ns": None, "share": 0.1, "module": None, "source": None, "aligned": None,
-        "mean_ci95_ns": None,
+        "mean_ci95_ns": None, "sources": [],
     }  # fmt: skip
     return base | more
 
@@ -198,6 +198,16 @@ def test_by_module_a_matched_kernel_of_the_model_itself_is_not_its_delegate_s() 
         row(2, "KERNEL", parent=0, delegated=True, aligned=True, op_types=["aten.linear.default"], module="tiny", share=0.1),
     ]
     assert {group.key: group.own_share for group in views.group(rows, "module")} == {views.MODEL: 0.9, "tiny": 0.1}
+
+
+def test_by_module_a_delegate_of_several_modules_without_times_is_not_the_model_itself() -> None:
+    rows = [
+        row(0, "DELEGATE", delegated=True, op_types=["aten.linear.default"], sources=[line(7), line(8)], share=1.0),
+        row(1, "KERNEL", parent=0, delegated=True, mean_ns=None, p50_ns=None, share=0.0, module="a"),
+        row(2, "KERNEL", parent=0, delegated=True, mean_ns=None, p50_ns=None, share=0.0, module="b"),
+        row(3, "REST", parent=0, delegated=True, share=1.0),
+    ]
+    assert {group.key: group.own_share for group in views.group(rows, "module") if group.own_share} == {views.NOT_EXPLAINED: 1.0}
 
 
 def test_by_backend_a_delegate_s_rest_is_its_delegate_s() -> None:

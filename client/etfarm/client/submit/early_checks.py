@@ -129,6 +129,21 @@ def _require_types(method: str, source: ModelSource, forward: Any, values: Mappi
     for key, value in values.items():
         if not key.startswith(tuple(structures)):  # `x_1` may be the argument of this name, and a part of `x`
             require_fitting(method, [replace(value, name=key)], [types.get(key)])
+    if None not in in_order and len(values) < len(in_order):
+        _require_all(method, [*list(examples)[: len(args)], *kwargs], values)
+
+
+def _require_all(method: str, names: Sequence[str], values: Mapping[str, Value]) -> None:
+    """Refuse inputs that lack one.
+
+    Raises:
+        InputMissing: no key is the name or the position of an input.
+    """
+    for place, name in enumerate(names):
+        if not {name, str(place), f"arr_{place}"} & values.keys():
+            raise input_names.InputMissing(
+                f"{method}: the input {name!r} is missing.", f"The inputs are {', '.join(names)}.", method=method, missing=name
+            )
 
 
 def _type_of(example: Any, *, is_dynamic: bool) -> InputType | None:

@@ -74,9 +74,9 @@ class Typed:
         ({"image": np.zeros((2, 3), np.float32)}, False, "float32 [2, 3]"),
         ({"arr_0": np.zeros((1, 3, 1), np.float32)}, True, "float32 [1, 3, 1]"),
         ({"image": np.zeros((1, 3), np.float32), "mask": np.zeros(2, bool)}, False, "bool [2]"),
-        ({"image": np.zeros((1, 3), np.float32)}, False, ""),
-        ({"image": np.zeros((9, 3), np.float32)}, True, ""),
-        ({"mask_0": np.zeros(9)}, False, ""),
+        ({"image": np.zeros((1, 3), np.float32), "mask": np.zeros(2, np.float32)}, False, ""),
+        ({"image": np.zeros((9, 3), np.float32), "1": np.zeros(2, np.float32)}, True, ""),
+        ({"image": np.zeros((1, 3), np.float32), "mask_0": np.zeros(9)}, False, ""),
     ],
 )
 def test_a_tensor_unlike_the_example_is_refused_before_the_export(arrays: dict[str, np.ndarray], dynamic: bool, got: str) -> None:
@@ -106,6 +106,8 @@ def test_positions_are_those_of_the_export_and_parts_of_a_structure_are_no_argum
         check_source("net", plain, [], read_named({"1": np.zeros(3, np.float32)}))
     with pytest.raises(InputMismatch, match="Reshape it"):
         check_source("net", plain, [], read_named({"1": np.zeros(4)}))
+    with pytest.raises(InputMissing, match="the input 'a' is missing"):
+        check_source("net", plain, [], read_named({"x": np.zeros(1, np.float32), "x_1": np.zeros(2)}))
     listed = ModelSource(
         cast(Any, {"forward": Parts()}), {"forward": ([torch.zeros(1), torch.zeros(5)],)}, example_kwargs={"forward": kwargs}
     )

@@ -50,7 +50,7 @@ def compare(
         ),
     ] = None,
     strict: Annotated[
-        bool, typer.Option("--strict", help="Do not pass if the interval does not show that the limit is kept.")
+        bool, typer.Option("--strict", help="Pass no other program if the interval does not show that the limit is kept.")
     ] = False,
     accept_invalid: Annotated[
         bool,

@@ -55,7 +55,7 @@ def times(document: Json) -> Iterator[Fact]:
         interval = answers.latency(document).detail if answers.interval_name(document) else ""
         parts = [interval] if interval else []
         parts += [f"{name} {units.time(value)}" for name, value in shown if value is not None]
-        if latency["drift"] is not None:
+        if latency["drift"] is not None and len(document["runs"]) < 2:  # between runs it is a step of the processes
             parts.append(f"drift {sentences.change(latency['drift'])}")
         samples, worth = answers.sample_count(document), latency["effective_samples"]
         if worth is not None and worth < FAR_FEWER * samples:

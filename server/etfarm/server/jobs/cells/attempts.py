@@ -161,7 +161,10 @@ class Attempts:
         if not (job.spec.HasField("measurement") and self._dispatch.is_on_this_machine(device)):
             yield
             return
-        self._progress.announce_phase(cell_runs, "WAIT_FOR_QUIET")
+        if starting := self._dispatch.starting:  # the work that it waits for
+            self._progress.announce_phase(cell_runs, "BUNDLE", starting)
+        else:
+            self._progress.announce_phase(cell_runs, "WAIT_FOR_QUIET")
         phase = self._timer.start(job)
         async with self._measurement_lock.work() if device.emulated else self._measurement_lock.measure():
             phase.record("WAIT_FOR_QUIET", *cell_runs)
