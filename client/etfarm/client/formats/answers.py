@@ -227,6 +227,11 @@ def time_ns(row: Json) -> float | None:
     return row["p50_ns"] if mean_ns is None else mean_ns
 
 
+def share(row: Json) -> float | None:
+    """Return a row's share of the whole; None for a kernel that no iteration saw, of which it is as unknown as the time."""
+    return None if not row["share"] and row["resolution_ns"] and time_ns(row) is None else row["share"]
+
+
 def precision(row: Json) -> str:
     """Return half of the interval of a row's time as a part of it, `±1.2 %`; empty without an interval."""
     mean_ns, ends = row["mean_ns"], row["mean_ci95_ns"]

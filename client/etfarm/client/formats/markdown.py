@@ -131,7 +131,7 @@ def _operators(report: Json) -> Iterator[str]:
         code = row["source"]["code"].strip() if row["source"] and row["source"]["code"] else ""
         source = " ".join(part for part in (escapes.code(where) if where else "", escapes.code(code) if code else "") if part)
         cells = [
-            units.percent(row["share"]),
+            units.percent(answers.share(row)),
             escapes.text(answers.time_of(row)),
             escapes.text(row["name"]),
             escapes.text(answers.backend(row)),

@@ -177,8 +177,7 @@ def operators(rows: Sequence[Json], *, width: int, top: int = TOP) -> Renderable
     The columns are share, time, name, backend, source, module and code.
     """
     chosen = _chosen(rows, top)
-    # Of a kernel that no iteration saw, the share is as unknown as the time.
-    shares = [units.percent(row["share"] or None) if row["resolution_ns"] else units.percent(row["share"]) for row in chosen]
+    shares = [units.percent(answers.share(row)) for row in chosen]
     times = _times(chosen)
     names = [f"{'  ' if row['parent'] is not None else ''}{_name(row)}" for row in chosen]
     backends = [_backend(row) for row in chosen]

@@ -197,7 +197,7 @@ function operatorRow(row, largest, parent) {
     "tr",
     { class: css, "data-index": row.index },
     make("td", { class: "n quiet" }, rest ? "" : String(row.index)),
-    shareCell(row.share, largest, kind, parent),
+    shareCell(timeNs(row) === null && row.resolution_ns ? null : row.share, largest, kind, parent), // unknown, too
     make("td", { class: "n time", title: spread ? title : null }, clock, spread ? make("small", null, spread) : null),
     make("td", { class: "name" }, name, types && types !== name ? make("span", { class: "types" }, types) : null),
     make("td", { class: "where" }, rest ? "" : backendOf(row)),
