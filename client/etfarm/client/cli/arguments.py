@@ -19,8 +19,10 @@ def require_file(path: Path) -> None:
     """Check that a file which is read later exists.
 
     Raises:
-        Usage: there is no such file.
+        Usage: there is no such file, or it is a folder.
     """
+    if path.is_dir():
+        raise Usage(f"{path} is a folder.", "Name a file. `etfarm run --inputs` takes a folder, as a data set.", path=path)
     if not path.is_file():
         raise Usage(f"There is no file {path}.", f"Paths start at the working folder, {Path.cwd()}.", path=path)
 

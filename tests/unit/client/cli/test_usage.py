@@ -1,10 +1,13 @@
-"""Messages of bad values in etfarm's words, with the value."""
+"""Messages of bad arguments in etfarm's words, with the value."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from etfarm.client.cli.usage import describe_bad_value
+from etfarm.client.cli.arguments import require_file
+from etfarm.client.cli.usage import Usage, describe_bad_value
 
 
 @pytest.mark.parametrize(
@@ -31,3 +34,10 @@ from etfarm.client.cli.usage import describe_bad_value
 )
 def test_a_bad_value_is_named_with_what_it_must_be(message: str, argv: list[str], expected: str) -> None:
     assert describe_bad_value(message, argv) == expected
+
+
+def test_a_folder_in_the_place_of_a_file_is_named_as_one(tmp_path: Path) -> None:
+    with pytest.raises(Usage, match="is a folder"):
+        require_file(tmp_path)
+    with pytest.raises(Usage, match="There is no file"):
+        require_file(tmp_path / "in.npz")
