@@ -169,6 +169,12 @@ def test_the_spread_has_percentiles_drift_and_the_effective_samples() -> None:
     assert "3,895 iterations in 251 ms, until steady" in text
 
 
+def test_several_runs_show_no_drift_from_one_process_to_the_next() -> None:
+    run = {"p50_ns": 1_840_000, "verdict": {"status": "VALID"}}
+    assert "drift -2.1 %" in render_text(_measured(runs=[run]), width=160)
+    assert "drift" not in render_text(_measured(runs=[run, run]), width=160)
+
+
 @pytest.mark.parametrize(
     ("statuses", "name"), [(["VALID"], "within-run"), (["VALID", "VALID"], "within-run"), (["VALID"] * 3, "between-run")]
 )
