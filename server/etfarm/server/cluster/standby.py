@@ -21,13 +21,11 @@ from etfarm.server.cluster.leadership import Leadership
 from etfarm.server.cluster.links import WAIT_S, Links
 from etfarm.server.config import Config
 from etfarm.server.rpc.contract import SERVICES, set_serving
-from etfarm.server.rpc.door.accepting import new_server
 from etfarm.server.rpc.door.calls import TooManyCalls
 from etfarm.server.rpc.door.certificates import Certificates
-from etfarm.server.rpc.door.connections import Connections, raise_file_limit, server_options
-from etfarm.server.rpc.door.listening import bind, port_of
+from etfarm.server.rpc.door.connections import Connections
+from etfarm.server.rpc.door.listening import bind, guarded_server, port_of
 from etfarm.v1.farm_pb2 import ServerInfo
-from etfarm.wire.channel import SERVER_OPTIONS
 
 _GRACE_S: Final = 0.2
 """Time that calls have to end when this server stops forwarding."""
@@ -57,8 +55,7 @@ async def standing_by(
     links = Links(leadership, config.identity(), wait_s)
     connections = Connections(lambda: config.tokens is not None or forwarding.has_seen_refusal, time.monotonic)
     forwarding = Forwarding(links, connections.trust, on_forwarded)
-    options = (dict(SERVER_OPTIONS) | dict(server_options(raise_file_limit()))).items()
-    server = new_server([], list(options))
+    server = guarded_server([])
     checks = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection([*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
