@@ -31,8 +31,8 @@ from etfarm.server.operation.settings import Setting
 from etfarm.server.parts import Access, Background, Children, Fleet, Jobs, Storage, now
 from etfarm.server.rpc.contract import Servicers, set_serving
 from etfarm.server.rpc.door.certificates import Certificates
-from etfarm.server.rpc.door.connections import Connections, raise_file_limit
-from etfarm.server.rpc.door.forwarded import Forwarded
+from etfarm.server.rpc.door.connections import MAX_METADATA_BYTES, Connections, raise_file_limit
+from etfarm.server.rpc.door.forwarded import FORWARDED_BYTES, Forwarded
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
 from etfarm.server.rpc.door.listening import bind, guarded_server, port_of, write_address
 from etfarm.server.rpc.door.observing import ObservingInterceptor
@@ -144,7 +144,9 @@ async def running(
         interceptor = AuthErrorInterceptor(
             access.authentication, access.projects.resolve, audit=access.audit, connections=connections, forwarded=forwarded
         )
-        server = guarded_server([ObservingInterceptor(monitor.metrics, forwarded=forwarded), interceptor])
+        # What fits a standby has to fit here, too.
+        metadata_bytes = MAX_METADATA_BYTES + (0 if lead is None else FORWARDED_BYTES)
+        server = guarded_server([ObservingInterceptor(monitor.metrics, forwarded=forwarded), interceptor], metadata_bytes)
         servicers = _servicers(config, storage, access, fleet, jobs, host, notices, intake, certificates, monitor, settings, lead)
         checks = servicers.add_to(server)
         if lead is not None:
