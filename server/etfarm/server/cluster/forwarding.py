@@ -172,7 +172,8 @@ class Forwarding:
                         request = None
                         await turn.aclose()
                     response = await call
-                    await context.send_initial_metadata(tuple(await call.initial_metadata()))
+                    if initial := tuple(await call.initial_metadata()):
+                        await context.send_initial_metadata(initial)
                     await context.write(response + suffix)
                     return tuple(await call.trailing_metadata())
                 finally:

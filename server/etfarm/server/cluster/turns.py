@@ -13,7 +13,7 @@ from etfarm.server.workers.fair_slots import FairSlots
 
 AT_ONCE: Final = 4
 """Number of messages of one owner that are received and passed on at a time."""
-SLOW: Final = 12
+SLOW: Final = 4
 """Number of further messages of one owner, of those that have taken longer than `SLOW_S`: links may be slow or dead."""
 SLOW_S: Final = 0.5
 ALL: Final = 64
