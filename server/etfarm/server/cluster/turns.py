@@ -25,8 +25,8 @@ LIMIT_S: Final = 120.0
 class Turns:
     """The turns of all callers. gRPC does not reveal the size of a message before it has been received, so each counts alike."""
 
-    def __init__(self, limit_s: float = LIMIT_S) -> None:
-        self._limit_s = limit_s
+    def __init__(self, slow_s: float = SLOW_S, limit_s: float = LIMIT_S) -> None:
+        self._slow_s, self._limit_s = slow_s, limit_s
         self._all = FairSlots(ALL)
         self._owners: dict[str, asyncio.Semaphore] = {}
         self._calls: Counter[str] = Counter()
@@ -51,7 +51,7 @@ class Turns:
 
         try:
             await turns.acquire()
-            lending = asyncio.get_running_loop().call_later(SLOW_S, lend)
+            lending = asyncio.get_running_loop().call_later(self._slow_s, lend)
             try:
                 async with self._all.take(owner), asyncio.timeout(self._limit_s):
                     yield
