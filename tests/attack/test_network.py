@@ -16,23 +16,15 @@ from etfarm.v1 import farm_pb2, farm_pb2_grpc, project_pb2, project_pb2_grpc, to
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
 from tests.support.contract import WAIT_S, call
-from tests.support.door import Door, create, ended, watch
+from tests.support.databases import postgres_databases as postgres_databases
+from tests.support.door import Door, create, ended, watch_devices
+from tests.support.door import door as door
+from tests.support.door import new_door as new_door
 from tests.support.http2 import Http2
 
 pytestmark = pytest.mark.slow(reason="starts servers, and waits for deadlines of connections")
 
 INFO = b"/etfarm.v1.FarmService/GetServerInfo"
-
-
-@pytest.fixture(scope="module")
-def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
-    created = Door(tmp_path_factory.mktemp("network"))
-    created.daemon.start()
-    try:
-        yield created
-    finally:
-        assert created.daemon.stop() == 0
-        assert "Traceback" not in created.daemon.log.read_text()
 
 
 @pytest.fixture
@@ -97,12 +89,12 @@ async def test_an_open_stream_ends_when_its_caller_leaves_the_project(door: Door
         await projects.Create(project_pb2.CreateProjectRequest(name=name, members=["leaver", "stayer"]))
     leaver, stayer = [(await create(admin, name)).secret for name in ("leaver", "stayer")]
     async with door.channel(leaver) as first, door.channel(stayer) as second:
-        left, stayed = watch(first), watch(second)
+        left, stayed = watch_devices(first), watch_devices(second)
         await left.read(), await stayed.read()
         await projects.AddMember(project_pb2.AddMemberRequest(project="default", principal="leaver"))
         await projects.RemoveMember(project_pb2.RemoveMemberRequest(project="beta", principal="leaver"))
         assert (await ended(left)).reason == "PROJECTS_CHANGED"
-        again = watch(first)
+        again = watch_devices(first)
         await again.read()
         await projects.RemoveMember(project_pb2.RemoveMemberRequest(project="default", principal="leaver"))
         assert (await ended(again)).reason == "PROJECTS_CHANGED"

@@ -25,7 +25,8 @@ from etfarm.server.state.engine import Database
 from etfarm.wire.errors import FarmError
 from tests.support.postgres import QUICK, PostgresServer, postgres_server
 
-_TEMPLATE = "template_etfarm"
+TEMPLATE = "template_etfarm"
+"""The database that etfarm has made, which nothing is connected to."""
 
 
 class PostgresDatabases:
@@ -35,8 +36,8 @@ class PostgresDatabases:
         self.server = server
         self._names: dict[Path, str] = {}
         self._free: list[str] = []
-        server.execute("CREATE DATABASE {}", _TEMPLATE)
-        database = create_database(Path("/nowhere/farm.sqlite"), DatabaseUrl.parse(server.url(_TEMPLATE)))
+        server.execute("CREATE DATABASE {}", TEMPLATE)
+        database = create_database(Path("/nowhere/farm.sqlite"), DatabaseUrl.parse(server.url(TEMPLATE)))
         try:
             asyncio.run(database.open())
         finally:
@@ -50,7 +51,7 @@ class PostgresDatabases:
         return DatabaseUrl.parse(self.server.url(self._names[path]))
 
     def _create(self, name: str) -> str:
-        create = sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(_TEMPLATE))
+        create = sql.SQL("CREATE DATABASE {} TEMPLATE {}").format(sql.Identifier(name), sql.Identifier(TEMPLATE))
         self._connection.execute(create)
         return name
 

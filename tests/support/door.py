@@ -1,19 +1,27 @@
-"""A server with a token file as an attacker finds it, and what a caller sees of it."""
+"""A server with a token file as an attacker finds it, alone or as a standby of a farm, and what a caller sees of it."""
 
 from __future__ import annotations
 
 import asyncio
 import re
 import resource
+import sqlite3
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any
 
 import grpc
+import psycopg
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from etfarm.server.state import schema
 from etfarm.v1 import (
     common_pb2,
+    device_pb2,
+    device_pb2_grpc,
     token_pb2,
     token_pb2_grpc,
 )
@@ -21,6 +29,7 @@ from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import from_rpc_error
 from tests.support.contract import WAIT_S, address_of
+from tests.support.databases import TEMPLATE, PostgresDatabases
 from tests.support.farm import Daemon
 
 ADMIN, USER = "secret-of-ann-0123456789", "secret-of-bob-0123456789"
@@ -28,15 +37,86 @@ LINES = (f"ann admin {ADMIN}", f"bob user {USER}")
 
 
 class Door:
-    """A server with a token file, on loopback."""
+    """A server with a token file, on loopback.
 
-    def __init__(self, folder: Path, *, files: int | None = None) -> None:
-        self.data, self.tokens = folder / "data", folder / "tokens"
+    Args:
+        files: number of files that it may open.
+        url: of a PostgreSQL database; the server is then a standby of a farm, which another server leads.
+    """
+
+    def __init__(self, folder: Path, *, files: int | None = None, url: str = "") -> None:
+        self.data, self.tokens, self._url = folder / "data", folder / "tokens", url
         self.tokens.touch(mode=0o600)
         self.write(*LINES)
-        arguments = ["serve", "--listen", "127.0.0.1:0", "--data", str(self.data), "--no-bundle", "--exit-with-stdin"]
-        self.daemon = _Limited([*arguments, "--no-prewarm", "--tokens", str(self.tokens)], folder / "serve.log")
+        arguments = [
+            "serve",
+            "--listen",
+            "127.0.0.1:0",
+            "--no-bundle",
+            "--exit-with-stdin",
+            "--no-prewarm",
+            "--tokens",
+            str(self.tokens),
+        ]
+        self.leader: Daemon | None = None
+        if url:
+            arguments += ["--database", url]
+            (folder / "blobs").mkdir()
+            for data in (self.data, folder / "leader"):
+                data.mkdir()
+                (data / "artifacts").symlink_to(folder / "blobs")
+            self.leader = Daemon([*arguments, "--data", str(folder / "leader")], folder / "leader.log")
+        self.daemon = _Limited([*arguments, "--data", str(self.data)], folder / "serve.log")
         self.daemon.files = files
+
+    def start(self) -> None:
+        """Start it, after the server that leads."""
+        if self.leader is not None:
+            self.leader.start()
+            self.leader.expect("leading the farm")
+        self.daemon.start()
+        if self.leader is not None:
+            address_of(self.daemon)
+            self.daemon.expect("forwarding calls to 127")
+
+    def kill9(self) -> None:
+        """All of it is gone at once."""
+        for daemon in self._daemons:
+            daemon.kill9()
+
+    def stop(self) -> None:
+        """End it in order, and require that it has logged no bug."""
+        for daemon in self._daemons:
+            assert daemon.stop() == 0
+            assert "Traceback" not in daemon.log.read_text(), daemon.log.read_text()
+
+    @property
+    def _daemons(self) -> list[Daemon]:
+        """The standby first, so that it does not take the lead."""
+        return [self.daemon, *([] if self.leader is None else [self.leader])]
+
+    def execute(self, statement: str) -> None:
+        """Execute a statement in the farm's database, beside the servers."""
+        if self._url:
+            with psycopg.connect(self._url) as connection:
+                connection.execute(statement.encode())
+            return
+        database = sqlite3.connect(self.data / "farm.sqlite", timeout=WAIT_S)
+        try:
+            with database:
+                database.execute(statement)
+        finally:
+            database.close()
+
+    def has_stored(self, text: str) -> bool:
+        """Return whether the database contains a text."""
+        if self._url:
+            with psycopg.connect(self._url) as connection:
+                rows = [
+                    connection.execute(f"SELECT t::text FROM {name} t".encode()).fetchall() for name in schema.metadata.tables
+                ]
+            return text in str(rows)
+        return any(text.encode() in path.read_bytes() for path in self.data.glob("farm.sqlite*"))
 
     def write(self, *lines: str) -> None:
         """Replace what the token file says."""
@@ -59,6 +139,44 @@ class Door:
         result = re.search(rf"{name}:\s+(\d+) kB", Path(f"/proc/{self.daemon.pid}/status").read_text())
         assert result is not None
         return int(result[1]) << 10
+
+
+PLACES = ("leader", "standby")
+"""The servers that are attacked: one that is alone, and a standby."""
+
+
+@pytest.fixture(scope="module", params=PLACES)
+def new_door(request: pytest.FixtureRequest) -> Iterator[Callable[..., AbstractContextManager[Door]]]:
+    """Run the tests at each place; yield what starts a server there for the time of a block."""
+    databases: PostgresDatabases | None = None
+    if request.param == "standby":
+        databases = request.getfixturevalue("postgres_databases")
+
+    @contextmanager
+    def run(folder: Path, **options: Any) -> Iterator[Door]:
+        name = f"door_{uuid.uuid4().hex}"
+        if databases is not None:
+            databases.server.execute("CREATE DATABASE {} TEMPLATE {}", name, TEMPLATE)
+            options["url"] = databases.server.url(name)
+        door = Door(folder, **options)
+        try:
+            door.start()
+            yield door
+            door.stop()
+        finally:
+            for daemon in door._daemons:
+                daemon.stop()
+            if databases is not None:
+                databases.server.execute("DROP DATABASE {} WITH (FORCE)", name)
+
+    yield run
+
+
+@pytest.fixture(scope="module")
+def door(new_door: Callable[..., AbstractContextManager[Door]], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
+    """A server for the tests of a module."""
+    with new_door(tmp_path_factory.mktemp("door")) as created:
+        yield created
 
 
 class _Limited(Daemon):
@@ -93,6 +211,11 @@ async def ended(stream: Any) -> EtfarmError:
 def watch(channel: grpc.aio.Channel) -> Any:
     """Return a stream that stays open as long as it may."""
     return health_pb2_grpc.HealthStub(channel).Watch(health_pb2.HealthCheckRequest())
+
+
+def watch_devices(channel: grpc.aio.Channel) -> Any:
+    """Return a stream of the leader that stays open as long as it may, whichever server is called."""
+    return device_pb2_grpc.DeviceServiceStub(channel).Watch(device_pb2.WatchDevicesRequest())
 
 
 async def create(channel: grpc.aio.Channel, name: str, role: int = common_pb2.ROLE_USER, **more: Any) -> Any:

@@ -30,12 +30,11 @@ from etfarm.server.operation.monitor import Monitor
 from etfarm.server.operation.settings import Setting
 from etfarm.server.parts import Access, Background, Children, Fleet, Jobs, Storage, now
 from etfarm.server.rpc.contract import Servicers, set_serving
-from etfarm.server.rpc.door.accepting import new_server
 from etfarm.server.rpc.door.certificates import Certificates
-from etfarm.server.rpc.door.connections import Connections, raise_file_limit, server_options
-from etfarm.server.rpc.door.forwarded import Forwarded
+from etfarm.server.rpc.door.connections import MAX_METADATA_BYTES, Connections, raise_file_limit
+from etfarm.server.rpc.door.forwarded import FORWARDED_BYTES, Forwarded
 from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
-from etfarm.server.rpc.door.listening import bind, port_of, write_address
+from etfarm.server.rpc.door.listening import bind, guarded_server, port_of, write_address
 from etfarm.server.rpc.door.observing import ObservingInterceptor
 from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.rpc.services.agents import AgentService
@@ -55,7 +54,6 @@ from etfarm.server.workers.child_pool import ChildPool
 from etfarm.server.workers.jail.measures import JailReport
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.v1 import farm_pb2
-from etfarm.wire.channel import SERVER_OPTIONS
 from etfarm.wire.errors import FarmError
 
 if TYPE_CHECKING:
@@ -107,7 +105,7 @@ async def running(
     """
     if config.tokens is not None:
         Tokens.read(config.tokens)  # reject an unusable file before anything is created
-    open_files = raise_file_limit()
+    raise_file_limit()
     config.data.mkdir(parents=True, exist_ok=True, mode=0o700)
     (config.data / "work").mkdir(exist_ok=True)
     is_local = config.compile_pool == LOCAL  # else each node's jail is required
@@ -146,10 +144,9 @@ async def running(
         interceptor = AuthErrorInterceptor(
             access.authentication, access.projects.resolve, audit=access.audit, connections=connections, forwarded=forwarded
         )
-        server = new_server(
-            [ObservingInterceptor(monitor.metrics, forwarded=forwarded), interceptor],
-            list((dict(SERVER_OPTIONS) | dict(server_options(open_files))).items()),
-        )
+        # What fits a standby has to fit here, too.
+        metadata_bytes = MAX_METADATA_BYTES + (0 if lead is None else FORWARDED_BYTES)
+        server = guarded_server([ObservingInterceptor(monitor.metrics, forwarded=forwarded), interceptor], metadata_bytes)
         servicers = _servicers(config, storage, access, fleet, jobs, host, notices, intake, certificates, monitor, settings, lead)
         checks = servicers.add_to(server)
         if lead is not None:

@@ -116,7 +116,8 @@ class TokenTable:
         """Load the tokens, including those that another process has written."""
         table = schema.tokens
         rows = await self._database.read(lambda connection: connection.execute(select(table)).all())
-        self._valid = {row.secret_hash: _credential(row) for row in rows if row.revoked_at is None}
+        valid = {row.secret_hash: credential_of(row) for row in rows if row.revoked_at is None}
+        self._valid = {key: credential for key, credential in valid.items() if credential is not None}
         self._is_empty = not rows
         self.on_change()
 
@@ -316,7 +317,10 @@ def _role(name: str) -> Role.ValueType:
     return common_pb2.Role.Value(f"ROLE_{name.upper()}")
 
 
-def _credential(row: Row[Any]) -> Credential:
+def credential_of(row: Any) -> Credential | None:
+    """Return the credential of a row of the table; None if this version does not know its role."""
+    if row.role not in ROLE_NAMES.values():
+        return None
     agent_id = row.agent_id if row.agent_id and not row.enrolment else ""
     return Credential(
         row.secret_hash, row.id, Principal(name=row.principal, role=_role(row.role), agent_id=agent_id),

@@ -12,6 +12,18 @@ class NoLeader(FarmError):
     kind = Kind.UNAVAILABLE
 
 
+class MessageOverdue(UserError):
+    """A message that a standby does not receive within the time limit."""
+
+    reason = "MESSAGE_OVERDUE"
+    kind = Kind.UNAVAILABLE
+
+    def __init__(self, limit_s: float) -> None:
+        super().__init__(
+            f"A message of the call did not arrive within {limit_s:g} s.", "Try again over a faster connection.", limit_s=limit_s
+        )
+
+
 class Fenced(FarmError):
     """A change by a server that no longer leads the farm."""
 

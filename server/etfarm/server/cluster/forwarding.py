@@ -12,91 +12,209 @@ import grpc
 import structlog
 from grpc.aio import ServicerContext
 
+from etfarm.server.access.tokens import Credential, Unauthenticated, key_of
 from etfarm.server.cluster.errors import NoLeader
+from etfarm.server.cluster.known_tokens import StandbyAuthentication
 from etfarm.server.cluster.leadership import Leader
 from etfarm.server.cluster.links import Link, Links
-from etfarm.server.rpc.door.forwarded import KEY, PEER, forwarded_metadata
-from etfarm.wire.errors import EtfarmError
-from etfarm.wire.status import to_status
+from etfarm.server.cluster.turns import Turns
+from etfarm.server.rpc.door.failures import address_of
+from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PEER, QUESTION, forwarded_metadata
+from etfarm.server.workers.fair_slots import FairSlots
+from etfarm.v1.common_pb2 import Principal
+from etfarm.wire.errors import EtfarmError, Kind
+from etfarm.wire.status import from_rpc_error
 
 log = structlog.get_logger()
 
-_OWN_METADATA: Final = frozenset({PEER, KEY, "user-agent", "content-type", "te", "accept-encoding"})
+_OWN_METADATA: Final = frozenset({PEER, KEY, QUESTION, "user-agent", "content-type", "te", "accept-encoding"})
 """Metadata of a call that is not passed on: gRPC's own, and what only servers may send."""
+
+_SMALL_BYTES: Final = 64 << 10
+"""Maximum size of messages that callers may have in this process without a turn."""
+
+_QUESTIONS_AT_ONCE: Final = 8
+_QUESTIONS_OF_AN_ADDRESS: Final = 64
+_MOST_QUESTIONS: Final = 1024
+"""Numbers of calls by unknown callers about which the leader is asked at a time, and which wait for that."""
+_QUESTION_S: Final = 5.0
 
 _Call = grpc.aio.StreamStreamCall[bytes, bytes]
 _Metadata = tuple[tuple[str, str | bytes], ...]
 _Trailers = tuple[Any, ...]
+_Context = ServicerContext[bytes, bytes]
 
 
 class Forwarding:
     """The calls that a standby forwards.
 
     gRPC reads a message only when it is asked to, and a write waits for the peer's flow control: a slow reader at one end slows
-    down the writer at the other, and no more than a message of each direction is in this process.
+    down the writer at the other, and no more than a message of each direction is in this process. Messages that may be large are
+    received in turns.
 
     Args:
         links: connections to the leader.
-        on_accepted: called with gRPC's name of a caller's connection once the leader has accepted a call over it.
+        authentication: the callers that this server knows itself.
         on_ended: called at the end of each call with its method and the name of its code.
+        on_refused: called when the leader has refused a call without a valid token.
     """
 
     def __init__(
         self,
         links: Links,
-        on_accepted: Callable[[str], None] = lambda peer: None,
+        authentication: StandbyAuthentication,
         on_ended: Callable[[str, str], None] = lambda method, code: None,
+        on_refused: Callable[[], None] = lambda: None,
     ) -> None:
         self._links = links
-        self._on_accepted = on_accepted
+        self._authentication = authentication
         self._on_ended = on_ended
-        self.has_seen_refusal = False
-        """Whether the leader has refused a call without a valid token."""
+        self._on_refused = on_refused
+        self._requests, self._uploads = Turns(), Turns()
+        self._questions = FairSlots(_QUESTIONS_AT_ONCE)
+        self._asking: dict[str, int] = {}
 
-    def handler(self, method: str, *, is_unary: bool, suffix: bytes = b"") -> grpc.RpcMethodHandler[Any, Any]:
+    def handler(
+        self, method: str, *, streams_requests: bool, streams_responses: bool, suffix: bytes = b""
+    ) -> grpc.RpcMethodHandler[Any, Any]:
         """Return the handler of a method. On the wire, a single message is a stream of one, so streams serve all kinds.
 
+        gRPC would receive the message of a unary handler before the caller is known.
+
         Args:
-            is_unary: whether request and response are single messages, which take fewer steps.
-            suffix: an encoded message with fields to add to each response.
+            suffix: an encoded message with fields to add to the response, if requests and responses are single messages.
         """
-        if is_unary:
-            return grpc.unary_unary_rpc_method_handler(partial(self._forward_unary, method, suffix))
-        return grpc.stream_stream_rpc_method_handler(partial(self._forward_stream, method))
+        if streams_requests or streams_responses:
+            forward = partial(self._forward_stream, method, streams_requests, streams_responses)
+        else:
+            forward = partial(self._forward_unary, method, suffix)
+        return grpc.stream_stream_rpc_method_handler(forward)
 
-    async def _forward_unary(self, method: str, suffix: bytes, request: bytes, context: ServicerContext[bytes, bytes]) -> bytes:
-        response = b""
+    async def ask(self, refusal: EtfarmError, method: str, context: _Context) -> Credential:
+        """Ask the leader whether it admits a caller whom this server refuses, by a call without messages; return its credential.
 
-        async def exchange(link: Link, metadata: _Metadata) -> _Trailers:
-            nonlocal response
-            make: grpc.aio.UnaryUnaryMultiCallable[bytes, bytes] = link.channel.unary_unary(method)
-            call = make(request, metadata=metadata, timeout=context.time_remaining())
+        The token may be so new that this server has not read it yet. The leader records what it refuses.
+
+        Raises:
+            EtfarmError: the refusal of this server or of the leader, or there is no leader to ask.
+        """
+        header = next((value for name, value in context.invocation_metadata() or () if name == "authorization"), None)
+        if refusal.kind not in (Kind.UNAUTHENTICATED, Kind.PERMISSION_DENIED):
+            raise refusal
+        if (header is None or refusal.kind is Kind.PERMISSION_DENIED) and not self._links.can_forward:
+            raise refusal
+        address = address_of(context.peer())
+        if self._asking.get(address, 0) >= _QUESTIONS_OF_AN_ADDRESS or sum(self._asking.values()) >= _MOST_QUESTIONS:
+            if header is None:
+                raise refusal
+            raise NoLeader("Too many calls with unknown tokens wait for the leader's answer.", "Try again.")
+        self._asking[address] = self._asking.get(address, 0) + 1
+        try:
+            async with self._questions.take(address):
+                if isinstance(header, str) and isinstance(refusal, Unauthenticated):
+                    with contextlib.suppress(Unauthenticated):  # the token may have been read while the call waited
+                        return self._authentication.authenticate(header)
+                await self._require_accepted(refusal, method, context)
+        finally:
+            self._asking[address] -= 1
+            if not self._asking[address]:
+                del self._asking[address]
+        return Credential(key_of(str(header)), "", Principal(name=_owner(context)))
+
+    async def _require_accepted(self, refusal: EtfarmError, method: str, context: _Context) -> None:
+        async with self._take(context) as (link, leader):
+            metadata = (*_metadata(context, context.peer(), leader), (QUESTION, "1"))
+            call: _Call = link.channel.stream_stream(method)(metadata=metadata, timeout=_QUESTION_S)
             try:
-                await context.send_initial_metadata(tuple(await call.initial_metadata()))
-                response = await call
-                return tuple(await call.trailing_metadata())
+                await call.done_writing()
+                await call.read()
+                trailers, code = tuple(await call.trailing_metadata() or ()), await call.code()
+            except grpc.aio.AioRpcError as error:
+                if _is_from_here(error):
+                    raise _lost(leader) from None
+                raise from_rpc_error(error, server=leader.address) from None
+            except asyncio.CancelledError:
+                if link.is_closed and not _is_cancelled():
+                    raise _lost(leader) from None
+                raise
             finally:
                 call.cancel()
+        if code is not grpc.StatusCode.OK or (ACCEPTED, "1") not in trailers:
+            raise refusal
 
-        await self._exchange(method, context, exchange)
-        return response + suffix
+    @contextlib.asynccontextmanager
+    async def _take(self, context: _Context) -> Any:
+        if any(name == KEY for name, _ in context.invocation_metadata() or ()):
+            raise NoLeader("This server no longer leads the farm.", "Try again; the server that leads now answers.")
+        async with self._links.take() as taken:
+            yield taken
 
-    async def _forward_stream(self, method: str, _: object, context: ServicerContext[bytes, bytes]) -> None:
-        peer = context.peer()
+    async def _forward_unary(self, method: str, suffix: bytes, _: object, context: _Context) -> None:
+        async with contextlib.AsyncExitStack() as turn:
+            await turn.enter_async_context(self._requests.take(_owner(context)))
+            request: Any = await context.read()
+            if not isinstance(request, bytes):
+                return  # the caller has left
+            if is_small := len(request) <= _SMALL_BYTES:
+                await turn.aclose()
 
+            async def exchange(link: Link, metadata: _Metadata) -> _Trailers:
+                nonlocal request
+                call: Any
+                if is_small:
+                    call = link.channel.unary_unary(method)(request, metadata=metadata, timeout=context.time_remaining())
+                else:
+                    call = link.channel.stream_unary(method)(metadata=metadata, timeout=context.time_remaining())
+                try:
+                    if not is_small:
+                        await call.write(request)
+                        await call.done_writing()
+                        request = None
+                        await turn.aclose()
+                    response = await call
+                    if initial := tuple(await call.initial_metadata()):
+                        await context.send_initial_metadata(initial)
+                    await context.write(response + suffix)
+                    return tuple(await call.trailing_metadata())
+                finally:
+                    call.cancel()
+
+            await self._exchange(method, context, exchange)
+
+    async def _forward_stream(
+        self, method: str, streams_requests: bool, streams_responses: bool, _: object, context: _Context
+    ) -> None:
         async def exchange(link: Link, metadata: _Metadata) -> _Trailers:
             call: _Call = link.channel.stream_stream(method)(metadata=metadata, timeout=context.time_remaining())
-            sending = asyncio.create_task(_send(context, call), name="forwarded requests")
+            answered = asyncio.Event()
+            turns, owner = self._requests if streams_responses else self._uploads, _owner(context)
+
+            async def send() -> None:
+                # Once the call has ended, its status says why, and no more requests are read.
+                with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
+                    async with turns.take(owner):
+                        is_open = await _pass_on(context, call)
+                    if streams_requests and streams_responses:
+                        # A dialogue, whose later messages come at any time: the leader accepts it by its first response.
+                        await answered.wait()
+                    while is_open and streams_requests:
+                        async with contextlib.nullcontext() if streams_responses else turns.take(owner):
+                            is_open = await _pass_on(context, call)
+                    await call.done_writing()
+
+            sending = asyncio.create_task(send(), name="forwarded requests")
+            sending.add_done_callback(lambda task: task.cancelled() or task.exception() is None or call.cancel())
             try:
                 await context.send_initial_metadata(tuple(await call.initial_metadata()))
-                is_accepted = False
                 while (response := await call.read()) is not grpc.aio.EOF:
-                    if not is_accepted:
-                        is_accepted = True
-                        self._on_accepted(peer)
+                    answered.set()
                     assert isinstance(response, bytes)
                     await context.write(response)
                 return tuple(await call.trailing_metadata())
+            except asyncio.CancelledError:
+                if sending.done() and not sending.cancelled() and (error := sending.exception()) is not None:
+                    raise error from None
+                raise
             finally:
                 call.cancel()
                 sending.cancel()
@@ -105,19 +223,14 @@ class Forwarding:
         await self._exchange(method, context, exchange)
 
     async def _exchange(
-        self,
-        method: str,
-        context: ServicerContext[bytes, bytes],
-        exchange: Callable[[Link, _Metadata], Awaitable[_Trailers]],
+        self, method: str, context: _Context, exchange: Callable[[Link, _Metadata], Awaitable[_Trailers]]
     ) -> None:
         """Make one call to the leader, and end the caller's call as that one ends."""
-        code, details, trailers, peer = grpc.StatusCode.OK, "", (), context.peer()
+        code, details, trailers = grpc.StatusCode.OK, "", ()
         try:
-            if any(name == KEY for name, _ in context.invocation_metadata() or ()):
-                raise NoLeader("This server no longer leads the farm.", "Try again; the server that leads now answers.")
-            async with self._links.take() as (link, leader):
+            async with self._take(context) as (link, leader):
                 try:
-                    trailers = await exchange(link, _metadata(context, peer, leader))
+                    trailers = await exchange(link, _metadata(context, context.peer(), leader))
                 except grpc.aio.AioRpcError as error:
                     if _is_from_here(error):
                         raise _lost(leader) from None
@@ -128,21 +241,34 @@ class Forwarding:
                     raise
         except EtfarmError as error:
             self._on_ended(method, error.kind.value)
-            await context.abort_with_status(to_status(error))
+            raise
         except asyncio.CancelledError:
             self._on_ended(method, grpc.StatusCode.CANCELLED.name)
             raise
         self._on_ended(method, code.name)
         if code is grpc.StatusCode.UNAUTHENTICATED:
-            self.has_seen_refusal = True
-        else:
-            self._on_accepted(peer)
+            self._on_refused()
         if code is not grpc.StatusCode.OK:
             await context.abort(code, details, trailers)
         context.set_trailing_metadata(trailers)
 
 
-def _metadata(context: ServicerContext[bytes, bytes], peer: str, leader: Leader) -> _Metadata:
+async def _pass_on(context: _Context, call: _Call) -> bool:
+    """Pass one request on; return False at the end of the caller's requests."""
+    request = await context.read()
+    if not isinstance(request, bytes):
+        return False
+    await call.write(request)
+    return True
+
+
+def _owner(context: _Context) -> str:
+    """Return who shares turns: callers at one address with one token."""
+    header = next((value for name, value in context.invocation_metadata() or () if name == "authorization"), "")
+    return f"{address_of(context.peer())} {key_of(str(header)).hex()}"
+
+
+def _metadata(context: _Context, peer: str, leader: Leader) -> _Metadata:
     """Return the metadata of the call to the leader."""
     sent = (
         (name, value)
@@ -150,14 +276,6 @@ def _metadata(context: ServicerContext[bytes, bytes], peer: str, leader: Leader)
         if name not in _OWN_METADATA and not name.startswith(("grpc-", ":"))
     )
     return (*sent, *forwarded_metadata(peer, leader.secret))
-
-
-async def _send(context: ServicerContext[bytes, bytes], call: _Call) -> None:
-    """Pass the requests on. Once the call has ended, its status says why, and no more are read."""
-    with contextlib.suppress(grpc.aio.AioRpcError, grpc.aio.UsageError, asyncio.InvalidStateError):
-        while isinstance(request := await context.read(), bytes):
-            await call.write(request)
-        await call.done_writing()
 
 
 def _is_from_here(error: grpc.aio.AioRpcError) -> bool:

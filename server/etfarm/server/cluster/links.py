@@ -58,6 +58,11 @@ class Links:
         self._closing: set[asyncio.Task[None]] = set()
         self._ended = asyncio.Event()
 
+    @property
+    def can_forward(self) -> bool:
+        """Whether there is a leader, and it answered the last call."""
+        return self._leadership.can_forward
+
     @asynccontextmanager
     async def take(self) -> AsyncIterator[tuple[Link, Leader]]:
         """Hold a place on a connection to the leader, which answers; wait for one for a bounded time.

@@ -32,13 +32,13 @@ _MOST_WAIT_S: Final = 5.0
 """Longest time without a look at the lease: a notification may have been lost."""
 _LOG_AGAIN_S: Final = 10.0
 _CLOSE_S: Final = 3.0
-_CONNECT: Final[dict[str, Any]] = {
+CONNECT: Final[dict[str, Any]] = {
     "connect_timeout": 2, "tcp_user_timeout": 3000, "keepalives_idle": 1, "keepalives_interval": 1, "keepalives_count": 3,
     "application_name": "etfarm lease", "target_session_attrs": "read-write",
 }  # fmt: skip
 
 
-def _answer_s() -> float:
+def answer_s() -> float:
     """Return the time after which another connection is tried. Statements wait for locks for less."""
     return 2 * lease.LEASE_S
 
@@ -158,8 +158,8 @@ class Member:
         logged_s = -_LOG_AGAIN_S
         while not self.lost.is_set():
             try:
-                async with await BoundedAsyncConnection.connect(self._url.text, autocommit=True, **_CONNECT) as session:
-                    session.limit = _answer_s
+                async with await BoundedAsyncConnection.connect(self._url.text, autocommit=True, **CONNECT) as session:
+                    session.limit = answer_s
                     await self._take_part(session)
             except psycopg.Error as error:
                 self.leadership.doubt()

@@ -7,30 +7,35 @@ import contextlib
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import Any, Final
 
 import grpc
-from google.protobuf import descriptor_pool
-from grpc_health.v1 import health_pb2_grpc
+from google.protobuf import descriptor_pool, message_factory
+from grpc.aio import ServicerContext
+from grpc_health.v1 import health_pb2
 from grpc_health.v1.health import aio as health
 from grpc_reflection.v1alpha import reflection
 
+from etfarm.server.access.tokens import TOKENS_CHANGED
 from etfarm.server.cluster.errors import NoLeader
 from etfarm.server.cluster.forwarding import Forwarding
+from etfarm.server.cluster.known_tokens import KnownTokens, StandbyAuthentication
 from etfarm.server.cluster.leadership import Leadership
 from etfarm.server.cluster.links import WAIT_S, Links
 from etfarm.server.config import Config
 from etfarm.server.rpc.contract import SERVICES, set_serving
-from etfarm.server.rpc.door.accepting import new_server
 from etfarm.server.rpc.door.calls import TooManyCalls
 from etfarm.server.rpc.door.certificates import Certificates
-from etfarm.server.rpc.door.connections import Connections, raise_file_limit, server_options
-from etfarm.server.rpc.door.listening import bind, port_of
+from etfarm.server.rpc.door.connections import Connections
+from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
+from etfarm.server.rpc.door.listening import bind, guarded_server, port_of
 from etfarm.v1.farm_pb2 import ServerInfo
-from etfarm.wire.channel import SERVER_OPTIONS
 
 _GRACE_S: Final = 0.2
 """Time that calls have to end when this server stops forwarding."""
+_LOAD_S: Final = 1.0
+"""Time for which this server waits for the farm's tokens before it answers calls."""
 _SERVER_INFO: Final = "/etfarm.v1.FarmService/GetServerInfo"
 
 
@@ -52,20 +57,32 @@ async def standing_by(
 
     Raises:
         CannotListen: the address cannot be used.
+        BadTokenFile: the file of `--tokens` cannot be used.
     """
-    certificates = Certificates(config)
+    certificates, known = Certificates(config), KnownTokens(config.database)
+    authentication = StandbyAuthentication(config.tokens, known, config.data / TOKENS_CHANGED)
     links = Links(leadership, config.identity(), wait_s)
-    connections = Connections(lambda: config.tokens is not None or forwarding.has_seen_refusal, time.monotonic)
-    forwarding = Forwarding(links, connections.trust, on_forwarded)
-    options = (dict(SERVER_OPTIONS) | dict(server_options(raise_file_limit()))).items()
-    server = new_server([], list(options))
+    connections = Connections(lambda: authentication.asks_for_tokens, time.monotonic)
+    forwarding = Forwarding(links, authentication, on_forwarded, known.note_refusal)
+    # Projects are the leader's matter.
+    interceptor = AuthErrorInterceptor(
+        authentication, lambda principal, _: principal, connections=connections, ask=forwarding.ask
+    )
+    server = guarded_server([interceptor])
     checks = health.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(checks, server)
+    _add_health(server, checks)
     reflection.enable_server_reflection([*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
     address = bind(server, config, certificates.credentials())
     _add_methods(server, forwarding, config.advertised_at(address))
+    following = asyncio.create_task(known.follow(), name="known tokens")
+    loaded = asyncio.ensure_future(known.loaded.wait())
+    # Without the database, the leader is asked about every caller.
+    await asyncio.wait({loaded, following}, timeout=_LOAD_S, return_when=asyncio.FIRST_COMPLETED)
+    loaded.cancel()
     await server.start()
     tasks = [
+        following,
+        asyncio.create_task(authentication.watch(interceptor.calls.end_invalid), name="tokens"),
         asyncio.create_task(certificates.watch(), name="certificates"),
         asyncio.create_task(_report_health(checks, leadership, links, wait_s), name="health"),
     ]
@@ -104,6 +121,27 @@ async def _report_health(checks: health.HealthServicer, leadership: Leadership, 
         was_serving = is_serving
 
 
+def _add_health(server: grpc.aio.Server, checks: health.HealthServicer) -> None:
+    """Register health checks, as streams of one message: it is received only once the caller is known."""
+    service: Any = health_pb2.DESCRIPTOR.services_by_name["Health"]
+    handlers = {}
+    for method in service.methods:
+
+        async def answer(behavior: Any, requests: AsyncIterator[Any], context: ServicerContext[Any, Any]) -> None:
+            async for request in requests:
+                if (response := await behavior(request, context)) is not None:
+                    await context.write(response)
+                return
+
+        handlers[method.name] = grpc.stream_stream_rpc_method_handler(
+            partial(answer, getattr(checks, method.name)),
+            request_deserializer=message_factory.GetMessageClass(method.input_type).FromString,
+            response_serializer=message_factory.GetMessageClass(method.output_type).SerializeToString,
+        )
+    server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(service.full_name, handlers),))
+    server.add_registered_method_handlers(service.full_name, handlers)
+
+
 def _add_methods(server: grpc.aio.Server, forwarding: Forwarding, advertised: str) -> None:
     """Register each method of the contract by its name, as generated code does."""
     # Encoded messages that are joined are merged, so that this field is added without decoding the leader's answer.
@@ -115,7 +153,8 @@ def _add_methods(server: grpc.aio.Server, forwarding: Forwarding, advertised: st
             path = f"/{name}/{method.name}"
             handlers[method.name] = forwarding.handler(
                 path,
-                is_unary=not (method.client_streaming or method.server_streaming),
+                streams_requests=method.client_streaming,
+                streams_responses=method.server_streaming,
                 suffix=forwarded_by if path == _SERVER_INFO else b"",
             )
         server.add_generic_rpc_handlers((grpc.method_handlers_generic_handler(name, handlers),))

@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import Callable, Iterator
 from datetime import datetime
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 
 import structlog
 
-from etfarm.server.access.tokens import Credential, TokenTable, Unauthenticated
+from etfarm.server.access.tokens import Credential, Unauthenticated
 from etfarm.server.rpc.door.token_file import LOCAL, BadTokenFile, Tokens, sent_key, unknown_token
 from etfarm.v1 import token_pb2
 
@@ -22,6 +22,17 @@ POLL_S: Final = 0.5
 _SAVE_USES_S: Final = 60.0
 
 Signature = tuple[int, int, int, int] | None
+
+
+class Table(Protocol):
+    """The tokens of the database: `TokenTable`, or what a standby knows of it."""
+
+    @property
+    def is_empty(self) -> bool: ...
+    def find(self, key: bytes) -> Credential | None: ...
+    def mark_used(self, credential: Credential) -> None: ...
+    async def save_uses(self) -> None: ...
+    async def load(self) -> None: ...
 
 
 class Authentication:
@@ -36,7 +47,7 @@ class Authentication:
         BadTokenFile: the file cannot be used.
     """
 
-    def __init__(self, file: Path | None, table: TokenTable, changed: Path, now: Callable[[], datetime]) -> None:
+    def __init__(self, file: Path | None, table: Table, changed: Path, now: Callable[[], datetime]) -> None:
         self._file = file
         self._last_signature = self._loaded_signature = _signature(file)
         self._tokens = Tokens.read(file) if file is not None else Tokens({})

@@ -79,15 +79,15 @@ def most_connections(files: int) -> int:
     return max(min(files - max(_MIN_RESERVED, files // 3), MAX_CONNECTIONS), 16)
 
 
-def server_options(files: int) -> list[tuple[str, int]]:
-    """Return gRPC's options for a server that may open this number of files."""
+def server_options(files: int, metadata_bytes: int = MAX_METADATA_BYTES) -> list[tuple[str, int]]:
+    """Return gRPC's options for a server that may open this number of files and reads metadata of this size."""
     return [
         # Excess connections are closed immediately, and their clients try again.
         ("grpc.max_allowed_incoming_connections", most_connections(files)),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.max_receive_message_length", MAX_REQUEST_BYTES),
-        ("grpc.max_metadata_size", MAX_METADATA_BYTES),
-        ("grpc.absolute_max_metadata_size", MAX_METADATA_BYTES),
+        ("grpc.max_metadata_size", metadata_bytes),
+        ("grpc.absolute_max_metadata_size", metadata_bytes),
         ("grpc.max_concurrent_streams", MAX_STREAMS),
         # If more calls wait for the event loop, gRPC cancels random ones: a flood without tokens would end other callers' calls.
         ("grpc.server.max_pending_requests", MAX_PENDING),

@@ -1,15 +1,25 @@
-"""The address of a caller whose call another server of the farm forwarded."""
+"""The address of a caller whose call another server of the farm forwarded, and the leader's word that a caller is known."""
 
 from __future__ import annotations
 
 import hmac
+from collections.abc import AsyncIterator
 from typing import Any, Final
+
+from grpc.aio import ServicerContext
 
 PEER: Final = "etfarm-forwarded-peer"
 """The metadata that names the caller's connection as gRPC does, such as `ipv4:10.0.0.7:4711`."""
 KEY: Final = "etfarm-forwarded-key"
 """The metadata with the secret that only servers of the farm know."""
+QUESTION: Final = "etfarm-forwarded-question"
+"""The metadata of a call that only asks whether the leader admits its caller. It has no message, and the method is not called."""
+ACCEPTED: Final = "etfarm-accepted"
+"""The trailing metadata with which the leader admits the caller of such a call. Any other end of the call admits nobody."""
 MAX_PEER: Final = 256
+
+FORWARDED_BYTES: Final = 1 << 10
+"""Room for what a server adds to the metadata of a call that it forwards: what the caller sent must still fit."""
 
 
 def forwarded_metadata(peer: str, secret: str) -> tuple[tuple[str, str], ...]:
@@ -34,3 +44,15 @@ class Forwarded:
         if not self._secret or not isinstance(key, str) or not isinstance(peer, str):
             return None
         return peer[:MAX_PEER] if hmac.compare_digest(key.encode(), self._secret) else None
+
+
+def is_question(metadata: Any) -> bool:
+    """Return whether a call of another server only asks about its caller."""
+    return any(name == QUESTION for name, _ in metadata or ())
+
+
+async def accept(requests: object, context: ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
+    """Answer a question about a caller who is authenticated and authorized."""
+    context.set_trailing_metadata(((ACCEPTED, "1"),))
+    return
+    yield b""

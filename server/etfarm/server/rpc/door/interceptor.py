@@ -21,7 +21,7 @@ from etfarm.server.rpc.door.caller import Resolve, enter, resolve_default
 from etfarm.server.rpc.door.calls import Call, Calls
 from etfarm.server.rpc.door.connections import Connections
 from etfarm.server.rpc.door.failures import Failures, address_of
-from etfarm.server.rpc.door.forwarded import Forwarded
+from etfarm.server.rpc.door.forwarded import Forwarded, accept, is_question
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.errors import EtfarmError, FarmError, Kind
@@ -43,6 +43,11 @@ class Authenticator(Protocol):
         ...
 
 
+Ask = Callable[[EtfarmError, str, ServicerContext[Any, Any]], Awaitable[Credential]]
+"""Function that takes a refusal, the method and the context of its call, and returns the credential of the caller if the leader
+admits it; it raises the leader's refusal otherwise. It must read no message."""
+
+
 class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
     """The interceptor that determines the principal of every call, and turns every error into a status.
 
@@ -59,6 +64,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         connections: Connections | None = None,
         clock: Callable[[], float] = time.monotonic,
         forwarded: Forwarded | None = None,
+        ask: Ask | None = None,
     ) -> None:
         """Initialize the interceptor.
 
@@ -69,6 +75,8 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
             connections: closes connections without a valid token.
             clock: returns seconds on a monotonic clock.
             forwarded: recognizes callers of calls that other servers forward.
+            ask: asks the farm's leader about a caller whom this server would refuse. All handlers must be of streams, so that
+                nothing is read before the answer.
         """
         self._tokens = tokens
         self._resolve = resolve
@@ -78,6 +86,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         self._failures = Failures(clock)
         self._large = FairSlots(admission.AT_ONCE)
         self._forwarded = forwarded or Forwarded()
+        self._ask = ask
 
     async def intercept_service(
         self,
@@ -98,9 +107,20 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
             principal = self._resolve(principal, _text(metadata, PROJECT_METADATA) or "")
             # The same task runs the handler, which therefore sees the caller in the context variables.
             enter(credential, principal, method)
+            if forwarded_peer is not None and is_question(metadata):
+                return grpc.stream_stream_rpc_method_handler(accept)
             call = self.calls.begin(method, credential, principal)
         except EtfarmError as error:
+            if self._ask is not None:
+                return self._question(self._ask, error, handler, method)
             return self._refusal(error, method, principal, forwarded_peer)
+        return self._admission(handler, call, forwarded_peer)
+
+    def _admission(
+        self, handler: grpc.RpcMethodHandler[Any, Any], call: Call, forwarded_peer: str | None = None
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return a handler that admits a call of a known caller to the given one."""
+        method, credential = call.method, call.credential
 
         def admit(context: ServicerContext[Any, Any]) -> Auditor | None:
             peer = context.peer()
@@ -113,9 +133,12 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         kind = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
         wrap = _streaming if handler.response_streaming else _single
         make = getattr(grpc, f"{kind}_rpc_method_handler")
+        # What is forwarded stays encoded, and the leader checks it.
+        is_raw = handler.request_deserializer is None
+        check = _pass_on if is_raw else partial(admission.admitted, turns=self._large, whose=call.principal.name)
         wrapped: grpc.RpcMethodHandler[Any, Any] = make(
-            wrap(getattr(handler, kind), admit, call, partial(admission.admitted, turns=self._large, whose=principal.name)),
-            request_deserializer=admission.deserializer(method, handler.request_deserializer),
+            wrap(getattr(handler, kind), admit, call, check),
+            request_deserializer=None if is_raw else admission.deserializer(method, handler.request_deserializer),
             response_serializer=handler.response_serializer,
         )
         return wrapped
@@ -126,18 +149,49 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         """Return a handler that refuses the call. It handles streams, since gRPC then reads no message that is not requested."""
 
         async def refuse(requests: object, context: ServicerContext[Any, Any]) -> AsyncIterator[bytes]:
-            address = address_of(forwarded_peer or context.peer())
-            if error.kind is Kind.UNAUTHENTICATED and (wait_s := self._failures.note(address)) > 0:
-                error.metadata["retry_after_s"] = f"{wait_s:.0f}"
-                # The connection of a server of the farm has calls of others, too.
-                if self._connections is not None and forwarded_peer is None and self._failures.is_flood(address):
-                    self._connections.distrust(context.peer())
-            if self._audit is not None:
-                self._audit.refuse(entry_of(rpc_of(method), error.reason, principal, address))
-            await _abort(context, error, method)
+            await self._refuse(context, error, method, principal, forwarded_peer)
             yield b""
 
         return grpc.stream_stream_rpc_method_handler(refuse)
+
+    async def _refuse(
+        self,
+        context: ServicerContext[Any, Any],
+        error: EtfarmError,
+        method: str,
+        principal: Principal | None = None,
+        forwarded_peer: str | None = None,
+    ) -> NoReturn:
+        address = address_of(forwarded_peer or context.peer())
+        if error.kind is Kind.UNAUTHENTICATED and (wait_s := self._failures.note(address)) > 0:
+            error.metadata["retry_after_s"] = f"{wait_s:.0f}"
+            # The connection of a server of the farm has calls of others, too.
+            if self._connections is not None and forwarded_peer is None and self._failures.is_flood(address):
+                self._connections.distrust(context.peer())
+        if self._audit is not None:
+            self._audit.refuse(entry_of(rpc_of(method), error.reason, principal, address))
+        await _abort(context, error, method)
+
+    def _question(
+        self, ask: Ask, error: EtfarmError, handler: grpc.RpcMethodHandler[Any, Any], method: str
+    ) -> grpc.RpcMethodHandler[Any, Any]:
+        """Return a handler that asks the leader about the caller, and goes on as it decides."""
+
+        async def decide(requests: Any, context: ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+            try:
+                credential = await ask(error, method, context)
+                call = self.calls.begin(method, credential, credential.principal)
+            except EtfarmError as refusal:
+                await self._refuse(context, refusal, method)
+            behavior: Any = self._admission(handler, call).stream_stream
+            async for message in behavior(requests, context):
+                yield message
+
+        return grpc.stream_stream_rpc_method_handler(
+            decide,
+            request_deserializer=handler.request_deserializer and admission.deserializer(method, handler.request_deserializer),
+            response_serializer=handler.response_serializer,
+        )
 
 
 def _text(metadata: Any, key: str) -> str | None:
@@ -149,6 +203,10 @@ Admit = Callable[[ServicerContext[Any, Any]], Auditor | None]
 
 
 Check = Callable[[Any], Awaitable[Any]]
+
+
+async def _pass_on(requests: Any) -> Any:
+    return requests
 
 
 def _single(behavior: Callable[..., Any], admit: Admit, call: Call, check: Check) -> Callable[..., Awaitable[Any]]:

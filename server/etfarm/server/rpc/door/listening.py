@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 import grpc
 
 from etfarm.server.config import Config
+from etfarm.server.rpc.door.accepting import new_server
+from etfarm.server.rpc.door.connections import MAX_METADATA_BYTES, raise_file_limit, server_options
+from etfarm.wire.channel import SERVER_OPTIONS
 from etfarm.wire.errors import UserError
 
 
@@ -16,6 +20,18 @@ class CannotListen(UserError):
     """An address that is in use or does not belong to this machine."""
 
     reason = "CANNOT_LISTEN"
+
+
+def guarded_server(
+    interceptors: Sequence[grpc.aio.ServerInterceptor], metadata_bytes: int = MAX_METADATA_BYTES
+) -> grpc.aio.Server:
+    """Return a gRPC server with the limits of every server of a farm, not started yet.
+
+    Args:
+        metadata_bytes: maximum size of a request's metadata.
+    """
+    options = dict(SERVER_OPTIONS) | dict(server_options(raise_file_limit(), metadata_bytes))
+    return new_server(interceptors, list(options.items()))
 
 
 def bind(server: grpc.aio.Server, config: Config, credentials: grpc.ServerCredentials | None) -> str:
