@@ -115,13 +115,12 @@ async def running(
     storage, clean_end = Storage.create(config, on_damaged), CleanEnd(config.data) if lead is None else lead
     started = children or Children.start(config, None if lead is None else lead.tenure)
     workers, measurement_lock = started.workers, started.measurement_lock
-    screening, background = Screening(storage.store.path, config.operators), Background()
+    screening, background = Screening(started.inspectors, storage.store.path, config.operators), Background()
     async with AsyncExitStack() as closing:  # calls these in reverse order
         closing.callback(clean_end.end)
         closing.callback(storage.close)
         if children is None:
-            closing.push_async_callback(workers.stop)
-        closing.callback(screening.close)
+            closing.push_async_callback(started.stop)
         closing.push_async_callback(background.close)
 
         if lead is not None:
@@ -150,7 +149,9 @@ async def running(
             [ObservingInterceptor(monitor.metrics, forwarded=forwarded), interceptor],
             list((dict(SERVER_OPTIONS) | dict(server_options(open_files))).items()),
         )
-        servicers = _servicers(config, storage, access, fleet, jobs, host, notices, intake, certificates, monitor, settings, lead)
+        servicers = _servicers(
+            config, storage, access, fleet, jobs, screening, host, notices, intake, certificates, monitor, settings, lead
+        )
         checks = servicers.add_to(server)
         if lead is not None:
             await lead.take_address()
@@ -223,6 +224,7 @@ def _servicers(
     access: Access,
     fleet: Fleet,
     jobs: Jobs,
+    screening: Screening,
     host: _Host,
     notices: Notices,
     intake: Intake,
@@ -237,7 +239,7 @@ def _servicers(
     history, tags = History(storage.database, fleet.registry.devices), Tags(storage.database, now)
     return Servicers(
         artifacts=ArtifactService(storage.store, fleet.is_needed, jobs.keeping.collection),
-        compile=CompileService(jobs.compiler),
+        compile=CompileService(jobs.compiler, screening, storage.store),
         jobs=JobService(
             jobs.journal,
             jobs.joblog,
