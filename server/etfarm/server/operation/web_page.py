@@ -96,7 +96,7 @@ class WebPage:
     def __init__(self, config: Config, address: str) -> None:
         assert config.web is not None
         self._config = config
-        self._server = config.web_server or _reachable(address)
+        self._server = config.web_server or reachable(address)
         self._confinement = PageConfinement(config, self._server)
         self._folder_record = config.data / "work" / "page-folder"
         self._listener = _listen(config.web.text)
@@ -211,25 +211,12 @@ class WebPage:
 
     def _command(self, files: list[int]) -> list[str]:
         """Return the command line, and add the descriptors that it names to `files`."""
-        config = self._config
-        assert config.web is not None
-
-        def pass_on(name: str, content: bytes) -> str:
-            files.append(_sealed(name, content))
-            return f"/proc/self/fd/{files[-1]}"
-
-        words = ["--server", self._server, "--listen", config.web.text, "--listen-fd", str(self._listener.fileno())]
-        if (identity := config.identity()) is not None:
-            chain, key = identity
-            certificate = pass_on("certificate", b"".join(_CERTIFICATES.findall(chain)))
-            words += ["--tls-ca", certificate]
-            if not config.web.is_local:
-                words += ["--tls-cert", certificate, "--tls-key", pass_on("key", key)]
-        if config.web_public_url:
-            words += ["--public-url", config.web_public_url]
-        if config.insecure:
-            words.append("--insecure")
-        return [sys.executable, "-P", "-m", "etfarm.wire.command", "web", *words, "--exit-with-stdin"]
+        certificate = key = None
+        if (identity := self._config.identity()) is not None:
+            certificate = _pass_on("certificate", b"".join(_CERTIFICATES.findall(identity[0])), files)
+            key = _pass_on("key", identity[1], files)
+        words = arguments(self._config, self._server, self._listener.fileno(), certificate, key)
+        return [sys.executable, "-P", "-m", "etfarm.wire.command", *words]
 
     def _make_folder(self) -> Path:
         """Return a new folder for the page, outside of the data folder, where its user can reach it."""
@@ -257,6 +244,31 @@ class WebPage:
             await asyncio.to_thread(_delete, self._folder)
             self._folder_record.unlink(missing_ok=True)
             self._folder = None
+
+
+def arguments(config: Config, server: str, listener: int, certificate: str | None, key: str | None) -> list[str]:
+    """Return the arguments of `etfarm` that serve the page of this server.
+
+    Args:
+        server: the server's address.
+        listener: the page's descriptor of its socket.
+        certificate, key: what the page opens to read them; None without TLS.
+    """
+    assert config.web is not None
+    words = ["web", "--server", server, "--listen", config.web.text, "--listen-fd", str(listener), "--exit-with-stdin"]
+    if certificate is not None and key is not None:
+        words += ["--tls-ca", certificate]
+        if not config.web.is_local:
+            words += ["--tls-cert", certificate, "--tls-key", key]
+    if config.web_public_url:
+        words += ["--public-url", config.web_public_url]
+    return [*words, "--insecure"] if config.insecure else words
+
+
+def _pass_on(name: str, content: bytes, files: list[int]) -> str:
+    """Add a descriptor of a file with this content to `files`, and return the path by which the page opens it."""
+    files.append(_sealed(name, content))
+    return f"/proc/self/fd/{files[-1]}"
 
 
 def _listen(text: str) -> socket.socket:
@@ -299,7 +311,7 @@ def _delete(folder: Path) -> None:
         shutil.rmtree(folder)
 
 
-def _reachable(address: str) -> str:
+def reachable(address: str) -> str:
     """Return an address at which this machine reaches a server that listens on all of its addresses."""
     host, colon, port = parse_address(address).text.rpartition(":")
     return f"{_WILDCARDS.get(host, host)}{colon}{port}"
