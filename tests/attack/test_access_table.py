@@ -185,6 +185,9 @@ TABLE: Final[dict[str, tuple[Request, Row]]] = {
     "ArtifactService.Verify": (fixed(artifact_pb2.VerifyArtifactsRequest()), ADMINS),
     "CompileService.ListRecipes": (fixed(compile_pb2.ListRecipesRequest()), LIST),
     "CompileService.GetCompilation": (lambda w, c: compile_pb2.GetCompilationRequest(key=w.compilation), READ),
+    "CompileService.Inspect": (
+        lambda w, c: compile_pb2.InspectRequest(digest=w.pte.digest), people(OK, OK, OK, GONE, DENIED, DENIED),
+    ),
     # Who holds nothing of the program cannot have it compiled; an admin's own jobs are those of `default`.
     "JobService.Submit": (submit, people(PRECONDITION, OK, OK, PRECONDITION, DENIED, DENIED)),
     "JobService.Get": (of_job(job_pb2.GetJobRequest), READ),
@@ -446,6 +449,7 @@ def test_each_rpc_answers_each_caller_as_in_the_table(world: World, rpc: str) ->
         ("ReportService.Tag", lambda key: report_pb2.TagJobRequest(job_id=key, tag="mine")),
         ("ReportService.ListHistory", lambda key: report_pb2.ListHistoryRequest(model=key)),
         ("CompileService.GetCompilation", lambda key: compile_pb2.GetCompilationRequest(key=key)),
+        ("CompileService.Inspect", lambda key: compile_pb2.InspectRequest(digest=key)),
         ("ArtifactService.Download", lambda key: artifact_pb2.DownloadArtifactRequest(digest=key)),
         ("SessionService.Call", lambda key: session_pb2.CallSessionRequest(session_id=key, call_id="c")),
         ("SessionService.Generate", lambda key: session_pb2.GenerateSessionRequest(session_id=key, call_id="c")),
@@ -458,6 +462,7 @@ def test_a_foreign_resource_gets_the_same_error_as_a_missing_resource(
         "ReportService.ListOperators": [world.report], "CompileService.GetCompilation": [world.compilation],
         "ReportService.ListHistory": [world.model, "secret"], "SessionService.Call": [world.session],
         "SessionService.Generate": [world.session],
+        "CompileService.Inspect": [world.outputs, world.pte.digest],
         "ArtifactService.Download": [world.outputs, world.pte.digest],
     }  # fmt: skip
     for key in named.get(rpc, [world.job, world.job[:6], "secret-tag"]):

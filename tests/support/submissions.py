@@ -6,14 +6,17 @@ import itertools
 from collections.abc import AsyncIterator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import cast
 
 import pytest
 
 from etfarm.server.artifacts.store import Store
-from etfarm.server.compile.upload_screening import screen
+from etfarm.server.compile.request import UploadRequest
+from etfarm.server.compile.upload_screening import Screening, screen
 from etfarm.server.devices.bundles import BundleMissing
 from etfarm.server.jobs.submission import Submission
 from etfarm.server.state.engine import Database
+from etfarm.server.workers.child_pool import ChildPool
 from etfarm.v1.common_pb2 import Artifact
 from etfarm.v1.device_pb2 import Device, DeviceState
 from etfarm.v1.job_pb2 import Candidate, Job, JobSpec, MethodSource, Model
@@ -28,6 +31,18 @@ OFF = Device(id="off", name="old", arch="aarch64", state=DeviceState.DEVICE_STAT
 EMU = Device(id="emu", name="emu", arch="x86_64", emulated=True, state=DeviceState.DEVICE_STATE_IDLE)
 
 
+class RecordedScreening(Screening):
+    """Screening whose children are not started: what a .pt2 must be is another room's; here it only has to be asked."""
+
+    def __init__(self, store: Store, screened: list[Path]) -> None:
+        super().__init__(cast(ChildPool, None), store.path)
+        self._screened = screened
+
+    async def _run(self, task: str, request: UploadRequest, project: str, *, urgent: bool) -> bytes:
+        self._screened.append(request.file)
+        return b""
+
+
 class World:
     def __init__(self, store: Store, database: Database) -> None:
         self.store = store
@@ -37,7 +52,12 @@ class World:
         numbers = itertools.count()
         self.asked: list[str] = []
         self.submission = Submission(
-            store, lambda: self.devices, self.check, lambda: f"id{next(numbers)}", require_runner=self.require_runner
+            store,
+            lambda: self.devices,
+            self.check,
+            lambda: f"id{next(numbers)}",
+            RecordedScreening(store, self.screened),
+            require_runner=self.require_runner,
         )
         self.without_runner: set[str] = set()
         self.artifacts: dict[bytes, Artifact] = {}
@@ -69,8 +89,6 @@ async def world(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterato
     database = new_database(tmp_path / "farm.sqlite")
     await database.open()
     created = World(Store(tmp_path, database), database)
-    # What a .pt2 must be is another room's; here it only has to be asked.
-    for name in ("screen_upload", "screen_pte"):
-        monkeypatch.setattr(screen, name, lambda path, allowed=None: created.screened.append(path))
+    monkeypatch.setattr(screen, "screen_pte", lambda path: created.screened.append(path))
     yield created
     database.close()

@@ -51,8 +51,7 @@ def test_a_server_whose_page_cannot_listen_says_why(web: WebFarm, tmp_path: Path
         cwd=tmp_path,
     )
     assert done.returncode == 1
-    assert f"The page cannot listen on 127.0.0.1:{taken}: Address already in use." in done.stderr
-    assert "The web page did not start." in done.stderr
+    assert f"The web page did not start: it cannot listen on 127.0.0.1:{taken}: Address already in use." in done.stderr
 
 
 def test_up_prints_a_link_into_the_farm(tmp_path: Path) -> None:

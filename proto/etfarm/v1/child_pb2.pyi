@@ -25,8 +25,8 @@ class CompileResult(_message.Message):
     may change at any time.
 
     A child has loaded a user's files, so the server treats its answer as hostile: `etfarm.server.workers.answers` validates
-    every field before anything else reads it. A child that lists recipes answers with a ListRecipesResponse, and one that
-    analyzes with a Report, of which only the measured parts may be set.
+    every field before anything else reads it. A child that lists recipes answers with a ListRecipesResponse, one that
+    looks at an upload with an Inspection, and one that analyzes with a Report, of which only the measured parts may be set.
 
     The answer of a child that compiles. A file is identified by its name in the child's folder.
     """

@@ -20,6 +20,27 @@ else:
 
 DESCRIPTOR: _descriptor.FileDescriptor
 
+class _ModelFormat:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _ModelFormatEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_ModelFormat.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    MODEL_FORMAT_UNSPECIFIED: _ModelFormat.ValueType  # 0
+    MODEL_FORMAT_PT2: _ModelFormat.ValueType  # 1
+    """An archive of torch.export.save."""
+    MODEL_FORMAT_PTE: _ModelFormat.ValueType  # 2
+    """A program of ExecuTorch."""
+
+class ModelFormat(_ModelFormat, metaclass=_ModelFormatEnumTypeWrapper): ...
+
+MODEL_FORMAT_UNSPECIFIED: ModelFormat.ValueType  # 0
+MODEL_FORMAT_PT2: ModelFormat.ValueType  # 1
+"""An archive of torch.export.save."""
+MODEL_FORMAT_PTE: ModelFormat.ValueType  # 2
+"""A program of ExecuTorch."""
+Global___ModelFormat: _TypeAlias = ModelFormat  # noqa: Y015
+
 class _HostCheckInputs:
     ValueType = _typing.NewType("ValueType", _builtins.int)
     V: _TypeAlias = ValueType  # noqa: Y015
@@ -153,6 +174,77 @@ class GetCompilationRequest(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GetCompilationRequest: _TypeAlias = GetCompilationRequest  # noqa: Y015
+
+@_typing.final
+class InspectRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    DIGEST_FIELD_NUMBER: _builtins.int
+    FORMAT_FIELD_NUMBER: _builtins.int
+    digest: _builtins.str
+    """The sha256 of the artifact."""
+    format: Global___ModelFormat.ValueType
+    """What the artifact must be; by its first bytes if unspecified."""
+    def __init__(
+        self,
+        *,
+        digest: _builtins.str = ...,
+        format: Global___ModelFormat.ValueType = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["digest", b"digest", "format", b"format"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___InspectRequest: _TypeAlias = InspectRequest  # noqa: Y015
+
+@_typing.final
+class Inspection(_message.Message):
+    """What the bytes of a model say about it."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    FORMAT_FIELD_NUMBER: _builtins.int
+    INPUT_NAMES_FIELD_NUMBER: _builtins.int
+    OUTPUT_NAMES_FIELD_NUMBER: _builtins.int
+    QUANTIZED_FIELD_NUMBER: _builtins.int
+    TRANSFORMED_FIELD_NUMBER: _builtins.int
+    FACTS_FIELD_NUMBER: _builtins.int
+    format: Global___ModelFormat.ValueType
+    quantized: _builtins.bool
+    """Whether an exported program contains the operators of PT2E's quantization."""
+    transformed: _builtins.bool
+    """Whether an exported program contains torchao's quantized weights."""
+    @_builtins.property
+    def input_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The arguments of an exported program in flattened order; empty if they are unknown, and for a .pte."""
+
+    @_builtins.property
+    def output_names(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """The keys and fields of an exported program's outputs in flattened order; empty if they are unknown, and for a .pte."""
+
+    @_builtins.property
+    def facts(self) -> Global___ProgramFacts:
+        """Only of a .pte."""
+
+    def __init__(
+        self,
+        *,
+        format: Global___ModelFormat.ValueType = ...,
+        input_names: _abc.Iterable[_builtins.str] | None = ...,
+        output_names: _abc.Iterable[_builtins.str] | None = ...,
+        quantized: _builtins.bool = ...,
+        transformed: _builtins.bool = ...,
+        facts: Global___ProgramFacts | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["facts", b"facts", "format", b"format", "input_names", b"input_names", "output_names", b"output_names", "quantized", b"quantized", "transformed", b"transformed"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Inspection: _TypeAlias = Inspection  # noqa: Y015
 
 @_typing.final
 class Stage(_message.Message):

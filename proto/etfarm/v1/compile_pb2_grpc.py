@@ -46,6 +46,11 @@ class CompileServiceStub(object):
                 request_serializer=etfarm_dot_v1_dot_compile__pb2.GetCompilationRequest.SerializeToString,
                 response_deserializer=etfarm_dot_v1_dot_compile__pb2.Compilation.FromString,
                 _registered_method=True)
+        self.Inspect = channel.unary_unary(
+                '/etfarm.v1.CompileService/Inspect',
+                request_serializer=etfarm_dot_v1_dot_compile__pb2.InspectRequest.SerializeToString,
+                response_deserializer=etfarm_dot_v1_dot_compile__pb2.Inspection.FromString,
+                _registered_method=True)
 
 
 class CompileServiceServicer(object):
@@ -71,6 +76,24 @@ class CompileServiceServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Inspect(self, request, context):
+        """Describes an artifact that is an exported program (.pt2) or a program for devices (.pte), as far as its bytes say it without
+        torch. A jailed process reads the artifact, and refuses what a compilation would refuse before it loads anything. Projects
+        take turns for these processes, which do not compete with compilations.
+
+        Errors:
+        NOT_FOUND            ARTIFACT_NOT_FOUND: none of the caller's projects holds the artifact: upload it.
+        FAILED_PRECONDITION  ARTIFACT_DAMAGED: the bytes on the server's disk have changed: upload it again.
+        INVALID_ARGUMENT     NOT_A_PT2, NOT_A_PTE, TRUNCATED_PROGRAM, UNSUPPORTED_PROGRAM, UNKNOWN_OPERATOR: it is neither, or
+        cannot be compiled or run. DIGEST_MALFORMED
+        PERMISSION_DENIED    UNSAFE_MODEL: loading it could execute code.
+        RESOURCE_EXHAUSTED   CHILD_OUT_OF_MEMORY: reading it needs more than `memory_bytes`.
+        DEADLINE_EXCEEDED    CHILD_TIMED_OUT: reading it takes longer than `deadline_s`.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_CompileServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -83,6 +106,11 @@ def add_CompileServiceServicer_to_server(servicer, server):
                     servicer.GetCompilation,
                     request_deserializer=etfarm_dot_v1_dot_compile__pb2.GetCompilationRequest.FromString,
                     response_serializer=etfarm_dot_v1_dot_compile__pb2.Compilation.SerializeToString,
+            ),
+            'Inspect': grpc.unary_unary_rpc_method_handler(
+                    servicer.Inspect,
+                    request_deserializer=etfarm_dot_v1_dot_compile__pb2.InspectRequest.FromString,
+                    response_serializer=etfarm_dot_v1_dot_compile__pb2.Inspection.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -141,6 +169,33 @@ class CompileService(object):
             '/etfarm.v1.CompileService/GetCompilation',
             etfarm_dot_v1_dot_compile__pb2.GetCompilationRequest.SerializeToString,
             etfarm_dot_v1_dot_compile__pb2.Compilation.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Inspect(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/etfarm.v1.CompileService/Inspect',
+            etfarm_dot_v1_dot_compile__pb2.InspectRequest.SerializeToString,
+            etfarm_dot_v1_dot_compile__pb2.Inspection.FromString,
             options,
             channel_credentials,
             insecure,

@@ -45,6 +45,20 @@ class CompileServiceStub:
     Errors:
       NOT_FOUND            COMPILATION_NOT_FOUND: no compilation that the caller may see has this key.
     """
+    Inspect: _grpc.UnaryUnaryMultiCallable[_compile_pb2.InspectRequest, _compile_pb2.Inspection]
+    """Describes an artifact that is an exported program (.pt2) or a program for devices (.pte), as far as its bytes say it without
+    torch. A jailed process reads the artifact, and refuses what a compilation would refuse before it loads anything. Projects
+    take turns for these processes, which do not compete with compilations.
+
+    Errors:
+      NOT_FOUND            ARTIFACT_NOT_FOUND: none of the caller's projects holds the artifact: upload it.
+      FAILED_PRECONDITION  ARTIFACT_DAMAGED: the bytes on the server's disk have changed: upload it again.
+      INVALID_ARGUMENT     NOT_A_PT2, NOT_A_PTE, TRUNCATED_PROGRAM, UNSUPPORTED_PROGRAM, UNKNOWN_OPERATOR: it is neither, or
+                           cannot be compiled or run. DIGEST_MALFORMED
+      PERMISSION_DENIED    UNSAFE_MODEL: loading it could execute code.
+      RESOURCE_EXHAUSTED   CHILD_OUT_OF_MEMORY: reading it needs more than `memory_bytes`.
+      DEADLINE_EXCEEDED    CHILD_TIMED_OUT: reading it takes longer than `deadline_s`.
+    """
 
 @_typing.type_check_only
 class CompileServiceAsyncStub(CompileServiceStub):
@@ -62,6 +76,20 @@ class CompileServiceAsyncStub(CompileServiceStub):
 
     Errors:
       NOT_FOUND            COMPILATION_NOT_FOUND: no compilation that the caller may see has this key.
+    """
+    Inspect: _aio.UnaryUnaryMultiCallable[_compile_pb2.InspectRequest, _compile_pb2.Inspection]  # type: ignore[assignment]
+    """Describes an artifact that is an exported program (.pt2) or a program for devices (.pte), as far as its bytes say it without
+    torch. A jailed process reads the artifact, and refuses what a compilation would refuse before it loads anything. Projects
+    take turns for these processes, which do not compete with compilations.
+
+    Errors:
+      NOT_FOUND            ARTIFACT_NOT_FOUND: none of the caller's projects holds the artifact: upload it.
+      FAILED_PRECONDITION  ARTIFACT_DAMAGED: the bytes on the server's disk have changed: upload it again.
+      INVALID_ARGUMENT     NOT_A_PT2, NOT_A_PTE, TRUNCATED_PROGRAM, UNSUPPORTED_PROGRAM, UNKNOWN_OPERATOR: it is neither, or
+                           cannot be compiled or run. DIGEST_MALFORMED
+      PERMISSION_DENIED    UNSAFE_MODEL: loading it could execute code.
+      RESOURCE_EXHAUSTED   CHILD_OUT_OF_MEMORY: reading it needs more than `memory_bytes`.
+      DEADLINE_EXCEEDED    CHILD_TIMED_OUT: reading it takes longer than `deadline_s`.
     """
 
 class CompileServiceServicer(metaclass=_abc_1.ABCMeta):
@@ -89,6 +117,26 @@ class CompileServiceServicer(metaclass=_abc_1.ABCMeta):
 
         Errors:
           NOT_FOUND            COMPILATION_NOT_FOUND: no compilation that the caller may see has this key.
+        """
+
+    @_abc_1.abstractmethod
+    def Inspect(
+        self,
+        request: _compile_pb2.InspectRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_compile_pb2.Inspection, _abc.Awaitable[_compile_pb2.Inspection]]:
+        """Describes an artifact that is an exported program (.pt2) or a program for devices (.pte), as far as its bytes say it without
+        torch. A jailed process reads the artifact, and refuses what a compilation would refuse before it loads anything. Projects
+        take turns for these processes, which do not compete with compilations.
+
+        Errors:
+          NOT_FOUND            ARTIFACT_NOT_FOUND: none of the caller's projects holds the artifact: upload it.
+          FAILED_PRECONDITION  ARTIFACT_DAMAGED: the bytes on the server's disk have changed: upload it again.
+          INVALID_ARGUMENT     NOT_A_PT2, NOT_A_PTE, TRUNCATED_PROGRAM, UNSUPPORTED_PROGRAM, UNKNOWN_OPERATOR: it is neither, or
+                               cannot be compiled or run. DIGEST_MALFORMED
+          PERMISSION_DENIED    UNSAFE_MODEL: loading it could execute code.
+          RESOURCE_EXHAUSTED   CHILD_OUT_OF_MEMORY: reading it needs more than `memory_bytes`.
+          DEADLINE_EXCEEDED    CHILD_TIMED_OUT: reading it takes longer than `deadline_s`.
         """
 
 def add_CompileServiceServicer_to_server(servicer: CompileServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -113,13 +113,12 @@ async def running(
     storage, clean_end = Storage.create(config, on_damaged), CleanEnd(config.data) if lead is None else lead
     started = children or Children.start(config, None if lead is None else lead.tenure)
     workers, measurement_lock = started.workers, started.measurement_lock
-    screening, background = Screening(storage.store.path, config.operators), Background()
+    screening, background = Screening(started.inspectors, storage.store.path, config.operators), Background()
     async with AsyncExitStack() as closing:  # calls these in reverse order
         closing.callback(clean_end.end)
         closing.callback(storage.close)
         if children is None:
-            closing.push_async_callback(workers.stop)
-        closing.callback(screening.close)
+            closing.push_async_callback(started.stop)
         closing.push_async_callback(background.close)
 
         if lead is not None:
@@ -147,7 +146,9 @@ async def running(
         # What fits a standby has to fit here, too.
         metadata_bytes = MAX_METADATA_BYTES + (0 if lead is None else FORWARDED_BYTES)
         server = guarded_server([ObservingInterceptor(monitor.metrics, forwarded=forwarded), interceptor], metadata_bytes)
-        servicers = _servicers(config, storage, access, fleet, jobs, host, notices, intake, certificates, monitor, settings, lead)
+        servicers = _servicers(
+            config, storage, access, fleet, jobs, screening, host, notices, intake, certificates, monitor, settings, lead
+        )
         checks = servicers.add_to(server)
         if lead is not None:
             await lead.take_address()
@@ -220,6 +221,7 @@ def _servicers(
     access: Access,
     fleet: Fleet,
     jobs: Jobs,
+    screening: Screening,
     host: _Host,
     notices: Notices,
     intake: Intake,
@@ -234,7 +236,7 @@ def _servicers(
     history, tags = History(storage.database, fleet.registry.devices), Tags(storage.database, now)
     return Servicers(
         artifacts=ArtifactService(storage.store, fleet.is_needed, jobs.keeping.collection),
-        compile=CompileService(jobs.compiler),
+        compile=CompileService(jobs.compiler, screening, storage.store),
         jobs=JobService(
             jobs.journal,
             jobs.joblog,

@@ -6,7 +6,7 @@ import asyncio
 import time
 import uuid
 from collections.abc import Callable, Coroutine
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from functools import partial
 from typing import Any
@@ -23,6 +23,9 @@ from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.compiler import Compiler
 from etfarm.server.compile.prewarm import PRELOAD as COMPILE_PRELOAD
+from etfarm.server.compile.upload_screening import CHILDREN as INSPECTORS
+from etfarm.server.compile.upload_screening import LIMITS as INSPECTORS_LIMITS
+from etfarm.server.compile.upload_screening import PRELOAD as INSPECTORS_PRELOAD
 from etfarm.server.compile.upload_screening import Screening, screen_before_loading
 from etfarm.server.config import DATABASE, LOCAL, Config
 from etfarm.server.devices.bundles import Bundles
@@ -59,7 +62,7 @@ from etfarm.server.sessions.sessions import Sessions
 from etfarm.server.state.databases import create_database
 from etfarm.server.state.engine import Database
 from etfarm.server.state.steady_clock import SteadyClock
-from etfarm.server.workers.child_pool import ChildPool
+from etfarm.server.workers.child_pool import URGENT, ChildPool
 from etfarm.server.workers.cluster.tenure import Tenure
 from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.server.workers.pool import Workers
@@ -84,6 +87,26 @@ def new_id() -> str:
     return uuid.uuid4().hex[:16]
 
 
+def start_inspectors(config: Config) -> Workers:
+    """Return the started pool of children that look at uploads, which is local wherever models are compiled.
+
+    It has its own children, so that no upload waits for a compilation, and the other way around.
+    """
+    options = preflight.jail_options(config)
+    if options.first_user is not None:
+        options = replace(options, first_user=options.first_user + config.workers + URGENT)
+    inspectors = Workers(
+        preload=INSPECTORS_PRELOAD,
+        limits=INSPECTORS_LIMITS,
+        folder=config.data / "work" / "inspectors",
+        concurrency=INSPECTORS,
+        prewarm=config.prewarm,
+        options=options,
+    )
+    inspectors.start()
+    return inspectors
+
+
 def start_workers(config: Config, measurement_lock: MeasurementLock, tenure: Tenure | None = None) -> ChildPool:
     """Return the started pool of child processes. Call it before gRPC starts threads, since it forks."""
     if config.compile_pool != LOCAL:
@@ -106,20 +129,28 @@ def start_workers(config: Config, measurement_lock: MeasurementLock, tenure: Ten
 
 @dataclass(frozen=True)
 class Children:
-    """The pool of child processes, and the lock that keeps it quiet while this machine measures."""
+    """The pools of child processes, and the lock that keeps compilations quiet while this machine measures."""
 
     workers: ChildPool
+    """Compilations and analyses."""
+    inspectors: Workers
+    """Screening and description of uploads."""
     measurement_lock: MeasurementLock
 
     @classmethod
     def start(cls, config: Config, tenure: Tenure | None = None) -> Children:
-        """Start the pool. Call it before gRPC starts threads, since it forks; a pool on a cluster does not.
+        """Start the pools. Call it before gRPC starts threads, since it forks; a pool on a cluster does not.
 
         Args:
             tenure: of the leader of a farm of several servers, for a pool on a cluster.
         """
         measurement_lock = MeasurementLock()
-        return cls(start_workers(config, measurement_lock, tenure), measurement_lock)
+        return cls(start_workers(config, measurement_lock, tenure), start_inspectors(config), measurement_lock)
+
+    async def stop(self) -> None:
+        """End the children, and delete their folders."""
+        await self.inspectors.stop()
+        await self.workers.stop()
 
 
 class Background:
@@ -344,8 +375,8 @@ class Jobs:
                 placement.devices,
                 compiler.check,
                 new_id,
-                readers,
                 screening,
+                readers,
                 partial(require_runner, fleet.bundles),
                 partial(known_backends, fleet.bundles),
                 fleet.reservations,

@@ -107,7 +107,7 @@ class Process:
         children = Children.start(config) if config.compile_pool == LOCAL else None
         async with AsyncExitStack() as stack:
             if children is not None:
-                stack.push_async_callback(children.workers.stop)
+                stack.push_async_callback(children.stop)
             member = _member(config)
             metrics = ClusterMetrics(member)
             standby = await stack.enter_async_context(AsyncExitStack())

@@ -73,10 +73,12 @@ def test_the_page_is_started_with_what_reaches_this_server(tmp_path: Path) -> No
     assert config().web is None
     tls = ("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
     local = config("--web", "127.0.0.1:80", *tls, "--web-public-url", "https://farm.example/etfarm")
-    assert web_page.arguments(local, "0.0.0.0:7433") == [
-        "web", "--server", "127.0.0.1:7433", "--listen", "127.0.0.1:80", "--exit-with-stdin",
-        "--tls-ca", str(tmp_path / "cert.pem"), "--public-url", "https://farm.example/etfarm",
+    assert web_page.arguments(local, web_page.reachable("0.0.0.0:7433"), 7, "/proc/self/fd/8", "/proc/self/fd/9") == [
+        "web", "--server", "127.0.0.1:7433", "--listen", "127.0.0.1:80", "--listen-fd", "7", "--exit-with-stdin",
+        "--tls-ca", "/proc/self/fd/8", "--public-url", "https://farm.example/etfarm",
     ]  # fmt: skip
-    exposed = web_page.arguments(config("--web", "0.0.0.0:443", *tls, "--web-server", "farm.example:7433"), "0.0.0.0:7433")
+    exposed = web_page.arguments(
+        config("--web", "0.0.0.0:443", *tls), "farm.example:7433", 7, "/proc/self/fd/8", "/proc/self/fd/9"
+    )
     assert exposed[2] == "farm.example:7433"
-    assert exposed[-4:] == ["--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem")]
+    assert exposed[-4:] == ["--tls-cert", "/proc/self/fd/8", "--tls-key", "/proc/self/fd/9"]

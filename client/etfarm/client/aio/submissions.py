@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from etfarm.client.sessions.program import SharedModel
     from etfarm.client.sessions.session import AsyncSession
     from etfarm.client.submit.preparation import ExampleInputs, Model
+    from etfarm.client.submit.prepared import PreparedModel
     from etfarm.client.submit.recipes import Recipes
     from etfarm.client.submit.submission import Submission, SubmissionRequest
 
@@ -97,6 +98,23 @@ class AsyncSubmissions(AsyncConnected):
             options.inputs,
         )
         return await self._submit(options.job_spec(), request, options.on_upload, options.on_status)
+
+    async def inspect(self, path: str | Path, *, name: str = "") -> PreparedModel:
+        """Upload a .pt2 or .pte, and return it as a model to submit, as the farm describes it.
+
+        Unlike `etfarm.client.submit.preparation.prepare`, this process does not read into the file, so it may be anybody's.
+
+        Args:
+            path: a file whose name ends with .pt2 or .pte.
+            name: the model's name; the file's when empty.
+
+        Raises:
+            EtfarmError: the file is not what its name says, or its loading could execute code; see CompileService.Inspect and
+                ArtifactService.Upload.
+        """
+        from etfarm.client.submit.inspection import inspect_on_farm
+
+        return await inspect_on_farm(self._open, Path(path), name)
 
     async def measure_again(self, job_id: str, cell: str) -> AsyncJob:
         """Submit a finished cell's measurement again: the same compiled program on the same device, as a job of its own.

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from etfarm.client.sessions.open_calls import TextCallback
     from etfarm.client.sessions.program import SharedModel
     from etfarm.client.submit.preparation import ExampleInputs, Model
+    from etfarm.client.submit.prepared import PreparedModel
     from etfarm.client.submit.recipes import Recipes
     from etfarm.client.transport import transfers
 
@@ -67,6 +68,21 @@ class Submissions(Blocking):
     def submit_bench(self, model: Model | Sequence[Model], options: BenchOptions) -> Job:
         """Submit a benchmark with one options object; otherwise the same as `bench`."""
         return Job(self._run(self._async.submit_bench(model, options)), self._running)
+
+    def inspect(self, path: str | Path, *, name: str = "") -> PreparedModel:
+        """Upload a .pt2 or .pte, and return it as a model to submit, as the farm describes it.
+
+        Unlike `etfarm.client.submit.preparation.prepare`, this process does not read into the file, so it may be anybody's.
+
+        Args:
+            path: a file whose name ends with .pt2 or .pte.
+            name: the model's name; the file's when empty.
+
+        Raises:
+            EtfarmError: the file is not what its name says, or its loading could execute code; see CompileService.Inspect and
+                ArtifactService.Upload.
+        """
+        return self._run(self._async.inspect(path, name=name))
 
     def measure_again(self, job_id: str, cell: str) -> Job:
         """Submit a finished cell's measurement again: the same compiled program on the same device, as a job of its own.

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etfarm.client.export.archive import InputType, read_archive
 from etfarm.client.export.construction import add_lines
 from etfarm.client.export.errors import (
     STAGE,
@@ -37,6 +36,7 @@ from etfarm.client.export.traces import make_relative, place_in, place_of
 from etfarm.client.export.transform import Transform
 from etfarm.wire import digest
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.pt2 import InputType, read_archive
 from etfarm.wire.tensors import encode
 
 if TYPE_CHECKING:

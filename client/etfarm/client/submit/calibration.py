@@ -14,8 +14,8 @@ from etfarm.client.submit.inputs import Arrays, in_order, named_arrays
 from etfarm.wire import digest, tensors
 
 if TYPE_CHECKING:
-    from etfarm.client.export.archive import InputType
     from etfarm.client.submit.prepared import PreparedExport
+    from etfarm.wire.pt2 import InputType
 
 Calibration: TypeAlias = "str | Path | Iterable[Arrays] | Callable[[], Iterable[Arrays]]"
 """Types that the library takes as a calibration set: an .npz (one sample, or with `batched` one for each index of axis 0), a

@@ -13,13 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from etfarm.client.export.archive import InputType
 from etfarm.client.export.spec import ModelSpec, PteFile, resolve
 from etfarm.client.submit import input_names
 from etfarm.client.submit.input_types import require_fitting
 from etfarm.client.submit.prepared import PreparedModel
 from etfarm.v1 import job_pb2
 from etfarm.wire.errors import EtfarmError, Kind, UserError
+from etfarm.wire.pt2 import InputType
 from etfarm.wire.tensors import Value
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from etfarm.client.errors import UserError
 from etfarm.wire.tensors import Tensor, Value
 
 if TYPE_CHECKING:
-    from etfarm.client.export.archive import InputType
+    from etfarm.wire.pt2 import InputType
 
 
 class InputMismatch(UserError):

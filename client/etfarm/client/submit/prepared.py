@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from etfarm.client.errors import UserError
-from etfarm.client.export.archive import InputType, read_archive
 from etfarm.client.export.errors import RecipeNeedsEagerModule
 from etfarm.client.export.transform import torchao_parts
 from etfarm.client.submit.value_names import ValueNames
 from etfarm.wire import digest, pte
+from etfarm.wire.pt2 import InputType, read_archive
 
 if TYPE_CHECKING:
     from etfarm.v1 import compile_pb2

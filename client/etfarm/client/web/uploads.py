@@ -1,6 +1,6 @@
 """Files that visitors have sent for a submission: kept in a folder of this process until they are submitted, or too old.
 
-The page does not look into them: they go to the farm as they are, and the farm checks them.
+The page does not look into them: they go to the farm as they are, and a jailed process of the farm describes them.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO, Final
+from typing import BinaryIO, Final, Protocol
 
-from etfarm.client.errors import FarmError, Kind, UserError
+from etfarm.client.errors import EtfarmError, FarmError, Kind, UserError
+from etfarm.client.submit.prepared import PreparedModel
+from etfarm.wire.errors import error_of
 
 MAX_OF_VISITOR: Final = 8
 """Number of a visitor's files; the oldest one is removed for another one."""
@@ -77,11 +79,15 @@ class Upload:
     size_bytes: int
     stored_s: float
     """Time of the monotonic clock."""
+    model: PreparedModel = field(repr=False)
+    """The file as the farm describes it."""
 
-    @property
-    def model_name(self) -> str:
-        """The name without its suffix, which reports show."""
-        return self.name.rpartition(".")[0]
+
+class Inspect(Protocol):
+    """Function that has the farm describe a file."""
+
+    def __call__(self, path: Path, *, name: str) -> Awaitable[PreparedModel]:
+        """Return the file as a model with this name."""
 
 
 class Uploads:
@@ -102,15 +108,17 @@ class Uploads:
         self._arriving_bytes: Counter[str] = Counter()
         """Sizes of files that arrive, by account."""
 
-    async def store(self, owner: str, account: str, name: str, chunks: AsyncIterator[bytes]) -> Upload:
-        """Write a file while it arrives.
+    async def store(self, owner: str, account: str, name: str, chunks: AsyncIterator[bytes], inspect: Inspect) -> Upload:
+        """Write a file while it arrives, and have the farm describe it.
 
         Args:
             owner: the cookie of the visitor, who alone can use it.
             account: identifies the visitor's token.
             name: the file's name in the browser.
+            inspect: has the farm describe the file.
 
         Raises:
+            EtfarmError: the farm refuses the file.
             BadUpload: it is not a .pt2 or .pte, or it is empty.
             UploadStalled: the browser stops sending.
             UploadFailed: there is no room for it.
@@ -129,13 +137,17 @@ class Uploads:
                     await _write(file, part)
             if not size_bytes:
                 raise BadUpload("The file is empty.", "Choose another one.", name=name)
+            model = await inspect(path, name=name.rpartition(".")[0])
+        except EtfarmError as error:
+            path.unlink(missing_ok=True)
+            raise _named(error, path, name) from None
         except BaseException:
             path.unlink(missing_ok=True)
             raise
         finally:
             self._arriving_bytes[account] -= size_bytes
             self._arriving_bytes += Counter()  # keeps positive ones
-        upload = Upload(identity, owner, account, name, path, size_bytes, self._clock())
+        upload = Upload(identity, owner, account, name, path, size_bytes, self._clock(), model)
         self._uploads[identity] = upload
         return upload
 
@@ -205,6 +217,12 @@ class Uploads:
         if self._folder is None:
             self._folder = Path(tempfile.mkdtemp(prefix="etfarm-web-"))
         return self._folder
+
+
+def _named(error: EtfarmError, path: Path, name: str) -> EtfarmError:
+    """Return an error that names the visitor's file, and not where the page keeps it."""
+    message, remedy = (text.replace(str(path), name) for text in (error.message, error.remedy))
+    return error_of(error.fault, error.reason, message, remedy, kind=error.kind, stage=error.stage)
 
 
 def _checked_name(name: str) -> str:

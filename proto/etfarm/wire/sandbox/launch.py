@@ -54,6 +54,8 @@ def encode(specification: dict[str, Any]) -> bytes:
         reads_as_root: whether the program may search and read folders that only root may; needs `user` and Landlock.
         rules: (path, rights, whether to keep it open) for Landlock; None to do without. Missing paths are skipped. An entry of
             /proc that stays open keeps its inode, to which the rule applies.
+        ports: TCP ports that the program may connect to, with `rules`; none if the key is absent. With any, it may also bind
+            sockets to ports that the system chooses.
         filters: seccomp programs in the order of their installation.
         limits: (resource, limit).
         required: names of measures without which the program does not start.
@@ -98,6 +100,9 @@ def _confine(specification: dict[str, Any]) -> tuple[list[str], dict[str, str]]:
             rules = landlock.Ruleset()
             for path, rights, stays_open in specification["rules"]:
                 _allow(rules, path, rights, stays_open)
+            for port in specification.get("ports", ()):
+                rules.allow_connections(port)
+                rules.allow_any_bind()
         except OSError as error:
             rules, missing[LANDLOCK] = None, str(error)
     if specification["user"] is not None:
@@ -196,7 +201,7 @@ def _read(count: int) -> bytes:
 
 
 def _print_error(text: str) -> None:
-    os.write(2, f"etfarm: confining a runner: {text}\n".encode())
+    os.write(2, f"etfarm: confining a process: {text}\n".encode())
 
 
 def _end(code: int, text: str) -> NoReturn:

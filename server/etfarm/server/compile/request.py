@@ -59,3 +59,14 @@ class InspectRequest:
     pte: Path
     model_name: str
     threads: int = 1
+
+
+@dataclass(frozen=True)
+class UploadRequest:
+    """An uploaded .pt2 or .pte to screen or describe."""
+
+    file: Path
+    is_program: bool | None = None
+    """Whether it must be a .pte rather than a .pt2; None to decide by the first bytes."""
+    operators: Operators = field(default_factory=Operators)
+    """Operators that the model may use."""

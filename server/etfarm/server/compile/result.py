@@ -261,7 +261,7 @@ def encode(result: QuantizeResult | LowerResult) -> bytes:
     for method, rows in result["stayed_fp32"].items():
         fill(answer.compilation.stayed_fp32[method], {"operators": rows})
     for method, facts in (parts.get("facts") or {"methods": {}})["methods"].items():
-        _fill_facts(answer.compilation.facts.methods[method], facts)
+        fill_facts(answer.compilation.facts.methods[method], facts)
     if parts.get("facts") is not None:
         answer.compilation.facts.SetInParent()
     program: ProgramFiles | None = parts.get("program")
@@ -278,7 +278,8 @@ def encode_recipes(result: RecipesResult) -> bytes:
     return fill(compile_pb2.ListRecipesResponse(), result).SerializeToString()
 
 
-def _fill_facts(message: compile_pb2.MethodFacts, facts: MethodFacts) -> None:
+def fill_facts(message: compile_pb2.MethodFacts, facts: MethodFacts) -> None:
+    """Set the fields of a method's facts."""
     fill(message, {key: facts.get(key) for key in ("operators", "backends", "planned_bytes", "state_bytes")})
     for specs, values in ((message.inputs, facts["inputs"]), (message.outputs, facts["outputs"])):
         for value in values:

@@ -54,7 +54,7 @@ class Submission:
     Args:
         check_recipe: returns a recipe completed with what is known of its plug-ins; raises if this server cannot use it.
         new_id: returns a unique id.
-        screening: inspects the uploads; None for the default list of operators.
+        screening: inspects the uploads.
         require_runner: raises if none of the devices that match a selector has a runner.
         known_backends: returns the backends of a device's runner; None if they are unknown.
         reservations: the farm's reservations; None if it has none.
@@ -67,8 +67,8 @@ class Submission:
         devices: Callable[[], Sequence[Device]],
         check_recipe: Callable[[Recipe], Awaitable[Recipe]],
         new_id: Callable[[], str],
+        screening: Screening,
         readers: Readers | None = None,
-        screening: Screening | None = None,
         require_runner: Callable[[Sequence[Device]], None] = lambda _: None,
         known_backends: Callable[[Device], Collection[str] | None] = lambda _: None,
         reservations: Reservations | None = None,
@@ -81,7 +81,7 @@ class Submission:
         self._check_recipe = check_recipe
         self._devices = devices
         self._new_id = new_id
-        self._screening = screening or Screening(store.path)
+        self._screening = screening
         self._require_runner = require_runner
         self._known_backends = known_backends
         self._large = FairSlots(_LARGE_AT_ONCE)
@@ -140,7 +140,7 @@ class Submission:
                 # Not of a job that has its exports: it may turn out that a recipe delegates nothing of a model.
                 await self._require_backends(spec, devices)
         for candidate in spec.candidates:
-            await self._screen(candidate, pace)
+            await self._screen(candidate, project, pace)
         async with self._large.take(owner) if is_large else nullcontext():
             job = job_pb2.Job(id=self._new_id(), owner=owner, project=project)
             job.create_time.FromDatetime(at)
@@ -266,7 +266,7 @@ class Submission:
                     missing=",".join(sorted(needed)),
                 )
 
-    async def _screen(self, candidate: job_pb2.Candidate, pace: Pace) -> None:
+    async def _screen(self, candidate: job_pb2.Candidate, project: str, pace: Pace) -> None:
         if candidate.WhichOneof("source") == "program":
             program = candidate.program
             data = {name: artifact.digest for name, artifact in program.data.items()}
@@ -278,9 +278,9 @@ class Submission:
             await pace.pause()  # with 10,000 methods whose files are known nothing else yields to the event loop
             references = [method.reference.digest] if method.HasField("reference") else []
             await self._store.require_whole([method.exported_program.digest, *references])
-            await self._screening.screen_pt2(method.exported_program.digest)
+            await self._screening.screen_pt2(method.exported_program.digest, project)
             if method.HasField("reference"):
-                await self._screening.screen_pt2(method.reference.digest)
+                await self._screening.screen_pt2(method.reference.digest, project)
 
 
 def _require_devices(cells: Sequence[job_pb2.Cell], devices: Sequence[Device]) -> None:

@@ -15,6 +15,7 @@ from etfarm.server.artifacts.room import Room
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.config import LOCAL, Config
 from etfarm.server.extras import ExtraMissing
+from etfarm.server.operation.page_confinement import PageConfinement
 from etfarm.server.operation.settings import Setting, plain
 from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.workers.cluster.nodes import NoCompileNode, NodeState
@@ -38,6 +39,8 @@ class Result:
     """What follows from the settings and the machine."""
     measures: Sequence[Measure] = ()
     """Measures of the compile processes' jail."""
+    page: Sequence[Measure] = ()
+    """Measures of the web page's confinement."""
     warnings: list[str] = field(default_factory=list)
     problems: list[EtfarmError] = field(default_factory=list)
     """Why the server would not start."""
@@ -50,6 +53,7 @@ class Result:
             "settings": [{"name": each.name, "value": plain(each.value), "source": each.source} for each in self.settings],
             "facts": [{"name": name, "text": text} for name, text in self.facts],
             "jail": [{"name": each.name, "active": each.active, "detail": each.detail} for each in self.measures],
+            "web_page": [{"name": each.name, "active": each.active, "detail": each.detail} for each in self.page],
             "warnings": self.warnings,
             "problems": [{"reason": each.reason, "message": each.message, "remedy": each.remedy} for each in self.problems],
         }
@@ -59,11 +63,9 @@ class Result:
         lines = ["configuration"]
         lines += [f"  {each.name:<{_WIDTH}} {each.text:<28} {each.source}" for each in self.settings]
         lines += ["", *(f"  {name:<{_WIDTH}} {text}" for name, text in self.facts)] if self.facts else []
-        if self.measures:
-            lines.append("jail of compile processes")
-            lines += [
-                f"  {each.name:<{_WIDTH}} {'active ' if each.active else 'MISSING'}  {each.detail}" for each in self.measures
-            ]
+        for title, measures in (("confinement of the web page", self.page), ("jail of compile processes", self.measures)):
+            lines += [title] if measures else []
+            lines += [f"  {each.name:<{_WIDTH}} {'active ' if each.active else 'MISSING'}  {each.detail}" for each in measures]
         lines += [f"warning: {each}" for each in self.warnings]
         lines += [f"problem: {each}" for each in self.problems]
         return [line.rstrip() for line in [*lines, "the server would not start" if self.problems else "ok"]]
@@ -102,6 +104,8 @@ def _check(result: Result, config: Config) -> None:
     _check_blobs(result, config)
     if config.metrics is not None and not config.metrics.is_local:
         result.warnings.append(f"Everybody who reaches {config.metrics.text} can read the metrics, which name projects.")
+    if config.web is not None:
+        result.page = asyncio.run(PageConfinement(config, config.web_server or config.listen.text).measures())
     if config.compile_pool != LOCAL:
         _check_nodes(result, config)
         return

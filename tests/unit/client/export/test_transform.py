@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from etfarm.client.export import ModelSource
-from etfarm.client.export.archive import ArchiveFacts, read_archive
 from etfarm.client.export.transform import Transform
 from etfarm.client.submit.preparation import BadModel, prepare
 from etfarm.client.submit.prepared import NotPrepared, PreparedExport
 from etfarm.v1.common_pb2 import ACTOR_CLIENT
 from etfarm.wire import recipes
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.pt2 import ArchiveFacts, read_archive
 from tests.support.golden import Golden
 
 pytestmark = pytest.mark.numeric

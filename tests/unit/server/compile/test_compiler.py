@@ -118,7 +118,7 @@ async def test_a_missing_model_is_not_cached_as_a_failure(world: World) -> None:
 
 
 class SkippedScreening(Screening):
-    async def screen_pt2(self, digest: str) -> None:
+    async def screen_pt2(self, digest: str, project: str) -> None:
         pass
 
 
@@ -139,7 +139,11 @@ async def test_a_recipe_is_parsed_once_for_a_submission_and_all_of_its_cells(
     monkeypatch.setattr(recipes, "from_json", counted)
     candidate = await world.model(recipe=recipe)
     submission = Submission(
-        world.store, list, world.compiler.check, iter(map(str, range(9))).__next__, screening=SkippedScreening(world.store.path)
+        world.store,
+        list,
+        world.compiler.check,
+        iter(map(str, range(9))).__next__,
+        SkippedScreening(world.workers, world.store.path),
     )
     spec = JobSpec(candidates=[candidate])
     await submission.make(spec, owner="ann", project="default", at=datetime(2026, 1, 1, tzinfo=UTC))

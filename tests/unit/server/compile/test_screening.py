@@ -1,98 +1,167 @@
-"""Screening by digest: once each, in threads of its own, and nothing is remembered of what failed."""
+"""Screening by digest: once each, in jailed children of its own, and nothing is remembered of what failed."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import AsyncIterator
+import io
+import zipfile
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
+from typing import Final
 
 import pytest
 
 from etfarm.server.compile import upload_screening
-from etfarm.server.compile.screening import screen
-from etfarm.server.compile.screening.errors import UnsafeModel
-from etfarm.server.compile.upload_screening import Screening
+from etfarm.server.compile.upload_screening import CHILDREN, LIMITS, PRELOAD, Screening
+from etfarm.server.workers.child_pool import Finished
+from etfarm.server.workers.errors import WorkersDown
+from etfarm.server.workers.pool import Workers
+from etfarm.v1.compile_pb2 import ModelFormat
+from etfarm.wire.errors import EtfarmError
+from tests.support import hostile
+from tests.support.programs import program
+
+LIMITS_HERE: Final = replace(LIMITS, memory_bytes=256 << 20)
 
 
-class Gate:
-    """A screen that holds its threads until it is opened."""
+class Recorded(Workers):
+    """Workers that hold their tasks until they are opened, and record them."""
 
-    def __init__(self) -> None:
-        self.entered = threading.Semaphore(0)
-        self.open = threading.Event()
-        self.looked: list[str] = []
-        self.error: Exception | None = None
+    ran: list[str]
+    urgent: list[bool]
+    opened: asyncio.Event
+    entered: asyncio.Semaphore
+    error: Exception | None
 
-    def look(self, path: Path, allowed: frozenset[str] | None = None) -> None:
-        self.looked.append(path.name)
+    async def run(self, task: str, request: object, **more: object) -> Finished:
+        self.ran.append(request.file.name)  # type: ignore[attr-defined]
+        self.urgent.append(bool(more["urgent"]))
         self.entered.release()
-        assert self.open.wait(60)
+        await self.opened.wait()
         if self.error is not None:
             raise self.error
+        return await super().run(task, request, **more)  # type: ignore[arg-type]
 
 
 @pytest.fixture
-def gate(monkeypatch: pytest.MonkeyPatch) -> Gate:
-    created = Gate()
-    monkeypatch.setattr(screen, "screen_upload", created.look)
-    monkeypatch.setattr(screen, "screen_pte", created.look)
-    return created
-
-
-@pytest.fixture
-async def screened(gate: Gate) -> AsyncIterator[Screening]:
-    created = Screening(Path)
+async def pool(tmp_path: Path) -> AsyncIterator[Recorded]:
+    created = Recorded(preload=PRELOAD, limits=LIMITS_HERE, folder=tmp_path / "children", concurrency=CHILDREN)
+    created.ran, created.urgent, created.error = [], [], None
+    created.opened, created.entered = asyncio.Event(), asyncio.Semaphore(0)
+    created.start()
     yield created
-    gate.open.set()
-    created.close()
+    created.opened.set()
+    await created.stop()
 
 
-async def test_submissions_of_the_same_file_screen_it_once(screened: Screening, gate: Gate) -> None:
-    waiting = [asyncio.create_task(screened.screen_pt2("same")) for _ in range(20)]
-    await asyncio.to_thread(gate.entered.acquire)
-    gate.open.set()
+@pytest.fixture
+def screening(pool: Recorded, tmp_path: Path) -> Screening:
+    return Screening(pool, lambda digest: tmp_path / digest)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Callable[..., str]:
+    """Writes a .pt2 with other members, and returns its name."""
+    contents = hostile.members(hostile.host(), tmp_path)
+
+    def create(name: str = "good", changes: Mapping[str, bytes] | None = None) -> str:
+        hostile.write(tmp_path / name, contents | {**(changes or {})})
+        return name
+
+    return create
+
+
+async def test_submissions_of_the_same_file_screen_it_once(
+    screening: Screening, pool: Recorded, model: Callable[..., str]
+) -> None:
+    name = model()
+    waiting = [asyncio.create_task(screening.screen_pt2(name, "p")) for _ in range(20)]
+    await pool.entered.acquire()
+    pool.opened.set()
     await asyncio.gather(*waiting)
-    await screened.screen_pt2("same")
-    assert gate.looked == ["same"]
+    await screening.screen_pt2(name, "p")
+    assert (pool.ran, pool.urgent) == ([name], [True]), "a submission goes before descriptions"
 
 
-async def test_a_file_that_failed_is_screened_again(screened: Screening, gate: Gate) -> None:
-    gate.open.set()
-    gate.error = UnsafeModel("X", "it", "is evil")
+async def test_a_file_that_failed_is_screened_again(screening: Screening, pool: Recorded, model: Callable[..., str]) -> None:
+    pool.opened.set()
+    bad = model("bad", {"data/aotinductor/x.so": b"\x7fELF"})
     for _ in range(2):
-        with pytest.raises(UnsafeModel):
-            await screened.screen_pt2("bad")
-    gate.error = None
-    await screened.screen_pt2("bad")
-    assert gate.looked == ["bad", "bad", "bad"]
+        with pytest.raises(EtfarmError, match="native code") as refused:
+            await screening.screen_pt2(bad, "p")
+        assert refused.value.reason == "UNSAFE_MODEL"
+    assert pool.ran == ["bad", "bad"]
 
 
-async def test_a_caller_that_goes_away_leaves_the_others_their_answer(screened: Screening, gate: Gate) -> None:
-    gone, stays = (asyncio.create_task(screened.screen_pt2("same")) for _ in range(2))
-    await asyncio.to_thread(gate.entered.acquire)
+async def test_a_caller_that_goes_away_leaves_the_others_their_answer(
+    screening: Screening, pool: Recorded, model: Callable[..., str]
+) -> None:
+    name = model()
+    gone, stays = (asyncio.create_task(screening.screen_pt2(name, "p")) for _ in range(2))
+    await pool.entered.acquire()
     gone.cancel()
     with pytest.raises(asyncio.CancelledError):
         await gone
-    gate.open.set()
+    pool.opened.set()
     await stays
-    assert gate.looked == ["same"]
+    assert pool.ran == [name]
 
 
-async def test_files_that_take_for_ever_take_no_thread_of_others(screened: Screening, gate: Gate) -> None:
-    waiting = [asyncio.create_task(screened.screen_pt2(f"slow{index}")) for index in range(50)]
-    for _ in range(upload_screening.THREADS):
-        await asyncio.to_thread(gate.entered.acquire)
-    # What the transfers and the store use is free, and no third screen has begun.
-    assert await asyncio.gather(*(asyncio.to_thread(int, str(index)) for index in range(100))) == list(range(100))
-    assert len(gate.looked) == upload_screening.THREADS
-    gate.open.set()
-    await asyncio.gather(*waiting)
+async def test_what_no_child_can_screen_is_left_to_the_compilation(screening: Screening, pool: Recorded) -> None:
+    pool.error = WorkersDown("The host has no memory left.")
+    pool.opened.set()
+    await screening.screen_pt2("any", "p")
+    with pytest.raises(WorkersDown):
+        await screening.inspect("any", "p")
 
 
-async def test_what_passed_is_remembered_up_to_a_bound(screened: Screening, gate: Gate, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_what_passed_is_remembered_up_to_a_bound(
+    screening: Screening, pool: Recorded, model: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(upload_screening, "MAX_KEPT", 2)
-    gate.open.set()
+    pool.opened.set()
     for name in ("a", "b", "c", "c", "a"):
-        await screened.screen_pt2(name)
-    assert gate.looked == ["a", "b", "c", "a"]
+        await screening.screen_pt2(model(name), "p")
+    assert pool.ran == ["a", "b", "c", "a"]
+
+
+async def test_an_exported_program_and_a_program_are_described(
+    screening: Screening, pool: Recorded, model: Callable[..., str], tmp_path: Path
+) -> None:
+    pool.opened.set()
+    (tmp_path / "pte").write_bytes(program("add").bytes)
+    described = await screening.inspect(model(), "p")
+    assert described.format == ModelFormat.MODEL_FORMAT_PT2 and len(described.input_names) == 1
+    assert not described.quantized and not described.transformed
+    ready = await screening.inspect("pte", "p")
+    assert ready.format == ModelFormat.MODEL_FORMAT_PTE and list(ready.facts.methods) == ["forward"]
+    for name, is_program, reason in (("pte", False, "NOT_A_PT2"), ("good", True, "NOT_A_PTE")):
+        with pytest.raises(EtfarmError) as refused:
+            await screening.inspect(name, "p", is_program=is_program)
+        assert refused.value.reason == reason
+    assert pool.urgent == [False] * 4
+
+
+def bomb(member: str, size_bytes: int) -> bytes:
+    """Return a .pt2 whose graph expands a thousandfold."""
+    file = io.BytesIO()
+    with zipfile.ZipFile(file, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("archive/archive_format", b"pt2")
+        archive.writestr(member, b'{"graph_module": [' + b"[]," * (size_bytes // 3) + b"0]}")
+    return file.getvalue()
+
+
+async def test_a_bomb_is_refused_and_a_graph_that_needs_too_much_memory_ends_its_child_alone(
+    screening: Screening, pool: Recorded, model: Callable[..., str], tmp_path: Path
+) -> None:
+    pool.opened.set()
+    (tmp_path / "bomb").write_bytes(bomb("archive/models/model.json", 64 << 20))
+    with pytest.raises(EtfarmError, match="is compressed, which torch never does") as refused:
+        await screening.inspect("bomb", "p")
+    assert refused.value.reason == "UNSAFE_MODEL"
+    graph = b'{"graph_module": [' + b'{"a":[]},' * (2 << 20) + b"0]}"
+    with pytest.raises(EtfarmError) as refused:
+        await screening.inspect(model("large", {hostile.MODEL: graph}), "p")
+    assert refused.value.reason == "CHILD_OUT_OF_MEMORY"
+    assert (await screening.inspect(model(), "p")).input_names

@@ -9,24 +9,45 @@ from pathlib import Path
 
 import pytest
 
+from etfarm.server.config import Config
 from etfarm.server.operation import web_page
+from etfarm.server.operation.web_page import PageNotStarted, WebPage
+from etfarm.wire.channel import parse_address
+
+READY = 'echo "the page is at http://127.0.0.1:1"\nexec cat > /dev/null\n'
 
 
-async def test_a_page_that_cannot_be_started_for_now_is_started_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    local = parse_address("127.0.0.1:0")
+    (tmp_path / "data").mkdir()
+    return Config(local, tmp_path / "data", web=local)
+
+
+@pytest.fixture
+def page(config: Config, monkeypatch: pytest.MonkeyPatch) -> WebPage:
+    """A page whose confinement is known, as the process that confines itself is a script of the test."""
+    monkeypatch.setattr(web_page, "RESTART_S", 0.01)
+    created = WebPage(config, "127.0.0.1:1")
+    created._confinement._measures = ()
+    return created
+
+
+async def test_a_page_that_cannot_be_started_for_now_is_started_later(
+    tmp_path: Path, page: WebPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
     program, starts = tmp_path / "page", tmp_path / "starts"
     os.mkfifo(starts)
     reader, has_started = os.open(starts, os.O_RDWR | os.O_NONBLOCK), asyncio.Event()
-    program.write_text(f'#!/bin/sh\necho start >> "{starts}"\necho "the page is at http://127.0.0.1:1"\nexec cat > /dev/null\n')
+    program.write_text(f'#!/bin/sh\necho start >> "{starts}"\n{READY}')
     program.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(program))
-    monkeypatch.setattr(web_page, "RESTART_S", 0.01)
-    process, url = await web_page._start([])
-    assert url == "http://127.0.0.1:1"
+    await page.start()
+    assert page.url == "http://127.0.0.1:1" and page.pid is not None
     program.rename(tmp_path / "away")
-    keeping = asyncio.create_task(web_page._keep([], process))
+    keeping = asyncio.create_task(page.keep())
     try:
-        process.kill()
-        await process.wait()
+        os.kill(page.pid, 9)
         done, _ = await asyncio.wait({keeping}, timeout=0.2)
         assert not done, keeping
         os.read(reader, 100)
@@ -38,3 +59,26 @@ async def test_a_page_that_cannot_be_started_for_now_is_started_later(tmp_path: 
         os.close(reader)
         keeping.cancel()
         await asyncio.wait({keeping})
+        await page.close()
+    assert not list((tmp_path / "data" / "work").iterdir()), "the page's folder is deleted, and so is its record"
+
+
+async def test_a_page_that_does_not_answer_has_not_started(
+    tmp_path: Path, page: WebPage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    program = tmp_path / "page"
+    program.write_text("#!/bin/sh\nexit 1\n")
+    program.chmod(0o700)
+    monkeypatch.setattr(sys, "executable", str(program))
+    with pytest.raises(PageNotStarted):
+        await page.start()
+    assert page.pid is None
+    await page.close()
+
+
+async def test_an_address_in_use_is_named(config: Config) -> None:
+    first = WebPage(config, "127.0.0.1:1")
+    taken = f"127.0.0.1:{first._listener.getsockname()[1]}"
+    with pytest.raises(PageNotStarted, match=f"it cannot listen on {taken}: Address already in use"):
+        WebPage(Config(config.listen, config.data, web=parse_address(taken)), "127.0.0.1:1")
+    await first.close()

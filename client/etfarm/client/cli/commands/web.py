@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import os
+import resource
+import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -24,6 +26,8 @@ if TYPE_CHECKING:
     from etfarm.client.web.visitors import Visitors
 
 LISTEN: Final = "127.0.0.1:0"
+MEMORY_BYTES: Final = 2 << 30
+"""Private memory of the page. It has 100 MiB without visitors; large reports of several visitors at a time take hundreds."""
 
 
 def main(argv: list[str]) -> int:
@@ -53,6 +57,9 @@ def web(
     link: Annotated[
         bool, typer.Option("--link", help="Print a link that signs one browser in with this command's own token.")
     ] = False,
+    listen_fd: Annotated[
+        int | None, typer.Option("--listen-fd", help="Descriptor of a socket that listens on --listen already.", hidden=True)
+    ] = None,
     exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", help="End when stdin ends.")] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
@@ -81,7 +88,9 @@ def web(
             at_end_of_stdin(stop.set)
         async with AsyncExitStack() as stack:
             farm_address, is_own = await _find_farm(stack, server, tls_ca)
-            listener = page.listen(host.strip("[]"), int(port))
+            listener = page.listen(host.strip("[]"), int(port)) if listen_fd is None else socket.socket(fileno=listen_fd)
+            if not is_own:  # a farm of this command inherits its limits
+                _limit_memory()
             hosts = LOOPBACK_HOSTS | {host_name(address.text)} | {host_name(name) for name in allow_host or ()}
             web_options = WebOptions(
                 farm_address, Path(tls_ca) if tls_ca else None, public_url=public_url, allowed_hosts=hosts,
@@ -104,6 +113,13 @@ def web(
         return run_async(run)
     except Interrupted:
         return 0
+
+
+def _limit_memory() -> None:
+    """Let this process fail, rather than the machine, when it needs too much memory."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_DATA)
+    if soft == resource.RLIM_INFINITY or soft > MEMORY_BYTES:
+        resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, hard))
 
 
 async def _find_farm(stack: AsyncExitStack, server: str | None, tls_ca: str | None) -> tuple[str, bool]:

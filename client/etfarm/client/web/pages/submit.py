@@ -18,7 +18,6 @@ from etfarm.client.fleet.recipe_devices import describe_missing_device, locate
 from etfarm.client.models import Device, DeviceState, RecipeInfo
 from etfarm.client.submit.bench_options import BenchOptions
 from etfarm.client.submit.options import BadOption
-from etfarm.client.submit.prepared import PreparedModel
 from etfarm.client.submit.recipes import DEFAULT_RECIPE
 from etfarm.client.web.form_fields import Field, command_line, integer_of, is_thread_count, lines_of, number_of, pairs_of, text_of
 from etfarm.client.web.forms import Fields, form
@@ -60,10 +59,9 @@ async def submit(request: Request) -> Response:
         return await _show(request, fields, None, error)
     try:
         options = read_options(fields)
-        prepared = await asyncio.to_thread(_prepare, upload)
-        job = await (await farm(request)).submit_bench(prepared, options)
+        job = await (await farm(request)).submit_bench(upload.model, options)
     except EtfarmError as error:
-        return await _show(request, fields, upload, _named(error, upload))
+        return await _show(request, fields, upload, error)
     _uploads(request).remove(upload)
     return RedirectResponse(job_address(request, job.id), status_code=303)
 
@@ -76,12 +74,8 @@ async def upload(request: Request) -> Response:
         if request.headers.get("content-type", "").partition(";")[0] != UPLOAD_TYPE:
             raise BadUpload(f"The request's type must be {UPLOAD_TYPE}.", "Send the file itself as the body.")
         name = request.query_params.get("name", "")
-        stored = await _uploads(request).store(visitor.cookie, visitor.account.digest, name, _chunks(request))
-        try:
-            await asyncio.to_thread(_prepare, stored)
-        except EtfarmError as error:
-            _uploads(request).remove(stored)
-            raise _named(error, stored) from None
+        client = await farm(request)
+        stored = await _uploads(request).store(visitor.cookie, visitor.account.digest, name, _chunks(request), client.inspect)
     except EtfarmError as error:
         described = {"reason": error.reason, "message": error.message, "remedy": error.remedy}
         return JSONResponse(described, status_code=STATUSES[error.kind])
@@ -128,18 +122,6 @@ def _require_submitter(request: Request) -> None:
             Fault.USER, "PERMISSION_DENIED", f"The role {visitor.role.lower()} submits nothing.",
             "Ask an admin of the farm for a token of a user.", kind=Kind.PERMISSION_DENIED,
         )  # fmt: skip
-
-
-def _prepare(upload: Upload) -> PreparedModel:
-    from etfarm.client.submit.preparation import prepare
-
-    return prepare(upload.path, name=upload.model_name)
-
-
-def _named(error: EtfarmError, upload: Upload) -> EtfarmError:
-    """Return an error that names the visitor's file, and not where the page keeps it."""
-    message, remedy = (text.replace(str(upload.path), upload.name) for text in (error.message, error.remedy))
-    return error_of(error.fault, error.reason, message, remedy, kind=error.kind, stage=error.stage)
 
 
 async def _chunks(request: Request) -> AsyncIterator[bytes]:

@@ -1,7 +1,8 @@
-"""Screening of a user's bytes before anything loads them. Stdlib only: runs in the daemon, and again in the child.
+"""Screening of a user's bytes before anything loads them. Stdlib only: runs in children, never in the daemon.
 
-The daemon calls `screen_upload`, which parses nothing large: a hostile graph may take fifty times its bytes in memory. The
-child, whose memory is limited, screens everything with `screen_pt2` and `screen_records` before torch loads anything.
+The child at the upload calls `screen_upload`, which parses nothing large, so that a submission does not wait. The one that
+compiles screens everything with `screen_pt2` and `screen_records` before torch loads anything. Their memory is limited: a hostile
+graph may take fifty times its bytes.
 
 `torch.export.load` can execute contents of a .pt2 in several ways; each is prevented here:
 
@@ -34,10 +35,10 @@ from etfarm.wire import pte
 MAX_JSON_BYTES: Final = 512 << 20
 """Maximum size of an archived JSON; a large language model's graph has about ten megabytes."""
 UPLOAD_PARSED_BYTES: Final = 2 << 20
-"""Maximum total size of the JSON and sample inputs that the daemon screens. Four in five of 190 common networks have less;
-parsing more would block the daemon for too long."""
+"""Maximum total size of the JSON and sample inputs that are screened at the upload. Four in five of 190 common networks have
+less; parsing more would delay the submission for too long."""
 UPLOAD_EXPRESSION_BYTES: Final = 256 << 10
-"""Maximum total size of the distinct expressions that the daemon parses, which takes half a second."""
+"""Maximum total size of the distinct expressions that are parsed at the upload, which takes half a second."""
 
 _Check = Callable[[str, str], None]
 """Function that checks one text of a member and raises if it is not allowed."""
@@ -58,7 +59,7 @@ _Screen = Callable[[str, Records, Opened, _Rules], None]
 
 
 def screen_upload(path: Path, allowed: frozenset[str] | None = None) -> None:
-    """Screen a .pt2 in the daemon. Contents that are expensive to parse are left to the child, which screens everything again.
+    """Screen an uploaded .pt2. Contents that are expensive to parse are left to the child that compiles, which screens it again.
 
     Raises:
         NotAPt2, UnsafeModel, UnknownOperator: as `screen_pt2`.

@@ -89,10 +89,11 @@ class Certificates:
         return grpc.ssl_server_certificate_configuration([(key, chain)], self._config.client_ca()), expiry_of(chain)
 
     def _signature(self) -> Signature:
-        return tuple(map(_signature_of, self._paths))
+        return tuple(map(signature_of, self._paths))
 
 
-def _signature_of(path: Path) -> tuple[int, int, int] | None:
+def signature_of(path: Path) -> tuple[int, int, int] | None:
+    """Return what changes when a file is replaced or written; None if it cannot be examined."""
     try:
         status = path.stat()
     except OSError:

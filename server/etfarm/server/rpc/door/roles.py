@@ -29,6 +29,7 @@ ROLES: Final[dict[str, frozenset[Role.ValueType]]] = {
     "/etfarm.v1.ArtifactService/Verify": _ADMINS,
     "/etfarm.v1.CompileService/ListRecipes": _READERS,
     "/etfarm.v1.CompileService/GetCompilation": _READERS,
+    "/etfarm.v1.CompileService/Inspect": _USERS,
     "/etfarm.v1.JobService/Submit": _USERS,
     "/etfarm.v1.JobService/Get": _READERS,
     "/etfarm.v1.JobService/List": _READERS,

@@ -23,8 +23,8 @@ from etfarm.wire.sandbox import syscalls
 MAX_READABLE: Final = 50_000
 """Maximum number of files of a request. Each is a mount; the kernel allows 100,000 mounts in a namespace."""
 
-_SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
-_SETTINGS: Final = (
+SYSTEM: Final = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store", "/gnu/store")
+SETTINGS: Final = (
     "ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "localtime", "timezone", "nsswitch.conf", "locale.alias",
     "ssl/openssl.cnf",
 )  # fmt: skip
@@ -105,12 +105,12 @@ def plan(shared: Iterable[Path], hidden: Iterable[Path]) -> list[Step]:
     """Return the steps that show the system and `shared` read-only, except for `hidden`; computed once for many children."""
     steps = []
     wanted: dict[Path, Action] = {}
-    for path in map(Path, _SYSTEM):
+    for path in map(Path, SYSTEM):
         if path.is_symlink():  # /bin -> usr/bin
             steps.append(Step(Action.LINK, path, False, str(path.resolve()).lstrip("/")))
         elif path.exists():
             wanted[path] = Action.SHOW
-    candidates = [*map(Path, _KERNEL), *(Path("/etc") / name for name in _SETTINGS)]
+    candidates = [*map(Path, _KERNEL), *(Path("/etc") / name for name in SETTINGS)]
     links = {step.path for step in steps}
     wanted |= {path: Action.SHOW for path in _existing([*candidates, *shared]) if not links.intersection(path.parents)}
     wanted |= {path.resolve(): Action.HIDE for path in hidden}

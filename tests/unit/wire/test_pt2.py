@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from etfarm.client.export.archive import read_archive
+from etfarm.wire.pt2 import read_archive
 
 LEAF = {"type": None, "context": None, "children_spec": []}
 
