@@ -15,6 +15,7 @@ from pathlib import Path
 
 from etfarm.server.reports.analyze import analyze
 from etfarm.server.reports.request import CUT_SHORT, AnalyzeRequest
+from etfarm.server.workers import limits
 from etfarm.v1 import report_pb2
 from etfarm.wire.errors import UserError
 
@@ -122,6 +123,24 @@ def leave_behind(request: object, folder: Path, emit: Emit) -> bytes:
 def spin(request: object, folder: Path, emit: Emit) -> bytes:
     while True:
         pass
+
+
+def load_for_ever(request: Path, folder: Path, emit: Emit) -> bytes:
+    """Compute a number in native code, which holds the interpreter, while loading a model."""
+    limits.LOADING_S = 0.5  # type: ignore[misc]
+    with limits.limit_loading(request):
+        pow(3, 1 << 40)
+    return b""
+
+
+def load_in_time(request: Path, folder: Path, emit: Emit) -> bytes:
+    """Load a model within its time, and take longer afterwards."""
+    limits.LOADING_S = 1.0  # type: ignore[misc]
+    with limits.limit_loading(request):
+        pass
+    while time.process_time() < 2:
+        pass
+    return b"done"
 
 
 def flood(request: object, folder: Path, emit: Emit) -> bytes:

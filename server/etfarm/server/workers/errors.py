@@ -11,6 +11,7 @@ import signal
 import traceback
 from collections.abc import Mapping
 
+from etfarm.server.workers.limits import LOADING_S, LOADING_S_PER_GIB
 from etfarm.wire.errors import EtfarmError, FarmError, Fault, Kind, UserError, error_of
 
 MAX_TEXT = 8000
@@ -133,7 +134,7 @@ class ChildTimedOut(UserError):
     """A child or one of its stages exceeded its deadline, or the child used up its CPU time.
 
     Args:
-        clock: the clock that ran out: `wall`, `stage` or `CPU`.
+        clock: the clock that ran out: `wall`, `stage`, `CPU`, or `loading` for the CPU time of loading a model.
     """
 
     reason = "CHILD_TIMED_OUT"
@@ -144,10 +145,29 @@ class ChildTimedOut(UserError):
         what = f"The job was not done after {deadline_s:g} s of {clock} time{where}"
         if clock == "stage":
             what = f"{stage or 'What comes before the first stage'} was not done after {deadline_s:g} s, the limit for a stage"
+        remedy = "Use a smaller model, or raise the server's limit: `etfarm serve --help` lists its timeouts."
+        if clock == "loading":
+            what = (
+                f"Loading the model took more CPU time than the {LOADING_S:g} s, and {LOADING_S_PER_GIB:g} s for each GiB of its "
+                "file, that it may take"
+            )
+            remedy = (
+                "Export it with fewer dynamic dimensions, or with static shapes: expressions of sizes take the most time. "
+                "Split a graph of more than ten thousand nodes into methods."
+            )
         super().__init__(
-            f"{what}.", "Use a smaller model, or raise the server's limit: `etfarm serve --help` lists its timeouts.",
+            f"{what}.", remedy,
             stage=stage, task=task, deadline_s=deadline_s, clock=clock,
         )  # fmt: skip
+
+
+class LoadingTimedOut(ChildTimedOut):
+    """Loading a model took more CPU time than a model of its size may take."""
+
+    reason = "MODEL_LOADING_TIMED_OUT"
+
+    def __init__(self, task: str, stage: str = "") -> None:
+        super().__init__(task, LOADING_S, stage, clock="loading")
 
 
 class BadAnswer(FarmError):

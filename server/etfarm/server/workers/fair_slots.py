@@ -1,35 +1,83 @@
-"""Fair sharing of the pool's slots: projects take turns, so that a long queue of one project does not delay the others."""
+"""Fair sharing of slots between projects, by the seconds that they hold them.
+
+Neither a long queue of one project nor its long tasks take slots from the others for longer than its share.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager
 from typing import Final, TypeAlias
 
 _MOST_AHEAD: Final = 8
 """Maximum number of urgent callers in a row that receive slots before others who wait and whom only urgent ones keep waiting."""
 
+_MOST_DEBT_S: Final = 900.0
+"""Maximum slot time that a project makes up for; it may have held many slots before others came."""
+
 _Queues: TypeAlias = "OrderedDict[str, deque[asyncio.Future[None]]]"
 """Waiting callers by project, the project that received a slot longest ago first; no queue is empty."""
 
 
+class SlotTime:
+    """The slot time of projects, by start-time fair queuing: a project that comes starts level with the one that used least.
+
+    What a project used while no other was there does not count against it, and no project saves up for later.
+    """
+
+    def __init__(self) -> None:
+        self._used_s: dict[str, float] = {}
+        self._least_s = 0.0
+        self._counted_s = 0.0
+
+    def of(self, project: str) -> float:
+        """Return a project's slot time in seconds, of which only differences have a meaning."""
+        return self._used_s.get(project, self._least_s)
+
+    def count(self, now_s: float, held: Mapping[str, int], waiting: Collection[str]) -> None:
+        """Count the time until now.
+
+        Args:
+            held: number of slots by project that were held since the last call.
+            waiting: projects that wait for a slot.
+        """
+        elapsed_s, self._counted_s = now_s - self._counted_s, now_s
+        present = {project: self.of(project) + elapsed_s * held.get(project, 0) for project in (*held, *waiting)}
+        if not present:
+            self._used_s.clear()
+            return
+        self._least_s = max(self._least_s, min(present.values()))
+        used = self._used_s | present
+        most_s = self._least_s + _MOST_DEBT_S
+        self._used_s = {
+            project: min(used_s, most_s) for project, used_s in used.items() if used_s > self._least_s or project in present
+        }
+
+
 class FairSlots:
-    """Slots that go to the project that holds the fewest; on a tie, to the project that has waited longest since its last slot.
+    """Slots that go to the project that holds the fewest, then to the one that used the least slot time lately.
+
+    On a tie, they go to the project that has waited longest since its last slot. Thus a project gets its first slot before
+    any other gets a second one, and projects that compete hold slots equally long, however long their tasks take.
 
     Args:
         slots: maximum number of slots that are held at a time.
         reserved: number of these slots that only urgent callers may take.
+        clock: returns seconds on a monotonic clock.
     """
 
-    def __init__(self, slots: int, reserved: int = 0) -> None:
+    def __init__(self, slots: int, reserved: int = 0, clock: Callable[[], float] = time.monotonic) -> None:
         self._free = slots
         self._shared = slots - reserved
         self._reserved = reserved
         self._urgent_held = 0
         self._ahead = 0
         self._held: Counter[str] = Counter()
+        self._time = SlotTime()
+        self._clock = clock
         self._urgent: _Queues = OrderedDict()
         self._waiting: _Queues = OrderedDict()
 
@@ -46,6 +94,7 @@ class FairSlots:
     @asynccontextmanager
     async def take(self, project: str, *, urgent: bool = False) -> AsyncIterator[None]:
         """Hold a slot; earlier callers of the same project go first, and urgent callers before others, but not for ever."""
+        self._count()
         if self._is_free(urgent):
             self._grant(project, urgent)
         else:
@@ -60,6 +109,9 @@ class FairSlots:
         self._free += slots - (self._shared + self._reserved)
         self._shared = slots - self._reserved
         self._hand_out()
+
+    def _count(self) -> None:
+        self._time.count(self._clock(), self._held, {*self._waiting, *self._urgent})
 
     async def _wait(self, project: str, urgent: bool) -> None:
         queues = self._urgent if urgent else self._waiting
@@ -97,6 +149,7 @@ class FairSlots:
             self._ahead += 1
 
     def _release(self, project: str, urgent: bool) -> None:
+        self._count()
         self._held[project] -= 1
         if not self._held[project]:
             del self._held[project]
@@ -106,8 +159,9 @@ class FairSlots:
 
     def _hand_out(self) -> None:
         """Give the free slots to those who wait."""
+        self._count()
         while (queues := self._next_queues()) is not None:
-            following = min(queues, key=lambda each: self._held[each])
+            following = min(queues, key=lambda each: (self._held[each], self._time.of(each)))
             queue = queues[following]
             turn = queue.popleft()
             queues.move_to_end(following)

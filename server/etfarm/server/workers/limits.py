@@ -2,7 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+LOADING_S: Final = 30.0
+"""CPU time in seconds that loading any model may take."""
+LOADING_S_PER_GIB: Final = 20.0
+"""Further CPU time in seconds for each GiB of the model's file."""
 
 
 @dataclass(frozen=True)
@@ -27,3 +37,16 @@ class Limits:
 
     reserve_bytes: int = 128 << 20
     """Free space to keep on the disk of the child's folder. A child is killed if less is free, so that the farm can write."""
+
+
+@contextmanager
+def limit_loading(model: Path) -> Iterator[None]:
+    """Limit the CPU time of loading a model in a child. SIGPROF ends a child that exceeds it, also within native code.
+
+    CPU time instead of a deadline: a busy host delays a valid model, but takes no more CPU time for it.
+    """
+    signal.setitimer(signal.ITIMER_PROF, LOADING_S + LOADING_S_PER_GIB * model.stat().st_size / (1 << 30))
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)

@@ -18,7 +18,15 @@ from pathlib import Path
 import psutil
 import pytest
 
-from etfarm.server.workers.errors import MAX_METADATA, MAX_TEXT, ChildDied, ChildOutOfMemory, ChildTimedOut, WorkersDown
+from etfarm.server.workers.errors import (
+    MAX_METADATA,
+    MAX_TEXT,
+    ChildDied,
+    ChildOutOfMemory,
+    ChildTimedOut,
+    LoadingTimedOut,
+    WorkersDown,
+)
 from etfarm.server.workers.limits import Limits
 from etfarm.server.workers.pool import Workers
 from etfarm.wire.errors import EtfarmError, FarmError, Fault
@@ -182,6 +190,15 @@ async def test_cpu_time_ends_a_child(tmp_path: Path) -> None:
     with pytest.raises(ChildTimedOut, match="CPU"):
         await pool.run(f"{TASKS}:spin", None, deadline_s=60)
     await pool.stop()
+
+
+async def test_a_model_that_takes_too_long_to_load_ends_its_child_within_native_code(workers: Workers, tmp_path: Path) -> None:
+    (model := tmp_path / "model").write_bytes(b"")
+    with pytest.raises(LoadingTimedOut, match="Loading the model took more CPU time") as caught:
+        await workers.run(f"{TASKS}:load_for_ever", model, deadline_s=600)
+    assert (caught.value.fault, caught.value.metadata["clock"]) == (Fault.USER, "loading")
+    async with await workers.run(f"{TASKS}:load_in_time", model, deadline_s=600) as finished:
+        assert finished.result == b"done"
 
 
 async def cancelled(workers: Workers) -> float:

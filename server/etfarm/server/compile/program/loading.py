@@ -25,6 +25,7 @@ from etfarm.server.compile.screening import archives, screen
 from etfarm.server.compile.screening.errors import NotAPt2, Pt2OfAnotherTorch, UnknownStructure
 from etfarm.server.compile.screening.operators import Operators
 from etfarm.server.workers.errors import is_out_of_memory
+from etfarm.server.workers.limits import limit_loading
 from etfarm.wire.errors import UserError
 
 _log = logging.getLogger(__name__)
@@ -58,7 +59,11 @@ def load(model: Path, folder: Path, operators: Operators | None = None) -> Any:
     link = folder / "model.pt2"
     if not link.exists():
         link.symlink_to(model)
-    operators = operators or Operators()
+    with limit_loading(model):
+        return _load(link, operators or Operators())
+
+
+def _load(link: Path, operators: Operators) -> Any:
     records = screen_whole(link, operators)
     graph = records.read("models/model.json")
     try:

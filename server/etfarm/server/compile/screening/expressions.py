@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import json
+import math
 import re
 from typing import Final
 
@@ -18,8 +19,12 @@ from etfarm.wire.errors import UserError
 
 MAX_EXPRESSION: Final = 20_000
 MAX_DEPTH: Final = 60
+MAX_WORK: Final = 2000
+"""Maximum product of terms and degree of an expanded expression, and of each of its parts."""
 MAX_DEGREE: Final = 64
-"""Maximum product of the exponents of nested powers."""
+MAX_ROOTS: Final = 16
+"""Maximum number of square roots in an expression; sympy factorizes numbers below them."""
+MAX_LITERAL: Final = 40
 MAX_PRECISION: Final = 256
 """Maximum precision of a float in an expression, in bits; torch's floats have 53."""
 MAX_NAME: Final = 2000
@@ -32,6 +37,7 @@ _VERIFIERS: Final = frozenset({"", "ATEN", "TRAINING"})
 _PATH: Final = re.compile(r"[A-Za-z0-9_.@\-]*")
 _TREE_TEXT: Final = re.compile(r"[A-Za-z0-9_.\- :/]*")
 _RANGE: Final = re.compile(r"[A-Za-z0-9_*+\-/ (),.]{1,2000}")
+_LITERAL: Final = re.compile(r"[0-9]*\.?[0-9]*([eE][+-]?[0-9]{1,3})?")
 _NUMBER: Final = re.compile(r"-?[0-9]{1,20}(\.[0-9]{0,40})?(e[+-]?[0-9]{1,3})?")
 
 
@@ -90,26 +96,69 @@ def check_symbol(text: str, where: str) -> None:
     """
     tree = _parse(text, where, "expr_str")
     nodes = _list_nodes(tree, text, where, "expr_str")
-    # Nested powers are a short notation of huge numbers.
-    if not all(map(_is_symbol_node, nodes)) or _degree(nodes) > MAX_DEGREE:
+    if not all(map(_is_symbol_node, nodes)) or not _has_short_numbers(nodes, text) or _is_costly(nodes):
         raise _unsafe("UNSAFE_EXPRESSION", where, "expr_str", text)
 
 
-def _degree(nodes: list[ast.AST]) -> int:
-    """Return the first product of nested exponents that is above MAX_DEGREE; 1 if there is none.
+def _is_costly(nodes: list[ast.AST]) -> bool:
+    """Return whether sympy could compute for long with an accepted expression.
+
+    Sympy expands and compares expressions when it creates them. The terms and the degree of the expanded form are counted from
+    the leaves, in linear time and without sympy.
 
     Args:
-        nodes: nodes of an accepted tree, parents before children.
+        nodes: nodes of the expression, parents before children.
     """
-    around = {id(nodes[0]): 1}
-    for node in nodes:
-        degree = around[id(node)]
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Pow":
-            degree *= _EXPONENTS.get(ast.unparse(node.args[1]), 1)
-        if degree > MAX_DEGREE:
-            return degree
-        around.update((id(child), degree) for child in ast.iter_child_nodes(node))
-    return 1
+    sizes: dict[int, tuple[int, int]] = {}
+    roots = 0
+    for node in reversed(nodes):
+        name, operands = _operation(node)
+        terms = [sizes[id(operand)][0] for operand in operands]
+        degrees = [sizes[id(operand)][1] for operand in operands]
+        if name == "Mul":
+            total, degree = math.prod(terms), sum(degrees)
+        elif name == "Pow":
+            exponent = _EXPONENTS.get(ast.unparse(operands[1]), 1)
+            roots += exponent == 1
+            total, degree = terms[0] ** exponent, degrees[0] * exponent
+        else:
+            total, degree = sum(terms, start=not terms), max(degrees, default=1)
+        work = total * degree
+        if name in _COMPARING:  # compare their arguments in pairs
+            work *= 2 * total
+        elif name in _DIVIDING:  # divide by what both arguments have in common
+            work = total * sum(degrees)
+            total, degree = terms[0], degrees[0]
+        if work > MAX_WORK or degree > MAX_DEGREE or roots > MAX_ROOTS:
+            return True
+        sizes[id(node)] = total, degree
+    return False
+
+
+_COMPARING: Final = _words("Max Min max min")
+_DIVIDING: Final = _words("Mod FloorDiv ModularIndexing PythonMod CleanDiv CeilDiv IntTrueDiv FloatTrueDiv")
+_LEAVES: Final = _words("Symbol Integer Rational Float")
+_NAMES_OF_OPERATORS: Final = {
+    ast.Add: "Add", ast.Sub: "Add", ast.Mult: "Mul", ast.Div: "Mul", ast.FloorDiv: "FloorDiv", ast.Mod: "Mod",
+}  # fmt: skip
+
+
+def _operation(node: ast.AST) -> tuple[str, list[ast.expr]]:
+    """Return an operation's name and operands; without operands for a leaf."""
+    match node:
+        case ast.Call(func=ast.Name(id=name)) if name not in _LEAVES:
+            return name, node.args
+        case ast.BinOp():
+            return _NAMES_OF_OPERATORS[type(node.op)], [node.left, node.right]
+        case ast.UnaryOp():
+            return "", [node.operand]
+        case ast.Compare():
+            return "", [node.left, *node.comparators]
+        case ast.BoolOp():
+            return "", node.values
+        case ast.IfExp():
+            return "", [node.test, node.body, node.orelse]
+    return "", []
 
 
 def _is_symbol_node(node: ast.AST) -> bool:
@@ -173,6 +222,8 @@ def check_guard(text: str, where: str) -> None:
         is_text = isinstance(node, ast.Constant) and isinstance(node.value, str)
         if not _is_guard_node(node) or (is_text and id(node) not in keys):
             raise _unsafe("UNSAFE_GUARD", where, "guards_code", text)
+    if not _has_short_numbers(nodes, text) or _is_costly(nodes):
+        raise _unsafe("UNSAFE_GUARD", where, "guards_code", text)
 
 
 def _is_guard_node(node: ast.AST) -> bool:
@@ -339,7 +390,7 @@ def _parse(text: str, where: str, what: str) -> ast.AST:
         depth += (character in "([{") - (character in ")]}")
         deepest = max(deepest, depth)
     # Bounds come first, because Python's parser and sympy's recursion have no limits.
-    if len(text) > MAX_EXPRESSION or deepest > MAX_DEPTH or not text.isascii():
+    if len(text) > MAX_EXPRESSION or deepest > MAX_DEPTH or not (text.isascii() and text.isprintable()):
         raise _unsafe("UNSAFE_EXPRESSION", where, what, text)
     try:
         return ast.parse(text, mode="eval")
@@ -362,6 +413,16 @@ def _is_number(value: object) -> bool:
     if isinstance(value, bool):
         return False
     return (isinstance(value, int) and abs(value) < 1 << 63) or isinstance(value, float)
+
+
+def _has_short_numbers(nodes: list[ast.AST], text: str) -> bool:
+    """Return whether all numbers are finite and written in a few characters: sympy reads `1e9999999` as an exact number."""
+    for node in nodes:
+        if isinstance(node, ast.Constant) and _is_number(node.value):
+            literal = text[node.col_offset : node.end_col_offset]
+            if len(literal) > MAX_LITERAL or not _LITERAL.fullmatch(literal) or not math.isfinite(float(literal)):
+                return False
+    return True
 
 
 def _is_str(node: ast.Constant) -> bool:

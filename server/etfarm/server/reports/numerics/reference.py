@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etfarm.server.graphs import custom_operators
+from etfarm.server.workers.limits import limit_loading
 from etfarm.wire.errors import UserError
 from etfarm.wire.tensors import Scalar, Tensor, Value
 
@@ -40,6 +41,11 @@ def load(model: Path, screen: Screen | None = None) -> ExportedProgram:
     Raises:
         ReferenceNotRunnable: torch cannot read it, or it did not pass the screen.
     """
+    with limit_loading(model):
+        return _load(model, screen)
+
+
+def _load(model: Path, screen: Screen | None) -> ExportedProgram:
     if screen is not None:
         try:
             screen(model)

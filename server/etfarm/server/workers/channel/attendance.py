@@ -126,6 +126,8 @@ def conclude(task: str, limits: Limits, output: ChildOutput, report: bytes) -> A
     if output.result is not None and status == 0:
         return Answer(output.result, int(status_report["peak_rss_bytes"]), float(status_report["cpu_s"]))
     log = "\n".join(output.tail)
+    if status == -signal.SIGPROF:
+        raise errors.LoadingTimedOut(task, output.stage)
     if status == -signal.SIGXCPU:
         raise errors.ChildTimedOut(task, limits.cpu_s, output.stage, clock="CPU")
     if errors.is_out_of_memory(RuntimeError(log)):

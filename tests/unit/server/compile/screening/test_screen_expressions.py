@@ -55,6 +55,81 @@ def test_an_expression_that_grows_without_end_is_refused(expression: str) -> Non
         expressions.check_symbol(expression, "here")
 
 
+def call(name: str, *arguments: str) -> str:
+    return f"{name}({', '.join(arguments)})"
+
+
+def sizes(count: int, first: int = 0) -> list[str]:
+    return [f"Symbol('s{number}', positive=True, integer=True)" for number in range(first, first + count)]
+
+
+SUMS = [call("Add", size, "Integer(1)") for size in sizes(16)]
+
+COSTLY = {
+    "an exact number of ten million digits": "1e9999999",
+    "the same in an integer": "Integer(1e999999)",
+    "a tiny number that is not 0 to sympy": "1e-9999999",
+    "a long literal": "0." + "1" * 50,
+    "a literal in groups": "1_000",
+    "a hexadecimal literal": "0xff",
+    "infinity": "1e999",
+    "a power of a power of a sum": call("Pow", call("Pow", call("Add", *sizes(30)), "Integer(8)"), "Integer(8)"),
+    "a remainder of a power": call("Mod", call("Pow", call("Add", *sizes(10)), "Integer(8)"), "Integer(7)"),
+    "a quotient of powers": call("FloorDiv", *(call("Pow", call("Add", *sizes(n)), "Integer(8)") for n in (9, 10))),
+    "a comparison of powers": call("Equality", *(call("Pow", call("Add", *sizes(n)), "Integer(8)") for n in (9, 10))),
+    "a product of powers": call("Mul", *(call("Pow", call("Add", *sizes(30, n)), "Integer(8)") for n in range(6))),
+    "a product of sums": call("Mul", *SUMS),
+    "a quotient of products": call("IntTrueDiv", call("Mul", *SUMS[:12]), call("Mul", *SUMS[4:])),
+    "a remainder of products": call("Mod", call("Mul", *SUMS[:8]), call("Mul", *SUMS[8:])),
+    "a product of sums in operators": "*".join(f"(s{n} + 1)" for n in range(16)),
+    "products behind functions that return them": call("Mul", *(call("Identity", one) for one in SUMS)),
+    "products behind divisions by 1": call("Mul", *(call("FloorDiv", one, "Integer(1)") for one in SUMS)),
+    "a maximum of many": call("Max", *(call("Add", size, "Integer(1)") for size in sizes(100))),
+    "a maximum of minima": call("Max", *(call("Min", *sizes(8, n)) for n in range(0, 64, 8))),
+    "a maximum of powers": call("Max", *(call("Pow", call("Add", *sizes(9, n)), "Integer(4)") for n in range(9))),
+    "a power of a sum of roots": call(
+        "Pow", call("Add", *(f"Pow(Integer({n}), Rational(1, 2))" for n in (2, 3, 5, 7, 11))), "Integer(8)"
+    ),
+    "roots of large numbers": call("Mul", *(f"Pow(Integer({(1 << 62) - n}), Rational(1, 2))" for n in range(100))),
+    "a large power of a large number": call("Mul", *["Pow(Integer(9223372036854775807), Integer(8))"] * 200),
+}
+
+
+@pytest.mark.parametrize("name", COSTLY)
+def test_an_expression_that_sympy_would_compute_for_long_is_refused(name: str) -> None:
+    with pytest.raises(UnsafeModel):
+        expressions.check_symbol(COSTLY[name], "here")
+
+
+NESTED = "Symbol('s0', positive=True, integer=True)"
+for _ in range(8):  # eight convolutions of stride 2
+    NESTED = f"Add(FloorDiv(Add({NESTED}, Integer(-1)), Integer(2)), Integer(1))"
+
+
+@pytest.mark.parametrize(
+    "expression",
+    [
+        call("Mul", "Integer(768)", "Symbol('s77')", NESTED, NESTED.replace("s0", "s1")),
+        call("FloorDiv", call("Add", *sizes(100)), call("Add", *sizes(100))),
+        call("Max", *sizes(10)),
+        call("And", *(call("LessThan", size, "Integer(8)") for size in sizes(100))),
+        call("Pow", call("Mul", *sizes(3)), "Integer(8)"),
+        call("Add", *(call("Mul", "Integer(3)", *sizes(2, n)) for n in range(100))),
+        "1.5e-05",
+        "Float('1.0000000000000000e-05', precision=53)",
+        "Integer(9223372036854775807)",
+    ],
+)
+def test_sizes_of_deep_networks_pass(expression: str) -> None:
+    expressions.check_symbol(expression, "here")
+
+
+@pytest.mark.parametrize("guard", ["1e9999999 <= 1", "*".join(f"(L['x'].size()[{n}] + 1)" for n in range(16)) + " <= 1"])
+def test_a_guard_that_sympy_would_compute_for_long_is_refused(guard: str) -> None:
+    with pytest.raises(UnsafeModel):
+        expressions.check_guard(guard, "here")
+
+
 @pytest.mark.parametrize(
     "expression",
     [
