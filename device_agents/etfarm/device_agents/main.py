@@ -48,6 +48,7 @@ from etfarm.wire.channel import Access, parse_addresses
 from etfarm.wire.escapes import printable
 from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE, boot_id
 from etfarm.wire.owner import at_end_of_stdin
+from etfarm.wire.private import close_umask, make_private
 
 if TYPE_CHECKING:
     from etfarm.device_agents.daemon.phones.fleet import Fleet
@@ -85,7 +86,9 @@ def main(argv: list[str]) -> int:
         _print_line(unit_of_this(argv, vars(options)).rstrip("\n"))
         return 0
     config = _config(options)
+    close_umask()
     if options.allow_upgrade and not is_launched():
+        make_private(config.data)  # it has the code that is started
         become(config.data, argv)
     logs.configure(options.log_format)
     _share_one_heap()

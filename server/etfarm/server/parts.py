@@ -65,6 +65,7 @@ from etfarm.server.workers.measurement_lock import MeasurementLock
 from etfarm.server.workers.pool import Workers
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.wire.errors import FarmError
+from etfarm.wire.private import make_private
 
 log = structlog.get_logger()
 
@@ -160,7 +161,11 @@ class Storage:
 
         Args:
             on_damaged: called with the error if the database turns out to be damaged.
+
+        Raises:
+            FolderNotPrivate: the folder of the artifacts, which may be a mount or a link, belongs to another user.
         """
+        make_private(config.data / ARTIFACTS)
         database = create_database(config.data / DATABASE, config.database, config.database_wait_s)
         database.on_damaged = on_damaged
         bucket = None

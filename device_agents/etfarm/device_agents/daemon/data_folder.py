@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import shutil
@@ -12,6 +11,7 @@ from typing import IO
 
 from etfarm.device_agents.errors import FolderInUse, FolderUnusable
 from etfarm.wire.atomic_write import write_atomically
+from etfarm.wire.private import make_private
 
 log = logging.getLogger(__name__)
 
@@ -21,16 +21,15 @@ class DataFolder:
 
     Raises:
         FolderInUse: another process holds the lock.
+        FolderNotPrivate: the folder belongs to another user.
         FolderUnusable: the folder cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            path.mkdir(parents=True, exist_ok=True)
             # Other users, runners above all, must not read results, the cache or the agent's identity.
-            with contextlib.suppress(PermissionError):  # the folder belongs to another user, but this agent may write to it
-                path.chmod(0o700)
+            make_private(path)
             self._lock: IO[str] = (path / "lock").open("a+")
         except OSError as error:
             raise FolderUnusable(path, error.strerror or str(error)) from None

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.wire.errors import UserError
+from etfarm.wire.private import make_private
 
 LOCK: Final = "server.lock"
 RESTORING: Final = "restoring"
@@ -30,13 +31,14 @@ class RestoreUnfinished(UserError):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the data folder for this process; create it if it does not exist.
+    """Lock the data folder for this process, and close it to other users; create it if it does not exist.
 
     Raises:
         FolderInUse: another server uses it.
+        FolderNotPrivate: it belongs to another user.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(folder)
         lock = (folder / LOCK).open("a+")
     except OSError as error:
         raise UserError(f"The data folder {folder} cannot be used: {error.strerror}.", "Choose another --data.") from None
