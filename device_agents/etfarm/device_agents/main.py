@@ -28,7 +28,7 @@ from etfarm.device_agents.config import (
 )
 from etfarm.device_agents.daemon.agent import Agent
 from etfarm.device_agents.daemon.connection import Outgoing, ServerConnection
-from etfarm.device_agents.daemon.data_folder import DataFolder
+from etfarm.device_agents.daemon.data_folder import MARKS, DataFolder
 from etfarm.device_agents.daemon.enrolment import enroll
 from etfarm.device_agents.daemon.launcher import RESTART, base_version, become, is_launched
 from etfarm.device_agents.daemon.own_runners import own_runners
@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
     config = _config(options)
     close_umask()
     if options.allow_upgrade and not is_launched():
-        make_private(config.data)  # it has the code that is started
+        make_private(config.data, MARKS)  # it has the code that is started
         become(config.data, argv)
     logs.configure(options.log_format)
     _share_one_heap()

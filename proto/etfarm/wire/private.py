@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -31,14 +31,19 @@ def close_umask() -> None:
     os.umask(_OTHERS)
 
 
-def make_private(folder: Path) -> None:
+def make_private(folder: Path, marks: Collection[str] | None = None) -> None:
     """Create a folder that only this process's user may enter, or take the rights of others from an existing one.
 
     Nobody else reaches what is below a closed folder, so that only its own entries are looked at. If it was open until now, all
     folders below it are closed, too: another process may have one of them open.
 
+    Args:
+        marks: names of which an open folder must have one, unless it is empty. A wrong option or link must not close `/etc`.
+            None if the caller knows that the folder is etfarm's.
+
     Raises:
-        FolderNotPrivate: the folder or an entry of it belongs to another user, or its file system keeps no rights.
+        FolderNotPrivate: the folder or an entry of it belongs to another user, it is open and has other files, or its file system
+            keeps no rights.
         OSError: it cannot be created or read.
     """
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -48,6 +53,12 @@ def make_private(folder: Path) -> None:
         for entry in entries:
             _require_own_entry(folder, entry)
         was_open = bool(os.fstat(descriptor).st_mode & _OTHERS)
+        names = [entry.name for entry in entries]
+        if was_open and names and marks is not None and not any(name in marks for name in names):
+            raise FolderNotPrivate(
+                f"Other users may enter {folder}, and it has files that are not etfarm's, such as {min(names)!r}.",
+                f"Choose another folder, or run `chmod 700 {folder}` if the files in it are for no other user.", folder=folder,
+            )  # fmt: skip
         if was_open:
             for _, folders, _, below in os.fwalk(dir_fd=descriptor, onerror=_ignore_foreign):
                 for name in folders:

@@ -16,6 +16,7 @@ from etfarm.server.operation.data_option import add_data_option, data_of
 from etfarm.server.operation.database_option import add_database_option
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import create_database
+from etfarm.server.state.folder import MARKS
 from etfarm.v1.common_pb2 import ROLE_ADMIN
 from etfarm.wire.errors import UserError
 from etfarm.wire.private import close_umask, make_private
@@ -36,7 +37,7 @@ def main(argv: list[str]) -> int:
     url, folder = arguments.database, data_of(arguments)
     close_umask()
     try:
-        make_private(folder)
+        make_private(folder, MARKS)
     except OSError as error:
         raise UserError(f"The data folder {folder} cannot be used: {error.strerror}.", "Choose another --data.") from None
     print(asyncio.run(_create(folder, url, arguments.name)))

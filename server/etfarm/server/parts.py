@@ -18,7 +18,7 @@ from etfarm.server.access.audit import AuditLog, Entry
 from etfarm.server.access.identities import Identities
 from etfarm.server.access.projects import Projects
 from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
-from etfarm.server.artifacts.blobs import ARTIFACTS
+from etfarm.server.artifacts.blobs import ARTIFACTS, MARKS
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.store import Store
 from etfarm.server.compile.compiler import Compiler
@@ -165,7 +165,7 @@ class Storage:
         Raises:
             FolderNotPrivate: the folder of the artifacts, which may be a mount or a link, belongs to another user.
         """
-        make_private(config.data / ARTIFACTS)
+        make_private(config.data / ARTIFACTS, MARKS)
         database = create_database(config.data / DATABASE, config.database, config.database_wait_s)
         database.on_damaged = on_damaged
         bucket = None

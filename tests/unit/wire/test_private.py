@@ -146,3 +146,18 @@ def test_what_root_has_left_in_the_folder_is_no_obstacle(tmp_path: Path, monkeyp
     os.chown(folder / "lost+found", OTHER + 1, OTHER + 1)
     with pytest.raises(FolderNotPrivate, match="lost"):
         make_private(folder)
+
+
+def test_an_open_folder_of_other_things_is_left_as_it_is(tmp_path: Path) -> None:
+    folder = tmp_path / "etc"
+    (folder / "ssl").mkdir(parents=True)
+    (folder / "hosts").write_text("")
+    for path in (folder, folder / "ssl", folder / "hosts"):
+        path.chmod(0o755)
+    (tmp_path / "link").symlink_to(folder)
+    for each in (folder, tmp_path / "link"):
+        with pytest.raises(FolderNotPrivate, match=f"such as 'hosts'.*chmod 700 {each}"):
+            make_private(each, ("farm.sqlite",))
+    assert {path.stat().st_mode & 0o777 for path in (folder, folder / "ssl", folder / "hosts")} == {0o755}
+    folder.chmod(0o700)  # the remedy
+    make_private(folder, ("farm.sqlite",))

@@ -7,13 +7,16 @@ import logging
 import shutil
 import uuid
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 from etfarm.device_agents.errors import FolderInUse, FolderUnusable
 from etfarm.wire.atomic_write import write_atomically
 from etfarm.wire.private import make_private
 
 log = logging.getLogger(__name__)
+
+MARKS: Final = ("lock", "agent_id", "runs", "cache", "versions")
+"""Names by which an agent's data folder is recognized."""
 
 
 class DataFolder:
@@ -29,7 +32,7 @@ class DataFolder:
         self.path = path
         try:
             # Other users, runners above all, must not read results, the cache or the agent's identity.
-            make_private(path)
+            make_private(path, MARKS)
             self._lock: IO[str] = (path / "lock").open("a+")
         except OSError as error:
             raise FolderUnusable(path, error.strerror or str(error)) from None

@@ -13,6 +13,8 @@ from etfarm.wire.errors import UserError
 from etfarm.wire.private import make_private
 
 LOCK: Final = "server.lock"
+MARKS: Final = (LOCK, "farm.sqlite", "artifacts", "work")
+"""Names by which a server's data folder is recognized."""
 RESTORING: Final = "restoring"
 """File name of the marker of an unfinished restore."""
 
@@ -38,7 +40,7 @@ def locked(folder: Path) -> Iterator[None]:
         FolderNotPrivate: it belongs to another user.
     """
     try:
-        make_private(folder)
+        make_private(folder, MARKS)
         lock = (folder / LOCK).open("a+")
     except OSError as error:
         raise UserError(f"The data folder {folder} cannot be used: {error.strerror}.", "Choose another --data.") from None
