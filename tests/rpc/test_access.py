@@ -50,6 +50,7 @@ class Guarded:
         ca.cert_pem.write_to_path(self.ca)
         trustme.CA().cert_pem.write_to_path(self.other_ca)
         certificate.private_key_pem.write_to_path(folder / "key.pem")
+        (folder / "key.pem").chmod(0o600)
         certificate.cert_chain_pems[0].write_to_path(folder / "cert.pem")
         tokens = folder / "tokens"
         tokens.touch(mode=0o600)

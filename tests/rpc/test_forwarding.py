@@ -286,6 +286,7 @@ async def test_servers_trust_the_certificate_that_the_leader_has_published(tmp_p
     authority = trustme.CA()
     identity = authority.issue_cert("127.0.0.1")
     identity.private_key_pem.write_to_path(names["key"])
+    names["key"].chmod(0o600)
     authority.cert_pem.write_to_path(names["ca"])
     chain = b"".join(blob.bytes() for blob in identity.cert_chain_pems)
     names["cert"].write_bytes(chain)

@@ -240,6 +240,7 @@ async def test_a_hangup_lets_a_server_read_its_renewed_certificate(tmp_path: Pat
     def issue(ca: trustme.CA) -> Path:
         certificate = ca.issue_cert("localhost", "127.0.0.1")
         certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+        (tmp_path / "key.pem").chmod(0o600)
         certificate.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
         ca.cert_pem.write_to_path(tmp_path / "ca.pem")
         return tmp_path / "ca.pem"

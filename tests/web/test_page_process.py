@@ -185,6 +185,7 @@ def test_a_public_url_must_be_an_address(url: str) -> None:
 def test_a_farm_with_tls_has_a_page_by_https(web: WebFarm, tmp_path: Path) -> None:
     authority = trustme.CA()
     authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
+    (tmp_path / "both.pem").chmod(0o600)
     both = str(tmp_path / "both.pem")
     tls = ("--tls-cert", both, "--tls-key", both)
     server = Daemon(

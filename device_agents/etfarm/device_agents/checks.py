@@ -25,6 +25,7 @@ from etfarm.wire.cores import format_cpu_list
 from etfarm.wire.doctor import Check, Finding, Status
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.names import TLS_CA_VARIABLE, prebuilt_runner
+from etfarm.wire.private import FolderNotPrivate, find_openness
 
 _PRESSURE: Final = Path("/proc/pressure/cpu")
 _RUNNER_S: Final = 10.0
@@ -221,6 +222,14 @@ def check_agent_folder(folder: Path | None = None) -> Iterable[Finding]:
 
     folder = folder or default_data_folder()
     if not folder.is_dir():
+        return
+    try:
+        if (openness := find_openness(folder)) is not None:
+            yield Finding(
+                "agent's folder", Status.WARNING, openness, "they may read its token.", "The agent closes it at its start."
+            )
+    except FolderNotPrivate as error:
+        yield Finding("agent's folder", Status.WARNING, error.message, "the agent does not start.", error.remedy)
         return
     free, name = shutil.disk_usage(folder).free, "agent's disk"
     text = f"{folder}, {free / 1e9:.1f} GB free"

@@ -28,7 +28,7 @@ from etfarm.device_agents.config import (
 )
 from etfarm.device_agents.daemon.agent import Agent
 from etfarm.device_agents.daemon.connection import Outgoing, ServerConnection
-from etfarm.device_agents.daemon.data_folder import DataFolder
+from etfarm.device_agents.daemon.data_folder import MARKS, DataFolder
 from etfarm.device_agents.daemon.enrolment import enroll
 from etfarm.device_agents.daemon.launcher import RESTART, base_version, become, is_launched
 from etfarm.device_agents.daemon.own_runners import own_runners
@@ -48,6 +48,7 @@ from etfarm.wire.channel import Access, parse_addresses
 from etfarm.wire.escapes import printable
 from etfarm.wire.names import DATA_VARIABLE, SERVER_VARIABLE, boot_id
 from etfarm.wire.owner import at_end_of_stdin
+from etfarm.wire.private import close_umask, make_private
 
 if TYPE_CHECKING:
     from etfarm.device_agents.daemon.phones.fleet import Fleet
@@ -85,7 +86,9 @@ def main(argv: list[str]) -> int:
         _print_line(unit_of_this(argv, vars(options)).rstrip("\n"))
         return 0
     config = _config(options)
+    close_umask()
     if options.allow_upgrade and not is_launched():
+        make_private(config.data, MARKS)  # it has the code that is started
         become(config.data, argv)
     logs.configure(options.log_format)
     _share_one_heap()

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 import re
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from etfarm.wire.errors import UserError
+from etfarm.wire.private import require_secret
 
 if TYPE_CHECKING:
     import ssl
@@ -48,7 +50,8 @@ def read_identity(cert: Path, key: Path) -> tuple[bytes, bytes]:
     """Return a PEM certificate chain and its key, the contents of `--tls-cert` and `--tls-key`.
 
     Raises:
-        BadTlsFile: a file cannot be read or has other content, or the key has a password or belongs to another certificate.
+        BadTlsFile: a file cannot be read or has other content, or the key has a password, belongs to another certificate, or may
+            be used by other users.
     """
     import ssl
 
@@ -64,6 +67,8 @@ def read_identity(cert: Path, key: Path) -> tuple[bytes, bytes]:
             message = f"The key in {key} is not that of the certificate in {cert}."
             raise BadTlsFile(message, "Check --tls-cert and --tls-key.", path=key) from None
         raise BadTlsFile(f"{key} holds no private key (PEM).", "Check --tls-key.", path=key) from None
+    with key.open("rb") as file:
+        require_secret(file.fileno(), key, partial(BadTlsFile, path=key))
     return chain, secret
 
 

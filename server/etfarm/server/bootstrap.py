@@ -12,12 +12,14 @@ from etfarm.server.access.audit import AuditLog, Entry
 from etfarm.server.access.tokens import TOKENS_CHANGED, TokenTable
 from etfarm.server.arguments import parse_command
 from etfarm.server.config import DATABASE
-from etfarm.server.operation.data_option import add_data_option, data_of, require_owner
+from etfarm.server.operation.data_option import add_data_option, data_of
 from etfarm.server.operation.database_option import add_database_option
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.databases import create_database
+from etfarm.server.state.folder import MARKS
 from etfarm.v1.common_pb2 import ROLE_ADMIN
 from etfarm.wire.errors import UserError
+from etfarm.wire.private import close_umask, make_private
 
 
 def main(argv: list[str]) -> int:
@@ -33,11 +35,11 @@ def main(argv: list[str]) -> int:
     add_database_option(parser)
     arguments, _ = parse_command(parser, argv)
     url, folder = arguments.database, data_of(arguments)
+    close_umask()
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(folder, MARKS)
     except OSError as error:
         raise UserError(f"The data folder {folder} cannot be used: {error.strerror}.", "Choose another --data.") from None
-    require_owner(folder)
     print(asyncio.run(_create(folder, url, arguments.name)))
     return 0
 

@@ -12,6 +12,7 @@ from etfarm.server.operation.check import check
 from etfarm.server.serving import Process, restart
 from etfarm.server.state.folder import locked, require_restored
 from etfarm.server.workers.pacing import shorten_thread_switches
+from etfarm.wire.private import close_umask
 
 
 def main(argv: list[str]) -> int:
@@ -32,6 +33,7 @@ def main(argv: list[str]) -> int:
     config.check()
     logs.configure(config.log_format)
     shorten_thread_switches()
+    close_umask()
     with locked(config.data):
         require_restored(config.data)
         former_address = asyncio.run(Process(config, sources).run())

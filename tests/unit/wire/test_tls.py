@@ -26,6 +26,7 @@ def folder(tmp_path: Path) -> Path:
     ca.cert_pem.write_to_path(tmp_path / "ca.pem")
     own.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
     own.private_key_pem.write_to_path(tmp_path / "key.pem")
+    (tmp_path / "key.pem").chmod(0o600)
     other.private_key_pem.write_to_path(tmp_path / "other.pem")
     (tmp_path / "none.pem").write_text("import npz\n")
     (tmp_path / "damaged.pem").write_text("-----BEGIN CERTIFICATE-----\nAAAA\n-----END CERTIFICATE-----\n")

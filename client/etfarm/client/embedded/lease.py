@@ -28,6 +28,7 @@ from typing import Any
 from etfarm.client.errors import EmbeddedFarmFailed
 from etfarm.wire import names
 from etfarm.wire.channel import token_file_of
+from etfarm.wire.private import FolderNotPrivate, make_private
 
 LONGEST_SOCKET_PATH = 100
 """Maximum length in bytes of a unix socket's path; Linux allows 107, macOS 103."""
@@ -63,12 +64,9 @@ class Place:
         """
         for folder in (self.data, self.sockets, self.held_jobs):
             try:
-                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-                owner = folder.lstat()
-                if owner.st_uid != os.getuid():
-                    raise EmbeddedFarmFailed(f"The folder {folder} belongs to another user.", "Set ETFARM_DATA.", folder=folder)
-                if owner.st_mode & 0o077:
-                    folder.chmod(0o700)
+                make_private(folder)
+            except FolderNotPrivate as error:
+                raise EmbeddedFarmFailed(error.message, "Set ETFARM_DATA to another folder.", folder=folder) from None
             except OSError as error:
                 raise EmbeddedFarmFailed(
                     f"The folder {folder} cannot be created: {error.strerror}.", "Set ETFARM_DATA to another.", folder=folder

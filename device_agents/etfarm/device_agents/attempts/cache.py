@@ -8,7 +8,7 @@ import logging
 import os
 import shutil
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager, suppress
+from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Final
 
@@ -57,8 +57,7 @@ class Cache:
         for path in (self._blobs, self._bundles):
             path.mkdir(parents=True, exist_ok=True)
         # Runners get links to the files of their own attempt and must not reach anything else here.
-        with suppress(PermissionError):  # the folder belongs to another user, but this agent may write to it
-            folder.chmod(0o700)
+        folder.chmod(0o700)
         # Folders that an earlier process was unpacking into.
         for staging in self._bundles.glob(".*"):
             shutil.rmtree(staging, ignore_errors=True)

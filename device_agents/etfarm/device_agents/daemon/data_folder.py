@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import logging
 import shutil
 import uuid
 from pathlib import Path
-from typing import IO
+from typing import IO, Final
 
 from etfarm.device_agents.errors import FolderInUse, FolderUnusable
 from etfarm.wire.atomic_write import write_atomically
+from etfarm.wire.private import make_private
 
 log = logging.getLogger(__name__)
+
+MARKS: Final = ("lock", "agent_id", "runs", "cache", "versions")
+"""Names by which an agent's data folder is recognized."""
 
 
 class DataFolder:
@@ -21,16 +24,15 @@ class DataFolder:
 
     Raises:
         FolderInUse: another process holds the lock.
+        FolderNotPrivate: the folder belongs to another user.
         FolderUnusable: the folder cannot be written.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
         try:
-            path.mkdir(parents=True, exist_ok=True)
             # Other users, runners above all, must not read results, the cache or the agent's identity.
-            with contextlib.suppress(PermissionError):  # the folder belongs to another user, but this agent may write to it
-                path.chmod(0o700)
+            make_private(path, MARKS)
             self._lock: IO[str] = (path / "lock").open("a+")
         except OSError as error:
             raise FolderUnusable(path, error.strerror or str(error)) from None

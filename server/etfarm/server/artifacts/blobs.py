@@ -102,6 +102,10 @@ CACHE: Final = "cache"
 """Name of the folder of copies in the store's folder, where a bucket has the artifacts."""
 
 
+MARKS: Final = (BLOBS, CACHE, "uploads", "farm.id")
+"""Names by which a store's folder is recognized."""
+
+
 def place_of(blobs: Path, digest: str) -> Path:
     """Return the path of an artifact's file, whether or not it exists."""
     return blobs / digest[:2] / digest

@@ -40,6 +40,7 @@ from etfarm.server.transfer.files import sync_folder
 from etfarm.server.transfer.rows import OnProgress
 from etfarm.wire import digest as digests
 from etfarm.wire.errors import FarmError, Kind
+from etfarm.wire.private import make_private
 
 _LOCK_WAIT_S: Final = 120.0
 """Time for which a backup waits until the server has ended a deletion of artifacts."""
@@ -89,6 +90,7 @@ def back_up(
         BackupRefused: `data` is no data folder of a server, or `folder` has other files.
         BackupRunning: another backup of the data folder is running.
         BackupFailed: a file cannot be written.
+        FolderNotPrivate: `folder` belongs to another user, or cannot be closed to others.
         DatabaseDamaged, DatabaseTooNew: the database cannot be backed up.
         EtfarmError: PostgreSQL or the bucket cannot be used.
     """
@@ -96,8 +98,7 @@ def back_up(
     _require_source(data, source, blobs)
     _require_target(data, folder)
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        folder.chmod(0o700)
+        make_private(folder)
         with _lock(data, source):
             part = _copy_database(source, folder, on_progress)
             sha256 = digests.of_file(part)

@@ -18,6 +18,7 @@ from etfarm.server.operation.progress import Progress, size_text
 from etfarm.server.operation.settings import Setting
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import locked
+from etfarm.wire.private import close_umask
 
 
 def backup_main(argv: list[str]) -> int:
@@ -38,6 +39,7 @@ def backup_main(argv: list[str]) -> int:
     arguments, _ = parse_command(parser, argv)
     folder, database, blobs = data_of(arguments), arguments.database, location_of(arguments)
     require_owner(folder)
+    close_umask()
     with Progress() as progress:
         done = back_up(folder, arguments.folder, link=arguments.link, database=database, blobs=blobs, on_progress=progress.show)
     manifest = done.manifest
@@ -64,6 +66,7 @@ def restore_main(argv: list[str]) -> int:
     add_blob_options(parser, "restore the artifacts to this bucket, as s3://BUCKET/PREFIX")
     arguments, sources = parse_command(parser, argv)
     folder, database, blobs = data_of(arguments), arguments.database, location_of(arguments)
+    close_umask()
     created = not folder.exists()
     if created and not (arguments.backup / "manifest.json").is_file():
         restore(arguments.backup, folder, blobs=blobs)  # refuses before anything is created

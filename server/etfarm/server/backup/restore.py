@@ -24,12 +24,11 @@ from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import LOCK, RESTORING
 from etfarm.server.state.revisions import HEAD, known_revisions
 from etfarm.server.state.sqlite import LOGS, merge_log
-from etfarm.server.transfer import rows
+from etfarm.server.transfer import rows, untrusted
 from etfarm.server.transfer.artifacts import BucketArtifacts, FileArtifacts, artifacts_of, copy_artifacts
 from etfarm.server.transfer.database import FarmDatabase, begin_copy, copy_rows, stopped
-from etfarm.server.transfer.files import sync_folder
+from etfarm.server.transfer.files import Differs, copy_verified, open_plain, sync_folder
 from etfarm.server.transfer.rows import OnProgress
-from etfarm.wire import digest as digests
 
 _COPIED: Final = " copied to "
 """In the marker of a restore whose rows are all in a PostgreSQL database, which follows."""
@@ -116,15 +115,23 @@ def _restore_rows(
 
 def _convert(backup: Path, data: Path, manifest: Manifest, blobs: BucketLocation | None, on_progress: OnProgress) -> Path:
     """Restore the artifacts, and return a copy of the backup's database with the tables of this version."""
-    source, part = backup / manifest.database, _part_of(data)
-    if not source.is_file() or digests.of_file(source) != manifest.database_sha256:
+    source, part, copy = backup / manifest.database, _part_of(data), data / f"{DATABASE}.backup"
+    for each in (part, copy):
+        FarmDatabase(each).clear()
+    _require_room(data, 2 * manifest.database_bytes)
+    try:
+        with open_plain(backup, manifest.database) as file:
+            copy_verified(file, copy, manifest.database_sha256, manifest.database_bytes)
+    except (FileNotFoundError, Differs):
         raise BackupDamaged(
             f"The database {source} is missing or has other contents than the manifest says.", "Use another backup."
-        )
-    part.unlink(missing_ok=True)
-    part.touch(mode=0o600)
-    shutil.copyfile(source, part)
-    damage.check(part, HEAD, known_revisions(), whole=True)
+        ) from None
+    # Whoever can change the backup can change the manifest's sha256, too: the file itself is never opened as the farm's.
+    try:
+        untrusted.rebuild(copy, part, manifest.revision, on_progress)
+    except untrusted.Malformed as error:
+        raise BackupDamaged(f"The database {source} is not one that etfarm wrote: {error}.", "Use another backup.") from error
+    copy.unlink()
     asyncio.run(_copy_artifacts(backup, data, part, manifest, blobs, on_progress))
     # It may store artifacts as files of the data folder.
     FarmDatabase(part).open()
@@ -132,6 +139,20 @@ def _convert(backup: Path, data: Path, manifest: Manifest, blobs: BucketLocation
     part.chmod(0o600)
     asyncio.run(_move_artifacts(data, blobs))
     return part
+
+
+def _require_room(data: Path, size_bytes: int) -> None:
+    """Require disk space before anything is written: a full disk stops what else is on it.
+
+    Raises:
+        BackupFailed: there is less.
+    """
+    free_bytes = shutil.disk_usage(data).free
+    if size_bytes > free_bytes:
+        raise BackupFailed(
+            f"{data} cannot be restored: it needs {size_bytes} bytes of disk, and {free_bytes} are free.",
+            "Free disk there, and run it again: it continues.",
+        )
 
 
 def _part_of(data: Path) -> Path:
@@ -169,13 +190,16 @@ async def _copy_artifacts(
 ) -> None:
     with closing(sqlite3.connect(database)) as connection:
         wanted = dict(connection.execute("SELECT digest, size_bytes FROM artifacts ORDER BY digest"))
-    if strange := [digest for digest in wanted if not digests.is_digest(str(digest))]:
-        # Names of files are made of it.
-        what = f"The backup's database names the artifact {str(strange[0])[:80]!r}, which is no sha256."
-        raise BackupDamaged(what, "Use another backup.")
     for digest in manifest.missing:
         wanted.pop(digest, None)
+    if (len(wanted), sum(wanted.values())) != (manifest.artifacts, manifest.artifact_bytes):
+        raise BackupDamaged("The backup's database has other artifacts than its manifest.", "Use another backup.")
+    for folder in (backup / ARTIFACTS, backup / ARTIFACTS / BLOBS):
+        if folder.is_symlink():
+            raise BackupDamaged(f"{folder} is a link, which no backup has.", "Use another backup.")
     source, target = FileArtifacts(backup / ARTIFACTS / BLOBS), artifacts_of(blobs, data / ARTIFACTS / BLOBS, data)
+    if blobs is None:
+        _require_room(data, sum([size for digest, size in wanted.items() if await target.size(digest) != size]))
     if isinstance(target, BucketArtifacts):
         await target.bucket.check()
     copied = await copy_artifacts(source, target, iter(wanted.items()), len(wanted), on_progress)

@@ -7,12 +7,15 @@ import uuid
 from pathlib import Path
 from typing import Final
 
+from etfarm.server.artifacts.blobs import MARKS
+from etfarm.wire.private import make_private
+
 _FILE: Final = "farm.id"
 
 
 def identify_folder(folder: Path) -> str:
     """Return the name of a folder of blobs, which a file in it has: servers may mount a shared folder at different places."""
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    make_private(folder, MARKS)
     path = folder / _FILE
     if not path.exists():
         fresh = folder / f"{_FILE}.{os.getpid()}.{uuid.uuid4().hex}"

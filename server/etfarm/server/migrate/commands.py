@@ -16,6 +16,7 @@ from etfarm.server.operation.progress import Progress, size_text
 from etfarm.server.state.database_url import DatabaseUrl
 from etfarm.server.state.folder import locked, require_restored
 from etfarm.wire.errors import UserError
+from etfarm.wire.private import close_umask
 
 _SQLITE: Final = "sqlite"
 _FILES: Final = "files"
@@ -27,6 +28,7 @@ def main(argv: list[str]) -> int:
     _require_one_place(arguments)
     data = data_of(arguments)
     require_owner(data)
+    close_umask()
     source = Place(arguments.database, location_of(arguments))
     target = _target(arguments, source)
     if not data.is_dir() and source.database is None:

@@ -41,11 +41,22 @@ _EMBEDDING: Final = tuple(
 # Users read it, and must not learn from it to what the names of a private network resolve.
 _NOT_PUBLIC: Final = "its address is not public"
 
+# Python's `is_global` follows the registries of its release, and knows only what they list. These are checked besides.
 _SPECIAL: Final = tuple(
     ipaddress.IPv4Network(text)
-    # Azure's platform service, which answers only within a virtual machine; protocol assignments; and relays of 6to4.
-    for text in ("168.63.129.16/32", "192.0.0.0/24", "192.88.99.0/24")
+    # Azure's platform service, which answers only within a virtual machine; protocol assignments; the AS112 servers, which a
+    # network may have of its own (twice); relays of multicast, and of 6to4.
+    for text in (
+        "168.63.129.16/32", "192.0.0.0/24", "192.31.196.0/24", "192.175.48.0/24", "192.52.193.0/24", "192.88.99.0/24",
+    )
 )  # fmt: skip
+_SPECIAL_V6: Final = tuple(
+    ipaddress.IPv6Network(text)
+    # Protocol assignments, the AS112 servers, and the second range for documentation, which is newer than Python 3.11.
+    for text in ("2001::/23", "2620:4f:8000::/48", "3fff::/20")
+)
+_UNICAST: Final = ipaddress.IPv6Network("2000::/3")
+"""All that IANA has assigned to hosts of the internet. The rest is reserved, or special: SIDs of segment routing, discarded."""
 
 
 @dataclass(frozen=True)
@@ -185,8 +196,9 @@ def system_lookup(host: str, port: int) -> Sequence[str]:
 
 def is_public(address: IpAddress) -> bool:
     """Return whether an address is one of the internet's hosts, and leads to no other address."""
-    special: tuple[IpNetwork, ...] = _EMBEDDING if isinstance(address, ipaddress.IPv6Address) else _SPECIAL
-    if any(address in network for network in special):
+    is_v6 = isinstance(address, ipaddress.IPv6Address)
+    special: tuple[IpNetwork, ...] = (*_EMBEDDING, *_SPECIAL_V6) if is_v6 else _SPECIAL
+    if any(address in network for network in special) or (is_v6 and address not in _UNICAST):
         return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 

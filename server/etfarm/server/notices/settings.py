@@ -9,6 +9,7 @@ from typing import Final
 
 from etfarm.server.notices.addresses import NO_HOSTS, AllowList, Resolve, parse
 from etfarm.server.notices.errors import BadWebhook
+from etfarm.wire.private import read_secret
 from etfarm.wire.tls import read_certificates
 
 _MIN_SECRET: Final = 16
@@ -76,8 +77,8 @@ def _secret(path: Path) -> str:
     """
     remedy = f"Its first line must have {_MIN_SECRET} to {_MAX_SECRET} printable ASCII characters: openssl rand -hex 32."
     try:
-        with path.open("rb") as file:
-            text = file.readline(_MAX_SECRET + 2).decode("ascii").strip()
+        line, _, _ = read_secret(path, BadWebhook, _MAX_SECRET + 2).partition(b"\n")
+        text = line.decode("ascii").strip()
     except (OSError, UnicodeDecodeError) as error:
         raise BadWebhook(f"The secret in {path} cannot be read: {getattr(error, 'strerror', 'not ASCII')}.", remedy) from None
     if not (_MIN_SECRET <= len(text) <= _MAX_SECRET and text.isprintable()):

@@ -11,6 +11,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any, Final
 
 from etfarm.server import preflight
+from etfarm.server.artifacts.blobs import ARTIFACTS
 from etfarm.server.artifacts.room import Room
 from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.config import LOCAL, Config
@@ -21,6 +22,7 @@ from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.server.workers.cluster.nodes import NoCompileNode, NodeState
 from etfarm.server.workers.jail.measures import NETWORK, JailIncomplete, JailReport, Measure
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.private import FolderNotPrivate, find_openness
 from etfarm.wire.tls import expiry_of
 
 SCHEMA: Final = "etfarm.serve_check/1"
@@ -152,6 +154,12 @@ def _check_folder(result: Result, config: Config) -> None:
     if not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):
         result.problems.append(preflight.FolderUnusable(existing))
         return
+    for folder in (config.data, config.data / ARTIFACTS):
+        try:
+            if (openness := find_openness(folder)) is not None:
+                result.warnings.append(f"{openness} The server closes it to them at its start.")
+        except FolderNotPrivate as error:
+            result.problems.append(error)
     space = Room(existing, config.keep_free_bytes, config.store_limits.work_bytes).measure()
     result.facts.append(("disk", f"{space.free_bytes >> 20} MiB free; new work needs {space.work_bytes >> 20} MiB"))
     if space.is_full:

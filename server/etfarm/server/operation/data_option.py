@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
-from etfarm.wire.errors import UserError
 from etfarm.wire.names import SETTING_PREFIX, data_folder
+from etfarm.wire.private import require_own
 
 
 def add_data_option(parser: argparse.ArgumentParser) -> None:
@@ -29,7 +28,7 @@ def require_owner(folder: Path) -> None:
     """Refuse a folder of another user.
 
     Raises:
-        UserError: the folder exists, and belongs to another user than that of this process.
+        FolderNotPrivate: the folder exists, and belongs to another user than that of this process.
     """
-    if folder.exists() and (owner := folder.stat().st_uid) != os.geteuid():
-        raise UserError(f"The data folder {folder} belongs to user {owner}.", f"Run it as that user: `sudo -u '#{owner}' ...`.")
+    if folder.exists():
+        require_own(folder)

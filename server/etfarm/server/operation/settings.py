@@ -8,6 +8,7 @@ import re
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 from urllib.parse import parse_qsl, urlsplit
@@ -16,6 +17,7 @@ from etfarm.server.state.database_url import BadDatabaseUrl, DatabaseUrl
 from etfarm.wire.channel import Address
 from etfarm.wire.errors import EtfarmError, UserError
 from etfarm.wire.names import SETTING_PREFIX
+from etfarm.wire.private import require_secret
 
 CONFIG: Final = "config"
 """The option that names the file."""
@@ -170,10 +172,12 @@ def _read_file(path: Path, actions: Mapping[str, argparse.Action]) -> Iterator[t
     try:
         with path.open("rb") as file:
             data = file.read(_MAX_FILE_BYTES + 1)
-        text = data.decode()
-        if len(data) > _MAX_FILE_BYTES:
-            raise BadSetting(f"The configuration file {path} has more than {_MAX_FILE_BYTES >> 20} MiB.", "Check --config.")
-        table = tomllib.loads(text)
+            text = data.decode()
+            if len(data) > _MAX_FILE_BYTES:
+                raise BadSetting(f"The configuration file {path} has more than {_MAX_FILE_BYTES >> 20} MiB.", "Check --config.")
+            table = tomllib.loads(text)
+            if any(has_secret(name, each) for name, value in table.items() for each in _values_of(value)):
+                require_secret(file.fileno(), path, partial(BadSetting, path=path), of_any_owner=True)
     except OSError as error:
         what = f"The configuration file {path} cannot be read: {error.strerror}."
         raise BadSetting(what, "Check --config.", path=path) from None
@@ -188,6 +192,12 @@ def _read_file(path: Path, actions: Mapping[str, argparse.Action]) -> Iterator[t
         if name not in actions or name in _COMMAND_LINE_ONLY:
             raise _unknown(where, name, _settable(actions))
         yield name, (_convert(actions[name], value, where, path.parent.absolute()), source)
+
+
+def _values_of(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else [value]
 
 
 def _line_of(text: str, name: str) -> int:

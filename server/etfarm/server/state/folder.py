@@ -10,8 +10,11 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.wire.errors import UserError
+from etfarm.wire.private import make_private
 
 LOCK: Final = "server.lock"
+MARKS: Final = (LOCK, "farm.sqlite", "artifacts", "work")
+"""Names by which a server's data folder is recognized."""
 RESTORING: Final = "restoring"
 """File name of the marker of an unfinished restore."""
 
@@ -30,13 +33,14 @@ class RestoreUnfinished(UserError):
 
 @contextmanager
 def locked(folder: Path) -> Iterator[None]:
-    """Lock the data folder for this process; create it if it does not exist.
+    """Lock the data folder for this process, and close it to other users; create it if it does not exist.
 
     Raises:
         FolderInUse: another server uses it.
+        FolderNotPrivate: it belongs to another user.
     """
     try:
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_private(folder, MARKS)
         lock = (folder / LOCK).open("a+")
     except OSError as error:
         raise UserError(f"The data folder {folder} cannot be used: {error.strerror}.", "Choose another --data.") from None

@@ -29,19 +29,19 @@ def revision_of(connection: Connection) -> str | None:
     return revision
 
 
-def upgrade(connection: Connection, data: Path, revision: str | None) -> None:
-    """Migrate a database from its revision to `HEAD`, in the transaction of the connection.
+def upgrade(connection: Connection, data: Path, revision: str | None, to: str = HEAD) -> None:
+    """Migrate a database from its revision to a newer one, in the transaction of the connection.
 
     Args:
         data: the data folder, where migrations store files.
     """
-    if revision == HEAD:
+    if revision == to:
         return
     if revision is not None:
         log.info(
             "converting the database for this version of etfarm; older versions cannot open it afterwards",
             revision=revision,
-            to=HEAD,
+            to=to,
         )
     # Imported only if there is something to migrate: the import costs 10 MB and 0.2 s.
     from alembic import command
@@ -51,6 +51,6 @@ def upgrade(connection: Connection, data: Path, revision: str | None) -> None:
     config.set_main_option("script_location", str(_MIGRATIONS))
     config.attributes["connection"] = connection
     config.attributes["data"] = data
-    command.upgrade(config, "head")
+    command.upgrade(config, to)
     if revision is not None:
-        log.info("the database is converted", revision=HEAD)
+        log.info("the database is converted", revision=to)

@@ -262,7 +262,7 @@ def _configure(connection: object, _record: object) -> None:
     # interrupted migration would remain half done.
     connection.isolation_level = None  # type: ignore[attr-defined]
     cursor = connection.cursor()  # type: ignore[attr-defined]
-    for pragma in ("journal_mode=WAL", "foreign_keys=ON", "busy_timeout=10000"):
+    for pragma in ("journal_mode=WAL", "foreign_keys=ON", "busy_timeout=10000", "trusted_schema=OFF", "cell_size_check=ON"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
 

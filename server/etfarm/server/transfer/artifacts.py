@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import os
+import stat
 import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
@@ -17,7 +19,7 @@ from etfarm.server.artifacts.s3.bucket import Bucket
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.state.copies import CopyUnfinished
 from etfarm.server.transfer.errors import CopyDiffers, TargetNotEmpty
-from etfarm.server.transfer.files import Differs, copy_verified, link_or_copy, verified_file
+from etfarm.server.transfer.files import Differs, copy_verified, link_or_copy, open_plain, verified_file
 from etfarm.server.transfer.rows import OnProgress
 
 _AT_ONCE: Final = 8
@@ -45,7 +47,7 @@ class Artifacts(Protocol):
 
 
 class FileArtifacts:
-    """Artifacts in files.
+    """Artifacts in files. Below their folder, links are not followed.
 
     Args:
         folder: the folder `blobs` of a store.
@@ -54,7 +56,7 @@ class FileArtifacts:
 
     def __init__(self, folder: Path, *, link: bool = False) -> None:
         self._folder = folder
-        self._copy = link_or_copy if link else copy_verified
+        self._link = link
 
     def place(self, digest: str) -> Path:
         """Return the path of an artifact, whether or not it exists."""
@@ -63,18 +65,29 @@ class FileArtifacts:
     async def size(self, digest: str) -> int | None:
         """Return the size of an artifact; None if it is missing."""
         try:
-            return self.place(digest).stat().st_size
+            status = self.place(digest).lstat()
         except FileNotFoundError:
             return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     @asynccontextmanager
     async def file(self, digest: str, size_bytes: int) -> AsyncIterator[Path]:
         """Yield the file itself."""
-        yield self.place(digest)
+        with open_plain(self._folder, digest[:2], digest) as file:
+            if os.fstat(file.fileno()).st_size != size_bytes:
+                raise Differs
+            yield self.place(digest)
 
     async def read(self, digest: str, size_bytes: int, target: Path) -> None:
         """Copy an artifact to a file."""
-        await asyncio.to_thread(self._copy, self.place(digest), target, digest)
+        await asyncio.to_thread(self._read, digest, size_bytes, target)
+
+    def _read(self, digest: str, size_bytes: int, target: Path) -> None:
+        if self._link:
+            link_or_copy(self.place(digest), target, digest, size_bytes)
+            return
+        with open_plain(self._folder, digest[:2], digest) as file:
+            copy_verified(file, target, digest, size_bytes)
 
     async def write(self, digest: str, size_bytes: int, source: Artifacts) -> None:
         """Store an artifact of another place."""

@@ -22,6 +22,37 @@ PRIVATE = [
 ]  # fmt: skip
 PUBLIC = ["93.184.215.14", "8.8.8.8", "2606:4700::1111"]
 
+# IANA's registries of special-purpose addresses for IPv4 and IPv6 of 2026-11, those of multicast, and deprecated ranges.
+# Addresses that a registry calls globally reachable are no receivers either: they lead to relays, or to a server of each network.
+SPECIAL = [
+    "0.0.0.0/8", "10.0.0.0/8", "100.64.0.0/10", "127.0.0.0/8", "169.254.0.0/16", "172.16.0.0/12", "192.0.0.0/24", "192.0.0.9/32",
+    "192.0.0.10/32", "192.0.0.170/32", "192.0.2.0/24", "192.31.196.0/24", "192.52.193.0/24", "192.88.99.0/24", "192.168.0.0/16",
+    "192.175.48.0/24", "198.18.0.0/15", "198.51.100.0/24", "203.0.113.0/24", "224.0.0.0/4", "240.0.0.0/4", "255.255.255.255/32",
+    "::/128", "::1/128", "::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96", "64:ff9b:1::/48", "100::/64",
+    "100:0:0:1::/64", "2001::/23", "2001::/32", "2001:1::1/128", "2001:1::2/128", "2001:1::3/128", "2001:2::/48", "2001:3::/32",
+    "2001:4:112::/48", "2001:10::/28", "2001:20::/28", "2001:30::/28", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48",
+    "3fff::/20", "5f00::/16", "fc00::/7", "fe80::/10", "fec0::/10", "ff00::/8", "4000::/3", "e000::/4", "200::/7",
+]  # fmt: skip
+BESIDE = [
+    "1.0.0.0", "9.255.255.255", "11.0.0.0", "100.63.255.255", "100.128.0.0", "126.255.255.255", "128.0.0.0", "172.15.255.255",
+    "172.32.0.0", "192.0.1.0", "192.0.3.0", "192.88.98.255", "192.88.100.0", "198.17.255.255", "198.20.0.0", "198.51.99.255",
+    "198.51.101.0", "203.0.112.255", "203.0.114.0", "223.255.255.255", "2001:200::", "2001:db7:ffff::", "2001:db9::",
+    "2003::", "2620:4f:7fff::", "2620:4f:8001::", "3ffe:ffff::", "3fff:1000::",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", SPECIAL)
+def test_no_address_of_a_special_range_is_public(text: str) -> None:
+    network = ipaddress.ip_network(text)
+    step = max(1, network.num_addresses // 64)
+    for address in (network[0], network[-1], *(network[at] for at in range(0, network.num_addresses, step))):
+        assert not is_public(address), address
+
+
+@pytest.mark.parametrize("text", BESIDE)
+def test_the_addresses_beside_special_ranges_are_public(text: str) -> None:
+    assert is_public(ipaddress.ip_address(text))
+
 
 @pytest.mark.parametrize("text", PRIVATE)
 def test_an_address_that_is_not_public_is_refused_as_text_and_after_resolution(text: str) -> None:

@@ -20,6 +20,7 @@ def config(tmp_path: Path) -> Path:
     soon = datetime.now(UTC) + timedelta(days=3)
     certificate = trustme.CA().issue_cert("localhost", not_after=soon)
     certificate.private_key_pem.write_to_path(tmp_path / "key.pem")
+    (tmp_path / "key.pem").chmod(0o600)
     certificate.cert_chain_pems[0].write_to_path(tmp_path / "cert.pem")
     path = tmp_path / "farm.toml"
     path.write_text('listen = "127.0.0.1:0"\ndata = "data"\ntls-cert = "cert.pem"\ntls-key = "key.pem"\nmetrics = "0.0.0.0:0"\n')
@@ -50,7 +51,7 @@ def test_problems_are_listed_and_the_exit_code_is_1(config: Path, capsys: pytest
     assert main(["--config", str(config), "--check", "--listen", "0.0.0.0:0", "--tls-key", str(config)]) == 1
     output = capsys.readouterr().out
     assert f"problem: {config} holds no private key (PEM)." in output
-    assert "problem: Users other than its owner can read the token file" in output
+    assert f"problem: The file {config.parent / 'tokens'} has a secret, and other users may read or change it." in output
     assert output.endswith("the server would not start\n")
     assert main(["--check", "--quota", "nothing=1"]) == 1
     assert "problem: 'nothing=1' does not set a quota." in capsys.readouterr().out

@@ -148,6 +148,7 @@ def test_a_secret_in_the_configuration_file_is_no_obstacle_and_one_in_the_argume
     tmp_path: Path, capsys: pytest.CaptureFixture[str], option: str, url: str
 ) -> None:
     (tmp_path / "farm.toml").write_text(f"{option} = {[url] if option == 'webhook' else url!r}\n")
+    (tmp_path / "farm.toml").chmod(0o600)
     assert main(["--config", str(tmp_path / "farm.toml"), "--print-unit"]) == 0
     assert "a-secret" not in capsys.readouterr().out
     with pytest.raises(UserError, match=f"would show the secret in --{option}") as refusal:

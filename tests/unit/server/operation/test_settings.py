@@ -14,6 +14,7 @@ from etfarm.server.operation.settings import DEFAULT, HIDDEN, BadSetting, Settin
 def write(folder: Path, text: str) -> str:
     path = folder / "farm.toml"
     path.write_text(text)
+    path.chmod(0o600)
     return str(path)
 
 

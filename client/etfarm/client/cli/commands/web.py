@@ -21,6 +21,8 @@ from etfarm.client.errors import EtfarmError, ExtraMissing, Interrupted, Kind
 from etfarm.wire.channel import Access, Address, parse_address, parse_addresses
 from etfarm.wire.names import SERVER_VARIABLE
 from etfarm.wire.owner import at_end_of_stdin
+from etfarm.wire.private import close_umask
+from etfarm.wire.tls import read_identity
 
 if TYPE_CHECKING:
     from etfarm.client.web.visitors import Visitors
@@ -79,6 +81,7 @@ def web(
         raise ExtraMissing("`etfarm web`", "web", error.name or "a library") from None
     from etfarm.client.web.options import LOOPBACK_HOSTS, WebOptions, host_name
 
+    close_umask()  # files of visitors
     host, _, port = address.text.rpartition(":")
     scheme = "https" if tls_cert is not None else "http"
 
@@ -157,6 +160,8 @@ def _checked(listen: str, tls_cert: Path | None, tls_key: Path | None, *, is_pub
     for option, file in (("--tls-cert", tls_cert), ("--tls-key", tls_key)):
         if file is not None and not file.is_file():
             raise Usage(f"There is no file {file}, which {option} names.", "Check the path.")
+    if tls_cert is not None and tls_key is not None:
+        read_identity(tls_cert, tls_key)
     if not address.is_local and tls_cert is None and not is_public_https and not insecure:
         raise Usage(
             f"{listen} is open to other machines, and without TLS tokens would cross the network in clear text.",

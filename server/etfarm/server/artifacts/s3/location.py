@@ -10,6 +10,7 @@ from typing import Final
 from urllib.parse import urlsplit
 
 from etfarm.wire.errors import UserError
+from etfarm.wire.private import read_secret
 from etfarm.wire.tls import read_certificates
 
 SCHEME: Final = "s3://"
@@ -139,14 +140,11 @@ def read_endpoint(url: str, option: str = "--blobs-endpoint") -> str:
 
 def _from_file(path: Path, option: str) -> Credentials:
     try:
-        with path.open("rb") as file:
-            mode, text = path.stat().st_mode, file.read(_MAX_FILE_BYTES).decode()
+        text = read_secret(path, BadBlobs, _MAX_FILE_BYTES).decode()
     except OSError as error:
         raise BadBlobs(f"The file {path} cannot be read: {error.strerror}.", f"Check {option}-credentials.") from None
     except UnicodeDecodeError:
         raise BadBlobs(f"The file {path} is not UTF-8 text.", f"Check {option}-credentials.") from None
-    if mode & 0o077:
-        raise BadBlobs(f"Users other than its owner can read the credentials in {path}.", f"Run `chmod 600 {path}`.")
     lines = [words for line in text.splitlines() if (words := line.partition("#")[0].split())]
     if len(lines) != 1 or len(lines[0]) not in (2, 3):
         raise BadBlobs(f"The file {path} is not one line of ACCESS_KEY SECRET_KEY.", "A third word is the session token, if any.")

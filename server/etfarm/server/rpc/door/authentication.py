@@ -11,8 +11,9 @@ from typing import Final, Protocol
 import structlog
 
 from etfarm.server.access.tokens import Credential, Unauthenticated
-from etfarm.server.rpc.door.token_file import LOCAL, BadTokenFile, Tokens, sent_key, unknown_token
+from etfarm.server.rpc.door.token_file import LOCAL, MAX_BYTES, BadTokenFile, Tokens, sent_key, unknown_token
 from etfarm.v1 import token_pb2
+from etfarm.wire.private import read_secret
 
 log = structlog.get_logger()
 
@@ -149,10 +150,10 @@ def _read(path: Path) -> Tokens:
         return Tokens.read(path)
     except BadTokenFile as invalid:
         try:
-            text, mode = path.read_text(errors="replace"), path.stat().st_mode
+            text = read_secret(path, BadTokenFile, MAX_BYTES + 1).decode(errors="replace")
         except OSError:
             raise invalid from None
-        if mode & 0o077 or any(line.partition("#")[0].split() for line in text.splitlines()):
+        if len(text) > MAX_BYTES or any(line.partition("#")[0].split() for line in text.splitlines()):
             raise
         return Tokens({})
 

@@ -11,7 +11,10 @@ from etfarm.server.rpc.door.roles import ADMIN
 from etfarm.v1 import common_pb2
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.errors import UserError
+from etfarm.wire.private import read_secret
 
+MAX_BYTES: Final = 16 << 20
+"""Maximum size of a token file."""
 LOCAL: Final = Principal(name="local", role=ADMIN)
 """The principal of every caller of a server without tokens, which only this machine can reach."""
 
@@ -33,16 +36,16 @@ class Tokens:
         """Read the tokens of a file, one line `NAME ROLE TOKEN` each; `#` starts a comment.
 
         Raises:
-            BadTokenFile: the file cannot be read, users other than the owner may read it, or a line is malformed.
+            BadTokenFile: the file cannot be read, other users may read or change it, or a line is malformed.
         """
         try:
-            mode, text = path.stat().st_mode, path.read_text()
+            text = read_secret(path, BadTokenFile, MAX_BYTES + 1).decode()
         except OSError as error:
             raise BadTokenFile(f"The token file {path} cannot be read: {error.strerror}.", "Check --tokens.") from None
         except UnicodeDecodeError:
             raise BadTokenFile(f"The token file {path} is not UTF-8 text.", "Check --tokens.") from None
-        if mode & 0o077:
-            raise BadTokenFile(f"Users other than its owner can read the token file {path}.", f"Run `chmod 600 {path}`.")
+        if len(text) > MAX_BYTES:
+            raise BadTokenFile(f"The token file {path} has more than {MAX_BYTES >> 20} MiB.", "Check --tokens.")
         by_hash: dict[bytes, Principal] = {}
         for number, line in enumerate(text.splitlines(), 1):
             words = line.partition("#")[0].split()

@@ -148,6 +148,7 @@ def test_an_address_that_others_reach_needs_tls_and_tokens(golden: Golden, liste
     files = {"tls_cert": tmp_path / "cert.pem", "tls_key": tmp_path / "key.pem"}
     identity.cert_chain_pems[0].write_to_path(files["tls_cert"])
     identity.private_key_pem.write_to_path(files["tls_key"])
+    files["tls_key"].chmod(0o600)
     config(listen, **files, tokens=Path("t")).check()
     with pytest.raises(Exposed) as refused:
         config(listen).check()

@@ -21,6 +21,7 @@ EXPIRES = datetime(2040, 1, 2, 3, 4, 5, tzinfo=UTC)
 def issue(folder: Path, ca: trustme.CA, expires: datetime = EXPIRES) -> None:
     certificate = ca.issue_cert("localhost", not_after=expires)
     certificate.private_key_pem.write_to_path(folder / "key.pem")
+    (folder / "key.pem").chmod(0o600)
     certificate.cert_chain_pems[0].write_to_path(folder / "cert.pem")
 
 
