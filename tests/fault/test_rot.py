@@ -81,7 +81,7 @@ def test_damaged_models_and_programs_are_replaced_and_never_used(
         out = capsys.readouterr().out
         assert f"damaged: {pte}" in out and "; 1 damaged" in out
         assert artifacts.main(["get", pte, "-o", str(tmp_path / "got.pte")]) == 1
-        assert "was damaged on the server's disk" in capsys.readouterr().err
+        assert "is damaged where it is stored" in capsys.readouterr().err
     finally:
         farm.stop()
 

@@ -26,15 +26,15 @@ class ArtifactMissing(UserError):
 
 
 class ArtifactDamaged(FarmError):
-    """A stored artifact whose bytes changed on the server's disk."""
+    """A stored artifact whose bytes changed or vanished where they are stored."""
 
     reason = "ARTIFACT_DAMAGED"
     kind = Kind.FAILED_PRECONDITION
 
     def __init__(self, digest: str) -> None:
         super().__init__(
-            f"Artifact {digest[:12]} was damaged on the server's disk: its bytes no longer match its sha256.",
-            "Submit the job again: a new upload or compilation replaces the artifact. Have the server's disk checked.",
+            f"Artifact {digest[:12]} is damaged where it is stored: its bytes are gone, or no longer match its sha256.",
+            "Submit the job again: a new upload or compilation replaces it. Have the server's disk or S3 bucket checked.",
             digest=digest,
         )
 

@@ -47,7 +47,7 @@ class Integrity:
         return digest in self._damaged
 
     def mark_damaged(self, digest: str) -> None:
-        """Record damage that an earlier process has reported."""
+        """Record damage that is reported already, or is in the log."""
         self._damaged.add(digest)
 
     def settled(self, digest: str) -> None:

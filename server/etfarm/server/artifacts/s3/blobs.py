@@ -28,6 +28,7 @@ from etfarm.server.artifacts.s3.cache import Cache
 from etfarm.server.artifacts.s3.errors import BlobsUnavailable, BlobsUnusable
 from etfarm.server.artifacts.s3.fetch import Fetch, Overtaken
 from etfarm.v1 import artifact_pb2, common_pb2
+from etfarm.wire.digest import is_digest
 from etfarm.wire.errors import EtfarmError
 
 log = structlog.get_logger()
@@ -50,6 +51,8 @@ _DELETION_S: Final = 2.0
 """Time after the check of the lease in which objects are deleted, less than another server needs to take the lead and to store
 one of them again. Later, the lease is checked again."""
 _PROGRESS_S: Final = 0.2
+_QUARANTINE_S: Final = 10.0
+"""Time for which a start looks up what is in the quarantine, however much that is."""
 
 
 def key_of(digest: str) -> str:
@@ -139,12 +142,27 @@ class BucketBlobs:
                 "Start the server without --blobs, or with another --data; or move the artifacts with `etfarm migrate`.",
             )
         await self.bucket.check()
+        try:
+            async with asyncio.timeout(_QUARANTINE_S):
+                await self._read_quarantine()
+        except (BlobsUnavailable, TimeoutError) as error:
+            why = error.metadata["why"] if isinstance(error, BlobsUnavailable) else f"it takes longer than {_QUARANTINE_S:g} s"
+            log.warning("the quarantine in S3 was not read to its end; damaged artifacts count as missing when read", why=why)
+
+    async def _read_quarantine(self) -> None:
+        """Record which artifacts are in the quarantine, and not at their places. Others may have filled it with anything."""
+        seen = set[str]()
         async for page in self.bucket.list(QUARANTINE):
-            for each in page:
-                digest = each.key.rpartition("/")[2].partition(".")[0]
-                if await self.bucket.size(key_of(digest)) is None:
-                    self._lost.add(digest)
-                    self.integrity.mark_damaged(digest)
+            names = {each.key.rpartition("/")[2].partition(".")[0] for each in page} - seen
+            seen |= names
+            named = list(await self._holdings.sizes([name for name in names if is_digest(name)]))
+            for start in range(0, len(named), _FLIGHTS):
+                some = named[start : start + _FLIGHTS]
+                sizes = await asyncio.gather(*(self.bucket.size(key_of(digest)) for digest in some))
+                for digest, size_bytes in zip(some, sizes, strict=True):
+                    if size_bytes is None:
+                        self._lost.add(digest)
+                        self.integrity.mark_damaged(digest)
 
     async def sizes(self, digests: Sequence[str]) -> dict[str, int]:
         """Return the sizes of the artifacts that the database names."""
@@ -203,18 +221,23 @@ class BucketBlobs:
                 self.cache.touch(digest)
                 return True
             self.cache.misses += 1
-            size_bytes = None if digest in self._withdrawn else await self.bucket.size(key_of(digest))
-            actual = ""
+            known_bytes = None if digest in self._withdrawn else (await self._holdings.sizes([digest])).get(digest)
+            if known_bytes is None:
+                return False
+            actual, size_bytes = "", None
             for _ in range(2):
-                if size_bytes is None:
+                if (size_bytes := await self.bucket.size(key_of(digest))) is None:
                     break
+                if size_bytes != known_bytes:  # it is not read: it could fill the disk
+                    actual = _describe_size(size_bytes, known_bytes)
+                    continue
                 async with self._transfers:
                     actual = await self._transfer(digest, size_bytes, flight)
                 if actual == digest:
                     return True
                 log.warning("an artifact arrived with other bytes from S3", digest=digest, actual=actual)
-            if actual:
-                await self._quarantine(digest, actual, size_bytes or 0)
+            if actual and size_bytes is not None:
+                await self._quarantine(digest, actual, size_bytes)
             elif digest not in self._withdrawn:
                 await self._note_missing(digest)
             return False
@@ -287,6 +310,7 @@ class BucketBlobs:
         """Record that an object is missing, if the database names it."""
         if await self._holdings.sizes([digest]):
             self._lost.add(digest)
+            self.integrity.mark_damaged(digest)
             log.error("a stored artifact is missing in S3", digest=digest)
 
     async def settle(self, path: Path, digest: str) -> None:
@@ -397,66 +421,63 @@ class BucketBlobs:
             log.warning("an artifact could not be deleted from S3; that is tried again", digest=digest, why=why)
 
     async def verify(self) -> AsyncIterator[Verified]:
-        """Compare the bucket with the database, and read every artifact.
+        """Read every artifact that the database names, and delete objects that it does not name.
 
-        Objects that are missing or damaged are damage. Objects that the database does not name are deleted if they are older
-        than a day: servers that were killed while they stored or deleted something have left them.
+        Objects that are missing or damaged are damage. Others are deleted if they are older than a day: servers that were killed
+        while they stored or deleted something have left them.
         """
         loop = asyncio.get_running_loop()
         total, _ = await self._holdings.totals()
         done = done_bytes = 0
         damaged, clock = list[common_pb2.Artifact](), loop.time()
-        async for digest, size_bytes, changed_at in self._compared():
-            if size_bytes is None:
-                if changed_at is not None and changed_at < datetime.now(UTC) - _ORPHAN_AGE and self.withdraw(digest):
-                    await self.delete([digest])
-                continue
-            if changed_at is None:
-                await self._note_missing(digest)
-            if digest in self._lost or not await self._verify_object(digest):
+        async for digest, size_bytes in self._holdings.all_sizes():
+            if digest in self._lost or not await self._verify_object(digest, size_bytes):
                 damaged.append(common_pb2.Artifact(digest=digest, size_bytes=size_bytes))
             done, done_bytes = done + 1, done_bytes + size_bytes
             if loop.time() - clock > _PROGRESS_S:
                 clock = loop.time()
                 yield done, max(total, done), done_bytes, damaged
                 damaged = []
+        try:
+            async for _ in self._delete_strays():
+                if loop.time() - clock > _PROGRESS_S:
+                    clock = loop.time()
+                    yield done, max(total, done), done_bytes, damaged
+                    damaged = []
+        except BlobsUnavailable as error:
+            log.warning("objects that nothing names could not be deleted from S3", why=error.metadata["why"])
         yield done, done, done_bytes, damaged
 
-    async def _compared(self) -> AsyncIterator[tuple[str, int | None, datetime | None]]:
-        """Yield each digest in order with its size in the database, if any, and the time of its object, if any."""
-        rows, objects = aiter(self._holdings.all_sizes()), aiter(self._objects())
-        row, stored = await anext(rows, None), await anext(objects, None)
-        while row is not None or stored is not None:
-            if stored is None or (row is not None and row[0] < stored[0]):
-                assert row is not None
-                yield *row, None
-                row = await anext(rows, None)
-            elif row is None or stored[0] < row[0]:
-                yield stored[0], None, stored[1]
-                stored = await anext(objects, None)
-            else:
-                yield *row, stored[1]
-                row, stored = await anext(rows, None), await anext(objects, None)
-
-    async def _objects(self) -> AsyncIterator[tuple[str, datetime]]:
+    async def _delete_strays(self) -> AsyncIterator[None]:
+        """Delete old objects at an artifact's place that the database does not name; yield after each group of them."""
+        before = datetime.now(UTC) - _ORPHAN_AGE
         async for page in self.bucket.list(BLOBS):
-            for each in page:
-                yield each.key.rpartition("/")[2], each.changed_at
+            old = [each.key.rpartition("/")[2] for each in page if each.changed_at < before]
+            old = [name for name in old if is_digest(name)]
+            named = await self._holdings.sizes(old)
+            strays = [digest for digest in old if digest not in named]
+            for start in range(0, len(strays) or 1, _FLIGHTS):
+                await self.delete([digest for digest in strays[start : start + _FLIGHTS] if self.withdraw(digest)])
+                yield
 
-    async def _verify_object(self, digest: str) -> bool:
+    async def _verify_object(self, digest: str, known_bytes: int) -> bool:
         """Read an object; return whether it is whole. A damaged one is moved to the quarantine."""
-        actual = ""
+        actual, size_bytes = "", None
         for _ in range(2):
-            size_bytes = await self.bucket.size(key_of(digest))
-            if size_bytes is None:  # deleted in the meantime
-                return True
+            if (size_bytes := await self.bucket.size(key_of(digest))) is None:
+                await self._note_missing(digest)  # unless it was deleted in the meantime
+                return digest not in self._lost
+            if size_bytes != known_bytes:
+                actual = _describe_size(size_bytes, known_bytes)
+                continue
             hasher = hashlib.sha256()
             with suppress(FileNotFoundError):
                 async for piece in self.bucket.pieces(key_of(digest), size_bytes):
                     await self._run(hasher.update, piece)
             if (actual := hasher.hexdigest()) == digest:
                 return True
-        await self._quarantine(digest, actual, size_bytes or 0)
+        assert size_bytes is not None
+        await self._quarantine(digest, actual, size_bytes)
         return False
 
     def spare_bytes(self) -> int:
@@ -474,13 +495,18 @@ class BucketBlobs:
             if self._orphans and loop.time() > due_s:
                 due_s = loop.time() + self.repeat_s
                 try:
-                    await self.delete([digest for digest in self._orphans if self.withdraw(digest)])
+                    for start in range(0, len(orphans := list(self._orphans)), _FLIGHTS):
+                        await self.delete([digest for digest in orphans[start : start + _FLIGHTS] if self.withdraw(digest)])
                 except EtfarmError as error:  # the database is unavailable, or another server leads
                     log.warning("artifacts could not be deleted from S3; that is tried again", why=error.message)
             await asyncio.sleep(_ROOM_POLL_S)
 
     async def _run(self, function: Callable[..., T], *arguments: object) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+
+
+def _describe_size(size_bytes: int, known_bytes: int) -> str:
+    return f"{size_bytes} bytes instead of {known_bytes}"
 
 
 def _decrease(counter: Counter[str], digests: Iterable[str]) -> None:

@@ -18,8 +18,10 @@ from etfarm.server.artifacts.s3.errors import BlobsUnavailable, BlobsUnusable
 from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.extras import require_extra
 from etfarm.wire.chunks import spans
+from etfarm.wire.escapes import in_a_line
 
 if TYPE_CHECKING:
+    from obstore import ObjectMeta
     from obstore.store import S3Store
 
 T = TypeVar("T")
@@ -31,6 +33,8 @@ _AHEAD: Final = 3
 _PART_BYTES: Final = 16 << 20
 """Size from which an object is sent in parts, and size of each."""
 _PARTS_AT_ONCE: Final = 3
+_PAGE: Final = 1_000
+"""Number of objects that are listed at a time, which is what S3 answers at most."""
 _AT_ONCE: Final = 16
 """Maximum number of transfers at a time; further ones wait."""
 _FIRST_PAUSE_S: Final = 0.1
@@ -197,9 +201,21 @@ class Bucket:
     async def _piece(self, key: str, start: int, length: int) -> bytes:
         import obstore
 
-        piece = await self._attempt("get", key, lambda: obstore.get_range_async(self._store, key, start=start, length=length))
-        self.use.received_bytes += len(piece)
-        return piece.to_bytes()
+        async def get() -> bytes:
+            answer = await obstore.get_async(self._store, key, options={"range": (start, start + length)})
+            parts, received = [], 0
+            # Not `get_range`, which receives as many bytes as the server announces, however few were requested.
+            async for part in answer.stream(length):
+                parts.append(part)
+                if (received := received + len(part)) > length:
+                    break
+            if received != length:
+                raise OSError(f"{received} bytes arrived instead of {length}")
+            return b"".join(parts)
+
+        piece = await self._attempt("get", key, get)
+        self.use.received_bytes += length
+        return piece
 
     async def delete(self, key: str) -> None:
         """Delete an object, if it exists.
@@ -227,19 +243,24 @@ class Bucket:
     async def list(self, prefix: str) -> AsyncIterator[Sequence[Stored]]:
         """Yield the objects of a folder in the order of their keys, some at a time.
 
+        Whoever can write the bucket chooses the keys.
+
         Raises:
-            BlobsUnavailable: the server failed.
+            BlobsUnavailable: the server failed, repeats itself, or lists a key that is no path.
         """
         import obstore
 
+        async def get_page(after: str | None) -> Sequence[ObjectMeta] | None:
+            async with asyncio.timeout(self._timeout_s):  # of all of its requests: a server may answer with empty pages
+                return await anext(obstore.list(self._store, prefix, offset=after, chunk_size=_PAGE), None)
+
         after: str | None = None
-        while True:
-            stream = partial(obstore.list, self._store, prefix, offset=after)
-            page = await self._attempt("list", prefix, lambda stream=stream: anext(stream(), None))  # type: ignore[misc]
-            if not page:
-                return
+        while page := await self._attempt("list", prefix, partial(get_page, after)):
             yield [Stored(each["path"], each["size"], each["last_modified"].astimezone(UTC)) for each in page]
-            after = page[-1]["path"]
+            last = max(each["path"] for each in page)
+            if after is not None and last <= after:
+                raise self._unavailable("list", prefix, "the server lists the same objects again")
+            after = last
 
     @property
     def signs(self) -> bool:
@@ -313,6 +334,5 @@ def _why(error: Exception) -> str:
     """Return the gist of an error of obstore, which has neither the signature nor the server's whole answer."""
     text = str(error).partition("\n\nDebug source")[0]
     code = text.partition("<Code>")[2].partition("</Code>")[0]
-    if code:
-        return code[:_WHY_CHARACTERS]
-    return text.splitlines()[0].rpartition(" - ")[2].rstrip(". ")[:_WHY_CHARACTERS] if text else type(error).__name__
+    gist = code or (text.splitlines()[0].rpartition(" - ")[2].rstrip(". ") if text else type(error).__name__)
+    return in_a_line(gist[:_WHY_CHARACTERS])
