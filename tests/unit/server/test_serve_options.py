@@ -74,7 +74,7 @@ def test_the_page_is_started_with_what_reaches_this_server(tmp_path: Path) -> No
     tls = ("--tls-cert", str(tmp_path / "cert.pem"), "--tls-key", str(tmp_path / "key.pem"))
     local = config("--web", "127.0.0.1:80", *tls, "--web-public-url", "https://farm.example/etfarm")
     assert web_page.arguments(local, "0.0.0.0:7433") == [
-        "web", "--server", "127.0.0.1:7433", "--listen", "127.0.0.1:80", "--exit-with-stdin",
+        "web", "--server", "127.0.0.1:7433", "--listen", "127.0.0.1:80", "--exit-with-stdin", "--key-from-stdin",
         "--tls-ca", str(tmp_path / "cert.pem"), "--public-url", "https://farm.example/etfarm",
     ]  # fmt: skip
     exposed = web_page.arguments(config("--web", "0.0.0.0:443", *tls, "--web-server", "farm.example:7433"), "0.0.0.0:7433")

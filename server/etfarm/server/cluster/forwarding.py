@@ -15,7 +15,7 @@ from grpc.aio import ServicerContext
 from etfarm.server.cluster.errors import NoLeader
 from etfarm.server.cluster.leadership import Leader
 from etfarm.server.cluster.links import Link, Links
-from etfarm.server.rpc.door.forwarded import KEY, PEER, forwarded_metadata
+from etfarm.server.rpc.door.forwarded import KEY, PEER, Forwarded, forwarded_metadata
 from etfarm.wire.errors import EtfarmError
 from etfarm.wire.status import to_status
 
@@ -149,7 +149,7 @@ def _metadata(context: ServicerContext[bytes, bytes], peer: str, leader: Leader)
         for name, value in context.invocation_metadata() or ()
         if name not in _OWN_METADATA and not name.startswith(("grpc-", ":"))
     )
-    return (*sent, *forwarded_metadata(peer, leader.secret))
+    return (*sent, *forwarded_metadata(Forwarded().peer(context.invocation_metadata()) or peer, leader.secret))
 
 
 async def _send(context: ServicerContext[bytes, bytes], call: _Call) -> None:

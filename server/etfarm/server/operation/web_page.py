@@ -11,6 +11,7 @@ from typing import Final
 import structlog
 
 from etfarm.server.config import Config
+from etfarm.server.rpc.door.forwarded import PAGE_KEY
 from etfarm.wire.channel import parse_address
 from etfarm.wire.errors import FarmError, Kind
 
@@ -59,13 +60,16 @@ async def running(config: Config, address: str) -> AsyncIterator[str | None]:
 def arguments(config: Config, address: str) -> list[str]:
     """Return the arguments of `etfarm` that serve the page of this server."""
     assert config.web is not None
-    words = ["web", "--server", config.web_server or _reachable(address), "--listen", config.web.text, "--exit-with-stdin"]
+    words = ["web", "--server", config.web_server or _reachable(address), "--listen", config.web.text]
+    words += ["--exit-with-stdin", "--key-from-stdin"]
     if config.tls_cert is not None and config.tls_key is not None:
         words += ["--tls-ca", str(config.tls_cert)]
         if not config.web.is_local:
             words += ["--tls-cert", str(config.tls_cert), "--tls-key", str(config.tls_key)]
     if config.web_public_url:
         words += ["--public-url", config.web_public_url]
+    for proxy in config.web_trusted_proxies:
+        words += ["--trusted-proxy", proxy]
     return [*words, "--insecure"] if config.insecure else words
 
 
@@ -83,6 +87,7 @@ async def _start(command: list[str]) -> tuple[asyncio.subprocess.Process, str]:
         stdout=asyncio.subprocess.PIPE,
     )
     assert process.stdout is not None
+    _send_key(process)
     try:
         async with asyncio.timeout(START_S):
             line = (await process.stdout.readline()).decode(errors="replace").strip()
@@ -98,6 +103,12 @@ async def _start(command: list[str]) -> tuple[asyncio.subprocess.Process, str]:
         await _stop(process)
         raise PageNotStarted("The web page did not start.", "Its message is above; leave --web out to serve without it.")
     return process, line.rpartition(_READY)[2]
+
+
+def _send_key(process: asyncio.subprocess.Process) -> None:
+    """Send the page the secret by which this server believes what address a visitor has; other processes never see a pipe."""
+    assert process.stdin is not None
+    process.stdin.write(f"{PAGE_KEY}\n".encode())
 
 
 async def _keep(command: list[str], process: asyncio.subprocess.Process) -> None:
