@@ -87,6 +87,8 @@ class Visit:
     cookies: dict[str, str] = field(default_factory=dict)
     context: ssl.SSLContext | None = None
     """What https trusts; None for http."""
+    source: str = "127.0.0.1"
+    """The address of loopback that it comes from."""
 
     def get(self, path: str, **headers: str) -> Answer:
         """Request a page; underscores in the names of headers are dashes."""
@@ -105,9 +107,9 @@ class Visit:
     def _request(self, method: str, path: str, body: str | None, headers: Mapping[str, str]) -> Answer:
         host = urlsplit(self.url).netloc
         connection = (
-            http.client.HTTPConnection(host, timeout=60)
+            http.client.HTTPConnection(host, timeout=60, source_address=(self.source, 0))
             if self.context is None
-            else http.client.HTTPSConnection(host, timeout=60, context=self.context)
+            else http.client.HTTPSConnection(host, timeout=60, context=self.context, source_address=(self.source, 0))
         )
         sent = {name.replace("_", "-"): value for name, value in headers.items() if value}
         if self.cookies:

@@ -36,8 +36,8 @@ LEAST_DOWNLOAD_BYTES: Final = 512 << 10
 CONNECTS_PER_S: Final = 200.0
 """New connections a second of an address, after `CONNECTS_AT_ONCE`; others are closed before anything is prepared for them."""
 CONNECTS_AT_ONCE: Final = 1_000
-_ACCEPTED_OF_A_TURN: Final = 64
-"""Number of new connections after which the event loop does other work."""
+_ACCEPTED_OF_A_TURN: Final = 16
+"""Number of new connections after which the event loop does other work: who has sent a request is known before many more come."""
 _MAX_FILES: Final = 65_536
 _OTHER_FILES: Final = 256
 """File descriptors for all but visitors' connections."""
