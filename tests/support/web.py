@@ -87,6 +87,8 @@ class Visit:
     cookies: dict[str, str] = field(default_factory=dict)
     context: ssl.SSLContext | None = None
     """What https trusts; None for http."""
+    source: str = "127.0.0.1"
+    """The address of loopback that it comes from."""
 
     def get(self, path: str, **headers: str) -> Answer:
         """Request a page; underscores in the names of headers are dashes."""
@@ -94,8 +96,12 @@ class Visit:
 
     def post(self, path: str, fields: Mapping[str, str], **headers: str) -> Answer:
         """Send a form as the page itself would, but for `headers`."""
+        return self.post_text(path, urlencode(fields), **headers)
+
+    def post_text(self, path: str, body: str, **headers: str) -> Answer:
+        """Send the text of a form as the page itself would, but for `headers`."""
         own = {"origin": self.url, "content_type": "application/x-www-form-urlencoded"}
-        return self._request("POST", path, urlencode(fields), {**own, **headers})
+        return self._request("POST", path, body, {**own, **headers})
 
     def sign_in(self, token: str, next_path: str = "") -> Answer:
         """Open the sign-in page and send the token."""
@@ -105,12 +111,12 @@ class Visit:
     def _request(self, method: str, path: str, body: str | None, headers: Mapping[str, str]) -> Answer:
         host = urlsplit(self.url).netloc
         connection = (
-            http.client.HTTPConnection(host, timeout=60)
+            http.client.HTTPConnection(host, timeout=60, source_address=(self.source, 0))
             if self.context is None
-            else http.client.HTTPSConnection(host, timeout=60, context=self.context)
+            else http.client.HTTPSConnection(host, timeout=60, context=self.context, source_address=(self.source, 0))
         )
         sent = {name.replace("_", "-"): value for name, value in headers.items() if value}
-        if self.cookies:
+        if self.cookies and "cookie" not in sent:
             sent["cookie"] = "; ".join(f"{name}={value}" for name, value in self.cookies.items())
         try:
             connection.request(method, path, body, sent)

@@ -103,7 +103,7 @@ async def test_requests_in_progress_are_bounded_by_visitor(web: WebFarm) -> None
 
 
 async def test_a_browser_that_takes_nothing_loses_its_connection(monkeypatch: pytest.MonkeyPatch, web: WebFarm) -> None:
-    monkeypatch.setattr(connections, "TAKE_S", 0.3)
+    monkeypatch.setattr(connections, "PROGRESS_S", 0.3)
     async with page(WebOptions(web.process.address)) as opened, asyncio.timeout(60):
         reader, writer = await asyncio.open_connection("127.0.0.1", opened.port, limit=1 << 10)
         request = f"GET /static/x/vendor/htmx.min.js HTTP/1.1\r\nHost: 127.0.0.1:{opened.port}\r\n\r\n".encode()

@@ -6,13 +6,14 @@ import ipaddress
 import os
 import re
 from collections.abc import Awaitable, Callable
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc
 
-from etfarm.wire.errors import UserError
+from etfarm.wire.errors import Kind, UserError
 from etfarm.wire.failover import FailoverChannel
 from etfarm.wire.names import PROJECT_METADATA, PROJECT_VARIABLE, TLS_CA_VARIABLE, TOKEN_VARIABLE, is_project_name
 from etfarm.wire.tls import BadTlsFile, read_certificates, read_identity
@@ -56,6 +57,10 @@ SERVER_OPTIONS: list[tuple[str, int]] = [
 ]
 
 
+CALL_METADATA: Final[ContextVar[tuple[tuple[str, str], ...]]] = ContextVar("call_metadata", default=())
+"""Metadata that is added to the calls of a task, over channels that were opened while there was some."""
+
+
 class BadAddress(UserError):
     """An address that is not valid for connecting or listening."""
 
@@ -66,6 +71,13 @@ class BadProjectName(UserError):
     """A name that is not valid for a project."""
 
     reason = "BAD_PROJECT"
+
+
+class BadToken(UserError):
+    """A token that no header can have."""
+
+    reason = "BAD_TOKEN"
+    kind = Kind.UNAUTHENTICATED
 
 
 @dataclass(frozen=True)
@@ -198,7 +210,13 @@ def open_channel(access: Access) -> grpc.aio.Channel:
         BadAddress: the address is not valid, or a token would be sent in clear text.
         BadTlsFile: as in `Access.credentials`.
         BadProjectName: the name of the project is not valid.
+        BadToken: the token is not printable ASCII.
     """
+    if not (access.token.isascii() and access.token.isprintable()):
+        raise BadToken(
+            "The token has characters that no token of a farm has: only printable ASCII can be sent.",
+            f"Copy the token again ({TOKEN_VARIABLE}).",
+        )
     if access.project and not is_project_name(access.project):
         raise BadProjectName(
             f"{access.project[:80]!r} is not a project's name.",
@@ -222,7 +240,7 @@ def _open_one(address: Address, headers: list[tuple[str, str]], credentials: grp
     if address.is_local:
         # An `http_proxy` is another machine: it would receive the token in clear text and resolve the address to itself.
         options.append(("grpc.enable_http_proxy", 0))
-    interceptors: list[Any] = [interceptor(headers) for interceptor in _INTERCEPTORS] if headers else []
+    interceptors: list[Any] = [interceptor(headers) for interceptor in _INTERCEPTORS] if headers or CALL_METADATA.get() else []
     if credentials is not None:
         return grpc.aio.secure_channel(address.text, credentials, options=options, interceptors=interceptors)
     return grpc.aio.insecure_channel(address.text, options=options, interceptors=interceptors)
@@ -235,7 +253,7 @@ class _Headers:
         self._headers = headers
 
     async def _call(self, continuation: Callable[..., Awaitable[Any]], details: Any, request: Any) -> Any:
-        metadata = grpc.aio.Metadata(*(details.metadata or ()), *self._headers)
+        metadata = grpc.aio.Metadata(*(details.metadata or ()), *self._headers, *CALL_METADATA.get())
         return await continuation(details._replace(metadata=metadata), request)
 
     intercept_unary_unary: Any = _call

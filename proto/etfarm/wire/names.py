@@ -32,6 +32,11 @@ RETRY_LABEL: Final = "retry_of"
 PROJECT_METADATA: Final = "etfarm-project"
 """The request metadata that selects the project that owns what a call creates."""
 
+FORWARDED_PEER_METADATA: Final = "etfarm-forwarded-peer"
+"""The request metadata that names the connection of the caller that a call is made for, as gRPC does: `ipv4:10.0.0.7:4711`."""
+FORWARDED_KEY_METADATA: Final = "etfarm-forwarded-key"
+"""The request metadata with the secret by which a server believes the one above."""
+
 _PROJECT: Final = re.compile(r"[a-z0-9][a-z0-9._-]{0,63}\Z")
 
 

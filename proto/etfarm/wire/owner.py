@@ -12,6 +12,15 @@ from collections.abc import Callable
 from typing import Final
 
 _STDIN: Final = 0
+_MAX_LINE_BYTES: Final = 1024
+
+
+def line_of_stdin() -> str:
+    """Return the first line of stdin, byte by byte, so that nothing after it is consumed; cut if it is too long."""
+    line = b""
+    while len(line) < _MAX_LINE_BYTES and not line.endswith(b"\n") and (byte := os.read(_STDIN, 1)):
+        line += byte
+    return line.decode(errors="replace").strip()
 
 
 def at_end_of_stdin(end: Callable[[], object]) -> None:

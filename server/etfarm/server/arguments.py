@@ -122,11 +122,17 @@ def parser() -> argparse.ArgumentParser:
                        "stops at once (default %(default)g s)")  # fmt: skip
     serve.add_argument("--metrics", type=parse_address, metavar="HOST:PORT",
                        help="serve Prometheus metrics, /healthz and /readyz there, as 127.0.0.1:9464 (default: off)")  # fmt: skip
+    serve.add_argument("--metrics-host", action="append", default=[], metavar="NAME",
+                       help="a further host name by which the metrics may be requested: browsers are led to them by names, so "
+                       "only IP addresses, localhost, and this machine's own name are taken otherwise; repeatable")  # fmt: skip
     serve.add_argument("--web", type=parse_address, metavar="HOST:PORT",
                        help="serve the farm's web page there, as 127.0.0.1:8080; needs etfarm[web]; other machines "
                        "reach it by https with --tls-cert (default: off)")  # fmt: skip
     serve.add_argument("--web-public-url", default="", metavar="URL",
                        help="the page's address behind a reverse proxy, as https://farm.example/etfarm")  # fmt: skip
+    serve.add_argument("--web-trusted-proxy", action="append", default=[], metavar="ADDRESS",
+                       help="address or network of a reverse proxy of the page whose X-Forwarded-For names each visitor's "
+                       "address; repeatable")  # fmt: skip
     serve.add_argument("--web-server", default="", metavar="ADDRESS",
                        help="this server's address for the page, if its certificate has another host than --listen")  # fmt: skip
     serve.add_argument("--otlp", type=_url, metavar="URL",
@@ -286,7 +292,8 @@ def config_of(arguments: argparse.Namespace) -> Config:
         keep_free_bytes=arguments.keep_free_mib << 20,
         work_free_bytes=None if arguments.work_free_mib is None else arguments.work_free_mib << 20,
         drain_timeout_s=arguments.drain_timeout, metrics=arguments.metrics, otlp=arguments.otlp, log_format=arguments.log_format,
-        web=arguments.web, web_public_url=arguments.web_public_url, web_server=arguments.web_server,
+        metrics_hosts=tuple(arguments.metrics_host), web=arguments.web, web_public_url=arguments.web_public_url,
+        web_trusted_proxies=tuple(arguments.web_trusted_proxy), web_server=arguments.web_server,
         health=health.policy, power=health.power, agent_wheel=arguments.agent_wheel,
         thresholds=thresholds.read(arguments.thresholds) if arguments.thresholds else Thresholds(),
     )  # fmt: skip

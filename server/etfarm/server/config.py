@@ -121,10 +121,14 @@ class Config:
     """Time for which a server that stops lets running attempts and compilations go on; 0 stops at once."""
     metrics: Address | None = None
     """Address of the metrics and of the probes; None for none."""
+    metrics_hosts: tuple[str, ...] = ()
+    """Host names by which they may be requested, beside addresses and the names of this machine."""
     web: Address | None = None
     """Address of the farm's web page, a child process; None for none."""
     web_public_url: str = ""
     """The page's address behind a reverse proxy; empty without one."""
+    web_trusted_proxies: tuple[str, ...] = ()
+    """Addresses and networks of the page's reverse proxies that name their visitors' addresses."""
     web_server: str = ""
     """The server's address for the page, if its certificate names another host; `listen` if empty."""
     log_format: str = "text"

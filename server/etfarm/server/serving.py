@@ -118,7 +118,7 @@ class Process:
                 write_address(config.address_file, address)
                 stack.callback(config.address_file.unlink, missing_ok=True)
             if config.metrics is not None:
-                page = metrics.page()
+                page = metrics.page(config.metrics_hosts)
                 config = replace(config, metrics=parse_address(await page.start(config.metrics)))
                 standby.push_async_callback(page.close)
                 print(f"etfarm serve: metrics on {config.metrics.text if config.metrics else ''}", flush=True)

@@ -75,7 +75,7 @@ def test_the_page_is_started_with_what_reaches_this_server(tmp_path: Path) -> No
     local = config("--web", "127.0.0.1:80", *tls, "--web-public-url", "https://farm.example/etfarm")
     assert web_page.arguments(local, web_page.reachable("0.0.0.0:7433"), 7, "/proc/self/fd/8", "/proc/self/fd/9") == [
         "web", "--server", "127.0.0.1:7433", "--listen", "127.0.0.1:80", "--listen-fd", "7", "--exit-with-stdin",
-        "--tls-ca", "/proc/self/fd/8", "--public-url", "https://farm.example/etfarm",
+        "--key-from-stdin", "--tls-ca", "/proc/self/fd/8", "--public-url", "https://farm.example/etfarm",
     ]  # fmt: skip
     exposed = web_page.arguments(
         config("--web", "0.0.0.0:443", *tls), "farm.example:7433", 7, "/proc/self/fd/8", "/proc/self/fd/9"

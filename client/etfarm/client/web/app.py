@@ -17,14 +17,16 @@ from starlette.routing import Mount
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from etfarm.client.errors import EtfarmError, FarmError, Kind, UserError
-from etfarm.client.web.access import AccessCheck
+from etfarm.client.web.access import AccessCheck, Arrivals
 from etfarm.client.web.forms import FormCheck
 from etfarm.client.web.live import Topic
 from etfarm.client.web.options import WebOptions
 from etfarm.client.web.pages import PAGES
+from etfarm.client.web.pages.artifacts import MAX_WAITING
 from etfarm.client.web.security import BodyLimits, BodyTooLarge, ResponseHeaders, TrustedHosts
 from etfarm.client.web.static_files import StaticFiles
 from etfarm.client.web.templating import STATIC_FOLDERS, Templates, render_error
+from etfarm.client.web.turns import FairSlots
 from etfarm.client.web.uploads import Uploads
 from etfarm.client.web.visitors import Visitor, Visitors
 
@@ -58,11 +60,13 @@ def create_app(options: WebOptions) -> Starlette:
     templates = Templates(app, options, files.version)
     visitors = Visitors(options, templates.fragment)
     topics: dict[str, Topic] = {topic.name: topic for page in PAGES for topic in getattr(page, "TOPICS", ())}
+    app.state.downloads = FairSlots(options.max_downloads, options.max_downloads_of_account, MAX_WAITING, "downloads")
     app.state.uploads = Uploads(options.max_upload_bytes, options.max_uploads_bytes)
     app.state.options, app.state.templates, app.state.visitors, app.state.topics = options, templates, visitors, topics
     app.user_middleware = [
         Middleware(_RootPath, root_path=options.root_path),
         Middleware(ResponseHeaders, options=options),
+        Middleware(Arrivals, options=options, visitors=visitors),
         Middleware(TrustedHosts, options=options),
         Middleware(GZipMiddleware, minimum_size=1_000, compresslevel=5),
         Middleware(BodyLimits, options=options),

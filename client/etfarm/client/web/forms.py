@@ -99,7 +99,7 @@ class FormCheck:
             return headers.get("sec-fetch-site") == "same-origin"
         if origin == self._options.public_origin:
             return True
-        scheme = "https" if self._options.is_https else "http"
+        scheme = "https" if self._options.is_secure else "http"
         return origin == f"{scheme}://{headers.get('host', '').lower()}"
 
 

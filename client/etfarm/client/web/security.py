@@ -8,7 +8,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from etfarm.client.web.options import WebOptions, host_name
+from etfarm.client.web.options import WebOptions
+from etfarm.wire.authority import host_of
 
 CONTENT_SECURITY_POLICY: Final = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; font-src 'self'; connect-src 'self'; "
@@ -63,8 +64,8 @@ class TrustedHosts:
         self._hosts = options.hosts
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and (host := host_name(Headers(scope=scope).get("host", ""))) not in self._hosts:
-            text = f"This page is not served for the host {host!r}. Add it with `etfarm web --allow-host`.\n"
+        if scope["type"] == "http" and host_of(sent := Headers(scope=scope).get("host", "")) not in self._hosts:
+            text = f"This page is not served for the host {sent[:80]!r}. Add it with `etfarm web --allow-host`.\n"
             await PlainTextResponse(text, status_code=400)(scope, receive, send)
             return
         await self._app(scope, receive, send)

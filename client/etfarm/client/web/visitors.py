@@ -19,11 +19,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from etfarm.client.aio import AsyncFarm
-from etfarm.client.errors import Kind, UserError
+from etfarm.client.errors import EtfarmError, Kind, UserError
 from etfarm.client.models import ServerInfo
 from etfarm.client.web.forms import CsrfTokens
 from etfarm.client.web.live import Feeds, Render
 from etfarm.client.web.options import WebOptions
+from etfarm.client.web.turns import FairSlots, Refusals, TooManyRequests
 
 CODE_TIMEOUT_S: Final = 900.0
 """Seconds for which the one-time link can be used."""
@@ -31,6 +32,11 @@ SWEEP_S: Final = 30.0
 """Pause between two searches for visitors whose time is up."""
 MAX_SIGN_INS: Final = 8
 """Number of tokens that are tried at the farm at the same time."""
+MAX_SIGN_INS_OF_ADDRESS: Final = 4
+"""Number of these that come from one address; `MAX_WAITING` more of it wait."""
+MAX_WAITING: Final = 32
+WAIT_S: Final = 20.0
+"""Seconds that a sign-in waits for others at most."""
 
 
 class NotSignedIn(UserError):
@@ -51,13 +57,6 @@ class LinkUsed(UserError):
 
     def __init__(self) -> None:
         super().__init__("The sign-in link was used before, or it is too old.", "Sign in with a token of the farm.")
-
-
-class TooManyRequests(UserError):
-    """Error of a request beside too many others."""
-
-    reason = "TOO_MANY_REQUESTS"
-    kind = Kind.RESOURCE_EXHAUSTED
 
 
 @dataclass
@@ -129,20 +128,31 @@ class Visitors:
         self._clock = clock
         self._visitors: dict[str, Visitor] = {}
         self._accounts: dict[str, Account] = {}
-        self._sign_ins = asyncio.Semaphore(MAX_SIGN_INS)
+        self._sign_ins = FairSlots(MAX_SIGN_INS, MAX_SIGN_INS_OF_ADDRESS, MAX_WAITING, "sign-ins from here")
+        self._refusals = Refusals(clock)
         self._codes: dict[str, tuple[str, float]] = {}
         self._closing: set[asyncio.Task[None]] = set()
         self.streams = 0
         """Number of open event streams of all visitors."""
 
-    async def sign_in(self, token: str) -> Visitor:
+    async def sign_in(self, token: str, owner: str = "") -> Visitor:
         """Return a new visitor with this token; an empty one is for farms without tokens.
 
+        Args:
+            owner: what the visitor's address counts as; it alone waits for its refused sign-ins.
+
         Raises:
-            EtfarmError: UNAUTHENTICATED; SERVER_UNREACHABLE.
+            EtfarmError: UNAUTHENTICATED; SERVER_UNREACHABLE; TOO_MANY_REQUESTS.
         """
-        async with self._sign_ins:
-            account = await self._open_account(token.strip())
+        async with self._sign_ins.take(owner, WAIT_S):
+            try:
+                account = await self._open_account(token.strip())
+            except EtfarmError as error:
+                if error.kind is Kind.UNAUTHENTICATED and owner:
+                    await asyncio.sleep(self._refusals.delay_s(owner))
+                if not self._options.forwarded_key:
+                    error.metadata.pop("retry_after_s", None)  # of the page, and not of this visitor
+                raise
         now = self._clock()
         visitor = Visitor(secrets.token_urlsafe(32), account, now, now)
         self._visitors[visitor.cookie] = visitor
@@ -159,7 +169,7 @@ class Visitors:
         self._codes[code] = (token, self._clock() + CODE_TIMEOUT_S)
         return code
 
-    async def enter(self, code: str) -> Visitor:
+    async def enter(self, code: str, owner: str = "") -> Visitor:
         """Return a new visitor for a one-time code.
 
         Raises:
@@ -169,7 +179,7 @@ class Visitors:
         token, until_s = self._codes.pop(code, ("", 0.0))
         if self._clock() > until_s:
             raise LinkUsed
-        return await self.sign_in(token)
+        return await self.sign_in(token, owner)
 
     def find(self, request: Request) -> Visitor | None:
         """Return the visitor that a request belongs to; None if it has none."""

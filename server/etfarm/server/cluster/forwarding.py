@@ -19,7 +19,7 @@ from etfarm.server.cluster.leadership import Leader
 from etfarm.server.cluster.links import Link, Links
 from etfarm.server.cluster.turns import Turns
 from etfarm.server.rpc.door.failures import address_of
-from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PEER, QUESTION, forwarded_metadata
+from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PEER, QUESTION, Forwarded, forwarded_metadata
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.errors import EtfarmError, Kind
@@ -103,7 +103,7 @@ class Forwarding:
             raise refusal
         if (header is None or refusal.kind is Kind.PERMISSION_DENIED) and not self._links.can_forward:
             raise refusal
-        address = address_of(context.peer())
+        address = address_of(_peer(context))
         if self._asking.get(address, 0) >= _QUESTIONS_OF_AN_ADDRESS or sum(self._asking.values()) >= _MOST_QUESTIONS:
             if header is None:
                 raise refusal
@@ -123,7 +123,7 @@ class Forwarding:
 
     async def _require_accepted(self, refusal: EtfarmError, method: str, context: _Context) -> None:
         async with self._take(context) as (link, leader):
-            metadata = (*_metadata(context, context.peer(), leader), (QUESTION, "1"))
+            metadata = (*_metadata(context, leader), (QUESTION, "1"))
             call: _Call = link.channel.stream_stream(method)(metadata=metadata, timeout=_QUESTION_S)
             try:
                 await call.done_writing()
@@ -144,7 +144,8 @@ class Forwarding:
 
     @contextlib.asynccontextmanager
     async def _take(self, context: _Context) -> Any:
-        if any(name == KEY for name, _ in context.invocation_metadata() or ()):
+        metadata = context.invocation_metadata() or ()
+        if any(name == KEY for name, _ in metadata) and Forwarded().peer(metadata) is None:  # not of this server's page
             raise NoLeader("This server no longer leads the farm.", "Try again; the server that leads now answers.")
         async with self._links.take() as taken:
             yield taken
@@ -230,7 +231,7 @@ class Forwarding:
         try:
             async with self._take(context) as (link, leader):
                 try:
-                    trailers = await exchange(link, _metadata(context, context.peer(), leader))
+                    trailers = await exchange(link, _metadata(context, leader))
                 except grpc.aio.AioRpcError as error:
                     if _is_from_here(error):
                         raise _lost(leader) from None
@@ -265,17 +266,22 @@ async def _pass_on(context: _Context, call: _Call) -> bool:
 def _owner(context: _Context) -> str:
     """Return who shares turns: callers at one address with one token."""
     header = next((value for name, value in context.invocation_metadata() or () if name == "authorization"), "")
-    return f"{address_of(context.peer())} {key_of(str(header)).hex()}"
+    return f"{address_of(_peer(context))} {key_of(str(header)).hex()}"
 
 
-def _metadata(context: _Context, peer: str, leader: Leader) -> _Metadata:
+def _peer(context: _Context) -> str:
+    """Return gRPC's name of the caller's connection: for a call of this server's page that of its visitor."""
+    return Forwarded().peer(context.invocation_metadata()) or context.peer()
+
+
+def _metadata(context: _Context, leader: Leader) -> _Metadata:
     """Return the metadata of the call to the leader."""
     sent = (
         (name, value)
         for name, value in context.invocation_metadata() or ()
         if name not in _OWN_METADATA and not name.startswith(("grpc-", ":"))
     )
-    return (*sent, *forwarded_metadata(peer, leader.secret))
+    return (*sent, *forwarded_metadata(_peer(context), leader.secret))
 
 
 def _is_from_here(error: grpc.aio.AioRpcError) -> bool:

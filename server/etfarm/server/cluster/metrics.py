@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from http import HTTPStatus
 
 from prometheus_client import CollectorRegistry, ProcessCollector, exposition
@@ -44,8 +44,12 @@ class ClusterMetrics(Collector):
             calls.add_metric(labels, number)
         yield calls
 
-    def page(self) -> MetricsPage:
-        """Return the page of metrics and probes while this server forwards calls."""
+    def page(self, hosts: Collection[str]) -> MetricsPage:
+        """Return the page of metrics and probes while this server forwards calls.
+
+        Args:
+            hosts: as of `MetricsPage`.
+        """
 
         async def metrics(accept: str) -> Answer:
             encode, content_type = exposition.choose_encoder(accept)
@@ -54,4 +58,4 @@ class ClusterMetrics(Collector):
         def why_not_ready() -> str:
             return "" if self._member.leadership.leader is not None else "no server leads the farm"
 
-        return MetricsPage({"/metrics": metrics, "/healthz": probe(lambda: ""), "/readyz": probe(why_not_ready)})
+        return MetricsPage({"/metrics": metrics, "/healthz": probe(lambda: ""), "/readyz": probe(why_not_ready)}, hosts=hosts)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+import contextlib
+import socket
+from collections.abc import Awaitable, Callable, Collection, Mapping
 from http import HTTPStatus
 from typing import Final
 
 import structlog
 
 from etfarm.server.rpc.door.listening import CannotListen
+from etfarm.wire.authority import host_of, is_address
 from etfarm.wire.channel import Address
 
 log = structlog.get_logger()
@@ -34,13 +37,18 @@ class MetricsPage:
     Args:
         pages: the pages by path.
         timeout_s: time limit of a connection.
+        hosts: names that a request may be for, beside addresses, localhost and the names of this machine. A site that lets its
+            own name lead to this address makes browsers send that name.
     """
 
-    def __init__(self, pages: Mapping[str, Page], timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(self, pages: Mapping[str, Page], timeout_s: float = TIMEOUT_S, hosts: Collection[str] = ()) -> None:
         self._pages = pages
         self._timeout_s = timeout_s
-        self._open: set[asyncio.Task[None]] = set()
+        self._hosts = {"localhost", *(host_of(host) for host in hosts)}
+        self._open: dict[asyncio.Task[None], None] = {}
+        """The connections, the oldest one first."""
         self._server: asyncio.Server | None = None
+        self._naming: asyncio.Task[None] | None = None
 
     async def start(self, address: Address) -> str:
         """Listen; return the address with the chosen port.
@@ -54,10 +62,15 @@ class MetricsPage:
         except (OSError, ValueError) as error:
             what = f"Cannot listen on {address.text} for metrics: {getattr(error, 'strerror', None) or 'not HOST:PORT'}."
             raise CannotListen(what, "Choose another --metrics address.", address=address.text) from None
+        self._hosts |= {host_of(host), host_of(socket.gethostname())}
+        self._naming = asyncio.create_task(self._add_full_name(), name="full host name")
         return f"{host}:{self._server.sockets[0].getsockname()[1]}"
 
     async def close(self) -> None:
         """Stop listening, and cut open connections."""
+        if self._naming is not None:
+            self._naming.cancel()
+            await asyncio.wait({self._naming})
         if self._server is not None:
             self._server.close()
             await self._server.wait_closed()
@@ -66,12 +79,24 @@ class MetricsPage:
         await asyncio.gather(*self._open, return_exceptions=True)
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        if len(self._open) >= _MAX_CONNECTIONS:
-            writer.transport.abort()
-            return
+        if len(self._open) >= _MAX_CONNECTIONS:  # a request takes milliseconds, so the oldest one is no scrape
+            oldest = next(iter(self._open))
+            del self._open[oldest]
+            oldest.cancel()
         task = asyncio.create_task(self._serve(reader, writer), name="metrics")
-        self._open.add(task)
-        task.add_done_callback(self._open.discard)
+        self._open[task] = None
+
+        def end(_: object) -> None:
+            self._open.pop(task, None)
+            # A client that reads nothing would keep an orderly end, and its place, for ever.
+            writer.transport.abort()
+
+        task.add_done_callback(end)
+
+    async def _add_full_name(self) -> None:
+        """Learn this machine's name with its domain, which may take a name server seconds."""
+        with contextlib.suppress(OSError):
+            self._hosts.add(host_of(await asyncio.to_thread(socket.getfqdn)))
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -85,9 +110,10 @@ class MetricsPage:
             log.debug("a request for metrics was cut", why=str(error))
         except Exception:
             log.exception("a request for metrics failed")
-        finally:
-            # A client that reads nothing would keep an orderly end, and its place, for ever.
-            writer.transport.abort()
+
+    def _is_own(self, authority: str) -> bool:
+        host = host_of(authority)
+        return bool(host) and (is_address(host) or host in self._hosts)
 
     async def _answer(self, head: bytes) -> Answer:
         lines = head.decode("latin-1").split("\r\n")
@@ -96,10 +122,13 @@ class MetricsPage:
             return _text(HTTPStatus.BAD_REQUEST, "not HTTP/1")
         if words[0] not in ("GET", "HEAD"):
             return _text(HTTPStatus.METHOD_NOT_ALLOWED, "only GET")
+        fields = [(name.strip().lower(), value.strip()) for name, _, value in (line.partition(":") for line in lines[1:])]
+        if not all(self._is_own(value) for name, value in fields if name == "host"):
+            return _text(HTTPStatus.MISDIRECTED_REQUEST, "not served for this host: use an IP address, or --metrics-host NAME")
         page = self._pages.get(words[1].partition("?")[0])
         if page is None:
             return _text(HTTPStatus.NOT_FOUND, "\n".join(self._pages))
-        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+        headers = dict(fields)
         status, kind, body = await page(headers.get("accept", ""))
         return status, kind, b"" if words[0] == "HEAD" else body
 

@@ -75,7 +75,8 @@ class Monitor:
             self._tracing = open_tracing(config.otlp, version)
             jobs.announcer.on_event(self._tracing.on_event)
         self._page = MetricsPage(
-            {"/metrics": self._metrics, "/healthz": probe(lambda: ""), "/readyz": probe(self._why_not_ready)}
+            {"/metrics": self._metrics, "/healthz": probe(lambda: ""), "/readyz": probe(self._why_not_ready)},
+            hosts=config.metrics_hosts,
         )
 
     async def start(self, background: Background) -> None:

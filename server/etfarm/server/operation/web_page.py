@@ -25,6 +25,7 @@ import structlog
 from etfarm.server.config import Config
 from etfarm.server.operation.page_confinement import PageConfinement
 from etfarm.server.rpc.door.certificates import signature_of
+from etfarm.server.rpc.door.forwarded import PAGE_KEY
 from etfarm.wire.channel import parse_address
 from etfarm.wire.errors import FarmError, Kind, UserError
 from etfarm.wire.tls import BadTlsFile
@@ -191,7 +192,9 @@ class WebPage:
             for file in files:
                 os.close(file)
         self._process = process
-        assert process.stdout is not None
+        assert process.stdin is not None and process.stdout is not None
+        # The secret by which this server believes what address a visitor has; other processes never see a pipe.
+        process.stdin.write(f"{PAGE_KEY}\n".encode())
         try:
             async with asyncio.timeout(START_S):
                 line = (await process.stdout.readline()).decode(errors="replace").strip()
@@ -255,13 +258,16 @@ def arguments(config: Config, server: str, listener: int, certificate: str | Non
         certificate, key: what the page opens to read them; None without TLS.
     """
     assert config.web is not None
-    words = ["web", "--server", server, "--listen", config.web.text, "--listen-fd", str(listener), "--exit-with-stdin"]
+    words = ["web", "--server", server, "--listen", config.web.text, "--listen-fd", str(listener)]
+    words += ["--exit-with-stdin", "--key-from-stdin"]
     if certificate is not None and key is not None:
         words += ["--tls-ca", certificate]
         if not config.web.is_local:
             words += ["--tls-cert", certificate, "--tls-key", key]
     if config.web_public_url:
         words += ["--public-url", config.web_public_url]
+    for proxy in config.web_trusted_proxies:
+        words += ["--trusted-proxy", proxy]
     return [*words, "--insecure"] if config.insecure else words
 
 

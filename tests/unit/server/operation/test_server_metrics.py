@@ -113,7 +113,7 @@ async def request(host: str, port: int, data: bytes) -> bytes:
 @pytest.mark.parametrize(
     ("sent", "status", "body"),
     [
-        (b"GET /metrics HTTP/1.1\r\nHost: x\r\nAccept: text/x\r\n\r\n", b"200 OK", b"text/x"),
+        (b"GET /metrics HTTP/1.1\r\nHost: localhost:80\r\nAccept: text/x\r\n\r\n", b"200 OK", b"text/x"),
         (b"GET /metrics?a=b HTTP/1.0\r\n\r\n", b"200 OK", b""),
         (b"HEAD /healthz HTTP/1.1\r\n\r\n", b"200 OK", b""),
         (b"GET /healthz HTTP/1.1\r\n\r\n", b"200 OK", b"ok\n"),
@@ -134,15 +134,11 @@ async def test_endless_requests_and_crowds_are_cut_and_others_are_served(page: t
     _, host, port = page
     assert await request(host, port, b"GET /" + b"x" * 50_000) == b""
     crowd = [await asyncio.open_connection(host, port) for _ in range(16)]
-    assert await request(host, port, b"GET /healthz HTTP/1.1\r\n\r\n") == b""
+    answer = await request(host, port, b"GET /healthz HTTP/1.1\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 200"), "the oldest idle connection ends for the next one"
+    assert await crowd[0][0].read() == b""
     for _, writer in crowd:
         writer.close()
-    for _, writer in crowd:
-        await writer.wait_closed()
-    async with asyncio.timeout(30):
-        while not (answer := await request(host, port, b"GET /healthz HTTP/1.1\r\n\r\n")):
-            pass
-    assert answer.startswith(b"HTTP/1.1 200")
 
 
 async def test_clients_that_read_nothing_keep_no_place() -> None:
@@ -155,13 +151,34 @@ async def test_clients_that_read_nothing_keep_no_place() -> None:
     try:
         for each in crowd:
             each.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
-        async with asyncio.timeout(30):
-            while not (answer := await request(host, int(port), b"GET /healthz HTTP/1.1\r\n\r\n")):
-                pass
+        answer = await request(host, int(port), b"GET /healthz HTTP/1.1\r\n\r\n")
         assert answer.startswith(b"HTTP/1.1 200")
+        async with asyncio.timeout(30):
+            while created._open:
+                await asyncio.wait(created._open)
     finally:
         for each in crowd:
             each.close()
+        await created.close()
+
+
+@pytest.mark.parametrize(
+    ("host", "status"),
+    [
+        ("127.0.0.1", b"200"), ("127.0.0.1:9464", b"200"), ("10.9.8.7:9464", b"200"), ("[::1]:9464", b"200"),
+        ("LocalHost:1", b"200"), (f"{socket.gethostname()}:9464", b"200"), ("farm.example:9464", b"200"),
+        ("evil.example", b"421"), ("evil.example:9464", b"421"), ("127.0.0.1.evil.example", b"421"), ("", b"421"),
+        ("localhost.", b"421"), ("localhost@evil.example", b"421"), ("localhost:80:evil.example", b"421"), ("[::1]evil", b"421"),
+        ("localhost\r\nHost: evil.example", b"421"),
+    ],
+)  # fmt: skip
+async def test_a_name_that_is_led_here_gets_no_metrics(host: str, status: bytes) -> None:
+    created = MetricsPage({"/healthz": probe(lambda: "")}, hosts=["Farm.example"])
+    address, _, port = (await created.start(Address("127.0.0.1:0"))).rpartition(":")
+    try:
+        answer = await request(address, int(port), b"GET /healthz HTTP/1.1\r\nHost: %b\r\n\r\n" % host.encode())
+        assert answer[9:12] == status
+    finally:
         await created.close()
 
 

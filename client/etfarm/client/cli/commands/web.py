@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import resource
-import socket
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Final
@@ -18,13 +18,15 @@ from etfarm.client.cli.event_loop import run_async
 from etfarm.client.cli.terminal.capabilities import tell
 from etfarm.client.cli.usage import Usage
 from etfarm.client.errors import EtfarmError, ExtraMissing, Interrupted, Kind
+from etfarm.wire.authority import host_of
 from etfarm.wire.channel import Access, Address, parse_address, parse_addresses
 from etfarm.wire.names import SERVER_VARIABLE
-from etfarm.wire.owner import at_end_of_stdin
+from etfarm.wire.owner import at_end_of_stdin, line_of_stdin
 from etfarm.wire.private import close_umask
 from etfarm.wire.tls import read_identity
 
 if TYPE_CHECKING:
+    from etfarm.client.web.options import Network
     from etfarm.client.web.visitors import Visitors
 
 LISTEN: Final = "127.0.0.1:0"
@@ -51,6 +53,14 @@ def web(
         list[str] | None,
         typer.Option("--allow-host", metavar="NAME", help="A host name that browsers may use for the page; repeatable."),
     ] = None,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--trusted-proxy",
+            metavar="ADDRESS",
+            help="Address or network of a reverse proxy whose X-Forwarded-For names each visitor's address; repeatable.",
+        ),
+    ] = None,
     tls_cert: Annotated[Path | None, typer.Option("--tls-cert", metavar="FILE", help="PEM certificate chain, for https.")] = None,
     tls_key: Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="PEM key of the certificate.")] = None,
     insecure: Annotated[
@@ -63,6 +73,7 @@ def web(
         int | None, typer.Option("--listen-fd", help="Descriptor of a socket that listens on --listen already.", hidden=True)
     ] = None,
     exit_with_stdin: Annotated[bool, typer.Option("--exit-with-stdin", help="End when stdin ends.")] = False,
+    key_from_stdin: Annotated[bool, typer.Option("--key-from-stdin", hidden=True)] = False,
     server: options.Server = None,
     tls_ca: options.TlsCa = None,
     project: options.Project = None,
@@ -79,9 +90,12 @@ def web(
         if (error.name or "").startswith("etfarm"):
             raise
         raise ExtraMissing("`etfarm web`", "web", error.name or "a library") from None
-    from etfarm.client.web.options import LOOPBACK_HOSTS, WebOptions, host_name
+    from etfarm.client.web.options import LOOPBACK_HOSTS, WebOptions
 
     close_umask()  # files of visitors
+    proxies = tuple(_network(text) for text in trusted_proxy or ())
+    hosts = LOOPBACK_HOSTS | {host_of(address.text)} | {_host(name) for name in allow_host or ()}
+    key = line_of_stdin() if key_from_stdin else ""
     host, _, port = address.text.rpartition(":")
     scheme = "https" if tls_cert is not None else "http"
 
@@ -91,13 +105,12 @@ def web(
             at_end_of_stdin(stop.set)
         async with AsyncExitStack() as stack:
             farm_address, is_own = await _find_farm(stack, server, tls_ca)
-            listener = page.listen(host.strip("[]"), int(port)) if listen_fd is None else socket.socket(fileno=listen_fd)
+            listener = page.listen(host.strip("[]"), int(port)) if listen_fd is None else page.adopt(listen_fd)
             if not is_own:  # a farm of this command inherits its limits
                 _limit_memory()
-            hosts = LOOPBACK_HOSTS | {host_name(address.text)} | {host_name(name) for name in allow_host or ()}
             web_options = WebOptions(
                 farm_address, Path(tls_ca) if tls_ca else None, public_url=public_url, allowed_hosts=hosts,
-                is_https=tls_cert is not None,
+                is_https=tls_cert is not None, trusted_proxies=proxies, forwarded_key=key,
             )  # fmt: skip
             url = public_url.rstrip("/") or f"{scheme}://{host}:{listener.getsockname()[1]}"
             # The embedded farm's token, or ETFARM_TOKEN: that of whoever runs this command.
@@ -168,3 +181,30 @@ def _checked(listen: str, tls_cert: Path | None, tls_key: Path | None, *, is_pub
             "Give --tls-cert and --tls-key, or --public-url https://... behind a reverse proxy, or --insecure.",
         )
     return address
+
+
+def _host(name: str) -> str:
+    """Return a host that browsers may use.
+
+    Raises:
+        Usage: it is not one.
+    """
+    host = host_of(name)
+    if not host:
+        raise Usage(f"--allow-host must be a host name, got {name[:80]!r}.", "Give the name alone, for example farm.example.")
+    return host
+
+
+def _network(text: str) -> Network:
+    """Return the network of a reverse proxy.
+
+    Raises:
+        Usage: it is not one.
+    """
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError:
+        raise Usage(
+            f"--trusted-proxy must be an IP address or a network, got {text[:80]!r}.",
+            "Give for example 127.0.0.1 or 10.0.0.0/24.",
+        ) from None

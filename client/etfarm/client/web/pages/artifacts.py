@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Final
 
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from etfarm.client.admin.artifacts import NoSuchArtifact
 from etfarm.client.errors import Kind, UserError
+from etfarm.client.web.connections import LEAST_DOWNLOAD_BYTES, Place
 from etfarm.client.web.templating import render
-from etfarm.client.web.visitors import farm
+from etfarm.client.web.visitors import farm, visitor_of
 
 MAX_ARTIFACTS: Final = 500
 MAX_JOBS: Final = 500
@@ -26,11 +29,11 @@ MAX_SEARCHED: Final = 2_000
 """Number of the newest artifacts and jobs that an artifact's own page searches."""
 MAX_SUBMISSIONS: Final = 100
 """Number of the newest jobs whose submissions an artifact's page searches for its digest."""
-MAX_DOWNLOADS: Final = 4
-"""Number of downloads at the same time: each is a stream of the farm."""
+MAX_WAITING: Final = 8
+"""Number of downloads of one token that wait for others."""
+WAIT_S: Final = 20.0
+"""Seconds that a download waits for others at most."""
 _DIGEST: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
-
-_downloads = asyncio.Semaphore(MAX_DOWNLOADS)
 
 
 class DownloadTooLarge(UserError):
@@ -72,27 +75,60 @@ async def artifact(request: Request) -> Response:
 async def content(request: Request) -> Response:
     """Send an artifact's bytes as a file that the browser saves and never opens."""
     digest = _digest(request)
-    if _downloads.locked():
-        raise HTTPException(503, "Too many downloads are running: try again in a minute.")
-    chunks = (await farm(request)).artifacts.read(digest)
-    first = await anext(chunks, b"")  # errors of the farm become a page, as long as nothing was sent
+    account, slots = visitor_of(request).account.digest, request.app.state.downloads
+    client = await farm(request)
+    await slots.acquire(account, WAIT_S)
+    release = partial(slots.release, account)
+    chunks = client.artifacts.read(digest)
+    assert isinstance(chunks, AsyncGenerator)
+    try:
+        first = await anext(chunks, b"")  # errors of the farm become a page, as long as nothing was sent
+    except BaseException:
+        release()
+        raise
     name = f"{digest[:12]}{_ending(first)}"
     headers = {"content-disposition": f'attachment; filename="{name}"', "content-encoding": "identity"}
-    limit = request.app.state.options.max_download_bytes
-    return StreamingResponse(_send(first, chunks, limit), media_type="application/octet-stream", headers=headers)
+    return _Download(first, chunks, request.app.state.options.max_download_bytes, headers, release)
+
+
+class _Download(StreamingResponse):
+    """An artifact's bytes, which keep a slot and a stream of the farm until the browser has them or has gone."""
+
+    def __init__(
+        self,
+        first: bytes,
+        chunks: AsyncGenerator[bytes, None],
+        limit: int,
+        headers: Mapping[str, str],
+        release: Callable[[], None],
+    ) -> None:
+        super().__init__(_send(first, chunks, limit), media_type="application/octet-stream", headers=headers)
+        self._chunks = chunks
+        self._release = release
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if isinstance(place := scope["state"].get("connection"), Place):
+            place.least_bytes = LEAST_DOWNLOAD_BYTES
+        try:
+            if scope["method"] == "HEAD":
+                await Response(headers=self.headers)(scope, receive, send)
+            else:
+                await super().__call__(scope, receive, send)
+        finally:
+            self._release()
+            await self._chunks.aclose()
 
 
 async def _send(first: bytes, chunks: AsyncIterator[bytes], limit: int) -> AsyncIterator[bytes]:
     """Yield the bytes; a file larger than `limit` ends as a broken download."""
     sent = len(first)
-    async with _downloads:
-        yield first
-        async for chunk in chunks:
-            sent += len(chunk)
-            if sent > limit:
-                message = f"The artifact is larger than {limit} bytes, which the page sends at most."
-                raise DownloadTooLarge(message, "Use `etfarm artifacts get`.", limit_bytes=limit)
-            yield chunk
+    yield first
+    async for chunk in chunks:
+        sent += len(chunk)
+        if sent > limit:
+            message = f"The artifact is larger than {limit} bytes, which the page sends at most."
+            raise DownloadTooLarge(message, "Use `etfarm artifacts get`.", limit_bytes=limit)
+        yield chunk
 
 
 def _digest(request: Request) -> str:

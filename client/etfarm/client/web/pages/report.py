@@ -11,21 +11,24 @@ from starlette.routing import Route
 
 from etfarm.client.formats import NoSuchReport, html
 from etfarm.client.web.templating import render
-from etfarm.client.web.visitors import farm
+from etfarm.client.web.turns import FairSlots
+from etfarm.client.web.visitors import farm, visitor_of
 
 MAX_REPORTS: Final = 32
 """Number of reports on one page; each has its samples and operators."""
 MAX_COMPOSED: Final = 4
-"""Number of pages that are composed at the same time, with all reports of a job in memory."""
+"""Number of pages that are composed at the same time, with all reports of a job in memory; 3 at most for one token."""
+WAIT_S: Final = 25.0
+"""Seconds that a page waits for others at most."""
 
-_composing = asyncio.Semaphore(MAX_COMPOSED)
+_composing = FairSlots(MAX_COMPOSED, MAX_COMPOSED - 1, 32, "reports")
 
 
 async def report(request: Request) -> Response:
     """Show the reports of a job, or those of the cells in `cell`."""
     handle = await (await farm(request)).job(request.path_params["job_id"])
     cells = request.query_params.getlist("cell")
-    async with _composing:
+    async with _composing.take(visitor_of(request).account.digest, WAIT_S):
         document = _choose(await handle.document(), cells)
         count = len(document["reports"])
         document["reports"] = document["reports"][:MAX_REPORTS]

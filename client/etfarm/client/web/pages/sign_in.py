@@ -29,7 +29,9 @@ async def sign_in(request: Request) -> Response:
     fields = form(request)
     next_path = _local_path(request, fields.get("next", ""))
     try:
-        visitor = await _visitors(request).sign_in(fields.get("token", "")[:MAX_TOKEN_CHARACTERS])
+        visitor = await _visitors(request).sign_in(
+            fields.get("token", "")[:MAX_TOKEN_CHARACTERS], request.scope["state"]["owner"]
+        )
     except EtfarmError as error:
         return _show(request, "sign_in.html", error=error, next=next_path)
     return _welcome(request, visitor, next_path)
@@ -40,7 +42,7 @@ async def enter(request: Request) -> Response:
     if request.method == "GET":
         return _show(request, "enter.html", code=request.query_params.get("code", ""))
     try:
-        visitor = await _visitors(request).enter(form(request).get("code", ""))
+        visitor = await _visitors(request).enter(form(request).get("code", ""), request.scope["state"]["owner"])
     except EtfarmError as error:
         return _show(request, "sign_in.html", error=error)
     return _welcome(request, visitor, "")
@@ -76,7 +78,12 @@ def _show(request: Request, template: str, *, error: EtfarmError | None = None, 
         cookie = secrets.token_urlsafe(COOKIE_BYTES)
     status = STATUSES[error.kind] if error is not None else 200
     token = visitors.csrf.create(cookie)
-    page = render(request, template, title="Sign in", status=status, error=error, form_token=token, next=next, code=code)
+    wait_s = error.metadata.get("retry_after_s", "") if error is not None else ""
+    page = render(
+        request, template, title="Sign in", status=status, error=error, form_token=token, next=next, code=code, wait_s=wait_s
+    )
+    if wait_s:
+        page.headers["retry-after"] = wait_s
     visitors.set_cookie(page, cookie)
     return page
 

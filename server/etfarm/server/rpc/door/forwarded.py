@@ -1,17 +1,20 @@
-"""The address of a caller whose call another server of the farm forwarded, and the leader's word that a caller is known."""
+"""The address of a caller whose call another server or this server's web page forwarded, and the leader's word on a caller."""
 
 from __future__ import annotations
 
 import hmac
+import secrets
 from collections.abc import AsyncIterator
 from typing import Any, Final
 
 from grpc.aio import ServicerContext
 
-PEER: Final = "etfarm-forwarded-peer"
-"""The metadata that names the caller's connection as gRPC does, such as `ipv4:10.0.0.7:4711`."""
-KEY: Final = "etfarm-forwarded-key"
-"""The metadata with the secret that only servers of the farm know."""
+from etfarm.wire.names import FORWARDED_KEY_METADATA, FORWARDED_PEER_METADATA
+
+PEER: Final = FORWARDED_PEER_METADATA
+KEY: Final = FORWARDED_KEY_METADATA
+PAGE_KEY: Final = secrets.token_urlsafe(32)
+"""The secret of the web page that this process starts, which calls for its visitors."""
 QUESTION: Final = "etfarm-forwarded-question"
 """The metadata of a call that only asks whether the leader admits its caller. It has no message, and the method is not called."""
 ACCEPTED: Final = "etfarm-accepted"
@@ -28,7 +31,7 @@ def forwarded_metadata(peer: str, secret: str) -> tuple[tuple[str, str], ...]:
 
 
 class Forwarded:
-    """The check of forwarded addresses. Callers could claim any address, so only servers that know the secret are believed.
+    """The check of forwarded addresses, which callers could invent: it believes the farm's servers and this process's web page.
 
     Args:
         secret: the secret of the farm's servers; empty if no other server forwards calls to this one.
@@ -41,9 +44,10 @@ class Forwarded:
         """Return gRPC's name of the caller's connection; None for a call that the caller made here."""
         sent = {name: value for name, value in metadata or () if name in (PEER, KEY)}
         key, peer = sent.get(KEY), sent.get(PEER)
-        if not self._secret or not isinstance(key, str) or not isinstance(peer, str):
+        if not isinstance(key, str) or not isinstance(peer, str):
             return None
-        return peer[:MAX_PEER] if hmac.compare_digest(key.encode(), self._secret) else None
+        is_server = bool(self._secret) and hmac.compare_digest(key.encode(), self._secret)
+        return peer[:MAX_PEER] if is_server or hmac.compare_digest(key.encode(), PAGE_KEY.encode()) else None
 
 
 def is_question(metadata: Any) -> bool:
