@@ -15,7 +15,7 @@ from etfarm.wire.private import make_private
 
 log = logging.getLogger(__name__)
 
-MARKS: Final = ("lock", "agent_id", "runs", "cache", "versions")
+MARKS: Final = ("lock", "agent_id", "runs", "results", "cache", "versions", "own-runners.json")
 """Names by which an agent's data folder is recognized."""
 
 
