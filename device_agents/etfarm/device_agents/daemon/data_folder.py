@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import os
 import shutil
 import uuid
 from pathlib import Path
@@ -33,7 +34,8 @@ class DataFolder:
         try:
             # Other users, runners above all, must not read results, the cache or the agent's identity.
             make_private(path, MARKS)
-            self._lock: IO[str] = (path / "lock").open("a+")
+            flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+            self._lock: IO[str] = os.fdopen(os.open(path / "lock", flags, 0o600), "r+")
         except OSError as error:
             raise FolderUnusable(path, error.strerror or str(error)) from None
         try:

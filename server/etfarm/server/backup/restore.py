@@ -25,7 +25,7 @@ from etfarm.server.state.folder import LOCK, RESTORING
 from etfarm.server.state.revisions import HEAD, known_revisions
 from etfarm.server.state.sqlite import LOGS, merge_log
 from etfarm.server.transfer import rows, untrusted
-from etfarm.server.transfer.artifacts import BucketArtifacts, FileArtifacts, artifacts_of, copy_artifacts
+from etfarm.server.transfer.artifacts import BucketArtifacts, FileArtifacts, artifacts_of, copy_artifacts, count_missing_bytes
 from etfarm.server.transfer.database import FarmDatabase, begin_copy, copy_rows, stopped
 from etfarm.server.transfer.files import Differs, copy_verified, open_plain, sync_folder
 from etfarm.server.transfer.rows import OnProgress
@@ -166,6 +166,8 @@ def _marker_of(data: Path) -> str:
 def _prepare(data: Path, manifest: Manifest) -> None:
     """Create the data folder with a marker, without which no server starts on it before the restore has ended."""
     marker = data / RESTORING
+    if marker.is_symlink():
+        raise BackupRefused(f"{marker} is a link, which no restore leaves.", "Delete it, or choose another --data.")
     if data.exists() and not data.is_dir():
         raise BackupRefused(f"{data} is not a folder.", "Choose another --data.")
     if data.is_dir() and not marker.exists() and [path for path in data.iterdir() if path.name != LOCK]:
@@ -199,7 +201,7 @@ async def _copy_artifacts(
             raise BackupDamaged(f"{folder} is a link, which no backup has.", "Use another backup.")
     source, target = FileArtifacts(backup / ARTIFACTS / BLOBS), artifacts_of(blobs, data / ARTIFACTS / BLOBS, data)
     if blobs is None:
-        _require_room(data, sum([size for digest, size in wanted.items() if await target.size(digest) != size]))
+        _require_room(data, await count_missing_bytes(target, iter(wanted.items())))
     if isinstance(target, BucketArtifacts):
         await target.bucket.check()
     copied = await copy_artifacts(source, target, iter(wanted.items()), len(wanted), on_progress)

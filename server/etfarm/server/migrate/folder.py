@@ -9,10 +9,13 @@ from typing import Final
 
 from etfarm.server.artifacts.blobs import ARTIFACTS, BLOBS, CACHE
 from etfarm.server.config import DATABASE
+from etfarm.server.migrate.errors import MoveFailed
 from etfarm.server.state.sqlite import LOGS, MOVED, merge_log
 from etfarm.server.transfer.errors import TargetNotEmpty
 from etfarm.server.transfer.files import sync_folder
 
+_SCRATCH: Final = "migrating"
+"""Folder of what is on its way; deleted with what a killed move has left there."""
 _COPYING: Final = ".copying"
 """Suffix of what is not complete yet."""
 
@@ -34,6 +37,7 @@ class DataFolder:
         self._blobs_moved = self._artifacts / f"{BLOBS}{MOVED}"
         self._blobs_copy = self._artifacts / f"{BLOBS}{_COPYING}"
         self._cache = self._artifacts / CACHE
+        self.scratch = path / _SCRATCH
 
     @property
     def former_database(self) -> Path:
@@ -54,6 +58,20 @@ class DataFolder:
     def blobs_copy(self) -> Path:
         """The folder of artifacts on their way from a bucket."""
         return self._blobs if _has_files(self._blobs) else self._blobs_copy
+
+    def require_plain(self) -> None:
+        """Refuse links where a move writes or renames; only `artifacts` and its `blobs` may be on another disk by links.
+
+        Raises:
+            MoveFailed: there is one.
+        """
+        databases = [self.database, self.database_copy, self._database_moved]
+        for path in (
+            *(each.with_name(each.name + suffix) for each in databases for suffix in ("", *LOGS)),
+            self.scratch, self._blobs_moved, self._blobs_copy, self._cache,
+        ):  # fmt: skip
+            if path.is_symlink():
+                raise MoveFailed(self.path, f"{path} is a link; put what it leads to in its place")
 
     def require_free(self, *, database: bool, blobs: bool) -> None:
         """Refuse a move while the files of an earlier one take the place of those that it leaves.

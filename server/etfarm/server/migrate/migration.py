@@ -20,17 +20,17 @@ from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.cluster.shared_blobs import identify_folder
 from etfarm.server.migrate.errors import ArtifactsLost, MoveFailed, NothingToMove
 from etfarm.server.migrate.folder import DataFolder
-from etfarm.server.state import copies, schema
+from etfarm.server.state import copies, damage, schema
 from etfarm.server.state.database_url import DatabaseUrl
-from etfarm.server.transfer import rows
-from etfarm.server.transfer.artifacts import Artifacts, BucketArtifacts, Copied, artifacts_of, copy_artifacts
+from etfarm.server.state.revisions import HEAD, known_revisions
+from etfarm.server.state.sqlite import merge_log
+from etfarm.server.transfer import rows, untrusted
+from etfarm.server.transfer.artifacts import Artifacts, BucketArtifacts, Copied, artifacts_of, copy_artifacts, count_missing_bytes
 from etfarm.server.transfer.database import FarmDatabase, copy_rows, stopped
 from etfarm.server.transfer.rows import OnProgress
 
 _PAGE_ROWS: Final = 1_000
 """Number of artifacts that are looked up at a time."""
-_SCRATCH: Final = "migrating"
-"""Folder of artifacts on their way from one bucket to another; deleted with what a killed move has left there."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Migration:
 
     def __init__(self, data: Path, source: Place, target: Place, on_progress: OnProgress, *, skip_lost: bool = False) -> None:
         self._folder = DataFolder(data)
-        self._scratch = data / _SCRATCH
+        self._scratch = self._folder.scratch
         self._source = source
         self._target = target
         self._on_progress = on_progress
@@ -102,6 +102,7 @@ class Migration:
                 "The farm is already where it is to be moved.",
                 "Name another place with --to-config, --to-database or --to-blobs.",
             )
+        self._folder.require_plain()
         self._folder.require_free(
             database=self._moves_rows and self._source.database is None,
             blobs=self._moves_artifacts and self._source.blobs is None,
@@ -136,6 +137,10 @@ class Migration:
                 self._folder.require_no_database()
             with database.connected() as connection, connection.begin():
                 moved.row_count = copy_rows(connection, self._target_database(), self._name, self._on_progress)
+            if self._target.database is None and database.url is not None:
+                # PostgreSQL's columns may have had other types.
+                merge_log(self._folder.database_copy)
+                self._validate(self._folder.database_copy)
         if self._moves_artifacts:
             moved.artifacts = asyncio.run(self._copy_artifacts(database))
             if moved.artifacts.lost and not self._skip_lost:
@@ -151,8 +156,27 @@ class Migration:
             raise NothingToMove(
                 f"{database} has no farm.", "Name the farm's data folder with --data, its database with --database."
             )
+        if database.url is None:
+            damage.check(database.path, HEAD, known_revisions())
+            merge_log(database.path)
+            self._validate(database.path)
         database.open()
         return database
+
+    def _validate(self, path: Path) -> None:
+        """Refuse a file that somebody has changed: opening it would run its triggers.
+
+        Raises:
+            DatabaseForeign: it is not as etfarm wrote it.
+        """
+        revision = untrusted.revision_of(path)
+        if revision is None:
+            return  # opening it is refused
+        self._scratch.mkdir(mode=0o700, exist_ok=True)
+        try:
+            untrusted.validate(path, self._scratch / "schema", revision, self._on_progress)
+        except untrusted.Malformed as error:
+            raise damage.DatabaseForeign(path, str(error)) from error
 
     def _has_farm(self, database: FarmDatabase) -> bool:
         if database.url is None:
@@ -212,6 +236,10 @@ class Migration:
             raise NothingToMove(f"The artifacts of {self._folder.path} are in a bucket.", "Name it with --blobs.")
         if isinstance(target, BucketArtifacts) and not is_resumed:
             await target.begin(self._artifacts_name)
+        if self._target.blobs is None:
+            needed, free = await count_missing_bytes(target, _wanted(database)), shutil.disk_usage(self._folder.path).free
+            if needed > free:
+                raise MoveFailed(self._folder.path, f"the artifacts need {needed} bytes of disk, and {free} are free")
         return await copy_artifacts(source, target, _wanted(database), _count_artifacts(database), self._on_progress)
 
     def _target_artifacts(self) -> Artifacts:

@@ -144,7 +144,9 @@ def error_of(path: Path, error: BaseException | None) -> FarmError | None:
 
 def _open(path: Path) -> sqlite3.Connection:
     """Open the file read-only, so that the write-ahead log of another database is not merged into it."""
-    return sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=10.0)
+    connection = sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True, timeout=10.0)
+    connection.execute("PRAGMA trusted_schema=OFF")
+    return connection
 
 
 def _check_pages(connection: sqlite3.Connection, path: Path, *, whole: bool) -> None:

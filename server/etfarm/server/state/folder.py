@@ -41,7 +41,8 @@ def locked(folder: Path) -> Iterator[None]:
     """
     try:
         make_private(folder, MARKS)
-        lock = (folder / LOCK).open("a+")
+        # A link in its place would let this process truncate another file.
+        lock = os.fdopen(os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600), "a+")
     except OSError as error:
         raise UserError(f"The data folder {folder} cannot be used: {error.strerror}.", "Choose another --data.") from None
     with lock:

@@ -21,6 +21,7 @@ from etfarm.server.state.copies import CopyUnfinished
 from etfarm.server.transfer.errors import CopyDiffers, TargetNotEmpty
 from etfarm.server.transfer.files import Differs, copy_verified, link_or_copy, open_plain, verified_file
 from etfarm.server.transfer.rows import OnProgress
+from etfarm.wire import digest as digests
 
 _AT_ONCE: Final = 8
 """Number of artifacts that are copied at a time."""
@@ -222,6 +223,25 @@ class Copied:
     """Digests of those that are missing or damaged where they were to be copied from."""
 
 
+def _require_name(digest: object, size_bytes: object) -> None:
+    """Refuse what a database names that is no artifact: paths are made of it."""
+    if not (isinstance(digest, str) and digests.is_digest(digest) and isinstance(size_bytes, int) and size_bytes >= 0):
+        raise CopyDiffers(
+            f"The farm's database names the artifact {str(digest)[:80]!r} of {str(size_bytes)[:40]} bytes, which is none.",
+            "Somebody has changed the database; use a backup.",
+        )
+
+
+async def count_missing_bytes(target: Artifacts, wanted: Iterator[tuple[str, int]]) -> int:
+    """Return how many bytes a copy of the artifacts adds to the target."""
+    total = 0
+    for digest, size_bytes in wanted:
+        _require_name(digest, size_bytes)
+        if await target.size(digest) != size_bytes:
+            total += size_bytes
+    return total
+
+
 async def copy_artifacts(
     source: Artifacts, target: Artifacts, wanted: Iterator[tuple[str, int]], total: int, on_progress: OnProgress
 ) -> Copied:
@@ -232,7 +252,7 @@ async def copy_artifacts(
         total: their number.
 
     Raises:
-        CopyDiffers: the target has other bytes than were written.
+        CopyDiffers: the target has other bytes than were written, or what is wanted is no artifact.
         BlobsUnavailable: a bucket's server failed.
         OSError: a file cannot be written.
     """
@@ -241,6 +261,7 @@ async def copy_artifacts(
     async def work() -> None:
         nonlocal done
         for digest, size_bytes in wanted:
+            _require_name(digest, size_bytes)
             try:
                 if await target.size(digest) != size_bytes:
                     await target.write(digest, size_bytes, source)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
+import shutil
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from sqlalchemy import Connection
 
@@ -16,6 +19,9 @@ from etfarm.server.state.sqlite import LOGS
 from etfarm.server.transfer import rows
 from etfarm.server.transfer.errors import CopyDiffers, OtherVersion, RowRefused
 from etfarm.server.transfer.rows import OnProgress
+
+_ROOM_BYTES: Final = 16 << 20
+"""Disk space that a copy of rows leaves."""
 
 if TYPE_CHECKING:
     from etfarm.server.cluster.stopped import StoppedFarm
@@ -106,13 +112,24 @@ def copy_rows(source: Connection, target: FarmDatabase, name: str, on_progress: 
     is_resumed = begin_copy(target, name)
     with target.connected() as connection:
         try:
-            return rows.copy(source, connection, on_progress)
+            return rows.copy(source, connection, on_progress if target.url is not None else _with_room(target.path, on_progress))
         except (CopyDiffers, RowRefused):
             if not is_resumed:
                 raise
     # The source was used since the copy was interrupted.
     target.clear()
     return copy_rows(source, target, name, on_progress)
+
+
+def _with_room(path: Path, on_progress: OnProgress) -> OnProgress:
+    """Return a function that ends a copy before it fills the disk: a source may have rows without end."""
+
+    def check(what: str, done: int, total: int) -> None:
+        if shutil.disk_usage(path.parent).free < _ROOM_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        on_progress(what, done, total)
+
+    return check
 
 
 def stopped(url: DatabaseUrl) -> AbstractContextManager[StoppedFarm]:

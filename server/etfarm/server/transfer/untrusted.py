@@ -28,15 +28,13 @@ _ENTRIES: Final = 1_000
 """Maximum number of tables, indexes and triggers."""
 _ENTRY: Final = re.compile(r"CREATE (TABLE|INDEX|UNIQUE INDEX|TRIGGER|VIEW) ")
 """How SQLite begins what it stores of each. Nothing else, such as a virtual table, is in a farm's database."""
+_TABLE: Final = "CREATE TABLE "
 _ROW_BYTES: Final = 4
 """Minimum number of bytes that a row takes in the file."""
 _FACTOR: Final = 2
 _SPARE_BYTES: Final = 16 << 20
 """How much more than the file the rows may have together: pages that are used twice would otherwise be rows without end."""
 _PROGRESS_ROWS: Final = 10_000
-_NAME: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}\Z")
-"""What an id is that becomes a part of paths."""
-_IDS: Final = frozenset({("jobs", "id"), ("cells", "id"), ("attempts", "id"), ("reports", "id")})
 _VERSION: Final = "alembic_version"
 _LIMITS: Final = (
     (sqlite3.SQLITE_LIMIT_LENGTH, _VALUE_BYTES), (sqlite3.SQLITE_LIMIT_SQL_LENGTH, 1 << 20),
@@ -127,6 +125,17 @@ def validate(source: Path, scratch: Path, revision: str, on_progress: OnProgress
                 pass
 
 
+def revision_of(source: Path) -> str | None:
+    """Return the revision of a file, as it says; None if it has none that this etfarm knows."""
+    with closing(_open(source)) as reader:
+        try:
+            (text,) = reader.execute(f"SELECT sql FROM sqlite_master WHERE name = '{_VERSION}'").fetchone() or ("",)
+            found = reader.execute(f"SELECT version_num FROM {_VERSION}").fetchone() if str(text).startswith(_TABLE) else None
+        except sqlite3.Error:
+            return None
+    return found[0] if found and found[0] in revisions.known_revisions() else None
+
+
 class _Rows:
     """The rows of a file, whose values are those that etfarm writes, and which are not more than fit into the file."""
 
@@ -197,9 +206,7 @@ def _create(path: Path, revision: str) -> _Schema:
 
 
 def _check_of(table: str, column: str, declared: str) -> Callable[[Any], bool]:
-    """Return what tells whether etfarm would write a value to a column."""
-    if (table, column) in _IDS:
-        return lambda value: isinstance(value, str) and _NAME.match(value) is not None
+    """Return what tells whether etfarm would write a value to a column. Paths are made of digests, and of nothing else."""
     if table == "artifacts" and column == "digest":
         return lambda value: isinstance(value, str) and digests.is_digest(value)
     if table == "artifacts" and column == "size_bytes":
@@ -251,7 +258,7 @@ def _require_schema(reader: sqlite3.Connection, schema: _Schema, revision: str) 
                 raise Malformed(f"it has {str(name)[:80]!r}, which is no table, index or trigger of a farm")
         if len(entries) > _ENTRIES:
             raise Malformed(f"it has more than {_ENTRIES} tables, indexes and triggers")
-        ordinary = {name for kind, name, text in entries if kind == "table" and text and text.startswith("CREATE TABLE ")}
+        ordinary = {name for kind, name, text in entries if kind == "table" and text and text.startswith(_TABLE)}
         for table, columns in {**schema.tables, _VERSION: []}.items():
             if table not in ordinary:
                 raise Malformed(f"it has no table {table!r}")
