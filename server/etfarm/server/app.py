@@ -149,6 +149,8 @@ async def running(
         server = new_server(
             [ObservingInterceptor(monitor.metrics, forwarded=forwarded), interceptor],
             list((dict(SERVER_OPTIONS) | dict(server_options(open_files))).items()),
+            connections,
+            interceptor.has_token,
         )
         servicers = _servicers(config, storage, access, fleet, jobs, host, notices, intake, certificates, monitor, settings, lead)
         checks = servicers.add_to(server)
@@ -168,7 +170,8 @@ async def running(
         background.start(jobs.probing.run(), "health-runs")
         background.start(PowerCycles(fleet.registry, fleet.health, config.power, now).run(), "power-cycles")
         if (port := port_of(address)) is not None:
-            background.start(connections.watch(port), "connections")
+            closing.callback(connections.close)
+            connections.start(port)
         host.start(background)
         background.start(jobs.keeping.retention.tend(), "retention")
         if config.blobs is None:  # the deletion of an object frees no space on this machine

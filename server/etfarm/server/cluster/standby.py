@@ -58,7 +58,7 @@ async def standing_by(
     connections = Connections(lambda: config.tokens is not None or forwarding.has_seen_refusal, time.monotonic)
     forwarding = Forwarding(links, connections.trust, on_forwarded)
     options = (dict(SERVER_OPTIONS) | dict(server_options(raise_file_limit()))).items()
-    server = new_server([], list(options))
+    server = new_server([], list(options), connections)
     checks = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection([*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
@@ -70,12 +70,13 @@ async def standing_by(
         asyncio.create_task(_report_health(checks, leadership, links, wait_s), name="health"),
     ]
     if (port := port_of(address)) is not None:
-        tasks.append(asyncio.create_task(connections.watch(port), name="connections"))
+        connections.start(port)
     try:
         yield address
     finally:
         for task in tasks:
             task.cancel()
+        connections.close()
         stopping = asyncio.ensure_future(server.stop(_GRACE_S))  # closes the port first
         await links.close()
         await stopping

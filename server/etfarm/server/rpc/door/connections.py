@@ -1,25 +1,35 @@
-"""Limits on connections to the server. Connections without a valid token are closed before they exhaust the limits.
+"""Limits on connections to the server. Connections without a valid token are closed or paused before they exhaust the limits.
 
 gRPC neither reports nor closes connections without calls. However, they are sockets of this process, so their peers can be read
 and the sockets shut down, which gRPC handles as if the peer had closed them.
+
+A connection without a valid token may begin calls faster than the event loop can take and refuse them. The loop refuses a bounded
+number of such calls per second and drops the others, and a thread pauses the connections that begin them. A pause loses nothing: the
+kernel ignores what arrives, and the peer sends it again later. So a client whose first calls wait in the queue is only delayed,
+whereas an attacker whose connection were closed would open another one.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import ctypes
+import functools
 import ipaddress
 import os
 import resource
 import socket
 import stat
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+import struct
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 from urllib.parse import unquote
 
 import structlog
+
+from etfarm.server.rpc.door.failures import Allowance
 
 log = structlog.get_logger()
 
@@ -42,8 +52,7 @@ HANDSHAKE_MS: Final = 10_000
 MAX_STREAMS: Final = 256
 """Maximum number of concurrent calls over one connection; further calls wait in the client.
 
-Refusing a call takes 0.35 ms, and calls of one method are handled in order. This many calls, on all connections that one address
-may open without a valid token, delay others by up to 3 s.
+gRPC also counts calls that were reset and still wait for the event loop.
 """
 
 MAX_PENDING: Final = 65_536
@@ -55,10 +64,27 @@ MAX_REQUEST_BYTES: Final = 32 << 20
 MAX_METADATA_BYTES: Final = 16 << 10
 """Maximum size of a request's metadata, which contains a token and a project."""
 
-LOOK_S: Final = 1.0
+WAITING: Final = 1024
+"""Number of waiting calls of connections without a valid token, above which those with the most are paused.
 
-_PAUSE_S: Final = 0.05
-"""Minimum time between two checks, regardless of the number of calls with invalid tokens."""
+Taking and dropping a call needs 0.1 ms of the event loop, on a busy machine several times as much; calls of one method are taken in
+order, so this is what a valid caller waits for.
+"""
+
+REFUSALS: Final = 256
+"""Number of calls without a valid token that are refused at once; each takes 0.35 ms."""
+
+REFUSALS_A_SECOND: Final = 400.0
+"""Rate at which further calls without a valid token are refused; those beyond it are dropped, and their connections paused."""
+
+LOOK_S: Final = 1.0
+"""Maximum time between two checks of the connections."""
+
+_TICK_S: Final = 0.05
+"""Interval at which the number of waiting calls is checked, and minimum time between two checks of the connections."""
+
+_BURST: Final = 256
+"""Growth of the number of waiting calls, after which the connections are checked at once."""
 
 _MIN_RESERVED: Final = 192
 """Minimum number of file descriptors reserved for the server: the database, children's pipes, and artifact transfers."""
@@ -94,6 +120,8 @@ def server_options(files: int) -> list[tuple[str, int]]:
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
         # Only "identity": etfarm's clients do not compress, and a small compressed message can expand to a large one.
         ("grpc.compression_enabled_algorithms_bitset", 1),
+        ("grpc.enable_channelz", 1),  # counts what connections begin
+        ("grpc.max_channel_trace_event_memory_per_node", 0),
     ]
 
 
@@ -140,6 +168,16 @@ def _peer_of(opened: socket.socket | None, port: int) -> Peer | None:
     return _plain(host), peer_port
 
 
+class Counts(Protocol):
+    """The calls that began, which gRPC counts before the event loop takes them."""
+
+    def begun(self) -> int:
+        """Return the number of calls of all connections since the start of the server."""
+
+    def begun_by(self, peers: Collection[Peer]) -> dict[Peer, int]:
+        """Return the number of calls that each of these open connections has begun."""
+
+
 class Connections:
     """The TCP connections to one port of this process.
 
@@ -161,56 +199,136 @@ class Connections:
         self._clock = clock
         self._open_files = open_files
         self._find_peer = find_peer
+        self.counts: Counts | None = None
+        """The server's counts; None if calls are not limited before they are handled."""
+        self.dropped = 0
+        """Number of calls that were dropped."""
+        self._taken = 0
+        self._taken_of: Counter[Peer] = Counter()
+        """Numbers of calls without a valid token that the event loop has taken, by connection."""
+        self._refusals = Allowance(REFUSALS, REFUSALS_A_SECOND, clock)
         self._trusted: set[Peer] = set()
         self._distrusted: set[Peer] = set()
+        self._paused: set[Peer] = set()
         self._since: dict[Peer, float] = {}
         self._sockets: dict[tuple[int, int], Peer | None] = {}
         """Peers of the sockets at the last look, by descriptor and inode; None for those that are no connections to the port.
         Asking the kernel takes long."""
-        self._wake = asyncio.Event()
+        self._wake = threading.Event()
+        self._is_closed = False
+        self._thread: threading.Thread | None = None
+
+    def admits(self, peer: str, has_token: Callable[[], bool]) -> bool:
+        """Return whether a call is to be handled; otherwise it is to be dropped.
+
+        Calls with a valid token and calls of connections that have sent one are always handled.
+
+        Args:
+            peer: gRPC's name of the connection's peer.
+            has_token: returns whether the call has a valid token.
+        """
+        self._taken += 1
+        known = parse_peer(peer)
+        if known is None or known in self._trusted or not self._asks_for_tokens():
+            return True
+        if has_token():
+            self.trust(peer)
+            return True
+        self._taken_of[known] += 1
+        if known not in self._distrusted and self._refusals.take():
+            return True
+        self.dropped += 1
+        self._distrusted.add(known)
+        self._wake.set()
+        return False
 
     def trust(self, peer: str) -> None:
         """Record that a call with a valid token arrived over a connection; `peer` is gRPC's name of the connection's peer."""
-        if (known := _parse(peer)) is not None:
+        if (known := parse_peer(peer)) is not None:
             self._trusted.add(known)
+            if known in self._paused:
+                self._wake.set()
 
     def distrust(self, peer: str) -> None:
-        """Record that a connection keeps sending invalid tokens. It is closed at once unless it has also sent a valid one."""
-        if (known := _parse(peer)) is not None:
+        """Record that a connection keeps sending invalid tokens. It is paused at once unless it has also sent a valid one."""
+        if (known := parse_peer(peer)) is not None:
             self._distrusted.add(known)
             self._wake.set()
 
-    async def watch(self, port: int) -> None:
-        """Close connections without a valid token until the task is cancelled."""
-        if not self._open_files.is_dir():
-            return
-        while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), LOOK_S)
-            await asyncio.sleep(_PAUSE_S)
+    def start(self, port: int) -> None:
+        """Close and pause connections in a thread of their own, since the event loop may be late, until `close`."""
+        if self._open_files.is_dir():
+            self._thread = threading.Thread(target=self._watch, args=(port,), name="connections", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End what `start` began."""
+        self._is_closed = True
+        self._wake.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self, port: int) -> None:
+        looked_s, waiting, dropped, closed = self._clock(), 0, 0, 0
+        while not self._is_closed:
+            self._wake.wait(_TICK_S)
+            now = self._clock()
+            is_regular = now - looked_s >= LOOK_S
+            before, waiting = waiting, self._count_waiting()
+            if not (is_regular or self._wake.is_set() or waiting - before > _BURST):
+                waiting = min(before, waiting)
+                continue
             self._wake.clear()
             try:
-                closed = await asyncio.to_thread(self.look, port)
+                closed += self.look(port)
             except Exception:
                 log.exception("the connections could not be checked")
-                continue
-            if closed:
-                log.warning("closed connections without a valid token or beyond the limits", connections=closed)
+            if is_regular:
+                looked_s = now
+                if closed:
+                    log.warning("closed or paused connections without a valid token or beyond the limits", connections=closed)
+                closed = 0
+                if dropped != self.dropped and waiting < _BURST:
+                    dropped = self.dropped
+                    _return_memory()
+            else:
+                threading.Event().wait(_TICK_S)
+
+    def _count_waiting(self) -> int:
+        return 0 if self.counts is None else self.counts.begun() - self._taken
 
     def look(self, port: int) -> int:
-        """Shut down excess connections and those without a valid token; return their number."""
+        """Close excess connections and those without a valid token, and pause those that flood; return their number."""
         now = self._clock()
         # This runs in a thread: a connection may open and become trusted while the sockets are listed, and an agent calls only
         # once.
-        trusted = self._trusted.copy()
+        trusted, distrusted = self._trusted.copy(), self._distrusted.copy()
         descriptors = self._list(port)
         self._since = {peer: self._since.get(peer, now) for peer in descriptors}
         self._trusted -= trusted - descriptors.keys()
-        excess = list(self._excess(now))
-        self._distrusted.clear()
+        self._distrusted -= distrusted - descriptors.keys()
+        for peer in self._taken_of.keys() - descriptors.keys():
+            self._taken_of.pop(peer, None)
+        self._paused &= descriptors.keys()
+        for peer in self._paused & self._trusted:
+            self._paused.discard(peer)
+            _resume(descriptors[peer], peer, port)
+        excess = set(self._excess(now))
         for peer in excess:
             _shut_down(descriptors[peer], peer, port)
-        return len(excess)
+        paused = self._flooding(descriptors.keys() - excess) - self._paused
+        for peer in paused:
+            self._paused.add(peer)  # first, so that `trust` wakes the thread
+            _pause(descriptors[peer], peer, port)
+        return len(excess) + len(paused)
+
+    def _flooding(self, peers: Collection[Peer]) -> set[Peer]:
+        strangers = set(peers) - self._trusted
+        if not strangers or not self._asks_for_tokens():
+            return set()
+        begun = {} if self.counts is None else self.counts.begun_by(strangers)
+        waiting = {peer: count - self._taken_of[peer] for peer, count in begun.items()}
+        return (strangers & self._distrusted) | most_waiting(waiting, WAITING)
 
     def _list(self, port: int) -> dict[Peer, int]:
         """Return the descriptors of the connections to the port by their peers."""
@@ -228,31 +346,75 @@ class Connections:
         return {peer: number for (number, _), peer in sockets.items() if peer is not None}
 
     def _excess(self, now: float) -> Iterator[Peer]:
-        """Yield the connections to close. Per address, connections without a valid token are closed first, then the newest."""
+        """Yield the connections to close. Per address, paused ones are closed first, then those without a valid token, then the
+        newest."""
         strangers: defaultdict[str, int] = defaultdict(int)
         totals: defaultdict[str, int] = defaultdict(int)
         requires_token = self._asks_for_tokens()
         if len(self._since) <= CONNECTIONS_OF_AN_ADDRESS and not (requires_token and self._since.keys() - self._trusted):
             return
-        for peer, since in sorted(self._since.items(), key=lambda item: (item[0] not in self._trusted, item[1])):
+        for peer, since in sorted(
+            self._since.items(), key=lambda item: (item[0] not in self._trusted, item[0] in self._distrusted, item[1])
+        ):
             is_stranger = requires_token and peer not in self._trusted
             totals[peer[0]] += 1
             strangers[peer[0]] += is_stranger
             if (
                 totals[peer[0]] > CONNECTIONS_OF_AN_ADDRESS
-                or (is_stranger and (peer in self._distrusted or now - since > STRANGER_S))
+                or (is_stranger and now - since > STRANGER_S)
                 or (is_stranger and strangers[peer[0]] > STRANGERS_OF_AN_ADDRESS)
             ):
                 yield peer
 
 
+def most_waiting(waiting: Mapping[Peer, int], most: int) -> set[Peer]:
+    """Return the connections to pause so that at most `most` calls of the others wait: those with the most waiting calls."""
+    left, flooding = sum(waiting.values()), set()
+    for peer, count in sorted(waiting.items(), key=lambda item: -item[1]):
+        if left <= most:
+            break
+        left -= count
+        flooding.add(peer)
+    return flooding
+
+
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # <asm/socket.h>, of all of etfarm's servers' architectures
+_NOTHING = ctypes.create_string_buffer(struct.pack("=HBBI", 6, 0, 0, 0), 8)
+"""A program of the kernel's packet filter: the instruction `BPF_RET | BPF_K` with 0, which accepts no byte of any packet."""
+
+
+def _pause(number: int, peer: Peer, port: int) -> None:
+    """Make the kernel ignore what arrives over a connection. Where it has no packet filter, shut down the connection."""
+    with _socket(number) as opened, contextlib.suppress(OSError):
+        if opened is not None and _peer_of(opened, port) == peer:
+            try:
+                opened.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(_NOTHING)))
+            except OSError:
+                opened.shutdown(socket.SHUT_RDWR)
+
+
+def _resume(number: int, peer: Peer, port: int) -> None:
+    with _socket(number) as opened, contextlib.suppress(OSError):
+        if opened is not None and _peer_of(opened, port) == peer:
+            opened.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
+
+
 def _shut_down(number: int, peer: Peer, port: int) -> None:
     with _socket(number) as opened, contextlib.suppress(OSError):  # the peer has already disconnected
         if opened is not None and _peer_of(opened, port) == peer:  # the descriptor may belong to another connection by now
+            with contextlib.suppress(OSError):  # it is not paused
+                opened.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)  # else the peer's acknowledgement would be ignored
             opened.shutdown(socket.SHUT_RDWR)
 
 
-def _parse(peer: str) -> Peer | None:
+def _return_memory() -> None:
+    """Return the memory of calls that have ended to the kernel, which glibc keeps otherwise."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+@functools.lru_cache(maxsize=4096)
+def parse_peer(peer: str) -> Peer | None:
     """Return the address and port of a gRPC peer such as `ipv6:%5B::1%5D:4711`; None for a unix socket."""
     kind, _, rest = unquote(peer).partition(":")
     host, _, port = rest.rpartition(":")
