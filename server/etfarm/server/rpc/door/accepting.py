@@ -11,8 +11,10 @@ etfarm are; so the remaining calls can be refused without decoding their names.
 from __future__ import annotations
 
 import asyncio
+import ctypes
 import json
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from functools import partial
 from typing import Any, Final
 
 import grpc
@@ -20,8 +22,34 @@ from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
 from etfarm.server.rpc.door.connections import Connections, Peer, parse_peer
 
-AT_ONCE: Final = 4
-"""Number of calls of each method that are requested at a time. With one, each call would wait for a thread of gRPC."""
+AT_ONCE: Final = 64
+"""Number of calls of a method that are requested at a time while many wait. With one, each would wait for a thread of gRPC."""
+
+
+_END_S: Final = 0.01
+_END_AT_ONCE: Final = 50
+"""Number of dropped calls that are ended in this interval; each takes 0.05 ms."""
+
+
+class _Method:
+    """A method of a server, and the tasks that accept and handle its calls."""
+
+    def __init__(self, request: Callable[[], Awaitable[Any]], name: str, resolver: Any, interceptors: tuple[Any, ...]) -> None:
+        self.request = request
+        self.name = name
+        self.resolver = resolver
+        self.interceptors = interceptors
+        self.accepting = 1
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def end_extra(self, task: asyncio.Task[None]) -> None:
+        self.accepting -= 1
+        if not task.cancelled():
+            task.exception()  # that of the end of the server, which the first task raises, too
 
 
 class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
@@ -34,6 +62,8 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
         super().__init__(*arguments, **named)
         self._own_interceptors = tuple(arguments[3] or ())
         self._own_handlers: dict[str, Any] = {}
+        self._dropped: list[Any] = []
+        self._ending: asyncio.Task[None] | None = None
 
     def add_registered_method_handlers(self, method_handlers: dict[str, Any]) -> None:
         super().add_registered_method_handlers(method_handlers)
@@ -41,31 +71,56 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
 
     def _make_request_call_future(self, method_bytes: bytes | None) -> Any:
         """Accept calls of a method, or with None of all unknown methods, until the server ends, when requests for calls raise."""
-        return asyncio.gather(*(self._accept(method_bytes) for _ in range(AT_ONCE)))
-
-    async def _accept(self, method_bytes: bytes | None) -> None:
-        loop = asyncio.get_running_loop()
         if method_bytes is None:
-            name, resolver, interceptors = "", cygrpc._MethodResolver([], {}), ()
+            method = _Method(partial(self._request_call), "", cygrpc._MethodResolver([], {}), ())
         else:
-            name, interceptors = method_bytes.decode(), self._own_interceptors
+            request = partial(self._request_registered_call, method_bytes)
             resolver = cygrpc._MethodResolver([], self._own_handlers)
-        answering: set[asyncio.Task[None]] = set()
+            method = _Method(request, method_bytes.decode(), resolver, self._own_interceptors)
+        return asyncio.get_running_loop().create_task(self._accept(method), name="calls")
+
+    async def _accept(self, method: _Method, *, is_extra: bool = False) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            call = await (self._request_call() if method_bytes is None else self._request_registered_call(method_bytes))
-            if not self._admits(call, loop):
-                del call  # which ends it
-                continue
-            handling = cygrpc._handle_rpc(name, resolver, interceptors, call, loop, False)
-            task = loop.create_task(cygrpc._schedule_rpc_coro(handling, call, loop, name), name="a call")
-            answering.add(task)
-            task.add_done_callback(answering.discard)
+            call = await method.request()
+            is_behind = self.connections is not None and self.connections.is_behind
+            if self._admits(call, loop):
+                handling = cygrpc._handle_rpc(method.name, method.resolver, method.interceptors, call, loop, False)
+                method.add(loop.create_task(cygrpc._schedule_rpc_coro(handling, call, loop, method.name), name="a call"))
+            else:
+                self._drop(call, loop)
+            if not is_behind and is_extra:
+                return
+            if is_behind and method.accepting < AT_ONCE:
+                method.accepting += 1
+                extra = loop.create_task(self._accept(method, is_extra=True), name="more calls")
+                extra.add_done_callback(method.end_extra)
+                method.add(extra)
+
+    def _drop(self, call: Any, loop: asyncio.AbstractEventLoop) -> None:
+        """End a call without an answer, but not before the waiting ones are taken, since that takes as long as to take one."""
+        self._dropped.append(call)
+        if self._ending is None or self._ending.done():
+            self._ending = loop.create_task(self._end_dropped(), name="dropped calls")
+
+    async def _end_dropped(self) -> None:
+        while self._dropped:
+            await asyncio.sleep(_END_S)
+            if self.connections is None or not self.connections.is_behind:
+                del self._dropped[-_END_AT_ONCE:]
+        await asyncio.to_thread(_return_memory)
 
     def _admits(self, call: Any, loop: asyncio.AbstractEventLoop) -> bool:
         if self.connections is None:
             return True
         context = cygrpc._ServicerContext(call, None, None, loop)
         return self.connections.admits(context.peer(), lambda: self.has_token(context.invocation_metadata()))
+
+
+def _return_memory() -> None:
+    """Return the memory of calls that have ended to the kernel, which glibc keeps otherwise."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
 
 
 class _Counts:

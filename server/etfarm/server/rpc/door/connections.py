@@ -19,6 +19,7 @@ import os
 import resource
 import socket
 import stat
+import sys
 import struct
 import threading
 from collections import Counter, defaultdict
@@ -38,6 +39,12 @@ STRANGER_S: Final = 15.0
 
 STRANGERS_OF_AN_ADDRESS: Final = 32
 """Maximum number of connections without a valid token from one address."""
+
+YOUNG_S: Final = 1.0
+"""Age up to which a connection does not count as one without a valid token: its first call may wait for the event loop."""
+
+YOUNG_OF_AN_ADDRESS: Final = 512
+"""Maximum number of such connections from one address: after a restart of the server, all agents of a site connect at once."""
 
 CONNECTIONS_OF_AN_ADDRESS: Final = 1024
 """Maximum number of connections from one address, which may be the gateway of a whole team."""
@@ -82,6 +89,9 @@ LOOK_S: Final = 1.0
 
 _TICK_S: Final = 0.05
 """Interval at which the number of waiting calls is checked, and minimum time between two checks of the connections."""
+
+_SWITCH_S: Final = 0.0005
+"""Time after which a busy event loop lets the thread run; Python's 5 ms apply to each system call of the thread."""
 
 _BURST: Final = 256
 """Growth of the number of waiting calls, after which the connections are checked at once."""
@@ -206,6 +216,8 @@ class Connections:
         self._taken = 0
         self._taken_of: Counter[Peer] = Counter()
         """Numbers of calls without a valid token that the event loop has taken, by connection."""
+        self.is_behind = False
+        """Whether so many calls wait that none is refused, since that takes longer than to drop it."""
         self._refusals = Allowance(REFUSALS, REFUSALS_A_SECOND, clock)
         self._trusted: set[Peer] = set()
         self._distrusted: set[Peer] = set()
@@ -235,11 +247,11 @@ class Connections:
             self.trust(peer)
             return True
         self._taken_of[known] += 1
-        if known not in self._distrusted and self._refusals.take():
-            return True
+        if known not in self._distrusted:
+            if not self.is_behind and self._refusals.take():
+                return True
+            self.distrust(peer)
         self.dropped += 1
-        self._distrusted.add(known)
-        self._wake.set()
         return False
 
     def trust(self, peer: str) -> None:
@@ -251,13 +263,14 @@ class Connections:
 
     def distrust(self, peer: str) -> None:
         """Record that a connection keeps sending invalid tokens. It is paused at once unless it has also sent a valid one."""
-        if (known := parse_peer(peer)) is not None:
+        if (known := parse_peer(peer)) is not None and known not in self._distrusted:
             self._distrusted.add(known)
             self._wake.set()
 
     def start(self, port: int) -> None:
         """Close and pause connections in a thread of their own, since the event loop may be late, until `close`."""
         if self._open_files.is_dir():
+            sys.setswitchinterval(_SWITCH_S)
             self._thread = threading.Thread(target=self._watch, args=(port,), name="connections", daemon=True)
             self._thread.start()
 
@@ -269,12 +282,13 @@ class Connections:
             self._thread.join()
 
     def _watch(self, port: int) -> None:
-        looked_s, waiting, dropped, closed = self._clock(), 0, 0, 0
+        looked_s, waiting, closed = self._clock(), 0, 0
         while not self._is_closed:
             self._wake.wait(_TICK_S)
             now = self._clock()
             is_regular = now - looked_s >= LOOK_S
             before, waiting = waiting, self._count_waiting()
+            self.is_behind = waiting > _BURST
             if not (is_regular or self._wake.is_set() or waiting - before > _BURST):
                 waiting = min(before, waiting)
                 continue
@@ -288,9 +302,6 @@ class Connections:
                 if closed:
                     log.warning("closed or paused connections without a valid token or beyond the limits", connections=closed)
                 closed = 0
-                if dropped != self.dropped and waiting < _BURST:
-                    dropped = self.dropped
-                    _return_memory()
             else:
                 threading.Event().wait(_TICK_S)
 
@@ -306,7 +317,8 @@ class Connections:
         descriptors = self._list(port)
         self._since = {peer: self._since.get(peer, now) for peer in descriptors}
         self._trusted -= trusted - descriptors.keys()
-        self._distrusted -= distrusted - descriptors.keys()
+        if not self.is_behind:  # calls of connections that were closed may still wait
+            self._distrusted -= distrusted - descriptors.keys()
         for peer in self._taken_of.keys() - descriptors.keys():
             self._taken_of.pop(peer, None)
         self._paused &= descriptors.keys()
@@ -326,9 +338,10 @@ class Connections:
         strangers = set(peers) - self._trusted
         if not strangers or not self._asks_for_tokens():
             return set()
-        begun = {} if self.counts is None else self.counts.begun_by(strangers)
+        distrusted = strangers & self._distrusted
+        begun = {} if self.counts is None else self.counts.begun_by(strangers - distrusted - self._paused)
         waiting = {peer: count - self._taken_of[peer] for peer, count in begun.items()}
-        return (strangers & self._distrusted) | most_waiting(waiting, WAITING)
+        return distrusted | most_waiting(waiting, WAITING)
 
     def _list(self, port: int) -> dict[Peer, int]:
         """Return the descriptors of the connections to the port by their peers."""
@@ -349,6 +362,7 @@ class Connections:
         """Yield the connections to close. Per address, paused ones are closed first, then those without a valid token, then the
         newest."""
         strangers: defaultdict[str, int] = defaultdict(int)
+        young: defaultdict[str, int] = defaultdict(int)
         totals: defaultdict[str, int] = defaultdict(int)
         requires_token = self._asks_for_tokens()
         if len(self._since) <= CONNECTIONS_OF_AN_ADDRESS and not (requires_token and self._since.keys() - self._trusted):
@@ -357,12 +371,15 @@ class Connections:
             self._since.items(), key=lambda item: (item[0] not in self._trusted, item[0] in self._distrusted, item[1])
         ):
             is_stranger = requires_token and peer not in self._trusted
+            is_young = is_stranger and now - since < YOUNG_S
             totals[peer[0]] += 1
-            strangers[peer[0]] += is_stranger
+            young[peer[0]] += is_young
+            strangers[peer[0]] += is_stranger and not is_young
             if (
                 totals[peer[0]] > CONNECTIONS_OF_AN_ADDRESS
                 or (is_stranger and now - since > STRANGER_S)
-                or (is_stranger and strangers[peer[0]] > STRANGERS_OF_AN_ADDRESS)
+                or (is_young and young[peer[0]] > YOUNG_OF_AN_ADDRESS)
+                or (is_stranger and not is_young and strangers[peer[0]] > STRANGERS_OF_AN_ADDRESS)
             ):
                 yield peer
 
@@ -405,12 +422,6 @@ def _shut_down(number: int, peer: Peer, port: int) -> None:
             with contextlib.suppress(OSError):  # it is not paused
                 opened.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)  # else the peer's acknowledgement would be ignored
             opened.shutdown(socket.SHUT_RDWR)
-
-
-def _return_memory() -> None:
-    """Return the memory of calls that have ended to the kernel, which glibc keeps otherwise."""
-    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
-        libc.malloc_trim(0)
 
 
 @functools.lru_cache(maxsize=4096)
