@@ -1,11 +1,11 @@
 """A gRPC server that decides about each call before it costs more than its metadata.
 
-grpcio 1.85 accepts all calls in one loop that requests one call of each method at a time, and starts two tasks for each. Here, each
-method has loops of its own. They drop calls of connections that flood, which takes a third of the time of a refusal.
+grpcio 1.85 accepts all calls in one loop, which requests one call of each method at a time and handles it in two tasks. Here,
+each method has loops of its own. They drop calls of connections that flood, which takes a tenth of the time of a refusal.
 
-grpcio's loop also decodes the path of a call to an unknown method. A path that is not UTF-8 ends that loop, and with it the server:
-one frame from an unauthenticated client suffices. Methods that are registered by name do not take that route, and all methods of
-etfarm are; so the remaining calls can be refused without decoding their names.
+grpcio's loop also decodes the path of a call to an unknown method. A path that is not UTF-8 ends that loop, and with it the
+server: one frame from an unauthenticated client suffices. Methods that are registered by name do not take that route, and all
+methods of etfarm are; so the remaining calls can be refused without decoding their names.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ from etfarm.server.rpc.door.connections import Connections, Peer, parse_peer
 AT_ONCE: Final = 64
 """Number of calls of a method that are requested at a time while many wait. With one, each would wait for a thread of gRPC."""
 
+
+_END_AFTER_S: Final = 0.2
+"""Time after which a dropped call is ended. By then its connection is paused, or closed so that its client reconnects."""
 
 _END_S: Final = 0.01
 _END_AT_ONCE: Final = 50
@@ -98,12 +101,13 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
                 method.add(extra)
 
     def _drop(self, call: Any, loop: asyncio.AbstractEventLoop) -> None:
-        """End a call without an answer, but not before the waiting ones are taken, since that takes as long as to take one."""
+        """End a call without a status, but not before the waiting ones are taken: to end one takes as long as to take one."""
         self._dropped.append(call)
         if self._ending is None or self._ending.done():
             self._ending = loop.create_task(self._end_dropped(), name="dropped calls")
 
     async def _end_dropped(self) -> None:
+        await asyncio.sleep(_END_AFTER_S)
         while self._dropped:
             await asyncio.sleep(_END_S)
             if self.connections is None or not self.connections.is_behind:
@@ -136,7 +140,7 @@ class _Counts:
         counts = {}
         for socket in _pages(lambda first: cygrpc.channelz_get_server_sockets(self._server, first, 0), "socketRef"):
             # The name is that of the transport and the peer: "chttp2 ipv4:127.0.0.1:4711".
-            if (peer := parse_peer(socket["name"].rpartition(" ")[2])) in peers:
+            if (peer := parse_peer(socket["name"].rpartition(" ")[2])) is not None and peer in peers:
                 try:
                     data = json.loads(cygrpc.channelz_get_socket(int(socket["socketId"])))["socket"]["data"]
                 except ValueError:

@@ -3,10 +3,10 @@
 gRPC neither reports nor closes connections without calls. However, they are sockets of this process, so their peers can be read
 and the sockets shut down, which gRPC handles as if the peer had closed them.
 
-A connection without a valid token may begin calls faster than the event loop can take and refuse them. The loop refuses a bounded
-number of such calls per second and drops the others, and a thread pauses the connections that begin them. A pause loses nothing: the
-kernel ignores what arrives, and the peer sends it again later. So a client whose first calls wait in the queue is only delayed,
-whereas an attacker whose connection were closed would open another one.
+A connection without a valid token may begin calls faster than the event loop can refuse them. While many calls wait, the loop
+drops those without a valid token, and a thread pauses the connections that begin them. A pause loses nothing: the kernel ignores
+what arrives, and the peer sends it again later. So a client whose first calls wait is only delayed, and an attacker does not
+notice that another connection is needed.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ import os
 import resource
 import socket
 import stat
-import sys
 import struct
+import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -74,15 +74,15 @@ MAX_METADATA_BYTES: Final = 16 << 10
 WAITING: Final = 1024
 """Number of waiting calls of connections without a valid token, above which those with the most are paused.
 
-Taking and dropping a call needs 0.1 ms of the event loop, on a busy machine several times as much; calls of one method are taken in
-order, so this is what a valid caller waits for.
+A valid caller waits until the loop has taken the earlier calls of the same method: 0.03 ms for each, on a busy machine several
+times as much.
 """
 
 REFUSALS: Final = 256
 """Number of calls without a valid token that are refused at once; each takes 0.35 ms."""
 
 REFUSALS_A_SECOND: Final = 400.0
-"""Rate at which further calls without a valid token are refused; those beyond it are dropped, and their connections paused."""
+"""Rate at which further calls without a valid token are refused; those beyond it are dropped, and their connections closed."""
 
 LOOK_S: Final = 1.0
 """Maximum time between two checks of the connections."""
@@ -94,7 +94,7 @@ _SWITCH_S: Final = 0.0005
 """Time after which a busy event loop lets the thread run; Python's 5 ms apply to each system call of the thread."""
 
 _BURST: Final = 256
-"""Growth of the number of waiting calls, after which the connections are checked at once."""
+"""Number of waiting calls above which none is refused, and growth of this number after which the connections are checked."""
 
 _MIN_RESERVED: Final = 192
 """Minimum number of file descriptors reserved for the server: the database, children's pipes, and artifact transfers."""
@@ -210,7 +210,7 @@ class Connections:
         self._open_files = open_files
         self._find_peer = find_peer
         self.counts: Counts | None = None
-        """The server's counts; None if calls are not limited before they are handled."""
+        """The server's counts; None if no server drops calls."""
         self.dropped = 0
         """Number of calls that were dropped."""
         self._taken = 0
@@ -221,6 +221,8 @@ class Connections:
         self._refusals = Allowance(REFUSALS, REFUSALS_A_SECOND, clock)
         self._trusted: set[Peer] = set()
         self._distrusted: set[Peer] = set()
+        self._flooding: set[Peer] = set()
+        """Connections whose calls were dropped while many calls waited."""
         self._paused: set[Peer] = set()
         self._since: dict[Peer, float] = {}
         self._sockets: dict[tuple[int, int], Peer | None] = {}
@@ -247,10 +249,14 @@ class Connections:
             self.trust(peer)
             return True
         self._taken_of[known] += 1
-        if known not in self._distrusted:
-            if not self.is_behind and self._refusals.take():
+        if known not in self._flooding and known not in self._distrusted:
+            if self.is_behind:
+                self._flooding.add(known)
+                self._wake.set()
+            elif self._refusals.take():
                 return True
-            self.distrust(peer)
+            else:
+                self.distrust(peer)
         self.dropped += 1
         return False
 
@@ -313,35 +319,37 @@ class Connections:
         now = self._clock()
         # This runs in a thread: a connection may open and become trusted while the sockets are listed, and an agent calls only
         # once.
-        trusted, distrusted = self._trusted.copy(), self._distrusted.copy()
+        known = self._trusted.copy(), self._distrusted.copy(), self._flooding.copy()
         descriptors = self._list(port)
         self._since = {peer: self._since.get(peer, now) for peer in descriptors}
-        self._trusted -= trusted - descriptors.keys()
-        if not self.is_behind:  # calls of connections that were closed may still wait
-            self._distrusted -= distrusted - descriptors.keys()
+        for current, listed in zip((self._trusted, self._distrusted, self._flooding), known, strict=True):
+            if current is self._trusted or not self.is_behind:  # else calls of closed connections may still wait
+                current -= listed - descriptors.keys()
         for peer in self._taken_of.keys() - descriptors.keys():
             self._taken_of.pop(peer, None)
         self._paused &= descriptors.keys()
-        for peer in self._paused & self._trusted:
-            self._paused.discard(peer)
-            _resume(descriptors[peer], peer, port)
         excess = set(self._excess(now))
         for peer in excess:
             _shut_down(descriptors[peer], peer, port)
-        paused = self._flooding(descriptors.keys() - excess) - self._paused
+        paused = self._to_pause(descriptors.keys() - excess) - self._paused
         for peer in paused:
-            self._paused.add(peer)  # first, so that `trust` wakes the thread
+            self._paused.add(peer)
             _pause(descriptors[peer], peer, port)
+        for peer in [peer for peer in self._paused if self._may_resume(peer)]:
+            self._paused.discard(peer)
+            _resume(descriptors[peer], peer, port)
         return len(excess) + len(paused)
 
-    def _flooding(self, peers: Collection[Peer]) -> set[Peer]:
+    def _to_pause(self, peers: Collection[Peer]) -> set[Peer]:
         strangers = set(peers) - self._trusted
         if not strangers or not self._asks_for_tokens():
             return set()
-        distrusted = strangers & self._distrusted
-        begun = {} if self.counts is None else self.counts.begun_by(strangers - distrusted - self._paused)
-        waiting = {peer: count - self._taken_of[peer] for peer, count in begun.items()}
-        return distrusted | most_waiting(waiting, WAITING)
+        flooding = strangers & self._flooding
+        begun = {} if self.counts is None else self.counts.begun_by(strangers - flooding - self._paused)
+        return flooding | most_waiting({peer: count - self._taken_of[peer] for peer, count in begun.items()}, WAITING)
+
+    def _may_resume(self, peer: Peer) -> bool:
+        return peer in self._trusted or (peer not in self._flooding and not self.is_behind)
 
     def _list(self, port: int) -> dict[Peer, int]:
         """Return the descriptors of the connections to the port by their peers."""
@@ -359,16 +367,15 @@ class Connections:
         return {peer: number for (number, _), peer in sockets.items() if peer is not None}
 
     def _excess(self, now: float) -> Iterator[Peer]:
-        """Yield the connections to close. Per address, paused ones are closed first, then those without a valid token, then the
-        newest."""
-        strangers: defaultdict[str, int] = defaultdict(int)
+        """Yield the connections to close. Per address, those without a valid token are closed first, then the newest."""
         young: defaultdict[str, int] = defaultdict(int)
+        strangers: defaultdict[str, int] = defaultdict(int)
         totals: defaultdict[str, int] = defaultdict(int)
         requires_token = self._asks_for_tokens()
         if len(self._since) <= CONNECTIONS_OF_AN_ADDRESS and not (requires_token and self._since.keys() - self._trusted):
             return
         for peer, since in sorted(
-            self._since.items(), key=lambda item: (item[0] not in self._trusted, item[0] in self._distrusted, item[1])
+            self._since.items(), key=lambda item: (item[0] not in self._trusted, item[0] in self._flooding, item[1])
         ):
             is_stranger = requires_token and peer not in self._trusted
             is_young = is_stranger and now - since < YOUNG_S
@@ -377,7 +384,7 @@ class Connections:
             strangers[peer[0]] += is_stranger and not is_young
             if (
                 totals[peer[0]] > CONNECTIONS_OF_AN_ADDRESS
-                or (is_stranger and now - since > STRANGER_S)
+                or (is_stranger and (peer in self._distrusted or now - since > STRANGER_S))
                 or (is_young and young[peer[0]] > YOUNG_OF_AN_ADDRESS)
                 or (is_stranger and not is_young and strangers[peer[0]] > STRANGERS_OF_AN_ADDRESS)
             ):
