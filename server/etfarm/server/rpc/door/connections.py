@@ -81,6 +81,9 @@ times as much.
 REFUSALS: Final = 256
 """Number of calls without a valid token that are refused at once; each takes 0.35 ms."""
 
+REFUSALS_WHILE_BEHIND: Final = 8
+"""Number of calls of a connection without a valid token that are refused while many calls wait; further ones are dropped."""
+
 REFUSALS_A_SECOND: Final = 400.0
 """Rate at which further calls without a valid token are refused; those beyond it are dropped, and their connections closed."""
 
@@ -94,7 +97,11 @@ _SWITCH_S: Final = 0.0005
 """Time after which a busy event loop lets the thread run; Python's 5 ms apply to each system call of the thread."""
 
 _BURST: Final = 256
-"""Number of waiting calls above which none is refused, and growth of this number after which the connections are checked."""
+"""Number of waiting calls that are many, and growth of this number after which the connections are checked."""
+
+_IDLE_S: Final = 0.5
+_FEW: Final = 32
+"""If the event loop takes fewer calls in this time, none waits: even on a busy machine it can take a thousand."""
 
 _MIN_RESERVED: Final = 192
 """Minimum number of file descriptors reserved for the server: the database, children's pipes, and artifact transfers."""
@@ -217,7 +224,7 @@ class Connections:
         self._taken_of: Counter[Peer] = Counter()
         """Numbers of calls without a valid token that the event loop has taken, by connection."""
         self.is_behind = False
-        """Whether so many calls wait that none is refused, since that takes longer than to drop it."""
+        """Whether many calls wait for the event loop."""
         self._refusals = Allowance(REFUSALS, REFUSALS_A_SECOND, clock)
         self._trusted: set[Peer] = set()
         self._distrusted: set[Peer] = set()
@@ -228,8 +235,9 @@ class Connections:
         self._sockets: dict[tuple[int, int], Peer | None] = {}
         """Peers of the sockets at the last look, by descriptor and inode; None for those that are no connections to the port.
         Asking the kernel takes long."""
-        self._wake = threading.Event()
-        self._is_closed = False
+        self._is_due = False
+        """Whether a connection is to be closed, paused or resumed at the next tick."""
+        self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     def admits(self, peer: str, has_token: Callable[[], bool]) -> bool:
@@ -250,13 +258,10 @@ class Connections:
             return True
         self._taken_of[known] += 1
         if known not in self._flooding and known not in self._distrusted:
-            if self.is_behind:
-                self._flooding.add(known)
-                self._wake.set()
-            elif self._refusals.take():
+            if not (self.is_behind and self._taken_of[known] > REFUSALS_WHILE_BEHIND) and self._refusals.take():
                 return True
-            else:
-                self.distrust(peer)
+            (self._flooding if self.is_behind else self._distrusted).add(known)
+            self._is_due = True
         self.dropped += 1
         return False
 
@@ -264,14 +269,13 @@ class Connections:
         """Record that a call with a valid token arrived over a connection; `peer` is gRPC's name of the connection's peer."""
         if (known := parse_peer(peer)) is not None:
             self._trusted.add(known)
-            if known in self._paused:
-                self._wake.set()
+            self._is_due |= known in self._paused
 
     def distrust(self, peer: str) -> None:
-        """Record that a connection keeps sending invalid tokens. It is paused at once unless it has also sent a valid one."""
-        if (known := parse_peer(peer)) is not None and known not in self._distrusted:
+        """Record that a connection keeps sending invalid tokens. It is closed at once unless it has also sent a valid one."""
+        if (known := parse_peer(peer)) is not None:
             self._distrusted.add(known)
-            self._wake.set()
+            self._is_due = True
 
     def start(self, port: int) -> None:
         """Close and pause connections in a thread of their own, since the event loop may be late, until `close`."""
@@ -282,37 +286,31 @@ class Connections:
 
     def close(self) -> None:
         """End what `start` began."""
-        self._is_closed = True
-        self._wake.set()
+        self._closing.set()
         if self._thread is not None:
             self._thread.join()
 
     def _watch(self, port: int) -> None:
-        looked_s, waiting, closed = self._clock(), 0, 0
-        while not self._is_closed:
-            self._wake.wait(_TICK_S)
+        backlog, looked_s, waiting, changed = Backlog(), self._clock(), 0, 0
+        while not self._closing.wait(_TICK_S):
             now = self._clock()
+            begun = self._taken if self.counts is None else self.counts.begun()
+            grown = backlog.note(begun, self._taken, now) - waiting
+            self.is_behind = backlog.waiting > _BURST
             is_regular = now - looked_s >= LOOK_S
-            before, waiting = waiting, self._count_waiting()
-            self.is_behind = waiting > _BURST
-            if not (is_regular or self._wake.is_set() or waiting - before > _BURST):
-                waiting = min(before, waiting)
+            if not (is_regular or self._is_due or grown > _BURST):
+                waiting = min(waiting, backlog.waiting)
                 continue
-            self._wake.clear()
+            waiting, self._is_due = backlog.waiting, False
             try:
-                closed += self.look(port)
+                changed += self.look(port)
             except Exception:
                 log.exception("the connections could not be checked")
             if is_regular:
                 looked_s = now
-                if closed:
-                    log.warning("closed or paused connections without a valid token or beyond the limits", connections=closed)
-                closed = 0
-            else:
-                threading.Event().wait(_TICK_S)
-
-    def _count_waiting(self) -> int:
-        return 0 if self.counts is None else self.counts.begun() - self._taken
+                if changed:
+                    log.warning("closed or paused connections without a valid token or beyond the limits", connections=changed)
+                changed = 0
 
     def look(self, port: int) -> int:
         """Close excess connections and those without a valid token, and pause those that flood; return their number."""
@@ -389,6 +387,29 @@ class Connections:
                 or (is_stranger and not is_young and strangers[peer[0]] > STRANGERS_OF_AN_ADDRESS)
             ):
                 yield peer
+
+
+class Backlog:
+    """The number of calls that wait for the event loop: that of those that began less that of those that were taken.
+
+    gRPC itself ends malformed calls, which are never taken. The loop takes waiting calls fast, so if it takes few, none waits.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self._never_taken = 0
+        self._counted = 0
+        self._counted_s = float("-inf")
+
+    def note(self, begun: int, taken: int, now: float) -> int:
+        """Return the number of waiting calls after the counts have changed."""
+        if now - self._counted_s >= _IDLE_S:
+            if taken - self._counted < _FEW:
+                self._never_taken = begun - taken
+            self._counted, self._counted_s = taken, now
+        self._never_taken = min(self._never_taken, begun - taken)
+        self.waiting = begun - taken - self._never_taken
+        return self.waiting
 
 
 def most_waiting(waiting: Mapping[Peer, int], most: int) -> set[Peer]:
