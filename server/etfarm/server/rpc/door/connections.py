@@ -81,7 +81,7 @@ times as much.
 REFUSALS: Final = 256
 """Number of calls without a valid token that are refused at once; each takes 0.35 ms."""
 
-REFUSALS_WHILE_BEHIND: Final = 8
+REFUSALS_WHILE_BEHIND: Final = 1
 """Number of calls of a connection without a valid token that are refused while many calls wait; further ones are dropped."""
 
 REFUSALS_A_SECOND: Final = 400.0
