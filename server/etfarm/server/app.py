@@ -145,7 +145,8 @@ async def running(
         )
         # What fits a standby has to fit here, too.
         metadata_bytes = MAX_METADATA_BYTES + (0 if lead is None else FORWARDED_BYTES)
-        server = guarded_server([ObservingInterceptor(monitor.metrics, forwarded=forwarded), interceptor], metadata_bytes)
+        observing = ObservingInterceptor(monitor.metrics, forwarded=forwarded)
+        server = guarded_server([observing, interceptor], connections, interceptor.has_token, metadata_bytes)
         servicers = _servicers(
             config, storage, access, fleet, jobs, screening, host, notices, intake, certificates, monitor, settings, lead
         )
@@ -166,7 +167,8 @@ async def running(
         background.start(jobs.probing.run(), "health-runs")
         background.start(PowerCycles(fleet.registry, fleet.health, config.power, now).run(), "power-cycles")
         if (port := port_of(address)) is not None:
-            background.start(connections.watch(port), "connections")
+            closing.callback(connections.close)
+            connections.start(port)
         host.start(background)
         background.start(jobs.keeping.retention.tend(), "retention")
         if config.blobs is None:  # the deletion of an object frees no space on this machine

@@ -68,7 +68,7 @@ async def standing_by(
     interceptor = AuthErrorInterceptor(
         authentication, lambda principal, _: principal, connections=connections, ask=forwarding.ask
     )
-    server = guarded_server([interceptor])
+    server = guarded_server([interceptor], connections, interceptor.has_token)
     checks = health.HealthServicer()
     _add_health(server, checks)
     reflection.enable_server_reflection([*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)
@@ -87,12 +87,13 @@ async def standing_by(
         asyncio.create_task(_report_health(checks, leadership, links, wait_s), name="health"),
     ]
     if (port := port_of(address)) is not None:
-        tasks.append(asyncio.create_task(connections.watch(port), name="connections"))
+        connections.start(port)
     try:
         yield address
     finally:
         for task in tasks:
             task.cancel()
+        connections.close()
         stopping = asyncio.ensure_future(server.stop(_GRACE_S))  # closes the port first
         await links.close()
         await stopping

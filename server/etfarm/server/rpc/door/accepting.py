@@ -1,48 +1,188 @@
-"""A gRPC server that handles calls to unknown paths separately from all others.
+"""A gRPC server that decides about each call before it costs more than its metadata.
 
-grpcio 1.85 decodes the path of such a call in the loop that accepts every call. A path that is not UTF-8 ends that loop, and with
-it the server: one frame from an unauthenticated client suffices. Methods that are registered by name do not take that route, and
-all methods of etfarm are; so the remaining calls can be refused without decoding their names.
+grpcio 1.85 accepts all calls in one loop, which requests one call of each method at a time and handles it in two tasks. Here,
+each method has loops of its own. They drop calls of connections that flood, which takes a tenth of the time of a refusal.
+
+grpcio's loop also decodes the path of a call to an unknown method. A path that is not UTF-8 ends that loop, and with it the
+server: one frame from an unauthenticated client suffices. Methods that are registered by name do not take that route, and all
+methods of etfarm are; so the remaining calls can be refused without decoding their names.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
-from typing import Any
+import ctypes
+import json
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from functools import partial
+from typing import Any, Final
 
 import grpc
 from grpc._cython import cygrpc  # type: ignore[attr-defined]
 
+from etfarm.server.rpc.door.connections import Connections, Peer, parse_peer
+
+AT_ONCE: Final = 64
+"""Number of calls of a method that are requested at a time while many wait. With one, each would wait for a thread of gRPC."""
+
+
+_END_AFTER_S: Final = 0.2
+"""Time after which a dropped call is ended. By then its connection is paused, or closed so that its client reconnects."""
+
+_END_S: Final = 0.01
+_END_AT_ONCE: Final = 50
+"""Number of dropped calls that are ended in this interval; each takes 0.05 ms."""
+
+
+class _Method:
+    """A method of a server, and the tasks that accept and handle its calls."""
+
+    def __init__(self, request: Callable[[], Awaitable[Any]], name: str, resolver: Any, interceptors: tuple[Any, ...]) -> None:
+        self.request = request
+        self.name = name
+        self.resolver = resolver
+        self.interceptors = interceptors
+        self.accepting = 1
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def add(self, task: asyncio.Task[None]) -> None:
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    def end_extra(self, task: asyncio.Task[None]) -> None:
+        self.accepting -= 1
+        if not task.cancelled():
+            task.exception()  # that of the end of the server, which the first task raises, too
+
 
 class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
-    """grpcio's accept loop, which requests the next call of each registered method and, with None, of all other methods."""
+    """grpcio's server with own loops that accept calls."""
+
+    connections: Connections | None = None
+    has_token: Callable[[Any], bool] = staticmethod(lambda metadata: False)
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._own_interceptors = tuple(arguments[3] or ())
+        self._own_handlers: dict[str, Any] = {}
+        self._dropped: list[Any] = []
+        self._ending: asyncio.Task[None] | None = None
+
+    def add_registered_method_handlers(self, method_handlers: dict[str, Any]) -> None:
+        super().add_registered_method_handlers(method_handlers)
+        self._own_handlers.update(method_handlers)
 
     def _make_request_call_future(self, method_bytes: bytes | None) -> Any:
-        if method_bytes is not None:
-            return super()._make_request_call_future(method_bytes)
-        return asyncio.get_running_loop().create_task(self._refuse_unknown(), name="calls to unknown paths")
+        """Accept calls of a method, or with None of all unknown methods, until the server ends, when requests for calls raise."""
+        if method_bytes is None:
+            method = _Method(partial(self._request_call), "", cygrpc._MethodResolver([], {}), ())
+        else:
+            request = partial(self._request_registered_call, method_bytes)
+            resolver = cygrpc._MethodResolver([], self._own_handlers)
+            method = _Method(request, method_bytes.decode(), resolver, self._own_interceptors)
+        return asyncio.get_running_loop().create_task(self._accept(method), name="calls")
 
-    async def _refuse_unknown(self) -> None:
-        """Answer calls to unknown paths with UNIMPLEMENTED until the server ends, at which point `_request_call` raises."""
-        loop, resolver = asyncio.get_running_loop(), cygrpc._MethodResolver([], {})
-        answering: set[asyncio.Task[None]] = set()
+    async def _accept(self, method: _Method, *, is_extra: bool = False) -> None:
+        loop = asyncio.get_running_loop()
         while True:
-            call = await self._request_call()
-            refusal = cygrpc._handle_rpc("", resolver, (), call, loop, False)
-            task = loop.create_task(cygrpc._schedule_rpc_coro(refusal, call, loop, ""), name="a call to an unknown path")
-            answering.add(task)
-            task.add_done_callback(answering.discard)
+            call = await method.request()
+            is_behind = self.connections is not None and self.connections.is_behind
+            if self._admits(call, loop):
+                handling = cygrpc._handle_rpc(method.name, method.resolver, method.interceptors, call, loop, False)
+                method.add(loop.create_task(cygrpc._schedule_rpc_coro(handling, call, loop, method.name), name="a call"))
+            else:
+                self._drop(call, loop)
+            if not is_behind and is_extra:
+                return
+            if is_behind and method.accepting < AT_ONCE:
+                method.accepting += 1
+                extra = loop.create_task(self._accept(method, is_extra=True), name="more calls")
+                extra.add_done_callback(method.end_extra)
+                method.add(extra)
+
+    def _drop(self, call: Any, loop: asyncio.AbstractEventLoop) -> None:
+        """End a call without a status, but not before the waiting ones are taken: to end one takes as long as to take one."""
+        self._dropped.append(call)
+        if self._ending is None or self._ending.done():
+            self._ending = loop.create_task(self._end_dropped(), name="dropped calls")
+
+    async def _end_dropped(self) -> None:
+        await asyncio.sleep(_END_AFTER_S)
+        while self._dropped:
+            await asyncio.sleep(_END_S)
+            if self.connections is None or not self.connections.is_behind:
+                del self._dropped[-_END_AT_ONCE:]
+        await asyncio.to_thread(_return_memory)
+
+    def _admits(self, call: Any, loop: asyncio.AbstractEventLoop) -> bool:
+        if self.connections is None:
+            return True
+        context = cygrpc._ServicerContext(call, None, None, loop)
+        return self.connections.admits(context.peer(), lambda: self.has_token(context.invocation_metadata()))
 
 
-def new_server(interceptors: Sequence[grpc.aio.ServerInterceptor], options: Sequence[tuple[str, Any]]) -> grpc.aio.Server:
-    """Return a server that is not started yet. Its methods must be registered by name, as generated code does."""
+def _return_memory() -> None:
+    """Return the memory of calls that have ended to the kernel, which glibc keeps otherwise."""
+    if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):
+        libc.malloc_trim(0)
+
+
+class _Counts:
+    """The calls that began at the server that this process has created last, as gRPC's channelz service knows them."""
+
+    def __init__(self) -> None:
+        self._server = max(int(server["ref"]["serverId"]) for server in _pages(cygrpc.channelz_get_servers, "server"))
+
+    def begun(self) -> int:
+        return int(json.loads(cygrpc.channelz_get_server(self._server))["server"]["data"].get("callsStarted", 0))
+
+    def begun_by(self, peers: Collection[Peer]) -> dict[Peer, int]:
+        counts = {}
+        for socket in _pages(lambda first: cygrpc.channelz_get_server_sockets(self._server, first, 0), "socketRef"):
+            # The name is that of the transport and the peer: "chttp2 ipv4:127.0.0.1:4711".
+            if (peer := parse_peer(socket["name"].rpartition(" ")[2])) is not None and peer in peers:
+                try:
+                    data = json.loads(cygrpc.channelz_get_socket(int(socket["socketId"])))["socket"]["data"]
+                except ValueError:
+                    continue  # closed in the meantime
+                counts[peer] = int(data.get("streamsStarted", 0))
+        return counts
+
+
+def _pages(fetch: Callable[[int], bytes], key: str) -> Iterator[dict[str, Any]]:
+    first, is_end = 0, False
+    while not is_end:
+        page = json.loads(fetch(first))
+        is_end = page.get("end", False) or not page.get(key)
+        for entry in page.get(key, ()):
+            first = max(first, int(entry["socketId"] if key == "socketRef" else entry["ref"]["serverId"]) + 1)
+            yield entry
+
+
+def new_server(
+    interceptors: Sequence[grpc.aio.ServerInterceptor],
+    options: Sequence[tuple[str, Any]],
+    connections: Connections | None = None,
+    has_token: Callable[[Any], bool] = lambda metadata: False,
+) -> grpc.aio.Server:
+    """Return a server that is not started yet. Its methods must be registered by name, as generated code does.
+
+    Args:
+        interceptors: as of `grpc.aio.server`.
+        options: as of `grpc.aio.server`.
+        connections: decides which calls are dropped; None to handle all.
+        has_token: returns whether the metadata of a call contain a valid token.
+    """
     original = cygrpc.AioServer
     if not hasattr(original, "_make_request_call_future"):
         # Before 1.85, the path is decoded in the task of the call itself.
         return grpc.aio.server(interceptors=interceptors, options=options)
     cygrpc.AioServer = _Accepting
     try:
-        return grpc.aio.server(interceptors=interceptors, options=options)
+        server = grpc.aio.server(interceptors=interceptors, options=options)
     finally:
         cygrpc.AioServer = original
+    if connections is not None:
+        connections.counts = _Counts()
+        server._server.connections, server._server.has_token = connections, has_token  # type: ignore[attr-defined]
+    return server

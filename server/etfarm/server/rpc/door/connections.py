@@ -1,25 +1,36 @@
-"""Limits on connections to the server. Connections without a valid token are closed before they exhaust the limits.
+"""Limits on connections to the server. Connections without a valid token are closed or paused before they exhaust the limits.
 
 gRPC neither reports nor closes connections without calls. However, they are sockets of this process, so their peers can be read
 and the sockets shut down, which gRPC handles as if the peer had closed them.
+
+A connection without a valid token may begin calls faster than the event loop can refuse them. While many calls wait, the loop
+drops those without a valid token, and a thread pauses the connections that begin them. A pause loses nothing: the kernel ignores
+what arrives, and the peer sends it again later. So a client whose first calls wait is only delayed, and an attacker does not
+notice that another connection is needed.
 """
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+import ctypes
+import functools
 import ipaddress
 import os
 import resource
 import socket
 import stat
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+import struct
+import sys
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import Final
+from typing import Final, Protocol
 from urllib.parse import unquote
 
 import structlog
+
+from etfarm.server.rpc.door.failures import Allowance
 
 log = structlog.get_logger()
 
@@ -28,6 +39,12 @@ STRANGER_S: Final = 15.0
 
 STRANGERS_OF_AN_ADDRESS: Final = 32
 """Maximum number of connections without a valid token from one address."""
+
+YOUNG_S: Final = 1.0
+"""Age up to which a connection does not count as one without a valid token: its first call may wait for the event loop."""
+
+YOUNG_OF_AN_ADDRESS: Final = 512
+"""Maximum number of such connections from one address: after a restart of the server, all agents of a site connect at once."""
 
 CONNECTIONS_OF_AN_ADDRESS: Final = 1024
 """Maximum number of connections from one address, which may be the gateway of a whole team."""
@@ -42,8 +59,7 @@ HANDSHAKE_MS: Final = 10_000
 MAX_STREAMS: Final = 256
 """Maximum number of concurrent calls over one connection; further calls wait in the client.
 
-Refusing a call takes 0.35 ms, and calls of one method are handled in order. This many calls, on all connections that one address
-may open without a valid token, delay others by up to 3 s.
+gRPC also counts calls that were reset and still wait for the event loop.
 """
 
 MAX_PENDING: Final = 65_536
@@ -55,10 +71,37 @@ MAX_REQUEST_BYTES: Final = 32 << 20
 MAX_METADATA_BYTES: Final = 16 << 10
 """Maximum size of a request's metadata, which contains a token and a project."""
 
-LOOK_S: Final = 1.0
+WAITING: Final = 1024
+"""Number of waiting calls of connections without a valid token, above which those with the most are paused.
 
-_PAUSE_S: Final = 0.05
-"""Minimum time between two checks, regardless of the number of calls with invalid tokens."""
+A valid caller waits until the loop has taken the earlier calls of the same method: 0.03 ms for each, on a busy machine several
+times as much.
+"""
+
+REFUSALS: Final = 256
+"""Number of calls without a valid token that are refused at once; each takes 0.35 ms."""
+
+REFUSALS_WHILE_BEHIND: Final = 1
+"""Number of calls of a connection without a valid token that are refused while many calls wait; further ones are dropped."""
+
+REFUSALS_A_SECOND: Final = 400.0
+"""Rate at which further calls without a valid token are refused; those beyond it are dropped, and their connections closed."""
+
+LOOK_S: Final = 1.0
+"""Maximum time between two checks of the connections."""
+
+_TICK_S: Final = 0.05
+"""Interval at which the number of waiting calls is checked, and minimum time between two checks of the connections."""
+
+_SWITCH_S: Final = 0.0005
+"""Time after which a busy event loop lets the thread run; Python's 5 ms apply to each system call of the thread."""
+
+_BURST: Final = 256
+"""Number of waiting calls that are many, and growth of this number after which the connections are checked."""
+
+_IDLE_S: Final = 0.5
+_FEW: Final = 32
+"""If the event loop takes fewer calls in this time, none waits: even on a busy machine it can take a thousand."""
 
 _MIN_RESERVED: Final = 192
 """Minimum number of file descriptors reserved for the server: the database, children's pipes, and artifact transfers."""
@@ -94,6 +137,8 @@ def server_options(files: int, metadata_bytes: int = MAX_METADATA_BYTES) -> list
         ("grpc.server.max_pending_requests_hard_limit", MAX_PENDING),
         # Only "identity": etfarm's clients do not compress, and a small compressed message can expand to a large one.
         ("grpc.compression_enabled_algorithms_bitset", 1),
+        ("grpc.enable_channelz", 1),  # counts what connections begin
+        ("grpc.max_channel_trace_event_memory_per_node", 0),
     ]
 
 
@@ -140,6 +185,16 @@ def _peer_of(opened: socket.socket | None, port: int) -> Peer | None:
     return _plain(host), peer_port
 
 
+class Counts(Protocol):
+    """The calls that began, which gRPC counts before the event loop takes them."""
+
+    def begun(self) -> int:
+        """Return the number of calls of all connections since the start of the server."""
+
+    def begun_by(self, peers: Collection[Peer]) -> dict[Peer, int]:
+        """Return the number of calls that each of these open connections has begun."""
+
+
 class Connections:
     """The TCP connections to one port of this process.
 
@@ -161,56 +216,138 @@ class Connections:
         self._clock = clock
         self._open_files = open_files
         self._find_peer = find_peer
+        self.counts: Counts | None = None
+        """The server's counts; None if no server drops calls."""
+        self.dropped = 0
+        """Number of calls that were dropped."""
+        self._taken = 0
+        self._taken_of: Counter[Peer] = Counter()
+        """Numbers of calls without a valid token that the event loop has taken, by connection."""
+        self.is_behind = False
+        """Whether many calls wait for the event loop."""
+        self._refusals = Allowance(REFUSALS, REFUSALS_A_SECOND, clock)
         self._trusted: set[Peer] = set()
         self._distrusted: set[Peer] = set()
+        self._flooding: set[Peer] = set()
+        """Connections whose calls were dropped while many calls waited."""
+        self._paused: set[Peer] = set()
         self._since: dict[Peer, float] = {}
         self._sockets: dict[tuple[int, int], Peer | None] = {}
         """Peers of the sockets at the last look, by descriptor and inode; None for those that are no connections to the port.
         Asking the kernel takes long."""
-        self._wake = asyncio.Event()
+        self._is_due = False
+        """Whether a connection is to be closed, paused or resumed at the next tick."""
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def admits(self, peer: str, has_token: Callable[[], bool]) -> bool:
+        """Return whether a call is to be handled; otherwise it is to be dropped.
+
+        Calls with a valid token and calls of connections that have sent one are always handled.
+
+        Args:
+            peer: gRPC's name of the connection's peer.
+            has_token: returns whether the call has a valid token.
+        """
+        self._taken += 1
+        known = parse_peer(peer)
+        if known is None or known in self._trusted or not self._asks_for_tokens():
+            return True
+        if has_token():
+            self.trust(peer)
+            return True
+        self._taken_of[known] += 1
+        if known not in self._flooding and known not in self._distrusted:
+            if not (self.is_behind and self._taken_of[known] > REFUSALS_WHILE_BEHIND) and self._refusals.take():
+                return True
+            (self._flooding if self.is_behind else self._distrusted).add(known)
+            self._is_due = True
+        self.dropped += 1
+        return False
 
     def trust(self, peer: str) -> None:
         """Record that a call with a valid token arrived over a connection; `peer` is gRPC's name of the connection's peer."""
-        if (known := _parse(peer)) is not None:
+        if (known := parse_peer(peer)) is not None:
             self._trusted.add(known)
+            self._is_due |= known in self._paused
 
     def distrust(self, peer: str) -> None:
         """Record that a connection keeps sending invalid tokens. It is closed at once unless it has also sent a valid one."""
-        if (known := _parse(peer)) is not None:
+        if (known := parse_peer(peer)) is not None:
             self._distrusted.add(known)
-            self._wake.set()
+            self._is_due = True
 
-    async def watch(self, port: int) -> None:
-        """Close connections without a valid token until the task is cancelled."""
-        if not self._open_files.is_dir():
-            return
-        while True:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), LOOK_S)
-            await asyncio.sleep(_PAUSE_S)
-            self._wake.clear()
+    def start(self, port: int) -> None:
+        """Close and pause connections in a thread of their own, since the event loop may be late, until `close`."""
+        if self._open_files.is_dir():
+            sys.setswitchinterval(_SWITCH_S)
+            self._thread = threading.Thread(target=self._watch, args=(port,), name="connections", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """End what `start` began."""
+        self._closing.set()
+        if self._thread is not None:
+            self._thread.join()
+
+    def _watch(self, port: int) -> None:
+        backlog, looked_s, waiting, changed = Backlog(), self._clock(), 0, 0
+        while not self._closing.wait(_TICK_S):
+            now = self._clock()
+            begun = self._taken if self.counts is None else self.counts.begun()
+            grown = backlog.note(begun, self._taken, now) - waiting
+            self.is_behind = backlog.waiting > _BURST
+            is_regular = now - looked_s >= LOOK_S
+            if not (is_regular or self._is_due or grown > _BURST):
+                waiting = min(waiting, backlog.waiting)
+                continue
+            waiting, self._is_due = backlog.waiting, False
             try:
-                closed = await asyncio.to_thread(self.look, port)
+                changed += self.look(port)
             except Exception:
                 log.exception("the connections could not be checked")
-                continue
-            if closed:
-                log.warning("closed connections without a valid token or beyond the limits", connections=closed)
+            if is_regular:
+                looked_s = now
+                if changed:
+                    log.warning("closed or paused connections without a valid token or beyond the limits", connections=changed)
+                changed = 0
 
     def look(self, port: int) -> int:
-        """Shut down excess connections and those without a valid token; return their number."""
+        """Close excess connections and those without a valid token, and pause those that flood; return their number."""
         now = self._clock()
         # This runs in a thread: a connection may open and become trusted while the sockets are listed, and an agent calls only
         # once.
-        trusted = self._trusted.copy()
+        known = self._trusted.copy(), self._distrusted.copy(), self._flooding.copy()
         descriptors = self._list(port)
         self._since = {peer: self._since.get(peer, now) for peer in descriptors}
-        self._trusted -= trusted - descriptors.keys()
-        excess = list(self._excess(now))
-        self._distrusted.clear()
+        for current, listed in zip((self._trusted, self._distrusted, self._flooding), known, strict=True):
+            if current is self._trusted or not self.is_behind:  # else calls of closed connections may still wait
+                current -= listed - descriptors.keys()
+        for peer in self._taken_of.keys() - descriptors.keys():
+            self._taken_of.pop(peer, None)
+        self._paused &= descriptors.keys()
+        excess = set(self._excess(now))
         for peer in excess:
             _shut_down(descriptors[peer], peer, port)
-        return len(excess)
+        paused = self._to_pause(descriptors.keys() - excess) - self._paused
+        for peer in paused:
+            self._paused.add(peer)
+            _pause(descriptors[peer], peer, port)
+        for peer in [peer for peer in self._paused if self._may_resume(peer)]:
+            self._paused.discard(peer)
+            _resume(descriptors[peer], peer, port)
+        return len(excess) + len(paused)
+
+    def _to_pause(self, peers: Collection[Peer]) -> set[Peer]:
+        strangers = set(peers) - self._trusted
+        if not strangers or not self._asks_for_tokens():
+            return set()
+        flooding = strangers & self._flooding
+        begun = {} if self.counts is None else self.counts.begun_by(strangers - flooding - self._paused)
+        return flooding | most_waiting({peer: count - self._taken_of[peer] for peer, count in begun.items()}, WAITING)
+
+    def _may_resume(self, peer: Peer) -> bool:
+        return peer in self._trusted or (peer not in self._flooding and not self.is_behind)
 
     def _list(self, port: int) -> dict[Peer, int]:
         """Return the descriptors of the connections to the port by their peers."""
@@ -228,31 +365,95 @@ class Connections:
         return {peer: number for (number, _), peer in sockets.items() if peer is not None}
 
     def _excess(self, now: float) -> Iterator[Peer]:
-        """Yield the connections to close. Per address, connections without a valid token are closed first, then the newest."""
+        """Yield the connections to close. Per address, those without a valid token are closed first, then the newest."""
+        young: defaultdict[str, int] = defaultdict(int)
         strangers: defaultdict[str, int] = defaultdict(int)
         totals: defaultdict[str, int] = defaultdict(int)
         requires_token = self._asks_for_tokens()
         if len(self._since) <= CONNECTIONS_OF_AN_ADDRESS and not (requires_token and self._since.keys() - self._trusted):
             return
-        for peer, since in sorted(self._since.items(), key=lambda item: (item[0] not in self._trusted, item[1])):
+        for peer, since in sorted(
+            self._since.items(), key=lambda item: (item[0] not in self._trusted, item[0] in self._flooding, item[1])
+        ):
             is_stranger = requires_token and peer not in self._trusted
+            is_young = is_stranger and now - since < YOUNG_S
             totals[peer[0]] += 1
-            strangers[peer[0]] += is_stranger
+            young[peer[0]] += is_young
+            strangers[peer[0]] += is_stranger and not is_young
             if (
                 totals[peer[0]] > CONNECTIONS_OF_AN_ADDRESS
                 or (is_stranger and (peer in self._distrusted or now - since > STRANGER_S))
-                or (is_stranger and strangers[peer[0]] > STRANGERS_OF_AN_ADDRESS)
+                or (is_young and young[peer[0]] > YOUNG_OF_AN_ADDRESS)
+                or (is_stranger and not is_young and strangers[peer[0]] > STRANGERS_OF_AN_ADDRESS)
             ):
                 yield peer
+
+
+class Backlog:
+    """The number of calls that wait for the event loop: that of those that began less that of those that were taken.
+
+    gRPC itself ends malformed calls, which are never taken. The loop takes waiting calls fast, so if it takes few, none waits.
+    """
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self._never_taken = 0
+        self._counted = 0
+        self._counted_s = float("-inf")
+
+    def note(self, begun: int, taken: int, now: float) -> int:
+        """Return the number of waiting calls after the counts have changed."""
+        if now - self._counted_s >= _IDLE_S:
+            if taken - self._counted < _FEW:
+                self._never_taken = begun - taken
+            self._counted, self._counted_s = taken, now
+        self._never_taken = min(self._never_taken, begun - taken)
+        self.waiting = begun - taken - self._never_taken
+        return self.waiting
+
+
+def most_waiting(waiting: Mapping[Peer, int], most: int) -> set[Peer]:
+    """Return the connections to pause so that at most `most` calls of the others wait: those with the most waiting calls."""
+    left, flooding = sum(waiting.values()), set()
+    for peer, count in sorted(waiting.items(), key=lambda item: -item[1]):
+        if left <= most:
+            break
+        left -= count
+        flooding.add(peer)
+    return flooding
+
+
+_SO_ATTACH_FILTER, _SO_DETACH_FILTER = 26, 27  # <asm/socket.h>, of all of etfarm's servers' architectures
+_NOTHING = ctypes.create_string_buffer(struct.pack("=HBBI", 6, 0, 0, 0), 8)
+"""A program of the kernel's packet filter: the instruction `BPF_RET | BPF_K` with 0, which accepts no byte of any packet."""
+
+
+def _pause(number: int, peer: Peer, port: int) -> None:
+    """Make the kernel ignore what arrives over a connection. Where it has no packet filter, shut down the connection."""
+    with _socket(number) as opened, contextlib.suppress(OSError):
+        if opened is not None and _peer_of(opened, port) == peer:
+            try:
+                opened.setsockopt(socket.SOL_SOCKET, _SO_ATTACH_FILTER, struct.pack("@HP", 1, ctypes.addressof(_NOTHING)))
+            except OSError:
+                opened.shutdown(socket.SHUT_RDWR)
+
+
+def _resume(number: int, peer: Peer, port: int) -> None:
+    with _socket(number) as opened, contextlib.suppress(OSError):
+        if opened is not None and _peer_of(opened, port) == peer:
+            opened.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)
 
 
 def _shut_down(number: int, peer: Peer, port: int) -> None:
     with _socket(number) as opened, contextlib.suppress(OSError):  # the peer has already disconnected
         if opened is not None and _peer_of(opened, port) == peer:  # the descriptor may belong to another connection by now
+            with contextlib.suppress(OSError):  # it is not paused
+                opened.setsockopt(socket.SOL_SOCKET, _SO_DETACH_FILTER, 0)  # else the peer's acknowledgement would be ignored
             opened.shutdown(socket.SHUT_RDWR)
 
 
-def _parse(peer: str) -> Peer | None:
+@functools.lru_cache(maxsize=4096)
+def parse_peer(peer: str) -> Peer | None:
     """Return the address and port of a gRPC peer such as `ipv6:%5B::1%5D:4711`; None for a unix socket."""
     kind, _, rest = unquote(peer).partition(":")
     host, _, port = rest.rpartition(":")

@@ -1,4 +1,4 @@
-"""Failed authentications by network address. Frequent failures lead to a retry delay and to closed connections."""
+"""Failed authentications by network address, and how many are answered. Frequent failures lead to a retry delay."""
 
 from __future__ import annotations
 
@@ -51,3 +51,23 @@ class Failures:
 
     def _wait(self, count: int) -> float:
         return 0.0 if count <= FREE else min(MAX_WAIT_S, 2.0 ** min(count - FREE - 1, 10))
+
+
+class Allowance:
+    """A number of events that may happen at once, and the rate of further ones."""
+
+    def __init__(self, at_once: int, a_second: float, clock: Callable[[], float]) -> None:
+        self._at_once = at_once
+        self._a_second = a_second
+        self._clock = clock
+        self._left, self._at_s = float(at_once), clock()
+
+    def take(self) -> bool:
+        """Return whether one more event may happen now, and count it if so."""
+        now = self._clock()
+        self._left = min(self._left + (now - self._at_s) * self._a_second, self._at_once)
+        self._at_s = now
+        if self._left < 1:
+            return False
+        self._left -= 1
+        return True

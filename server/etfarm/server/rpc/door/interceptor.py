@@ -143,6 +143,14 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         )
         return wrapped
 
+    def has_token(self, metadata: Any) -> bool:
+        """Return whether the metadata of a call contain a valid token, or are those of a server of the farm."""
+        try:
+            self._tokens.authenticate(_text(metadata, "authorization"))
+        except EtfarmError:
+            return self._forwarded.peer(metadata) is not None
+        return True
+
     def _refusal(
         self, error: EtfarmError, method: str, principal: Principal | None, forwarded_peer: str | None
     ) -> grpc.RpcMethodHandler[Any, Any]:

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import grpc
 
 from etfarm.server.config import Config
 from etfarm.server.rpc.door.accepting import new_server
-from etfarm.server.rpc.door.connections import MAX_METADATA_BYTES, raise_file_limit, server_options
+from etfarm.server.rpc.door.connections import MAX_METADATA_BYTES, Connections, raise_file_limit, server_options
 from etfarm.wire.channel import SERVER_OPTIONS
 from etfarm.wire.errors import UserError
 
@@ -23,15 +24,21 @@ class CannotListen(UserError):
 
 
 def guarded_server(
-    interceptors: Sequence[grpc.aio.ServerInterceptor], metadata_bytes: int = MAX_METADATA_BYTES
+    interceptors: Sequence[grpc.aio.ServerInterceptor],
+    connections: Connections,
+    has_token: Callable[[Any], bool],
+    metadata_bytes: int = MAX_METADATA_BYTES,
 ) -> grpc.aio.Server:
     """Return a gRPC server with the limits of every server of a farm, not started yet.
 
     Args:
+        interceptors: as of `grpc.aio.server`.
+        connections: decides which calls are dropped; its owner starts it once the server's port is known.
+        has_token: returns whether the metadata of a call contain a valid token.
         metadata_bytes: maximum size of a request's metadata.
     """
     options = dict(SERVER_OPTIONS) | dict(server_options(raise_file_limit(), metadata_bytes))
-    return new_server(interceptors, list(options.items()))
+    return new_server(interceptors, list(options.items()), connections, has_token)
 
 
 def bind(server: grpc.aio.Server, config: Config, credentials: grpc.ServerCredentials | None) -> str:

@@ -6,15 +6,29 @@ import fcntl
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
 from etfarm.server.rpc.door import connections
-from etfarm.server.rpc.door.connections import STRANGER_S, STRANGERS_OF_AN_ADDRESS, Connections
-from etfarm.server.rpc.door.failures import FLOOD, FORGET_S, FREE, MAX_ADDRESSES, MAX_WAIT_S, Failures, address_of
+from etfarm.server.rpc.door.connections import (
+    MAX_STREAMS,
+    REFUSALS,
+    REFUSALS_A_SECOND,
+    STRANGER_S,
+    STRANGERS_OF_AN_ADDRESS,
+    WAITING,
+    YOUNG_OF_AN_ADDRESS,
+    YOUNG_S,
+    Backlog,
+    Connections,
+    Peer,
+    most_waiting,
+    parse_peer,
+)
+from etfarm.server.rpc.door.failures import FLOOD, FORGET_S, FREE, MAX_ADDRESSES, MAX_WAIT_S, Allowance, Failures, address_of
 
 
 class Clock:
@@ -111,6 +125,8 @@ def test_of_an_address_with_too_many_strangers_the_newest_are_closed(server: Ser
         clock.now += 0.01
         if len(clients) <= STRANGERS_OF_AN_ADDRESS:
             assert watched.look(server.port) == 0
+    assert watched.look(server.port) == 0  # their first calls may be on their way
+    clock.now += YOUNG_S
     assert watched.look(server.port) == 5
     assert [is_open(client) for client in clients].count(True) == STRANGERS_OF_AN_ADDRESS
     assert is_open(clients[0])
@@ -160,6 +176,183 @@ def test_an_address_has_a_bound_of_connections_with_tokens_too(server: Server, m
     assert watched.look(server.port) == 2
 
 
+def test_all_clients_of_an_address_may_connect_at_once(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert YOUNG_OF_AN_ADDRESS > 300 > STRANGERS_OF_AN_ADDRESS
+    monkeypatch.setattr(connections, "YOUNG_OF_AN_ADDRESS", 40)
+    watched = Connections(lambda: True, Clock())
+    clients = [server.connect()[0] for _ in range(40)]
+    assert watched.look(server.port) == 0
+    newest = server.connect()[0]
+    assert watched.look(server.port) == 1
+    assert not is_open(newest) and all(map(is_open, clients))
+
+
+class Counts:
+    """The calls that connections have begun, as a test sets them."""
+
+    def __init__(self) -> None:
+        self.of: dict[Peer, int] = {}
+
+    def begun(self) -> int:
+        return sum(self.of.values())
+
+    def begun_by(self, peers: Collection[Peer]) -> dict[Peer, int]:
+        return {peer: count for peer, count in self.of.items() if peer in peers}
+
+
+class Accepted:
+    """A connection from a client to a server, of which a test holds both ends."""
+
+    def __init__(self, stack: ExitStack) -> None:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self.port: int = listener.getsockname()[1]
+            self.client = stack.enter_context(socket.create_connection(("127.0.0.1", self.port)))
+            self.server = stack.enter_context(listener.accept()[0])
+        self.client.settimeout(30)
+        self.server.settimeout(30)
+        self.name = f"ipv4:127.0.0.1:{self.client.getsockname()[1]}"
+        peer = parse_peer(self.name)
+        assert peer is not None
+        self.peer = peer
+
+    def arrives(self, sent: bytes) -> bool:
+        """Return whether a message arrives without delay."""
+        self.client.sendall(sent)
+        self.server.setblocking(False)
+        try:
+            return self.server.recv(len(sent)) == sent
+        except BlockingIOError:
+            return False
+        finally:
+            self.server.settimeout(30)
+
+
+@pytest.fixture
+def accepted() -> Iterator[Accepted]:
+    with ExitStack() as stack:
+        yield Accepted(stack)
+
+
+def test_a_connection_with_too_many_waiting_calls_is_paused_until_its_token_is_known(accepted: Accepted) -> None:
+    watched, counts = Connections(lambda: True, Clock()), Counts()
+    watched.counts = counts
+    counts.of[accepted.peer] = WAITING
+    assert watched.look(accepted.port) == 0
+    assert accepted.arrives(b"1")
+    counts.of[accepted.peer] = WAITING + 1
+    watched.is_behind = True
+    assert watched.look(accepted.port) == 1
+    assert not accepted.arrives(b"2")
+    assert watched.look(accepted.port) == 0
+    assert watched.admits(accepted.name, lambda: True)
+    watched.look(accepted.port)
+    assert accepted.server.recv(1) == b"2"  # sent again by the kernel: nothing is lost
+
+
+def test_a_pause_ends_with_the_backlog_unless_calls_were_dropped(accepted: Accepted) -> None:
+    watched, counts = Connections(lambda: True, Clock()), Counts()
+    watched.counts = counts
+    counts.of[accepted.peer] = WAITING + 1
+    watched.is_behind = True
+    assert watched.look(accepted.port) == 1
+    counts.of[accepted.peer], watched.is_behind = 0, False
+    watched.look(accepted.port)
+    assert accepted.arrives(b"1")
+    watched.is_behind = True
+    while watched.admits(accepted.name, lambda: False):
+        pass
+    watched.is_behind = False
+    assert watched.look(accepted.port) == 1
+    assert watched.look(accepted.port) == 0
+    assert not accepted.arrives(b"2")
+
+
+def test_a_paused_connection_is_closed_after_a_while(accepted: Accepted) -> None:
+    clock = Clock()
+    watched = Connections(lambda: True, clock)
+    watched.is_behind = True
+    while watched.admits(accepted.name, lambda: False):
+        pass
+    assert watched.look(accepted.port) == 1
+    clock.now += STRANGER_S + 1
+    assert watched.look(accepted.port) == 1
+    assert accepted.client.recv(1) == b""  # it learns of it, as the kernel takes its acknowledgements again
+
+
+def test_calls_without_a_token_are_refused_at_a_bounded_rate(accepted: Accepted) -> None:
+    clock = Clock()
+    watched = Connections(lambda: True, clock)
+    assert all(watched.admits(f"ipv4:10.0.0.1:{number}", lambda: False) for number in range(REFUSALS))
+    assert not watched.admits(accepted.name, lambda: False)
+    clock.now += 1 / REFUSALS_A_SECOND + 1e-6
+    assert not watched.admits(accepted.name, lambda: False)  # its other calls may be on their way
+    assert watched.admits("ipv4:10.0.0.2:1", lambda: False)
+    assert not watched.admits("ipv4:10.0.0.3:1", lambda: False)
+    assert watched.dropped == 3
+    assert watched.look(accepted.port) == 1
+    assert accepted.client.recv(1) == b""
+
+
+def test_calls_with_a_token_are_always_admitted(accepted: Accepted) -> None:
+    watched = Connections(lambda: True, Clock())
+    watched.is_behind = True
+    while watched.admits(accepted.name, lambda: False):
+        pass
+    dropped = watched.dropped
+    assert watched.admits(accepted.name, lambda: True)  # a later connection from the same port
+    assert all(watched.admits(accepted.name, lambda: False) for _ in range(10 * MAX_STREAMS))
+    assert watched.dropped == dropped
+    assert watched.look(accepted.port) == 0
+
+
+def test_a_server_without_tokens_admits_all_calls(accepted: Accepted) -> None:
+    watched, counts = Connections(lambda: False, Clock()), Counts()
+    watched.counts, watched.is_behind = counts, True
+    counts.of[accepted.peer] = 100 * WAITING
+    assert all(watched.admits(accepted.name, lambda: False) for _ in range(10 * REFUSALS))
+    assert watched.look(accepted.port) == 0
+
+
+def test_a_unix_socket_has_no_connections_to_pause() -> None:
+    watched = Connections(lambda: True, Clock())
+    watched.is_behind = True
+    assert all(watched.admits("unix:", lambda: False) for _ in range(10 * REFUSALS))
+
+
+@pytest.mark.parametrize(
+    ("waiting", "paused"),
+    [({}, set()), ({1: 5, 2: 5}, set()), ({1: 5, 2: 6}, {2}), ({1: 1, 2: 99, 3: 2, 4: 98, 5: 3}, {2, 4}), ({1: 11}, {1})],
+)
+def test_connections_with_the_most_waiting_calls_are_paused(waiting: dict[int, int], paused: set[int]) -> None:
+    named = {("10.0.0.1", port): count for port, count in waiting.items()}
+    assert most_waiting(named, 10) == {("10.0.0.1", port) for port in paused}
+
+
+def test_many_clients_that_begin_few_calls_are_not_paused() -> None:
+    clients = {("10.0.0.1", port): 3 for port in range(300)}
+    assert most_waiting({**clients, ("10.0.0.1", 9999): MAX_STREAMS}, WAITING) == {("10.0.0.1", 9999)}
+
+
+def test_the_backlog_is_what_began_and_was_not_taken() -> None:
+    backlog = Backlog()
+    assert backlog.note(0, 0, 0.0) == 0
+    assert backlog.note(5000, 0, 0.1) == 5000
+    assert backlog.note(5000, 3000, 0.2) == 2000
+    assert backlog.note(5000, 4000, 0.7) == 1000
+    assert backlog.note(5000, 5000, 0.8) == 0
+
+
+def test_calls_that_grpc_ends_itself_do_not_count_as_backlog_for_long() -> None:
+    backlog = Backlog()
+    backlog.note(0, 0, 0.0)
+    assert backlog.note(3000, 10, 0.1) == 2990
+    assert backlog.note(3010, 20, 0.6) == 0  # malformed: the event loop takes calls, and only a few
+    assert backlog.note(3500, 100, 0.7) == 410
+    assert backlog.note(3500, 510, 0.8) == 0
+    assert backlog.note(3500, 520, 0.9) == 0  # one that began later was taken: never below 0
+    assert backlog.note(3600, 520, 1.0) == 100
+
+
 @pytest.mark.parametrize(
     ("peer", "address"),
     [("ipv4:10.0.0.7:4711", "10.0.0.7"), ("ipv6:%5B2001:db8::1%5D:80", "2001:db8::1"), ("unix:", "unix"), ("unix:/a/b", "unix")],
@@ -186,3 +379,13 @@ def test_the_table_of_failures_is_bounded() -> None:
     for number in range(3 * MAX_ADDRESSES):
         failures.note(str(number))
     assert len(failures._failed) == MAX_ADDRESSES
+
+
+def test_an_allowance_refills_up_to_its_size() -> None:
+    clock = Clock()
+    allowance = Allowance(3, 2.0, clock)
+    assert [allowance.take() for _ in range(4)] == [True, True, True, False]
+    clock.now += 0.5
+    assert [allowance.take() for _ in range(2)] == [True, False]
+    clock.now += 1000
+    assert [allowance.take() for _ in range(4)] == [True, True, True, False]
