@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Self
 
 DATA, HEADERS, RESET, SETTINGS, PING, GOAWAY, WINDOW_UPDATE = 0, 1, 3, 4, 6, 7, 8
-_END_STREAM, _END_HEADERS, _ACK = 1, 4, 1
+END_STREAM, END_HEADERS, _ACK = 1, 4, 1
 _INITIAL_WINDOW = 65_535
 
 
@@ -36,7 +36,7 @@ class Http2:
 
     def call(self, path: str | bytes, headers: Mapping[str, str | bytes], message: bytes, *, compressed: bool) -> None:
         """Send a call with one message, as far as the server takes it, and wait for the end of its answer."""
-        self._send(HEADERS, _END_HEADERS, 1, _fields(path, headers))
+        self._send(HEADERS, END_HEADERS, 1, fields(path, headers))
         body = struct.pack(">BI", compressed, len(message)) + message
         try:
             while True:
@@ -45,18 +45,18 @@ class Http2:
                     part, body = body[:room], body[room:]
                     self._connection_window -= len(part)
                     self._stream_window -= len(part)
-                    self._send(DATA, 0 if body else _END_STREAM, 1, part)
+                    self._send(DATA, 0 if body else END_STREAM, 1, part)
                     continue
                 kind, flags, _, _ = self._frame()
-                if kind in (RESET, GOAWAY) or (kind == HEADERS and flags & _END_STREAM):
+                if kind in (RESET, GOAWAY) or (kind == HEADERS and flags & END_STREAM):
                     return
         except ConnectionError:
             return
 
     def flood(self, path: str, calls: int) -> None:
         """Begin so many calls without an end, and read no answer."""
-        block = _fields(path, {})
-        head = len(block).to_bytes(3, "big") + bytes((HEADERS, _END_HEADERS))
+        block = fields(path, {})
+        head = len(block).to_bytes(3, "big") + bytes((HEADERS, END_HEADERS))
         with contextlib.suppress(OSError):  # the server closed the connection
             self.socket.sendall(b"".join(head + (2 * call + 1).to_bytes(4, "big") + block for call in range(calls)))
 
@@ -101,7 +101,8 @@ class Http2:
         return data
 
 
-def _fields(path: str | bytes, headers: Mapping[str, str | bytes]) -> bytes:
+def fields(path: str | bytes, headers: Mapping[str, str | bytes] | Mapping[str, str]) -> bytes:
+    """Return the block of a call's header fields."""
     fields: dict[str, str | bytes] = {":method": "POST", ":scheme": "http", ":path": path, ":authority": "farm", "te": "trailers"}
     fields |= {"content-type": "application/grpc", **headers}
     return b"".join(b"\0" + _text(name) + _text(value) for name, value in fields.items())

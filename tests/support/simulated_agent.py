@@ -190,6 +190,10 @@ class SimulatedAgent:
         """Announce a device, as after it was attached again."""
         self._send(agent_pb2.AgentMessage(device_update=agent_pb2.DeviceUpdate(device=self.devices[device_id])))
 
+    def report(self, progress: agent_pb2.RunProgress) -> None:
+        """Send an attempt's progress."""
+        self._send(agent_pb2.AgentMessage(run_progress=progress))
+
     def _forget_runs(self) -> None:
         for task in self._runs.values():
             task.cancel()

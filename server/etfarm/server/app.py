@@ -158,7 +158,7 @@ async def running(
 
         background.start(fleet.reservations.tend(), "reservations")
         background.start(fleet.telemetry.tend(), "telemetry")
-        background.start(access.authentication.watch(interceptor.calls.end_invalid), "tokens")
+        background.start(access.authentication.watch(interceptor.calls.look), "tokens")
         background.start(access.audit.write_on(), "audit")
         background.start(notices.sender.run(), "notices")
         background.start(notices.watch_quarantines(fleet.health.on_quarantined, fleet.registry.known), "quarantines")

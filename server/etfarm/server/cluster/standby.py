@@ -82,7 +82,7 @@ async def standing_by(
     await server.start()
     tasks = [
         following,
-        asyncio.create_task(authentication.watch(interceptor.calls.end_invalid), name="tokens"),
+        asyncio.create_task(authentication.watch(interceptor.calls.look), name="tokens"),
         asyncio.create_task(certificates.watch(), name="certificates"),
         asyncio.create_task(_report_health(checks, leadership, links, wait_s), name="health"),
     ]

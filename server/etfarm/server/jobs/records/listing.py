@@ -25,7 +25,8 @@ _CELLS_BYTES: Final = 4 << 20
 """Maximum total size of a job's cells in a list."""
 
 _EVENT_BYTES: Final = 1 << 20
-_EVENTS_BYTES: Final = 8 << 20
+_EVENTS_BYTES: Final = 1 << 20
+"""Maximum size of the events that are in memory for a watcher, but for one event: watchers may stop reading for ever."""
 _EVENTS: Final = 500
 
 _NAME: Final = 1_000

@@ -25,6 +25,8 @@ from etfarm.wire.words import word_of
 log = structlog.get_logger()
 
 _PAGE = 500
+_PAGE_CHARACTERS: Final = 128 << 10
+"""Maximum number and size of the lines that are in memory for a reader, but for one line: readers may stop reading for ever."""
 
 MAX_LINES: Final = 100_000
 MAX_CHARACTERS: Final = 32 << 20
@@ -121,10 +123,14 @@ def _insert(connection: Connection, rows: list[dict[str, object]]) -> None:
 def _lines(connection: Connection, job_id: str, after: int) -> Sequence[LogLine]:
     table = schema.log_lines
     query = select(table).where(table.c.job_id == job_id, table.c.number > after).order_by(table.c.number).limit(_PAGE)
-    lines = []
+    lines: list[LogLine] = []
+    left = _PAGE_CHARACTERS
     for row in connection.execute(query):
         source = _SOURCES.get(row.source, LogSource.LOG_SOURCE_UNSPECIFIED)
         line = LogLine(number=row.number, cell_id=row.cell_id, source=source, text=row.text)
         line.time.FromDatetime(row.at)
         lines.append(line)
+        left -= len(row.text)
+        if left < 0:
+            break
     return lines

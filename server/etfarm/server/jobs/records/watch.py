@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Final
 
 import structlog
 
@@ -23,39 +23,64 @@ _MAX_PROGRESS = 5000
 """Maximum number of phases queued for a slow watcher, since agents choose the names of phases."""
 
 
+MAX_BYTES: Final = 4 << 20
+"""Maximum size of the events of one kind that are queued for a slow watcher. All watchers of a job share its events."""
+
+
+class _Newest:
+    """The newest events of one kind, of each key only the latest, bounded in number and size."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._events: dict[object, tuple[JobEvent, int]] = {}
+        self._bytes = 0
+
+    def put(self, key: object, event: JobEvent, size_bytes: int) -> None:
+        """Add an event, and drop the oldest ones beyond the bounds."""
+        self._drop(key)
+        self._events[key] = event, size_bytes
+        self._bytes += size_bytes
+        while len(self._events) > self._most or (self._bytes > MAX_BYTES and len(self._events) > 1):
+            self._drop(next(iter(self._events)))
+
+    def _drop(self, key: object) -> None:
+        if (former := self._events.pop(key, None)) is not None:
+            self._bytes -= former[1]
+
+    def take(self) -> list[JobEvent]:
+        """Return the events, oldest first, and forget them."""
+        taken = [event for event, _ in self._events.values()]
+        self._events.clear()
+        self._bytes = 0
+        return taken
+
+
 class Subscription:
     """Queued events of one watcher: the newest journaled ones in order, progress by cell and phase, the newest log lines."""
 
     def __init__(self) -> None:
-        self._journaled: deque[JobEvent] = deque(maxlen=_MAX_JOURNALED)
-        self._progress: dict[str, JobEvent] = {}
-        self._log: deque[JobEvent] = deque(maxlen=_MAX_LOG_LINES)
+        self._journaled = _Newest(_MAX_JOURNALED)
+        self._progress = _Newest(_MAX_PROGRESS)
+        self._log = _Newest(_MAX_LOG_LINES)
         self._something = asyncio.Event()
 
-    def put(self, event: JobEvent) -> None:
-        """Add an event without waiting."""
+    def put(self, event: JobEvent, size_bytes: int) -> None:
+        """Add an event of a size without waiting."""
         if event.HasField("sequence"):
-            self._journaled.append(event)
+            self._journaled.put(event.sequence, event, size_bytes)
         elif event.WhichOneof("event") == "progress":
             # Keep phases that ended apart from running ones, since they have durations.
-            key = f"{event.progress.cell_id} {event.progress.phase} {event.progress.HasField('duration_ms')}"
-            self._progress.pop(key, None)
-            self._progress[key] = event
-            if len(self._progress) > _MAX_PROGRESS:
-                del self._progress[next(iter(self._progress))]
+            key = event.progress.cell_id, event.progress.phase, event.progress.HasField("duration_ms")
+            self._progress.put(key, event, size_bytes)
         else:
-            self._log.append(event)
+            self._log.put(event.log.number, event, size_bytes)
         self._something.set()
 
     async def take(self) -> list[JobEvent]:
         """Wait for events and return all of them, with progress before the change that follows it."""
         await self._something.wait()
         self._something.clear()
-        taken = [*self._log, *self._progress.values(), *self._journaled]
-        self._log.clear()
-        self._progress.clear()
-        self._journaled.clear()
-        return taken
+        return [*self._log.take(), *self._progress.take(), *self._journaled.take()]
 
 
 class Announcer:
@@ -79,8 +104,10 @@ class Announcer:
             self._latest.get(job_id, {}).pop(event.cell.id, None)
         elif kind == "job":
             self._latest.pop(job_id, None)
-        for subscription in self._subscriptions.get(job_id, ()):
-            subscription.put(event)
+        if subscriptions := self._subscriptions.get(job_id):
+            size_bytes = event.ByteSize()
+            for subscription in subscriptions:
+                subscription.put(event, size_bytes)
         for listener in self._listeners:
             try:
                 listener(job_id, event)
@@ -98,7 +125,7 @@ class Announcer:
         """Subscribe to all events from now on, preceded by the latest progress."""
         subscription = Subscription()
         for event in self._latest.get(job_id, {}).values():
-            subscription.put(event)
+            subscription.put(event, event.ByteSize())
         listeners = self._subscriptions.setdefault(job_id, set())
         listeners.add(subscription)
         try:

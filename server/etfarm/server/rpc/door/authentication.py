@@ -99,11 +99,11 @@ class Authentication:
         for principal in (self._tokens.by_hash or {}).values():
             yield token_pb2.Token(id=f"file:{principal.name}", principal=principal.name, role=principal.role, from_file=True)
 
-    async def watch(self, end_invalid: Callable[[], None]) -> None:
+    async def watch(self, end_calls: Callable[[], None]) -> None:
         """Apply changes of the token file, and of other processes, until the task is cancelled.
 
         Args:
-            end_invalid: ends calls with credentials that are no longer valid; called at every poll, since tokens expire.
+            end_calls: ends calls that may not continue; called at every poll, since tokens expire.
         """
         loop = asyncio.get_running_loop()
         saved = loop.time()
@@ -116,7 +116,7 @@ class Authentication:
                     await self._table.save_uses()
             except Exception:
                 log.exception("the tokens could not be checked")
-            end_invalid()
+            end_calls()
 
     async def close(self) -> None:
         """Write the times at which tokens were last used, at the end of the server."""

@@ -1,9 +1,10 @@
-"""The running calls: limits per principal, and cancellation once a token or membership is no longer valid."""
+"""The running calls: limits per principal, and cancellation once a token or membership is no longer valid, or if nobody reads."""
 
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable
 from typing import Any, Final
 
@@ -14,6 +15,27 @@ from etfarm.wire.errors import EtfarmError, Kind, UserError
 
 MAX_CALLS: Final = 4096
 """Maximum number of concurrent calls of one principal: an agent has a stream, sessions and transfers for each of 300 phones."""
+
+MAX_UNREAD: Final = 32
+"""Maximum number of a principal's reads (see `is_read`) that are answered at a time, and of its responses of any rpc that wait to
+be read for longer than `READ_S`. A response of a few MiB is in memory until its caller has read it."""
+
+MAX_WAITING_READS: Final = 512
+"""Maximum number of a principal's reads that wait for their turn: an agent asks for each of 300 phones. gRPC has already received
+part of their requests."""
+
+READ_S: Final = 10.0
+LEAST_BYTES_PER_S: Final = 32 << 10
+"""Time for which a response may wait to be read, and rate at which it must be read, once the principal has `MAX_UNREAD` of them."""
+
+_SMALL_READS: Final = frozenset({"GetServerInfo", "GetUploadStatus", "GetSecret"})
+"""Reads with an answer of a few hundred bytes, which never waits to be read."""
+
+
+def is_read(method: str) -> bool:
+    """Return whether a method may answer with megabytes: it has the standard name of one that reads."""
+    name = method.rpartition("/")[2]
+    return name.startswith(("Get", "List", "Find", "Compare")) and name not in _SMALL_READS
 
 
 class TooManyCalls(UserError):
@@ -27,6 +49,13 @@ class ProjectsChanged(UserError):
     """A running call that may read a project which its caller is no longer a member of."""
 
     reason = "PROJECTS_CHANGED"
+    kind = Kind.UNAVAILABLE
+
+
+class ResponseUnread(UserError):
+    """A call whose caller does not read the response, and whose principal has more of them."""
+
+    reason = "RESPONSE_UNREAD"
     kind = Kind.UNAVAILABLE
 
 
@@ -46,8 +75,21 @@ class Call:
         self.is_handled = False
         """Whether a handler runs, which may be cancelled. Before and after it, gRPC receives the request or sends the response: a
         call that is cancelled then ends without a status, for which its caller waits."""
+        self.release: Callable[[], None] = lambda: None
+        """Function to call at the call's end."""
+        self.unread_bytes = 0
+        self.unread_since_s: float | None = None
+        """Size of the response that gRPC sends, and when that began; None while it sends none."""
         self._task = task
         self._aborting: asyncio.Task[None] | None = None
+
+    def drop(self, error: EtfarmError) -> None:
+        """End a call whose caller does not read its response. If that is the only one, the caller gets no status."""
+        if self.abort_sending is not None:
+            self.end(error)
+        else:
+            self.ending = error
+            self._task.cancel()
 
     def end(self, error: EtfarmError) -> None:
         """Cancel the handler, or prevent its start if it does not run yet; the caller gets the error."""
@@ -78,14 +120,25 @@ class Calls:
     Args:
         is_valid: returns whether calls with a credential may continue.
         resolve: returns a principal with the projects that it currently sees.
+        clock: returns seconds on a monotonic clock.
     """
 
-    def __init__(self, is_valid: Callable[[Credential], bool], resolve: Resolve, most: int = MAX_CALLS) -> None:
+    def __init__(
+        self,
+        is_valid: Callable[[Credential], bool],
+        resolve: Resolve,
+        most: int = MAX_CALLS,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._is_valid = is_valid
         self._resolve = resolve
         self._most = most
+        self._clock = clock
         self._running: set[Call] = set()
         self._of_principal: Counter[str] = Counter()
+        self._reads: dict[str, asyncio.Semaphore] = {}
+        self._waiting: Counter[str] = Counter()
+        """Reads that wait for their turn, by principal."""
 
     def begin(self, method: str, credential: Credential, principal: Principal) -> Call:
         """Register a call, which the current task handles, until that task ends.
@@ -106,12 +159,71 @@ class Calls:
 
         def release(_: object) -> None:
             self._running.discard(call)
+            call.release()
             self._of_principal[name] -= 1
             if not self._of_principal[name]:
                 del self._of_principal[name]
 
         task.add_done_callback(release)
         return call
+
+    async def take_turn(self, call: Call) -> None:
+        """Wait until a principal has room for one more read, before its request is received; the room is free after the call.
+
+        Raises:
+            TooManyCalls: too many of its reads wait already.
+        """
+        name = call.principal.name
+        if self._waiting[name] >= MAX_WAITING_READS:
+            raise TooManyCalls(
+                f"{name} has {MAX_WAITING_READS} reads waiting, which is the limit.",
+                "Read the responses of earlier ones.",
+                limit=MAX_WAITING_READS,
+            )
+        turns = self._reads.setdefault(name, asyncio.Semaphore(MAX_UNREAD))
+        self._waiting[name] += 1
+        try:
+            await turns.acquire()
+        finally:
+            self._waiting[name] -= 1
+            if not self._waiting[name]:
+                del self._waiting[name]
+        call.release = turns.release
+
+    def sending(self, call: Call, serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
+        """Return a serializer of a call's responses that notes when gRPC begins to send one; None if they are bytes."""
+
+        def noted(response: Any) -> bytes:
+            data: bytes = response if serialize is None else serialize(response)
+            # Health checks write their few bytes themselves, and do not say when these are sent.
+            if call.abort_sending is not None or not call.is_handled:
+                call.unread_bytes, call.unread_since_s = len(data), self._clock()
+            return data
+
+        return noted
+
+    def look(self) -> None:
+        """End the calls that may not continue."""
+        self.end_invalid()
+        self.end_unread()
+
+    def end_unread(self) -> None:
+        """End responses that are read too slowly, of principals that have more of them than may wait, the oldest first."""
+        now = self._clock()
+        unread: defaultdict[str, list[Call]] = defaultdict(list)
+        for call in self._running:
+            since_s = call.unread_since_s
+            if since_s is not None and call.ending is None and now - since_s > READ_S + call.unread_bytes / LEAST_BYTES_PER_S:
+                unread[call.principal.name].append(call)
+        for name, calls in unread.items():
+            excess = len(calls) + self._waiting[name] - MAX_UNREAD
+            for call in sorted(calls, key=lambda call: call.unread_since_s or 0.0)[: max(excess, 0)]:
+                call.drop(
+                    ResponseUnread(
+                        f"{name} has more than {MAX_UNREAD} responses that are not read.", "Read them, or call again.",
+                        limit=MAX_UNREAD,
+                    )
+                )  # fmt: skip
 
     def end_invalid(self) -> None:
         """End calls with tokens that were revoked, replaced or removed or have expired, and those that see a former project."""

@@ -18,7 +18,7 @@ from etfarm.server.access.tokens import Credential
 from etfarm.server.rpc.door import admission
 from etfarm.server.rpc.door.auditing import Auditor, entry_of, rpc_of
 from etfarm.server.rpc.door.caller import Resolve, enter, resolve_default
-from etfarm.server.rpc.door.calls import Call, Calls
+from etfarm.server.rpc.door.calls import Call, Calls, is_read
 from etfarm.server.rpc.door.connections import Connections
 from etfarm.server.rpc.door.failures import Failures, address_of
 from etfarm.server.rpc.door.forwarded import Forwarded, accept, is_question
@@ -82,7 +82,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         self._resolve = resolve
         self._audit = audit
         self._connections = connections
-        self.calls = Calls(tokens.is_valid, resolve)
+        self.calls = Calls(tokens.is_valid, resolve, clock=clock)
         self._failures = Failures(clock)
         self._large = FairSlots(admission.AT_ONCE)
         self._forwarded = forwarded or Forwarded()
@@ -110,6 +110,8 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
             if forwarded_peer is not None and is_question(metadata):
                 return grpc.stream_stream_rpc_method_handler(accept)
             call = self.calls.begin(method, credential, principal)
+            if is_read(method) and not handler.response_streaming:
+                await self.calls.take_turn(call)
         except EtfarmError as error:
             if self._ask is not None:
                 return self._question(self._ask, error, handler, method)
@@ -139,7 +141,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         wrapped: grpc.RpcMethodHandler[Any, Any] = make(
             wrap(getattr(handler, kind), admit, call, check),
             request_deserializer=None if is_raw else admission.deserializer(method, handler.request_deserializer),
-            response_serializer=handler.response_serializer,
+            response_serializer=self.calls.sending(call, handler.response_serializer),
         )
         return wrapped
 
@@ -258,7 +260,7 @@ def _streaming(behavior: Callable[..., Any], admit: Admit, call: Call, check: Ch
                     auditor.succeeded(message)
                 call.abort_sending = abort
                 yield message
-                call.abort_sending = None
+                call.abort_sending = call.unread_since_s = None
             call.is_handled = False
             if auditor is not None:
                 auditor.succeeded()

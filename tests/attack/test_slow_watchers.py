@@ -1,0 +1,170 @@
+"""Callers that do not read what they asked for, against a real server: its memory, and what others notice."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import grpc
+import pytest
+
+from etfarm.v1 import agent_pb2, job_pb2, job_pb2_grpc
+from etfarm.wire.channel import Access, open_channel
+from tests.support.farm import FarmProcess
+from tests.support.farm_calls import FarmCalls
+from tests.support.programs import program
+from tests.support.silent_caller import SilentCaller
+from tests.support.simulated_agent import SELECTOR, Act, SimulatedAgent
+
+pytestmark = pytest.mark.slow(reason="hundreds of calls wait for a caller who does not read")
+
+WAIT_S = 120.0
+TOKENS = {name: f"{name}-token-of-24-characters" for name in ("ann", "bob", "sim")}
+ROLES = {"ann": "user", "bob": "user", "sim": "agent"}
+MIB = 1 << 20
+LOG_LINES, LINE_CHARACTERS = 4_000, 8_000
+JOBS = 100
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[FarmProcess]:
+    """A server with two users."""
+    folder = tmp_path_factory.mktemp("unread")
+    tokens = folder / "tokens"
+    tokens.write_text("".join(f"{name} {ROLES[name]} {token}\n" for name, token in TOKENS.items()))
+    tokens.chmod(0o600)
+    farm = FarmProcess(folder, bundle=False, serve=["--tokens", str(tokens)])
+    try:
+        farm.restart()
+        yield farm
+    finally:
+        farm.stop()
+
+
+@pytest.fixture
+async def channels(served: FarmProcess) -> AsyncIterator[dict[str, grpc.aio.Channel]]:
+    opened = {name: open_channel(Access(served.address, token=token)) for name, token in TOKENS.items()}
+    try:
+        yield opened
+    finally:
+        for channel in opened.values():
+            await channel.close()
+
+
+def rss_bytes(farm: FarmProcess) -> int:
+    assert farm.server is not None
+    found = re.search(r"VmRSS:\s+(\d+) kB", Path(f"/proc/{farm.server.pid}/status").read_text())
+    assert found is not None
+    return int(found[1]) << 10
+
+
+async def submit(calls: FarmCalls, labels: dict[str, str] | None = None) -> job_pb2.Job:
+    candidate = await calls.program(program("add").path.read_bytes(), "add")
+    spec = job_pb2.JobSpec(candidates=[candidate], devices=[job_pb2.DeviceChoice(selector=SELECTOR)], labels=labels)
+    return await calls.submit(spec)
+
+
+async def fill_log(agent: SimulatedAgent, calls: FarmCalls, job_id: str) -> None:
+    """Make the job's run print 32 MB, and wait until the server has written them."""
+    await agent.until(lambda: bool(agent.active))
+    (attempt,) = agent.active
+    for _ in range(4):
+        lines = ["x" * LINE_CHARACTERS] * (LOG_LINES // 4)
+        progress = agent_pb2.RunProgress(attempt_id=attempt, device_id="id-of-sim", phase="TIMED", log_lines=lines)
+        agent.report(progress)
+    async with asyncio.timeout(WAIT_S):
+        while True:
+            tail = calls.jobs.TailLog(job_pb2.TailJobLogRequest(job_id=job_id))
+            if sum([1 async for _ in tail]) >= LOG_LINES:
+                return
+            await asyncio.sleep(0.2)
+
+
+async def test_readers_of_a_long_log_who_do_not_read_cost_little_and_delay_nobody(
+    served: FarmProcess, channels: dict[str, grpc.aio.Channel]
+) -> None:
+    ann, bob = FarmCalls(channels["ann"]), FarmCalls(channels["bob"])
+    async with SimulatedAgent(served.address, "sim", act=lambda _: Act.HANG, token=TOKENS["sim"]) as agent:
+        job = await submit(ann)
+        await fill_log(agent, ann, job.id)
+        before = rss_bytes(served)
+        callers = [SilentCaller(served.address, TOKENS["ann"], timeout_s=WAIT_S) for _ in range(2)]
+        try:
+            for caller in callers:
+                caller.begin()
+                for _ in range(150):
+                    caller.ask("JobService/TailLog", job_pb2.TailJobLogRequest(job_id=job.id, follow=True))
+                await asyncio.to_thread(caller.until_answered, 150)
+            # Each held a page of 4 MB, 1.2 GB in all.
+            assert rss_bytes(served) - before < 200 * MIB
+            watch = bob.jobs.Watch(job_pb2.WatchJobRequest(job_id=job.id))
+            agent.report(agent_pb2.RunProgress(attempt_id=agent.active[0], device_id="id-of-sim", phase="LAST", message="here"))
+            async with asyncio.timeout(10.0):
+                async for event in watch:
+                    if event.progress.message == "here":
+                        break
+            watch.cancel()
+        finally:
+            for caller in callers:
+                caller.socket.close()
+        await ann.jobs.Cancel(job_pb2.CancelJobRequest(job_id=job.id), timeout=WAIT_S)
+
+
+async def test_answers_that_nobody_reads_are_bounded_for_each_principal_and_delay_no_other(
+    served: FarmProcess, channels: dict[str, grpc.aio.Channel]
+) -> None:
+    ann, bob = FarmCalls(channels["ann"]), FarmCalls(channels["bob"])
+    labels = {f"{number:02}" + "k" * 98: "v" * 200 for number in range(64)}
+    for _ in range(JOBS):  # one after the other, as a page has them all
+        await submit(ann, labels)
+    page = job_pb2.ListJobsRequest(page_size=JOBS)
+    assert (await ann.jobs.List(page)).ByteSize() > 1.5 * MIB
+    before = rss_bytes(served)
+    caller = SilentCaller(served.address, TOKENS["ann"], timeout_s=WAIT_S)
+    with caller:
+        caller.begin()
+        for _ in range(200):
+            caller.ask("JobService/List", page)
+        await asyncio.to_thread(caller.until_answered, 32)
+        async with asyncio.timeout(10.0):
+            assert len((await bob.jobs.List(page)).jobs) == JOBS
+            await ann.online()
+        # Two hundred answers took 0.7 GB.
+        assert rss_bytes(served) - before < 250 * MIB
+        # The oldest are given up, so that ann herself is answered, too.
+        await asyncio.to_thread(caller.until_reset, 32)
+    async with asyncio.timeout(WAIT_S):
+        assert len((await ann.jobs.List(page)).jobs) == JOBS
+
+
+async def test_a_caller_is_answered_beside_its_own_that_do_not_read(
+    served: FarmProcess, channels: dict[str, grpc.aio.Channel]
+) -> None:
+    bob = FarmCalls(channels["bob"])
+    page = job_pb2.ListJobsRequest(page_size=10)
+    assert (await bob.jobs.List(page)).ByteSize() > 100 << 10
+    with SilentCaller(served.address, TOKENS["bob"], timeout_s=WAIT_S) as caller:
+        caller.begin()
+        for _ in range(40):
+            caller.ask("JobService/List", page)
+        await asyncio.to_thread(caller.until_answered, 32)
+        async with asyncio.timeout(WAIT_S):
+            assert len((await bob.jobs.List(page)).jobs) == 10
+
+
+async def test_watchers_beyond_the_limit_are_ended_and_may_come_again(
+    served: FarmProcess, channels: dict[str, grpc.aio.Channel]
+) -> None:
+    with SilentCaller(served.address, TOKENS["ann"], timeout_s=WAIT_S) as caller:
+        caller.begin()
+        for _ in range(50):
+            caller.ask("JobService/WatchAll", job_pb2.WatchAllJobsRequest())
+        reset = await asyncio.to_thread(caller.until_reset, 18)
+        assert reset <= set(range(1, 100, 2))
+    stub = job_pb2_grpc.JobServiceStub(channels["ann"])
+    async with asyncio.timeout(WAIT_S):
+        async for change in stub.WatchAll(job_pb2.WatchAllJobsRequest()):
+            if change.snapshot_complete:
+                break
