@@ -20,6 +20,7 @@ from etfarm.server.cluster.links import Link, Links
 from etfarm.server.cluster.turns import Turns
 from etfarm.server.rpc.door.failures import address_of
 from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PEER, QUESTION, forwarded_metadata
+from etfarm.server.rpc.door.token_file import sent_key
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.errors import EtfarmError, Kind
@@ -119,7 +120,9 @@ class Forwarding:
             self._asking[address] -= 1
             if not self._asking[address]:
                 del self._asking[address]
-        return Credential(key_of(str(header)), "", Principal(name=_owner(context)))
+        # Without a header, the leader has a farm without tokens, which this server could not read.
+        key = sent_key(header) if isinstance(header, str) and header.startswith("Bearer ") else key_of("")
+        return Credential(key, "", Principal(name=_owner(context)))
 
     async def _require_accepted(self, refusal: EtfarmError, method: str, context: _Context) -> None:
         async with self._take(context) as (link, leader):
