@@ -102,7 +102,8 @@ class Forwarding:
         header = next((value for name, value in context.invocation_metadata() or () if name == "authorization"), None)
         if refusal.kind not in (Kind.UNAUTHENTICATED, Kind.PERMISSION_DENIED):
             raise refusal
-        if (header is None or refusal.kind is Kind.PERMISSION_DENIED) and not self._links.can_forward:
+        is_certain = self._authentication.is_certain and (header is None or refusal.kind is Kind.PERMISSION_DENIED)
+        if is_certain and not self._links.can_forward:
             raise refusal
         address = address_of(context.peer())
         if self._asking.get(address, 0) >= _QUESTIONS_OF_AN_ADDRESS or sum(self._asking.values()) >= _MOST_QUESTIONS:
@@ -116,6 +117,10 @@ class Forwarding:
                     with contextlib.suppress(Unauthenticated):  # the token may have been read while the call waited
                         return self._authentication.authenticate(header)
                 await self._require_accepted(refusal, method, context)
+        except NoLeader:
+            if is_certain:
+                raise refusal from None
+            raise
         finally:
             self._asking[address] -= 1
             if not self._asking[address]:

@@ -23,15 +23,18 @@ class CannotListen(UserError):
 
 
 def guarded_server(
-    interceptors: Sequence[grpc.aio.ServerInterceptor], metadata_bytes: int = MAX_METADATA_BYTES
+    interceptors: Sequence[grpc.aio.ServerInterceptor],
+    metadata_bytes: int = MAX_METADATA_BYTES,
+    options: Sequence[tuple[str, int]] = (),
 ) -> grpc.aio.Server:
     """Return a gRPC server with the limits of every server of a farm, not started yet.
 
     Args:
         metadata_bytes: maximum size of a request's metadata.
+        options: further options of gRPC.
     """
-    options = dict(SERVER_OPTIONS) | dict(server_options(raise_file_limit(), metadata_bytes))
-    return new_server(interceptors, list(options.items()))
+    limits = dict(SERVER_OPTIONS) | dict(server_options(raise_file_limit(), metadata_bytes)) | dict(options)
+    return new_server(interceptors, list(limits.items()))
 
 
 def bind(server: grpc.aio.Server, config: Config, credentials: grpc.ServerCredentials | None) -> str:
