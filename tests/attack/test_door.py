@@ -19,6 +19,8 @@ from typing import Any
 import grpc
 import psycopg
 import pytest
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection_pb2
 
 from etfarm.server.rpc.door.connections import most_connections
 from etfarm.v1 import (
@@ -34,12 +36,14 @@ from etfarm.v1 import (
     token_pb2,
     token_pb2_grpc,
 )
+from etfarm.wire.channel import Access, open_channel
 from etfarm.wire.chunks import artifact_of, upload
+from etfarm.wire.errors import EtfarmError
 from etfarm.wire.names import PROTOCOL_VERSION
 from etfarm.wire.status import from_rpc_error
-from tests.support.contract import WAIT_S, call
+from tests.support.contract import WAIT_S, address_of, call
 from tests.support.databases import postgres_databases as postgres_databases
-from tests.support.door import ADMIN, LINES, USER, Door, create, ended, refusal, watch
+from tests.support.door import ADMIN, LINES, USER, Door, create, ended, refusal, watch, watch_devices
 from tests.support.door import door as door
 from tests.support.door import new_door as new_door
 from tests.support.http2 import Http2
@@ -48,6 +52,7 @@ pytestmark = pytest.mark.slow(reason="floods a server with connections")
 
 NewDoor = Callable[..., AbstractContextManager[Door]]
 MIB = 1 << 20
+INFO = "/etfarm.v1.FarmService/GetServerInfo"
 SUBMIT = "/etfarm.v1.JobService/Submit"
 
 
@@ -82,6 +87,62 @@ async def test_large_messages_without_a_token_cost_no_memory(door: Door, admin: 
                 assert error.reason == "UNAUTHENTICATED"
     assert door.memory() - before < 50 * MIB
     await call(admin, "FarmService.GetServerInfo")
+
+
+@pytest.mark.parametrize(("calls", "connections"), [(24, 24), (60, 1)])
+async def test_many_large_messages_without_a_token_cost_no_memory(
+    door: Door, admin: grpc.aio.Channel, calls: int, connections: int
+) -> None:
+    before = door.forget_peak()
+    for error in await large_calls(door, SUBMIT, calls, connections):
+        assert error.reason == "UNAUTHENTICATED"
+    assert door.memory() - before < 100 * MIB
+    await call(admin, "FarmService.GetServerInfo")
+
+
+async def large_calls(door: Door, method: str, calls: int, connections: int, token: str = "") -> list[EtfarmError]:
+    """Return how calls with 30 MiB each end."""
+    options = [("grpc.max_send_message_length", -1), ("grpc.use_local_subchannel_pool", 1)]
+    metadata = (("authorization", f"Bearer {token}"),) if token else ()
+    message = bytes(30 * MIB)
+    async with contextlib.AsyncExitStack() as stack:
+        channels = [
+            await stack.enter_async_context(grpc.aio.insecure_channel(door.address, options=options)) for _ in range(connections)
+        ]
+        running = [channels[index % connections].unary_unary(method)(message, metadata=metadata) for index in range(calls)]
+        return await asyncio.gather(*(refusal(each) for each in running))
+
+
+@pytest.mark.parametrize("method", [SUBMIT, "/etfarm.v1.ArtifactService/Upload"])
+async def test_a_standby_receives_few_large_messages_of_a_caller_at_a_time(
+    door: Door, admin: grpc.aio.Channel, method: str
+) -> None:
+    if door.leader is None:
+        return  # a leader has the messages that it works on
+    before = door.forget_peak()
+    for error in await large_calls(door, method, 16, 1, ADMIN):
+        assert error.kind == "INVALID_ARGUMENT"
+    assert door.memory() - before < 600 * MIB, "sixteen of them take more than a GiB"
+    await call(admin, "FarmService.GetServerInfo")
+
+
+async def test_health_checks_and_reflection_require_a_token(door: Door, admin: grpc.aio.Channel) -> None:
+    reflection = "/grpc.reflection.v1alpha.ServerReflection/ServerReflectionInfo"
+    request = reflection_pb2.ServerReflectionRequest(list_services="").SerializeToString()
+    for token in ("", "guess-0123456789-guess"):
+        metadata = (("authorization", f"Bearer {token}"),) if token else ()
+        async with grpc.aio.insecure_channel(door.address) as stranger:
+            health = health_pb2_grpc.HealthStub(stranger)
+            assert (await refusal(health.Check(health_pb2.HealthCheckRequest(), metadata=metadata))).reason == "UNAUTHENTICATED"
+            assert (await ended(health.Watch(health_pb2.HealthCheckRequest(), metadata=metadata))).reason == "UNAUTHENTICATED"
+            reflecting = stranger.stream_stream(reflection)(iter([request]), metadata=metadata)
+            assert (await ended(reflecting)).reason == "UNAUTHENTICATED"
+    health = health_pb2_grpc.HealthStub(admin)
+    assert (await health.Check(health_pb2.HealthCheckRequest())).status == health_pb2.HealthCheckResponse.SERVING
+    answers = admin.stream_stream(reflection)(iter([request]))
+    described = reflection_pb2.ServerReflectionResponse.FromString(await answers.read())
+    assert "etfarm.v1.JobService" in {service.name for service in described.list_services_response.service}
+    answers.cancel()
 
 
 @cache
@@ -165,6 +226,24 @@ async def test_a_connection_without_a_valid_token_is_closed(door: Door, greets: 
     assert await asyncio.to_thread(measure_idle_s) < WAIT_S
 
 
+async def test_much_metadata_makes_no_connection_a_users(door: Door) -> None:
+    """What fits one server fits the leader, too, and no error of gRPC's own counts as an answer to a user."""
+
+    def call_once() -> None:
+        with Http2(door.address, timeout_s=WAIT_S) as connection:
+            connection.begin()
+            connection.call(INFO, {"x-much": "x" * 15_700}, b"", compressed=False)
+            connection.until_closed()
+
+    async with door.channel() as channel:
+        ask = channel.unary_unary(INFO, response_deserializer=farm_pb2.ServerInfo.FromString)
+        assert (await ask(b"", metadata=(("x-much", "x" * 15_700),))).principal.name == "ann"
+        with pytest.raises(grpc.aio.AioRpcError) as refused:
+            await ask(b"", metadata=(("x-much", "x" * 18_000),))
+        assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    await asyncio.to_thread(call_once)
+
+
 def test_connections_leave_room_for_files() -> None:
     for files in (1024, 20_000, 65_536):
         assert 0 < most_connections(files) <= files - 192
@@ -192,6 +271,25 @@ async def test_repeated_failures_are_throttled_without_blocking_others_at_the_ad
 
 
 # Tokens
+
+
+async def test_new_tokens_are_valid_at_once_and_revoked_ones_end_what_is_forwarded(door: Door, admin: grpc.aio.Channel) -> None:
+    address = door.address if door.leader is None else address_of(door.leader)
+    async with open_channel(Access(address, ADMIN)) as leader:
+        tokens = token_pb2_grpc.TokenServiceStub(leader)
+        for number in range(20):
+            created = await create(leader, f"new-{number}")
+            async with door.channel(created.secret) as channel:
+                assert (await farm_info(channel)).principal.name == f"new-{number}"
+                assert (await watch(channel).read()).status == health_pb2.HealthCheckResponse.SERVING
+        async with door.channel(created.secret) as channel:
+            streams = watch(channel), watch_devices(channel)
+            for stream in streams:
+                await stream.read()
+            await tokens.Revoke(token_pb2.RevokeTokenRequest(id=created.token.id))
+            for stream in streams:
+                assert (await ended(stream)).reason == "UNAUTHENTICATED"
+            assert (await refusal(farm_info(channel))).reason == "UNAUTHENTICATED"
 
 
 async def test_a_revoked_token_ends_only_its_own_streams(door: Door, admin: grpc.aio.Channel) -> None:

@@ -13,12 +13,16 @@ from typing import Any
 import grpc
 import pytest
 import trustme
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from etfarm.server.cluster.leadership import Leader, Leadership
 from etfarm.server.cluster.links import WAIT_S
 from etfarm.server.cluster.standby import standing_by
 from etfarm.server.config import Config
-from etfarm.server.rpc.door.forwarded import KEY, PEER
+from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PEER, QUESTION, Forwarded
+from etfarm.server.rpc.door.interceptor import AuthErrorInterceptor
+from etfarm.server.rpc.door.listening import guarded_server
+from etfarm.server.rpc.door.token_file import Tokens
 from etfarm.v1 import agent_pb2, artifact_pb2_grpc, farm_pb2, farm_pb2_grpc, job_pb2, job_pb2_grpc
 from etfarm.wire.channel import Access, open_channel, parse_address
 from etfarm.wire.chunks import artifact_of, download_bytes, upload
@@ -30,6 +34,7 @@ from tests.support.farm import Daemon
 
 DEAD = Leader(1, "127.0.0.1:1", "", "", "")
 """A leader that does not answer."""
+TOKEN = "secret-of-ann-0123456789"
 SECRET = "the secret of the farm's servers"
 WATCH, UPLOAD = "/etfarm.v1.JobService/Watch", "/etfarm.v1.ArtifactService/Upload"
 MESSAGE = bytes(1 << 20)
@@ -49,11 +54,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Daemon]:
 
 @asynccontextmanager
 async def standby_of(
-    address: str | None, folder: Path, wait_s: float = WAIT_S
+    address: str | None, folder: Path, wait_s: float = WAIT_S, tokens: Path | None = None
 ) -> AsyncIterator[tuple[grpc.aio.Channel, str, Leadership]]:
     """Forward calls to the server at the address; yield a channel to the standby, its address, and who leads."""
     leadership = Leadership(None if address is None else Leader(1, address, "", "", SECRET))
-    config = Config(parse_address("127.0.0.1:0"), folder)
+    config = Config(parse_address("127.0.0.1:0"), folder, tokens=tokens)
     async with standing_by(config, leadership, wait_s=wait_s) as own, open_channel(Access(own)) as channel:
         yield channel, own, leadership
 
@@ -186,6 +191,96 @@ async def forwarded_by(channel: grpc.aio.Channel) -> str:
     """Return the address of the server that has forwarded a call; empty for the leader's own answer."""
     info = await farm_pb2_grpc.FarmServiceStub(channel).GetServerInfo(farm_pb2.GetServerInfoRequest())
     return info.forwarded_by
+
+
+def write_tokens(path: Path) -> Path:
+    path.touch(mode=0o600)
+    path.write_text(f"ann admin {TOKEN}\n")
+    return path
+
+
+def headers(token: str) -> tuple[tuple[str, str], ...]:
+    return (("authorization", f"Bearer {token}"),) if token else ()
+
+
+async def refusal_of(awaited: Any) -> str:
+    """Return the reason of a call's refusal."""
+    with pytest.raises(grpc.aio.AioRpcError) as failed:
+        await awaited
+    return from_rpc_error(failed.value, server="here").reason
+
+
+async def test_health_requires_a_token_while_no_leader_is_known(tmp_path: Path) -> None:
+    tokens = write_tokens(tmp_path / "tokens")
+    async with standby_of(None, tmp_path, wait_s=0.5, tokens=tokens) as (channel, _, leadership):
+        check, request = health_pb2_grpc.HealthStub(channel).Check, health_pb2.HealthCheckRequest()
+        assert (await check(request, metadata=headers(TOKEN))).status == health_pb2.HealthCheckResponse.NOT_SERVING
+        for leader in (None, DEAD):
+            leadership.set(leader)
+            assert await refusal_of(check(request)) == "UNAUTHENTICATED"
+            assert await refusal_of(check(request, metadata=headers("guess-0123456789"))) == "NO_LEADER"
+            await check(request, metadata=headers(TOKEN))
+
+
+async def test_the_leader_decides_about_callers_whom_the_standby_does_not_know(tmp_path: Path) -> None:
+    """The leader has a token file, and the standby has none."""
+    tokens = write_tokens(tmp_path / "tokens")
+    async with token_leader(tokens) as (address, seen), standby_of(address, tmp_path) as (channel, _, _):
+        check, request = health_pb2_grpc.HealthStub(channel).Check, health_pb2.HealthCheckRequest()
+        jobs, get = job_pb2_grpc.JobServiceStub(channel), job_pb2.GetJobRequest(job_id="x")
+        assert await refusal_of(jobs.Get(get)) == "UNAUTHENTICATED"  # from now on, the standby knows that tokens are required
+        seen.clear()
+        for token in ("", "guess-0123456789"):
+            assert await refusal_of(check(request, metadata=headers(token))) == "UNAUTHENTICATED"
+            assert await refusal_of(jobs.Get(get, metadata=headers(token))) == "UNAUTHENTICATED"
+        assert [name for name, size in seen] == ["Check", "Get"] * 2 and not any(size for _, size in seen)
+        seen.clear()
+        assert await jobs.Get(get, metadata=headers(TOKEN))
+        assert [name for name, _ in seen] == ["Get", "Get"], "the question and the call"
+        assert (await check(request, metadata=headers(TOKEN))).status == health_pb2.HealthCheckResponse.SERVING
+
+
+@asynccontextmanager
+async def token_leader(tokens: Path) -> AsyncIterator[tuple[str, list[tuple[str, int]]]]:
+    """A leader with the real door; yield its address, and the method and size of each call that it gets."""
+    seen: list[tuple[str, int]] = []
+
+    class Jobs(job_pb2_grpc.JobServiceServicer):
+        async def Get(self, request: job_pb2.GetJobRequest, context: Any) -> job_pb2.Job:  # type: ignore[override]
+            seen[-1] = "Get", request.ByteSize()
+            return job_pb2.Job(id=request.job_id)
+
+    class Seen(grpc.aio.ServerInterceptor):
+        async def intercept_service(self, continuation: Any, details: grpc.HandlerCallDetails) -> Any:
+            seen.append((details.method.rpartition("/")[2], 0))
+            return await continuation(details)
+
+    interceptor = AuthErrorInterceptor(Tokens.read(tokens), forwarded=Forwarded(SECRET))
+    server = guarded_server([Seen(), interceptor])
+    job_pb2_grpc.add_JobServiceServicer_to_server(Jobs(), server)
+    health_pb2_grpc.add_HealthServicer_to_server(health.aio.HealthServicer(), server)
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        yield f"127.0.0.1:{port}", seen
+    finally:
+        await server.stop(None)
+
+
+async def test_only_the_leaders_word_admits_an_unknown_caller(tmp_path: Path) -> None:
+    """A leader whose door is not etfarm's answers every call, without the word."""
+    tokens = write_tokens(tmp_path / "tokens")
+    server = grpc.aio.server()
+    server.add_generic_rpc_handlers((Faulty(),))
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    try:
+        async with standby_of(f"127.0.0.1:{port}", tmp_path, tokens=tokens) as (channel, _, _):
+            for token in ("", "guess-0123456789"):
+                call = channel.unary_unary(UPLOAD)(b"", metadata=(*headers(token), (QUESTION, "1"), (ACCEPTED, "1")), timeout=10)
+                assert await refusal_of(call) != ""
+    finally:
+        await server.stop(None)
 
 
 class Recorder(grpc.GenericRpcHandler):

@@ -20,6 +20,7 @@ from etfarm.server.cluster.links import Link, Links
 from etfarm.server.cluster.turns import Turns
 from etfarm.server.rpc.door.failures import address_of
 from etfarm.server.rpc.door.forwarded import ACCEPTED, KEY, PEER, QUESTION, Forwarded, forwarded_metadata
+from etfarm.server.rpc.door.token_file import sent_key
 from etfarm.server.workers.fair_slots import FairSlots
 from etfarm.v1.common_pb2 import Principal
 from etfarm.wire.errors import EtfarmError, Kind
@@ -101,7 +102,8 @@ class Forwarding:
         header = next((value for name, value in context.invocation_metadata() or () if name == "authorization"), None)
         if refusal.kind not in (Kind.UNAUTHENTICATED, Kind.PERMISSION_DENIED):
             raise refusal
-        if (header is None or refusal.kind is Kind.PERMISSION_DENIED) and not self._links.can_forward:
+        is_certain = self._authentication.is_certain and (header is None or refusal.kind is Kind.PERMISSION_DENIED)
+        if is_certain and not self._links.can_forward:
             raise refusal
         address = address_of(_peer(context))
         if self._asking.get(address, 0) >= _QUESTIONS_OF_AN_ADDRESS or sum(self._asking.values()) >= _MOST_QUESTIONS:
@@ -115,11 +117,17 @@ class Forwarding:
                     with contextlib.suppress(Unauthenticated):  # the token may have been read while the call waited
                         return self._authentication.authenticate(header)
                 await self._require_accepted(refusal, method, context)
+        except NoLeader:
+            if is_certain:
+                raise refusal from None
+            raise
         finally:
             self._asking[address] -= 1
             if not self._asking[address]:
                 del self._asking[address]
-        return Credential(key_of(str(header)), "", Principal(name=_owner(context)))
+        # Without a header, the leader has a farm without tokens, which this server could not read.
+        key = sent_key(header) if isinstance(header, str) and header.startswith("Bearer ") else key_of("")
+        return Credential(key, "", Principal(name=_owner(context)))
 
     async def _require_accepted(self, refusal: EtfarmError, method: str, context: _Context) -> None:
         async with self._take(context) as (link, leader):

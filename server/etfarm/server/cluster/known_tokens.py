@@ -127,6 +127,11 @@ class StandbyAuthentication(Authentication):
         super().__init__(file, known, changed, now)
         self._known = known
 
+    @property
+    def is_certain(self) -> bool:
+        """Whether all tokens are known, but for those of the last moment."""
+        return self._known.loaded.is_set()
+
     def is_valid(self, credential: Credential) -> bool:
         """Return whether calls with the credential may continue."""
         if credential.key and not credential.token_id:  # admitted by the leader, which ends calls that it answers itself

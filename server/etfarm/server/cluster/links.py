@@ -28,6 +28,10 @@ _MOST_CALLS: Final = 64 * _CALLS_OF_A_LINK
 """Maximum number of calls that are forwarded or wait for a leader."""
 _RETRY_MS: Final = 200
 
+UNREAD: Final = [("grpc.http2.bdp_probe", 0)]
+"""Options of a standby's connections in both directions. On fast links, gRPC would otherwise receive megabytes of each call
+before they are read; a message that is read gets enough room without that."""
+
 
 class Link:
     """One connection to the leader."""
@@ -144,7 +148,7 @@ class Links:
 
     def _open(self, leader: Leader) -> grpc.aio.Channel:
         options: list[tuple[str, int | str]] = [
-            *CLIENT_OPTIONS, ("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", _RETRY_MS),
+            *CLIENT_OPTIONS, *UNREAD, ("grpc.enable_http_proxy", 0), ("grpc.max_reconnect_backoff_ms", _RETRY_MS),
             ("grpc.initial_reconnect_backoff_ms", _RETRY_MS),
         ]  # fmt: skip
         if not leader.certificate:

@@ -22,7 +22,7 @@ from etfarm.server.cluster.errors import NoLeader
 from etfarm.server.cluster.forwarding import Forwarding
 from etfarm.server.cluster.known_tokens import KnownTokens, StandbyAuthentication
 from etfarm.server.cluster.leadership import Leadership
-from etfarm.server.cluster.links import WAIT_S, Links
+from etfarm.server.cluster.links import UNREAD, WAIT_S, Links
 from etfarm.server.config import Config
 from etfarm.server.rpc.contract import SERVICES, set_serving
 from etfarm.server.rpc.door.calls import TooManyCalls
@@ -68,7 +68,7 @@ async def standing_by(
     interceptor = AuthErrorInterceptor(
         authentication, lambda principal, _: principal, connections=connections, ask=forwarding.ask
     )
-    server = guarded_server([interceptor], connections, interceptor.has_token)
+    server = guarded_server([interceptor], connections, interceptor.has_token, options=UNREAD)
     checks = health.HealthServicer()
     _add_health(server, checks)
     reflection.enable_server_reflection([*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)

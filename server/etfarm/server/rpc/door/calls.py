@@ -26,7 +26,7 @@ part of their requests."""
 
 READ_S: Final = 10.0
 LEAST_BYTES_PER_S: Final = 32 << 10
-"""Time for which a response may wait to be read, and rate at which it must be read, once the principal has `MAX_UNREAD` of them."""
+"""Time for which a response may wait to be read, and rate at which it must be, once the principal has `MAX_UNREAD` of them."""
 
 _SMALL_READS: Final = frozenset({"GetServerInfo", "GetUploadStatus", "GetSecret"})
 """Reads with an answer of a few hundred bytes, which never waits to be read."""
@@ -190,11 +190,11 @@ class Calls:
                 del self._waiting[name]
         call.release = turns.release
 
-    def sending(self, call: Call, serialize: Callable[[Any], bytes] | None) -> Callable[[Any], bytes]:
-        """Return a serializer of a call's responses that notes when gRPC begins to send one; None if they are bytes."""
+    def sending(self, call: Call, serialize: Callable[[Any], bytes]) -> Callable[[Any], bytes]:
+        """Return a serializer of a call's responses that notes when gRPC begins to send one."""
 
         def noted(response: Any) -> bytes:
-            data: bytes = response if serialize is None else serialize(response)
+            data = serialize(response)
             # Health checks write their few bytes themselves, and do not say when these are sent.
             if call.abort_sending is not None or not call.is_handled:
                 call.unread_bytes, call.unread_since_s = len(data), self._clock()

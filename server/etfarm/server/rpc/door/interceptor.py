@@ -135,12 +135,12 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         kind = ("stream" if handler.request_streaming else "unary") + "_" + ("stream" if handler.response_streaming else "unary")
         wrap = _streaming if handler.response_streaming else _single
         make = getattr(grpc, f"{kind}_rpc_method_handler")
-        # What is forwarded stays encoded, and the leader checks it.
-        is_raw = handler.request_deserializer is None
-        check = _pass_on if is_raw else partial(admission.admitted, turns=self._large, whose=call.principal.name)
+        if handler.request_deserializer is None:
+            return grpc.stream_stream_rpc_method_handler(_forwarding(handler.stream_stream, admit, method))
+        assert handler.response_serializer is not None
         wrapped: grpc.RpcMethodHandler[Any, Any] = make(
-            wrap(getattr(handler, kind), admit, call, check),
-            request_deserializer=None if is_raw else admission.deserializer(method, handler.request_deserializer),
+            wrap(getattr(handler, kind), admit, call, partial(admission.admitted, turns=self._large, whose=call.principal.name)),
+            request_deserializer=admission.deserializer(method, handler.request_deserializer),
             response_serializer=self.calls.sending(call, handler.response_serializer),
         )
         return wrapped
@@ -215,8 +215,21 @@ Admit = Callable[[ServicerContext[Any, Any]], Auditor | None]
 Check = Callable[[Any], Awaitable[Any]]
 
 
-async def _pass_on(requests: Any) -> Any:
-    return requests
+def _forwarding(behavior: Any, admit: Admit, method: str) -> Callable[..., AsyncIterator[Any]]:
+    """Return the handler of encoded messages, which only go to the leader: it checks and audits the call, and ends it."""
+
+    async def forward(requests: object, context: ServicerContext[Any, Any]) -> AsyncIterator[Any]:
+        admit(context)
+        try:
+            await behavior(requests, context)
+        except grpc.aio.AbortError:
+            raise
+        except Exception as error:  # noqa: BLE001 - outermost handler: every error becomes a status
+            await _abort(context, error, method)
+        return
+        yield
+
+    return forward
 
 
 def _single(behavior: Callable[..., Any], admit: Admit, call: Call, check: Check) -> Callable[..., Awaitable[Any]]:

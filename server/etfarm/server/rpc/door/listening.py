@@ -28,6 +28,7 @@ def guarded_server(
     connections: Connections,
     has_token: Callable[[Any], bool],
     metadata_bytes: int = MAX_METADATA_BYTES,
+    options: Sequence[tuple[str, int]] = (),
 ) -> grpc.aio.Server:
     """Return a gRPC server with the limits of every server of a farm, not started yet.
 
@@ -36,9 +37,10 @@ def guarded_server(
         connections: decides which calls are dropped; its owner starts it once the server's port is known.
         has_token: returns whether the metadata of a call contain a valid token.
         metadata_bytes: maximum size of a request's metadata.
+        options: further options of gRPC.
     """
-    options = dict(SERVER_OPTIONS) | dict(server_options(raise_file_limit(), metadata_bytes))
-    return new_server(interceptors, list(options.items()), connections, has_token)
+    limits = dict(SERVER_OPTIONS) | dict(server_options(raise_file_limit(), metadata_bytes)) | dict(options)
+    return new_server(interceptors, list(limits.items()), connections, has_token)
 
 
 def bind(server: grpc.aio.Server, config: Config, credentials: grpc.ServerCredentials | None) -> str:
