@@ -59,8 +59,8 @@ class Served:
 
     def page(self) -> psutil.Process:
         """Return the page's process."""
-        (found,) = [each for each in psutil.Process(self.daemon.pid).children() if "web" in each.cmdline()]
-        return found
+        (reported,) = [each for each in psutil.Process(self.daemon.pid).children() if "web" in each.cmdline()]
+        return reported
 
     def visit(self) -> Visit:
         """Return a visitor who has signed in."""
@@ -169,9 +169,9 @@ def test_a_program_in_the_pages_confinement_reaches_no_secret(tmp_path: Path, ru
         cwd=Path(__file__).resolve().parents[2],
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["measures"] == {"user": not runner, "files": True, "privileges": True, "seccomp": True, "memory": True}
-    steps: Mapping[str, object] = found["steps"]
+    reported = json.loads(done.stdout)
+    assert reported["measures"] == {"user": not runner, "files": True, "privileges": True, "seccomp": True, "memory": True}
+    steps: Mapping[str, object] = reported["steps"]
     assert {name for name in REFUSED if steps[name]} == set()
     assert steps["own folder"] is True and steps["the farm"] is True
     assert not set(steps["environment"]) & set(SECRETS)  # type: ignore[call-overload]

@@ -137,10 +137,7 @@ class Uploads:
                     await _write(file, part)
             if not size_bytes:
                 raise BadUpload("The file is empty.", "Choose another one.", name=name)
-            model = await inspect(path, name=name.rpartition(".")[0])
-        except EtfarmError as error:
-            path.unlink(missing_ok=True)
-            raise _named(error, path, name) from None
+            model = await _inspected(inspect, path, name)
         except BaseException:
             path.unlink(missing_ok=True)
             raise
@@ -219,10 +216,13 @@ class Uploads:
         return self._folder
 
 
-def _named(error: EtfarmError, path: Path, name: str) -> EtfarmError:
-    """Return an error that names the visitor's file, and not where the page keeps it."""
-    message, remedy = (text.replace(str(path), name) for text in (error.message, error.remedy))
-    return error_of(error.fault, error.reason, message, remedy, kind=error.kind, stage=error.stage)
+async def _inspected(inspect: Inspect, path: Path, name: str) -> PreparedModel:
+    """Return what the farm describes; its errors name the visitor's file, and not where the page keeps it."""
+    try:
+        return await inspect(path, name=name.rpartition(".")[0])
+    except EtfarmError as error:
+        message, remedy = (text.replace(str(path), name) for text in (error.message, error.remedy))
+        raise error_of(error.fault, error.reason, message, remedy, kind=error.kind, stage=error.stage) from None
 
 
 def _checked_name(name: str) -> str:

@@ -164,12 +164,12 @@ def _describe(active: set[str], missing: dict[str, str], user: int | None) -> tu
     )
     why_no_user = "the server is not root" if os.geteuid() != 0 else "the server's namespace has no other user ids"
     defaults = {launch.USER: why_no_user, launch.SECCOMP: f"there is no table of system calls for {platform.machine()}"}
-    found = [
+    taken = [
         Measure(name, step in active, text if step in active else missing.get(step) or defaults.get(step, "not taken"))
         for name, step, text in texts
     ]
     limit = Measure(measures.MEMORY, "launcher" not in missing, missing.get("launcher", f"{MEMORY_BYTES >> 20} MiB"))
-    return (*found, limit)
+    return (*taken, limit)
 
 
 async def _probe(user: int | None) -> tuple[set[str], dict[str, str]]:

@@ -45,6 +45,7 @@ POLL_S: Final = 2.0
 
 _READY: Final = " is at "
 _BACKLOG: Final = 256
+_PREFIX: Final = "etfarm-page-"
 _WILDCARDS: Final = {"0.0.0.0": "127.0.0.1", "[::]": "[::1]"}
 _CERTIFICATES: Final = re.compile(rb"-----BEGIN CERTIFICATE-----.*?-----END CERTIFICATE-----\n?", re.DOTALL)
 _SEALS: Final = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
@@ -224,10 +225,10 @@ class WebPage:
     def _make_folder(self) -> Path:
         """Return a new folder for the page, outside of the data folder, where its user can reach it."""
         # A server that was killed leaves its page's folder.
-        if self._folder_record.exists():
-            _delete(Path(self._folder_record.read_text()))
-        folder = Path(tempfile.mkdtemp(prefix="etfarm-page-"))
-        self._folder_record.parent.mkdir(exist_ok=True)
+        if self._folder_record.exists() and (left := Path(self._folder_record.read_text())).name.startswith(_PREFIX):
+            _delete(left)
+        folder = Path(tempfile.mkdtemp(prefix=_PREFIX))
+        self._folder_record.parent.mkdir(parents=True, exist_ok=True)
         self._folder_record.write_text(str(folder))
         return folder
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
+from etfarm.client.submit.prepared import PreparedModel
 from etfarm.client.web import uploads
 from etfarm.client.web.uploads import BadUpload, UploadFailed, UploadGone, Uploads, UploadStalled
+from etfarm.wire.errors import EtfarmError, UserError
 
 
 @pytest.fixture
@@ -23,10 +26,15 @@ async def chunks(*parts: bytes) -> AsyncIterator[bytes]:
         yield part
 
 
+async def accept(path: Path, *, name: str) -> PreparedModel:
+    """Describe any file, as a farm does that accepts it."""
+    return PreparedModel(name, program=path)
+
+
 async def test_a_file_is_stored_as_it_is_and_removed(stored: Uploads) -> None:
-    upload = await stored.store("ann", "token of ann", "net.PT2", chunks(b"ab", b"", b"c"))
+    upload = await stored.store("ann", "token of ann", "net.PT2", chunks(b"ab", b"", b"c"), accept)
     assert upload.path.read_bytes() == b"abc" and upload.path.suffix == ".pt2"
-    assert (upload.name, upload.model_name, upload.size_bytes) == ("net.PT2", "net", 3)
+    assert (upload.name, upload.model.name, upload.size_bytes) == ("net.PT2", "net", 3)
     assert stored.get("ann", upload.id) is upload
     with pytest.raises(UploadGone):
         stored.get("bob", upload.id)
@@ -38,29 +46,29 @@ async def test_a_file_is_stored_as_it_is_and_removed(stored: Uploads) -> None:
 
 @pytest.mark.parametrize(("name", "expected"), [("../../x.pte", "x.pte"), ("C:\\models\\x.pte", "x.pte"), ("<b>.pte", "<b>.pte")])
 async def test_a_name_selects_no_folder(stored: Uploads, name: str, expected: str) -> None:
-    upload = await stored.store("ann", "token of ann", name, chunks(b"x"))
+    upload = await stored.store("ann", "token of ann", name, chunks(b"x"), accept)
     assert upload.name == expected
-    assert upload.path.parent == (await stored.store("ann", "token of ann", "y.pte", chunks(b"y"))).path.parent
+    assert upload.path.parent == (await stored.store("ann", "token of ann", "y.pte", chunks(b"y"), accept)).path.parent
 
 
 @pytest.mark.parametrize("name", ["", "x.py", "demo:resnet8", "x.pte.txt", ".pte", "a\nb.pte", "x.pte\x00", "a" * 200 + ".pte"])
 async def test_other_names_are_refused(stored: Uploads, name: str) -> None:
     with pytest.raises(BadUpload):
-        await stored.store("ann", "token of ann", name, chunks(b"x"))
+        await stored.store("ann", "token of ann", name, chunks(b"x"), accept)
 
 
 async def test_all_files_together_are_bounded(stored: Uploads) -> None:
-    await stored.store("ann", "token of ann", "x.pte", chunks(bytes(6_000)))
+    await stored.store("ann", "token of ann", "x.pte", chunks(bytes(6_000)), accept)
     with pytest.raises(UploadFailed):
-        await stored.store("bob", "token of bob", "y.pte", chunks(bytes(6_000)))
-    await stored.store("bob", "token of bob", "y.pte", chunks(bytes(4_000)))
+        await stored.store("bob", "token of bob", "y.pte", chunks(bytes(6_000)), accept)
+    await stored.store("bob", "token of bob", "y.pte", chunks(bytes(4_000)), accept)
 
 
 async def test_one_token_cannot_take_all_the_room(stored: Uploads) -> None:
-    await stored.store("ann", "token of ann", "x.pte", chunks(bytes(6_000)))
+    await stored.store("ann", "token of ann", "x.pte", chunks(bytes(6_000)), accept)
     with pytest.raises(UploadFailed, match="one user's"):
-        await stored.store("ann in another browser", "token of ann", "y.pte", chunks(bytes(3_000)))
-    await stored.store("bob", "token of bob", "z.pte", chunks(bytes(3_000)))
+        await stored.store("ann in another browser", "token of ann", "y.pte", chunks(bytes(3_000)), accept)
+    await stored.store("bob", "token of bob", "z.pte", chunks(bytes(3_000)), accept)
 
 
 async def test_files_that_arrive_at_the_same_time_count_together() -> None:
@@ -73,29 +81,29 @@ async def test_files_that_arrive_at_the_same_time_count_together() -> None:
         arrived.set()
         await go_on.wait()
 
-    first = asyncio.create_task(stored.store("ann", "token of ann", "x.pte", slowly()))
+    first = asyncio.create_task(stored.store("ann", "token of ann", "x.pte", slowly(), accept))
     await arrived.wait()
     with pytest.raises(UploadFailed, match="one user's"):
-        await stored.store("ann", "token of ann", "y.pte", chunks(bytes(2 * mebibyte)))
+        await stored.store("ann", "token of ann", "y.pte", chunks(bytes(2 * mebibyte)), accept)
     with pytest.raises(UploadFailed, match="all"):
-        await stored.store("bob", "token of bob", "y.pte", chunks(bytes(3 * mebibyte)))
+        await stored.store("bob", "token of bob", "y.pte", chunks(bytes(3 * mebibyte)), accept)
     go_on.set()
     assert (await first).size_bytes == 2 * mebibyte
-    await stored.store("ann", "token of ann", "y.pte", chunks(bytes(mebibyte)))
+    await stored.store("ann", "token of ann", "y.pte", chunks(bytes(mebibyte)), accept)
     stored.close()
 
 
 async def test_a_visitors_oldest_file_leaves_for_another_one(stored: Uploads) -> None:
-    sent = [await stored.store("ann", "token of ann", "x.pte", chunks(b"x")) for _ in range(uploads.MAX_OF_VISITOR + 1)]
+    sent = [await stored.store("ann", "token of ann", "x.pte", chunks(b"x"), accept) for _ in range(uploads.MAX_OF_VISITOR + 1)]
     assert not sent[0].path.exists() and all(upload.path.exists() for upload in sent[1:])
 
 
 async def test_old_files_and_those_of_visitors_who_sign_out_are_removed() -> None:
     now_s = 0.0
     stored = Uploads(8_000, 10_000, lambda: now_s)
-    old = await stored.store("ann", "token of ann", "x.pte", chunks(b"x"))
+    old = await stored.store("ann", "token of ann", "x.pte", chunks(b"x"), accept)
     now_s = uploads.KEEP_S + 1
-    fresh = await stored.store("bob", "token of bob", "x.pte", chunks(b"x"))
+    fresh = await stored.store("bob", "token of bob", "x.pte", chunks(b"x"), accept)
     assert not old.path.exists()
     stored.remove_of("bob")
     assert not fresh.path.exists()
@@ -112,9 +120,22 @@ async def test_a_browser_that_stops_to_send_is_refused(stored: Uploads, monkeypa
         await asyncio.Event().wait()
 
     with pytest.raises(UploadStalled):
-        await stored.store("ann", "token of ann", "x.pte", stalled())
+        await stored.store("ann", "token of ann", "x.pte", stalled(), accept)
 
 
 async def test_an_empty_file_is_refused(stored: Uploads) -> None:
     with pytest.raises(BadUpload):
-        await stored.store("ann", "token of ann", "x.pte", chunks())
+        await stored.store("ann", "token of ann", "x.pte", chunks(), accept)
+
+
+async def test_a_file_that_the_farm_refuses_is_removed_and_named_as_the_visitor_called_it(stored: Uploads) -> None:
+    seen: list[Path] = []
+
+    async def refuse(path: Path, *, name: str) -> PreparedModel:
+        seen.append(path)
+        raise UserError(f"{path} is not a program.", "Send another one.")
+
+    with pytest.raises(EtfarmError, match=r"^x\.pte is not a program") as refused:
+        await stored.store("ann", "token of ann", "x.pte", chunks(b"x"), refuse)
+    assert str(seen[0]) not in str(refused.value) and not seen[0].exists()
+    await stored.store("ann", "token of ann", "y.pte", chunks(bytes(8_000)), accept)

@@ -31,10 +31,10 @@ def inspect_upload(request: UploadRequest, folder: Path, emit: Callable[[bytes],
     if is_program:
         return _inspect_pte(request.file).SerializeToString()
     screen.screen_upload(request.file, request.operators.targets)
-    found = pt2.read_archive(request.file)
+    described = pt2.read_archive(request.file)
     return compile_pb2.Inspection(
-        format=compile_pb2.MODEL_FORMAT_PT2, input_names=found.input_names, output_names=found.output_names,
-        quantized=found.quantized, transformed=found.transformed,
+        format=compile_pb2.MODEL_FORMAT_PT2, input_names=described.input_names, output_names=described.output_names,
+        quantized=described.quantized, transformed=described.transformed,
     ).SerializeToString()  # fmt: skip
 
 
