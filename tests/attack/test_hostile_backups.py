@@ -1,4 +1,4 @@
-"""Backups and data folders that were in other hands: links, devices, sizes that lie, and databases that are not what etfarm wrote."""
+"""Backups and data folders that were in other hands: links, devices, sizes that lie, databases that etfarm did not write."""
 
 from __future__ import annotations
 
