@@ -1,4 +1,4 @@
-"""Backups that were in other hands: links, devices, sizes that lie, and databases that are not what etfarm wrote."""
+"""Backups and data folders that were in other hands: links, devices, sizes that lie, databases that etfarm did not write."""
 
 from __future__ import annotations
 
@@ -15,13 +15,24 @@ from typing import Any
 
 import pytest
 
+from etfarm.device_agents.daemon.data_folder import DataFolder as AgentFolder
 from etfarm.server.artifacts.blobs import place_of, write_blob
+from etfarm.server.artifacts.s3.location import BucketLocation
 from etfarm.server.backup.backup import BackupFailed, back_up
 from etfarm.server.backup.errors import BackupDamaged
 from etfarm.server.backup.manifest import NAME, read
 from etfarm.server.backup.restore import restore
+from etfarm.server.migrate.errors import MoveFailed
+from etfarm.server.migrate.migration import Migration, Place
+from etfarm.server.state.damage import DatabaseDamaged, DatabaseForeign
+from etfarm.server.state.folder import locked
 from etfarm.server.state.sqlite import SqliteDatabase
+from etfarm.server.transfer import database as farm_databases
+from etfarm.server.transfer.artifacts import FileArtifacts, copy_artifacts
+from etfarm.server.transfer.database import FarmDatabase, copy_rows
+from etfarm.server.transfer.errors import CopyDiffers
 from etfarm.wire import digest as digests
+from etfarm.wire.errors import UserError
 
 BYTES = b"a program" * 1000
 NOW = "2026-11-27 10:00:00.000000"
@@ -357,3 +368,78 @@ def test_a_manifest_has_only_what_a_backup_writes(backup: Path, tmp_path: Path, 
     with pytest.raises(BackupDamaged) as refused:
         restore(backup, tmp_path / "restored")
     assert "\x1b" not in str(refused.value)
+
+
+NOWHERE = Place(
+    None,
+    BucketLocation.of(
+        "s3://bucket/farm", {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b"}, endpoint="http://127.0.0.1:1"
+    ),
+)  # fmt: skip
+"""A place that cannot be reached, so that a move that is not refused fails in another way."""
+
+
+def move(data: Path) -> None:
+    Migration(data, Place(None, None), NOWHERE, lambda what, done, total: None).run()
+
+
+def change_folder(data: Path, change: Forge) -> None:
+    with closing(sqlite3.connect(data / "farm.sqlite")) as connection:
+        connection.execute("PRAGMA writable_schema=ON")
+        change(connection)
+        connection.commit()
+
+
+TRIGGERS = ("a trigger that creates tokens", "a trigger without end")
+LATER = ("another revision", "a dangling reference", "two rows of one key")
+"""What the target's tables refuse, if they have to."""
+
+
+@pytest.mark.parametrize("name", [*TRIGGERS, *(name for name in REFUSED if name not in LATER)])
+def test_a_folder_whose_database_was_changed_is_not_moved(data: Path, name: str) -> None:
+    change_folder(data, HARMLESS[name] if name in TRIGGERS else REFUSED[name][0])
+    with pytest.raises((DatabaseForeign, DatabaseDamaged)) as refused:
+        move(data)
+    assert len(refused.value.message) < 1_000
+    assert not (data / "migrating").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["farm.sqlite.copying", "farm.sqlite.moved", "artifacts/blobs.moved", "artifacts/cache", "migrating"]
+)
+def test_no_move_writes_through_a_link(data: Path, tmp_path: Path, name: str) -> None:
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "kept").write_text("kept")
+    (data / name).symlink_to(outside)
+    with pytest.raises(MoveFailed, match=f"{data / name} is a link"):
+        move(data)
+    assert [path.name for path in outside.iterdir()] == ["kept"] and (outside / "kept").read_text() == "kept"
+
+
+@pytest.mark.parametrize("name", ["server.lock", "lock"])
+def test_a_lock_is_no_link(tmp_path: Path, name: str) -> None:
+    data, outside = tmp_path / "data", tmp_path / "outside"
+    data.mkdir(mode=0o700)
+    outside.write_text("kept")
+    (data / name).symlink_to(outside)
+    with pytest.raises(UserError, match=str(data)):
+        if name == "lock":
+            AgentFolder(data)
+        with locked(data):
+            pass
+    assert outside.read_text() == "kept"
+
+
+@pytest.mark.parametrize(("digest", "size_bytes"), [("../../../x", 1), ("ab", 1), ("ab" * 32, -1), ("AB" * 32, 1)])
+async def test_a_database_names_no_paths_for_a_copy(tmp_path: Path, digest: str, size_bytes: int) -> None:
+    source, target = FileArtifacts(tmp_path / "a"), FileArtifacts(tmp_path / "b" / "c" / "d")
+    with pytest.raises(CopyDiffers, match="names the artifact"):
+        await copy_artifacts(source, target, iter([(digest, size_bytes)]), 1, lambda what, done, total: None)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_rows_without_end_leave_room_on_the_disk(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(farm_databases, "_ROOM_BYTES", 1 << 62)  # more than any disk has
+    with FarmDatabase(data / "farm.sqlite").connected() as source, source.begin(), pytest.raises(OSError, match="No space"):
+        copy_rows(source, FarmDatabase(tmp_path / "copy.sqlite"), "a farm", lambda what, done, total: None)

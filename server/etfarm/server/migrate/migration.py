@@ -156,7 +156,7 @@ class Migration:
             raise NothingToMove(
                 f"{database} has no farm.", "Name the farm's data folder with --data, its database with --database."
             )
-        if database.url is None:
+        if database.url is None and database.path.exists():
             damage.check(database.path, HEAD, known_revisions())
             merge_log(database.path)
             self._validate(database.path)
