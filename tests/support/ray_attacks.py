@@ -117,11 +117,9 @@ def _search(backwards: str) -> list[str]:
 
 @named
 def see_rays_folder(context: Context) -> object:
-    folder = Path(context["folder_of_ray"])
     own = Path(context["folder"])
-    return _any(
-        [str(path) for path in folder.rglob("*") if path.is_file() and not path.is_relative_to(own) and not _is_code(path)]
-    )
+    files = [path for path in Path(context["folder_of_ray"]).rglob("*") if path.is_file() and not path.is_relative_to(own)]
+    return _any([str(path) for path in files if not _is_code(path) and str(path) != context["input"]])
 
 
 def _is_code(path: Path) -> bool:
