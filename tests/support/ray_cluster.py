@@ -128,6 +128,7 @@ class RayCluster:
             "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # see _LAUNCH
             "RAY_memory_monitor_refresh_ms": "0",  # the machine's memory is not the test's
             "RAY_enable_metrics_collection": "0",
+            "RAY_raylet_start_wait_time_s": "100",  # 30 by default, which a busy machine exceeds
             "RAY_worker_niceness": "0",  # 15 by default, with which other work of the machine leaves little to the nodes
             **variables,
         }  # fmt: skip

@@ -29,12 +29,13 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from etfarm.server.workers.cluster import actor, versions
 from etfarm.server.workers.cluster.node import boot_id
-from etfarm.server.workers.cluster.nodes import Node, NodeState
+from etfarm.server.workers.cluster.nodes import MAX_CPUS, Node, NodeState
 from etfarm.server.workers.cluster.relay import NodeGone, RayNode, answer_of, explain, relay
 from etfarm.server.workers.cluster.tenure import Tenure
 from etfarm.server.workers.errors import Defect
 from etfarm.server.workers.jail.measures import NETWORK, JailReport
 from etfarm.wire.errors import EtfarmError
+from etfarm.wire.escapes import in_a_line, printable
 
 _CONNECTIONS: Final = 4
 """Number of attempts to connect to a cluster whose proxy aborts them."""
@@ -55,6 +56,10 @@ _START_S: Final = 300.0
 """Time that a node's service may take to load the toolchain."""
 _STOP_S: Final = 3.0
 _MAX_ORDER_BYTES: Final = 1 << 16
+_MAX_TEXT: Final = 4000
+"""Maximum number of characters of a text to the daemon, which may be a node's: larger messages would not arrive."""
+_KILLED_FIRST: Final = "500"
+"""What nodes send is in this process's memory before its size is known: if the host's memory ends, the daemon stays."""
 
 
 class Connector:
@@ -115,9 +120,9 @@ class Connector:
                 listing = await asyncio.to_thread(ray.nodes)
             alive = {each["NodeID"]: each for each in listing if each["Alive"]}
             for node_id, listed in alive.items():
-                if listed["Resources"].get("CPU", 0) >= 1 and node_id not in self._nodes:
+                if (cpus := listed["Resources"].get("CPU", 0)) >= 1 and node_id not in self._nodes:
                     host, address = listed["NodeManagerHostname"], listed["NodeManagerAddress"]
-                    node = Node(node_id, host, address, int(listed["Resources"]["CPU"]), NodeState.PREPARING)
+                    node = Node(node_id, host, address, int(min(cpus, MAX_CPUS)), NodeState.PREPARING).bounded()
                     self._nodes[node_id] = RayNode(node, self._report, self._report_defect)
                     self._admissions[node_id] = asyncio.create_task(self._admit(self._nodes[node_id]), name=f"admit {node.name}")
             for node_id in self._nodes.keys() - alive.keys():
@@ -230,11 +235,12 @@ class Connector:
         self._send({"node": node.to_message()})
 
     def _report_defect(self, error: EtfarmError) -> None:
-        self._send({"defect": {"error": error.message, "traceback": error.metadata.get("traceback", "")}})
+        trace = error.metadata.get("traceback", "")
+        self._send({"defect": {"error": in_a_line(error.message[:_MAX_TEXT]), "traceback": printable(trace[-_MAX_TEXT:])}})
 
     def _send(self, message: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the daemon has closed its end
-            self._control.send(json.dumps(message).encode())
+            self._control.send(json.dumps(message, ensure_ascii=False).encode())
 
     async def _stop(self) -> None:
         for task in (*self._relays, *self._admissions.values()):
@@ -264,6 +270,7 @@ def _judge(error: Exception) -> tuple[NodeState, str]:
 
 async def run(arguments: list[str]) -> None:
     """Run the connector, and end this process."""
+    Path("/proc/self/oom_score_adj").write_text(_KILLED_FIRST)
     try:
         await Connector(socket.socket(fileno=int(arguments[0])), json.loads(arguments[2])).run()
     except Exception:  # noqa: BLE001 - the daemon starts another one

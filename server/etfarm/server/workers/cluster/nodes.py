@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from enum import StrEnum
-from typing import Any
+from typing import Any, Final
 
+from etfarm.server.workers.jail.measures import NAMES
 from etfarm.wire.errors import FarmError, Kind
+from etfarm.wire.escapes import in_a_line
 
 _MAX_TEXT = 1000
+_MAX_NAME = 100
+MAX_CPUS: Final = 512
+"""Maximum number of children on a node at a time, however many cpus it claims."""
 
 
 class NodeState(StrEnum):
@@ -40,17 +45,23 @@ class Node:
     """The measures of the children's jail that the node does not allow, with the reasons."""
 
     def to_message(self) -> dict[str, Any]:
-        """Return the node as JSON."""
-        return asdict(self)
+        """Return the node as JSON, whose size is bounded: a node chooses its texts."""
+        return asdict(self.bounded())
+
+    def bounded(self) -> Node:
+        """Return the node with texts of bounded length that control no terminal."""
+        node_id, host, address = (in_a_line(name[:_MAX_NAME]) for name in (self.id, self.host, self.address))
+        jail = tuple(in_a_line(each[:_MAX_TEXT]) for each in self.jail[: len(NAMES)])
+        detail, cpus = in_a_line(self.detail[:_MAX_TEXT]), max(0, min(self.cpus, MAX_CPUS))
+        return Node(node_id, host, address, cpus, self.state, detail, self.is_here, jail)
 
     @classmethod
     def from_message(cls, message: Mapping[str, Any]) -> Node:
         """Return the node that `to_message` wrote."""
         return cls(
-            str(message["id"])[:100], str(message["host"])[:100], str(message["address"])[:100], int(message["cpus"]),
-            NodeState(message["state"]), str(message["detail"])[:_MAX_TEXT], message["is_here"] is True,
-            tuple(str(each)[:_MAX_TEXT] for each in message["jail"]),
-        )  # fmt: skip
+            str(message["id"]), str(message["host"]), str(message["address"]), int(message["cpus"]), NodeState(message["state"]),
+            str(message["detail"]), message["is_here"] is True, tuple(str(each) for each in message["jail"]),
+        ).bounded()  # fmt: skip
 
     @property
     def name(self) -> str:

@@ -35,6 +35,8 @@ NODE_WAIT_S: Final = 60.0
 """Time that a task waits for a node while none is ready."""
 PREPARING_WAIT_S: Final = 600.0
 """Time that it waits while nodes are preparing; loading the toolchain takes minutes on a slow one."""
+_MAX_CHILDREN: Final = 1024
+"""Maximum number of children at a time, each of which takes file descriptors of the daemon, however many cpus nodes claim."""
 _KEPT_LOST: Final = 20
 """Number of lost nodes that are still listed."""
 _RESTART_S: Final = 1.0
@@ -209,7 +211,8 @@ class ClusterPool(ChildPool):
     @contextlib.contextmanager
     def place(self, task: str, folder: Path, *, light: bool = False) -> Iterator[Ends]:
         """Order a child of the connector, which chooses its node; see `ChildPool.place`. Nodes are warm for all tasks."""
-        order = {"task": task, "folder": str(folder), "reserve_bytes": self._limits.reserve_bytes}
+        limits = {"reserve_bytes": self._limits.reserve_bytes, "file_bytes": self._limits.file_bytes}
+        order = {"task": task, "folder": str(folder), **limits}
         yield self._current().send_order(order)
 
     async def _warm_up(self, light: bool) -> None:
@@ -270,7 +273,7 @@ class ClusterPool(ChildPool):
         for node_id in back or [each.id for each in lost[:-_KEPT_LOST]]:
             del self._nodes[node_id]
         self._report(node)
-        self._slots.resize(sum(each.cpus for each in self._ready_nodes()) + URGENT)
+        self._slots.resize(min(sum(each.cpus for each in self._ready_nodes()), _MAX_CHILDREN) + URGENT)
         self._changed.set()
 
     def _on_connector_end(self) -> None:

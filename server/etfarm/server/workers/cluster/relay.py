@@ -21,7 +21,7 @@ from etfarm.server.workers.cluster.file_cache import ArrivingFile, FileDiffers
 from etfarm.server.workers.cluster.nodes import Node, NodeState
 from etfarm.server.workers.ordered_process import Ends
 from etfarm.wire import digest as digests
-from etfarm.wire.errors import EtfarmError
+from etfarm.wire.errors import EtfarmError, Fault
 
 CALL_S: Final = 30.0
 """Time after which a node that does not answer counts as lost."""
@@ -98,6 +98,7 @@ class RayNode:
 
         Raises:
             EtfarmError: the service raised it.
+            BadAnswer: the node answered with anything else.
             NodeGone: the node did not answer, or Ray reports that it or the actor has ended.
         """
         if (actor := self.actor) is None:
@@ -121,6 +122,13 @@ class RayNode:
         # A call of an earlier actor may end after the node has another one.
         if self.node.state is NodeState.READY and self.actor is actor:
             self.change(NodeState.LOST, why)
+            self.lost.set()
+        return NodeGone(self.node.name, why)
+
+    def refuse(self, why: str) -> NodeGone:
+        """Take a node that sent what no node sends out of use, so that what it had to do is done on another one."""
+        if self.node.state is NodeState.READY:
+            self.change(NodeState.REFUSED, why)
             self.lost.set()
         return NodeGone(self.node.name, why)
 
@@ -185,7 +193,11 @@ async def _run(
         return _report_loss(error)
     except ConnectionError:
         return b""  # the daemon has hung up
+    except errors.BadAnswer as error:
+        return _report_loss(node.refuse(error.message))
     except EtfarmError as error:
+        if error.fault is not Fault.FARM:  # a child's errors arrive on its channel
+            return _report_loss(node.refuse("It blamed somebody else for an error of its own."))
         is_lost = error.reason == errors.NodeLost.reason
         return _report_loss(NodeGone(node.node.name, error.metadata.get("why", ""))) if is_lost else _report_error(error)
     except Exception as error:  # noqa: BLE001 - reported as a defect
@@ -213,11 +225,11 @@ async def _run_on(
     try:
         sizes = {file[0]: file[1] for file in files if file is not None}
         opened = await node.call("open", {"child": child, "task": order["task"], "files": sizes})
-        missing = set(json.loads(opened))
+        missing = relay_frames.decode_missing(opened)
         await _send_files(node, child, {file[0]: file for file in files if file is not None and file[0] in missing}.values())
         digests_of = [None if file is None else file[0] for file in files]
         await node.call("begin", {"child": child, "files": digests_of}, request[1])
-        report, listed = await _follow(node, child, writer, lines)
+        report, listed = await _follow(node, child, writer, lines, most_bytes=order["file_bytes"])
         for name, size, digest in listed:
             await _fetch_file(node, child, Path(order["folder"]), name, size, digest, order["reserve_bytes"])
         return report
@@ -232,7 +244,7 @@ async def _close(node: RayNode, child: str) -> None:
 
 
 async def _follow(
-    node: RayNode, child: str, writer: asyncio.StreamWriter, lines: asyncio.StreamWriter
+    node: RayNode, child: str, writer: asyncio.StreamWriter, lines: asyncio.StreamWriter, *, most_bytes: int
 ) -> tuple[bytes, list[tuple[str, int, str]]]:
     """Pass on what a child writes. Return its supervisor's report, and its files with sizes and digests."""
     report = b""
@@ -245,9 +257,10 @@ async def _follow(
                 lines.write(data)
                 await lines.drain()
             elif kind == relay_frames.STATUS:
+                relay_frames.require_report(data)
                 report = data
             elif kind == relay_frames.END:
-                return report, [(str(name), int(size), str(digest)) for name, size, digest in json.loads(data)]
+                return report, relay_frames.decode_files(data, most_bytes=most_bytes)
 
 
 def _describe(paths: list[Path]) -> list[tuple[str, int, Path] | None]:
@@ -300,24 +313,20 @@ async def _fetch_file(node: RayNode, child: str, folder: Path, name: str, size: 
     """Write a child's file to the daemon's folder of the child.
 
     Raises:
-        FileDiffers: the file has another size or digest than the node listed.
+        BadAnswer: the file has another size or digest than the node listed.
         ChildDiskFull: the disk has no room.
     """
-    if not name or "/" in name or "\0" in name or name in (".", ".."):
-        raise errors.BadWorkerAnswer(f"A compile node names {name[:100]!r}, which is not a file in a folder.")
     path = folder / name
     require_room(folder, size + reserve_bytes)
     file = ArrivingFile(path)
     with contextlib.closing(file):
         while file.size_bytes < size:
             data = await node.call("read", {"child": child, "name": name, "offset": file.size_bytes})
-            if not data or file.size_bytes + len(data) > size:
-                raise FileDiffers(
-                    f"The child's file {name[:100]!r} does not have the {size} bytes of its list.", "Retry the job."
-                )
+            if len(data) != min(relay_frames.PIECE_BYTES, size - file.size_bytes):
+                raise errors.BadAnswer(f"The child's file {name[:100]!r} does not have the {size} bytes of its list.")
             await asyncio.to_thread(file.append, data)
     if file.digest != digest:
-        raise FileDiffers(f"The child's file {name[:100]!r} arrived with another digest.", "Retry the job.")
+        raise errors.BadAnswer(f"The child's file {name[:100]!r} arrived with another digest.")
 
 
 def _report_loss(gone: NodeGone) -> bytes:

@@ -13,7 +13,7 @@ from typing import Final
 from etfarm.server.workers import output_files
 from etfarm.server.workers.channel import attendance
 from etfarm.server.workers.child_pool import delete
-from etfarm.server.workers.cluster.relay_frames import CHANNEL, END, LOG, PIECE_BYTES, STATUS
+from etfarm.server.workers.cluster.relay_frames import CHANNEL, END, LOG, MAX_FILES, PIECE_BYTES, STATUS
 from etfarm.server.workers.errors import BadWorkerAnswer, ForkserverEnded
 from etfarm.server.workers.pool import Workers
 from etfarm.wire import digest as digests
@@ -24,8 +24,6 @@ POLL_S: Final = 5.0
 _READ_BYTES: Final = 1 << 16
 _QUEUED: Final = 64
 """Number of reads that wait for the connector; the child blocks while there are more."""
-_MAX_FILES: Final = 10_000
-"""Maximum number of files of a child that are sent to the server."""
 
 
 class RelayedChild:
@@ -122,7 +120,7 @@ def _has_succeeded(report: bytes) -> bool:
 def _list_files(folder: Path) -> list[tuple[str, int, str]]:
     """Return the names, sizes and digests of the files that may leave a child's folder."""
     listed = []
-    for path in sorted(folder.iterdir())[:_MAX_FILES]:
+    for path in sorted(folder.iterdir())[:MAX_FILES]:
         with contextlib.suppress(BadWorkerAnswer, UnicodeEncodeError):
             path.name.encode()
             claimed = output_files.claim(folder, path.name)
