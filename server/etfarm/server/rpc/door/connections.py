@@ -163,6 +163,7 @@ class Connections:
         self._find_peer = find_peer
         self._trusted: set[Peer] = set()
         self._distrusted: set[Peer] = set()
+        self._closing: set[Peer] = set()
         self._since: dict[Peer, float] = {}
         self._sockets: dict[tuple[int, int], Peer | None] = {}
         """Peers of the sockets at the last look, by descriptor and inode; None for those that are no connections to the port.
@@ -178,6 +179,12 @@ class Connections:
         """Record that a connection keeps sending invalid tokens. It is closed at once unless it has also sent a valid one."""
         if (known := _parse(peer)) is not None:
             self._distrusted.add(known)
+            self._wake.set()
+
+    def close(self, peer: str) -> None:
+        """Close a connection at once, although it has sent a valid token."""
+        if (known := _parse(peer)) is not None:
+            self._closing.add(known)
             self._wake.set()
 
     async def watch(self, port: int) -> None:
@@ -206,8 +213,10 @@ class Connections:
         descriptors = self._list(port)
         self._since = {peer: self._since.get(peer, now) for peer in descriptors}
         self._trusted -= trusted - descriptors.keys()
-        excess = list(self._excess(now))
+        closing = self._closing.copy()
+        excess = list(dict.fromkeys([*(closing & descriptors.keys()), *self._excess(now)]))
         self._distrusted.clear()
+        self._closing -= closing
         for peer in excess:
             _shut_down(descriptors[peer], peer, port)
         return len(excess)
