@@ -13,7 +13,7 @@ import tempfile
 from pathlib import Path
 
 from etfarm.device_agents.runners import bundle
-from etfarm.server.devices import bundles
+from etfarm.wire import bundles
 from etfarm.wire.errors import EtfarmError
 
 RUNS = 150
@@ -105,14 +105,17 @@ def fuzz(data: bytes) -> None:
         folder = Path(name)
         path = folder / "archive"
         path.write_bytes(data)
+        seen: bundles.BundleManifest | None = None
         try:
-            assert bundles.read_manifest(path).arch
+            seen = bundles.check_archive(path)
         except EtfarmError as error:
             assert str(error)
         try:
             created = bundle.unpack(path, folder / "unpacked" / "bundle")
         except EtfarmError as error:
             assert str(error) and not (folder / "unpacked" / "bundle").exists()
+            assert seen is None, "the server offers what agents refuse"
         else:
+            assert created.manifest == seen
             assert set(created.manifest.files) == {one.name for one in created.folder.iterdir()} - {"bundle.json"}
         assert {one.name for one in folder.iterdir()} <= {"archive", "unpacked"}

@@ -12,9 +12,10 @@ from pathlib import Path
 import pytest
 
 from etfarm.device_agents.adb import AdbRefused
-from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle
+from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.v1 import agent_pb2, common_pb2, job_pb2
 from etfarm.wire import digest, tensors
+from etfarm.wire.bundles import MANIFEST_NAME
 from tests.support.adbd import AdbPhone, adb_phone, running_phone
 from tests.support.agent import LONG, WAIT_S, Connection, Launch, Server, launch, server
 from tests.support.farm import wait_until

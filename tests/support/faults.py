@@ -14,8 +14,9 @@ from typing import Final
 
 from etfarm.device_agents.native.build import pack
 from etfarm.device_agents.native.toolchain import Compiler, ExecutorchPackage
-from etfarm.device_agents.runners.bundle import BundledFile, unpack
+from etfarm.device_agents.runners.bundle import unpack
 from etfarm.wire import digest
+from etfarm.wire.bundles import BundledFile
 from tests.support.emulation import aarch64_archive, aarch64_wheel
 from tests.support.programs import cache_folder, program
 from tests.support.runner import runner_archive

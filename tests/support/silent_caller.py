@@ -43,12 +43,3 @@ class SilentCaller(Http2):
             kind, _, stream, payload = self._frame()
             if kind == http2.DATA and payload:
                 answered.add(stream)
-
-    def until_reset(self, calls: int) -> set[int]:
-        """Wait until the server has reset so many calls, and return their streams."""
-        reset: set[int] = set()
-        while len(reset) < calls:
-            kind, _, stream, _ = self._frame()
-            if kind == http2.RESET:
-                reset.add(stream)
-        return reset

@@ -127,7 +127,7 @@ async def running(
         background.start(storage.store.tend(), "artifacts-expire")
         background.start(storage.store.blobs.tend(), "artifact-copies")
         access = await Access.load(config, storage)
-        fleet = await Fleet.load(config, storage)
+        fleet = await Fleet.load(config, storage, workers)
         notices = Notices(storage.database, config.notices, now, version("etfarm"))
         await notices.load()
         jobs = Jobs.create(config, storage, fleet, workers, measurement_lock, screening, notices)

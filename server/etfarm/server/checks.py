@@ -14,9 +14,10 @@ from typing import Final
 
 from etfarm.server import preflight
 from etfarm.server.config import LOCAL, Config
-from etfarm.server.devices.bundles import find_difference, read_manifest, run_bundle_build
+from etfarm.server.devices.bundles import describe, find_difference, run_bundle_build
 from etfarm.server.workers.cluster.nodes import NodeState
 from etfarm.server.workers.jail.measures import NETWORK
+from etfarm.wire.bundles import read_manifest
 from etfarm.wire.channel import Address
 from etfarm.wire.doctor import Check, Finding, Status
 from etfarm.wire.errors import EtfarmError
@@ -49,7 +50,7 @@ def check_prebuilt() -> Iterable[Finding]:
         with tempfile.TemporaryDirectory(prefix="etfarm-doctor-") as folder:
             sources = asyncio.run(run_bundle_build(Path(folder), "--source-digest"))
         executorch = version("executorch").partition("+")[0]
-        difference = find_difference(read_manifest(path), platform.machine(), executorch, sources)
+        difference = find_difference(describe(read_manifest(path)), platform.machine(), executorch, sources)
     except EtfarmError as error:
         difference = error.message
     if difference is None:

@@ -28,7 +28,7 @@ from etfarm.server.compile.upload_screening import LIMITS as INSPECTORS_LIMITS
 from etfarm.server.compile.upload_screening import PRELOAD as INSPECTORS_PRELOAD
 from etfarm.server.compile.upload_screening import Screening, screen_before_loading
 from etfarm.server.config import DATABASE, LOCAL, Config
-from etfarm.server.devices.bundles import Bundles
+from etfarm.server.devices.bundles import Bundles, check_in_child
 from etfarm.server.devices.health.book import HealthBook
 from etfarm.server.devices.registry import Registry
 from etfarm.server.devices.reservations import Reservations
@@ -74,8 +74,9 @@ log = structlog.get_logger()
 
 PRELOAD = (*COMPILE_PRELOAD, "etfarm.server.reports.analyze:prewarm")
 """Modules that the forkserver loads: everything that a compilation or analysis imports."""
-LIGHT_PRELOAD = ("etfarm.server.compile.inspect.facts", "etfarm.server.reports.analyze")
-"""Modules for children that need no torch: those that describe a .pte, or analyze a run whose model the server does not have."""
+LIGHT_PRELOAD = ("etfarm.server.compile.inspect.facts", "etfarm.server.reports.analyze", "etfarm.server.devices.bundle_check")
+"""Modules for children that need no torch: those that describe a .pte, analyze a run whose model the server does not have, or
+check a runner bundle."""
 
 
 def now() -> datetime:
@@ -260,9 +261,10 @@ class Fleet:
     """The wheel to which agents are upgraded by default; None if none is configured."""
 
     @classmethod
-    async def load(cls, config: Config, storage: Storage) -> Fleet:
+    async def load(cls, config: Config, storage: Storage, workers: ChildPool) -> Fleet:
         """Load runners and devices; all devices are offline until their agents connect."""
-        bundles = Bundles(storage.store, storage.database, config.data / "work", storage.readers)
+        check = partial(check_in_child, workers)
+        bundles = Bundles(storage.store, storage.database, config.data / "work", storage.readers, check=check)
         await bundles.load()
         runs = Runs(config.patience_s)
         identities = Identities(storage.database, lambda agent_id: registry.is_agent_known(agent_id), now)

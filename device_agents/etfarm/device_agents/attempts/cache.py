@@ -15,9 +15,10 @@ from typing import Final
 from etfarm.device_agents.attempts.links import Links
 from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.errors import DiskFull, MalformedDigest
-from etfarm.device_agents.runners.bundle import Bundle, NotABundle, unpack
+from etfarm.device_agents.runners.bundle import Bundle, unpack
 from etfarm.v1 import common_pb2
 from etfarm.wire import digest
+from etfarm.wire.bundles import NotABundle
 from etfarm.wire.chunks import Progressed
 from etfarm.wire.errors import DeviceError
 

@@ -11,9 +11,10 @@ from pathlib import Path
 
 from etfarm.device_agents.native.build import source_digest
 from etfarm.device_agents.native.toolchain import LOADERS, Compiler, CompilerFailed, CompilerMissing
-from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle, BundleManifest, NotABundle, read_manifest, unpack
+from etfarm.device_agents.runners.bundle import Bundle, unpack
 from etfarm.wire import digest
 from etfarm.wire.atomic_write import write_atomically
+from etfarm.wire.bundles import MANIFEST_NAME, BundleManifest, NotABundle, read_manifest
 from etfarm.wire.errors import FarmError
 from etfarm.wire.names import data_folder, embedded_farm_folder, prebuilt_runner
 

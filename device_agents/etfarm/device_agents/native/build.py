@@ -39,9 +39,10 @@ from etfarm.device_agents.native.toolchain import (
     ExecutorchPackage,
 )
 from etfarm.device_agents.native.wheels import fetch_wheel
-from etfarm.device_agents.runners.bundle import CONFINE, MANIFEST_NAME, Bundle, BundledFile, BundleManifest
+from etfarm.device_agents.runners.bundle import CONFINE, Bundle
 from etfarm.device_agents.runners.emulator import DEFAULT_CPUS, Emulator, EmulatorMissing
 from etfarm.wire import digest
+from etfarm.wire.bundles import MANIFEST_NAME, BundledFile, BundleManifest
 from etfarm.wire.errors import FarmError, UserError
 
 SOURCES: Final = Path(__file__).parent

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import os
 import platform
 import shutil
 import signal
 import sys
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import Final
 
 import structlog
 from sqlalchemy import Connection, select
@@ -25,38 +24,22 @@ from etfarm.server.artifacts.store import ArtifactMissing, Store
 from etfarm.server.state import schema
 from etfarm.server.state.engine import Database
 from etfarm.server.state.sql import insert
+from etfarm.server.workers.child_pool import ChildPool
+from etfarm.server.workers.errors import BadAnswer
 from etfarm.server.workers.reader_threads import Readers
 from etfarm.v1 import agent_pb2, common_pb2
-from etfarm.wire import archives, elf
-from etfarm.wire.errors import EtfarmError, FarmError, Kind, UserError
+from etfarm.wire.bundles import MAX_MANIFEST_BYTES, BundleManifest, NotABundle, check_archive
+from etfarm.wire.errors import EtfarmError, FarmError, Kind
 from etfarm.wire.names import prebuilt_runner
 
 log = structlog.get_logger()
 
-_MANIFEST = "bundle.json"
-_MANIFEST_BYTES = 4 << 20
-_MAX_BYTES = 2 << 30
-_MAX_FILES = 256
-"""Maximum size in bytes and number of files of a bundle, as agents accept them."""
+CHECK_TASK: Final = "etfarm.server.devices.bundle_check:check"
+_CHECK_S: Final = 120.0
+"""Deadline of the child that checks an uploaded bundle, which unpacks to 2 GiB at most."""
 
-
-class NotABundle(UserError):
-    """An artifact without a valid bundle.json."""
-
-    reason = "NOT_A_BUNDLE"
-
-
-class WrongArch(UserError):
-    """A bundle with programs for another architecture than the one that its manifest names."""
-
-    reason = "BUNDLE_ARCH_MISMATCH"
-
-    def __init__(self, arch: str, wrong: str) -> None:
-        super().__init__(
-            f"This bundle's manifest names {arch}, and {wrong}: no device could run it.",
-            f"Make one with `etfarm bundle build --arch {arch} -o FILE`.",
-            arch=arch,
-        )
+Check = Callable[[Path], Awaitable[agent_pb2.RunnerBundle]]
+"""A function that returns what the archive in a file is, without its `artifact`; raises NotABundle."""
 
 
 class BundleMissing(FarmError):
@@ -76,6 +59,7 @@ class Bundles:
         own_arch: the server's architecture; this machine's by default.
         run_build: runs `etfarm bundle build` with a folder for temporary files and arguments, and returns its output.
         prebuilt: the archive of a prebuilt bundle; that of the distribution `etfarm-runner` by default.
+        check: checks uploaded archives; by default this process does, which suffices for those that it built.
     """
 
     def __init__(
@@ -88,8 +72,10 @@ class Bundles:
         own_arch: str | None = None,
         run_build: Callable[..., Awaitable[str]] | None = None,
         prebuilt: Path | None = None,
+        check: Check | None = None,
     ) -> None:
         self._readers = readers or Readers()
+        self._check = check or self._read
         self._run_build = run_build or run_bundle_build
         self._prebuilt = prebuilt or prebuilt_runner()
         self._store = store
@@ -173,14 +159,22 @@ class Bundles:
 
         Raises:
             ArtifactMissing: the artifact is not stored.
-            NotABundle: it has no valid bundle.json.
+            NotABundle: agents could not unpack it.
             WrongArch: its programs are for another architecture than its manifest names.
+            EtfarmError: it could not be checked.
         """
+        return await self._add(digest, self._check)
+
+    async def _read(self, path: Path) -> agent_pb2.RunnerBundle:
+        """Return what an archive of this server's own is."""
+        return await self._readers.run(_read_trusted, path)
+
+    async def _add(self, digest: str, check: Check) -> agent_pb2.RunnerBundle:
         if not await self._store.has(digest):
             raise ArtifactMissing(digest)
         await self._store.require_whole([digest])
         path = self._store.path(digest)
-        bundle = await self._readers.run(read_manifest, path)
+        bundle = await check(path)
         bundle.artifact.CopyFrom(common_pb2.Artifact(digest=digest, size_bytes=path.stat().st_size))
         row = {"digest": digest, "arch": bundle.arch, "body": bundle.SerializeToString(), "added_at": datetime.now(UTC)}
 
@@ -218,14 +212,14 @@ class Bundles:
             path = Path(folder) / "bundle.tar.gz"
             await self._run_build(Path(folder), "-o", str(path))
             artifact = await self._store.adopt(path, "farm", holder=FARM_HOLDER)
-        bundle = await self.add(artifact.digest)
+        bundle = await self._add(artifact.digest, self._read)
         megabytes = bundle.artifact.size_bytes / 1e6
         print(f"etfarm serve: the runner bundle for {bundle.arch} is ready ({megabytes:.1f} MB)", flush=True)
 
     async def _add_prebuilt(self, path: Path, source_digest: str) -> bool:
         """Offer the prebuilt bundle; return whether it is what a build would yield."""
         try:
-            difference = self._difference(await self._readers.run(read_manifest, path), source_digest)
+            difference = self._difference(await self._read(path), source_digest)
         except EtfarmError as error:
             difference = error.message
         if difference is not None:
@@ -236,7 +230,7 @@ class Bundles:
             copy = Path(folder) / path.name
             await asyncio.to_thread(shutil.copyfile, path, copy)
             artifact = await self._store.adopt(copy, "farm", holder=FARM_HOLDER)
-        await self.add(artifact.digest)
+        await self._add(artifact.digest, self._read)
         log.info("using the prebuilt runner bundle", arch=self._own_arch, digest=artifact.digest)
         return True
 
@@ -278,60 +272,28 @@ async def run_bundle_build(scratch: Path, *arguments: str) -> str:
     return out.decode().strip()
 
 
-def read_manifest(path: Path) -> agent_pb2.RunnerBundle:
-    """Return the bundle that an archive's manifest describes; `artifact` is not set.
+async def check_in_child(workers: ChildPool, path: Path) -> agent_pb2.RunnerBundle:
+    """Return what an uploaded archive is; a jailed child unpacks it.
 
     Raises:
-        NotABundle: the archive is not a bundle, or is too large.
-        WrongArch: its programs are for another architecture than its manifest names.
+        NotABundle: agents would refuse it, or the child cannot unpack it within its limits.
+        EtfarmError: as `ChildPool.run`.
     """
+    async with await workers.run(CHECK_TASK, path, deadline_s=_CHECK_S, light=True) as finished:
+        answer = finished.result
     try:
-        manifest, heads = _read_archive(path)
-        if manifest["schema"] != "etfarm.bundle/1":
-            raise ValueError(f"its schema is {str(manifest['schema'])[:100]!r}")
-        # Protobuf treats null as an absent value.
-        if absent := [key for key in ("arch", "executorch", "source_digest") if not manifest[key]]:
-            raise ValueError(f"it does not say its {absent[0]}")
-        mismatch = _program_of_another_arch(heads, manifest)
-        bundle = agent_pb2.RunnerBundle(
-            arch=manifest["arch"], executorch_version=manifest["executorch"], source_digest=manifest["source_digest"],
-            backends=manifest["backends"], operators=manifest["operators"],
-        )  # fmt: skip
-    except (KeyError, ValueError, TypeError, AttributeError, OSError, RecursionError) as error:
-        what = (str(error).splitlines() or ["it is cut off"])[0].rstrip(":.")
-        raise NotABundle(f"This is not a runner bundle: {what}.", "Make one with `etfarm bundle build -o FILE`.") from None
-    if mismatch:
-        raise WrongArch(bundle.arch, mismatch)
-    return bundle
+        return describe(BundleManifest.parse(answer[: MAX_MANIFEST_BYTES + 1]))
+    except NotABundle as error:
+        raise BadAnswer(f"The check of a bundle answered with none: {error.metadata['why']}.") from None
 
 
-def _read_archive(path: Path) -> tuple[dict[str, Any], dict[str, bytes]]:
-    """Return an archive's manifest, and the first bytes of its other files by name.
-
-    Raises:
-        ValueError: the file is not an archive, is too large, or has no manifest.
-    """
-    manifest, heads = b"", dict[str, bytes]()
-    with path.open("rb") as file:
-        for member, content in archives.members(file, max_bytes=_MAX_BYTES, max_members=_MAX_FILES):
-            if member.name != _MANIFEST:
-                heads[member.name] = content.read(elf.HEAD_BYTES)
-            elif not member.is_file or member.size_bytes > _MANIFEST_BYTES:
-                raise ValueError(f"{_MANIFEST} is not a file of a plausible size")
-            else:
-                manifest = content.read()
-    if not manifest:
-        raise ValueError(f"it has no {_MANIFEST}")
-    decoded = json.loads(manifest)
-    if not isinstance(decoded, dict):
-        raise ValueError(f"its {_MANIFEST} is not a JSON object")
-    return decoded, heads
+def describe(manifest: BundleManifest) -> agent_pb2.RunnerBundle:
+    """Return the bundle that a manifest describes; `artifact` is not set."""
+    return agent_pb2.RunnerBundle(
+        arch=manifest.arch, executorch_version=manifest.executorch, source_digest=manifest.source_digest,
+        backends=manifest.backends, operators=manifest.operators,
+    )  # fmt: skip
 
 
-def _program_of_another_arch(heads: Mapping[str, bytes], manifest: Mapping[str, Any]) -> str:
-    """Return a clause that describes the program for another architecture than the manifest's; empty if all programs match."""
-    for name in dict.fromkeys(str(manifest.get(key)) for key in ("loader", "entry")):
-        arch = elf.arch_of(heads.get(name, b""))
-        if arch is not None and arch != manifest["arch"]:
-            return f"its {name} is a program for {arch}"
-    return ""
+def _read_trusted(path: Path) -> agent_pb2.RunnerBundle:
+    return describe(check_archive(path))

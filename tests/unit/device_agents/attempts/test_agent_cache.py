@@ -19,9 +19,9 @@ import pytest
 from etfarm.device_agents.attempts.cache import BundleUnusable, Cache
 from etfarm.device_agents.attempts.transfers import Transfers
 from etfarm.device_agents.errors import DiskFull, MalformedDigest
-from etfarm.device_agents.runners.bundle import BundledFile, BundleManifest
 from etfarm.v1 import artifact_pb2, artifact_pb2_grpc, common_pb2
 from etfarm.wire import digest as digests
+from etfarm.wire.bundles import BundledFile, BundleManifest
 from etfarm.wire.chunks import CorruptDownload, artifact_of
 from etfarm.wire.errors import DeviceError, Fault
 from tests.support.receivers import Answer, receiver, status

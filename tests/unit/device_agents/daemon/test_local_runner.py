@@ -14,9 +14,10 @@ from etfarm.client.embedded.lease import Place
 from etfarm.client.sessions import local
 from etfarm.device_agents.daemon import local_bundle, serve_local
 from etfarm.device_agents.native.build import source_digest
-from etfarm.device_agents.runners.bundle import MANIFEST_NAME, BundledFile, BundleManifest, unpack
+from etfarm.device_agents.runners.bundle import unpack
 from etfarm.v1 import session_pb2
 from etfarm.wire import digest
+from etfarm.wire.bundles import MANIFEST_NAME, BundledFile, BundleManifest
 from etfarm.wire.names import DATA_VARIABLE, embedded_farm_folder
 from tests.support.runner import runner_archive
 

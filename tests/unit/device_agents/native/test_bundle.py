@@ -25,7 +25,8 @@ from etfarm.device_agents.native.toolchain import (
     ExecutorchMissing,
     ExecutorchPackage,
 )
-from etfarm.device_agents.runners.bundle import Bundle, BundleManifest, NotABundle, open_folder, unpack
+from etfarm.device_agents.runners.bundle import Bundle, open_folder, unpack
+from etfarm.wire.bundles import BundleManifest, NotABundle
 from tests.support.runner import runner_archive, runner_bundle  # noqa: F401 - a fixture
 
 

@@ -21,16 +21,17 @@ from etfarm.device_agents.device import inventory
 from etfarm.device_agents.errors import RunnerDoesNotWork
 from etfarm.device_agents.native import build
 from etfarm.device_agents.native.toolchain import Compiler, ExecutorchMissing
-from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle, BundledFile, NotABundle, open_folder, unpack
+from etfarm.device_agents.runners.bundle import Bundle, open_folder, unpack
 from etfarm.device_agents.runners.emulator import CpuUnknown, Emulator, EmulatorMissing
 from etfarm.device_agents.runners.errors import ProgramOutOfMemory
 from etfarm.device_agents.runners.generation import GenerateRequest
 from etfarm.device_agents.runners.native import NativeRunner
 from etfarm.device_agents.targets.local import Machine
 from etfarm.server.artifacts.store import Store
-from etfarm.server.devices.bundles import Bundles, WrongArch
+from etfarm.server.devices.bundles import Bundles
 from etfarm.server.state.sqlite import SqliteDatabase
 from etfarm.wire import digest, tensors
+from etfarm.wire.bundles import MANIFEST_NAME, BundledFile, NotABundle, WrongArch
 from etfarm.wire.channel import Access
 from tests.support.emulation import ARCH, aarch64_archive, aarch64_wheel, need_compiler, need_emulator
 from tests.support.programs import program
@@ -246,9 +247,7 @@ async def test_a_bundle_that_says_another_architecture_than_its_programs_is_refu
     arm_bundle: Bundle, tmp_path: Path
 ) -> None:
     false = _with(arm_bundle, tmp_path / "false", "x86_64")
-    with pytest.raises(
-        NotABundle, match=r"it says that it is for x86_64, but its ld-linux-aarch64\.so\.1 is a program for aarch64"
-    ):
+    with pytest.raises(NotABundle, match=r"its manifest names x86_64, and its ld-linux-aarch64\.so\.1 is a program for aarch64"):
         open_folder(false.folder)
     database = SqliteDatabase(tmp_path / "farm.sqlite")
     await database.open()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import hashlib
 import io
 import itertools
 import json
@@ -15,16 +16,19 @@ from pathlib import Path
 import pytest
 
 from etfarm.server.artifacts.store import ArtifactMissing, Store
-from etfarm.server.devices.bundles import BundleMissing, Bundles, NotABundle
+from etfarm.server.devices.bundles import BundleMissing, Bundles
 from etfarm.server.state.engine import Database
+from etfarm.wire.bundles import NotABundle
 from etfarm.wire.errors import FarmError, Kind
 from tests.support.databases import new_database
 
 pytestmark = pytest.mark.usefixtures("each_database")
 
+PROGRAM = b"a program"
+FILES = {"ld.so": {"digest": hashlib.sha256(PROGRAM).hexdigest(), "size": len(PROGRAM)}}
 MANIFEST = {
     "schema": "etfarm.bundle/1", "arch": "aarch64", "executorch": "1.5.1", "source_digest": "s",
-    "backends": ["XnnpackBackend"], "operators": ["aten::add.out"],
+    "backends": ["XnnpackBackend"], "operators": ["aten::add.out"], "files": FILES, "loader": "ld.so", "entry": "ld.so",
 }  # fmt: skip
 
 
@@ -32,9 +36,10 @@ def archive(manifest: object = MANIFEST, name: str = "bundle.json") -> bytes:
     text = manifest if isinstance(manifest, bytes) else json.dumps(manifest).encode()
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz") as tar:
-        member = tarfile.TarInfo(name)
-        member.size = len(text)
-        tar.addfile(member, io.BytesIO(text))
+        for member_name, data in ((name, text), ("ld.so", PROGRAM)):
+            member = tarfile.TarInfo(member_name)
+            member.size = len(data)
+            tar.addfile(member, io.BytesIO(data))
     return buffer.getvalue()
 
 
@@ -131,6 +136,11 @@ async def test_a_bundle_that_is_not_stored_is_to_be_uploaded_first(world: World)
         archive(MANIFEST | {"schema": "etfarm.bundle/9"}),
         archive(MANIFEST | {"backends": 3}),
         archive(MANIFEST | {"arch": None}),
+        archive(MANIFEST | {"arch": "x\x1b[2J"}),
+        archive(MANIFEST | {"operators": ["a"] * 10_001}),
+        archive(MANIFEST | {"files": {}}),
+        archive(MANIFEST | {"files": FILES | {"other": FILES["ld.so"]}}),
+        archive(MANIFEST | {"files": {"ld.so": FILES["ld.so"] | {"digest": "0" * 64}}}),
         archive(b" " * (5 << 20)),
     ],
     # Of the bytes themselves they would hold the time of their making.
@@ -138,7 +148,7 @@ async def test_a_bundle_that_is_not_stored_is_to_be_uploaded_first(world: World)
 )
 async def test_what_is_no_bundle_is_refused(world: World, data: bytes) -> None:
     artifact = await world.store.put(data, "ann")
-    with pytest.raises(NotABundle, match=r"This is not a runner bundle: .*etfarm bundle build") as refused:
+    with pytest.raises(NotABundle, match=r"This is not a usable runner bundle: .*etfarm bundle build") as refused:
         await world.bundles.add(artifact.digest)
     assert refused.value.kind is Kind.INVALID_ARGUMENT
     assert world.bundles.list() == []

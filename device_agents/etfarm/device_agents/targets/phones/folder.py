@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Final
 
 from etfarm.device_agents.adb import AdbServer, Completed, OnProgress, PhoneFull
-from etfarm.device_agents.runners.bundle import MANIFEST_NAME, Bundle
+from etfarm.device_agents.runners.bundle import Bundle
 from etfarm.device_agents.targets.phones.errors import PhoneRefused, PhoneStorageDamaged
 from etfarm.wire import digest
+from etfarm.wire.bundles import MANIFEST_NAME
 
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The running calls: limits per principal, and cancellation once a token or membership is no longer valid, or if nobody reads."""
+"""The running calls: limits per principal, cancellation once a token or membership is no longer valid, and unread responses."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ part of their requests."""
 
 READ_S: Final = 10.0
 LEAST_BYTES_PER_S: Final = 32 << 10
-"""Time for which a response may wait to be read, and rate at which it must be, once the principal has `MAX_UNREAD` of them."""
+"""Time for which a response may wait to be read, and rate at which it must be read then, once `MAX_UNREAD` wait."""
 
 _SMALL_READS: Final = frozenset({"GetServerInfo", "GetUploadStatus", "GetSecret"})
 """Reads with an answer of a few hundred bytes, which never waits to be read."""
@@ -52,13 +52,6 @@ class ProjectsChanged(UserError):
     kind = Kind.UNAVAILABLE
 
 
-class ResponseUnread(UserError):
-    """A call whose caller does not read the response, and whose principal has more of them."""
-
-    reason = "RESPONSE_UNREAD"
-    kind = Kind.UNAVAILABLE
-
-
 class Call:
     """One call after its authentication."""
 
@@ -75,6 +68,10 @@ class Call:
         self.is_handled = False
         """Whether a handler runs, which may be cancelled. Before and after it, gRPC receives the request or sends the response: a
         call that is cancelled then ends without a status, for which its caller waits."""
+        self.peer = ""
+        """gRPC's name of the caller's connection; empty if it has calls of others, too."""
+        self.is_closing = False
+        """Whether that connection will be closed."""
         self.release: Callable[[], None] = lambda: None
         """Function to call at the call's end."""
         self.unread_bytes = 0
@@ -82,14 +79,6 @@ class Call:
         """Size of the response that gRPC sends, and when that began; None while it sends none."""
         self._task = task
         self._aborting: asyncio.Task[None] | None = None
-
-    def drop(self, error: EtfarmError) -> None:
-        """End a call whose caller does not read its response. If that is the only one, the caller gets no status."""
-        if self.abort_sending is not None:
-            self.end(error)
-        else:
-            self.ending = error
-            self._task.cancel()
 
     def end(self, error: EtfarmError) -> None:
         """Cancel the handler, or prevent its start if it does not run yet; the caller gets the error."""
@@ -121,6 +110,7 @@ class Calls:
         is_valid: returns whether calls with a credential may continue.
         resolve: returns a principal with the projects that it currently sees.
         clock: returns seconds on a monotonic clock.
+        close: closes a connection by gRPC's name of its peer.
     """
 
     def __init__(
@@ -129,11 +119,13 @@ class Calls:
         resolve: Resolve,
         most: int = MAX_CALLS,
         clock: Callable[[], float] = time.monotonic,
+        close: Callable[[str], None] = lambda peer: None,
     ) -> None:
         self._is_valid = is_valid
         self._resolve = resolve
         self._most = most
         self._clock = clock
+        self._close = close
         self._running: set[Call] = set()
         self._of_principal: Counter[str] = Counter()
         self._reads: dict[str, asyncio.Semaphore] = {}
@@ -205,25 +197,27 @@ class Calls:
     def look(self) -> None:
         """End the calls that may not continue."""
         self.end_invalid()
-        self.end_unread()
+        self.close_unread()
 
-    def end_unread(self) -> None:
-        """End responses that are read too slowly, of principals that have more of them than may wait, the oldest first."""
+    def close_unread(self) -> None:
+        """Close connections with responses that are read too slowly, of principals with more of them than may wait.
+
+        gRPC cannot end a call whose response waits: it would send the status after the response.
+        """
         now = self._clock()
         unread: defaultdict[str, list[Call]] = defaultdict(list)
         for call in self._running:
-            since_s = call.unread_since_s
-            if since_s is not None and call.ending is None and now - since_s > READ_S + call.unread_bytes / LEAST_BYTES_PER_S:
+            if call.unread_since_s is not None and not call.is_closing:
                 unread[call.principal.name].append(call)
+        excessive: set[str] = set()
         for name, calls in unread.items():
             excess = len(calls) + self._waiting[name] - MAX_UNREAD
-            for call in sorted(calls, key=lambda call: call.unread_since_s or 0.0)[: max(excess, 0)]:
-                call.drop(
-                    ResponseUnread(
-                        f"{name} has more than {MAX_UNREAD} responses that are not read.", "Read them, or call again.",
-                        limit=MAX_UNREAD,
-                    )
-                )  # fmt: skip
+            slow = [call for call in calls if call.peer and now > _read_by_s(call)]
+            excessive |= {call.peer for call in sorted(slow, key=_read_by_s)[: max(excess, 0)]}
+        for call in self._running if excessive else ():
+            call.is_closing |= call.peer in excessive
+        for peer in excessive:
+            self._close(peer)
 
     def end_invalid(self) -> None:
         """End calls with tokens that were revoked, replaced or removed or have expired, and those that see a former project."""
@@ -245,3 +239,9 @@ class Calls:
                 call.end(
                     ProjectsChanged(f"{call.principal.name} is no longer a member of a project of this call.", "Call again.")
                 )
+
+
+def _read_by_s(call: Call) -> float:
+    """Return when a response should have been read."""
+    assert call.unread_since_s is not None
+    return call.unread_since_s + READ_S + call.unread_bytes / LEAST_BYTES_PER_S

@@ -231,6 +231,8 @@ class Connections:
         self._flooding: set[Peer] = set()
         """Connections whose calls were dropped while many calls waited."""
         self._paused: set[Peer] = set()
+        self._ending: set[Peer] = set()
+        """Connections to close although they have sent a valid token."""
         self._since: dict[Peer, float] = {}
         self._sockets: dict[tuple[int, int], Peer | None] = {}
         """Peers of the sockets at the last look, by descriptor and inode; None for those that are no connections to the port.
@@ -275,6 +277,12 @@ class Connections:
         """Record that a connection keeps sending invalid tokens. It is closed at once unless it has also sent a valid one."""
         if (known := parse_peer(peer)) is not None:
             self._distrusted.add(known)
+            self._is_due = True
+
+    def end(self, peer: str) -> None:
+        """Close a connection at once, although it has sent a valid token."""
+        if (known := parse_peer(peer)) is not None:
+            self._ending.add(known)
             self._is_due = True
 
     def start(self, port: int) -> None:
@@ -326,7 +334,9 @@ class Connections:
         for peer in self._taken_of.keys() - descriptors.keys():
             self._taken_of.pop(peer, None)
         self._paused &= descriptors.keys()
-        excess = set(self._excess(now))
+        ending = self._ending.copy()
+        excess = set(self._excess(now)) | (ending & descriptors.keys())
+        self._ending -= ending
         for peer in excess:
             _shut_down(descriptors[peer], peer, port)
         paused = self._to_pause(descriptors.keys() - excess) - self._paused

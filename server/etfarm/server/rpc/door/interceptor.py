@@ -82,7 +82,8 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         self._resolve = resolve
         self._audit = audit
         self._connections = connections
-        self.calls = Calls(tokens.is_valid, resolve, clock=clock)
+        close = (lambda peer: None) if connections is None else connections.end
+        self.calls = Calls(tokens.is_valid, resolve, clock=clock, close=close)
         self._failures = Failures(clock)
         self._large = FairSlots(admission.AT_ONCE)
         self._forwarded = forwarded or Forwarded()
@@ -126,6 +127,8 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
 
         def admit(context: ServicerContext[Any, Any]) -> Auditor | None:
             peer = context.peer()
+            # The connection of a server of the farm has calls of others, too.
+            call.peer = peer if forwarded_peer is None else ""
             if self._connections is not None and credential.key:
                 self._connections.trust(peer)
             return (
@@ -141,7 +144,7 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         wrapped: grpc.RpcMethodHandler[Any, Any] = make(
             wrap(getattr(handler, kind), admit, call, partial(admission.admitted, turns=self._large, whose=call.principal.name)),
             request_deserializer=admission.deserializer(method, handler.request_deserializer),
-            response_serializer=self.calls.sending(call, handler.response_serializer),
+            response_serializer=self.calls.sending(call, handler.response_serializer or bytes),
         )
         return wrapped
 
