@@ -29,9 +29,9 @@ ROUTES: Final = [route for page in pages.PAGES for route in page.ROUTES]
 
 def names() -> list[str]:
     """Return the names of all fields and parameters that the pages read."""
-    found = {name for path in SOURCES.rglob("*.py") for name in _NAME.findall(path.read_text())}
-    assert {"token", "next", "selector", "q", "code", "name"} <= found, found
-    return sorted(found - {"csrf_token"})
+    known = {name for path in SOURCES.rglob("*.py") for name in _NAME.findall(path.read_text())}
+    assert {"token", "next", "selector", "q", "code", "name"} <= known, known
+    return sorted(known - {"csrf_token"})
 
 
 def fill(route: Route, value: str) -> str:
