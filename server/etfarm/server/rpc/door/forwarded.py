@@ -6,9 +6,10 @@ import hmac
 import secrets
 from typing import Any, Final
 
-from etfarm.wire.names import FORWARDED_KEY_METADATA as KEY
-from etfarm.wire.names import FORWARDED_PEER_METADATA as PEER
+from etfarm.wire.names import FORWARDED_KEY_METADATA, FORWARDED_PEER_METADATA
 
+PEER: Final = FORWARDED_PEER_METADATA
+KEY: Final = FORWARDED_KEY_METADATA
 PAGE_KEY: Final = secrets.token_urlsafe(32)
 """The secret of the web page that this process starts, which calls for its visitors."""
 MAX_PEER: Final = 256
