@@ -84,7 +84,7 @@ def test_the_documented_proxy_serves_pages_events_and_files(
 ) -> None:
     port = free_port()
     url = f"https://127.0.0.1:{port}/etfarm"
-    served, _ = start_page(simulated.farm.address, tmp_path / "web.log", "--public-url", url)
+    served, _ = start_page(simulated.farm.address, tmp_path / "web.log", "--public-url", url, "--trusted-proxy", "127.0.0.1")
     with nginx(tmp_path, port, listening_port(served.pid)):
         tab = Tab(browser, url, ignore_https_errors=True)
         try:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import secrets
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
@@ -19,7 +18,7 @@ pytestmark = pytest.mark.slow(reason="starts a server, an agent and the page")
 
 ODD: Final = (
     "é", "etf_\x00", "a\r\nX-Odd: 1", "\t", "\x1b[31m", "\x7f", "\x85", "\u2028", "\u202e", "\U0001d518", "../../etc/passwd",
-    "\ufffd", "a" * 4_000, "%", "%s%n", "'\"<b>", "1e999", "-1", "９",
+    "\ufffd", "a" * 400, "%", "%s%n", "'\"<b>", "1e999", "-1", "９",
 )  # fmt: skip
 RAW: Final = ("%ff", "%ed%a0%80", "%00", "%0d%0a", "%c0%ae")
 """Escapes that are no UTF-8, or control characters."""
@@ -30,18 +29,18 @@ ROUTES: Final = [route for page in pages.PAGES for route in page.ROUTES]
 
 def names() -> list[str]:
     """Return the names of all fields and parameters that the pages read."""
-    found = {name for path in SOURCES.rglob("*.py") for name in _NAME.findall(path.read_text())}
-    assert {"token", "next", "selector", "q", "code", "name"} <= found, found
-    return sorted(found - {"csrf_token"})
+    known = {name for path in SOURCES.rglob("*.py") for name in _NAME.findall(path.read_text())}
+    assert {"token", "next", "selector", "q", "code", "name"} <= known, known
+    return sorted(known - {"csrf_token"})
 
 
 def fill(route: Route, value: str) -> str:
     return re.sub(r"\{[^}]*\}", value, route.path)
 
 
-@pytest.fixture
-def admin(web: WebFarm, tmp_path: Path) -> Iterator[tuple[Visit, Path]]:
-    page, url = start_page(web.process.address, tmp_path / "web.log")
+@pytest.fixture(scope="module")
+def admin(web: WebFarm, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Visit, Path]]:
+    page, url = start_page(web.process.address, tmp_path_factory.mktemp("odd") / "web.log")
     visit = Visit(url)
     assert visit.sign_in(web.tokens["admin"]).status == 303
     yield visit, page.log
@@ -62,18 +61,17 @@ def test_pages_and_forms_take_any_characters(admin: tuple[Visit, Path], value: s
         if route.name in ("sign_out", "live"):
             continue
         methods = route.methods or set()
-        for target in {fill(route, value), fill(route, secrets.token_hex(8))}:
-            if "GET" in methods:
-                require_sentence(visit.get(f"{target}?{query}").status, log, (route.path, value))
-            if "POST" in methods:
-                sent = visit.post_text(target, f"csrf_token={token}&{query}")
-                require_sentence(sent.status, log, (route.path, value))
+        target = fill(route, value)
+        if "GET" in methods:
+            require_sentence(visit.get(f"{target}?{query}").status, log, (route.path, value))
+        if "POST" in methods:
+            require_sentence(visit.post_text(target, f"csrf_token={token}&{query}").status, log, (route.path, value))
     require_sentence(visit.get(f"/live?topic=devices:{value}&after={value}").status, log, value)
 
 
 @pytest.mark.parametrize("token", [odd for odd in ODD if not (odd.isascii() and odd.isprintable())])
 def test_a_token_that_no_header_can_have_is_refused(web: WebFarm, token: str) -> None:
-    refused = Visit(web.url).sign_in(token + "x")
+    refused = Visit(web.url).sign_in(f"etf_{token}x")
     assert refused.status == 401
     assert "only printable ASCII" in refused.text
     assert web.page is not None and "Traceback" not in web.page.log.read_text()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import socket
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ import psutil
 import pytest
 
 from etfarm.client.web import connections, server
+from etfarm.client.web.connections import Place
 from etfarm.client.web.options import WebOptions
 from etfarm.client.web.visitors import Visitors
 from tests.support.farm import wait_until
@@ -121,6 +123,72 @@ async def test_a_browser_that_takes_nothing_loses_its_connection(monkeypatch: py
             while data := await reader.read(1 << 16):
                 received += len(data)
         assert 0 < received < MANY * 4 * 51_000
+        writer.close()
+
+
+PROGRESS_S: Final = 1.0
+LEAST_BYTES: Final = 10_000
+"""Bytes that a browser must take or send in `PROGRESS_S`, in tests."""
+
+
+@pytest.mark.parametrize(("taken_bytes", "is_cut"), [(4_000, False), (100, True)], ids=["slow", "too slow"])
+async def test_a_browser_takes_at_least_a_rate(
+    monkeypatch: pytest.MonkeyPatch, web: WebFarm, taken_bytes: int, is_cut: bool
+) -> None:
+    monkeypatch.setattr(connections, "PROGRESS_S", PROGRESS_S)
+    monkeypatch.setattr(Place, "least_bytes", property(lambda place: LEAST_BYTES, lambda place, value: None), raising=False)
+    async with page(WebOptions(web.process.address)) as opened, asyncio.timeout(60):
+        loop = asyncio.get_running_loop()
+        with socket.socket() as browser:
+            browser.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4_096)
+            browser.setblocking(False)
+            await loop.sock_connect(browser, ("127.0.0.1", opened.port))
+            request = f"GET /static/x/vendor/htmx.min.js HTTP/1.1\r\nHost: 127.0.0.1:{opened.port}\r\n\r\n".encode()
+            await loop.sock_sendall(browser, request * MANY * 4)
+            until_s = loop.time() + 6 * PROGRESS_S
+            received = 0
+            with suppress(ConnectionResetError):
+                while loop.time() < until_s:
+                    with suppress(BlockingIOError):
+                        received += len(browser.recv(taken_bytes))
+                    await asyncio.sleep(0.1)
+            assert received
+            ports = {
+                each.laddr.port for each in psutil.Process().net_connections("tcp") if each.status == psutil.CONN_ESTABLISHED
+            }
+            assert (opened.port not in ports) is is_cut
+
+
+@pytest.mark.parametrize(("sent_bytes", "status"), [(4_000, b"403"), (100, b"")], ids=["slow", "too slow"])
+async def test_a_browser_sends_at_least_a_rate(
+    monkeypatch: pytest.MonkeyPatch, web: WebFarm, sent_bytes: int, status: bytes
+) -> None:
+    monkeypatch.setattr(connections, "PROGRESS_S", PROGRESS_S)
+    monkeypatch.setattr(connections, "LEAST_BYTES", LEAST_BYTES)
+    async with page(WebOptions(web.process.address)) as opened, asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", opened.port)
+        head = f"POST /sign-in HTTP/1.1\r\nHost: 127.0.0.1:{opened.port}\r\nOrigin: {opened.url}\r\nContent-Length: {60_000}\r\n"
+        writer.write(f"{head}Content-Type: application/x-www-form-urlencoded\r\n\r\n".encode())
+        with suppress(ConnectionResetError, BrokenPipeError):
+            for _ in range(60_000 // sent_bytes):
+                writer.write(b"x" * sent_bytes)
+                await writer.drain()
+                await asyncio.sleep(0.2)
+                if reader.at_eof():
+                    break
+        answer = b""
+        with suppress(ConnectionResetError):
+            answer = await reader.read(100)
+        assert answer[9:12] == status
+        writer.close()
+
+
+async def test_a_body_without_a_size_is_refused(web: WebFarm) -> None:
+    async with page(WebOptions(web.process.address)) as opened, asyncio.timeout(60):
+        reader, writer = await asyncio.open_connection("127.0.0.1", opened.port)
+        writer.write(f"POST /sign-in HTTP/1.1\r\nHost: 127.0.0.1:{opened.port}\r\nTransfer-Encoding: chunked\r\n\r\n".encode())
+        answer = await reader.read()
+        assert answer[9:12] == b"400" and b"Content-Length" in answer
         writer.close()
 
 

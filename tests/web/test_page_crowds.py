@@ -6,6 +6,7 @@ import asyncio
 import multiprocessing
 import os
 import socket
+import ssl
 import struct
 import time
 from collections.abc import Iterator
@@ -17,6 +18,7 @@ from urllib.parse import urlsplit
 
 import psutil
 import pytest
+import trustme
 
 from etfarm.client.admin import artifacts
 from etfarm.client.aio import AsyncFarm
@@ -112,6 +114,24 @@ def test_a_crowd_behind_an_unknown_proxy_keeps_nobody_out(web: WebFarm, tmp_path
     try:
         with crowd(url, IDLE, ["127.0.0.1"]):
             assert sign_in_s(url, web.tokens["user"], "127.0.0.1") < SOON_S
+    finally:
+        daemon.stop()
+
+
+def test_connections_without_a_handshake_keep_nobody_out(web: WebFarm, tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    both = str(tmp_path / "both.pem")
+    daemon, url = start_page(web.process.address, tmp_path / "web.log", "--tls-cert", both, "--tls-key", both)
+    try:
+        with crowd(url, IDLE, MANY_ADDRESSES):
+            for source in ("127.0.0.3", MANY_ADDRESSES[0]):
+                began_s = time.monotonic()
+                visit = Visit(url, context=context, source=source)
+                assert visit.sign_in(web.tokens["user"]).status == 303
+                assert time.monotonic() - began_s < SOON_S
     finally:
         daemon.stop()
 

@@ -175,7 +175,17 @@ def test_csrf_tokens_belong_to_a_cookie_and_differ() -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["farm.example", "ftp://farm.example", "https://", "https://a@farm.example", "https://f.example/?q"]
+    "url",
+    [
+        "farm.example",
+        "ftp://farm.example",
+        "https://",
+        "https://a@farm.example",
+        "https://f.example/?q",
+        "https://f\u00e9.example",
+        "https://f.example:x",
+        "https://[::1",
+    ],
 )
 def test_a_public_url_must_be_an_address(url: str) -> None:
     with pytest.raises(BadWebOption):

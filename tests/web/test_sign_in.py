@@ -82,6 +82,10 @@ def test_a_form_must_come_from_the_page_itself(web: WebFarm, visit: Visit) -> No
 def test_other_hosts_and_large_bodies_are_refused(web: WebFarm, visit: Visit) -> None:
     assert visit.get("/sign-in", host="evil.example").status == 400
     assert visit.get("/sign-in", host="127.0.0.1.evil.example:80").status == 400
+    for malformed in ("127.0.0.1:80:evil.example", "[::1]evil.example", "evil@127.0.0.1", "127.0.0.1.", "[::1]:80:90", ":80"):
+        assert visit.get("/sign-in", host=malformed).status == 400, malformed
+    for own in ("127.0.0.1", "LocalHost:1", "[0:0::1]:8080"):
+        assert visit.get("/sign-in", host=own).status == 200, own
     assert visit.post("/sign-in", {"token": "x" * (2 << 20)}).status == 413
 
 

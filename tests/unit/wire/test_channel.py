@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from etfarm.wire.channel import Access, BadAddress, open_channel, parse_address
+from etfarm.wire.channel import Access, BadAddress, BadToken, open_channel, parse_address
+from etfarm.wire.errors import Kind
 from etfarm.wire.tls import BadTlsFile
 from tests.support.golden import Golden
 
@@ -65,3 +66,11 @@ async def test_a_missing_authority_is_named(golden: Golden, tmp_path: Path) -> N
     with pytest.raises(BadTlsFile) as refused:
         open_channel(Access("board:1", tls_ca=tmp_path / "ca.pem"))
     golden.check(refused.value)
+
+
+@pytest.mark.parametrize("token", ["é", "etf_\x00", "a\r\nb", "etf_x\n", "\u2028"])
+def test_a_token_that_no_header_can_have_is_refused_before_anything_is_sent(token: str) -> None:
+    with pytest.raises(BadToken) as refused:
+        open_channel(Access("127.0.0.1:1", token))
+    assert (refused.value.reason, refused.value.kind) == ("BAD_TOKEN", Kind.UNAUTHENTICATED)
+    assert token not in str(refused.value)

@@ -140,7 +140,6 @@ class AuthErrorInterceptor(grpc.aio.ServerInterceptor):
         make = getattr(grpc, f"{kind}_rpc_method_handler")
         if handler.request_deserializer is None:
             return grpc.stream_stream_rpc_method_handler(_forwarding(handler.stream_stream, admit, method))
-        assert handler.response_serializer is not None
         wrapped: grpc.RpcMethodHandler[Any, Any] = make(
             wrap(getattr(handler, kind), admit, call, partial(admission.admitted, turns=self._large, whose=call.principal.name)),
             request_deserializer=admission.deserializer(method, handler.request_deserializer),
