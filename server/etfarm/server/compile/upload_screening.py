@@ -12,6 +12,7 @@ from typing import Final
 
 from etfarm.server.compile.screening import screen
 from etfarm.server.compile.screening.operators import Operators
+from etfarm.server.workers.fair_slots import FairSlots
 
 THREADS: Final = 2
 """Files that are screened at a time. Each may take a hundred megabytes; see `screen.UPLOAD_PARSED_BYTES`."""
@@ -41,42 +42,54 @@ class Screening:
     def __init__(self, path: Callable[[str], Path], operators: Operators | None = None) -> None:
         self._path = path
         self._operators = operators or Operators()
+        self._slots = FairSlots(THREADS)
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="screen")
         self._passed: OrderedDict[tuple[str, str], None] = OrderedDict()
         self._running: dict[tuple[str, str], asyncio.Future[None]] = {}
 
-    async def screen_pt2(self, digest: str) -> None:
+    async def screen_pt2(self, digest: str, project: str = "") -> None:
         """Screen a .pt2, unless it has passed already.
+
+        Args:
+            project: the project that waits for it; projects share the threads fairly.
 
         Raises:
             NotAPt2, UnsafeModel, UnknownOperator: as `screen.screen_pt2`.
         """
-        await self._screen_once("pt2", digest, partial(screen.screen_upload, allowed=self._operators.targets))
+        await self._screen_once("pt2", digest, project, partial(screen.screen_upload, allowed=self._operators.targets))
 
-    async def screen_pte(self, digest: str) -> None:
+    async def screen_pte(self, digest: str, project: str = "") -> None:
         """Screen a .pte, unless it has passed already.
+
+        Args:
+            project: as in `screen_pt2`.
 
         Raises:
             NotAPte, TruncatedProgram: as `screen.screen_pte`.
         """
-        await self._screen_once("pte", digest, screen.screen_pte)
+        await self._screen_once("pte", digest, project, screen.screen_pte)
 
     def close(self) -> None:
         """End the threads; calls that wait for one are dropped."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def _screen_once(self, kind: str, digest: str, check: Callable[[Path], None]) -> None:
+    async def _screen_once(self, kind: str, digest: str, project: str, check: Callable[[Path], None]) -> None:
         # The kind belongs to the key: bytes that pass as a .pte are not necessarily a safe .pt2.
         key = (kind, digest)
         if key in self._passed:
             return
-        running = self._running.get(key)
-        if running is None:
-            loop = asyncio.get_running_loop()
-            running = self._running[key] = loop.run_in_executor(self._threads, check, self._path(digest))
-            running.add_done_callback(partial(self._on_done, key))
-        # Shielded, because other callers may wait for it as well, and a thread cannot be stopped.
-        await asyncio.shield(running)
+        while (running := self._running.get(key)) is None and key not in self._passed:
+            async with self._slots.take(project):
+                if key in self._running or key in self._passed:
+                    continue  # another caller came first
+                loop = asyncio.get_running_loop()
+                running = self._running[key] = loop.run_in_executor(self._threads, check, self._path(digest))
+                running.add_done_callback(partial(self._on_done, key))
+                await asyncio.wait({running})
+                break
+        if running is not None:
+            # Shielded, because other callers may wait for it as well, and a thread cannot be stopped.
+            await asyncio.shield(running)
 
     def _on_done(self, key: tuple[str, str], running: asyncio.Future[None]) -> None:
         del self._running[key]

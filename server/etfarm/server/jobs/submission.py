@@ -140,7 +140,7 @@ class Submission:
                 # Not of a job that has its exports: it may turn out that a recipe delegates nothing of a model.
                 await self._require_backends(spec, devices)
         for candidate in spec.candidates:
-            await self._screen(candidate, pace)
+            await self._screen(candidate, project, pace)
         async with self._large.take(owner) if is_large else nullcontext():
             job = job_pb2.Job(id=self._new_id(), owner=owner, project=project)
             job.create_time.FromDatetime(at)
@@ -266,21 +266,21 @@ class Submission:
                     missing=",".join(sorted(needed)),
                 )
 
-    async def _screen(self, candidate: job_pb2.Candidate, pace: Pace) -> None:
+    async def _screen(self, candidate: job_pb2.Candidate, project: str, pace: Pace) -> None:
         if candidate.WhichOneof("source") == "program":
             program = candidate.program
             data = {name: artifact.digest for name, artifact in program.data.items()}
             program.digest = digests.of_program(program.pte.digest, data)
             await self._store.require_whole([program.pte.digest])
-            await self._screening.screen_pte(program.pte.digest)
+            await self._screening.screen_pte(program.pte.digest, project)
             return
         for method in candidate.model.methods.values():
             await pace.pause()  # with 10,000 methods whose files are known nothing else yields to the event loop
             references = [method.reference.digest] if method.HasField("reference") else []
             await self._store.require_whole([method.exported_program.digest, *references])
-            await self._screening.screen_pt2(method.exported_program.digest)
+            await self._screening.screen_pt2(method.exported_program.digest, project)
             if method.HasField("reference"):
-                await self._screening.screen_pt2(method.reference.digest)
+                await self._screening.screen_pt2(method.reference.digest, project)
 
 
 def _require_devices(cells: Sequence[job_pb2.Cell], devices: Sequence[Device]) -> None:

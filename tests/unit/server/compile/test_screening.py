@@ -79,6 +79,22 @@ async def test_a_caller_that_goes_away_leaves_the_others_their_answer(screened: 
     assert gate.looked == ["same"]
 
 
+async def test_a_project_does_not_wait_for_all_files_of_another(screened: Screening, gate: Gate) -> None:
+    many = [asyncio.create_task(screened.screen_pt2(f"a{index}", "a")) for index in range(50)]
+    for _ in range(upload_screening.THREADS):
+        await asyncio.to_thread(gate.entered.acquire)
+    one = asyncio.create_task(screened.screen_pt2("b", "b"))
+    shared = asyncio.create_task(screened.screen_pt2("a49", "b"))
+    await asyncio.sleep(0)
+    gate.open.set()
+    await asyncio.gather(one, shared)
+    before = [name for name in gate.looked if name.startswith("a") and gate.looked.index(name) < gate.looked.index("b")]
+    assert len(before) == upload_screening.THREADS
+    assert gate.looked.index("a49") < 2 * upload_screening.THREADS + 2, "nor for the other's turn with a file of both"
+    await asyncio.gather(*many)
+    assert sorted(gate.looked) == sorted([*(f"a{index}" for index in range(50)), "b"])
+
+
 async def test_files_that_take_for_ever_take_no_thread_of_others(screened: Screening, gate: Gate) -> None:
     waiting = [asyncio.create_task(screened.screen_pt2(f"slow{index}")) for index in range(50)]
     for _ in range(upload_screening.THREADS):
