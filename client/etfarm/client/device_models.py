@@ -122,6 +122,7 @@ class ReservationInfo:
     id: str
     """The reservation's id; empty for a reservation of another project."""
     owner: str
+    """Empty for a reservation of another project, as `reason` is."""
     expires_at: datetime
     """When it ends unless it is renewed, by the server's clock."""
     device_ids: tuple[str, ...] = ()

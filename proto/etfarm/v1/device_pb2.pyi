@@ -366,7 +366,7 @@ class Device(_message.Message):
     @_builtins.property
     def reservation(self) -> Global___Reservation:
         """Present while the device is reserved: only the runs and sessions that name the reservation are placed on it. Callers outside of
-        the reservation's project only see its owner, reason and times.
+        the reservation's project only see its times.
         """
 
     @_builtins.property
@@ -795,7 +795,7 @@ class ReserveDeviceRequest(_message.Message):
     count: _builtins.int
     """Number of devices, at most 1,000; 0 counts as 1."""
     reason: _builtins.str
-    """Why, for people who wait for the devices; at most 200 characters."""
+    """Why, for members of the project; at most 200 characters."""
     request_id: _builtins.str
     """A unique id among the owner's requests, chosen by the caller, such as a UUID: the same request, sent again, returns the same
     reservation. May be empty.
@@ -1192,7 +1192,7 @@ class HealthEvent(_message.Message):
     reason: _builtins.str
     """Of a FAULT and a failed RUN: the error's reason, such as DEVICE_SELF_TEST_FAILED."""
     message: _builtins.str
-    """For people."""
+    """For people; empty if the attempt belongs to none of the caller's projects."""
     attempt_id: _builtins.str
     """The attempt; empty if it belongs to none of the caller's projects."""
     state: Global___HealthState.ValueType

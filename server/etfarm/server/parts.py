@@ -284,6 +284,13 @@ class Fleet:
         upgrades = Upgrades(registry, runs, new_id)
         await upgrades.release()
         agent_wheel = await asyncio.to_thread(AgentWheel.read, config.agent_wheel) if config.agent_wheel else None
+
+        def belongs_to(device_id: str, principal: str) -> bool:
+            # An agent may lose its connection and continue; an identity is not bound if the farm has no tokens.
+            agent_id = registry.agent_of(device_id)
+            return registry.serves_principal(principal, device_id) or identities.principal_of(agent_id) == principal
+
+        storage.store.quotas.has_attempt = lambda principal: any(belongs_to(device_id, principal) for device_id in runs.busy())
         return cls(bundles, runs, identities, registry, reservations, telemetry, health, upgrades, agent_wheel)
 
     async def is_needed(self, principal: str, digest: str) -> bool:

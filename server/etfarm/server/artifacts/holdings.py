@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from types import MappingProxyType
 from typing import Final
 
-from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, exists, func, select, true, tuple_
+from sqlalchemy import ColumnElement, Connection, and_, bindparam, delete, exists, func, or_, select, true, tuple_
 
 from etfarm.server.access.scope import agent_holder
 from etfarm.server.artifacts.uses import ARTIFACT
@@ -24,6 +25,7 @@ _READ_BATCH = 5_000
 """Number of digests per read. They are passed as one parameter, since separate parameters take longer than the rows."""
 
 _AGENTS = agent_holder("")
+_NONE: Final[Mapping[str, datetime]] = MappingProxyType({})
 """Prefix of agents' holders."""
 
 _TAKEN = "taken:"
@@ -182,10 +184,22 @@ class Holdings:
             if project in self._used:
                 self._used[project] += added
 
-    async def expire_agents(self, before: datetime) -> list[str]:
-        """Delete agents' holdings that are older than `before`; return the artifacts that have no holder any more."""
+    async def agents(self) -> list[str]:
+        """Return the holders that are agents with uploads which no result has named."""
+        column = schema.holdings.c.holder
+        query = select(column).where(column.startswith(_AGENTS)).distinct()
+        return list(await self._database.read(lambda connection: connection.execute(query).scalars().all()))
+
+    async def expire_agents(self, before: datetime, idle: Mapping[str, datetime] = _NONE) -> list[str]:
+        """Delete agents' holdings that are older than `before`; return the artifacts that have no holder any more.
+
+        Args:
+            idle: a later time for some of the agents, by holder.
+        """
         table = schema.holdings
         is_expired = and_(_is_agent_holding(), table.c.held_at < before)
+        for holder, since in idle.items():
+            is_expired = or_(is_expired, and_(table.c.holder == holder, table.c.held_at < since))
         orphans: list[str] = []
 
         def write(connection: Connection) -> dict[str, int]:

@@ -15,6 +15,8 @@ class StoreLimits:
     """Storage limit of a project without a limit of its own; None for no limit."""
     agent_bytes: int = 20 << 30
     """Maximum size of an agent's uploads that belong to results which the server has not accepted yet."""
+    idle_agent_bytes: int = 256 << 20
+    """The same for an agent without an attempt, which has no results to upload."""
     reserve_bytes: int = 256 << 20
     """Disk space that uploads leave free, so that the journal can always be written."""
     work_bytes: int | None = None
@@ -29,6 +31,8 @@ class StoreLimits:
     """Time for which an unfinished upload is kept."""
     agent_holding_age_s: float = 7 * 24 * 3600.0
     """Time for which an agent's uploads are kept without a result: agents keep results while the server is unreachable."""
+    idle_agent_age_s: float = 3600.0
+    """Time for which they are kept once the agent has no attempt."""
     downloads: int = 64
     """Maximum number of concurrent downloads of one principal; further ones wait."""
     download_idle_s: float = 120.0

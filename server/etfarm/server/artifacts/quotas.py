@@ -20,6 +20,8 @@ class Quotas:
         self._limits = limits
         self.own_limit_bytes: Callable[[str], int | None] = lambda project: None
         """Returns a project's own limit; None for the default."""
+        self.has_attempt: Callable[[str], bool] = lambda principal: True
+        """Returns whether an agent with a token of the principal has an attempt."""
 
     async def require(self, holder: str, needed_bytes: int = 0, *, without: str = "") -> None:
         """Raise an error if a project exceeds its storage limit, or an agent has too many uploads without results.
@@ -39,6 +41,7 @@ class Quotas:
 
     def _limit_bytes(self, holder: str) -> int | None:
         if holder.startswith(agent_holder("")):
-            return self._limits.agent_bytes
+            is_idle = not self.has_attempt(holder.removeprefix(agent_holder("")))
+            return self._limits.idle_agent_bytes if is_idle else self._limits.agent_bytes
         own = self.own_limit_bytes(holder)
         return self._limits.project_bytes if own is None else own

@@ -15,7 +15,7 @@ from typing import TypeVar
 import structlog
 from sqlalchemy import Connection
 
-from etfarm.server.access.scope import DEFAULT_PROJECT
+from etfarm.server.access.scope import DEFAULT_PROJECT, agent_holder
 from etfarm.server.artifacts.blobs import Blobs, Verified
 from etfarm.server.artifacts.digests import require_digest, slices
 from etfarm.server.artifacts.errors import (
@@ -106,6 +106,8 @@ class Store:
         )  # fmt: skip
         self._staging = Staging(self._uploads, self.room, self.limits, self._pool)
         self.quotas = Quotas(self.holdings, self._staging, self.limits)
+        self._idle_since: dict[str, datetime] = {}
+        """Since when an agent with holdings is known to have no attempt, by holder."""
         self._adopting: set[str] = set()
         self._unshared: set[str] = set()
         """New uploads that only their uploader knows, so that nothing else can refer to them."""
@@ -455,10 +457,21 @@ class Store:
     async def expire(self) -> None:
         """Delete abandoned uploads, and agents' uploads without a result."""
         await self._run(self._staging.expire)
-        orphans = await self.holdings.expire_agents(datetime.now(UTC) - timedelta(seconds=self.limits.agent_holding_age_s))
+        now = datetime.now(UTC)
+        orphans = await self.holdings.expire_agents(
+            now - timedelta(seconds=self.limits.agent_holding_age_s), await self._idle_agents(now)
+        )
         if withdrawn := [digest for digest in orphans if self.blobs.withdraw(digest)]:
             log.info("agents' uploads that no result refers to expired", count=len(withdrawn))
             await self._delete(withdrawn)
+
+    async def _idle_agents(self, now: datetime) -> dict[str, datetime]:
+        """Return the agents that have been without an attempt for long, as holders, with the time before which they had one."""
+        holders = await self.holdings.agents()
+        idle = [holder for holder in holders if not self.quotas.has_attempt(holder.removeprefix(agent_holder("")))]
+        self._idle_since = {holder: self._idle_since.get(holder, now) for holder in idle}
+        longest = timedelta(seconds=self.limits.idle_agent_age_s)
+        return {holder: since for holder, since in self._idle_since.items() if now - since >= longest}
 
     def close(self) -> None:
         """Shut down the store's threads."""

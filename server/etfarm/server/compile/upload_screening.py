@@ -63,7 +63,7 @@ class Screening:
         self._path = path
         self._operators = operators or Operators()
         self._passed: OrderedDict[tuple[str, str], None] = OrderedDict()
-        self._running: dict[tuple[str, str], asyncio.Task[Any]] = {}
+        self._running: dict[tuple[str, str, str], asyncio.Task[Any]] = {}
 
     async def screen_pt2(self, digest: str, project: str) -> None:
         """Screen a .pt2 for a submission, unless it has passed already.
@@ -78,7 +78,7 @@ class Screening:
             NotAPt2, UnsafeModel, UnknownOperator: as `screen.screen_pt2`.
         """
         if ("pt2", digest) not in self._passed:
-            await self._once("pt2", digest, partial(self._screen_pt2, digest, project))
+            await self._once("pt2", digest, project, partial(self._screen_pt2, digest, project))
 
     async def screen_pte(self, digest: str) -> None:
         """Screen a .pte, unless it has passed already: compare the file's size with its header, which has a fixed size.
@@ -87,7 +87,7 @@ class Screening:
             NotAPte, TruncatedProgram: as `screen.screen_pte`.
         """
         if ("pte", digest) not in self._passed:
-            await self._once("pte", digest, partial(asyncio.to_thread, screen.screen_pte, self._path(digest)))
+            await self._once("pte", digest, "", partial(asyncio.to_thread, screen.screen_pte, self._path(digest)))
 
     async def inspect(self, digest: str, project: str, *, is_program: bool | None = None) -> Inspection:
         """Describe a .pt2 or a .pte.
@@ -101,7 +101,7 @@ class Screening:
             FarmError: the host allows no jailed child.
         """
         kind = f"inspection {is_program}"
-        inspection: Inspection = await self._once(kind, digest, partial(self._inspect, digest, project, is_program))
+        inspection: Inspection = await self._once(kind, digest, project, partial(self._inspect, digest, project, is_program))
         return inspection
 
     async def _screen_pt2(self, digest: str, project: str) -> None:
@@ -124,9 +124,10 @@ class Screening:
         async with finished:
             return finished.result
 
-    async def _once(self, kind: str, digest: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        # The kind belongs to the key: bytes that pass as a .pte are not necessarily a safe .pt2.
-        key = (kind, digest)
+    async def _once(self, kind: str, digest: str, project: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        # The kind belongs to the key: bytes that pass as a .pte are not necessarily a safe .pt2. So does the project, which must not
+        # wait for another one's turn.
+        key = (kind, digest, project)
         running = self._running.get(key)
         if running is None:
             running = self._running[key] = asyncio.create_task(work(), name=f"screen {kind} {digest[:12]}")
@@ -134,9 +135,9 @@ class Screening:
         # Shielded, because other callers may wait for it as well. The child's limits end it.
         return await asyncio.shield(running)
 
-    def _on_done(self, key: tuple[str, str], running: asyncio.Task[Any]) -> None:
+    def _on_done(self, key: tuple[str, str, str], running: asyncio.Task[Any]) -> None:
         del self._running[key]
         if not running.cancelled() and running.exception() is None and running.result() is None:
-            self._passed[key] = None
+            self._passed[key[:2]] = None
             if len(self._passed) > MAX_KEPT:
                 self._passed.popitem(last=False)

@@ -263,6 +263,11 @@ class DeviceDirectory:
         session = self._sessions.get(agent_id)
         return session is not None and session.is_alive()
 
+    def agent_of(self, device_id: str) -> str:
+        """Return the id of the agent that announced a device last; empty if the device is unknown."""
+        device = self._known.get(device_id)
+        return "" if device is None else device.agent_id
+
     def serves_principal(self, principal: str, device_id: str) -> bool:
         """Return whether an agent with a token of this principal serves the device."""
         session = self._serving.get(device_id)

@@ -46,7 +46,7 @@ def brief(reservation: Reservation, device_id: str, scope: Scope) -> Reservation
     shown.CopyFrom(reservation)
     shown.device_id = device_id
     if not scope.allows(reservation.project):
-        for name in ("id", "project", "selector"):
+        for name in ("id", "project", "owner", "selector", "reason"):
             shown.ClearField(name)
     return shown
 
@@ -55,7 +55,7 @@ def _why_not(device: Device) -> str:
     """Return why a device cannot be reserved now; empty if it can."""
     if device.HasField("reservation"):
         until = device.reservation.expire_time.ToDatetime(UTC)
-        return f"is reserved by {device.reservation.owner} until {until:%Y-%m-%d %H:%M} UTC"
+        return f"is reserved by {device.reservation.owner or 'another project'} until {until:%Y-%m-%d %H:%M} UTC"
     if device.health.state == HealthState.HEALTH_STATE_QUARANTINED:
         return "is quarantined"
     if device.state in _USABLE:

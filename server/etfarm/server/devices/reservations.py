@@ -138,7 +138,7 @@ class Reservations:
         """Reserve the requested number of devices, all or none.
 
         Args:
-            devices: returns the devices of the farm, with the reservations that they have.
+            devices: returns the devices of the farm as the caller sees them, with the reservations that they have.
 
         Raises:
             BadReservation: the duration or the number is out of range.

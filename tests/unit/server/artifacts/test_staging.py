@@ -280,6 +280,35 @@ class TestQuotas:
             assert await store.missing([artifact_of(data).digest], "agent:pi") == [], "it need not be sent again"
             assert await send(store, os.urandom(300), "agent:pi")
 
+    async def test_an_agent_without_an_attempt_holds_little(self, tmp_path: Path, opened: Opened) -> None:
+        async with opened(tmp_path, StoreLimits(agent_bytes=1000, idle_agent_bytes=100)) as store:
+            busy = {"pi"}
+            store.quotas.has_attempt = busy.__contains__
+            assert await send(store, os.urandom(800), "agent:pi")
+            with pytest.raises(QuotaExceeded):
+                await send(store, os.urandom(101), "agent:other")
+            assert await send(store, os.urandom(100), "agent:other")
+            busy.clear()
+            with pytest.raises(QuotaExceeded):
+                await send(store, os.urandom(1), "agent:pi")
+
+    async def test_uploads_without_a_result_expire_once_their_agent_has_been_without_an_attempt_for_long(
+        self, tmp_path: Path, opened: Opened
+    ) -> None:
+        async with opened(tmp_path, StoreLimits(idle_agent_age_s=0.0)) as store:
+            busy = {"pi"}
+            store.quotas.has_attempt = busy.__contains__
+            first, later = os.urandom(80), os.urandom(90)
+            await send(store, first, "agent:pi")
+            await store.expire()
+            assert await store.has_for_now(artifact_of(first).digest)
+            busy.clear()
+            await store.expire()
+            assert not await store.has_for_now(artifact_of(first).digest)
+            await send(store, later, "agent:pi")
+            await store.expire()
+            assert await store.has_for_now(artifact_of(later).digest), "it came afterwards"
+
     async def test_what_no_result_ever_names_expires(self, tmp_path: Path, opened: Opened) -> None:
         async with opened(tmp_path) as store:
             orphan, shared, fresh = (os.urandom(100) for _ in range(3))

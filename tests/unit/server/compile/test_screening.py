@@ -84,6 +84,20 @@ async def test_submissions_of_the_same_file_screen_it_once(
     assert (pool.ran, pool.urgent) == ([name], [True]), "a submission goes before descriptions"
 
 
+async def test_a_project_does_not_wait_for_the_turn_of_another_with_the_same_file(
+    screening: Screening, pool: Recorded, model: Callable[..., str]
+) -> None:
+    name = model()
+    waiting = [asyncio.create_task(screening.screen_pt2(name, project)) for project in ("p", "q")]
+    for _ in waiting:
+        await pool.entered.acquire()
+    pool.opened.set()
+    await asyncio.gather(*waiting)
+    assert pool.ran == [name, name]
+    await screening.screen_pt2(name, "r")
+    assert pool.ran == [name, name]
+
+
 async def test_a_file_that_failed_is_screened_again(screening: Screening, pool: Recorded, model: Callable[..., str]) -> None:
     pool.opened.set()
     bad = model("bad", {"data/aotinductor/x.so": b"\x7fELF"})

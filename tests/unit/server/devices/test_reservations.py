@@ -80,7 +80,7 @@ class World:
         self, selector: str = "", seconds: float = 60, *, owner: str = "ann", project: str = "vision", **more: object
     ) -> Reservation:
         request = Request(selector, seconds, owner, project, **more)  # type: ignore[arg-type]
-        return await self.reservations.reserve(request, self.registry.devices)
+        return await self.reservations.reserve(request, lambda: self.registry.devices(Scope(frozenset({project}))))
 
     def place(self, reservation: str = "", project: str = "vision") -> asyncio.Task[tuple[Device, str]]:
         waiting = Waiting("cell", selectors.parse(""), 0, (1, 0), project=project, reservation=reservation)
@@ -207,13 +207,16 @@ async def test_only_the_owner_and_admins_change_a_reservation(world: World) -> N
         await world.reservations.renew(reserved.id, None, ANN)
 
 
-async def test_other_projects_see_who_holds_a_device_and_no_more(world: World) -> None:
+async def test_other_projects_see_until_when_a_device_is_reserved_and_no_more(world: World) -> None:
     await world.connect(board("a"))
     await world.reserve("arch=aarch64", reason="a demo")
     theirs = world.registry.get("a", BOB.scope).reservation
-    assert (theirs.owner, theirs.reason, theirs.device_id) == ("ann", "a demo", "a")
-    assert (theirs.id, theirs.project, theirs.selector) == ("", "", "")
-    assert theirs.HasField("expire_time")
+    names = {field.name for field, _ in theirs.ListFields()}
+    assert names == {"device_id", "create_time", "expire_time", "duration_s"} and theirs.device_id == "a"
+    with pytest.raises(DevicesUnavailable) as refused:
+        await world.reserve("id=a", owner="bob", project="audio")
+    assert "board-a is reserved by another project until 2026-06-01 12:01 UTC" in refused.value.message
+    assert "ann" not in refused.value.message
     assert world.reservations.current(BOB.scope) == []
     assert [each.id for each in world.reservations.current(ANN.scope)] == ["r1"]
 

@@ -63,7 +63,12 @@ def describe(device: Device) -> str:
 def _holder(device: Device) -> str:
     """Return who holds a device until when, in local time; empty if it is not reserved."""
     reservation = device.reservation
-    return f"{reservation.owner} until {reservation.expires_at.astimezone():%H:%M:%S}" if reservation else ""
+    return f"{_owner_of(reservation)} until {reservation.expires_at.astimezone():%H:%M:%S}" if reservation else ""
+
+
+def _owner_of(reservation: ReservationInfo) -> str:
+    """Return the owner of a reservation, whom members of other projects do not see."""
+    return reservation.owner or "another project"
 
 
 def describe_reservation(reservation: ReservationInfo, now: datetime) -> str:
@@ -74,7 +79,7 @@ def describe_reservation(reservation: ReservationInfo, now: datetime) -> str:
     left = units.clock(max(0.0, (reservation.expires_at - now).total_seconds()))
     why = f": {reservation.reason}" if reservation.reason else ""
     which = f", reservation {reservation.id}" if reservation.id else ""
-    return f"reserved by {reservation.owner} until {until} (in {left}) unless renewed{which}{why}"
+    return f"reserved by {_owner_of(reservation)} until {until} (in {left}) unless renewed{which}{why}"
 
 
 _STYLES = {"IDLE": "green", "BUSY": "bold", "OFFLINE": "dim", "DRAINING": "yellow", "UNUSABLE": "red"}

@@ -8,22 +8,18 @@ import json
 import logging
 import re
 import traceback
-import typing
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch._export.serde import schema, serialize
-from torch.export.pt2_archive._package import load_pt2
+from torch._export.serde import schema
 
 from etfarm.server.compile.errors import DimWithoutMaximum, TrainingMode
 from etfarm.server.compile.program.explain import first_line
 from etfarm.server.compile.screening import archives, screen
 from etfarm.server.compile.screening.errors import NotAPt2, Pt2OfAnotherTorch, UnknownStructure
 from etfarm.server.compile.screening.operators import Operators
+from etfarm.server.graphs.programs import read_program
 from etfarm.server.workers.errors import is_out_of_memory
 from etfarm.server.workers.limits import limit_loading
 from etfarm.wire.errors import UserError
@@ -72,9 +68,7 @@ def _load(link: Path, operators: Operators) -> Any:
                 importlib.import_module(module)
         for module in operators.modules(graph):
             importlib.import_module(module)
-        # Not torch.export.load, which falls back to the older, unscreened layout after a failure.
-        with _cache_type_hints():
-            return _resolve_derived_dims(load_pt2(str(link)).exported_programs["model"])
+        return _resolve_derived_dims(read_program(str(link)))
     except Exception as error:
         if is_out_of_memory(error):
             raise
@@ -115,36 +109,6 @@ def _unreadable_error(graph: bytes, why: str) -> UserError:
     if written and written.partition("+")[0] != ours:
         return Pt2OfAnotherTorch(written, ours, why.rstrip("."))
     return NotAPt2(f"torch {ours} cannot read it ({why})")
-
-
-@contextmanager
-def _cache_type_hints() -> Iterator[None]:
-    """Cache the type hints of the schema's classes while torch reads a program.
-
-    torch resolves them anew for each object, which takes half of its time. Source:
-    torch._export.serde.serialize._dict_to_dataclass, which looks `typing` up in its module.
-    """
-    original = serialize.typing
-    serialize.typing = _TypingOfSchema()
-    try:
-        yield
-    finally:
-        serialize.typing = original
-
-
-class _TypingOfSchema:
-    """The module `typing` with cached type hints."""
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(typing, name)
-
-    def get_type_hints(self, cls: type, globalns: dict[str, Any]) -> dict[str, Any]:
-        return _hints(cls)
-
-
-@cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls, globalns=vars(schema))
 
 
 def _resolve_derived_dims(program: Any) -> Any:

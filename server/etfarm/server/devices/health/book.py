@@ -103,7 +103,8 @@ class HealthBook:
         if not weight:
             return
         text, at = _line(error.message), self._now()
-        changed = standing.after_fault(self.of(device_id), weight, text, at, self.policy)
+        # The standing is shown to everyone who sees the device, and the message may have names and output of a project's program.
+        changed = standing.after_fault(self.of(device_id), weight, error.reason if project else text, at, self.policy)
         event = HealthEvent(device_id=device_id, kind=_FAULT, reason=error.reason, message=text, attempt_id=attempt_id)
         log.warning("a device fault", device=device_id, attempt=attempt_id, reason=error.reason, weight=weight)
         was = self._change(device_id, changed, event, at)
@@ -216,13 +217,13 @@ class HealthBook:
         Args:
             before: number of the event before which the page begins; 0 for the first page.
             count: maximum number of events.
-            scope: the caller's scope; attempts of other projects are hidden.
+            scope: the caller's scope; attempts of other projects are hidden, and the messages of their faults.
         """
         rows = list(await self._records.events(device_id, before, count + 1))
         events = []
         for _, project, event in rows[:count]:
-            if not scope.allows(project):
-                event.attempt_id = ""
+            if event.attempt_id and not scope.allows(project):
+                event.attempt_id = event.message = ""
             events.append(event)
         return events, str(rows[count - 1][0]) if len(rows) > count else ""
 

@@ -142,7 +142,7 @@ class Probing:
         if why is None and not is_admin and device.HasField("drain"):
             why = "is drained"
         if why is None and not is_admin and device.HasField("reservation") and device.reservation.owner != caller:
-            why = f"is reserved by {device.reservation.owner}"
+            why = f"is reserved by {device.reservation.owner or 'another project'}"
         if why is None and device.id in self._tasks and device.id not in self._scheduled:
             why = "is in a health run already"
         if why is not None:

@@ -52,13 +52,14 @@ def _load(model: Path, screen: Screen | None) -> ExportedProgram:
         except UserError as error:
             raise ReferenceNotRunnable(error.message, error.remedy) from error
     import torchao  # noqa: F401 - registers its operators
-    from torch.export.pt2_archive._package import load_pt2
+
+    from etfarm.server.graphs.programs import read_program
 
     custom_operators.register()
     try:
         with model.open("rb") as file:  # a path would have to end in .pt2, which stored artifacts do not
-            # Not torch.export.load, which falls back to the older, unscreened layout on failure.
-            return load_pt2(file).exported_programs["model"]
+            program: ExportedProgram = read_program(file)
+            return program
     except Exception as error:  # torch raises many types for a bad archive: RuntimeError, KeyError, AttributeError, ...
         raise ReferenceNotRunnable(f"torch cannot load the model: {_first_line(error)}.", detail=_first_line(error)) from error
 

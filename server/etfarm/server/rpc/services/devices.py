@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
+from functools import partial
 from typing import Final
 
 from etfarm.server.access.projects import Projects
@@ -71,7 +72,7 @@ class DeviceService(device_pb2_grpc.DeviceServiceServicer):
             request.selector, request.duration_s, caller().name, active_project(), request.count or 1, request.reason,
             request.request_id,
         )  # fmt: skip
-        return await self._reservations.reserve(wanted, self._registry.devices)
+        return await self._reservations.reserve(wanted, partial(self._registry.devices, scope()))
 
     async def Renew(self, request: device_pb2.RenewReservationRequest, context: object) -> device_pb2.Reservation:
         duration_s = request.duration_s if request.HasField("duration_s") else None

@@ -9,12 +9,13 @@ from pathlib import Path
 
 import pytest
 
+from etfarm.server.access.scope import Scope
 from etfarm.server.devices.health import records, standing
 from etfarm.server.devices.health.baseline import BASELINE_RUNS
 from etfarm.server.devices.health.book import HealthBook
 from etfarm.server.devices.health.records import HealthRecords
 from etfarm.server.devices.health.standing import Standing
-from etfarm.v1.device_pb2 import HealthEvent, HealthEventKind
+from etfarm.v1.device_pb2 import Device, HealthEvent, HealthEventKind
 from etfarm.wire.errors import DeviceError
 from tests.support.databases import new_database
 
@@ -80,5 +81,24 @@ async def test_a_fault_or_a_forgotten_device_outlasts_the_recovery_of_another(tm
         await asyncio.gather(*faults, book.forget("third"), settling)
         assert book.of("second").state == standing.QUARANTINED
         assert "third" not in book._standings
+    finally:
+        database.close()
+
+
+async def test_the_text_of_a_fault_stays_within_the_project_of_its_attempt(tmp_path: Path) -> None:
+    """It may have names and output of the project's program."""
+    database = new_database(tmp_path / "farm.sqlite")
+    await database.open()
+    try:
+        book = HealthBook(database, lambda: AT)
+        for number in range(10):
+            error = DeviceError("The runner ended in the method unreleased_model.")
+            await book.record_fault("pi", error, attempt_id=f"a{number}", project="vision")
+        (own,), _ = await book.events("pi", 0, 1, Scope(frozenset({"vision"})))
+        (theirs,), _ = await book.events("pi", 0, 1, Scope(frozenset({"audio"})))
+        assert (own.attempt_id, own.message) == ("a9", "The runner ended in the method unreleased_model.")
+        assert (theirs.attempt_id, theirs.message, theirs.reason) == ("", "", own.reason)
+        book.apply(device := Device(id="pi"))
+        assert own.reason in device.health.reason and "unreleased" not in device.health.reason
     finally:
         database.close()
