@@ -11,6 +11,7 @@ methods of etfarm are; so the remaining calls can be refused without decoding th
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import json
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
@@ -131,10 +132,13 @@ class _Counts:
     """The calls that began at the server that this process has created last, as gRPC's channelz service knows them."""
 
     def __init__(self) -> None:
+        self._begun = 0
         self._server = max(int(server["ref"]["serverId"]) for server in _pages(cygrpc.channelz_get_servers, "server"))
 
     def begun(self) -> int:
-        return int(json.loads(cygrpc.channelz_get_server(self._server))["server"]["data"].get("callsStarted", 0))
+        with contextlib.suppress(ValueError):  # the server has ended
+            self._begun = int(json.loads(cygrpc.channelz_get_server(self._server))["server"]["data"].get("callsStarted", 0))
+        return self._begun
 
     def begun_by(self, peers: Collection[Peer]) -> dict[Peer, int]:
         counts = {}
@@ -150,11 +154,16 @@ class _Counts:
 
 
 def _pages(fetch: Callable[[int], bytes], key: str) -> Iterator[dict[str, Any]]:
+    """Yield the entries of all pages of a list of channelz; a page begins at an entry's number."""
     first, is_end = 0, False
     while not is_end:
-        page = json.loads(fetch(first))
-        is_end = page.get("end", False) or not page.get(key)
-        for entry in page.get(key, ()):
+        try:
+            page = json.loads(fetch(first))
+        except ValueError:
+            return  # the server has ended
+        entries = page.get(key, [])
+        is_end = page.get("end", False) or not entries
+        for entry in entries:
             first = max(first, int(entry["socketId"] if key == "socketRef" else entry["ref"]["serverId"]) + 1)
             yield entry
 
