@@ -26,13 +26,15 @@ from etfarm.server.rpc.door.connections import Connections, Peer, parse_peer
 AT_ONCE: Final = 64
 """Number of calls of a method that are requested at a time while many wait. With one, each would wait for a thread of gRPC."""
 
-
 _END_AFTER_S: Final = 0.2
 """Time after which a dropped call is ended. By then its connection is paused, or closed so that its client reconnects."""
 
 _END_S: Final = 0.01
 _END_AT_ONCE: Final = 50
 """Number of dropped calls that are ended in this interval; each takes 0.05 ms."""
+
+_MOST_DROPPED: Final = 8192
+"""Maximum number of dropped calls that are not ended yet; each takes 15 KiB."""
 
 
 class _Method:
@@ -111,8 +113,8 @@ class _Accepting(cygrpc.AioServer):  # type: ignore[misc]
         await asyncio.sleep(_END_AFTER_S)
         while self._dropped:
             await asyncio.sleep(_END_S)
-            if self.connections is None or not self.connections.is_behind:
-                del self._dropped[-_END_AT_ONCE:]
+            is_behind = self.connections is not None and self.connections.is_behind
+            del self._dropped[: max(len(self._dropped) - _MOST_DROPPED, 0) if is_behind else _END_AT_ONCE]
         await asyncio.to_thread(_return_memory)
 
     def _admits(self, call: Any, loop: asyncio.AbstractEventLoop) -> bool:
