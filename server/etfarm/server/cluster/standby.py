@@ -58,7 +58,7 @@ async def standing_by(
     connections = Connections(lambda: config.tokens is not None or forwarding.has_seen_refusal, time.monotonic)
     forwarding = Forwarding(links, connections.trust, on_forwarded)
     options = (dict(SERVER_OPTIONS) | dict(server_options(raise_file_limit()))).items()
-    server = new_server([], list(options), connections)
+    server = new_server([], list(options))
     checks = health.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(checks, server)
     reflection.enable_server_reflection([*SERVICES, "grpc.health.v1.Health", reflection.SERVICE_NAME], server)

@@ -94,6 +94,9 @@ LOOK_S: Final = 1.0
 _TICK_S: Final = 0.05
 """Interval at which the number of waiting calls is checked, and minimum time between two checks of the connections."""
 
+_IDLE_TICK_S: Final = 0.1
+"""The interval while no call waits."""
+
 _SWITCH_S: Final = 0.0005
 """Time after which a busy event loop lets the thread run; Python's 5 ms apply to each system call of the thread."""
 
@@ -296,7 +299,7 @@ class Connections:
 
     def _watch(self, port: int, loop: asyncio.AbstractEventLoop) -> None:
         backlog, looked_s, waiting, changed, beats = Backlog(), self._clock(), 0, 0, 0
-        while not self._closing.wait(_TICK_S):
+        while not self._closing.wait(_TICK_S if backlog.waiting or self._is_due else _IDLE_TICK_S):
             now = self._clock()
             begun = self._taken if self.counts is None else self.counts.begun()
             grown = backlog.note(begun, self._taken, self._beats) - waiting
